@@ -1,0 +1,310 @@
+"""The child process in which Ray's driver lives: start or join Ray, train, retry after crashes.
+
+Started by `cluster.run` with the path of its request; ends with the outcome written, or killed with its
+session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import secrets
+import shutil
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.run import LOGS, STOP_FILE, end_session, last_line
+from cluster.worker import CRASH, WorkerEnd, enter, error_from, one_line
+from pretrain.errors import MachineError, RunError, StoppedError
+from pretrain.files import write_json
+
+logger = logging.getLogger(__name__)
+
+_REACH_SECONDS = 3.0  # for the cluster's port to accept a connection
+_JOIN_SECONDS = 6.0  # for Ray to join after that; together they stay under 10
+_ROOM_SECONDS = 60  # for a busy cluster to make room for the workers
+_OBJECT_STORE_BYTES = 100 << 20  # we pass nothing large through Ray; its least is 75 MiB
+
+# Set in the driver, from where Ray hands them to its controller and workers.
+_RAY_ENVIRONMENT = {
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # an actor that only a cluster that drains nodes needs
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
+    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(_ROOM_SECONDS),
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # After a crash the survivors wait in a collective for the dead; Ray waits this long for them to let go.
+    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "2",
+}
+
+
+def main(request_path: str) -> None:
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    request = json.loads(Path(request_path).read_text(encoding="utf-8"))
+    _die_with(os.getppid(), request["ray_dir"])
+    os.environ.update(_RAY_ENVIRONMENT)
+    error: RunError | None = None
+    try:
+        _train(request)
+    except RunError as caught:
+        error = caught
+    except Exception:
+        _keep_ray_logs(request)
+        raise
+    _write_outcome(request, error)
+
+
+def nodes_fit(nodes: Sequence[tuple[int, int]], workers: int, cpus_per_worker: int, where: str) -> int:
+    """The CPUs each worker gets, so that `workers` fit on `nodes`, a list of (CPUs, GPUs).
+
+    With GPUs anywhere each worker takes one. `cpus_per_worker` 0 means as many as fit. `where` names the
+    machine or cluster in the `MachineError` that says what there is when they do not fit.
+    """
+    cpus, gpus = sum(cpu for cpu, _ in nodes), sum(gpu for _, gpu in nodes)
+
+    def room(each: int) -> int:
+        return sum(min(cpu // each, gpu) if gpus else cpu // each for cpu, gpu in nodes)
+
+    if gpus and workers > gpus:
+        raise MachineError(
+            f"{where} has {gpus} GPUs, too few for {workers} workers of one GPU each. "
+            f"Set scheduling.workers (--workers) to {gpus} or less."
+        )
+    largest = max((cpu for cpu, _ in nodes), default=0)
+    choices = [cpus_per_worker] if cpus_per_worker else range(largest, 0, -1)
+    for each in choices:
+        if room(each) >= workers:
+            return each
+    raise MachineError(
+        f"{where} has {cpus} CPU cores, too few for {workers} workers of {cpus_per_worker or 1} each. "
+        "Set scheduling.workers (--workers) or scheduling.cpus_per_worker lower."
+    )
+
+
+def _train(request: dict[str, Any]) -> None:
+    """Start or join Ray, run the workers to their end, and leave Ray again."""
+    here = "" if request["address"] else f"this machine ({socket.gethostname()})"
+    if here:
+        nodes_fit([(_cores(), 0)], request["workers"], request["cpus_per_worker"], here)
+    _choose_token(request["address"])  # Ray reads it while it is imported
+    import ray
+    import torch
+
+    if here:
+        nodes = [(_cores(), torch.cuda.device_count())]
+        request["cpus_per_worker"] = nodes_fit(nodes, request["workers"], request["cpus_per_worker"], here)
+        _start_ray(request)
+    else:
+        _join_ray(request)
+        resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        nodes = [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in resources]
+        request["cpus_per_worker"] = nodes_fit(
+            nodes, request["workers"], request["cpus_per_worker"], f"the cluster at {request['address']}"
+        )
+    try:
+        _retry(request, lambda attempt: _attempt(request, attempt, use_gpu=any(gpu for _, gpu in nodes)))
+    finally:
+        ray.shutdown()
+
+
+def _choose_token(address: str) -> None:
+    """A Ray of our own gets its own token, kept in no file; a cluster gets the user's, where there is one."""
+    if not address:
+        os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
+        return
+    file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")
+    if "RAY_AUTH_TOKEN" in os.environ or file.exists():
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+
+
+def _start_ray(request: dict[str, Any]) -> None:
+    """A Ray of our own with just the cores that are needed, open to nobody without this run's token."""
+    import ray
+
+    if Path("/sys/class/net/lo").exists():
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gradients need not leave the machine
+    try:
+        ray.init(
+            address="local",
+            num_cpus=request["workers"] * request["cpus_per_worker"],
+            include_dashboard=False,
+            object_store_memory=_OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            _temp_dir=request["ray_dir"],
+        )
+    except Exception as error:
+        logger.exception("ray.init")
+        _keep_ray_logs(request)
+        raise MachineError(
+            f"{_log(request)}: Ray did not start here ({one_line(error)}). "
+            "Its own logs are beside this file; ./launch.sh doctor checks the machine."
+        ) from None
+
+
+def _join_ray(request: dict[str, Any]) -> None:
+    """Join the cluster at the request's address, or say within 10 s that it cannot be reached."""
+    import ray
+
+    address = request["address"]
+    host, _, port = address.rpartition(":")
+    advice = "Check scheduling.address, and that the cluster runs and lets this machine in."
+    try:
+        socket.create_connection((host, int(port)), timeout=_REACH_SECONDS).close()
+    except (OSError, ValueError) as error:
+        raise MachineError(f"No Ray cluster answers at {address} ({one_line(error)}). {advice}") from None
+
+    def give_up() -> None:
+        message = f"What answers at {address} let no one in for {_JOIN_SECONDS:.0f} s. {advice}"
+        _write_outcome(request, MachineError(message))
+        os._exit(MachineError.exit_code)
+
+    timer = threading.Timer(_JOIN_SECONDS, give_up)
+    timer.start()
+    try:
+        ray.init(
+            address=address,
+            log_to_driver=False,
+            runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
+        )
+    except Exception as error:
+        logger.exception("ray.init")
+        raise MachineError(f"Ray at {address} did not let us in ({one_line(error)}). {advice}") from None
+    finally:
+        timer.cancel()
+
+
+def _retry(request: dict[str, Any], attempt: Callable[[int], None]) -> None:
+    """Call `attempt` until it returns or raises a `RunError`, at most 1 + max_failures times."""
+    stop_file = Path(request["run_dir"]) / STOP_FILE
+    for number in range(request["max_failures"] + 1):
+        try:
+            return attempt(number)
+        except _Crash as crash:
+            logger.warning("start %d ended in a crash of worker %d: %s", number + 1, crash.rank, crash.reason)
+            last = crash
+            _keep_ray_logs(request)
+            request["payload"]["resume"] = True
+        if stop_file.exists():
+            raise StoppedError(
+                f"{request['run_dir']}: worker {last.rank} crashed while stopping ({last.reason}). "
+                "--resume continues from the newest checkpoint."
+            )
+    log = Path(request["run_dir"]) / LOGS / f"worker-{last.rank}.log"
+    raise MachineError(
+        f"{log}: worker {last.rank} crashed ({last.reason}) and all max_failures={request['max_failures']} "
+        f"restarts are used up. Its log ends with: {last_line(log)!r}. "
+        "Mend the cause and run the same command with --resume."
+    )
+
+
+class _Crash(Exception):
+    """A worker ended in a way that a restart may cure."""
+
+    def __init__(self, rank: int, reason: str):
+        super().__init__(rank, reason)
+        self.rank = rank
+        self.reason = reason
+
+
+def _attempt(request: dict[str, Any], attempt: int, use_gpu: bool) -> None:
+    """One start of all workers through Ray Train, to their end."""
+    from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    resources = {"CPU": request["cpus_per_worker"], **({"GPU": 1} if use_gpu else {})}
+    storage = f"{request['run_dir']}/{LOGS}/ray-train" if request["address"] else request["ray_dir"]
+    trainer = TorchTrainer(
+        enter,
+        train_loop_config={**request, "attempt": attempt},
+        torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
+        scaling_config=ScalingConfig(
+            num_workers=request["workers"], use_gpu=use_gpu, resources_per_worker=resources
+        ),
+        run_config=RunConfig(
+            name=f"{request['name']}-{attempt}",
+            storage_path=storage,
+            # Retries are ours: Ray would retry the user's own mistakes too, and not tell the workers.
+            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
+        ),
+    )
+    started = time.monotonic()
+    try:
+        end = trainer.fit().return_value
+    except WorkerGroupError as error:
+        raise _cause(error.worker_failures) from None
+    except ControllerError as error:
+        if "Timeout" not in type(error.controller_failure).__name__:
+            raise _Crash(0, one_line(error.controller_failure)) from None
+        raise MachineError(
+            f"The cluster made no room for {request['workers']} workers of {resources} "
+            f"within {_ROOM_SECONDS} s. Wait until it is less busy, or set scheduling.workers lower."
+        ) from None
+    finally:
+        logger.info("start %d ran %.1f s", attempt + 1, time.monotonic() - started)
+    if end is not None:
+        raise error_from(end)
+
+
+def _cause(failures: dict[int, Exception]) -> Exception:
+    """What to raise for a failed start: the first worker's `RunError`, else the crash that felled the others.
+
+    A worker that is gone comes before one that only lost its peer.
+    """
+    ends = sorted((rank, error) for rank, error in failures.items() if isinstance(error, WorkerEnd))
+    for _, end in ends:
+        if end.kind != CRASH:
+            return error_from({"kind": end.kind, "message": end.message})
+    gone = [rank for rank, error in sorted(failures.items()) if not isinstance(error, WorkerEnd)]
+    if gone:
+        logger.error("worker %d: %s", gone[0], failures[gone[0]])
+        return _Crash(gone[0], "its process died (killed, or out of memory)")
+    rank, end = ends[0]
+    return _Crash(rank, end.message)
+
+
+def _write_outcome(request: dict[str, Any], error: RunError | None) -> None:
+    data = None if error is None else {"kind": type(error).__name__, "message": str(error)}
+    write_json(Path(request["outcome"]), {"error": data})
+
+
+def _keep_ray_logs(request: dict[str, Any]) -> None:
+    """Copy our own Ray's logs beside the run's, where they outlive it."""
+    source = Path(request["ray_dir"]) / "session_latest" / LOGS
+    kept = Path(request["run_dir"]) / LOGS / "ray"
+    with contextlib.suppress(OSError, shutil.Error):
+        shutil.rmtree(kept, ignore_errors=True)
+        shutil.copytree(source, kept)
+
+
+def _log(request: dict[str, Any]) -> Path:
+    return Path(request["run_dir"]) / LOGS / "ray.log"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def _die_with(parent: int, folder: str) -> None:
+    """End this session and remove `folder` once `parent` is gone: a killed launcher leaves nothing behind."""
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.5)
+        end_session(os.getsid(0))
+        shutil.rmtree(folder, ignore_errors=True)
+        os._exit(MachineError.exit_code)
+
+    threading.Thread(target=watch, daemon=True, name="parent-watch").start()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

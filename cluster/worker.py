@@ -1,0 +1,130 @@
+"""What runs inside a Ray worker: call the target with its `Worker` and carry its end out as plain data."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import io
+import logging
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.worker import Worker
+
+_ERRORS: dict[str, type[RunError]] = {
+    kind.__name__: kind for kind in (RunError, InputError, MachineError, DivergedError, StoppedError)
+}
+CRASH = "crash"
+
+
+class WorkerEnd(Exception):
+    """How a worker's target ended, as strings: user exceptions need not survive pickling, these do.
+
+    `kind` is the class name of a `RunError`, or `CRASH` for everything else.
+    """
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(kind, message)
+        self.kind = kind
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's class and message on one line of at most 300 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def error_from(data: dict[str, str]) -> RunError:
+    """The `RunError` that {"kind": class name, "message": text} stands for."""
+    return _ERRORS[data["kind"]](data["message"])
+
+
+def enter(request: dict[str, Any]) -> dict[str, str] | None:
+    """Call the request's target in this Ray Train worker. Returns None when it came to its end.
+
+    A stop or divergence is agreed among all workers, so it is returned: each may finish its last words. Any
+    other error may be this worker's alone while the others wait for it in a collective, so it is raised
+    (`WorkerEnd`), which makes Ray end them all.
+    """
+    from ray.train import get_context
+
+    context = get_context()
+    run_dir = Path(request["run_dir"])
+    _log_to(run_dir / "logs" / f"worker-{context.get_world_rank()}.log", request["attempt"])
+    worker = Worker(
+        rank=context.get_world_rank(),
+        world_size=context.get_world_size(),
+        local_rank=context.get_local_rank(),
+        local_world_size=context.get_local_world_size(),
+        threads=request["cpus_per_worker"],
+        stop_file=run_dir / "stop",
+    )
+    try:
+        if worker.stop_requested():
+            raise StoppedError(f"{run_dir}: stopped before the first step. --resume continues.")
+        _change_folder(request["working_dir"])
+        _resolve(request["target"])(request["payload"], worker)
+    except (StoppedError, DivergedError) as error:
+        return {"kind": type(error).__name__, "message": str(error)}
+    except RunError as error:
+        raise WorkerEnd(type(error).__name__, str(error)) from None
+    except BaseException as error:
+        traceback.print_exc()
+        raise WorkerEnd(CRASH, one_line(error)) from None
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return None
+
+
+def _resolve(target: str) -> Any:
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def _change_folder(working_dir: str) -> None:
+    try:
+        os.chdir(working_dir)
+    except OSError as error:
+        raise MachineError(
+            f"{working_dir}: {error.strerror} on the worker's machine {os.uname().nodename}. "
+            "Start from a folder that all machines of the cluster share."
+        ) from None
+
+
+def _log_to(path: Path, attempt: int) -> None:
+    """Send this process's output to `path` from here on, whoever writes it: Python, C++ or a child."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stdout = _line_writer(1)
+    sys.stderr = _line_writer(2)
+    faulthandler.enable(file=sys.stderr)
+    # Ray Train logs the traceback of whatever we raise to it; the real one is already there.
+    logging.getLogger("ray.train").setLevel(logging.CRITICAL)
+    print(
+        f"---- start {attempt + 1}, process {os.getpid()} on {os.uname().nodename}, {time.strftime('%F %T')}"
+    )
+
+
+def _line_writer(descriptor: int) -> io.TextIOWrapper:
+    return io.TextIOWrapper(
+        os.fdopen(descriptor, "wb", buffering=0, closefd=False),  # type: ignore[arg-type]
+        encoding="utf-8",
+        errors="backslashreplace",
+        write_through=True,
+    )

@@ -1,0 +1,1 @@
+"""Pretraining of encoder-only language models, from raw text to a released-format checkpoint."""

@@ -1,0 +1,273 @@
+"""Batches: samples dealt to ranks and micro-batches, unpadded, made in the background (laws 1-3).
+
+Every rank plans the whole global batch (that needs offsets only), so all of them know its lengths and deal it out
+alike without a word between them; each then fetches and masks the tokens of its own sequences.
+"""
+
+from __future__ import annotations
+
+import heapq
+import queue
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pretrain.batches.masking import Masker
+from pretrain.batches.pairs import Plan, Sampler
+from pretrain.config import RunConfig
+from pretrain.errors import InputError
+
+if TYPE_CHECKING:
+    from pretrain.corpus.shards import TokenShards
+
+_PREFETCH_TOKENS = 1 << 22  # of one rank; a token is 28 bytes here, so this is 120 MB
+_BLOCK_TOKENS = 1 << 16  # gathered at a time when whole words are counted
+_EVALUATION_SEQUENCES = 1024  # per StepBatch of an evaluation
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass of one rank sees: S sequences end to end in T tokens, K of them masked.
+
+    Sequences lie in ascending length order, without padding (law 2).
+    """
+
+    input_ids: Tensor  # int64 [T], after masking
+    token_types: Tensor  # int64 [T], 0 for the first segment, 1 for the second
+    positions: Tensor  # int64 [T], 0 .. length-1 within each sequence
+    cu_seqlens: Tensor  # int32 [S+1], where each sequence begins; the last is T
+    masked_rows: Tensor  # int64 [K], ascending rows of the token axis
+    masked_labels: Tensor  # int64 [K], the tokens that stood there
+    nsp_labels: Tensor  # int64 [S], 0 next / 1 random; [0] when NSP is off
+    token_keys: Tensor  # int32 [T], 32 pseudo-random bits of (sample, position): the seed of dropout
+    lengths: tuple[int, ...]  # tokens of each sequence, ascending
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One rank's share of one optimizer step, with the global counts that normalise the losses (law 3)."""
+
+    micro_batches: tuple[MicroBatch, ...]  # the same number on every rank
+    sequences: int  # over all ranks
+    tokens: int  # over all ranks
+    masked: int  # over all ranks
+    epoch: int  # of the first sample
+    first_sample: int  # its number since the phase began, epochs running on
+
+
+class Loader:
+    """The batches of one phase from `start_step` on, made ahead by a background thread.
+
+    Iterating gives one `StepBatch` per optimizer step until the phase ends. `stall_seconds` is the time that the
+    consumer has waited so far. Raises `InputError` when the corpus or the config cannot give such batches.
+    """
+
+    def __init__(
+        self,
+        shards: TokenShards,
+        config: RunConfig,
+        phase: int,
+        *,
+        rank: int,
+        world_size: int,
+        start_step: int = 0,
+        prefetch: int = 4,
+    ) -> None:
+        self.stall_seconds = 0.0
+        self._maker = BatchMaker(shards, config, phase, seed=config.seed, rank=rank, world_size=world_size)
+        sequences, per_epoch = config.phases[phase].global_sequences, self._maker.samples_per_epoch
+        where = f"phases.{phase}.global_sequences"
+        _check_dealing(config, phase, where, sequences, world_size)
+        if per_epoch < sequences:
+            raise InputError(
+                f"{where}: {sequences}, but {shards.folder} holds only {per_epoch} samples of up to "
+                f"{config.phases[phase].sequence_length} tokens. Add text or lower it to {per_epoch} or less."
+            )
+        step_tokens = sequences * config.phases[phase].sequence_length // world_size
+        depth = max(1, min(prefetch, _PREFETCH_TOKENS // step_tokens))
+        self._queue: queue.Queue[StepBatch | BaseException | None] = queue.Queue(depth)
+        self._closed = threading.Event()
+        steps = range(start_step, config.phases[phase].steps)
+        self._thread = threading.Thread(
+            target=self._produce, args=(steps, sequences), name=f"loader-{rank}", daemon=True
+        )
+        self._thread.start()
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self._maker.samples_per_epoch
+
+    def __iter__(self) -> Iterator[StepBatch]:
+        return self
+
+    def __next__(self) -> StepBatch:
+        if self._closed.is_set():
+            raise StopIteration
+        began = time.perf_counter()
+        item = self._queue.get()
+        self.stall_seconds += time.perf_counter() - began
+        if isinstance(item, StepBatch):
+            return item
+        self.close()
+        if item is None:
+            raise StopIteration
+        raise item
+
+    def close(self) -> None:
+        """Stop the background thread; iteration ends."""
+        self._closed.set()
+        self._thread.join()
+
+    def _produce(self, steps: range, sequences: int) -> None:
+        last: BaseException | None = None
+        try:
+            for step in steps:
+                if not self._put(self._maker.make(step * sequences, sequences)):
+                    return
+        except BaseException as error:  # whatever it is, the consumer must hear of it
+            last = error
+        self._put(last)
+
+    def _put(self, item: StepBatch | BaseException | None) -> bool:
+        """Hand `item` over; False when the loader was closed meanwhile."""
+        while not self._closed.is_set():
+            try:
+                self._queue.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+            return True
+        return False
+
+
+def validation_batches(
+    shards: TokenShards, config: RunConfig, phase: int, *, rank: int, world_size: int
+) -> list[StepBatch]:
+    """The held-out batches of a phase: the same samples every time and whatever `config.seed` is.
+
+    At most `config.evaluation.sequences`; none when the corpus has no validation split. When a micro-batch holds
+    only one sequence, up to `world_size` - 1 samples are left out so that they come out even.
+    """
+    if not shards.shards:
+        return []
+    maker = BatchMaker(shards, config, phase, seed=0, rank=rank, world_size=world_size)
+    count = min(config.evaluation.sequences, maker.samples_per_epoch)
+    if config.engine.micro_batch_tokens < 2 * config.phases[phase].sequence_length:
+        count -= count % world_size
+    where = f"{shards.folder}, validation split, evaluation.sequences"
+    _check_dealing(config, phase, where, count, world_size)
+    parts = max(1, count // max(_EVALUATION_SEQUENCES, world_size))
+    bounds = [count // world_size * part // parts * world_size for part in range(parts)] + [count]
+    return [maker.make(first, last - first) for first, last in zip(bounds, bounds[1:], strict=False)]
+
+
+class BatchMaker:
+    """Makes one rank's share of any batch, in the calling thread."""
+
+    def __init__(
+        self, shards: TokenShards, config: RunConfig, phase: int, *, seed: int, rank: int, world_size: int
+    ) -> None:
+        settings = config.phases[phase]
+        length = settings.sequence_length
+        self.rank, self.world_size = rank, world_size
+        self._budget = config.engine.micro_batch_tokens
+        self._next_sentence = config.pairs.next_sentence
+        self._sampler = Sampler(shards, config.pairs, sequence_length=length, seed=seed, phase=phase)
+        self._masker = Masker(
+            shards, config.masking, sequence_length=length, max_predictions=settings.max_predictions
+        )
+
+    @property
+    def samples_per_epoch(self) -> int:
+        return self._sampler.samples_per_epoch
+
+    def make(self, first_sample: int, sequences: int) -> StepBatch:
+        """The batch of samples `first_sample` to `first_sample + sequences - 1`, this rank's part of it."""
+        plan = self._sampler.plan(np.arange(first_sample, first_sample + sequences))
+        dealt = deal(plan.lengths, self.world_size, self._budget)
+        own = dealt[self.rank :: self.world_size]
+        return StepBatch(
+            micro_batches=tuple(self._micro_batch(plan[members]) for members in own),
+            sequences=sequences,
+            tokens=int(plan.lengths.sum()),
+            masked=self._masked(plan),
+            epoch=first_sample // self.samples_per_epoch,
+            first_sample=first_sample,
+        )
+
+    def _micro_batch(self, plan: Plan) -> MicroBatch:
+        rows = self._sampler.gather(plan)
+        masked = self._masker.apply(rows, plan.key)
+        return MicroBatch(
+            input_ids=torch.from_numpy(masked.input_ids),
+            token_types=torch.from_numpy(rows.token_types),
+            positions=torch.from_numpy(rows.positions),
+            cu_seqlens=torch.from_numpy(rows.starts.astype(np.int32)),
+            masked_rows=torch.from_numpy(masked.rows),
+            masked_labels=torch.from_numpy(masked.labels),
+            nsp_labels=torch.from_numpy(plan.label if self._next_sentence else plan.label[:0]),
+            token_keys=torch.from_numpy(masked.token_keys),
+            lengths=tuple(plan.lengths.tolist()),
+        )
+
+    def _masked(self, plan: Plan) -> int:
+        """Masked tokens of the whole global batch."""
+        if not self._masker.masking.whole_word:
+            counts = self._masker.counts(plan.lengths, special_tokens=self._sampler.special_tokens)
+            return int(counts.sum())
+        # How many whole words fit depends on the words, so here every rank has to look at all of them.
+        blocks = np.cumsum(plan.lengths) // _BLOCK_TOKENS
+        parts = np.split(np.arange(len(blocks)), np.flatnonzero(np.diff(blocks)) + 1)
+        return sum(
+            self._masker.count_whole_words(self._sampler.gather(part), part.key)
+            for part in (plan[members] for members in parts)
+        )
+
+
+def deal(lengths: np.ndarray, world_size: int, budget: int) -> list[np.ndarray]:
+    """Deal sequences out to `world_size` * M micro-batches of at most `budget` tokens, M as small as possible.
+
+    Longest first, each to the micro-batch with the fewest tokens (Graham's LPT rule), so that all have nearly the
+    same. `lengths` int64 [B] -> one int64 array of indices per micro-batch, in ascending length order; rank r takes
+    every `world_size`-th from r on. Needs B >= `world_size`, no length above `budget`, and, where B is no multiple
+    of `world_size`, none above half of it; then none is empty.
+    """
+    descending = np.argsort(-lengths, kind="stable")
+    ordered = lengths[descending].tolist()
+    rounds = -(-sum(ordered) // (world_size * budget))
+    while (bins := _longest_first(ordered, world_size * rounds, budget)) is None:
+        rounds += 1
+    return [descending[members[::-1]] for members in bins]
+
+
+def _longest_first(descending: list[int], count: int, budget: int) -> list[list[int]] | None:
+    """`count` bins of indices into `descending`, or None when one would exceed `budget`."""
+    bins: list[list[int]] = [[] for _ in range(count)]
+    heap = [(0, number) for number in range(count)]
+    for index, length in enumerate(descending):
+        load, number = heap[0]
+        if load + length > budget:
+            return None
+        heapq.heapreplace(heap, (load + length, number))
+        bins[number].append(index)
+    return bins
+
+
+def _check_dealing(config: RunConfig, phase: int, where: str, sequences: int, world_size: int) -> None:
+    if sequences < world_size:
+        raise InputError(
+            f"{where}: {sequences} sequences for {world_size} workers. Give each at least one: fewer workers, "
+            "a larger batch or more text."
+        )
+    length, budget = config.phases[phase].sequence_length, config.engine.micro_batch_tokens
+    if sequences % world_size and budget < 2 * length:
+        raise InputError(
+            f"{where}: {sequences} sequences cannot be dealt to {world_size} workers evenly while "
+            f"engine.micro_batch_tokens ({budget}) holds only one of {length} tokens. Take a multiple of "
+            f"{world_size}, or micro_batch_tokens of at least {2 * length}."
+        )

@@ -1,0 +1,147 @@
+"""`bench step`: the same batches trained by ours and by transformers' BertForPreTraining, in turn, in one process.
+
+The peer at its best: padded to the longest of the batch, scaled-dot-product attention, autocast to bf16, torch's
+fused AdamW, optionally torch.compile. Ours: the product's own engine (DeepSpeed ZeRO-1 on one worker) over the same
+sequences without padding. Useful tokens are those of the sequences; padding never counts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pretrain.batches.loader import Loader, MicroBatch, StepBatch
+from pretrain.bench.contestants import Ours, Peer, alone
+from pretrain.config import Corpus, Model, Phase, RunConfig
+from pretrain.config import Engine as EngineSettings
+from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.estimate import step_flops
+
+LEARNING_RATE = 1e-4
+
+
+def main(argv: list[str]) -> int:
+    """Run the comparison and print a table, or JSON with `--json`."""
+    parser = argparse.ArgumentParser(prog="bench step", description=__doc__.split("\n")[0])
+    parser.add_argument("--corpus", required=True, help="prepared corpus folder: the real mix of lengths")
+    parser.add_argument("--sizes", nargs="+", default=["mini"], help="model sizes (default: mini)")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 128], help="sequence lengths")
+    parser.add_argument("--tokens", type=int, default=8192, help="tokens per step before padding, about")
+    parser.add_argument("--repeats", type=int, default=7, help="alternations; the median is reported")
+    parser.add_argument("--compile-peer", action="store_true", help="torch.compile the peer too")
+    parser.add_argument("--dropout", type=float, default=0.1, help="hidden dropout of both; 0 switches it off")
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's default")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    options = parser.parse_args(argv)
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = torch.device(options.device)
+    alone(device)
+    results = []
+    for size in options.sizes:
+        for length in options.lengths:
+            results.append(compare(size, length, options, device))
+            if not options.json:
+                print(_row(results[-1]), flush=True)
+    if options.json:
+        print(json.dumps({"threads": torch.get_num_threads(), "torch": torch.__version__, "results": results}))
+    return 0
+
+
+def compare(size: str, length: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    """One model size at one sequence length: medians over alternations."""
+    shards = open_shards(Path(options.corpus), "train")
+    config = _config(size, length, options)
+    steps = [step if device.type == "cpu" else step.to(device) for step in _steps(shards, config, options.repeats + 2)]
+    contestants = {
+        "ours": Ours(config, shards.vocabulary_size),
+        "transformers": Peer(config, shards.vocabulary_size, device, compiled=options.compile_peer),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    losses: dict[str, list[float]] = {name: [] for name in contestants}
+    flops = sum(step_flops(config, shards.vocabulary_size, b.lengths, len(b.masked_rows)) for b in _all(steps[2:]))
+    for number, step in enumerate(steps):
+        for name, contestant in contestants.items():
+            _synchronise(device)
+            began = time.perf_counter()
+            loss = contestant.train(step, LEARNING_RATE)
+            _synchronise(device)
+            if number >= 2:  # the first two compile and warm up
+                seconds[name].append((time.perf_counter() - began) / step.tokens)
+                losses[name].append(loss)
+    peak = matmul_peak(device)
+    tokens = sum(step.tokens for step in steps[2:])
+    ratios = [theirs / ours for ours, theirs in zip(seconds["ours"], seconds["transformers"], strict=True)]
+    return {
+        "size": size,
+        "length": length,
+        "sequences_per_step": config.phases[0].global_sequences,
+        "mean_tokens": tokens / (config.phases[0].global_sequences * options.repeats),
+        "tokens_per_second": {name: 1 / statistics.median(values) for name, values in seconds.items()},
+        "spread": {name: [1 / max(values), 1 / min(values)] for name, values in seconds.items()},
+        "ratio": statistics.median(ratios),
+        "ratio_spread": [min(ratios), max(ratios)],
+        "loss": {name: statistics.fmean(values) for name, values in losses.items()},
+        "matmul_peak_gflops": peak / 1e9,
+        "peak_fraction": flops / (statistics.median(seconds["ours"]) * tokens) / peak,
+    }
+
+
+def matmul_peak(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
+    """FLOP/s of a large square matmul: the median of nine."""
+    size = 2048 if device.type == "cpu" else 8192
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    times = []
+    for _ in range(12):
+        _synchronise(device)
+        began = time.perf_counter()
+        a @ b
+        _synchronise(device)
+        times.append(time.perf_counter() - began)
+    return 2 * size**3 / statistics.median(times[3:])
+
+
+def _config(size: str, length: int, options: argparse.Namespace) -> RunConfig:
+    sequences = max(1, options.tokens // length)
+    return RunConfig(
+        name="bench",
+        corpus=Corpus(dir=options.corpus),
+        model=Model(size=size, hidden_dropout=options.dropout),  # type: ignore[arg-type]
+        phases=(
+            Phase(sequence_length=length, global_sequences=sequences, steps=1 << 30, peak_learning_rate=LEARNING_RATE),
+        ),
+        engine=EngineSettings(zero_stage=1, micro_batch_tokens=sequences * length),
+    )
+
+
+def _steps(shards: TokenShards, config: RunConfig, count: int) -> list[StepBatch]:
+    loader = Loader(shards, config, 0, rank=0, world_size=1)
+    steps = [step for _, step in zip(range(count), loader, strict=False)]
+    loader.close()
+    return steps
+
+
+def _all(steps: list[StepBatch]) -> list[MicroBatch]:
+    return [batch for step in steps for batch in step.micro_batches]
+
+
+def _synchronise(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def _row(result: dict[str, Any]) -> str:
+    ours, peer = result["tokens_per_second"]["ours"], result["tokens_per_second"]["transformers"]
+    low, high = result["ratio_spread"]
+    return (
+        f"{result['size']:>7} @ {result['length']:<4} mean {result['mean_tokens']:.0f} tokens   ours {ours:,.0f} tok/s   "
+        f"transformers {peer:,.0f} tok/s   ratio {result['ratio']:.2f} ({low:.2f}-{high:.2f})   "
+        f"{result['peak_fraction']:.0%} of {result['matmul_peak_gflops']:.0f} GFLOP/s"
+    )

@@ -1,0 +1,285 @@
+"""Checkpoints on disk (law 5): sharded, atomic, proven; the newest one that verifies decides where to resume.
+
+    checkpoints/step-00001000/
+        state.json                        step, data position, optimizer updates, config, W&B run id, losses
+        rank-00000-of-00002.safetensors   1-D fp32 tensors "<kind>|<parameter>|<start>", kind: weight, exp_avg, exp_avg_sq
+        manifest.json                     sizes and SHA-256 of the above, and which entries of which parameter lie where
+
+A checkpoint says what its tensors are, not how many workers wrote them: see `pretrain.engine.Fragment`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from pretrain.errors import InputError, MachineError, RunError
+from pretrain.files import (
+    MANIFEST, disk_errors, existing_parent, fsync_folder, read_manifest, sha256_file, verify_manifest, write_json,
+)  # fmt: skip
+
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8})")
+logger = logging.getLogger(__name__)
+
+
+class HeldFragment(Protocol):
+    """What `save` needs of a fragment; `pretrain.engine.Fragment` is one."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def start(self) -> int: ...
+    @property
+    def tensors(self) -> dict[str, Tensor]: ...
+    @property
+    def shared(self) -> bool: ...
+
+
+class Group(Protocol):
+    """The workers that save together; `pretrain.engine.Engine` is one."""
+
+    rank: int
+    world_size: int
+
+    def gather_objects(self, value: Any) -> list[Any]: ...
+
+
+def name_of(step: int) -> str:
+    """The folder name of the checkpoint after `step` optimizer steps."""
+    return f"step-{step:08d}"
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a checkpoint's folder name tells."""
+    match = _NAME.fullmatch(checkpoint.name)
+    if match is None:
+        raise InputError(f"{checkpoint}: not the name of a checkpoint, which is like {name_of(1000)}.")
+    return int(match[1])
+
+
+def save(folder: Path, step: int, fragments: Iterable[HeldFragment], state: dict[str, Any], group: Group) -> Path:
+    """Write the checkpoint of `step` into `folder`; every rank calls this. Returns its path.
+
+    Each rank writes and hashes what it holds (of what all hold, its even share); rank 0 writes the state and, when
+    all is on disk, the manifest, and renames the folder to its name. A failure on any rank, such as a full disk,
+    is raised on every rank as `MachineError`, and what was half-written is removed.
+    """
+    final = folder / name_of(step)
+    aside = folder / f".{final.name}.tmp"
+    try:
+        shards = _agree(group, lambda: _write_shard(aside, fragments, group))
+        _agree(group, lambda: _publish(aside, final, shards, state) if group.rank == 0 else None)
+    except RunError:
+        if group.rank == 0:
+            shutil.rmtree(aside, ignore_errors=True)
+        raise
+    return final
+
+
+def newest(folder: Path) -> Path | None:
+    """The newest checkpoint in `folder` that verifies; damaged newer ones are set aside as `damaged-…` and logged."""
+    for checkpoint in reversed(list_checkpoints(folder)):
+        try:
+            verify_manifest(checkpoint)
+        except InputError as error:
+            set_aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
+            if set_aside.exists():
+                shutil.rmtree(set_aside)
+            checkpoint.replace(set_aside)
+            logger.warning("%s Set aside as %s; trying the one before.", error, set_aside.name)
+            continue
+        return checkpoint
+    return None
+
+
+def list_checkpoints(folder: Path) -> list[Path]:
+    """Complete checkpoints by ascending step; their content is not verified."""
+    if not folder.is_dir():
+        return []
+    return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name) and (p / MANIFEST).is_file())
+
+
+def prune(folder: Path, keep_last: int) -> None:
+    """Remove all but the `keep_last` newest checkpoints and the best by validation loss, and any leftovers."""
+    checkpoints = list_checkpoints(folder)
+    losses = {path: read_state(path).get("validation_loss") for path in checkpoints}
+    measured = {path: loss for path, loss in losses.items() if loss is not None}
+    keep = set(checkpoints[-keep_last:])
+    if measured:
+        keep.add(min(measured, key=lambda path: (measured[path], -step_of(path))))
+    for path in checkpoints:
+        if path not in keep:
+            # The manifest goes first: a removal that is cut short leaves nothing that passes for a checkpoint.
+            (path / MANIFEST).unlink()
+            shutil.rmtree(path)
+    for leftover in folder.glob(".step-*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def read_state(checkpoint: Path) -> dict[str, Any]:
+    """The checkpoint's state.json."""
+    try:
+        return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"{checkpoint / 'state.json'}: cannot be read ({error}). Use another checkpoint.") from None
+
+
+def read_weights(checkpoint: Path) -> dict[str, Tensor]:
+    """All parameters of a verified checkpoint: name -> fp32 tensor in its own shape."""
+    shapes = read_manifest(checkpoint)["shapes"]
+    with CheckpointReader(checkpoint) as reader:
+        return {
+            name: reader.read("weight", name, 0, torch.Size(shape).numel()).view(shape)
+            for name, shape in shapes.items()
+        }
+
+
+class CheckpointReader:
+    """Reads any range of any parameter, whichever ranks wrote it. Use as a context manager."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self._pieces: dict[tuple[str, str], list[_Piece]] = defaultdict(list)
+        self._files: dict[str, Any] = {}
+        self._checkpoint = checkpoint
+        for entry in read_manifest(checkpoint)["fragments"]:
+            piece = _Piece(entry["start"], entry["start"] + entry["numel"], entry["file"])
+            for kind in entry["kinds"]:
+                self._pieces[kind, entry["name"]].append(piece)
+        for pieces in self._pieces.values():
+            pieces.sort()
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
+        """Entries [start, start + numel) of the flattened `name`, fp32 [numel]; `InputError` when any is missing."""
+        out, position, stop = torch.empty(numel), start, start + numel
+        for piece in self._pieces.get((kind, name), []):
+            if piece.stop <= position or piece.start > position or position >= stop:
+                continue
+            end = min(stop, piece.stop)
+            whole = self._file(piece.file).get_slice(f"{kind}|{name}|{piece.start}")
+            out[position - start : end - start] = whole[position - piece.start : end - piece.start]
+            position = end
+        if position < stop:
+            raise InputError(
+                f"{self._checkpoint}: has no {kind} of {name} from entry {position}; it belongs to another model "
+                "or optimizer. Resume with the config it was written with."
+            )
+        return out
+
+    def _file(self, name: str) -> Any:
+        if name not in self._files:
+            path = self._checkpoint / name
+            try:
+                self._files[name] = safe_open(path, framework="pt").__enter__()
+            except (SafetensorError, OSError) as error:
+                raise InputError(f"{path}: cannot be read ({error}). Use another checkpoint.") from None
+        return self._files[name]
+
+    def __enter__(self) -> CheckpointReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for file in self._files.values():
+            file.__exit__(None, None, None)
+
+
+class _Piece(NamedTuple):
+    start: int
+    stop: int
+    file: str
+
+
+def _write_shard(aside: Path, fragments: Iterable[HeldFragment], group: Group) -> dict[str, Any]:
+    """Write this rank's tensors; returns what the manifest says of the file."""
+    name = f"rank-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
+    tensors: dict[str, Tensor] = {}
+    entries = []
+    for fragment in fragments:
+        share = _share(fragment, group)
+        numel = share.stop - share.start
+        if numel == 0:
+            continue
+        start = fragment.start + share.start
+        for kind, tensor in fragment.tensors.items():
+            tensors[f"{kind}|{fragment.name}|{start}"] = tensor[share].detach().cpu()
+        entries.append(
+            {"name": fragment.name, "start": start, "numel": numel, "file": name, "kinds": list(fragment.tensors)}
+        )
+    path = aside / name
+    with disk_errors(path):
+        aside.mkdir(parents=True, exist_ok=True)
+        _preflight(path, sum(t.numel() * t.element_size() for t in tensors.values()))
+        try:
+            save_file(tensors, path)
+        except SafetensorError as error:
+            # The library wraps the system's error; a full disk must come out as one.
+            if "No space left" in str(error) or "os error 28" in str(error):
+                raise OSError(28, "No space left on device") from error
+            raise
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    return {"file": name, "bytes": path.stat().st_size, "sha256": sha256_file(path), "fragments": entries}
+
+
+def _share(fragment: HeldFragment, group: Group) -> slice:
+    """The part of a fragment that this rank writes."""
+    numel = next(iter(fragment.tensors.values())).numel()
+    if not fragment.shared:
+        return slice(0, numel)
+    return slice(numel * group.rank // group.world_size, numel * (group.rank + 1) // group.world_size)
+
+
+def _preflight(path: Path, needed: int) -> None:
+    """Refuse before writing what cannot fit: a full disk then costs seconds, not a torn file."""
+    if shutil.disk_usage(existing_parent(path)).free < needed:
+        raise OSError(28, "No space left on device")
+
+
+def _publish(aside: Path, final: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> None:
+    """Rank 0, when every shard is on disk: state, manifest, and the name that makes it a checkpoint."""
+    with disk_errors(final):
+        write_json(aside / "state.json", state)
+        _write_manifest(aside, shards, state)
+        if final.exists():
+            shutil.rmtree(final)
+        aside.replace(final)
+        fsync_folder(final.parent)
+
+
+def _write_manifest(aside: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> None:
+    files = {shard["file"]: {"bytes": shard["bytes"], "sha256": shard["sha256"]} for shard in shards}
+    state_file = aside / "state.json"
+    files["state.json"] = {"bytes": state_file.stat().st_size, "sha256": sha256_file(state_file)}
+    manifest = {
+        "format": FORMAT,
+        "step": state["step"],
+        "shapes": state["shapes"],
+        "fragments": [entry for shard in shards for entry in shard["fragments"]],
+        "files": files,
+    }
+    write_json(aside / MANIFEST, manifest)
+
+
+def _agree(group: Group, work: Callable[[], Any]) -> list[Any]:
+    """Run `work` on this rank; its results on all ranks, or the first failure on all of them."""
+    try:
+        outcome: dict[str, Any] = {"result": work()}
+    except (RunError, OSError) as error:
+        outcome = {"error": str(error), "kind": type(error).__name__}
+    outcomes = group.gather_objects(outcome)
+    failed = next((o for o in outcomes if "error" in o), None)
+    if failed is None:
+        return [o["result"] for o in outcomes]
+    raise (InputError if failed["kind"] == "InputError" else MachineError)(failed["error"])

@@ -1,0 +1,138 @@
+"""The corpus card: what a corpus is made of, for machines (card.json) and people (card.md)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pretrain.files import atomic_open, read_manifest, write_json
+
+CARD_FILES = ("card.json", "card.md")
+_COUNTS = ("documents_read", "too_short", "duplicates", "documents", "validation_documents", "sentences", "words",
+           "tokens", "unknown_tokens", "text_bytes", "input_bytes")  # fmt: skip
+_MAX_LISTED_FILES = 100
+_MAX_LISTED_PROBLEMS = 50
+
+
+def shard_figures(results: list[dict[str, Any]]) -> dict[str, Any]:
+    """Figures of a source from the results of writing its shards: unknown tokens and histograms of lengths."""
+    lengths = {}
+    for unit in ("document", "sentence"):
+        counts = np.sum([result["lengths"][unit] for result in results], axis=0, dtype=np.int64) if results else []
+        lengths[f"{unit}_lengths"] = _bins(np.asarray(counts))
+    return {"unknown_tokens": sum(result["unknown"] for result in results), **lengths}
+
+
+def _bins(counts: np.ndarray) -> dict[str, int]:
+    """{"1": n, "2-3": n, "4-7": n, ...}: how many have so many tokens."""
+    filled = np.flatnonzero(counts)
+    names = {bits: "1" if bits == 1 else f"{1 << bits - 1}-{(1 << bits) - 1}" for bits in filled.tolist()}
+    return {names[bits]: int(counts[bits]) for bits in filled.tolist()}
+
+
+def write_card(
+    folder: Path, sources: list[dict[str, Any]], hashes: list[dict[str, str]], problems: list[dict[str, Any]], *,
+    vocabulary_size: int, lowercase: bool, language: str, shards: list[dict[str, Any]],
+) -> None:  # fmt: skip
+    """Write card.json and card.md. `hashes` has {path: SHA-256} of each source's files."""
+    totals = {key: sum(source[key] for source in sources) for key in _COUNTS}
+    totals["unknown_rate"] = totals["unknown_tokens"] / max(totals["tokens"], 1)
+    totals["shards"] = len(shards)
+    listed = [
+        {**source, "files": len(files), "file_hashes": dict(list(files.items())[:_MAX_LISTED_FILES])}
+        for source, files in zip(sources, hashes, strict=True)
+    ]
+    card = {
+        "vocabulary": {"size": vocabulary_size, "lowercase": lowercase},
+        "language": language,
+        "totals": totals,
+        "sources": listed,
+        "problems": problems,
+    }
+    write_json(folder / "card.json", card)
+    with atomic_open(folder / "card.md", "w") as file:
+        file.write(_markdown(card))
+
+
+def summary_line(folder: Path, what: str) -> str:
+    """One line on a prepared corpus."""
+    manifest = read_manifest(folder)
+    card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
+    totals = card["totals"]
+    faults = sum(problem["count"] for problem in card["problems"])
+    line = (
+        f"{folder}: {what}: {totals['documents']:,} documents ({totals['validation_documents']:,} held out, "
+        f"{totals['duplicates']:,} duplicates and {totals['too_short']:,} too short left out), "
+        f"{totals['sentences']:,} sentences, {totals['tokens']:,} tokens in {totals['shards']} shards, "
+        f"vocabulary {manifest['vocabulary_size']:,}, unknown {100 * totals['unknown_rate']:.3f} %."
+    )
+    if not faults:
+        return line
+    worst = card["problems"][0]
+    return f"{line} {faults:,} faults in the input, such as {worst['path']}: {worst['fault']}; all are in {folder}/card.md."
+
+
+def _markdown(card: dict[str, Any]) -> str:
+    totals = card["totals"]
+    case = "uncased" if card["vocabulary"]["lowercase"] else "cased"
+    lines = [
+        "# Corpus card",
+        "",
+        f"{totals['documents']:,} documents, {totals['sentences']:,} sentences, {totals['words']:,} words, "
+        f"{totals['tokens']:,} tokens ({totals['tokens'] / max(totals['words'], 1):.3f} per word), "
+        f"{totals['text_bytes'] / 1e6:,.1f} MB of text.",
+        f"WordPiece vocabulary of {card['vocabulary']['size']:,} entries, {case}; unknown tokens: "
+        f"{totals['unknown_tokens']:,} ({100 * totals['unknown_rate']:.4f} %). Language of the sentence splitter: "
+        f"{card['language']}.",
+        f"Read {totals['documents_read']:,} documents; left out {totals['duplicates']:,} exact duplicates and "
+        f"{totals['too_short']:,} that are too short; held out {totals['validation_documents']:,} for validation.",
+        "",
+        "## Sources",
+        "",
+        _row("name", "kind", "licence", "weight", "files", "input MB", "documents", "duplicates", "too short",
+             "sentences", "words", "tokens", "unknown"),
+        _row(*["---"] * 4, *["---:"] * 9),
+        *(
+            _row(s["name"], s["kind"], s["licence"], s["weight"], f"{s['files']:,}", f"{s['input_bytes'] / 1e6:,.1f}",
+                 *(f"{s[key]:,}" for key in ("documents", "duplicates", "too_short", "sentences", "words", "tokens")),
+                 f"{100 * s['unknown_tokens'] / max(s['tokens'], 1):.4f} %")
+            for s in card["sources"]
+        ),
+        "",
+        *_lengths("Tokens per document", card["sources"], "document_lengths"),
+        *_lengths("Tokens per sentence", card["sources"], "sentence_lengths"),
+        *_faults(card["problems"]),
+        "## Files",
+        "",
+    ]  # fmt: skip
+    for source in card["sources"]:
+        revision = f", revision {source['revision']}" if source["revision"] else ""
+        lines += [f"{source['name']}{revision}: {source['files']:,} files, contents sha256 {source['content']}", ""]
+        lines += [f"- `{path}` sha256 {digest}" for path, digest in source["file_hashes"].items()]
+        if source["files"] > _MAX_LISTED_FILES:
+            lines.append(f"- and {source['files'] - _MAX_LISTED_FILES:,} more")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def _row(*cells: Any) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _lengths(title: str, sources: list[dict[str, Any]], key: str) -> list[str]:
+    bins = sorted({name for source in sources for name in source[key]}, key=lambda name: int(name.split("-")[0]))
+    rows = [_row(name, *(f"{source[key].get(name, 0):,}" for source in sources)) for name in bins]
+    header = [_row("tokens", *(source["name"] for source in sources)), _row("---", *["---:"] * len(sources))]
+    return [f"## {title}", "", *header, *rows, ""]
+
+
+def _faults(problems: list[dict[str, Any]]) -> list[str]:
+    if not problems:
+        return []
+    rows = [_row(p["path"], p["fault"], f"{p['count']:,}", p["first"]) for p in problems[:_MAX_LISTED_PROBLEMS]]
+    more = [f"and {len(problems) - _MAX_LISTED_PROBLEMS:,} more, see card.json"] if problems[_MAX_LISTED_PROBLEMS:] else []
+    header = [_row("path", "fault", "count", "first"), _row("---", "---", "---:", "---")]
+    return ["## Faults in the input", "", *header, *rows, *more, ""]

@@ -1,0 +1,183 @@
+"""English that every Python installation has: documentation topics and docstrings, read without importing.
+
+A document is a module with its docstrings in the order of the file, or a topic of the language reference. Only
+running text is kept: doctests, code, tables, signatures and field lists are not sentences.
+"""
+
+from __future__ import annotations
+
+import ast
+import glob
+import inspect
+import re
+import sysconfig
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+_SKIPPED_FOLDERS = frozenset({"test", "tests", "testing", "idle_test", "__pycache__"})
+_MIN_WORDS = 6
+_MIN_LETTER_SHARE = 0.9  # letters, blanks and plain punctuation; code and tables have less
+_TOPICS = ("pydoc_data", "topics.py")
+
+_ROLE = re.compile(r":[\w:+.-]+:`~?\.?([^`<>]+?)(?:\s*<[^`]*>)?`")
+_LINK = re.compile(r"`([^`<>]+?)\s*<[^`<>]*>`__?")
+_LITERAL = re.compile(r"``([^`]+)``|`([^`]+)`_{0,2}")
+_EMPHASIS = re.compile(r"(?<![\w*])\*{1,2}([^*\s](?:[^*\n]*[^*\s])?)\*{1,2}(?![\w*])")
+_MARKDOWN_LINK = re.compile(r"\[([^\][]+)\]\([^)\s]*\)")
+_FOOTNOTE = re.compile(r"\s*\[(?:\d+|#\w*|[A-Z]\w+\d{2,4}\w?)\]_")
+_TAG = re.compile(r"</?[a-zA-Z][^<>]*>")
+_FIELD = re.compile(r":\w[^:`\n]{0,60}:\s+|@\w+\s+")  # :param int x: ...
+_BULLET = re.compile(r"(?:[-*+•]|\(?\d{1,2}[.)]|#\.)\s+")
+_ARGUMENT = re.compile(r"[*`]*[\w.]+[`]*(?:\s*\([^()]*(?:\([^()]*\)[^()]*)*\))?[`]*\s*(?::|--|–)\s+(?=\S)")  # noqa: RUF001
+_UNDERLINE = re.compile(r"([=\-~^\"'`#*+.:_])\1{2,}")
+_CODE = re.compile(r"[=<>{}|\\#@$]|::|\(\)|\w_\w|->|https?:|\w\.\w+\.\w|\w\(\w*")
+_END = (".", "!", "?", ".)", '."', ".'")
+
+
+def find_modules(path: str) -> list[str]:
+    """Python files below `path` (file, folder or glob), or of the standard library and the installed packages.
+
+    Tests are left out, and so are files without a docstring's quotes.
+    """
+    if path:
+        roots = sorted(Path(name) for name in glob.glob(path, recursive=True))  # noqa: PTH207 (absolute patterns)
+    else:
+        paths = sysconfig.get_paths()
+        roots = sorted({Path(paths[key]) for key in ("stdlib", "purelib", "platlib")})
+    files: dict[Path, None] = {}
+    for root in roots:
+        below = sorted(root.rglob("*.py")) if root.is_dir() else [root]
+        inner = [other for other in roots if other != root and other.is_relative_to(root)]
+        for file in below:
+            parts = file.relative_to(root).parts
+            if not (_SKIPPED_FOLDERS.intersection(parts) or file.name.startswith("test_") or file.name == "conftest.py"):
+                if "site-packages" in parts and inner:
+                    continue  # comes by its own root
+                files[file] = None
+    return [str(file) for file in files if file.is_file()]
+
+
+def documents(paths: tuple[str, ...], report: Callable[[str, str], None]) -> Iterator[str]:
+    """The modules' running text, one paragraph per line. A paragraph comes once within `paths`.
+
+    `report(path, fault)` hears of files that cannot be read or parsed.
+    """
+    seen: set[str] = set()
+    for path in paths:
+        try:
+            source = Path(path).read_bytes()
+        except OSError as error:
+            report(path, f"cannot be read: {error.strerror}")
+            continue
+        if b'"""' not in source and b"'''" not in source and not path.endswith(_TOPICS[1]):
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # invalid escapes in other people's files
+                tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+            report(path, f"not valid Python: {type(error).__name__}")
+            continue
+        texts = _topics(tree) if Path(path).parts[-2:] == _TOPICS else [list(_docstrings(tree))]
+        for text in texts:
+            paragraphs = [p for docstring in text for p in running_text(docstring) if p not in seen]
+            paragraphs = list(dict.fromkeys(paragraphs))
+            seen.update(paragraphs)
+            if paragraphs:
+                yield "\n".join(paragraphs)
+
+
+def _docstrings(tree: ast.Module) -> Iterator[str]:
+    """Docstrings of the module, its classes and functions, in the order of the file."""
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            docstring = ast.get_docstring(node, clean=False)
+            if docstring:
+                yield docstring
+        body: list[ast.AST] = []
+        for name in ("body", "handlers", "orelse", "finalbody"):
+            children = getattr(node, name, None)
+            if isinstance(children, list):
+                body += children
+        todo.extend(reversed(body))
+
+
+def _topics(tree: ast.Module) -> list[list[str]]:
+    """The topics of pydoc_data.topics, each its own document."""
+    for node in tree.body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict):
+            return [[topic] for topic in ast.literal_eval(node.value).values()]
+    return []
+
+
+def running_text(docstring: str) -> list[str]:
+    """The paragraphs of `docstring` that are sentences, cleaned of reST, Markdown and Google-style markup."""
+    kept = []
+    for block in _blocks(inspect.cleandoc(docstring).split("\n")):
+        paragraph = _clean(block)
+        if _is_prose(paragraph):
+            kept.append(paragraph)
+    return kept
+
+
+def _blocks(lines: list[str]) -> Iterator[str]:
+    """Runs of lines of one indentation, list item or argument; code blocks and doctests are left out."""
+    block: list[str] = []
+    indent = code_indent = -1  # deeper than code_indent is a literal block
+    fenced = doctest = False
+    for line in [*lines, ""]:
+        text = line.strip()
+        depth = len(line) - len(line.lstrip())
+        if text.startswith(("```", "~~~")):
+            fenced = not fenced
+            text = ""
+        if text.startswith((">>> ", "... ", "In [")):
+            doctest = True
+        if not text:
+            doctest = False
+        elif code_indent >= 0 and depth <= code_indent:
+            code_indent = -1
+        skip = not text or fenced or doctest or code_indent >= 0 or text.startswith("..")
+        starts_item = bool(_BULLET.match(text) or _FIELD.match(text) or _ARGUMENT.match(text)) and depth != indent
+        if block and (skip or _BULLET.match(text) or _FIELD.match(text) or depth < indent or starts_item
+                      or (depth > indent and len(block) == 1 and len(block[0].split()) < 4)):  # fmt: skip
+            yield " ".join(block)
+            block = []
+        if text.startswith("..") or text.endswith("::"):
+            code_indent = depth
+        if skip:
+            continue
+        if _UNDERLINE.fullmatch(text):
+            block = []  # what it underlines is a heading
+            continue
+        if not block or depth > indent:
+            indent = depth
+        block.append(text)
+
+
+def _clean(block: str) -> str:
+    text = _FIELD.sub("", _BULLET.sub("", block, count=1), count=1) if block[:1] in ":@" else _BULLET.sub("", block, count=1)
+    text = _ROLE.sub(r"\1", text)
+    text = _LINK.sub(r"\1", text)
+    text = _LITERAL.sub(lambda match: match[1] or match[2], text)
+    text = _MARKDOWN_LINK.sub(r"\1", text)
+    text = _FOOTNOTE.sub("", _TAG.sub("", _EMPHASIS.sub(r"\1", text)))
+    if text.endswith("::"):
+        text = text[:-1]
+    argument = _ARGUMENT.match(text)
+    if argument and argument.end() < len(text):
+        text = text[argument.end() :]
+    text = " ".join(text.split())
+    return text[:1].upper() + text[1:]
+
+
+def _is_prose(paragraph: str) -> bool:
+    """Whether it reads as sentences: enough words, an end, few signs of code."""
+    words = paragraph.split()
+    if len(words) < _MIN_WORDS or not paragraph.endswith((*_END, ":")) or not paragraph[0].isalnum():
+        return False
+    plain = sum(character.isalpha() or character in " ,.'-" for character in paragraph)
+    return plain >= _MIN_LETTER_SHARE * len(paragraph) and len(_CODE.findall(paragraph)) <= len(words) // 8

@@ -1,0 +1,298 @@
+"""What the preparation processes do, one job at a time: read a piece, count words, tokenise, write a shard, hash.
+
+Between the stages lie part files: a few megabytes of documents as flat arrays, one file each, written atomically, so
+that whatever exists is whole. A process keeps its table of words from job to job.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from pretrain.corpus.sentences import split_sentences
+from pretrain.corpus.shards import ShardWriter, token_dtype
+from pretrain.corpus.sources import Piece, Problems, documents
+from pretrain.corpus.tokenize import MAX_TABLE_WORDS, Columns, WordPieces, WordTable, columns
+from pretrain.corpus.vocabulary import special_ids
+from pretrain.files import atomic_open, sha256_file, write_json
+
+TOKENIZER = "tokenizer.json"  # in the work folder
+DOCUMENT = np.dtype([("hash", "<u8", 2), ("sentences", "<u4"), ("items", "<u4"), ("words", "<u4"), ("bytes", "<u4")])
+HISTOGRAM_BINS = 33  # bin b counts lengths of b bits: 1, 2-3, 4-7, ...
+_BATCH_BYTES = 4 << 20  # text cut into columns at once
+_PART_BYTES = 32 << 20  # text per part file at most
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a process needs to know. Without a vocabulary, words are numbered and tokenised by a later job."""
+
+    work: str  # folder of the part files and of the tokenizer, once there is one
+    lowercase: bool
+    language: str
+    min_document_words: int
+    vocabulary_given: bool
+
+
+@dataclass(frozen=True)
+class Part:
+    """Documents as flat arrays. Items are token ids, or numbers into `distinct` as long as there is no vocabulary.
+
+    items uint16/uint32 [items]; sentence_items uint32 [sentences]; documents DOCUMENT [documents].
+    """
+
+    items: np.ndarray
+    sentence_items: np.ndarray
+    documents: np.ndarray
+    distinct: list[bytes]
+
+    def save(self, path: Path) -> None:
+        with atomic_open(path) as file:
+            for array in (self.documents, self.items, self.sentence_items):
+                np.save(file, array, allow_pickle=False)
+            np.save(file, np.fromiter(map(len, self.distinct), np.uint32, len(self.distinct)), allow_pickle=False)
+            np.save(file, np.frombuffer(b"".join(self.distinct), np.uint8), allow_pickle=False)
+
+    @classmethod
+    def load(cls, path: Path) -> Part:
+        with path.open("rb") as file:
+            table, items, sentence_items, lengths, letters = (np.load(file, allow_pickle=False) for _ in range(5))
+        joined, ends = letters.tobytes(), np.cumsum(lengths).tolist()
+        distinct = [joined[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
+        return cls(items, sentence_items, table, distinct)
+
+    def select(self, keep: np.ndarray) -> Part:
+        """The documents where bool `keep` is set."""
+        if keep.all():
+            return self
+        sentences = np.repeat(keep, self.documents["sentences"])
+        items = np.repeat(sentences, self.sentence_items)
+        return Part(self.items[items], self.sentence_items[sentences], self.documents[keep], self.distinct)
+
+
+def load_documents(path: Path) -> np.ndarray:
+    """The DOCUMENT table of a part file, without the rest."""
+    with path.open("rb") as file:
+        return np.load(file, allow_pickle=False)
+
+
+# ---------------------------------------------------------------- the process
+
+
+class _Process:
+    """State of this process: settings, the tokenizer, and the words it has met."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.work = Path(settings.work)
+        self.table = WordTable()
+        self.dtype = np.dtype(np.uint16)
+        self.unknown_id = -1
+        self._tokenizer: Tokenizer | None = None
+        self._pieces: WordPieces | None = None
+
+    def pieces(self) -> WordPieces:
+        """The tokens of the words of `table`."""
+        if self._pieces is None:
+            if self._tokenizer is None:
+                self._tokenizer = Tokenizer.from_file(str(self.work / TOKENIZER))
+                self.dtype = token_dtype(self._tokenizer.get_vocab_size())
+                self.unknown_id = special_ids(self._tokenizer)["unk"]
+            self._pieces = WordPieces(self._tokenizer, self.table)
+        return self._pieces
+
+    def renew(self) -> None:
+        """Forget the words if there are too many."""
+        if self.table.size > MAX_TABLE_WORDS:
+            self.table, self._pieces = WordTable(), None
+
+
+_process: _Process | None = None
+
+
+def start_process(settings: Settings, *, child: bool = True) -> None:
+    """Make this process ready for jobs. A child leaves Ctrl-C to its parent and never outlives it."""
+    global _process
+    _process = _Process(settings)
+    if child:
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    import multiprocessing
+    from multiprocessing.connection import wait
+
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)
+
+
+def _state() -> _Process:
+    if _process is None:
+        raise RuntimeError("start_process has not been called")
+    return _process
+
+
+# ---------------------------------------------------------------- jobs
+
+
+def read_piece(piece: Piece) -> dict[str, Any]:
+    """Read, split, cut and (with a vocabulary) tokenise one piece into part files; its summary comes last."""
+    state = _state()
+    problems = Problems()
+    names: list[str] = []
+    batches: list[Part] = []
+    read = size = 0
+
+    def flush() -> None:
+        nonlocal size
+        part = _joined(batches, state)
+        if len(part.documents):
+            names.append(f"{piece.name}-{len(names):04d}.{'tokens' if state.settings.vocabulary_given else 'words'}")
+            part.save(state.work / names[-1])
+        batches.clear()
+        size = 0
+        state.renew()
+
+    for texts in _chunks(documents(piece, problems)):
+        batches.append(_batch(texts, state))
+        read += len(texts)
+        size += sum(map(len, texts))
+        if size >= _PART_BYTES:
+            flush()
+    if batches:
+        flush()
+    summary = {"source": piece.source, "documents": read, "parts": names, "problems": problems.entries()}
+    write_json(state.work / f"{piece.name}.json", summary)
+    return summary
+
+
+def count_words(part: str, keep: np.ndarray) -> tuple[list[bytes], np.ndarray]:
+    """The distinct words of the documents where `keep` is set, and how often each occurs, int64."""
+    chosen = Part.load(_state().work / part).select(keep)
+    counts = np.bincount(chosen.items, minlength=len(chosen.distinct))
+    used = np.flatnonzero(counts)
+    return [chosen.distinct[n] for n in used], counts[used]
+
+
+def tokenise_part(part: str, words_part: str) -> None:
+    """Turn a part of word numbers into a part of token ids."""
+    state = _state()
+    state.renew()
+    words = Part.load(state.work / words_part)
+    numbers = state.table.intern_words(words.distinct)[words.items]
+    _tokenised(numbers, words.sentence_items, words.documents, state).save(state.work / part)
+
+
+def write_shard(name: str, selections: Sequence[tuple[str, np.ndarray]], totals: dict[str, int], folder: str) -> dict[str, Any]:
+    """Write one shard from documents of part files: (part, numbers of the documents in it).
+
+    Returns hashes, the count of [UNK] and histograms of tokens per document and per sentence, and keeps them in
+    the work folder as the sign that the shard is done.
+    """
+    state = _state()
+    state.pieces()  # loads the tokenizer
+    unknown, lengths = 0, {"document": np.zeros(HISTOGRAM_BINS, int), "sentence": np.zeros(HISTOGRAM_BINS, int)}
+    with ShardWriter(Path(folder), name, dtype=state.dtype, **totals) as writer:
+        for part_name, numbers in selections:
+            part = Part.load(state.work / part_name)
+            keep = np.zeros(len(part.documents), bool)
+            keep[numbers] = True
+            part = part.select(keep)
+            writer.add(part.items, part.sentence_items, part.documents["sentences"])
+            unknown += int(np.count_nonzero(part.items == state.unknown_id))
+            lengths["document"] += _histogram(part.documents["items"])
+            lengths["sentence"] += _histogram(part.sentence_items)
+    result = {"hashes": writer.hashes, "unknown": unknown, "lengths": {k: v.tolist() for k, v in lengths.items()}}
+    write_json(state.work / f"{name}.shard.json", result)
+    return result
+
+
+def hash_files(paths: Sequence[str]) -> list[str]:
+    """SHA-256 of each file; '' for one that cannot be read."""
+    return [sha256_file(Path(path)) if os.access(path, os.R_OK) else "" for path in paths]
+
+
+def _histogram(lengths: np.ndarray) -> np.ndarray:
+    bits = np.frexp(lengths.astype(np.float64))[1]
+    return np.bincount(bits, minlength=HISTOGRAM_BINS)
+
+
+# ---------------------------------------------------------------- documents to parts
+
+
+def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Lists of documents of about _BATCH_BYTES characters."""
+    chunk: list[str] = []
+    total = 0
+    for text in texts:
+        chunk.append(text)
+        total += len(text)
+        if total >= _BATCH_BYTES:
+            yield chunk
+            chunk, total = [], 0
+    if chunk:
+        yield chunk
+
+
+def _batch(texts: list[str], state: _Process) -> Part:
+    """The documents of `texts` that are long enough, tokenised if there is a vocabulary."""
+    lines = ["\n".join(split_sentences(text, state.settings.language)) for text in texts]
+    part = _numbered(columns(lines, state.table, lowercase=state.settings.lowercase))
+    long_enough = part.documents["words"] >= state.settings.min_document_words
+    part = part.select(long_enough & (part.documents["sentences"] > 0))
+    given = state.settings.vocabulary_given
+    return _tokenised(part.items, part.sentence_items, part.documents, state) if given else part
+
+
+def _joined(batches: list[Part], state: _Process) -> Part:
+    part = Part(
+        np.concatenate([batch.items for batch in batches]),
+        np.concatenate([batch.sentence_items for batch in batches]),
+        np.concatenate([batch.documents for batch in batches]),
+        [],
+    )
+    return part if state.settings.vocabulary_given else _with_own_words(part, state.table)
+
+
+def _numbered(cut: Columns) -> Part:
+    """Columns as a part whose items are numbers in the process's table."""
+    table = np.zeros(len(cut.hashes), DOCUMENT)
+    table["hash"] = cut.hashes
+    table["sentences"] = np.diff(cut.documents)
+    table["items"] = np.diff(cut.sentences[cut.documents])
+    table["words"], table["bytes"] = cut.document_words, cut.document_bytes
+    return Part(cut.words, np.diff(cut.sentences).astype(np.uint32), table, [])
+
+
+def _with_own_words(part: Part, table: WordTable) -> Part:
+    """The same part with numbers into its own list of distinct words."""
+    used = np.zeros(table.size, bool)
+    used[part.items] = True
+    own_number = (np.cumsum(used) - 1).astype(np.uint32)
+    return Part(own_number[part.items], part.sentence_items, part.documents, table.words(np.flatnonzero(used)))
+
+
+def _tokenised(numbers: np.ndarray, sentence_words: np.ndarray, table: np.ndarray, state: _Process) -> Part:
+    """A part of token ids. Sentences and documents that have no token left (control characters) are dropped."""
+    pieces = state.pieces()
+    offsets = np.concatenate([[0], np.cumsum(sentence_words, dtype=np.int64)])
+    tokens, token_offsets = pieces.tokens(numbers, offsets, state.dtype)
+    sentence_tokens = np.diff(token_offsets).astype(np.uint32)
+    table = table.copy()
+    sentences_before = np.concatenate([[0], np.cumsum(table["sentences"], dtype=np.int64)])
+    filled = np.concatenate([[0], np.cumsum(sentence_tokens > 0)])
+    table["sentences"] = np.diff(filled[sentences_before])
+    table["items"] = np.diff(token_offsets[sentences_before])
+    return Part(tokens, sentence_tokens[sentence_tokens > 0], table[table["sentences"] > 0], [])

@@ -1,0 +1,635 @@
+"""`prepare`: raw text to vocabulary, token shards and corpus card, in stages that each go on where they were.
+
+    read        pieces of the sources -> part files
+    vocabulary  counts of the words of the documents that stay -> WordPiece, unless one is taken over
+    tokenise    part files of words -> part files of tokens, likewise
+    shards      the documents that stay, in the order of the sources -> shard files
+    card        figures; then the manifest, which makes the folder exist
+
+Between runs the state is what lies in `<dir>/.work`: every file there is atomic and named after what it holds. The
+coordinating process keeps 32 bytes per document and hands out jobs; text and tokens stay in the processes that do
+them, so memory does not grow with the corpus. The corpus is the same, byte by byte, for every number of processes
+and after every interruption.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import fcntl
+import hashlib
+import itertools
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+import types
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.progress import (
+    BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn,
+)  # fmt: skip
+from tokenizers import Tokenizer
+
+from pretrain.config import Corpus, RunConfig, Source
+from pretrain.corpus import card, jobs, sources
+from pretrain.corpus.shards import FORMAT, token_dtype
+from pretrain.corpus.vocabulary import TOKENIZER_FILES, load_vocabulary, save_tokenizer, special_ids, train_vocabulary
+from pretrain.errors import InputError, MachineError, StoppedError
+from pretrain.files import MANIFEST, disk_errors, read_manifest, sha256_file, write_json
+
+WORK = ".work"
+_MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; the rarest give way
+_MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence needs another document
+
+
+def prepare(config: RunConfig, *, quiet: bool = False) -> str:
+    """Prepare the corpus of `config` in its folder, going on where an earlier run stopped. Returns a summary line.
+
+    Raises `InputError` (sources, vocabulary, unwritable folder, other settings than before), `MachineError` (disk full,
+    a process killed) or `StoppedError` (Ctrl-C or SIGTERM).
+    """
+    return _Preparation(config, quiet=quiet).run()
+
+
+def describe(config: RunConfig) -> dict[str, Any]:
+    """What `prepare` would read, for --dry-run: dir, state, processes, bytes, and the files of every source."""
+    corpus, folder = config.corpus, Path(config.corpus.dir)
+    state = "finished" if (folder / MANIFEST).exists() else "begun" if (folder / WORK).exists() else "new"
+    found = [
+        {
+            "name": _source_name(source),
+            "kind": source.kind,
+            "files": sum(len(item.paths) for item in inputs),
+            "bytes": sum(item.bytes for item in inputs),
+            "weight": source.weight,
+        }
+        for source, inputs in zip(corpus.sources, _find_inputs(corpus), strict=True)
+    ]
+    total = sum(source["bytes"] for source in found)
+    return {"dir": str(folder), "state": state, "processes": _processes(corpus), "bytes": total, "sources": found}
+
+
+def _find_inputs(corpus: Corpus) -> list[list[sources.Input]]:
+    return [sources.find_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
+
+
+def _processes(corpus: Corpus) -> int:
+    return corpus.processes or len(os.sched_getaffinity(0))
+
+
+def _source_name(source: Source) -> str:
+    stem = Path(source.path or source.dataset).name.split(".")[0].strip("*")
+    return source.name or "-".join(filter(None, (source.kind, stem)))
+
+
+class _Preparation:
+    """One run of `prepare`."""
+
+    def __init__(self, config: RunConfig, *, quiet: bool) -> None:
+        self._corpus = config.corpus
+        self._folder = Path(config.corpus.dir)
+        self._work = self._folder / WORK
+        self._bar = _Bar(quiet=quiet)
+        self._problems = sources.Problems()
+
+    def run(self) -> str:
+        started = time.monotonic()
+        finished = (self._folder / MANIFEST).exists()
+        if not self._corpus.sources:
+            if finished:
+                return _summary(self._folder, "already prepared")
+            raise InputError(f"corpus.sources: empty, and {self._folder} is not prepared. Name at least one source.")
+        self._inputs = _find_inputs(self._corpus)
+        given = self._corpus.vocabulary.path
+        self._tokenizer = load_vocabulary(Path(given), lowercase=self._corpus.vocabulary.lowercase) if given else None
+        if finished:
+            self._check_finished()
+            shutil.rmtree(self._work, ignore_errors=True)
+            return _summary(self._folder, "already prepared")
+        with self._locked_work(), _stoppable(self._folder):
+            pool = _Pool(_processes(self._corpus), self._job_settings())
+            with pool, self._bar:
+                self._stages(pool)
+        shutil.rmtree(self._work, ignore_errors=True)
+        return _summary(self._folder, f"prepared in {time.monotonic() - started:.1f} s")
+
+    def _stages(self, pool: _Pool) -> None:
+        summaries = self._read(pool)
+        hashes = self._hash_inputs(pool)
+        tokenizer = self._tokenizer or self._vocabulary(pool, summaries)
+        if self._tokenizer is None:
+            self._tokenise(pool, summaries)
+        documents = _Documents.load(self._work, summaries, self._corpus.validation_fraction)
+        plan = documents.plan(self._corpus.shard_tokens)
+        results = self._write_shards(pool, documents, plan)
+        self._finish(tokenizer, documents, plan, results, hashes)
+
+    # ------------------------------------------------------------ settings
+
+    def _job_settings(self) -> jobs.Settings:
+        return jobs.Settings(
+            work=str(self._work),
+            lowercase=self._corpus.vocabulary.lowercase,
+            language=self._corpus.language,
+            min_document_words=self._corpus.min_document_words,
+            vocabulary_given=self._tokenizer is not None,
+        )
+
+    def _settings(self) -> dict[str, Any]:
+        """Everything that decides the tokens, under the names of the config."""
+        corpus, vocabulary = self._corpus, self._corpus.vocabulary
+        settings: dict[str, Any] = {"version": FORMAT}
+        for key in ("language", "min_document_words", "validation_fraction", "shard_tokens"):
+            settings[f"corpus.{key}"] = getattr(corpus, key)
+        settings["corpus.vocabulary.lowercase"] = vocabulary.lowercase
+        if self._tokenizer is not None:
+            settings["corpus.vocabulary.path"] = hashlib.sha256(self._tokenizer.to_str().encode()).hexdigest()
+        else:
+            for key in ("size", "min_frequency", "training_bytes"):
+                settings[f"corpus.vocabulary.{key}"] = getattr(vocabulary, key)
+        for number, (source, inputs) in enumerate(zip(corpus.sources, self._inputs, strict=True)):
+            for key in ("kind", "subset", "split", "revision", "text_column"):
+                settings[f"corpus.sources.{number}.{key}"] = getattr(source, key)
+            settings[f"corpus.sources.{number}.path"] = _files_state(inputs)
+        return settings
+
+    def _check_finished(self) -> None:
+        """Refuse a folder made with other settings. Names, weights and licences may change: they are renewed."""
+        manifest = read_manifest(self._folder)
+        before, now = manifest["settings"], self._settings()
+        for number, inputs in enumerate(self._inputs):
+            key = f"corpus.sources.{number}.path"
+            if number < len(manifest["sources"]) and before.get(key) != now[key]:
+                # Copied or unpacked anew, the same files have new times: their content decides.
+                hashes = {path: sha256_file(Path(path)) for item in inputs if not item.is_remote for path in item.paths}
+                if _content_state(hashes) == manifest["sources"][number]["content"]:
+                    before[key] = now[key]
+        self._refuse_changes(before, now)
+        for number, entry in enumerate(manifest["sources"]):
+            entry |= self._source_facts(number)
+        if manifest != read_manifest(self._folder):
+            write_json(self._folder / MANIFEST, manifest)
+
+    def _refuse_changes(self, before: dict[str, Any], now: dict[str, Any]) -> None:
+        changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+        if not changed:
+            return
+        key = changed[0]
+        if key.endswith(".path"):
+            what = f"{key}: its files have changed"
+        else:
+            what = f"{key}: was {before.get(key)!r}, is {now.get(key)!r}"
+        others = f" (and {len(changed) - 1} more)" if changed[1:] else ""
+        raise InputError(
+            f"{self._folder}: prepared with other settings. {what}{others}. "
+            "Set them back, choose another corpus.dir, or delete this folder to prepare it anew."
+        )
+
+    def _source_facts(self, number: int) -> dict[str, Any]:
+        source = self._corpus.sources[number]
+        return {"name": _source_name(source), "kind": source.kind, "weight": source.weight, "licence": source.licence}
+
+    @contextlib.contextmanager
+    def _locked_work(self) -> Iterator[None]:
+        """The work folder, made or found, for this run alone."""
+        with disk_errors(self._folder):
+            self._work.mkdir(parents=True, exist_ok=True)
+            lock = (self._work / "lock").open("w")
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise InputError(f"{self._folder}: another prepare is at work there. Wait for it, or stop it.") from None
+            settings = self._work / "settings.json"
+            if settings.exists():
+                self._refuse_changes(json.loads(settings.read_text(encoding="utf-8")), self._settings())
+            else:
+                write_json(settings, self._settings())
+            for leftover in (*self._work.glob(".*.tmp"), *self._folder.glob(".*.tmp")):
+                leftover.unlink(missing_ok=True)
+            if self._tokenizer is not None:
+                save_tokenizer(self._work, self._tokenizer)
+            yield
+
+    # ------------------------------------------------------------ stages
+
+    def _read(self, pool: _Pool) -> list[_Summary]:
+        """Part files of all pieces; returns the pieces' summaries in the order of the corpus."""
+        summaries = []
+        total = sum(item.bytes for inputs in self._inputs for item in inputs)
+        with self._bar.stage("reading", total) as advance:
+            for (piece,), summary in pool.run(jobs.read_piece, self._pieces(), self._known_summary):
+                self._problems.extend(summary.pop("problems"))
+                summaries.append(_Summary(**summary))
+                advance(piece.bytes)
+        for number, source in enumerate(self._corpus.sources):
+            if not any(summary.documents for summary in summaries if summary.source == number):
+                self._problems.add(source.path or source.dataset, f"no document in this source of kind {source.kind}")
+        return summaries
+
+    def _pieces(self) -> Iterator[tuple[sources.Piece]]:
+        for number, (source, inputs) in enumerate(zip(self._corpus.sources, self._inputs, strict=True)):
+            for input_number, item in enumerate(inputs):
+                for piece in sources.cut(source, number, input_number, item):
+                    yield (piece,)
+
+    def _known_summary(self, piece: sources.Piece) -> dict[str, Any] | None:
+        return _read_json(self._work / f"{piece.name}.json")
+
+    def _hash_inputs(self, pool: _Pool) -> list[dict[str, str]]:
+        """SHA-256 of every input file, by source."""
+        hashes = _read_json(self._work / "hashes.json")
+        if hashes is None:
+            hashes = [{} for _ in self._inputs]
+            work = [(n, item) for n, inputs in enumerate(self._inputs) for item in inputs if not item.is_remote]
+            with self._bar.stage("hashing the sources", sum(item.bytes for _, item in work)) as advance:
+                results = pool.run(jobs.hash_files, ((item.paths,) for _, item in work))
+                for (number, item), ((paths,), found) in zip(work, results, strict=True):
+                    hashes[number] |= dict(zip(paths, found, strict=True))
+                    advance(item.bytes)
+            write_json(self._work / "hashes.json", hashes)
+        return hashes
+
+    def _vocabulary(self, pool: _Pool, summaries: list[_Summary]) -> Tokenizer:
+        """Train on the documents that stay, at most training_bytes of them, those with the lowest hashes."""
+        path = self._work / jobs.TOKENIZER
+        if path.exists():
+            return Tokenizer.from_file(str(path))
+        documents = _Documents.load(self._work, summaries, self._corpus.validation_fraction)
+        settings = self._corpus.vocabulary
+        chosen = documents.sample(settings.training_bytes)
+        work = list(zip(documents.parts, documents.by_part(chosen), strict=True))
+        sizes = [int(part.sum()) for part in documents.by_part(documents.table["bytes"] * chosen.astype(np.int64))]
+        counts: collections.Counter[bytes] = collections.Counter()
+        with self._bar.stage("counting words", sum(sizes)) as advance:
+            for size, (_, (words, numbers)) in zip(sizes, pool.run(jobs.count_words, work), strict=True):
+                for word, number in zip(words, numbers.tolist(), strict=True):
+                    counts[word] += number
+                _forget_rarest(counts)
+                advance(size)
+        with self._bar.stage("training the vocabulary", 0):
+            tokenizer = train_vocabulary(
+                counts, settings.size, lowercase=settings.lowercase, min_frequency=settings.min_frequency
+            )
+        save_tokenizer(self._work, tokenizer)
+        return tokenizer
+
+    def _tokenise(self, pool: _Pool, summaries: list[_Summary]) -> None:
+        """Part files of words become part files of tokens, under the new names in `summaries`."""
+        work = []
+        for summary in summaries:
+            for number, words_part in enumerate(summary.parts):
+                summary.parts[number] = words_part.replace(".words", ".tokens")
+                work.append((summary.parts[number], words_part))
+
+        def size(part: str) -> int:
+            path = self._work / part
+            return path.stat().st_size if path.exists() else 0
+
+        sizes = [size(words_part) for _, words_part in work]
+        with self._bar.stage("tokenising", sum(sizes)) as advance:
+            results = pool.run(jobs.tokenise_part, work, lambda part, _: (self._work / part).exists() or None)
+            for amount, ((_, words_part), _done) in zip(sizes, results, strict=True):
+                (self._work / words_part).unlink(missing_ok=True)
+                advance(amount)
+
+    def _write_shards(self, pool: _Pool, documents: _Documents, plan: list[_ShardPlan]) -> list[dict[str, Any]]:
+        work = ((p.name, documents.selections(p.documents), p.totals, str(self._folder)) for p in plan)
+        results = []
+        width = token_dtype(1 << 16).itemsize
+        with self._bar.stage("writing shards", sum(p.totals["tokens"] * width for p in plan)) as advance:
+            done = pool.run(jobs.write_shard, work, lambda name, *_: _read_json(self._work / f"{name}.shard.json"))
+            for shard, (_, result) in zip(plan, done, strict=True):
+                results.append(result)
+                advance(shard.totals["tokens"] * width)
+        return results
+
+    def _finish(
+        self, tokenizer: Tokenizer, documents: _Documents, plan: list[_ShardPlan], results: list[dict[str, Any]],
+        hashes: list[dict[str, str]],
+    ) -> None:  # fmt: skip
+        """Tokenizer files, card, and last the manifest."""
+        save_tokenizer(self._folder, tokenizer)
+        figures = documents.figures(len(self._corpus.sources))
+        entries = []
+        for number, inputs in enumerate(self._inputs):
+            mine = [result for shard, result in zip(plan, results, strict=True) if shard.source == number]
+            entries.append({
+                **self._source_facts(number),
+                "revision": self._corpus.sources[number].revision,
+                "content": _content_state(hashes[number]),
+                "input_bytes": sum(item.bytes for item in inputs),
+                **figures[number],
+                **card.shard_figures(mine),
+            })  # fmt: skip
+        special = special_ids(tokenizer)
+        size = tokenizer.get_vocab_size()
+        shards = [{"name": s.name, "split": s.split, "source": s.source, **s.totals} for s in plan]
+        card.write_card(
+            self._folder, entries, hashes, self._problems.entries(), vocabulary_size=size,
+            lowercase=self._corpus.vocabulary.lowercase, language=self._corpus.language, shards=shards,
+        )  # fmt: skip
+        known = {name: digest for result in results for name, digest in result["hashes"].items()}
+        names = [*known, *TOKENIZER_FILES, *card.CARD_FILES]
+        decisive = [FORMAT, size, special, sha256_file(self._folder / "vocab.txt"), shards, sorted(known.items())]
+        manifest = {
+            "format": FORMAT,
+            "fingerprint": hashlib.sha256(json.dumps(decisive).encode()).hexdigest(),
+            "vocabulary_size": size,
+            "dtype": token_dtype(size).name,
+            "special_ids": special,
+            "sources": entries,
+            "shards": shards,
+            "settings": self._settings(),
+            "files": {
+                name: {
+                    "bytes": (self._folder / name).stat().st_size,
+                    "sha256": known.get(name) or sha256_file(self._folder / name),
+                }
+                for name in names
+            },
+        }
+        write_json(self._folder / MANIFEST, manifest)
+
+
+@dataclass
+class _Summary:
+    """What jobs.read_piece says of a piece: documents read, and the part files of those that are long enough."""
+
+    source: int
+    documents: int
+    parts: list[str]
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _files_state(inputs: list[sources.Input]) -> str:
+    """A digest of names, sizes and times of the files. Folders may move."""
+    digest = hashlib.sha256()
+    for item in inputs:
+        for path in item.paths:
+            facts: list[Any] = [path]
+            if not item.is_remote:
+                stat = Path(path).stat()
+                facts = [Path(path).name, stat.st_size, stat.st_mtime_ns]
+            digest.update(json.dumps(facts).encode())
+    return digest.hexdigest()
+
+
+def _content_state(hashes: dict[str, str]) -> str:
+    """A digest of the contents of a source's files, in their order."""
+    return hashlib.sha256("\n".join(hashes.values()).encode()).hexdigest()
+
+
+def _forget_rarest(counts: collections.Counter[bytes]) -> None:
+    """Keep memory bounded: drop the words that came once, then twice, ... until there is room."""
+    least = 1
+    while len(counts) > _MAX_COUNTED_WORDS:
+        for word in [word for word, count in counts.items() if count <= least]:
+            del counts[word]
+        least += 1
+
+
+def _summary(folder: Path, what: str) -> str:
+    """One line on a prepared corpus."""
+    return card.summary_line(folder, what)
+
+
+# ---------------------------------------------------------------- which documents stay, and where
+
+
+@dataclass(frozen=True)
+class _ShardPlan:
+    name: str
+    split: str
+    source: int
+    documents: np.ndarray  # numbers of its documents in the corpus
+    totals: dict[str, int]  # documents, sentences, tokens
+
+
+class _Documents:
+    """The table of all documents: 32 bytes each, in the order of the corpus."""
+
+    def __init__(self, table: np.ndarray, source: np.ndarray, parts: list[str], sizes: list[int], read: list[_Summary]):
+        self.table = table  # jobs.DOCUMENT [D]
+        self.parts = parts
+        self._source = source  # uint16 [D]
+        self._first = np.cumsum([0, *sizes])  # first document of each part
+        self._read = read
+
+    @classmethod
+    def load(cls, work: Path, summaries: list[_Summary], validation_fraction: float) -> _Documents:
+        """Read the tables of all part files and decide which documents stay and which are held out."""
+        parts = [part for summary in summaries for part in summary.parts]
+        tables = [jobs.load_documents(work / part) for part in parts]
+        of_part = [summary.source for summary in summaries for _ in summary.parts]
+        sizes = [len(table) for table in tables]
+        source = np.repeat(np.array(of_part, np.uint16), sizes)
+        table = np.concatenate([np.zeros(0, jobs.DOCUMENT), *tables])
+        documents = cls(table, source, parts, sizes, summaries)
+        documents._decide(validation_fraction)
+        return documents
+
+    def _decide(self, validation_fraction: float) -> None:
+        """Keep the first of every group of equal documents; hold out those whose hash is below the fraction."""
+        first, second = self.table["hash"][:, 0], self.table["hash"][:, 1]
+        order = np.lexsort((second, first))  # stable: equal documents stay in the order of the corpus
+        repeated = np.zeros(len(order), bool)
+        repeated[1:] = (first[order[1:]] == first[order[:-1]]) & (second[order[1:]] == second[order[:-1]])
+        self.stays = np.ones(len(order), bool)
+        self.stays[order[repeated]] = False
+        if not self.stays.any():
+            read = sum(summary.documents for summary in self._read)
+            raise InputError(
+                f"corpus.sources: none of {read} documents is left. "
+                "Check that the kinds fit the files, or lower corpus.min_document_words."
+            )
+        held_out = first < np.uint64(validation_fraction * 2**64)
+        if validation_fraction > 0 and (held_out & self.stays).sum() < _MIN_VALIDATION_DOCUMENTS:
+            lowest = np.sort(first[self.stays])[:_MIN_VALIDATION_DOCUMENTS]
+            held_out = first <= lowest[-1]
+        self.held_out = held_out & self.stays
+
+    def by_part(self, values: np.ndarray) -> list[np.ndarray]:
+        """A row of values, one per document, cut into parts."""
+        return [values[a:b] for a, b in itertools.pairwise(self._first)]
+
+    def sample(self, most_bytes: int) -> np.ndarray:
+        """bool [D]: training documents with the lowest hashes, at most `most_bytes` of text, at least one."""
+        candidates = np.flatnonzero(self.stays & ~self.held_out)
+        if not candidates.size:
+            candidates = np.flatnonzero(self.stays)
+        ordered = candidates[np.argsort(self.table["hash"][candidates, 1], kind="stable")]
+        fits = np.cumsum(self.table["bytes"][ordered], dtype=np.int64) <= most_bytes
+        chosen = np.zeros(len(self.table), bool)
+        chosen[ordered[: max(1, int(fits.sum()))]] = True
+        return chosen
+
+    def plan(self, shard_tokens: int) -> list[_ShardPlan]:
+        """Cut every source's documents of each split into shards of at most `shard_tokens` tokens, if they fit."""
+        plans = []
+        for split, mask in (("train", self.stays & ~self.held_out), ("validation", self.held_out)):
+            number = 0
+            for source in np.unique(self._source):
+                documents = np.flatnonzero(mask & (self._source == source))
+                ends = np.cumsum(self.table["items"][documents], dtype=np.int64)
+                start = 0
+                while start < len(documents):
+                    before = ends[start - 1] if start else 0
+                    end = max(start + 1, int(np.searchsorted(ends, before + shard_tokens, "right")))
+                    chosen = documents[start:end]
+                    totals = {
+                        "documents": len(chosen),
+                        "sentences": int(self.table["sentences"][chosen].sum(dtype=np.int64)),
+                        "tokens": int(ends[end - 1] - before),
+                    }
+                    plans.append(_ShardPlan(f"{split}-{number:05d}", split, int(source), chosen, totals))
+                    number += 1
+                    start = end
+        return plans
+
+    def selections(self, documents: np.ndarray) -> list[tuple[str, np.ndarray]]:
+        """Ascending document numbers as (part, numbers within it)."""
+        part = np.searchsorted(self._first, documents, "right") - 1
+        chosen = []
+        for number in np.unique(part):
+            chosen.append((self.parts[number], (documents[part == number] - self._first[number]).astype(np.uint32)))
+        return chosen
+
+    def figures(self, source_count: int) -> list[dict[str, int]]:
+        """Counts of each source for the card."""
+        result = []
+        for number in range(source_count):
+            mine = self._source == number
+            stays, read = mine & self.stays, sum(s.documents for s in self._read if s.source == number)
+            result.append({
+                "documents_read": read,
+                "too_short": read - int(mine.sum()),
+                "duplicates": int(mine.sum() - stays.sum()),
+                "documents": int(stays.sum()),
+                "validation_documents": int((mine & self.held_out).sum()),
+                "sentences": int(self.table["sentences"][stays].sum(dtype=np.int64)),
+                "words": int(self.table["words"][stays].sum(dtype=np.int64)),
+                "tokens": int(self.table["items"][stays].sum(dtype=np.int64)),
+                "text_bytes": int(self.table["bytes"][stays].sum(dtype=np.int64)),
+            })  # fmt: skip
+        return result
+
+
+# ---------------------------------------------------------------- processes, signals, progress
+
+
+class _Pool:
+    """Runs jobs in processes of their own, or here if there is to be one; results come in the order of the jobs."""
+
+    def __init__(self, processes: int, settings: jobs.Settings) -> None:
+        self._processes = processes
+        self._settings = settings
+        self._executor: ProcessPoolExecutor | None = None
+
+    def __enter__(self) -> _Pool:
+        if self._processes == 1:
+            jobs.start_process(self._settings, child=False)
+        else:
+            # Spawned, because threads (rich, Arrow) are running here and do not survive a fork.
+            self._executor = ProcessPoolExecutor(
+                self._processes, multiprocessing.get_context("spawn"), jobs.start_process, (self._settings,)
+            )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(cancel_futures=True)
+
+    def run(
+        self, job: Callable[..., Any], items: Iterable[tuple[Any, ...]], known: Callable[..., Any] | None = None
+    ) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        """(arguments, result) for every tuple of arguments; where `known(*arguments)` has a result, it is taken."""
+        waiting: collections.deque[tuple[tuple[Any, ...], Any]] = collections.deque()
+        for item in items:
+            result = known(*item) if known else None
+            waiting.append((_without_data(item), self._submit(job, item) if result is None else result))
+            while waiting and (len(waiting) > 3 * self._processes or _is_ready(waiting[0][1])):
+                yield self._take(waiting)
+        while waiting:
+            yield self._take(waiting)
+
+    def _submit(self, job: Callable[..., Any], item: tuple[Any, ...]) -> Any:
+        return self._executor.submit(job, *item) if self._executor else job(*item)
+
+    @staticmethod
+    def _take(waiting: collections.deque[tuple[tuple[Any, ...], Any]]) -> tuple[tuple[Any, ...], Any]:
+        item, result = waiting.popleft()
+        try:
+            return item, result.result() if isinstance(result, Future) else result
+        except BrokenProcessPool:
+            raise MachineError(
+                "prepare: a preparation process was killed, most likely for want of memory. "
+                "Set corpus.processes lower and run the same command again; it goes on where it was."
+            ) from None
+
+
+def _is_ready(result: Any) -> bool:
+    return result.done() if isinstance(result, Future) else True
+
+
+def _without_data(item: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Arguments as they are remembered: the text a piece may carry is not."""
+    return tuple(replace(part, data=None) if isinstance(part, sources.Piece) else part for part in item)
+
+
+@contextlib.contextmanager
+def _stoppable(folder: Path) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end in a `StoppedError`; what is done stays done."""
+
+    def stop(signum: int, frame: types.FrameType | None) -> None:
+        raise KeyboardInterrupt
+
+    in_main = threading.current_thread() is threading.main_thread()
+    previous = signal.signal(signal.SIGTERM, stop) if in_main else None
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise StoppedError(f"{folder}: stopped. Run the same command again; it goes on where it was.") from None
+    finally:
+        if in_main:
+            signal.signal(signal.SIGTERM, previous)
+
+
+class _Bar:
+    """Progress of the stages with rate and time left, on stderr."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self._progress = Progress(
+            TextColumn("{task.description:24}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True), console=Console(stderr=True), disable=quiet,
+        )  # fmt: skip
+
+    def __enter__(self) -> _Bar:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
+    @contextlib.contextmanager
+    def stage(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
+        """A bar over `total` bytes; yields what is called with the bytes done."""
+        task = self._progress.add_task(name, total=total or None)
+        yield lambda amount: self._progress.update(task, advance=amount)
+        self._progress.update(task, total=max(total, 1), completed=max(total, 1))

@@ -1,0 +1,185 @@
+"""Token shards on disk (laws 4 and 5): three flat arrays per shard, memory-mapped, one copy of the corpus.
+
+    <shard>.tokens.npy     uint16 or uint32 [tokens]      sentences end to end, without special tokens
+    <shard>.sentences.npy  uint64 [sentences + 1]         token offset of each sentence
+    <shard>.documents.npy  uint64 [documents + 1, 2]      (sentence offset, token offset) of each document
+
+A shard holds documents of one source and one split. `manifest.json` lists them and comes last.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+
+from pretrain.errors import InputError
+from pretrain.files import MANIFEST, atomic_open, read_manifest, verify_manifest
+
+FORMAT = 1
+_ARRAYS = ("tokens", "sentences", "documents")
+
+
+def token_dtype(vocabulary_size: int) -> np.dtype:
+    """uint16 where every id fits, else uint32."""
+    return np.dtype(np.uint16 if vocabulary_size <= 1 << 16 else np.uint32)
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One shard, memory-mapped. Arrays as in the module's description."""
+
+    name: str
+    split: str
+    source: int
+    tokens: np.ndarray
+    sentences: np.ndarray
+    documents: np.ndarray
+
+
+@dataclass(frozen=True)
+class TokenShards:
+    """One split of a corpus. `special_ids` has pad, unk, cls, sep and mask; `sources` is the manifest's list."""
+
+    folder: Path
+    fingerprint: str
+    vocabulary_size: int
+    special_ids: dict[str, int]
+    sources: list[dict[str, Any]]
+    shards: list[Shard]
+
+
+def open_shards(folder: Path, split: str) -> TokenShards:
+    """Open the shards of `split` ("train" or "validation"). File sizes are checked, contents are not read.
+
+    Raises `InputError` if the folder is not a prepared corpus or a file is missing, truncated or of another format.
+    """
+    folder = Path(folder)
+    if not (folder / MANIFEST).exists():
+        raise InputError(f"{folder}: not a prepared corpus (no {MANIFEST}). Run `prepare` with this config first.")
+    manifest = _check_format(folder, verify_manifest(folder, content=False))
+    return TokenShards(
+        folder=folder,
+        fingerprint=manifest["fingerprint"],
+        vocabulary_size=manifest["vocabulary_size"],
+        special_ids=manifest["special_ids"],
+        sources=manifest["sources"],
+        shards=[_open_shard(folder, entry, manifest) for entry in manifest["shards"] if entry["split"] == split],
+    )
+
+
+def verify_shards(folder: Path) -> None:
+    """Read every file and compare its SHA-256 with the manifest; `InputError` names the first that differs."""
+    _check_format(Path(folder), verify_manifest(Path(folder), content=True))
+
+
+def _check_format(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
+    if manifest.get("format") != FORMAT or "shards" not in manifest:
+        raise InputError(
+            f"{folder / MANIFEST}: format {manifest.get('format')}, this version reads {FORMAT}. Prepare the corpus again."
+        )
+    return manifest
+
+
+def _open_shard(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> Shard:
+    arrays = {}
+    for part in _ARRAYS:
+        path = folder / f"{entry['name']}.{part}.npy"
+        try:
+            arrays[part] = np.load(path, mmap_mode="r", allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}: damaged ({error}). Prepare the corpus again.") from None
+    expected = {
+        "tokens": (np.dtype(manifest["dtype"]), (entry["tokens"],)),
+        "sentences": (np.dtype(np.uint64), (entry["sentences"] + 1,)),
+        "documents": (np.dtype(np.uint64), (entry["documents"] + 1, 2)),
+    }
+    for part, (dtype, shape) in expected.items():
+        if (arrays[part].dtype, arrays[part].shape) != (dtype, shape):
+            raise InputError(
+                f"{folder / entry['name']}.{part}.npy: {arrays[part].dtype} {arrays[part].shape} where the manifest says "
+                f"{dtype} {shape}. Prepare the corpus again."
+            )
+    return Shard(entry["name"], entry["split"], entry["source"], **arrays)
+
+
+class ShardWriter:
+    """Writes one shard piece by piece; its sizes are known beforehand. The files appear when the block ends well.
+
+        with ShardWriter(folder, "train-00000", tokens=9, sentences=3, documents=1, dtype=dtype) as writer:
+            writer.add(tokens, sentence_tokens, document_sentences)
+        writer.hashes  # file name -> SHA-256
+    """
+
+    def __init__(
+        self, folder: Path, name: str, *, tokens: int, sentences: int, documents: int, dtype: np.dtype
+    ) -> None:
+        self._folder, self._name, self._dtype = Path(folder), name, dtype
+        self._expected = (tokens, sentences, documents)
+        self._written = [0, 0, 0]
+        self._stack = contextlib.ExitStack()
+        self._files: dict[str, _HashedFile] = {}
+        self.hashes: dict[str, str] = {}
+
+    def __enter__(self) -> ShardWriter:
+        tokens, sentences, documents = self._expected
+        shapes: dict[str, tuple[np.dtype, tuple[int, ...]]] = {
+            "tokens": (self._dtype, (tokens,)),
+            "sentences": (np.dtype("<u8"), (sentences + 1,)),
+            "documents": (np.dtype("<u8"), (documents + 1, 2)),
+        }
+        with contextlib.ExitStack() as stack:
+            for part, (dtype, shape) in shapes.items():
+                file = _HashedFile(stack.enter_context(atomic_open(self._folder / f"{self._name}.{part}.npy")))
+                header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+                np.lib.format.write_array_header_1_0(file, header)  # pyright: ignore[reportArgumentType]
+                self._files[part] = file
+            self._files["sentences"].write(np.zeros(1, "<u8"))
+            self._files["documents"].write(np.zeros(2, "<u8"))
+            self._stack = stack.pop_all()
+        return self
+
+    def add(self, tokens: np.ndarray, sentence_tokens: np.ndarray, document_sentences: np.ndarray) -> None:
+        """Append documents: their tokens, the tokens of each sentence and the sentences of each document."""
+        tokens_before, sentences_before, _ = self._written
+        sentence_ends = np.cumsum(sentence_tokens, dtype=np.uint64)
+        document_ends = np.cumsum(document_sentences, dtype=np.uint64)
+        token_ends = np.concatenate([np.zeros(1, np.uint64), sentence_ends])[document_ends]
+        self._files["tokens"].write(tokens.astype(self._dtype, copy=False))
+        self._files["sentences"].write(sentence_ends + np.uint64(tokens_before))
+        self._files["documents"].write(
+            np.stack([document_ends + np.uint64(sentences_before), token_ends + np.uint64(tokens_before)], axis=1)
+        )
+        for number, array in enumerate((tokens, sentence_tokens, document_sentences)):
+            self._written[number] += len(array)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
+    ) -> None:
+        if error is None and tuple(self._written) != self._expected:
+            error = ValueError(f"{self._name}: {self._written} tokens, sentences, documents, not {self._expected}")
+            self._stack.__exit__(type(error), error, None)
+            raise error
+        self._stack.__exit__(kind, error, trace)
+        self.hashes = {f"{self._name}.{part}.npy": file.digest() for part, file in self._files.items()}
+
+
+class _HashedFile:
+    """A file that keeps the SHA-256 of what is written to it."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self._sha256 = hashlib.sha256()
+
+    def write(self, data: Any) -> None:
+        view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data if isinstance(data, np.ndarray) else data
+        self._sha256.update(view)
+        self._file.write(view)
+
+    def digest(self) -> str:
+        return self._sha256.hexdigest()

@@ -1,0 +1,189 @@
+"""WordPiece vocabularies: trained on word counts, or taken over; written as files that `transformers` loads."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from pretrain.errors import InputError
+from pretrain.files import atomic_open, write_json
+
+SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
+MAX_WORD_CHARACTERS = 100  # longer words are [UNK]: google-research/bert tokenization.py, WordpieceTokenizer
+_MAX_ALPHABET = 1000  # most frequent characters kept; `tokenizers`' BertWordPieceTokenizer has the same default
+_TRAINING_CHUNK = 1 << 16  # characters handed to the trainer at once
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
+    """{"pad", "unk", "cls", "sep", "mask"} -> id."""
+    return {token.strip("[]").lower(): tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+
+
+def bert_tokenizer(vocabulary: dict[str, int], normalizer: normalizers.BertNormalizer) -> Tokenizer:
+    """BERT's tokenizer over `vocabulary` (token -> id), with the post-processor for [CLS] A [SEP] B [SEP]."""
+    tokenizer = Tokenizer(
+        models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARACTERS)
+    )
+    tokenizer.normalizer = normalizer
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    tokenizer.post_processor = processors.BertProcessing(
+        ("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"])
+    )
+    tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
+    return tokenizer
+
+
+# ---------------------------------------------------------------- taking over
+
+
+def load_vocabulary(path: Path, *, lowercase: bool) -> Tokenizer:
+    """The tokenizer of a vocab.txt or a BERT tokenizer.json, or of a folder that holds one.
+
+    Raises `InputError` if it is missing, damaged, not a BERT WordPiece, or cased against `lowercase`.
+    """
+    path = path.expanduser()
+    if path.is_dir():
+        path = path / ("tokenizer.json" if (path / "tokenizer.json").exists() else "vocab.txt")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise InputError(f"corpus.vocabulary.path: {path}: not found.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"corpus.vocabulary.path: {path}: cannot be read ({error}).") from None
+    if path.suffix == ".json":
+        return _from_json(path, text, lowercase=lowercase)
+    # Only "\n" ends a token: others that Python calls line ends may be tokens themselves.
+    tokens = [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
+    repeated = [token for token, count in Counter(tokens).items() if count > 1]
+    if repeated:
+        raise InputError(f"{path}: token {repeated[0]!r} stands there twice. Every line must be a token of its own.")
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    _check_specials(path, vocabulary)
+    return bert_tokenizer(vocabulary, normalizers.BertNormalizer(lowercase=lowercase))
+
+
+def _from_json(path: Path, text: str, *, lowercase: bool) -> Tokenizer:
+    try:
+        description: dict[str, Any] = json.loads(text)
+        Tokenizer.from_str(text)
+        parts = [description[part]["type"] for part in ("model", "normalizer", "pre_tokenizer")]
+        model, settings = description["model"], dict(description["normalizer"])
+    except Exception as error:  # tokenizers raises bare Exception
+        raise InputError(f"{path}: not a tokenizer.json of a BERT model ({error}).") from None
+    if parts != ["WordPiece", "BertNormalizer", "BertPreTokenizer"]:
+        raise InputError(f"{path}: made of {', '.join(parts)}; BERT's WordPiece with BertNormalizer is needed.")
+    if (model["continuing_subword_prefix"], model["max_input_chars_per_word"]) != ("##", MAX_WORD_CHARACTERS):
+        raise InputError(f"{path}: its WordPiece is not BERT's (prefix '##', words of at most 100 characters).")
+    settings.pop("type")
+    if settings["lowercase"] != lowercase:
+        raise InputError(
+            f"corpus.vocabulary.lowercase: {str(lowercase).lower()}, but {path} has {str(settings['lowercase']).lower()}. "
+            "Make them agree."
+        )
+    _check_specials(path, model["vocab"])
+    return bert_tokenizer(model["vocab"], normalizers.BertNormalizer(**settings))
+
+
+def _check_specials(path: Path, vocabulary: dict[str, int]) -> None:
+    missing = [token for token in SPECIAL_TOKENS if token not in vocabulary]
+    if missing:
+        raise InputError(f"{path}: {', '.join(missing)} missing. BERT needs {' '.join(SPECIAL_TOKENS)}.")
+    if sorted(vocabulary.values()) != list(range(len(vocabulary))):
+        raise InputError(f"{path}: the ids are not 0 to {len(vocabulary) - 1} without gaps.")
+
+
+# ---------------------------------------------------------------- training
+
+
+def train_vocabulary(counts: dict[bytes, int], size: int, *, lowercase: bool, min_frequency: int) -> Tokenizer:
+    """A WordPiece vocabulary of at most `size` entries from the counts of words cut at ASCII blanks and marks.
+
+    The same counts give the same vocabulary, id by id. `tokenizers` alone does not (it numbers "##" characters in
+    the order of a randomly seeded hash map), so the alphabet is handed to it as fixed tokens.
+    """
+    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    words = _normal_words(counts, normalizer)
+    if not words:
+        raise InputError("corpus.sources: no words to train a vocabulary on.")
+    alphabet = _alphabet(words)
+    if len(SPECIAL_TOKENS) + 2 * len(alphabet) >= size:
+        alphabet = alphabet[: (size - len(SPECIAL_TOKENS)) // 4]  # leave half of a tiny vocabulary to longer pieces
+    kept = set(alphabet)
+    inner = {character for word in words for character in word[1:]} & kept
+    fixed = [*SPECIAL_TOKENS, *sorted(kept), *(f"##{character}" for character in sorted(inner))]
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=size, min_frequency=min_frequency, special_tokens=fixed,
+        initial_alphabet=sorted(kept), limit_alphabet=len(kept), show_progress=False,
+    )  # fmt: skip
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.train_from_iterator(_training_text(words), trainer)
+    return bert_tokenizer(tokenizer.get_vocab(with_added_tokens=False), normalizer)
+
+
+def _normal_words(counts: dict[bytes, int], normalizer: normalizers.BertNormalizer) -> dict[str, int]:
+    """Counts of the words as BERT's normaliser and pre-tokeniser leave them, ascending."""
+    cut = pre_tokenizers.BertPreTokenizer()
+    words: Counter[str] = Counter()
+    for word, count in counts.items():
+        for piece, _ in cut.pre_tokenize_str(normalizer.normalize_str(word.decode())):
+            if len(piece) <= MAX_WORD_CHARACTERS:
+                words[piece] += count
+    return dict(sorted(words.items()))
+
+
+def _alphabet(words: dict[str, int]) -> list[str]:
+    """The most frequent characters, most frequent first."""
+    characters: Counter[str] = Counter()
+    for word, count in words.items():
+        for character in word:
+            characters[character] += count
+    return [c for c, _ in sorted(characters.items(), key=lambda item: (-item[1], item[0]))[:_MAX_ALPHABET]]
+
+
+def _training_text(words: dict[str, int]) -> Iterator[str]:
+    """Every word as often as it was counted: the trainer's Python face takes text, not counts."""
+    chunk: list[str] = []
+    room = _TRAINING_CHUNK
+    for word, count in words.items():
+        text = word + " "
+        while count:
+            times = min(count, room // len(text) + 1)
+            chunk.append(text * times)
+            count -= times
+            room -= times * len(text)
+            if room <= 0:
+                yield "".join(chunk)
+                chunk, room = [], _TRAINING_CHUNK
+    yield "".join(chunk)
+
+
+# ---------------------------------------------------------------- writing
+
+
+def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+    """Write tokenizer.json, vocab.txt and tokenizer_config.json, the files of a released BERT."""
+    normalizer = json.loads(tokenizer.to_str())["normalizer"]
+    ordered = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    with atomic_open(folder / "tokenizer.json", "w") as file:
+        file.write(tokenizer.to_str(pretty=True))
+    with atomic_open(folder / "vocab.txt", "w") as file:
+        file.writelines(f"{token}\n" for token, _ in ordered)
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "BertTokenizer",
+            "do_lower_case": normalizer["lowercase"],
+            "strip_accents": normalizer["strip_accents"],
+            "tokenize_chinese_chars": normalizer["handle_chinese_chars"],
+            "model_max_length": 512,
+            **{f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS},
+        },
+    )

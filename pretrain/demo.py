@@ -1,0 +1,107 @@
+"""The whole main job on a corpus that every Python installation has: prepare, pretrain, export, report.
+
+Each stage is the command that a user would type, run through the same door as the command line's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from pretrain.errors import InputError
+from pretrain.files import MANIFEST
+
+_CONFIG = Path(__file__).resolve().parent.parent / "configs" / "pretrain" / "tiny.yaml"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the demo with these command-line arguments; returns the exit code of the first stage that fails."""
+    from pretrain.__main__ import main as command_line
+
+    arguments = _parser().parse_args(argv)
+    run, settings = arguments.run_dir, _settings(arguments)
+    if arguments.fresh and run.exists():
+        _remove_run(run)
+    resume = ["--resume"] if any(run.glob(f"checkpoints/*/{MANIFEST}")) else []
+    stages = [
+        ("text to token shards", ["prepare", str(_CONFIG), *settings]),
+        ("training", ["pretrain", str(_CONFIG), *settings, *resume]),
+        ("export", ["export", str(run), str(run / "export")]),
+    ]
+    if resume:
+        print(f"{run}: found, going on from its newest checkpoint (--fresh begins a new run)")
+    began = time.monotonic()
+    for number, (title, command) in enumerate(stages, 1):
+        print(f"\n[{number}/4] {title}: python -m pretrain {_shell(command)}", flush=True)
+        stage_began = time.monotonic()
+        code = command_line(command)
+        if code:
+            return code
+        print(f"      {time.monotonic() - stage_began:.1f} s", flush=True)
+    print("\n[4/4] report", flush=True)
+    _report(run, began)
+    return 0
+
+
+def _report(run: Path, began: float) -> None:
+    from pretrain import report
+
+    path = report.write_report(run, run / "report.html")
+    print(f"\n{report.summary(run)}")
+    print(f"\nAll four stages took {time.monotonic() - began:.0f} s.")
+    print(f"Curves, corpus and ten filled-in sentences: {path.resolve().as_uri()}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m pretrain demo",
+        description="Prepare the embedded corpus (docstrings of Python and of the installed packages), "
+        "pretrain a small BERT on it, export it and write a report.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--workers", type=int, default=min(2, len(os.sched_getaffinity(0))), metavar="N",
+                        help="worker processes (default: 2, or 1 on a single core)")  # fmt: skip
+    parser.add_argument(
+        "--run-dir", type=Path, default=Path("runs/demo"), metavar="DIR", help="the run folder"
+    )
+    parser.add_argument(
+        "--data-dir", type=Path, default=Path("data/demo"), metavar="DIR", help="the corpus folder"
+    )
+    parser.add_argument(
+        "--fresh", action="store_true", help="remove an earlier demo run first; the corpus is kept"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help=f"override a setting of {_CONFIG.name}",
+    )
+    return parser
+
+
+def _settings(arguments: argparse.Namespace) -> list[str]:
+    values = [
+        "name=demo",
+        f"run_dir={arguments.run_dir}",
+        f"corpus.dir={arguments.data_dir}",
+        f"scheduling.workers={arguments.workers}",
+        *arguments.set,
+    ]
+    return [word for value in values for word in ("--set", value)]
+
+
+def _remove_run(run: Path) -> None:
+    if not (run / "config.yaml").is_file():
+        raise InputError(f"{run}: is no run folder, so --fresh leaves it alone. Choose another --run-dir.")
+    shutil.rmtree(run)
+
+
+def _shell(command: list[str]) -> str:
+    """The command as one would type it, with paths below the working directory made short."""
+    here = f"{Path.cwd()}/"
+    return " ".join(word.removeprefix(here) for word in command)

@@ -1,0 +1,347 @@
+"""The one room that knows DeepSpeed: forward, backward, step, and the optimizer's state as named fragments.
+
+DeepSpeed averages gradients over workers and over accumulation steps. Here a loss comes in already divided by
+its global count (law 3), so this room undoes the average over workers and asks for none over steps.
+
+A checkpoint is made of fragments, "entries start to stop of the parameter called so, with their moments", which
+every ZeRO stage can tell of the piece it holds. Any number of workers at any stage can therefore read what
+any other wrote, without a conversion.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import resource
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pretrain.config import Engine as EngineSettings
+from pretrain.optim import Lamb, Segment, cut_segments, number_tensors
+
+_STEPS_NEVER = 1 << 60
+
+
+class StepResult(NamedTuple):
+    """What became of one optimizer step."""
+
+    applied: bool  # false when NaN or inf in the gradients made DeepSpeed or us leave the weights alone
+    gradient_norm: float  # global, before clipping; inf when not applied
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """Entries [start, start + numel) of the flattened parameter `name`, as this rank holds them.
+
+    `tensors` are 1-D fp32 views into the optimizer: "weight", "exp_avg", "exp_avg_sq". `shared` says that other
+    ranks hold the same entries.
+    """
+
+    name: str
+    start: int
+    tensors: dict[str, Tensor]
+    shared: bool
+
+    @property
+    def numel(self) -> int:
+        return self.tensors["weight"].numel()
+
+
+class FragmentReader(Protocol):
+    """Where `Engine.load` finds what was saved; `pretrain.checkpoint.store.CheckpointReader` is one."""
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor: ...  # fp32 [numel]
+
+
+class Engine:
+    """A model under DeepSpeed ZeRO.
+
+    Args:
+        model: parameters in fp32 on any device; DeepSpeed casts and moves them.
+        make_optimizer: from (name, parameter) pairs to an optimizer whose groups carry `names`.
+        settings: stage, precision, clipping and DeepSpeed's own section.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
+        settings: EngineSettings,
+    ) -> None:
+        deepspeed = _import_deepspeed()
+        if not dist.is_initialized():
+            raise RuntimeError("the process group must be initialised before the engine")
+        self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
+        deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
+        self.settings = settings
+        # DeepSpeed's fp32 stage 0 neither clips with a norm we can see nor notices NaN: there we do both.
+        self._bare = settings.zero_stage == 0 and settings.precision == "fp32"
+        named = list(model.named_parameters())
+        self.shapes = {name: parameter.shape for name, parameter in named}
+        self._optimizer = make_optimizer(named)
+        self._groups = [list(group["names"]) for group in self._optimizer.param_groups]
+        self._deepspeed, *_ = deepspeed.initialize(
+            model=model, optimizer=self._optimizer, config=deepspeed_config(settings, self.world_size)
+        )
+        self.module = self._deepspeed.module
+        self.device = torch.device(self._deepspeed.device)
+        self._parameters = dict(self.module.named_parameters())
+        self._prepare_moments()
+        if isinstance(self._optimizer, Lamb):
+            self._tell_lamb()
+
+    def forward(self, batch: Any) -> Any:
+        """The module's output for one micro-batch."""
+        return self._deepspeed(batch)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradients of `loss`, this rank's share of the global loss; `last` micro-batch of the step or not."""
+        self._deepspeed.set_gradient_accumulation_boundary(last)
+        self._deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
+
+    def step(self, learning_rate: float) -> StepResult:
+        """Clip, and step the optimizer unless a gradient is not finite; gradients are cleared either way."""
+        for group in self._deepspeed.optimizer.param_groups:
+            group["lr"] = learning_rate
+        if self._bare:
+            return self._bare_step()
+        self._deepspeed.step()
+        norm = float(self._deepspeed.get_global_grad_norm() or 0.0)
+        applied = bool(self._deepspeed.was_step_applied()) and math.isfinite(norm)
+        return StepResult(applied, norm if applied else math.inf)
+
+    def fragments(self) -> Iterator[Fragment]:
+        """Every piece of weights and moments that this rank holds."""
+        wrapper, stage = self._deepspeed.optimizer, self.settings.zero_stage
+        for name, parameter in self._parameters.items():
+            if stage == 0:
+                held = self._master(name)
+                yield self._fragment(name, 0, held, held, slice(None), shared=True)
+            elif stage == 3:
+                piece = wrapper.get_local_fp32_param(parameter)
+                start = self.rank * parameter.ds_tensor.ds_numel
+                numel = max(0, min(parameter.ds_tensor.ds_numel, parameter.ds_numel - start))
+                if numel:
+                    flat = self._stage3_flat(piece)
+                    offset = piece.storage_offset() - flat.storage_offset()
+                    yield self._fragment(name, start, flat, flat, slice(offset, offset + numel), shared=False)
+            elif (mapping := getattr(parameter, "_hp_mapping", None)) is not None:
+                flat = self._flats()[self._group_of(name)]
+                address = mapping.hp_fragment_address
+                piece = slice(address.start, address.start + address.numel)
+                yield self._fragment(
+                    name, mapping.lp_fragment_address.start, flat, flat, piece, shared=False
+                )
+
+    def load(self, reader: FragmentReader, steps_taken: int) -> None:
+        """Take weights and moments from `reader`; `steps_taken` is the optimizer's own count of updates."""
+        with torch.no_grad():
+            for fragment in self.fragments():
+                for kind, tensor in fragment.tensors.items():
+                    tensor.copy_(reader.read(kind, fragment.name, fragment.start, fragment.numel))
+            for name, parameter in self._parameters.items():
+                self._refresh(name, parameter, reader)
+        for flat in self._flats():
+            self._optimizer.state[flat]["step"].fill_(float(steps_taken))
+
+    def updates(self) -> int:
+        """How many updates the optimizer has made (skipped steps do not count)."""
+        return int(self._optimizer.state[self._flats()[0]]["step"].item())
+
+    def scaler_state(self) -> dict[str, Any]:
+        """The fp16 loss scaler's state; empty in other precisions."""
+        scaler = self._scaler()
+        return {key: getattr(scaler, key) for key in _SCALER_FIELDS if hasattr(scaler, key)} if scaler else {}
+
+    def load_scaler_state(self, state: Mapping[str, Any]) -> None:
+        scaler = self._scaler()
+        for key, value in state.items():
+            if scaler is not None and key in _SCALER_FIELDS:
+                setattr(scaler, key, value)
+
+    def sum_over_workers(self, values: Tensor) -> Tensor:
+        """`values` summed over all ranks, in place."""
+        if self.world_size > 1:
+            dist.all_reduce(values)
+        return values
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """One small JSON-like value of each rank, on every rank."""
+        gathered: list[Any] = [None] * self.world_size
+        if self.world_size == 1:
+            return [value]
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def peak_memory_bytes(self) -> int:
+        """The most memory this worker has held: device memory on CUDA, resident set elsewhere."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self.device)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def close(self) -> None:
+        """Let go of DeepSpeed's hooks and buffers."""
+        self._deepspeed.destroy()
+        gc.collect()
+
+    # ZeRO's wrappers differ in where they keep master weights; everything that depends on it is below.
+
+    def _flats(self) -> list[Tensor]:
+        """The fp32 tensors that the inner optimizer steps, its state's keys."""
+        wrapper = self._deepspeed.optimizer
+        if self._bare:
+            return [p for group in self._optimizer.param_groups for p in group["params"]]
+        for attribute in (
+            "fp32_partitioned_groups_flat",  # stage 3
+            "single_partition_of_fp32_groups",  # stages 1 and 2
+            "fp32_groups_flat_partition",  # BF16_Optimizer: stage 1 with fp32 accumulation
+        ):
+            if hasattr(wrapper, attribute):
+                return list(getattr(wrapper, attribute))
+        return [p for group in wrapper.fp32_groups for p in group]  # stage 0 in half precision
+
+    def _master(self, name: str) -> Tensor:
+        """Stage 0: the whole fp32 weight of a parameter."""
+        if self._bare:
+            return self._parameters[name]
+        position = [n for group in self._groups for n in group].index(name)
+        return self._flats()[position]
+
+    def _group_of(self, name: str) -> int:
+        return next(number for number, names in enumerate(self._groups) if name in names)
+
+    def _stage3_flat(self, piece: Tensor) -> Tensor:
+        storage = piece.untyped_storage().data_ptr()
+        return next(flat for flat in self._flats() if flat.untyped_storage().data_ptr() == storage)
+
+    def _fragment(self, name: str, start: int, key: Tensor, held: Tensor, where: slice, *, shared: bool) -> Fragment:
+        state = self._optimizer.state[key]
+        whole = {"weight": held.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
+        return Fragment(name, start, {kind: x.view(-1)[where] for kind, x in whole.items()}, shared)
+
+    def _prepare_moments(self) -> None:
+        """Give every master tensor moments of zero and a step count of zero, whatever DeepSpeed did to them."""
+        for flat in self._flats():
+            state = self._optimizer.state[flat]
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key in state:
+                    state[key].zero_()
+                else:
+                    state[key] = torch.zeros_like(flat, requires_grad=False)
+            # torch's fused AdamW wants its step count beside the weights, as fp32.
+            state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
+
+    def _refresh(self, name: str, parameter: nn.Parameter, reader: FragmentReader) -> None:
+        """Bring the weights that the model computes with in line with the master weights."""
+        numel = self.shapes[name].numel()
+        if self.settings.zero_stage == 3:
+            start = self.rank * parameter.ds_tensor.ds_numel
+            held = max(0, min(parameter.ds_tensor.ds_numel, numel - start))
+            if held:
+                parameter.ds_tensor.data.view(-1)[:held].copy_(reader.read("weight", name, start, held))
+        if parameter.data.numel() == numel:  # stage 3 keeps small parameters whole
+            parameter.data.copy_(reader.read("weight", name, 0, numel).view(self.shapes[name]))
+
+    def _scaler(self) -> Any:
+        if self.settings.precision != "fp16":
+            return None
+        wrapper = self._deepspeed.optimizer
+        return getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
+
+    def _bare_step(self) -> StepResult:
+        parameters = list(self._parameters.values())
+        clip = self.settings.gradient_clip_norm or math.inf
+        norm = float(nn.utils.clip_grad_norm_(parameters, clip))
+        if math.isfinite(norm):
+            self._deepspeed.step()
+            return StepResult(True, norm)
+        self._deepspeed.zero_grad()
+        return StepResult(False, math.inf)
+
+    def _tell_lamb(self) -> None:
+        """Tell LAMB which entries of which flat shard belong to which tensor."""
+        ids = number_tensors(self.shapes)
+        segments: dict[Tensor, list[Segment]] = {flat: [] for flat in self._flats()}
+        for fragment in self.fragments():
+            weight = fragment.tensors["weight"]
+            flat = next(f for f in segments if f.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr())
+            at = weight.storage_offset() - flat.storage_offset()
+            segments[flat] += cut_segments(
+                ids[fragment.name], self.shapes[fragment.name].numel(), fragment.start,
+                fragment.start + fragment.numel, at,
+            )  # fmt: skip
+        tensor_count = max(r.stop for r in ids.values())
+        shared = self.settings.zero_stage == 0
+        reduce = (lambda norms: None) if shared else self.sum_over_workers
+        assert isinstance(self._optimizer, Lamb)
+        self._optimizer.set_segments(
+            {flat: sorted(pieces) for flat, pieces in segments.items()}, tensor_count, lambda norms: void(reduce(norms))
+        )
+
+
+_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "scale_window")
+
+
+def void(_: Any) -> None:
+    return None
+
+
+def deepspeed_config(settings: EngineSettings, world_size: int) -> dict[str, Any]:
+    """DeepSpeed's JSON for `settings`; the user's `deepspeed:` section goes over it, key by key."""
+    half = settings.precision != "fp32"
+    config: dict[str, Any] = {
+        # Micro-batches have as many tokens as fit and steps as many micro-batches as they need: these three
+        # only have to agree with one another.
+        "train_batch_size": world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": _STEPS_NEVER,
+        "gradient_clipping": settings.gradient_clip_norm,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": settings.zero_stage,
+            "contiguous_gradients": True,
+            "overlap_comm": torch.cuda.is_available(),
+            "reduce_bucket_size": 50_000_000,
+            "allgather_bucket_size": 50_000_000,
+        },
+        settings.precision if half else "fp16": {"enabled": half},
+    }
+    if settings.precision == "bf16":
+        config["bf16"]["check_grad_overflow"] = True
+    if settings.precision == "fp16":
+        config["fp16"] |= {"loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2}
+    if half and settings.zero_stage:
+        # Summing many micro-batches in 8 bits of mantissa loses the later ones. Stage 0 has no such buffer.
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return _merge(config, settings.deepspeed)
+
+
+def _merge(config: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(config)
+    for key, value in over.items():
+        merged[key] = _merge(merged[key], value) if isinstance(merged.get(key), dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _import_deepspeed() -> Any:
+    """DeepSpeed, told to do without what it would have to compile first."""
+    os.environ.setdefault("LOCAL_RANK", "0")  # it insists on the variable even for one process
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    import deepspeed.ops
+
+    # Its shared-memory collectives for CPU take 18 to 25 s of C++ compilation at the first start.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    return deepspeed

@@ -1,0 +1,444 @@
+"""What a run costs, by arithmetic alone: parameters, memory per worker by ZeRO stage, FLOPs and time.
+
+Letters: H hidden width, F feed-forward width, V vocabulary, L layers, P parameters, W workers, T tokens and K
+masked tokens of a micro-batch. No torch is needed, except to measure this machine when asked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from pretrain.config import Model, Phase, RunConfig, dump_config
+from pretrain.errors import InputError
+from pretrain.files import MANIFEST, read_manifest
+
+Device = Literal["cpu", "cuda"]
+
+# Dense peak of the tensor cores at bf16 (V100: fp16) in FLOP/s, from NVIDIA's data sheets.
+PEAK_FLOPS = {
+    "V100": 125e12,
+    "A100": 312e12,
+    "L4": 121e12,
+    "L40S": 362e12,
+    "RTX4090": 165e12,
+    "H100": 989e12,
+    "H200": 989e12,
+    "B200": 2250e12,
+}
+# Share of that peak that useful work reaches. By this count NVIDIA's BERT-Large on 8 A100 reached 0.44 at length
+# 128 and 0.33 at 512 (DeepLearningExamples README); our own step on CPU reaches half the measured matmul peak.
+ASSUMED_UTILISATION = {"cuda": 0.40, "cpu": 0.50}
+
+
+def dry_run(config: RunConfig, on: str | None = None, mean_length: float | None = None) -> str:
+    """The resolved config and all estimates as text for the terminal.
+
+    Args:
+        on: cluster to tell the time for, such as "8xH100"; "here" measures this machine (needs torch).
+        mean_length: mean tokens per sequence, for every phase; otherwise `expected_length`.
+
+    Raises:
+        InputError: `on` is no cluster that we know, or the prepared corpus is damaged.
+    """
+    size = vocabulary_size(config)
+    cluster = parse_cluster(on, config) if on else None
+    device: Device = cluster.device if cluster else "cuda" if Path("/proc/driver/nvidia").exists() else "cpu"
+    parts = [
+        "Resolved config\n" + _indent(dump_config(config)),
+        "Parameters\n" + _parameter_lines(config, size),
+        "Memory per worker\n" + _memory_lines(config, cluster.workers if cluster else None, device),
+        "Work\n" + _work_lines(config, size, mean_length),
+        "Time\n" + _time_lines(config, size, mean_length, cluster),
+        "Corpus\n" + _corpus_lines(config),
+    ]
+    return "\n\n".join(parts)
+
+
+# ---- Parameters
+
+
+class Parameters(NamedTuple):
+    """Parameter counts. The decoder is tied to the word embeddings and counted once."""
+
+    embeddings: int
+    layers: int
+    heads: int  # pooler, NSP classifier, MLM transform and decoder bias
+
+    @property
+    def total(self) -> int:
+        """As transformers counts BertForPreTraining (BertForMaskedLM when NSP is off)."""
+        return sum(self)
+
+
+def count_parameters(model: Model, vocabulary: int, next_sentence: bool = True) -> Parameters:
+    """Parameters of the encoder with its pretraining heads."""
+    h, f = model.hidden, model.intermediate
+    norm = 2 * h
+    layer = 3 * (h * h + h) + (h * h + h) + norm + (h * f + f) + (f * h + h) + norm
+    heads = (h * h + h) + norm + vocabulary
+    if next_sentence:
+        heads += (h * h + h) + (2 * h + 2)
+    return Parameters((vocabulary + model.max_positions + 2) * h + norm, model.layers * layer, heads)
+
+
+def vocabulary_size(config: RunConfig) -> int:
+    """Entries of the vocabulary: the prepared corpus's, else the given file's, else the size to train."""
+    manifest = Path(config.corpus.dir) / MANIFEST
+    if manifest.exists():
+        return int(read_manifest(manifest.parent)["vocabulary_size"])
+    given = Path(config.corpus.vocabulary.path)
+    if config.corpus.vocabulary.path and given.is_file():
+        text = given.read_text(encoding="utf-8")
+        return len(json.loads(text)["model"]["vocab"]) if given.suffix == ".json" else len(text.splitlines())
+    return config.corpus.vocabulary.size
+
+
+# ---- Memory
+
+# DeepSpeed 0.19.8 reduces ZeRO 0 and 1 gradients in flattened copies of at most this many entries
+# (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE) and ZeRO 2 and 3 in buckets of engine.py's reduce_bucket_size.
+_WHOLE_BUCKET = 500_000_000
+_BUCKET = 50_000_000
+# ZeRO 3 keeps gathered weights until this many are live (stage3_max_live_parameters, by default 1e9).
+_MAX_LIVE_PARAMETERS = 1_000_000_000
+# Resident set of a CPU worker before the model: Python, torch, DeepSpeed, Ray and their threads (measured).
+_PROCESS_BYTES = 420 << 20
+
+
+def memory_bytes(config: RunConfig, stage: int, workers: int, device: Device = "cpu") -> dict[str, int]:
+    """Peak memory of one worker in bytes, by what holds it; the values add up to the whole.
+
+    On CUDA this is what torch allocates, and what is not needed at the same time shares its room: activations
+    are gone when gradients are reduced. On CPU it is the resident set of the process, of which glibc gives
+    little back (freed blocks below 32 MiB stay), so there the two add up.
+
+    weights       compute copy: whole, or a shard and the gathered ones (ZeRO 3)
+    optimizer     fp32 master weights and two moments
+    gradients     kept from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded from ZeRO 2 on
+    activations   saved for the backward pass of one micro-batch, and the working space of one layer
+    logits        scores of the masked tokens and their gradient
+    communication the copies that DeepSpeed flattens gradients and gathers weights into, or its step needs
+    process       the interpreter and its libraries (CPU)
+    """
+    size = vocabulary_size(config)
+    p = count_parameters(config.model, size, config.pairs.next_sentence).total
+    states = _zero_states(stage, config.engine.precision, p, workers)
+    activations, logits = _activation_bytes(config), _logits_bytes(config, size)
+    # The tied embedding's gradient comes twice, from the decoder and from the look-up, before it is added up.
+    half = config.engine.precision != "fp32"
+    embedding = (6 if half else 12) * size * config.model.hidden
+    transient = states.pop("communication")
+    if device == "cuda":
+        backward = activations + logits
+        transient = max(0, max(transient, embedding) - backward)
+    else:
+        transient = max(transient, embedding)
+    process = _PROCESS_BYTES if device == "cpu" else 0
+    return {
+        **states,
+        "activations": activations,
+        "logits": logits,
+        "communication": transient,
+        "process": process,
+    }
+
+
+def _zero_states(stage: int, precision: str, p: int, w: int) -> dict[str, int]:
+    """What DeepSpeed 0.19.8 keeps with the settings of engine.py, and its largest short-lived copies."""
+    half = precision != "fp32"
+    b = 2 if half else 4  # bytes of a weight in the forward pass, and of its gradient
+    master = 4 if half or stage else 0  # ZeRO clones fp32 weights too
+    whole, bucket = min(p, _WHOLE_BUCKET), min(p, _BUCKET)
+    if stage == 0:
+        # FP16_UnfusedOptimizer: a flattened copy to reduce, then an fp32 copy of all gradients to step with.
+        return {
+            "weights": b * p,
+            "optimizer": (master + 8) * p,
+            "gradients": b * p,
+            "communication": max(b * whole, 4 * p if half else 0),
+        }
+    if stage == 1:
+        # BF16_Optimizer: all gradients in fp32 besides those of the micro-batch; reduced in one flattened
+        # fp32 copy and one in the wire's precision.
+        return {
+            "weights": b * p,
+            "optimizer": 12 * p // w,
+            "gradients": (4 + b if half else b) * p,
+            "communication": (4 + b) * whole if half else max(4 * bucket, 4 * p // w),
+        }
+    if stage == 2:
+        # The gradients of one bucket on their way, beside the sharded fp32 sums.
+        return {
+            "weights": b * p,
+            "optimizer": 12 * p // w,
+            "gradients": 4 * p // w,
+            "communication": max(2 * b * bucket, b * p, 4 * p // w),
+        }
+    live = min(p, _MAX_LIVE_PARAMETERS)
+    return {
+        "weights": b * p // w + b * live,
+        "optimizer": 12 * p // w,
+        "gradients": 4 * p // w + b * bucket,
+        "communication": 4 * p // w,
+    }
+
+
+def _activation_bytes(config: RunConfig) -> int:
+    """Saved for backward by one micro-batch, and one layer's working space.
+
+    A layer saves its input, the stacked query, key and value, the context, the two sums before LayerNorm, the
+    output of the first, and two of width F around GELU: 8 H + 2 F entries per token, besides one byte per
+    dropped entry (two without torch.compile). Of the last layer only masked rows go past the attention.
+    Checked against torch's saved tensors: within 2 % at widths 512 and 768.
+    """
+    model, engine = config.model, config.engine
+    h, f, t = model.hidden, model.intermediate, engine.micro_batch_tokens
+    b = 4 if engine.precision == "fp32" else 2
+    rows = round(config.masking.probability * t) + t // max(p.sequence_length for p in config.phases)
+    mask = (1 if engine.compile else 2) * h * (model.hidden_dropout > 0)
+    layer = t * (b * (8 * h + 2 * f) + mask + 4 * model.heads)
+    last = t * (b * 5 * h + 4 * model.heads) + rows * (b * (4 * h + 2 * f) + mask)
+    embedding = t * (b * h + mask)
+    working = b * t * (2 * f + 10 * h)
+    if engine.activation_checkpointing:
+        return embedding + model.layers * b * t * h + layer + working
+    return embedding + (model.layers - 1) * layer + last + working
+
+
+def _logits_bytes(config: RunConfig, vocabulary: int) -> int:
+    """Scores of the masked tokens: saved, turned to fp32 unless fused, and their gradient."""
+    entries = round(config.masking.probability * config.engine.micro_batch_tokens) * vocabulary
+    b = 4 if config.engine.precision == "fp32" else 2
+    return entries * (2 * b if config.engine.compile else 16 + b)
+
+
+# ---- Work
+
+
+def expected_length(config: RunConfig, phase: Phase) -> float:
+    """Mean tokens per sequence when documents are long: the full length but for the short pairs.
+
+    Short pairs are uniform in length. Short documents make it less; that the corpus decides.
+    """
+    return phase.sequence_length * (1 - config.pairs.short_share / 2)
+
+
+def step_flops(config: RunConfig, vocabulary: int, lengths: Sequence[int], masked: int) -> float:
+    """Useful floating-point operations of one forward and backward pass over sequences of `lengths` tokens.
+
+    Matrix products alone, 2 per multiply-add, backward twice the forward; no padding, no recomputation; the
+    MLM head at `masked` rows. 6 FLOPs per weight and row, 12 L H len^2 per sequence in the attention.
+    """
+    model = config.model
+    tokens, squares = sum(lengths), sum(length * length for length in lengths)
+    return _flops(model, vocabulary, config.pairs.next_sentence, tokens, squares, masked, len(lengths))
+
+
+def _flops(
+    model: Model,
+    vocabulary: int,
+    next_sentence: bool,
+    tokens: float,
+    squares: float,
+    masked: float,
+    sequences: float,
+) -> float:
+    """As `step_flops`, from sums over sequences: tokens, squared lengths, masked tokens, and their number."""
+    h, f = model.hidden, model.intermediate
+    linear = 6 * model.layers * (4 * h * h + 2 * h * f) * tokens
+    attention = 12 * model.layers * h * squares
+    mlm = 6 * (h * h + h * vocabulary) * masked
+    nsp = 6 * (h * h + 2 * h) * sequences if next_sentence else 0
+    return linear + attention + mlm + nsp
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one phase amounts to."""
+
+    steps: int
+    sequences: int
+    tokens: float
+    mean_length: float
+    flops: float
+
+
+def phase_work(config: RunConfig, phase: Phase, vocabulary: int, mean_length: float | None = None) -> Work:
+    """Sequences, tokens and useful FLOPs of a phase; lengths are taken as all equal to the mean."""
+    mean = min(mean_length or expected_length(config, phase), phase.sequence_length)
+    most = phase.max_predictions or round(config.masking.probability * phase.sequence_length)
+    masked = min(config.masking.probability * mean, most)
+    flops = _flops(config.model, vocabulary, config.pairs.next_sentence, mean, mean * mean, masked, 1)
+    sequences = phase.steps * phase.global_sequences
+    return Work(phase.steps, sequences, sequences * mean, mean, sequences * flops)
+
+
+# ---- Time
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What the time is told for."""
+
+    name: str
+    workers: int
+    device: Device
+    peak_flops: float  # of all workers together, FLOP/s
+    utilisation: float
+    how: str
+
+
+def parse_cluster(text: str, config: RunConfig) -> Cluster:
+    """`8xH100`, `H100`, or `here`, which measures this machine's matmul peak for half a second."""
+    if text == "here":
+        device, peak = _measure(config.engine.precision)
+        how = f"measured {config.engine.precision} matmul peak"
+        share = ASSUMED_UTILISATION[device]
+        return Cluster("this machine", config.scheduling.workers, device, peak, share, how)
+    match = re.fullmatch(r"(?:(\d+)\s*[xX]\s*)?([A-Za-z0-9]+)", text.strip())
+    names = {name.upper(): name for name in PEAK_FLOPS}
+    if not match or match[2].upper() not in names or match[1] == "0":
+        known = ", ".join(PEAK_FLOPS)
+        raise InputError(f"--on {text}: not a cluster that we know; write here, or COUNTxNAME with {known}.")
+    name, count = names[match[2].upper()], int(match[1] or 1)
+    if config.engine.precision == "fp32":
+        raise InputError(f"--on {text}: its figures are for bf16 and fp16; engine.precision is fp32.")
+    how = "dense bf16 peak of the data sheet"
+    peak = count * PEAK_FLOPS[name]
+    return Cluster(f"{count} x {name}", count, "cuda", peak, ASSUMED_UTILISATION["cuda"], how)
+
+
+def _measure(precision: str) -> tuple[Device, float]:
+    """(device, FLOP/s) of square matrix products on all cores, or on all GPUs by one of them."""
+    try:
+        import torch
+    except ImportError:
+        raise InputError("--on here: needs torch, which is not installed. Name a cluster instead.") from None
+    device: Device = "cuda" if torch.cuda.is_available() else "cpu"
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+    size = 8192 if device == "cuda" else 2048
+    a = torch.randn(size, size, device=device).to(dtype)
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    (a @ a).sum().item()
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < 0.5:
+        (a @ a)[0, 0].item()  # waits for the device
+        count += 1
+    peak = 2 * size**3 * count / (time.perf_counter() - began)
+    return device, peak * max(1, torch.cuda.device_count())
+
+
+# ---- Text
+
+
+def _parameter_lines(config: RunConfig, size: int) -> str:
+    count = count_parameters(config.model, size, config.pairs.next_sentence)
+    model = config.model
+    name = "BertForPreTraining" if config.pairs.next_sentence else "BertForMaskedLM"
+    shape = f"{model.layers} of hidden {model.hidden}, {model.heads} heads, feed-forward {model.intermediate}"
+    pooler = ", pooler, NSP" if config.pairs.next_sentence else ""
+    rows = [
+        ("embeddings", count.embeddings, f"{size:,} words, {model.max_positions} positions, 2 segments"),
+        ("layers", count.layers, shape),
+        ("heads", count.heads, f"MLM transform and bias{pooler}"),
+        ("total", count.total, f"as in {name}: the decoder is the word embeddings, counted once"),
+    ]
+    return "\n".join(f"  {label:<12}{number:>14,}  {note}" for label, number, note in rows)
+
+
+def _memory_lines(config: RunConfig, workers: int | None, device: Device) -> str:
+    count = workers or config.scheduling.workers
+    columns = [memory_bytes(config, stage, count, device) for stage in range(4)]
+    chosen = config.engine.zero_stage
+    head = [f"ZeRO {stage}{'*' if stage == chosen else ''}" for stage in range(4)]
+    rows = [(name, [column[name] for column in columns]) for name in columns[0]]
+    rows.append(("total", [sum(column.values()) for column in columns]))
+    lines = [f"  {'GiB':<14}" + "".join(f"{name:>9}" for name in head)]
+    for name, values in rows:
+        if any(values):
+            lines.append(f"  {name:<14}" + "".join(f"{value / 2**30:>9.2f}" for value in values))
+    engine = config.engine
+    lines.append(
+        f"  * configured. {count} {'GPU' if device == 'cuda' else 'CPU'} workers, {engine.precision}, "
+        f"{engine.micro_batch_tokens:,} tokens per micro-batch"
+        + (", activations recomputed" if engine.activation_checkpointing else "")
+        + (", compiled" if engine.compile else "")
+    )
+    return "\n".join(lines)
+
+
+def _work_lines(config: RunConfig, size: int, mean_length: float | None) -> str:
+    work = [phase_work(config, phase, size, mean_length) for phase in config.phases]
+    head = ("phase", "length", "mean", "steps", "sequences", "tokens", "FLOP/token", "FLOP/step", "FLOP")
+    rows = [
+        (
+            str(number), str(phase.sequence_length), f"{w.mean_length:.1f}", f"{w.steps:,}", f"{w.sequences:,}",
+            f"{w.tokens:.3g}", f"{w.flops / w.tokens:.4g}", f"{w.flops / w.steps:.3g}", f"{w.flops:.3g}",
+        )
+        for number, (phase, w) in enumerate(zip(config.phases, work, strict=True))
+    ]  # fmt: skip
+    total = (
+        "total", "", "", f"{sum(w.steps for w in work):,}", f"{sum(w.sequences for w in work):,}",
+        f"{sum(w.tokens for w in work):.3g}", "", "", f"{sum(w.flops for w in work):.3g}",
+    )  # fmt: skip
+    widths = [max(len(row[i]) for row in [head, *rows, total]) for i in range(len(head))]
+    lines = [
+        "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
+        for row in [head, *rows, total]
+    ]
+    source = "as given" if mean_length else "the most there can be: long documents, short pairs alone"
+    lines.append(f"  useful FLOPs: no padding, MLM head at masked tokens alone; mean length {source}")
+    return "\n".join(lines)
+
+
+def _time_lines(config: RunConfig, size: int, mean_length: float | None, cluster: Cluster | None) -> str:
+    if cluster is None:
+        return "  name a cluster with --on 8xH100, or measure this machine with --on here"
+    rate = cluster.peak_flops * cluster.utilisation
+    work = [phase_work(config, phase, size, mean_length) for phase in config.phases]
+    lines = [
+        f"  phase {number}: {_duration(w.flops / rate)}, {w.sequences / (w.flops / rate):,.0f} sequences/s, "
+        f"{w.tokens / (w.flops / rate):,.0f} tokens/s"
+        for number, w in enumerate(work)
+    ]
+    lines.append(
+        f"  total:   {_duration(sum(w.flops for w in work) / rate)} on {cluster.name}, assuming "
+        f"{cluster.utilisation:.0%} of {cluster.peak_flops / 1e12:,.4g} TFLOP/s ({cluster.how})"
+    )
+    return "\n".join(lines)
+
+
+def _corpus_lines(config: RunConfig) -> str:
+    folder = Path(config.corpus.dir)
+    if not (folder / MANIFEST).exists():
+        from pretrain.corpus.prepare import describe
+
+        return f"  {folder}: not prepared yet\n" + _indent(describe(config))
+    manifest = read_manifest(folder)
+    lines = []
+    for split in ("train", "validation"):
+        shards = [shard for shard in manifest["shards"] if shard["split"] == split]
+        kinds = ("documents", "sentences", "tokens")
+        lines.append(f"  {split}: " + ", ".join(f"{sum(s[kind] for s in shards):,} {kind}" for kind in kinds))
+    names = ", ".join(source["name"] for source in manifest["sources"])
+    lines.append(f"  {folder}: {manifest['vocabulary_size']:,} vocabulary entries, sources {names}")
+    return "\n".join(lines)
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    if seconds < 2 * 3600:
+        return f"{seconds / 60:.1f} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 4 * 86400 else f"{seconds / 86400:.1f} days"
+
+
+def _indent(text: str) -> str:
+    return "\n".join(f"  {line}" for line in text.rstrip().splitlines())

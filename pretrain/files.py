@@ -1,0 +1,140 @@
+"""Atomic files and proven folders (law 5): written aside, fsynced, renamed; the manifest comes last.
+
+A folder whose `manifest.json` is missing or does not match its files does not exist for us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from pretrain.errors import InputError, MachineError
+
+MANIFEST = "manifest.json"
+
+
+@contextlib.contextmanager
+def disk_errors(path: Path) -> Iterator[None]:
+    """Turn the operating system's refusals below `path` into one-line errors with what to do."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            free = shutil.disk_usage(existing_parent(path)).free
+            raise MachineError(
+                f"{path}: disk full ({free / 1e9:.2f} GB free). Nothing half-written is kept; "
+                "free some space and run the same command again."
+            ) from error
+        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
+            raise InputError(f"{path}: cannot write here ({error.strerror}). Choose a writable path.") from error
+        raise
+
+
+def existing_parent(path: Path) -> Path:
+    """The nearest existing folder at or above `path`."""
+    path = path.absolute()
+    while not path.exists():
+        path = path.parent
+    return path
+
+
+@contextlib.contextmanager
+def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
+    """Open `path` for writing so that it appears whole or not at all.
+
+    Writes to a temporary neighbour, fsyncs it, renames it over `path` and fsyncs the folder.
+    Disk-full and permission errors become `MachineError` / `InputError`; the temporary is removed.
+    """
+    path = Path(path)
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with aside.open(mode, **({} if "b" in mode else {"encoding": "utf-8"})) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            aside.replace(path)
+            fsync_folder(path.parent)
+        finally:
+            aside.unlink(missing_ok=True)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write `value` as indented UTF-8 JSON, atomically."""
+    with atomic_open(path, "w") as file:
+        json.dump(value, file, indent=2, ensure_ascii=False, sort_keys=False)
+        file.write("\n")
+
+
+def fsync_folder(folder: Path) -> None:
+    """Make renames inside `folder` durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sha256_file(path: Path) -> str:
+    """Hex SHA-256 of a file, read in 4 MiB pieces."""
+    digest = hashlib.sha256()
+    with Path(path).open("rb") as file:
+        while piece := file.read(4 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def write_manifest(folder: Path, extra: dict[str, Any], hashes: dict[str, str] | None = None) -> dict[str, Any]:
+    """List every file below `folder` with size and SHA-256 in its manifest, which comes last.
+
+    `hashes` may carry digests already computed while writing (relative path -> hex), to save a second read.
+    `extra` is stored beside the list. Returns the manifest.
+    """
+    known = hashes or {}
+    files: dict[str, dict[str, Any]] = {}
+    for path in sorted(p for p in folder.rglob("*") if p.is_file() and p.name != MANIFEST):
+        name = path.relative_to(folder).as_posix()
+        files[name] = {"bytes": path.stat().st_size, "sha256": known.get(name) or sha256_file(path)}
+    manifest = {**extra, "files": files}
+    write_json(folder / MANIFEST, manifest)
+    return manifest
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """The manifest of `folder`; `InputError` when it is missing or not readable as JSON."""
+    path = folder / MANIFEST
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+            raise ValueError("no list of files")
+    except FileNotFoundError:
+        raise InputError(f"{path}: not found, so this folder is not complete. Make it again.") from None
+    except (ValueError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: damaged ({error}). Make the folder again.") from None
+    return manifest
+
+
+def verify_manifest(folder: Path, *, content: bool = True) -> dict[str, Any]:
+    """Check `folder` against its manifest: sizes always, SHA-256 with `content`. Returns the manifest.
+
+    Raises `InputError` naming the first file that is missing, of the wrong size or altered.
+    """
+    manifest = read_manifest(folder)
+    for name, expected in manifest["files"].items():
+        path = folder / name
+        if not path.is_file():
+            raise InputError(f"{path}: missing, though the manifest lists it. Make the folder again.")
+        size = path.stat().st_size
+        if size != expected["bytes"]:
+            raise InputError(f"{path}: {size} bytes where the manifest says {expected['bytes']}; truncated or altered.")
+        if content and sha256_file(path) != expected["sha256"]:
+            raise InputError(f"{path}: its SHA-256 differs from the manifest's; altered or damaged on disk.")
+    return manifest

@@ -1,0 +1,216 @@
+"""Masked held-out sentences and what an exported model puts there: the plainest look at what it learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from pretrain.errors import InputError
+
+if TYPE_CHECKING:
+    from pretrain.batches.loader import MicroBatch
+    from pretrain.corpus.shards import TokenShards
+
+GUESSES = 5
+
+
+@dataclass(frozen=True)
+class MaskedSentence:
+    """A sentence with one token to guess: ids without special tokens, and the index to mask."""
+
+    tokens: tuple[int, ...]
+    masked: int
+
+
+@dataclass(frozen=True)
+class Filling:
+    """What the model puts into a masked sentence."""
+
+    before: str  # text up to the mask and behind it, with the spaces that belong there
+    after: str
+    truth: str
+    guesses: tuple[tuple[str, float], ...]  # the five most probable tokens with their probabilities
+    rank: int  # of the truth among the whole vocabulary, from 1
+    probability: float  # of the truth
+
+
+def read_vocabulary(folder: Path) -> list[str]:
+    """The tokens of a folder's vocab.txt by their ids."""
+    path = folder / "vocab.txt"
+    try:
+        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read ({error}). Make the folder again.") from None
+
+
+def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: int) -> list[MaskedSentence]:
+    """`count` readable sentences from all over the held-out documents, each with a whole word to guess.
+
+    Fewer where the text has fewer. The choice depends on the shards alone, so that reports of different runs
+    on one corpus can be laid side by side.
+    """
+    found: list[MaskedSentence] = []
+    seen: set[tuple[int, ...]] = set()
+    for tokens in _spread_sentences(shards, 40 * count):
+        words = _maskable(tokens, vocabulary)
+        if words and tokens not in seen:
+            seen.add(tokens)
+            # A fixed stride through the words that could be asked for: neither always the first nor the last.
+            found.append(MaskedSentence(tokens, words[(7 * len(found) + 3) % len(words)]))
+            if len(found) == count:
+                break
+    return found
+
+
+def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]:
+    """The exported model's guesses for the masked token of each sentence, in fp32, by our own encoder.
+
+    Raises `InputError` where the export is damaged or has no masked-language-modelling head.
+    """
+    import torch
+
+    from pretrain.checkpoint import hf
+    from pretrain.model.heads import PretrainingModel
+
+    if not sentences:
+        return []
+    shape, state, next_sentence = hf.load(export_dir)
+    if "heads.mlm_bias" not in state:
+        raise InputError(
+            f"{export_dir}: has no masked-language-modelling head. Export a pretraining checkpoint."
+        )
+    vocabulary = read_vocabulary(export_dir)
+    model = PretrainingModel(shape, len(vocabulary), next_sentence).eval()
+    model.load_state_dict(state)
+    order = sorted(range(len(sentences)), key=lambda number: len(sentences[number].tokens))
+    batch = _as_batch([sentences[number] for number in order], vocabulary)
+    with torch.inference_mode():
+        probabilities = model.masked_logits(batch).softmax(-1).tolist()
+    by_number = dict(zip(order, probabilities, strict=True))
+    return [_filling(sentence, by_number[number], vocabulary) for number, sentence in enumerate(sentences)]
+
+
+def readable(tokens: Sequence[str]) -> str:
+    """WordPiece tokens as text: pieces joined, and punctuation set as in print."""
+    return "".join(_spaced(tokens))
+
+
+# ---- choosing
+
+
+def _spread_sentences(shards: TokenShards, count: int) -> Iterator[tuple[int, ...]]:
+    """`count` sentences of documents far apart from each other."""
+    documents = [(shard, number) for shard in shards.shards for number in range(len(shard.documents) - 1)]
+    if not documents:
+        return
+    for turn in range(count):
+        # Steps of the golden ratio fall ever between the places that came before.
+        shard, number = documents[int(turn * 0.6180339887498949 % 1 * len(documents))]
+        first, last = (int(shard.documents[at, 0]) for at in (number, number + 1))
+        sentence = first + (5 * turn + 1) % (last - first)
+        begin, end = (int(shard.sentences[at]) for at in (sentence, sentence + 1))
+        yield tuple(int(token) for token in shard.tokens[begin:end])
+
+
+def _maskable(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[int]:
+    """Indices of whole words of at least three letters, if the sentence is fit to be shown; else []."""
+    if not 10 <= len(tokens) <= 40:
+        return []
+    words = [vocabulary[token] for token in tokens]
+    prose = sum(word.removeprefix("##").isalpha() for word in words)
+    if prose < 0.8 * len(words) or "[UNK]" in words or words[-1] not in (".", "!", "?"):
+        return []
+    followers = [*words[1:], ""]
+    return [
+        index
+        for index, (word, follower) in enumerate(zip(words, followers, strict=True))
+        if len(word) >= 3 and word.isalpha() and not follower.startswith("##")
+    ]
+
+
+# ---- guessing
+
+
+def _as_batch(sentences: Sequence[MaskedSentence], vocabulary: Sequence[str]) -> MicroBatch:
+    """The sentences, which must come by ascending length, end to end as one unpadded micro-batch."""
+    import torch
+
+    from pretrain.batches.loader import MicroBatch
+
+    first, last, mask = (vocabulary.index(name) for name in ("[CLS]", "[SEP]", "[MASK]"))
+    ids: list[int] = []
+    rows = []
+    for sentence in sentences:
+        rows.append(len(ids) + 1 + sentence.masked)
+        ids += [first, *sentence.tokens, last]
+        ids[rows[-1]] = mask
+    lengths = tuple(len(sentence.tokens) + 2 for sentence in sentences)
+    return MicroBatch(
+        input_ids=torch.tensor(ids),
+        token_types=torch.zeros(len(ids), dtype=torch.int64),
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
+        masked_rows=torch.tensor(rows),
+        masked_labels=torch.tensor([sentence.tokens[sentence.masked] for sentence in sentences]),
+        nsp_labels=torch.zeros(len(lengths), dtype=torch.int64),
+        token_keys=torch.zeros(len(ids), dtype=torch.int32),
+        lengths=lengths,
+    )
+
+
+def _filling(sentence: MaskedSentence, probabilities: list[float], vocabulary: Sequence[str]) -> Filling:
+    words = [vocabulary[token] for token in sentence.tokens]
+    spaced = _spaced(words)
+    truth = sentence.tokens[sentence.masked]
+    best = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])[:GUESSES]
+    return Filling(
+        before="".join(spaced[: sentence.masked]) + (" " if spaced[sentence.masked].startswith(" ") else ""),
+        after="".join(spaced[sentence.masked + 1 :]),
+        truth=vocabulary[truth],
+        guesses=tuple((vocabulary[token], probabilities[token]) for token in best),
+        rank=1 + sum(one > probabilities[truth] for one in probabilities),
+        probability=probabilities[truth],
+    )
+
+
+# ---- setting tokens as text
+
+_CLINGS_LEFT = frozenset(".,;:!?)]}%\u201d\u2026")
+_CLINGS_RIGHT = frozenset("([{\u201c\u2018$\u00a3#")
+_QUOTES = frozenset("\"'`")
+_APOSTROPHES = frozenset("'\u2019")
+_AFTER_APOSTROPHE = frozenset(["s", "t", "d", "m", "re", "ve", "ll"])
+_BETWEEN_WORDS = frozenset("-/_=\u2013")
+
+
+def _spaced(tokens: Sequence[str]) -> list[str]:
+    """Each token's text with the space before it, if one belongs there."""
+    spaced: list[str] = []
+    open_quotes: set[str] = set()
+    glue = True  # the next token is set right behind this one
+    for index, token in enumerate(tokens):
+        before = tokens[index - 1] if index else ""
+        follower = tokens[index + 1] if index + 1 < len(tokens) else ""
+        text, attached, glue_next = token, glue, False
+        if token.startswith("##"):
+            text, attached = token[2:], True
+        elif token in _APOSTROPHES and before[-1:].isalnum() and follower in _AFTER_APOSTROPHE:
+            attached, glue_next = True, True
+        elif token in _QUOTES and token == before:  # ``code``
+            attached, glue_next = True, glue
+        elif token in _QUOTES:
+            attached = attached or token in open_quotes
+            glue_next = token not in open_quotes
+            open_quotes ^= {token}
+        elif token in _CLINGS_LEFT:
+            attached = True
+            glue_next = token in ".,:" and before.isdigit() and follower.isdigit()  # 3.5
+        elif token in _BETWEEN_WORDS and before[-1:].isalnum() and follower[:1].isalnum():  # well-known
+            attached, glue_next = True, True
+        elif token in _CLINGS_RIGHT:
+            glue_next = True
+        spaced.append(text if attached else f" {text}")
+        glue = glue_next
+    return spaced

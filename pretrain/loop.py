@@ -1,0 +1,315 @@
+"""The training loop, the same for every task and any number of workers.
+
+`fit` knows steps, logging, evaluation, checkpoints and stops. What a batch is, what its loss is and what its
+numbers are called, a `Task` tells it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from pretrain.checkpoint import store
+from pretrain.engine import Engine, StepResult
+from pretrain.errors import DivergedError, StoppedError
+
+logger = logging.getLogger(__name__)
+
+
+class Step(Protocol):
+    """One rank's share of one optimizer step; `pretrain.batches.loader.StepBatch` is one."""
+
+    @property
+    def micro_batches(self) -> tuple[Any, ...]: ...
+    @property
+    def sequences(self) -> int: ...  # global
+    @property
+    def tokens(self) -> int: ...  # global
+    @property
+    def epoch(self) -> int: ...
+
+
+class Task(Protocol):
+    """What is trained. Totals are sums over micro-batches, made comparable by `metrics` (law 3)."""
+
+    def batches(self, start_step: int) -> Iterator[Step]:
+        """The steps from the 0-based `start_step` on, to the end of training."""
+        ...
+
+    def largest(self) -> Step:
+        """A step of one micro-batch, as large as any that can come."""
+        ...
+
+    def loss(self, output: Any, step: Step) -> Tensor:
+        """This micro-batch's part of the global mean loss, to be differentiated."""
+        ...
+
+    def totals(self, output: Any) -> Tensor:
+        """fp32 [n] sums of one micro-batch."""
+        ...
+
+    def counts(self, step: Step) -> Tensor:
+        """fp64 [m] global counts of one step, which totals are divided by."""
+        ...
+
+    def flops(self, micro_batch: Any) -> float:
+        """Useful floating-point operations of one micro-batch, forward and backward."""
+        ...
+
+    def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
+        """Named means, `loss` among them."""
+        ...
+
+    def evaluate(self, engine: Engine) -> dict[str, float]:
+        """Named means over the held-out samples, `loss` among them; {} when there are none."""
+        ...
+
+    def stalled_seconds(self) -> float:
+        """Seconds spent so far on waiting for batches."""
+        ...
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long, how fast and how often."""
+
+    total_steps: int
+    learning_rate: Callable[[int], float]  # of the 0-based step
+    log_every_steps: int
+    evaluate_every_steps: int
+    checkpoint_every_steps: int
+    keep_last: int
+    max_bad_steps: int
+    peak_flops: float  # measured matmul peak of all workers together, FLOP/s
+
+
+@dataclass
+class Progress:
+    """What a checkpoint knows of the way so far."""
+
+    step: int = 0  # optimizer steps done, skipped ones included
+    samples: int = 0
+    tokens: int = 0
+    skipped_steps: int = 0
+    bad_in_a_row: int = 0
+    seconds: float = 0.0  # of training, over all starts
+
+
+class Recorder(Protocol):
+    """Where numbers go; `pretrain.tracking.Tracker` is one."""
+
+    def log(self, record: dict[str, Any]) -> None: ...
+
+
+def fit(
+    engine: Engine,
+    task: Task,
+    plan: Plan,
+    progress: Progress,
+    *,
+    checkpoints: Path,
+    extra_state: dict[str, Any],
+    recorder: Recorder,
+    stop_requested: Callable[[], bool],
+) -> None:
+    """Train from `progress` to the end of `plan`, with a checkpoint at least at the end.
+
+    Raises:
+        StoppedError: a stop was asked for on any rank; a checkpoint of the current step was written.
+        DivergedError: `plan.max_bad_steps` steps in a row had no finite loss or gradient.
+        MachineError: a checkpoint could not be written; earlier ones are untouched.
+    """
+    run = _Run(engine, task, plan, progress, checkpoints, extra_state, recorder)
+    engine.module.train()
+    steps = task.batches(progress.step)
+    run.meter.restart()
+    for step in steps:
+        stop = run.train_step(step, stop_requested())
+        progress.step += 1
+        last = progress.step == plan.total_steps
+        if last or progress.step % plan.log_every_steps == 0:
+            run.log()
+        if last or progress.step % plan.evaluate_every_steps == 0:
+            run.evaluate()
+        if progress.bad_in_a_row >= plan.max_bad_steps:
+            run.stop_diverged()
+        if last or stop or progress.step % plan.checkpoint_every_steps == 0:
+            run.save()
+        if stop and not last:
+            raise StoppedError(
+                f"stopped at step {progress.step} of {plan.total_steps}; checkpoint "
+                f"{store.name_of(progress.step)} is saved. Continue with --resume."
+            )
+
+
+def rehearse(engine: Engine, task: Task, progress: Progress, checkpoints: Path, extra_state: dict[str, Any]) -> None:
+    """Fail in minute one: step the largest micro-batch, with a checkpoint written before and read back after.
+
+    Leaves the training state bitwise as it was. At a fresh start the checkpoint is that of step 0.
+    """
+    checkpoint = checkpoints / store.name_of(progress.step)
+    if not checkpoint.exists():
+        _save(engine, progress, checkpoints, extra_state)
+    engine.module.train()
+    step = task.largest()
+    engine.backward(task.loss(engine.forward(step.micro_batches[0]), step), last=True)
+    engine.step(learning_rate=0.0)
+    restore(engine, checkpoint)
+
+
+def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:
+    """Bring `engine` to the state of a verified checkpoint; returns its state.json."""
+    state = store.read_state(checkpoint)
+    with store.CheckpointReader(checkpoint) as reader:
+        engine.load(reader, state["updates"])
+    engine.load_scaler_state(state["scaler"])
+    return state
+
+
+class _Meter:
+    """Clock and sums between two log records."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self.restart()
+
+    def restart(self) -> None:
+        self._began, self._stalled = time.perf_counter(), self._task.stalled_seconds()
+        self.paused = 0.0  # evaluation and checkpoints, which are not training
+        self.totals: Tensor | None = None
+        self.counts: Tensor | None = None
+        self.flops = self.tokens = 0.0
+
+    def seconds(self) -> float:
+        return time.perf_counter() - self._began - self.paused
+
+    def stalled(self) -> float:
+        return self._task.stalled_seconds() - self._stalled
+
+
+class _Run:
+    """The state of one `fit`."""
+
+    def __init__(
+        self, engine: Engine, task: Task, plan: Plan, progress: Progress, checkpoints: Path,
+        extra_state: dict[str, Any], recorder: Recorder,
+    ) -> None:  # fmt: skip
+        self.engine, self.task, self.plan, self.progress = engine, task, plan, progress
+        self.checkpoints, self.extra_state, self.recorder = checkpoints, extra_state, recorder
+        self.meter = _Meter(task)
+        self.norm = 0.0
+        self.validation: tuple[int, float] | None = None
+
+    def train_step(self, step: Step, stop_here: bool) -> bool:
+        """One optimizer step; returns whether any rank asks for a stop."""
+        engine, task, meter, progress = self.engine, self.task, self.meter, self.progress
+        totals: Tensor | None = None
+        flops = 0.0
+        for number, micro_batch in enumerate(step.micro_batches):
+            output = engine.forward(micro_batch)
+            engine.backward(task.loss(output, step), last=number == len(step.micro_batches) - 1)
+            part = task.totals(output).detach()
+            totals = part if totals is None else totals + part
+            flops += task.flops(micro_batch)
+        assert totals is not None
+        rate = self.plan.learning_rate(progress.step)
+        result = engine.step(rate)
+        shared = torch.cat([totals.double(), torch.tensor([float(stop_here), flops], device=totals.device)])
+        engine.sum_over_workers(shared)
+        *sums, stop, all_flops = shared.tolist()
+        self._count(step, result, sums, rate)
+        meter.flops += all_flops
+        return stop > 0
+
+    def _count(self, step: Step, result: StepResult, sums: list[float], rate: float) -> None:
+        progress, meter = self.progress, self.meter
+        progress.samples += step.sequences
+        progress.tokens += step.tokens
+        meter.tokens += step.tokens
+        self.rate, self.epoch = rate, step.epoch
+        if not result.applied:
+            progress.skipped_steps += 1
+        if not all(map(math.isfinite, sums)) or (not result.applied and not self.engine.scaler_state()):
+            progress.bad_in_a_row += 1
+            logger.warning("step %d: loss or gradient is not finite; skipped", progress.step + 1)
+            return
+        progress.bad_in_a_row = 0
+        self.norm = result.gradient_norm
+        totals, counts = torch.tensor(sums, dtype=torch.float64), self.task.counts(step)
+        meter.totals = totals if meter.totals is None else meter.totals + totals
+        meter.counts = counts if meter.counts is None else meter.counts + counts
+
+    def log(self) -> None:
+        meter, progress, engine = self.meter, self.progress, self.engine
+        seconds = meter.seconds()
+        progress.seconds += seconds
+        means = {}
+        if meter.totals is not None and meter.counts is not None:
+            means = self.task.metrics(meter.totals.tolist(), meter.counts.tolist())
+        self.recorder.log(
+            {
+                "step": progress.step,
+                "epoch": self.epoch,
+                "samples": progress.samples,
+                "tokens": progress.tokens,
+                **(means or {"loss": math.nan}),
+                "lr": self.rate,
+                "grad_norm": self.norm,
+                "tokens_per_second": meter.tokens / seconds,
+                "peak_fraction": meter.flops / seconds / self.plan.peak_flops,
+                "data_stall_fraction": meter.stalled() / seconds,
+                "seconds": progress.seconds,
+                "skipped_steps": progress.skipped_steps,
+                "memory_bytes": engine.peak_memory_bytes(),
+            }
+        )
+        meter.restart()
+
+    def evaluate(self) -> None:
+        began = time.perf_counter()
+        self.engine.module.eval()
+        with torch.no_grad():
+            means = self.task.evaluate(self.engine)
+        self.engine.module.train()
+        took = time.perf_counter() - began
+        self.meter.paused += took
+        if means:
+            self.validation = (self.progress.step, means["loss"])
+            self.recorder.log({"step": self.progress.step, "split": "validation", **means, "seconds": took})
+
+    def save(self) -> None:
+        began = time.perf_counter()
+        current = self.validation is not None and self.validation[0] == self.progress.step
+        state = {**self.extra_state, "validation_loss": self.validation[1] if current and self.validation else None}
+        _save(self.engine, self.progress, self.checkpoints, state)
+        if self.engine.rank == 0:
+            store.prune(self.checkpoints, self.plan.keep_last)
+        self.meter.paused += time.perf_counter() - began
+
+    def stop_diverged(self) -> None:
+        last = store.newest(self.checkpoints) if self.engine.rank == 0 else None
+        name = self.engine.gather_objects(last and last.name)[0]
+        raise DivergedError(
+            f"{self.plan.max_bad_steps} steps in a row up to step {self.progress.step} had a loss or gradient that is "
+            f"not finite. The last good checkpoint is {name}; lower phases.N.peak_learning_rate and --resume from it."
+        )
+
+
+def _save(engine: Engine, progress: Progress, checkpoints: Path, extra_state: dict[str, Any]) -> None:
+    state = {
+        **dataclasses.asdict(progress),
+        "updates": engine.updates(),
+        "scaler": engine.scaler_state(),
+        "shapes": {name: list(shape) for name, shape in engine.shapes.items()},
+        **extra_state,
+    }
+    store.save(checkpoints, progress.step, engine.fragments(), state, engine)

@@ -1,0 +1,169 @@
+"""BERT as published (Devlin et al. 2019), over unpadded batches: post-norm, learned positions, erf-GELU.
+
+Shape letters: T tokens of the micro-batch, S sequences, R rows asked for, H hidden width, F feed-forward
+width, V vocabulary, P positions.
+
+A layer keeps its parameters flat and what follows the attention in one pure function: torch.compile then makes
+one program for all layers of a model, and ZeRO-3 gathers a layer's parameters once, outside of it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from pretrain.config import Model
+from pretrain.model.attention import BETWEEN, attention, program
+from pretrain.model.parts import hash_dropout, layer_norm, normal, ones, zeros
+
+
+class UnpaddedBatch(Protocol):
+    """What the encoder reads of a batch; `pretrain.batches.loader.MicroBatch` is one."""
+
+    @property
+    def input_ids(self) -> Tensor: ...  # int64 [T]
+    @property
+    def token_types(self) -> Tensor: ...  # int64 [T]
+    @property
+    def positions(self) -> Tensor: ...  # int64 [T]
+    @property
+    def cu_seqlens(self) -> Tensor: ...  # int32 [S + 1]
+    @property
+    def token_keys(self) -> Tensor: ...  # int32 [T]
+    @property
+    def lengths(self) -> tuple[int, ...]: ...
+
+
+class Encoder(nn.Module):
+    """The backbone: embeddings and layers. Parameter names are listed in `pretrain/checkpoint/hf.py`.
+
+    Args:
+        shape: sizes and dropout.
+        vocabulary_size: V.
+        compile: fuse the layers with torch.compile.
+        activation_checkpointing: keep only the layers' inputs and compute the rest again in the backward pass.
+    """
+
+    def __init__(
+        self, shape: Model, vocabulary_size: int, *, compile: bool = False, activation_checkpointing: bool = False
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fused = compile
+        self.activation_checkpointing = activation_checkpointing
+        self.embeddings = Embeddings(shape, vocabulary_size, compile)
+        self.layers = nn.ModuleList(Layer(shape, compile) for _ in range(shape.layers))
+
+    def encode(self, batch: UnpaddedBatch, rows_R: Tensor | None = None) -> Tensor:
+        """Last hidden states [T, H], or [R, H] at the token rows `rows_R` (int64) alone.
+
+        Rows that nobody asks for skip the last layer's projection and feed-forward network.
+        """
+        # Dropout is drawn from the sample and the place, never from a generator's state: law 1 reaches to here.
+        keys_T = batch.token_keys
+        max_seqlen = max(batch.lengths)
+        hidden_TH = self.embeddings(batch.input_ids, batch.token_types, batch.positions, keys_T)
+        for number, layer in enumerate(self.layers):
+            keys_T = keys_T + BETWEEN
+            rows = rows_R if number == len(self.layers) - 1 else None
+            arguments = (hidden_TH, keys_T, batch.cu_seqlens, max_seqlen, rows)
+            if self.activation_checkpointing and self.training:
+                hidden_TH = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden_TH = layer(*arguments)
+        return hidden_TH
+
+
+class Embeddings(nn.Module):
+    """Sum of word, position and segment embeddings, normalised (Devlin et al., figure 2)."""
+
+    def __init__(self, shape: Model, vocabulary_size: int, compile: bool) -> None:
+        super().__init__()
+        self.dropout = shape.hidden_dropout
+        self.fused = compile
+        self.word = normal(shape.init_std, vocabulary_size, shape.hidden)
+        self.position = normal(shape.init_std, shape.max_positions, shape.hidden)
+        self.token_type = normal(shape.init_std, 2, shape.hidden)
+        self.norm_weight, self.norm_bias = ones(shape.hidden), zeros(shape.hidden)
+
+    def forward(self, input_ids: Tensor, token_types: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
+        """int64 [T] three times and int32 [T] -> [T, H]."""
+        return program(embed, self.fused)(
+            input_ids, token_types, positions, keys, self.word, self.position, self.token_type,
+            self.norm_weight, self.norm_bias, self.dropout if self.training else 0.0,
+        )  # fmt: skip
+
+
+class AfterAttention(NamedTuple):
+    """A layer's parameters past the attention, in the order of its arithmetic."""
+
+    attention_out_weight: Tensor  # [H, H]
+    attention_out_bias: Tensor
+    attention_norm_weight: Tensor  # [H]
+    attention_norm_bias: Tensor
+    ffn_in_weight: Tensor  # [F, H]
+    ffn_in_bias: Tensor
+    ffn_out_weight: Tensor  # [H, F]
+    ffn_out_bias: Tensor
+    ffn_norm_weight: Tensor  # [H]
+    ffn_norm_bias: Tensor
+
+
+class Layer(nn.Module):
+    """One transformer layer."""
+
+    def __init__(self, shape: Model, compile: bool) -> None:
+        super().__init__()
+        self.shape = shape
+        self.fused = compile
+        hidden, ffn = shape.hidden, shape.intermediate
+        # Query, key and value stacked: one matmul instead of three.
+        self.qkv_weight, self.qkv_bias = normal(shape.init_std, 3 * hidden, hidden), zeros(3 * hidden)
+        self.attention_out_weight, self.attention_out_bias = normal(shape.init_std, hidden, hidden), zeros(hidden)
+        self.attention_norm_weight, self.attention_norm_bias = ones(hidden), zeros(hidden)
+        self.ffn_in_weight, self.ffn_in_bias = normal(shape.init_std, ffn, hidden), zeros(ffn)
+        self.ffn_out_weight, self.ffn_out_bias = normal(shape.init_std, hidden, ffn), zeros(hidden)
+        self.ffn_norm_weight, self.ffn_norm_bias = ones(hidden), zeros(hidden)
+
+    def forward(
+        self, hidden_TH: Tensor, keys_T: Tensor, cu_seqlens: Tensor, max_seqlen: int, rows_R: Tensor | None = None
+    ) -> Tensor:
+        """[T, H] -> [T, H], or [R, H] of `rows_R`."""
+        shape, training = self.shape, self.training
+        qkv_T3H = F.linear(hidden_TH, self.qkv_weight, self.qkv_bias)
+        context_TH = attention(
+            qkv_T3H, cu_seqlens, max_seqlen, shape.heads, keys_T, shape.attention_dropout if training else 0.0, self.fused
+        )
+        if rows_R is not None:
+            context_TH, hidden_TH = (x.index_select(0, rows_R) for x in (context_TH, hidden_TH))
+            keys_T = keys_T[rows_R]
+        weights = AfterAttention(*(getattr(self, name) for name in AfterAttention._fields))
+        dropout = shape.hidden_dropout if training else 0.0
+        return program(after_attention, self.fused)(context_TH, hidden_TH, keys_T, weights, dropout)
+
+
+def embed(
+    input_ids: Tensor, token_types: Tensor, positions: Tensor, keys_T: Tensor, word_VH: Tensor, position_PH: Tensor,
+    token_type_2H: Tensor, norm_weight: Tensor, norm_bias: Tensor, dropout: float,
+) -> Tensor:  # fmt: skip
+    """[T, H] normalised sum of the three embeddings."""
+    summed_TH = F.embedding(input_ids, word_VH) + F.embedding(positions, position_PH)
+    summed_TH = summed_TH + F.embedding(token_types, token_type_2H)
+    return hash_dropout(layer_norm(summed_TH, norm_weight, norm_bias), keys_T, 0, dropout)
+
+
+def after_attention(
+    context_TH: Tensor, hidden_TH: Tensor, keys_T: Tensor, w: AfterAttention, dropout: float
+) -> Tensor:
+    """Output projection, residual and LayerNorm, then the feed-forward network with its own: [T, H]."""
+    attended_TH = F.linear(context_TH, w.attention_out_weight, w.attention_out_bias)
+    attended_TH = hidden_TH + hash_dropout(attended_TH, keys_T, 1, dropout)
+    attended_TH = layer_norm(attended_TH, w.attention_norm_weight, w.attention_norm_bias)
+    inner_TF = F.gelu(F.linear(attended_TH, w.ffn_in_weight, w.ffn_in_bias))
+    output_TH = F.linear(inner_TF, w.ffn_out_weight, w.ffn_out_bias)
+    output_TH = attended_TH + hash_dropout(output_TH, keys_T, 2, dropout)
+    return layer_norm(output_TH, w.ffn_norm_weight, w.ffn_norm_bias)

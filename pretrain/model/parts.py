@@ -1,0 +1,39 @@
+"""What encoder and heads are both made of: initialisation, LayerNorm, dropout and compilation."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from pretrain.model.attention import ALONG, keep_mask
+
+LAYER_NORM_EPS = 1e-12  # google-research/bert modeling.py, layer_norm (tf.contrib's default); torch's is 1e-5
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight, bias, LAYER_NORM_EPS)
+
+
+def hash_dropout(x_TH: Tensor, keys_T: Tensor, use: int, dropout: float) -> Tensor:
+    """Inverted dropout whose draw is a pure function of the token's key, the `use` and the feature."""
+    if dropout == 0:
+        return x_TH
+    along_H = torch.arange(x_TH.shape[1], device=x_TH.device, dtype=torch.int32) * ALONG
+    keep_TH = keep_mask(keys_T[:, None] + (along_H + use * 0x27D4EB2F), dropout)
+    return torch.where(keep_TH, x_TH * (1 / (1 - dropout)), 0.0)
+
+
+def normal(std: float, *size: int) -> nn.Parameter:
+    """Normal with deviation `std`, truncated at two (google-research/bert modeling.py, create_initializer)."""
+    weight = torch.empty(*size)
+    nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+    return nn.Parameter(weight)
+
+
+def zeros(size: int) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(size))
+
+
+def ones(size: int) -> nn.Parameter:
+    return nn.Parameter(torch.ones(size))

@@ -1,0 +1,165 @@
+"""What is settled in the driver before a worker starts: is the run possible, is it new, what is it made of."""
+
+from __future__ import annotations
+
+import datetime
+import importlib.metadata
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pretrain.config import RunConfig, Vocabulary, changed_for_resume, dump_config, load_config
+from pretrain.errors import InputError
+from pretrain.files import MANIFEST, atomic_open, disk_errors, write_json
+
+CONFIG_FILE = "config.yaml"
+ENVIRONMENT_FILE = "environment.json"
+
+_PACKAGES = (
+    "bertrain",
+    "torch",
+    "deepspeed",
+    "ray",
+    "tokenizers",
+    "transformers",
+    "numpy",
+    "pydantic",
+    "wandb",
+)
+
+
+def check_corpus(config: RunConfig) -> None:
+    """Open the corpus and compare its vocabulary with what the config asks for.
+
+    Raises:
+        InputError: the corpus is missing, damaged, or made with another vocabulary.
+    """
+    from pretrain.corpus.shards import open_shards
+
+    folder = Path(config.corpus.dir)
+    size = open_shards(folder, "train").vocabulary_size
+    asked = config.corpus.vocabulary
+    advice = "Prepare into another corpus.dir, or set corpus.vocabulary to what was used."
+    # A small corpus trains fewer entries than asked for, never more.
+    if not asked.path and size > asked.size:
+        found = f"{size} vocabulary entries; the config asks for {asked.size}"
+        raise InputError(f"{folder}: has {found}. {advice}")
+    if asked.path and Path(asked.path).exists():
+        wanted, found = _entries(Path(asked.path)), _entries(folder / "vocab.txt")
+        if wanted != found:
+            raise InputError(
+                f"{folder}: its vocabulary ({len(found)} entries) is not {asked.path} "
+                f"({len(wanted)} entries). {advice}"
+            )
+    _check_case(folder, asked, advice)
+
+
+def check_run_folder(config: RunConfig, resume: bool) -> None:
+    """See that the run folder can be written, and that what it holds already agrees with `resume`.
+
+    Raises:
+        InputError: it cannot be written; it holds checkpoints and `resume` is off; or a resumed run's config
+            differs in more than where and how fast it runs.
+    """
+    folder = config.folder
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".{os.getpid()}.probe"
+        probe.touch()
+        probe.unlink()
+    checkpoints = sorted(path.parent.name for path in folder.glob(f"checkpoints/*/{MANIFEST}"))
+    if checkpoints and not resume:
+        raise InputError(
+            f"{folder}: already holds checkpoints (newest {checkpoints[-1]}). Add --resume to continue that run, "
+            "or choose another name or run_dir to begin a new one."
+        )
+    before = folder / CONFIG_FILE
+    if checkpoints and before.exists():
+        changed = changed_for_resume(load_config(before), config)
+        if changed:
+            raise InputError(
+                f"{before}: the run was begun with other settings: {', '.join(changed)}. "
+                "Resume with the old values, or choose another name or run_dir to begin a new run."
+            )
+
+
+def record_run(config: RunConfig, command: Sequence[str]) -> None:
+    """Write the resolved config and the environment into the run folder."""
+    with atomic_open(config.folder / CONFIG_FILE, "w") as file:
+        file.write(dump_config(config))
+    write_json(config.folder / ENVIRONMENT_FILE, environment(command))
+
+
+def environment(command: Sequence[str]) -> dict[str, Any]:
+    """Versions, machine and command line of this run."""
+    return {
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": shlex.join(command),
+        "working_dir": str(Path.cwd()),
+        "git_commit": _git_commit(),
+        "python": sys.version.split()[0],
+        "packages": {name: version for name in _PACKAGES if (version := _version(name))},
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpu": _line_of(Path("/proc/cpuinfo"), "model name") or platform.processor(),
+        "cpu_cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": [
+            _line_of(path, "Model") for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
+        ],
+    }
+
+
+def _entries(path: Path) -> list[str]:
+    """The entries of a vocab.txt or tokenizer.json, in the order of their ids."""
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix != ".json":
+            return text.splitlines()
+        vocabulary: dict[str, int] = json.loads(text)["model"]["vocab"]
+        return sorted(vocabulary, key=vocabulary.__getitem__)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{path}: cannot be read as a vocabulary ({error}).") from None
+
+
+def _check_case(folder: Path, asked: Vocabulary, advice: str) -> None:
+    """Cased text must not meet an uncased vocabulary; a tokenizer taken over whole keeps its own case."""
+    settings = folder / "tokenizer_config.json"
+    if asked.path.endswith(".json") or not settings.exists():
+        return
+    lowercase = json.loads(settings.read_text(encoding="utf-8")).get("do_lower_case", asked.lowercase)
+    if lowercase != asked.lowercase:
+        made, wanted = ("uncased" if lower else "cased" for lower in (lowercase, asked.lowercase))
+        raise InputError(f"{folder}: its vocabulary is {made}; the config asks for a {wanted} one. {advice}")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_commit() -> str | None:
+    """Commit of the code that runs, with `-dirty` if it was changed; None outside a repository."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
+    try:
+        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return result.stdout.strip() or None
+
+
+def _line_of(path: Path, key: str) -> str | None:
+    """The value of the first `key : value` line of a file under /proc."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), None)

@@ -1,0 +1,330 @@
+"""The end of a run: one self-contained HTML page, and its summary for the terminal.
+
+The page is made from the run folder (config, environment, metrics.jsonl, the export) and the corpus folder
+(card, held-out shards). It reaches for nothing outside itself: charts are inline SVG, and the masked
+sentences are filled in by our own encoder.
+"""
+
+from __future__ import annotations
+
+import datetime
+import itertools
+import json
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.charts import Series, line_chart
+from pretrain.config import RunConfig, dump_config, load_config
+from pretrain.errors import InputError
+from pretrain.files import atomic_open
+from pretrain.fillings import Filling, fill, held_out_sentences, read_vocabulary
+from pretrain.tracking import clock, read_records
+
+SENTENCES = 10
+
+
+def write_report(run_dir: Path, out: Path) -> Path:
+    """Write the run's HTML report to the file `out`, atomically, and return it.
+
+    The ten filled sentences need the run's export in `run_dir/export`; without it the page says so.
+    Raises `InputError` where the run has no config or no records.
+    """
+    import jinja2
+
+    run = _Run.read(run_dir)
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("pretrain"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    page = templates.get_template("report.html.j2").render(
+        run=run,
+        model=_model_line(run.config),
+        tiles=_tiles(run),
+        charts=list(_charts(run)),
+        fillings=_fillings(run),
+        card=_card(run.card),
+        config_yaml=dump_config(run.config),
+        environment=list(_flat(run.environment)),
+        written=datetime.datetime.now(datetime.timezone.utc).strftime("%d %B %Y, %H:%M UTC"),
+    )
+    with atomic_open(out, "w") as file:
+        file.write(page)
+    return out
+
+
+def summary(run_dir: Path) -> str:
+    """The run in a few lines for the terminal."""
+    run = _Run.read(run_dir)
+    lines = [
+        f"{run.config.name}: step {run.step:,} of {run.config.total_steps:,}, "
+        f"{clock(run.seconds)} of training on {_workers(run.config)}",
+        f"  model       {_model_line(run.config)}",
+    ]
+    if run.evaluations:
+        last = run.evaluations[-1]
+        lines.append(f"  held-out    {'   '.join(_measured(last))}   (step {last['step']:,})")
+    lines.append(f"  throughput  {'   '.join(_throughput(run))}")
+    if run.card:
+        lines.append(f"  corpus      {_corpus_line(run.card)}")
+    return "\n".join(lines)
+
+
+# ---- what a run folder holds
+
+
+@dataclass(frozen=True)
+class _Run:
+    folder: Path
+    config: RunConfig
+    environment: dict[str, Any]
+    card: dict[str, Any]
+    training: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+
+    @classmethod
+    def read(cls, folder: Path) -> _Run:
+        if not (folder / "config.yaml").is_file():
+            raise InputError(
+                f"{folder}: has no config.yaml, so it is no run folder. Give one such as runs/bert-mini."
+            )
+        config = load_config(folder / "config.yaml")
+        records = read_records(folder)
+        training = [record for record in records if "split" not in record]
+        if not training:
+            raise InputError(f"{folder}/metrics.jsonl: has no training step yet. Train first.")
+        return cls(
+            folder=folder,
+            config=config,
+            environment=_read_json(folder / "environment.json"),
+            card=_read_json(Path(config.corpus.dir) / "card.json"),
+            training=training,
+            evaluations=[record for record in records if record.get("split") == "validation"],
+        )
+
+    @property
+    def step(self) -> int:
+        return self.training[-1]["step"]
+
+    @property
+    def seconds(self) -> float:
+        """Of training, over all starts."""
+        return self.training[-1].get("seconds") or 0.0
+
+    def curve(
+        self, field: str, split: str = "training", x: str = "step", scale: float = 1.0
+    ) -> list[tuple[float, float]]:
+        """(x, value) of every record that has both."""
+        records = self.training if split == "training" else self.evaluations
+        return [
+            (record[x] * scale, record[field])
+            for record in records
+            if record.get(field) is not None and record.get(x) is not None
+        ]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """A JSON object that is there for information only: {} when it is missing."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise InputError(f"{path}: damaged ({error}). Restore it, or remove it.") from None
+
+
+# ---- figures
+
+
+def _tiles(run: _Run) -> list[tuple[str, str, str]]:
+    """(label, figure, note) of what one wants to know first."""
+    tiles = []
+    if run.evaluations:
+        last = run.evaluations[-1]
+        note = f"held-out, step {last['step']:,}"
+        for field, label, form in (
+            ("mlm_loss", "MLM loss", "{:.3f}"),
+            ("mlm_accuracy", "MLM accuracy", "{:.1%}"),
+            ("nsp_accuracy", "NSP accuracy", "{:.1%}"),
+        ):
+            if last.get(field) is not None:
+                tiles.append((label, form.format(last[field]), note))
+    speeds = [value for _, value in run.curve("tokens_per_second")]
+    peaks = [value for _, value in run.curve("peak_fraction")]
+    if speeds:
+        peak = f"{statistics.median(peaks):.0%} of the matmul peak" if peaks else "median"
+        tiles.append(("useful tokens/s", f"{statistics.median(speeds):,.0f}", peak))
+    tokens = run.training[-1].get("tokens")
+    if tokens:
+        tiles.append(
+            ("tokens trained on", short(tokens), f"{run.step:,} of {run.config.total_steps:,} steps")
+        )
+    tiles.append(("time of training", clock(run.seconds), f"on {_workers(run.config)}"))
+    return tiles
+
+
+def _workers(config: RunConfig) -> str:
+    return f"{config.scheduling.workers} worker{'s' if config.scheduling.workers > 1 else ''}"
+
+
+def _measured(record: dict[str, Any]) -> list[str]:
+    forms = {"mlm_loss": "mlm loss {:.3f}", "mlm_accuracy": "mlm {:.1%}", "nsp_accuracy": "nsp {:.1%}"}
+    return [form.format(record[key]) for key, form in forms.items() if record.get(key) is not None]
+
+
+def _throughput(run: _Run) -> list[str]:
+    """Medians over the run's records."""
+    forms = {
+        "tokens_per_second": "{:,.0f} useful tokens/s",
+        "peak_fraction": "{:.0%} of the measured peak",
+        "data_stall_fraction": "data stall {:.1%}",
+    }
+    medians = {field: [value for _, value in run.curve(field)] for field in forms}
+    return [forms[field].format(statistics.median(values)) for field, values in medians.items() if values]
+
+
+def _model_line(config: RunConfig) -> str:
+    model = config.model
+    sizes = f"{model.layers} layers x {model.hidden}, {model.heads} heads"
+    return f"{sizes}, {config.optimizer.name}, {config.engine.precision}"
+
+
+def _corpus_line(card: dict[str, Any]) -> str:
+    counts = ("documents", "sentences", "words", "tokens")
+    return "   ".join(f"{short(card[key])} {key}" for key in counts if isinstance(card.get(key), int | float))
+
+
+def _charts(run: _Run) -> Iterator[str]:
+    """The page's figures; those without a record are left out."""
+
+    def pair(field: str) -> list[Series]:
+        return [
+            Series("training", run.curve(field), "train", smooth=True),
+            Series("held-out", run.curve(field, "validation"), "held-out"),
+        ]
+
+    def one(field: str, x: str = "step", scale: float = 1.0, smooth: bool = True) -> list[Series]:
+        return [Series("training", run.curve(field, x=x, scale=scale), "train", smooth)]
+
+    def timed(title: str, field: str, form: Callable[[float], str]) -> str:
+        unit, size = ("h", 3600) if run.seconds > 2 * 3600 else ("min", 60)
+        series = one(field, "seconds", 1 / size)
+        return line_chart(
+            title, series, form=form, form_x=lambda x: f"{x:.3g} {unit}", x_name="", from_zero=True
+        )
+
+    at_step: dict[str, Any] = {"form_x": lambda step: f"{step:,.0f}", "marks": _phase_marks(run.config)}
+    charts = [
+        line_chart("MLM loss", pair("mlm_loss"), form=_plain, **at_step),
+        line_chart("MLM accuracy", pair("mlm_accuracy"), form=_percent, **at_step),
+        line_chart("Learning rate", one("lr", smooth=False), form=_scientific, from_zero=True, **at_step),
+        line_chart("NSP loss", pair("nsp_loss"), form=_plain, **at_step),
+        line_chart("NSP accuracy", pair("nsp_accuracy"), form=_percent, **at_step),
+        line_chart("Gradient norm", one("grad_norm"), form=_plain, from_zero=True, **at_step),
+        timed("Useful tokens per second", "tokens_per_second", short),
+        timed("Share of the matmul peak", "peak_fraction", _percent),
+        timed("Memory per worker", "memory_bytes", _bytes),
+    ]
+    return (chart for chart in charts if chart)
+
+
+def _phase_marks(config: RunConfig) -> list[tuple[float, str, str]]:
+    """The steps between phases, with the sequence lengths on both sides."""
+    marks, step = [], 0
+    for phase, following in itertools.pairwise(config.phases):
+        step += phase.steps
+        marks.append((float(step), f"length {phase.sequence_length}", str(following.sequence_length)))
+    return marks
+
+
+def short(value: float) -> str:
+    """1234567 -> 1.23M; at most three digits that count."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def _plain(value: float) -> str:
+    return f"{value:.3g}"
+
+
+def _scientific(value: float) -> str:
+    return (
+        "0"
+        if value == 0
+        else re.sub(r"e([+-])0*", r"e\1", f"{value:.2e}").replace(".00", "").replace("0e", "e")
+    )
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.3g}\N{NO-BREAK SPACE}%"
+
+
+def _bytes(value: float) -> str:
+    return f"{value / 1e9:.3g} GB"
+
+
+# ---- the corpus card and the environment
+
+
+def _card(card: dict[str, Any]) -> dict[str, Any]:
+    """The corpus card sorted for the page: single values, tables (lists of objects) and histograms."""
+    facts, tables, histograms = [], [], []
+    for key, value in card.items():
+        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
+            columns = list(dict.fromkeys(column for row in value for column in row))
+            rows = [[_cell(column, row.get(column, "")) for column in columns] for row in value]
+            tables.append((_label(key), [_label(column) for column in columns], rows))
+        elif isinstance(value, dict) and "histogram" in key:
+            histograms.append((_label(key), _bars(value)))
+        else:
+            facts += [(_label(name), _cell(name, found)) for name, found in _flat({key: value})]
+    return {"facts": facts, "tables": tables, "histograms": histograms}
+
+
+def _bars(histogram: dict[str, float]) -> list[tuple[str, float, float]]:
+    """(label, count, share of the largest)."""
+    largest = max(histogram.values(), default=0) or 1
+    return [(label, count, count / largest) for label, count in histogram.items()]
+
+
+def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Nested objects as rows: (`packages torch`, `2.13.0`)."""
+    for key, value in values.items():
+        name = f"{before} {key}".strip()
+        if isinstance(value, dict):
+            yield from _flat(value, name)
+        elif isinstance(value, list):
+            yield name, ", ".join(map(str, value)) or "none"
+        elif value is not None:
+            yield name, value
+
+
+def _label(key: str) -> str:
+    return key.replace("_", " ")
+
+
+def _cell(key: str, value: Any) -> str:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return str(value)
+    if key.endswith(("rate", "share", "fraction")):
+        return f"{value:.3%}"
+    return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
+
+
+def _fillings(run: _Run) -> list[Filling]:
+    """The ten sentences of the page; [] where the run is not exported or its corpus is not there."""
+    export_dir, corpus = run.folder / "export", Path(run.config.corpus.dir)
+    if not export_dir.is_dir() or not corpus.is_dir():
+        return []
+    from pretrain.corpus.shards import open_shards
+
+    sentences = held_out_sentences(open_shards(corpus, "validation"), read_vocabulary(corpus), SENTENCES)
+    return fill(export_dir, sentences)

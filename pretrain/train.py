@@ -1,0 +1,295 @@
+"""Pretraining, seen from one worker: corpus, model, engine and loop put together.
+
+`main` runs the same in one process, under torchrun and under Ray (cluster/run.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pretrain import loop
+from pretrain.batches.loader import Loader, MicroBatch, StepBatch, validation_batches
+from pretrain.checkpoint import store
+from pretrain.config import RunConfig
+from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.engine import Engine
+from pretrain.errors import InputError, MachineError
+from pretrain.estimate import step_flops
+from pretrain.model.heads import Losses, PretrainingModel
+from pretrain.optim import learning_rate, make_optimizer, parameter_groups
+from pretrain.tracking import Tracker, quiet_logging
+from pretrain.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+
+def main(payload: dict[str, Any], worker: Worker) -> None:
+    """Train `payload["config"]` (a dumped RunConfig), from the newest checkpoint with `payload["resume"]`.
+
+    Ends normally when all steps are done; otherwise raises one of `pretrain.errors`.
+    """
+    config = RunConfig.model_validate(payload["config"])
+    quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
+    with _process_group(worker):
+        device = _device(config, worker)
+        torch.manual_seed(config.seed)
+        shards = open_shards(Path(config.corpus.dir), "train")
+        held_out = open_shards(Path(config.corpus.dir), "validation")
+        engine = Engine(
+            PretrainingModel(
+                config.model, shards.vocabulary_size, config.pairs.next_sentence, compile=config.engine.compile,
+                activation_checkpointing=config.engine.activation_checkpointing,
+            ),
+            lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.optimizer.weight_decay)),
+            config.engine,
+        )  # fmt: skip
+        _train(config, shards, held_out, engine, worker, device, bool(payload["resume"]))
+        engine.close()
+
+
+def _train(
+    config: RunConfig, shards: TokenShards, held_out: TokenShards, engine: Engine, worker: Worker,
+    device: torch.device, resume: bool,
+) -> None:  # fmt: skip
+    checkpoints = config.folder / "checkpoints"
+    progress, run_id = loop.Progress(), None
+    found = _newest(checkpoints, engine) if resume else None
+    if found is not None:
+        state = loop.restore(engine, found)
+        _check_state(state, found, config, shards)
+        progress = loop.Progress(**{field: state[field] for field in loop.Progress.__dataclass_fields__})
+        run_id = state["run_id"]
+        logger.info("resumed from %s", found)
+    tracker = Tracker(
+        config, config.folder, run_id=run_id, step=progress.step, corpus_card=_card(config),
+        enabled=worker.rank == 0,
+    )  # fmt: skip
+    task = Pretraining(config, shards, held_out, engine, device)
+    extra_state = {
+        "run_id": tracker.run_id,
+        "fingerprint": shards.fingerprint,
+        "config": config.model_dump(mode="json"),
+    }
+    try:
+        if progress.step < config.total_steps:
+            loop.rehearse(engine, task, progress, checkpoints, extra_state)
+            plan = loop.Plan(
+                total_steps=config.total_steps,
+                learning_rate=lambda step: learning_rate(config.phases, step),
+                log_every_steps=config.tracking.log_every_steps,
+                evaluate_every_steps=config.evaluation.every_steps,
+                checkpoint_every_steps=config.checkpoint.every_steps,
+                keep_last=config.checkpoint.keep_last,
+                max_bad_steps=config.engine.max_bad_steps,
+                peak_flops=_matmul_peak(engine, config.engine.precision),
+            )
+            loop.fit(
+                engine, task, plan, progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,
+                stop_requested=worker.stop_requested,
+            )  # fmt: skip
+    finally:
+        task.close()
+        tracker.close()
+
+
+class Pretraining:
+    """Masked language modelling and next-sentence prediction as a `loop.Task`."""
+
+    def __init__(
+        self, config: RunConfig, shards: TokenShards, held_out: TokenShards, engine: Engine, device: torch.device
+    ) -> None:
+        self._config, self._shards, self._held_out = config, shards, held_out
+        self._engine, self._device = engine, device
+        self._loader: Loader | None = None
+        self._stalled_before = 0.0
+        self._validation: dict[int, list[StepBatch]] = {}
+        self._phase = 0
+
+    def batches(self, start_step: int) -> Iterator[StepBatch]:
+        first_phase, phase_step = self._config.phase_at(start_step)
+        for number in range(first_phase, len(self._config.phases)):
+            self._open_loader(number, phase_step)
+            assert self._loader is not None
+            for _, step in zip(range(phase_step, self._config.phases[number].steps), self._loader, strict=False):
+                yield _to_device(step, self._device)
+            phase_step = 0
+
+    def largest(self) -> StepBatch:
+        length = max(phase.sequence_length for phase in self._config.phases)
+        count = self._config.engine.micro_batch_tokens // length
+        batch = full_batch(self._config, [length] * count, self._shards.vocabulary_size)
+        step = StepBatch((batch,), count, count * length, len(batch.masked_rows), epoch=0, first_sample=0)
+        return _to_device(step, self._device)
+
+    def loss(self, output: Losses, step: StepBatch) -> Tensor:
+        # Law 3: sums over all ranks and micro-batches, divided by counts over all ranks and micro-batches. Devlin et
+        # al. add the two means.
+        return output.mlm_loss / step.masked + output.nsp_loss / step.sequences
+
+    def totals(self, output: Losses) -> Tensor:
+        return torch.stack(list(output))
+
+    def counts(self, step: StepBatch) -> Tensor:
+        return torch.tensor([step.masked, step.sequences], dtype=torch.float64)
+
+    def flops(self, micro_batch: MicroBatch) -> float:
+        return step_flops(self._config, self._shards.vocabulary_size, micro_batch.lengths, len(micro_batch.masked_rows))
+
+    def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
+        mlm_loss, nsp_loss, mlm_correct, nsp_correct = totals
+        masked, sequences = counts
+        means = {
+            "loss": mlm_loss / masked + nsp_loss / sequences,
+            "mlm_loss": mlm_loss / masked,
+            "mlm_accuracy": mlm_correct / masked,
+        }
+        if self._config.pairs.next_sentence:
+            means |= {"nsp_loss": nsp_loss / sequences, "nsp_accuracy": nsp_correct / sequences}
+        return means
+
+    def evaluate(self, engine: Engine) -> dict[str, float]:
+        totals, counts = torch.zeros(4, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+        for step in self._validation_steps():
+            for micro_batch in step.micro_batches:
+                totals += self.totals(engine.forward(micro_batch.to(self._device))).double().cpu()
+            counts += self.counts(step)
+        engine.sum_over_workers(totals)
+        return self.metrics(totals.tolist(), counts.tolist()) if counts[0] else {}
+
+    def stalled_seconds(self) -> float:
+        return self._stalled_before + (self._loader.stall_seconds if self._loader else 0.0)
+
+    def close(self) -> None:
+        if self._loader is not None:
+            self._loader.close()
+
+    def _open_loader(self, phase: int, start_step: int) -> None:
+        if self._loader is not None:
+            self._stalled_before += self._loader.stall_seconds
+            self._loader.close()
+        self._phase = phase
+        self._loader = Loader(
+            self._shards, self._config, phase, rank=self._engine.rank, world_size=self._engine.world_size,
+            start_step=start_step,
+        )  # fmt: skip
+
+    def _validation_steps(self) -> list[StepBatch]:
+        if self._phase not in self._validation:
+            self._validation[self._phase] = validation_batches(
+                self._held_out, self._config, self._phase, rank=self._engine.rank, world_size=self._engine.world_size
+            )
+        return self._validation[self._phase]
+
+
+@contextlib.contextmanager
+def _process_group(worker: Worker) -> Iterator[None]:
+    """The workers' process group: Ray's or torchrun's where there is one, else one of this process alone."""
+    os.environ["LOCAL_RANK"] = str(worker.local_rank)
+    if worker.threads:
+        torch.set_num_threads(worker.threads)
+    if dist.is_initialized():
+        yield
+        return
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if "MASTER_ADDR" in os.environ:
+        dist.init_process_group(backend, timeout=timedelta(minutes=30))
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def _device(config: RunConfig, worker: Worker) -> torch.device:
+    """This worker's device; settings that it cannot serve are refused with the reason."""
+    if torch.cuda.is_available():
+        device = torch.device("cuda", worker.local_rank)
+        torch.cuda.set_device(device)
+        return device
+    if config.engine.precision == "fp16":
+        raise MachineError(
+            "engine.precision: fp16 needs a GPU (DeepSpeed has none of it on CPU). Use bf16, which is also faster here."
+        )
+    return torch.device("cpu")
+
+
+def _newest(checkpoints: Path, engine: Engine) -> Path | None:
+    """The checkpoint to resume from; rank 0 verifies and decides, so that all ranks take the same."""
+    found = None
+    if engine.rank == 0:
+        store.prune(checkpoints, keep_last=1 << 30)
+        found = store.newest(checkpoints)
+    name = engine.gather_objects(found and found.name)[0]
+    return checkpoints / name if name else None
+
+
+def _check_state(state: dict[str, Any], checkpoint: Path, config: RunConfig, shards: TokenShards) -> None:
+    if state["fingerprint"] != shards.fingerprint:
+        raise InputError(
+            f"{checkpoint}: was trained on another corpus (fingerprint {state['fingerprint'][:12]}, {config.corpus.dir} "
+            f"has {shards.fingerprint[:12]}). Prepare the same corpus again or start a new run."
+        )
+    if state["step"] > config.total_steps:
+        raise InputError(
+            f"{checkpoint}: is at step {state['step']}, past the {config.total_steps} steps of the config's phases."
+        )
+
+
+def _card(config: RunConfig) -> dict[str, Any]:
+    import json
+
+    path = Path(config.corpus.dir) / "card.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
+def _to_device(step: StepBatch, device: torch.device) -> StepBatch:
+    return step if device.type == "cpu" else step.to(device)
+
+
+def _matmul_peak(engine: Engine, precision: str) -> float:
+    """Measured matmul peak of all workers together at the run's precision, FLOP/s: half a second."""
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+    size = 2048 if engine.device.type == "cpu" else 8192
+    a = torch.randn(size, size, device=engine.device).to(dtype)
+    a @ a
+    engine.barrier()
+    began, count = time.perf_counter(), 0
+    while time.perf_counter() - began < 0.5:
+        a @ a
+        count += 1
+        if engine.device.type == "cuda":
+            torch.cuda.synchronize()
+    mine = torch.tensor([2 * size**3 * count / (time.perf_counter() - began)], dtype=torch.float64)
+    return engine.sum_over_workers(mine.to(engine.device)).item()
+
+
+def full_batch(config: RunConfig, lengths: list[int], vocabulary_size: int) -> MicroBatch:
+    """A micro-batch of random tokens with sequences of these lengths and as many masked as there can be."""
+    tokens = sum(lengths)
+    generator = torch.Generator().manual_seed(0)
+    masked = [round(config.masking.probability * length) for length in lengths]
+    starts = [sum(lengths[:number]) for number in range(len(lengths))]
+    rows = [start + 1 + i for start, count in zip(starts, masked, strict=True) for i in range(count)]
+    return MicroBatch(
+        input_ids=torch.randint(vocabulary_size, (tokens,), generator=generator),
+        token_types=torch.zeros(tokens, dtype=torch.int64),
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+        cu_seqlens=torch.tensor([*starts, tokens], dtype=torch.int32),
+        masked_rows=torch.tensor(rows),
+        masked_labels=torch.zeros(len(rows), dtype=torch.int64),
+        nsp_labels=torch.zeros(len(lengths) if config.pairs.next_sentence else 0, dtype=torch.int64),
+        token_keys=torch.randint(-(2**31), 2**31 - 1, (tokens,), generator=generator).int(),
+        lengths=tuple(lengths),
+    )

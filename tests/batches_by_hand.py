@@ -1,0 +1,44 @@
+"""Small micro-batches made without a corpus."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pretrain.batches.loader import MicroBatch
+
+
+def make_batch(lengths: Sequence[int], vocabulary_size: int = 101, seed: int = 0, masked_share: float = 0.15) -> MicroBatch:
+    """Random tokens in two segments each, 15 % of them to predict."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = sum(lengths)
+    masked = max(1, round(masked_share * tokens))
+    return MicroBatch(
+        input_ids=torch.randint(5, vocabulary_size, (tokens,), generator=generator),
+        token_types=torch.cat([(torch.arange(n) > n // 2).long() for n in lengths]),
+        positions=torch.cat([torch.arange(n) for n in lengths]),
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0).int(),
+        masked_rows=torch.randperm(tokens, generator=generator)[:masked].sort().values,
+        masked_labels=torch.randint(5, vocabulary_size, (masked,), generator=generator),
+        nsp_labels=torch.randint(0, 2, (len(lengths),), generator=generator),
+        token_keys=torch.randint(-(2**31), 2**31 - 1, (tokens,), generator=generator).int(),
+        lengths=tuple(lengths),
+    )
+
+
+def take_sequence(batch: MicroBatch, number: int) -> MicroBatch:
+    """One sequence of `batch` alone."""
+    first, last = (int(x) for x in batch.cu_seqlens[number : number + 2])
+    inside = (batch.masked_rows >= first) & (batch.masked_rows < last)
+    return MicroBatch(
+        input_ids=batch.input_ids[first:last],
+        token_types=batch.token_types[first:last],
+        positions=batch.positions[first:last],
+        cu_seqlens=torch.tensor([0, last - first], dtype=torch.int32),
+        masked_rows=batch.masked_rows[inside] - first,
+        masked_labels=batch.masked_labels[inside],
+        nsp_labels=batch.nsp_labels[number : number + 1],
+        token_keys=batch.token_keys[first:last],
+        lengths=(last - first,),
+    )

@@ -1,0 +1,64 @@
+"""Functions that Ray workers run in the tests of cluster; each leaves its traces in the working directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from pretrain.errors import InputError, StoppedError
+from pretrain.worker import Worker
+
+
+def count_start(payload: dict[str, Any], worker: Worker) -> int:
+    """Leave a trace of this start and return how many there were before."""
+    trace = Path(f"starts-{worker.rank}")
+    before = trace.read_text().splitlines() if trace.exists() else []
+    trace.write_text("\n".join([*before, f"resume={payload['resume']}"]))
+    return len(before)
+
+
+def killed_then_mistaken(payload: dict[str, Any], worker: Worker) -> None:
+    """Worker 1 is killed on the first start; on the second it finds a mistake of the user's."""
+    before = count_start(payload, worker)
+    print(f"rank {worker.rank} of {worker.world_size}, {worker.threads} threads")
+    os.system("echo a child writes here too")
+    total = torch.ones(1)
+    dist.all_reduce(total)
+    Path(f"sum-{worker.rank}").write_text(str(int(total)))
+    if worker.rank == 1:
+        if before == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise InputError("corpus/: not there. Prepare it first.")
+    dist.barrier()
+
+
+def fails(payload: dict[str, Any], worker: Worker) -> None:
+    """A bug, every time."""
+    count_start(payload, worker)
+    raise ZeroDivisionError("a bug\nin two lines")
+
+
+def until_stopped(payload: dict[str, Any], worker: Worker) -> None:
+    """Run until a stop is asked for."""
+    count_start(payload, worker)
+    for _ in range(600):
+        if worker.stop_requested():
+            raise StoppedError("stopped at step 7. --resume continues.")
+        time.sleep(0.1)
+
+
+def deaf(payload: dict[str, Any], worker: Worker) -> None:
+    """Never listen."""
+    count_start(payload, worker)
+    time.sleep(600)
+
+
+def fine(payload: dict[str, Any], worker: Worker) -> None:
+    """Come to an end."""
+    count_start(payload, worker)

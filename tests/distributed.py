@@ -1,0 +1,48 @@
+"""Run a function in several real processes joined by gloo."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import socket
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+
+def run_workers(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """`function(*arguments)` on every rank of a new process group; what each rank returned.
+
+    `function` must be importable. An exception in any process fails the caller with its traceback.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.start_processes(
+            _worker, (world_size, _free_port(), folder, function, arguments), nprocs=world_size, start_method="spawn"
+        )
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world_size)]
+
+
+def _worker(
+    rank: int, world_size: int, port: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> None:
+    logging.disable(logging.WARNING)
+    os.environ |= {"DS_ACCELERATOR": "cpu"}
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    try:
+        result = function(*arguments)
+    finally:
+        dist.destroy_process_group()
+    (Path(folder) / str(rank)).write_bytes(pickle.dumps(result))
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,233 @@
+"""Dealing and loading: the same global batch for everybody (laws 1, 2 and 3)."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from corpora import make_corpus
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pretrain.batches.loader import BatchMaker, Loader, MicroBatch, StepBatch, deal, validation_batches
+from pretrain.config import RunConfig
+from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.errors import InputError
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return make_corpus(
+        tmp_path_factory.mktemp("corpus") / "c", documents=30, sources=2, weights=(1.0, 0.5), vocabulary_size=300
+    )
+
+
+@pytest.fixture(scope="module")
+def shards(folder) -> TokenShards:
+    return open_shards(folder, "train")
+
+
+def run_config(*, length=64, sequences=24, steps=6, budget=512, evaluation=100, **sections) -> RunConfig:
+    phase = {"sequence_length": length, "global_sequences": sequences, "steps": steps, "peak_learning_rate": 1e-4}
+    return RunConfig.model_validate(
+        {
+            "name": "test",
+            "corpus": {"dir": "nowhere"},
+            "phases": [phase],
+            "engine": {"micro_batch_tokens": budget},
+            "evaluation": {"sequences": evaluation},
+            **sections,
+        }
+    )
+
+
+def load(shards, config, *, world_size=1, start_step=0) -> list[list[StepBatch]]:
+    """Every rank's batches."""
+    loaders = [
+        Loader(shards, config, 0, rank=rank, world_size=world_size, start_step=start_step)
+        for rank in range(world_size)
+    ]
+    return [list(loader) for loader in loaders]
+
+
+def contents(micro: MicroBatch) -> list[tuple]:
+    """All there is to know about each sequence of a micro-batch."""
+    masked = dict(zip(micro.masked_rows.tolist(), micro.masked_labels.tolist(), strict=True))
+    result = []
+    for number, (begin, end) in enumerate(itertools.pairwise(micro.cu_seqlens.tolist())):
+        fields = (micro.input_ids, micro.token_types, micro.positions, micro.token_keys)
+        labels = tuple(masked.get(row, -100) for row in range(begin, end))
+        nsp = int(micro.nsp_labels[number]) if len(micro.nsp_labels) else -1
+        result.append((*(tuple(field[begin:end].tolist()) for field in fields), labels, nsp))
+    return result
+
+
+def global_batches(ranks: list[list[StepBatch]]) -> list[Counter]:
+    """Each step's sequences over all ranks, in no order."""
+    return [
+        Counter(one for batch in step for micro in batch.micro_batches for one in contents(micro))
+        for step in zip(*ranks, strict=True)
+    ]
+
+
+def test_micro_batches_keep_their_contract(shards):
+    config = run_config()
+    for batch in load(shards, config)[0]:
+        for micro in batch.micro_batches:
+            total, count = sum(micro.lengths), len(micro.lengths)
+            assert micro.lengths == tuple(sorted(micro.lengths))
+            assert total <= 512
+            assert micro.cu_seqlens.tolist() == [0, *itertools.accumulate(micro.lengths)]
+            for field in (micro.input_ids, micro.token_types, micro.positions, micro.token_keys):
+                assert field.shape == (total,)
+            assert micro.nsp_labels.shape == (count,)
+            assert micro.masked_rows.shape == micro.masked_labels.shape
+            assert {micro.cu_seqlens.dtype, micro.token_keys.dtype} == {torch.int32}
+            wide = (micro.input_ids, micro.token_types, micro.positions, micro.masked_rows, micro.masked_labels)
+            assert {field.dtype for field in (*wide, micro.nsp_labels)} == {torch.int64}
+            assert (micro.input_ids[micro.cu_seqlens[:-1].long()] == 2).all()
+    without = load(shards, run_config(pairs={"next_sentence": False}))[0]
+    assert all(len(micro.nsp_labels) == 0 for batch in without for micro in batch.micro_batches)
+
+
+@pytest.mark.parametrize("whole_word", [False, True])
+def test_the_global_batch_is_the_same_for_any_world_micro_batch_and_restart(shards, whole_word):
+    masking = {"whole_word": whole_word}
+    reference = load(shards, run_config(masking=masking))
+    expected = global_batches(reference)
+    assert [sum(step.values()) for step in expected] == [24] * 6
+    for world_size, budget, start in ((2, 512, 0), (3, 256, 0), (1, 128, 2), (4, 64, 5), (24, 512, 3)):
+        ranks = load(shards, run_config(masking=masking, budget=budget), world_size=world_size, start_step=start)
+        assert global_batches(ranks) == expected[start:]
+        for step, batches in enumerate(zip(*ranks, strict=True), start):
+            assert len({len(batch.micro_batches) for batch in batches}) == 1
+            for batch in batches:
+                told = reference[0][step]
+                assert (batch.sequences, batch.tokens, batch.masked) == (24, told.tokens, told.masked)
+                assert (batch.epoch, batch.first_sample) == (told.epoch, told.first_sample)
+
+
+@pytest.mark.parametrize("whole_word", [False, True])
+def test_global_counts_are_sums_over_all_ranks(shards, whole_word):
+    ranks = load(shards, run_config(masking={"whole_word": whole_word}, budget=128), world_size=3)
+    for batches in zip(*ranks, strict=True):
+        micros = [micro for batch in batches for micro in batch.micro_batches]
+        for batch in batches:
+            assert batch.sequences == sum(len(micro.lengths) for micro in micros)
+            assert batch.tokens == sum(len(micro.input_ids) for micro in micros)
+            assert batch.masked == sum(len(micro.masked_rows) for micro in micros)
+
+
+def test_every_sample_of_an_epoch_exactly_once_at_any_number_of_workers(shards):
+    per_epoch = BatchMaker(shards, run_config(), 0, seed=0, rank=0, world_size=1).samples_per_epoch
+    steps = 2 * per_epoch // 24 + 1  # batches straddle the epochs
+    config = run_config(steps=steps)
+    one = [s for step in global_batches(load(shards, config)) for s in step.elements()]
+    three = global_batches(load(shards, config, world_size=3))
+    assert Counter(one) == sum(three, Counter())
+    assert len(one) == 24 * steps
+    # Token keys tell samples apart: none comes twice, in this epoch or the next.
+    assert len({sample[3] for sample in one}) == len(one)
+    batches = load(shards, config)[0]
+    assert [batch.epoch for batch in batches] == [24 * step // per_epoch for step in range(steps)]
+    alone = BatchMaker(shards, run_config(budget=64), 0, seed=0, rank=0, world_size=1)
+    singles = Counter(s for i in range(len(one)) for m in alone.make(i, 1).micro_batches for s in contents(m))
+    assert singles == Counter(one)
+
+
+def test_seed_and_epoch_change_the_samples(shards):
+    base, other = (global_batches(load(shards, run_config(seed=seed))) for seed in (0, 1))
+    assert not sum(base, Counter()) & sum(other, Counter())
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data(), world_size=st.integers(1, 9), longest=st.integers(1, 128), slots=st.integers(1, 9))
+def test_dealing_is_complete_near_even_and_within_budget(data, world_size, longest, slots):
+    lengths = np.array(
+        data.draw(st.lists(st.integers(1, longest), min_size=world_size, max_size=150)), dtype=np.int64
+    )
+    budget = max(longest, lengths.max()) * slots
+    assume(slots >= 2 or len(lengths) % world_size == 0)
+    dealt = deal(lengths, world_size, budget)
+    assert len(dealt) % world_size == 0
+    assert sorted(np.concatenate(dealt).tolist()) == list(range(len(lengths)))
+    loads = np.array([lengths[members].sum() for members in dealt])
+    assert loads.min() > 0
+    assert loads.max() <= budget
+    # LPT: taking the last sequence off the fullest leaves it no fuller than the emptiest.
+    assert loads.max() - loads.min() <= lengths.max()
+    smallest = lengths[dealt[int(loads.argmax())]].min()
+    assert loads.max() - smallest <= loads.min()
+    assert all((np.diff(lengths[members]) >= 0).all() for members in dealt)
+
+
+def test_dealing_takes_no_more_micro_batches_than_needed():
+    assert len(deal(np.full(64, 128), 2, 4096)) == 2
+    assert len(deal(np.full(65, 128), 2, 4096)) == 4
+    assert len(deal(np.full(8, 100), 8, 100)) == 8
+    even = np.random.default_rng(0).integers(20, 129, 4096)
+    loads = np.array([even[members].sum() for members in deal(even, 8, 8192)])
+    assert loads.max() - loads.min() <= even.min()
+
+
+def test_validation_batches_are_fixed(folder, shards):
+    held_out = open_shards(folder, "validation")
+    known = BatchMaker(held_out, run_config(), 0, seed=0, rank=0, world_size=1).samples_per_epoch
+    expected = None
+    for world_size, budget, seed in ((1, 512, 0), (1, 256, 7), (3, 512, 3)):
+        config = run_config(budget=budget, seed=seed, evaluation=50)
+        ranks = [
+            validation_batches(held_out, config, 0, rank=rank, world_size=world_size) for rank in range(world_size)
+        ]
+        batches = sum(global_batches(ranks), Counter())
+        assert sum(batches.values()) == 50 == sum(batch.sequences for batch in ranks[0])
+        assert expected in (None, batches)
+        expected = batches
+    everything = validation_batches(held_out, run_config(evaluation=10**6), 0, rank=0, world_size=1)
+    assert sum(batch.sequences for batch in everything) == known
+    tight = validation_batches(held_out, run_config(evaluation=50, budget=64), 0, rank=1, world_size=3)
+    assert sum(batch.sequences for batch in tight) == 48
+    assert validation_batches(replace(shards, shards=[]), run_config(), 0, rank=0, world_size=1) == []
+
+
+def test_large_evaluations_come_in_parts(folder):
+    held_out = open_shards(folder, "train")
+    config = run_config(length=16, evaluation=2500, budget=4096)
+    parts = validation_batches(held_out, config, 0, rank=1, world_size=3)
+    assert sum(part.sequences for part in parts) == 2500
+    assert len(parts) == 2
+    assert parts[1].first_sample == parts[0].sequences
+
+
+def test_batches_that_cannot_be_are_refused(shards):
+    cases = [
+        (run_config(sequences=3), 4, "3 sequences for 4 workers"),
+        (run_config(sequences=100_000), 1, "holds only"),
+        (run_config(sequences=5, budget=64), 4, "multiple of 4"),
+    ]
+    for config, world_size, message in cases:
+        with pytest.raises(InputError, match=message) as caught:
+            Loader(shards, config, 0, rank=0, world_size=world_size)
+        assert str(caught.value).startswith("phases.0.global_sequences: ")
+        assert "\n" not in str(caught.value)
+
+
+def test_errors_of_the_background_thread_reach_the_consumer(shards):
+    bad = replace(shards.shards[0], tokens=np.full(len(shards.shards[0].tokens), 9999, np.uint16))
+    loader = Loader(replace(shards, shards=[bad, *shards.shards[1:]]), run_config(), 0, rank=0, world_size=1)
+    with pytest.raises(InputError, match="token 9999"):
+        list(loader)
+    assert not loader._thread.is_alive()
+
+
+def test_closing_stops_the_thread_and_waiting_is_counted(shards):
+    loader = Loader(shards, run_config(steps=10**6), 0, rank=0, world_size=1, prefetch=1)
+    next(loader)
+    assert loader.stall_seconds > 0
+    loader.close()
+    assert not loader._thread.is_alive()
+    assert list(loader) == []

@@ -1,0 +1,414 @@
+"""Workers through Ray: their place, their crashes, the user's mistakes, stopping, and what is left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cluster import doctor
+from cluster.driver import _cause, _Crash, _retry, nodes_fit
+from cluster.run import _Signals, end_session, last_line, run
+from cluster.worker import CRASH, WorkerEnd, error_from, one_line
+from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+
+ROOT = Path(__file__).parent.parent
+CORES = len(os.sched_getaffinity(0))
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory of its own, with the targets importable by workers."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"))
+    return tmp_path
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """Fails when a process that was started in the test outlives it."""
+    before = {process.pid for process in psutil.Process().children(recursive=True)}
+    sessions = _ray_processes()
+    yield
+    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    assert not left
+    assert not _ray_processes() - sessions
+
+
+def _ray_processes() -> set[int]:
+    """Processes whose command line names one of our private Ray folders."""
+    found = set()
+    for process in psutil.process_iter(["pid", "cmdline"]):
+        if any("/bertrain-" in part for part in process.info["cmdline"] or ()):
+            found.add(process.info["pid"])
+    return found
+
+
+def _run(target: str, folder: Path, **options: Any) -> None:
+    run(f"cluster_targets:{target}", {"resume": False}, name="test", run_dir=folder / "run", **options)
+
+
+def _starts(folder: Path, rank: int = 0) -> list[str]:
+    return (folder / f"starts-{rank}").read_text().splitlines()
+
+
+# ---- whole runs through Ray
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.skipif(CORES < 2, reason="needs two cores")
+def test_killed_worker_restarts_once_and_a_mistake_never_does(folder: Path) -> None:
+    with pytest.raises(InputError, match=r"^corpus/: not there\. Prepare it first\.$"):
+        _run("killed_then_mistaken", folder, workers=2, cpus_per_worker=1, max_failures=5)
+    assert _starts(folder, 0) == _starts(folder, 1) == ["resume=False", "resume=True"]
+    assert (folder / "sum-0").read_text() == "2", "the workers did not reach each other"
+    log = (folder / "run/logs/worker-1.log").read_text()
+    assert log.count("rank 1 of 2, 1 threads") == 2
+    assert log.count("a child writes here too") == 2
+    assert "rank 1" not in (folder / "run/logs/worker-0.log").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_left")
+def test_a_bug_ends_after_max_failures_and_names_the_log(folder: Path) -> None:
+    with pytest.raises(MachineError) as caught:
+        _run("fails", folder, max_failures=1)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(folder / "run/logs/worker-0.log") in message
+    assert "ZeroDivisionError: a bug in two lines" in message
+    assert "max_failures=1" in message
+    assert _starts(folder) == ["resume=False", "resume=True"]
+    assert "Traceback" in (folder / "run/logs/worker-0.log").read_text()
+    assert list((folder / "run/logs/ray").glob("raylet.*")), "Ray's own logs are kept after a crash"
+
+
+class Launched:
+    """`run` in a process of its own, as a command line would call it."""
+
+    def __init__(self, target: str, folder: Path, **options: Any):
+        script = (
+            "import json, sys\n"
+            "from cluster.run import run\n"
+            "from pretrain.errors import RunError\n"
+            "try:\n"
+            "    run(sys.argv[1], {'resume': False}, name='test', run_dir='run', **json.loads(sys.argv[2]))\n"
+            "except RunError as error:\n"
+            "    print(type(error).__name__, error)\n"
+            "    sys.exit(error.exit_code)\n"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", script, f"cluster_targets:{target}", json.dumps(options)],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def wait_for(self, condition: Callable[[], bool], seconds: float = 90) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            assert self.process.poll() is None, self.process.communicate()[0]
+            assert time.monotonic() < deadline, "waited too long"
+            time.sleep(0.1)
+
+    def end(self, seconds: float = 60) -> tuple[int, str]:
+        output, _ = self.process.communicate(timeout=seconds)
+        return self.process.returncode, output
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_stops_and_is_resumable(folder: Path, number: signal.Signals) -> None:
+    (folder / "run").mkdir()
+    (folder / "run/stop").touch()  # of an earlier stop; must not stop this one
+    launched = Launched("until_stopped", folder, max_failures=3)
+    launched.wait_for((folder / "starts-0").exists)
+    launched.process.send_signal(number)
+    code, output = launched.end()
+    assert code == 75
+    assert output == "StoppedError stopped at step 7. --resume continues.\n"
+    assert _starts(folder) == ["resume=False"]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_left")
+def test_second_interrupt_ends_at_once(folder: Path) -> None:
+    launched = Launched("deaf", folder)
+    launched.wait_for((folder / "starts-0").exists)
+    launched.process.send_signal(signal.SIGINT)
+    launched.wait_for((folder / "run/stop").exists)
+    launched.process.send_signal(signal.SIGINT)
+    code, output = launched.end(10)
+    assert code == 75
+    assert "without a last checkpoint" in output
+
+
+@pytest.mark.slow
+def test_killed_launcher_leaves_nothing(folder: Path) -> None:
+    before = _ray_processes()
+    launched = Launched("deaf", folder)
+    launched.wait_for((folder / "starts-0").exists)
+    assert _ray_processes() - before
+    launched.process.kill()
+    launched.process.communicate(timeout=10)
+    deadline = time.monotonic() + 10
+    while _ray_processes() - before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert not _ray_processes() - before
+
+
+@pytest.mark.slow
+def test_joins_a_running_cluster_by_address(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    port = _free_port()
+    place = tmp_path_factory.mktemp("r")  # short: unix sockets
+    start = f"start --head --block --port={port} --num-cpus=1 --include-dashboard=false --disable-usage-stats"
+    head = subprocess.Popen(
+        [sys.executable, "-m", "ray.scripts.scripts", *start.split(), f"--temp-dir={place}"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
+        start_new_session=True,
+    )
+    try:
+        _wait_for_port(port)
+        os.environ["RAY_AUTH_TOKEN"] = "0" * 64
+        _run("fine", folder, address=f"127.0.0.1:{port}")
+        assert _starts(folder) == ["resume=False"]
+        with pytest.raises(MachineError, match=rf"cluster at 127.0.0.1:{port} has 1 CPU cores.* 2 workers"):
+            _run("fine", folder, address=f"127.0.0.1:{port}", workers=2)
+        os.environ["RAY_AUTH_TOKEN"] = "1" * 64
+        began = time.monotonic()
+        with pytest.raises(MachineError, match=rf"127\.0\.0\.1:{port}"):
+            _run("fine", folder, address=f"127.0.0.1:{port}")
+        assert time.monotonic() - began < 20
+        assert head.poll() is None, "the cluster is not ours to end"
+    finally:
+        os.environ.pop("RAY_AUTH_TOKEN", None)
+        end_session(head.pid)
+        head.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _wait_for_port(port: int, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            time.sleep(0.2)
+    raise AssertionError("the head node did not start")
+
+
+# ---- refusals before anything runs
+
+
+def test_more_workers_than_the_machine(folder: Path) -> None:
+    with pytest.raises(MachineError, match=rf"has {CORES} CPU cores, too few for {CORES + 1} workers"):
+        _run("fine", folder, workers=CORES + 1)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_unreachable_cluster(folder: Path) -> None:
+    with pytest.raises(MachineError, match=r"^No Ray cluster answers at 127\.0\.0\.1:\d+ .*refused[^\n]*$"):
+        _run("fine", folder, address=f"127.0.0.1:{_free_port()}")
+
+
+@pytest.mark.parametrize("address", ["auto", "ray://10.0.0.1:10001"])
+def test_only_host_and_port_are_an_address(folder: Path, address: str) -> None:
+    with pytest.raises(InputError, match="not host:port"):
+        _run("fine", folder, address=address)
+
+
+def test_unwritable_run_folder(folder: Path) -> None:
+    (folder / "run").write_text("a file where the folder should be")
+    with pytest.raises(InputError, match="run"):
+        _run("fine", folder)
+
+
+# ---- the parts
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "asked", "each"),
+    [
+        ([(2, 0)], 1, 0, 2),
+        ([(2, 0)], 2, 0, 1),
+        ([(8, 0), (8, 0)], 3, 0, 4),  # 5 would put one on each machine only
+        ([(8, 0)], 2, 3, 3),
+        ([(8, 4)], 4, 0, 2),
+        ([(8, 1), (8, 1)], 2, 0, 8),
+        ([(64, 0), (8, 2)], 2, 0, 4),  # GPUs are on the second machine
+    ],
+)
+def test_cores_are_shared_out(nodes: list[tuple[int, int]], workers: int, asked: int, each: int) -> None:
+    assert nodes_fit(nodes, workers, asked, "here") == each
+
+
+@pytest.mark.parametrize(
+    ("nodes", "workers", "asked", "words"),
+    [
+        ([(2, 0)], 3, 0, "2 CPU cores"),
+        ([(4, 0)], 2, 3, "2 workers of 3 each"),
+        ([(16, 2)], 3, 0, "2 GPUs"),
+        ([], 1, 0, "0 CPU cores"),
+    ],
+)
+def test_too_many_workers(nodes: list[tuple[int, int]], workers: int, asked: int, words: str) -> None:
+    with pytest.raises(MachineError, match=words):
+        nodes_fit(nodes, workers, asked, "here")
+
+
+@pytest.mark.parametrize("kind", [InputError, MachineError, DivergedError, StoppedError, RunError])
+def test_errors_come_back_as_themselves(kind: type[RunError]) -> None:
+    back = error_from({"kind": kind.__name__, "message": "a: b. Do c."})
+    assert type(back) is kind
+    assert str(back) == "a: b. Do c."
+
+
+def test_users_mistake_comes_before_the_crash_it_caused() -> None:
+    cause = _cause({0: WorkerEnd(CRASH, "lost its peer"), 1: WorkerEnd("InputError", "bad corpus")})
+    assert type(cause) is InputError
+    assert str(cause) == "bad corpus"
+
+
+def test_dead_worker_is_blamed_before_those_that_lost_it() -> None:
+    cause = _cause({0: WorkerEnd(CRASH, "lost its peer"), 1: RuntimeError("actor died")})
+    assert isinstance(cause, _Crash)
+    assert cause.rank == 1
+
+
+def _request(folder: Path, max_failures: int) -> dict[str, Any]:
+    return {
+        "run_dir": str(folder),
+        "ray_dir": str(folder / "ray"),
+        "max_failures": max_failures,
+        "payload": {"resume": False},
+    }
+
+
+def test_retries_count_and_resume(tmp_path: Path) -> None:
+    seen = []
+    request = _request(tmp_path, 2)
+
+    def attempt(number: int) -> None:
+        seen.append((number, request["payload"]["resume"]))
+        raise _Crash(3, "killed")
+
+    with pytest.raises(MachineError, match=r"worker-3\.log: worker 3 crashed \(killed\)"):
+        _retry(request, attempt)
+    assert seen == [(0, False), (1, True), (2, True)]
+
+
+def test_crash_while_stopping_is_a_stop(tmp_path: Path) -> None:
+    def attempt(number: int) -> None:
+        assert number == 0
+        (tmp_path / "stop").touch()
+        raise _Crash(0, "killed")
+
+    with pytest.raises(StoppedError, match="crashed while stopping"):
+        _retry(_request(tmp_path, 5), attempt)
+
+
+def test_last_line(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert last_line(log) == ""
+    log.write_bytes(b"x" * 9000 + b"\nfirst\n  last \xff line\n\n")
+    assert last_line(log) == "last \ufffd line"
+
+
+def test_one_line() -> None:
+    assert one_line(ValueError("a\n  b")) == "ValueError: a b"
+    assert len(one_line(ValueError("a" * 999))) == 300
+
+
+def test_end_session_ends_grandchildren_and_nobody_else() -> None:
+    script = "sleep 60 & echo up; wait"
+    ours = subprocess.Popen(["bash", "-c", script], stdout=subprocess.PIPE, start_new_session=True)
+    other = subprocess.Popen(["sleep", "60"])
+    assert ours.stdout is not None
+    ours.stdout.readline()
+    grandchild = psutil.Process(ours.pid).children()[0]
+    try:
+        end_session(ours.pid)
+        assert ours.wait(5) == -signal.SIGKILL
+        assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
+        assert other.poll() is None
+    finally:
+        other.kill()
+        other.wait()
+        ours.stdout.close()
+
+
+def test_signals_first_asks_second_ends(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGINT)
+    ended = []
+    with _Signals(tmp_path / "stop") as signals:
+        signals.on_second = lambda: ended.append(True)
+        os.kill(os.getpid(), signal.SIGINT)
+        assert (tmp_path / "stop").exists()
+        assert not ended
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert not ended, "a second SIGTERM still waits"
+        os.kill(os.getpid(), signal.SIGINT)
+        assert ended
+        assert signals.ended_at_once
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_signals_are_left_alone_off_the_main_thread(tmp_path: Path) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    errors: list[BaseException] = []
+
+    def enter() -> None:
+        try:
+            with _Signals(tmp_path / "stop"):
+                assert signal.getsignal(signal.SIGTERM) is before
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert not errors
+
+
+# ---- doctor
+
+
+def test_doctor_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+    rows = {row.what: row for row in doctor.rows()}
+    assert not rows["C++ compiler"].fine
+    assert "g++" in rows["C++ compiler"].advice
+    assert rows["cores"].found == str(CORES)
+    assert all(row.fine or row.advice for row in rows.values())
+
+
+def test_doctor_never_shows_the_key(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_API_KEY", "secret-canary")
+    doctor.main()
+    output = capsys.readouterr().out
+    assert "canary" not in output
+    assert "W&B key" in output

@@ -1,0 +1,235 @@
+"""Reading a run's YAML: what is accepted, and how each mistake is told."""
+
+# ruff: noqa: E501  (tables of messages, each on its line)
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from pretrain.config import Model, RunConfig, changed_for_resume, dump_config, load_config
+from pretrain.errors import InputError
+
+CONFIGS = sorted((Path(__file__).parent.parent / "configs" / "pretrain").glob("*.yaml"))
+
+GOOD = """\
+name: trial
+corpus:
+  dir: corpora/trial
+  sources:
+    - kind: books
+      path: data/*.txt
+phases:
+  - sequence_length: 64
+    global_sequences: 8
+    steps: 10
+    peak_learning_rate: 1e-4
+  - sequence_length: 128
+    global_sequences: 8
+    steps: 5
+    peak_learning_rate: 5.0e-05
+engine:
+  zero_stage: 1
+"""
+
+
+@pytest.fixture
+def write(tmp_path: Path):
+    def write(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write
+
+
+def problems(path: Path, *overrides: str) -> list[str]:
+    with pytest.raises(InputError) as caught:
+        load_config(path, overrides)
+    return str(caught.value).replace(str(path.parent) + "/", "").splitlines()
+
+
+def test_reads_a_run(write):
+    config = load_config(write(GOOD))
+    assert [phase.peak_learning_rate for phase in config.phases] == [1e-4, 5e-5]
+    assert config.folder == Path("runs/trial")
+    assert (config.total_steps, config.phase_at(9), config.phase_at(10)) == (15, (0, 9), (1, 0))
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configs_load_and_are_named_like_their_file(path: Path):
+    assert load_config(path).name == path.stem
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_a_dumped_config_reads_back_equal(path: Path, write):
+    config = load_config(path)
+    assert load_config(write(dump_config(config))) == config
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [("off", "off"), ("'online'", "online")],  # YAML 1.1 would read off as false
+)
+def test_words_stay_words(write, written: str, read: str):
+    assert load_config(write(f"{GOOD}tracking: {{wandb: {written}}}\n")).tracking.wandb == read
+
+
+@pytest.mark.parametrize(("written", "read"), [("1_000", 1000), ("0x10", 16), ("010", 10), ("+7", 7)])
+def test_whole_numbers(write, written: str, read: int):
+    assert load_config(write(GOOD + f"seed: {written}\n")).seed == read
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (("zero_stage: 1", "zero_stge: 1"), "run.yaml:17: engine.zero_stge is not a known setting; did you mean zero_stage?"),
+        (("name: trial", "name: trial\nzero_stage: 1"), "run.yaml:2: zero_stage is not a known setting; did you mean engine.zero_stage?"),
+        (("steps: 5", "warmup_step: 5\n    steps: 5"), "run.yaml:14: phases.1.warmup_step is not a known setting; did you mean warmup_steps?"),
+        (("steps: 10", "steps: ten"), "run.yaml:10: phases.0.steps is 'ten'; expected a whole number"),
+        (("steps: 10", "steps: '10'"), "run.yaml:10: phases.0.steps is '10'; expected a whole number"),
+        (("steps: 10", "steps: 10.5"), "run.yaml:10: phases.0.steps is 10.5; expected a whole number"),
+        (("steps: 10", "steps: true"), "run.yaml:10: phases.0.steps is true; expected a whole number"),
+        (("steps: 10", "steps:"), "run.yaml:10: phases.0.steps is empty; expected a whole number"),
+        (("steps: 10", "steps: 0"), "run.yaml:10: phases.0.steps is 0; expected at least 1"),
+        (("1e-4", "fast"), "run.yaml:11: phases.0.peak_learning_rate is 'fast'; expected a number"),
+        (("1e-4", ".inf"), "run.yaml:11: phases.0.peak_learning_rate is inf; expected a finite number"),
+        (("zero_stage: 1", "zero_stage: 4"), "run.yaml:17: engine.zero_stage is 4; expected one of 0, 1, 2 or 3"),
+        (("zero_stage: 1", "compile: yes"), "run.yaml:17: engine.compile is 'yes'; expected true or false"),
+        (("name: trial", "name: 7"), "run.yaml:1: name is 7; expected text; put it in quotes if it looks like a number"),
+        (("name: trial", "name: Ärger"), "run.yaml:1: name: 'Ärger' must be 1 to 63 of a-z, 0-9 and '-', and not begin with '-'"),
+        (("  zero_stage: 1", "  - zero_stage"), "run.yaml:16: engine is a list of 1; expected a section of `key: value` lines"),
+        (("  dir: corpora/trial\n", ""), "run.yaml:2: corpus.dir is missing. Folder of the token shards, tokenizer, manifest and card."),
+        (("      path: data/*.txt\n", ""), "run.yaml:5: corpus.sources.0: kind: books needs path"),
+        (("steps: 10", "steps: 10\n    warmup_steps: 11"), "run.yaml:8: phases.0: warmup_steps (11) must not exceed steps (10)"),
+        (("length: 128", "length: 1024"), "run.yaml:12: phases.1.sequence_length (1024) exceeds model.max_positions (512)"),
+        (("zero_stage: 1", "micro_batch_tokens: 100"), "run.yaml:17: engine.micro_batch_tokens (100) is smaller than phases.1.sequence_length (128)"),
+        (("zero_stage: 1", "zero_stage: 1\n  zero_stage: 2"), "run.yaml:18: not valid YAML: zero_stage stands twice, first on line 17."),
+        (("zero_stage: 1", "zero_stage: [1"), "run.yaml:18: not valid YAML: expected ',' or ']', but got '<stream end>'."),
+        (("zero_stage: 1", "zero_stage: *x"), "run.yaml:17: not valid YAML: found undefined alias 'x'."),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_with_their_line(write, change: tuple[str, str], expected: str):
+    assert change[0] in GOOD
+    assert problems(write(GOOD.replace(*change, 1))) == [expected]
+
+
+def test_every_problem_has_a_line(write):
+    text = GOOD.replace("zero_stage", "zero_stge").replace("steps: 5", "steps: five")
+    assert problems(write(text)) == [
+        "run.yaml:14: phases.1.steps is 'five'; expected a whole number",
+        "run.yaml:17: engine.zero_stge is not a known setting; did you mean zero_stage?",
+    ]
+
+
+def test_workers_must_each_have_a_sequence(write):
+    expected = (
+        "--set scheduling.workers=9: phases.0.global_sequences (8) is smaller than scheduling.workers (9); "
+        "every worker needs a sequence"
+    )
+    assert problems(write(GOOD), "scheduling.workers=9") == [
+        expected.replace("--set scheduling.workers=9", "run.yaml:9")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "start"),
+    [
+        ("", "run.yaml: found no settings"),
+        ("- a\n", "run.yaml: found no settings"),
+        ("name: \x01\n" + GOOD, "run.yaml: not valid YAML: unacceptable character #x0001"),
+        ("? [a]\n: 1\n" + GOOD, "run.yaml:1: not valid YAML"),
+        ("7: x\n" + GOOD, "run.yaml:1: 7 is not a known setting"),
+    ],
+)
+def test_files_that_are_no_config(write, text: str, start: str):
+    [line] = problems(write(text))
+    assert line.startswith(start)
+
+
+def test_unreadable_files(tmp_path: Path):
+    (tmp_path / "latin.yaml").write_bytes(b"name: \xff\n")
+    assert problems(tmp_path / "latin.yaml") == ["latin.yaml: byte 6 is not UTF-8. Save the file as UTF-8."]
+    [line] = problems(tmp_path / "none.yaml")
+    assert line == "none.yaml: cannot be read (No such file or directory). Name a YAML file."
+    [line] = problems(tmp_path)
+    assert "cannot be read (Is a directory)" in line
+
+
+def test_overrides_reach_sections_lists_and_new_places(write):
+    config = load_config(
+        write(GOOD),
+        [
+            "phases.0.steps=77",
+            "phases.1={sequence_length: 32, global_sequences: 4, steps: 1, peak_learning_rate: 2e-3}",
+            "phases.2={sequence_length: 16, global_sequences: 4, steps: 1, peak_learning_rate: 2e-3}",
+            "scheduling.workers=3",
+            "tracking.tags=[a, b]",
+            "tracking.wandb=off",
+            "optimizer.epsilon=1e-8",
+            "corpus.sources.0.name=x=y",
+            "run_dir=",
+            "engine.deepspeed.zero_optimization.overlap_comm=true",
+        ],
+    )
+    assert [phase.steps for phase in config.phases] == [77, 1, 1]
+    assert (config.phases[1].peak_learning_rate, config.optimizer.epsilon) == (2e-3, 1e-8)
+    assert (config.scheduling.workers, config.tracking.tags, config.tracking.wandb) == (3, ("a", "b"), "off")
+    assert (config.corpus.sources[0].name, config.run_dir) == ("x=y", "")
+    assert config.engine.deepspeed == {"zero_optimization": {"overlap_comm": True}}
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("engine.zero_stge=1", "--set engine.zero_stge=1: engine.zero_stge is not a known setting; did you mean zero_stage?"),
+        ("engin.zero_stage=1", "--set engin.zero_stage=1: engin is not a known setting; did you mean engine?"),
+        ("phases.0.steps=ten", "--set phases.0.steps=ten: phases.0.steps is 'ten'; expected a whole number"),
+        ("phases.5.steps=1", "--set phases.5.steps=1: phases is a list of 2; 5 is none of its numbers 0 to 2."),
+        ("phases.x=1", "--set phases.x=1: phases is a list of 2; 'x' is none of its numbers 0 to 2."),
+        ("name.x=1", "--set name.x=1: name is 'trial', not a section; 'x' cannot be set in it."),
+        ("engine.zero_stage", "--set engine.zero_stage: expected key.path=value, for example phases.0.steps=10."),
+        ("engine..x=1", "--set engine..x=1: expected key.path=value, for example phases.0.steps=10."),
+        ("seed=[1", "--set seed=[1: not valid YAML: expected ',' or ']', but got '<stream end>'."),
+        ("phases=[]", "--set phases=[]: phases is a list of 0; expected at least 1 item"),
+    ],
+)  # fmt: skip
+def test_mistaken_overrides_are_named(write, override: str, expected: str):
+    assert problems(write(GOOD), override) == [expected]
+
+
+def test_lists_in_deepspeeds_section_stay_lists(write):
+    config = load_config(write(GOOD + "  deepspeed: {betas: [0.9, 0.95]}\n"))
+    assert config.engine.deepspeed == {"betas": [0.9, 0.95]}
+
+
+def test_a_size_fills_the_shape():
+    assert (Model(size="large").layers, Model(size="large").intermediate) == (24, 4096)
+    assert Model(size="mini", layers=2).layers == 2
+
+
+def resumed(write, *overrides: str) -> list[str]:
+    path = write(GOOD)
+    return changed_for_resume(load_config(path), load_config(path, overrides))
+
+
+def test_a_resumed_run_may_move_and_change_its_speed(write):
+    assert resumed(write, "scheduling.workers=4", "run_dir=elsewhere", "engine.zero_stage=3",
+                   "engine.micro_batch_tokens=512", "tracking.tags=[x]", "checkpoint.keep_last=9") == []  # fmt: skip
+
+
+def test_a_resumed_run_keeps_what_it_computes(write):
+    changed = resumed(write, "seed=3", "phases.0.steps=11", "model.size=mini", "corpus.dir=elsewhere")
+    assert changed[0] == "seed (0 -> 3)"
+    assert "phases.0.steps (10 -> 11)" in changed
+    assert "model.layers (12 -> 4)" in changed
+    assert not any(name.startswith("corpus") for name in changed)
+
+
+def test_a_phase_more_or_less_is_a_change(write):
+    path = write(GOOD)
+    before = load_config(path)
+    after = before.model_copy(update={"phases": before.phases[:1]})
+    assert any(name.startswith("phases.1.steps (5 -> ") for name in changed_for_resume(before, after))
+    assert isinstance(after, RunConfig)

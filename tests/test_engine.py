@@ -1,0 +1,234 @@
+"""Every ZeRO stage, precision and optimizer takes the same steps, saves and loads the same state.
+
+The reference is a loop of plain torch in one process.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from pretrain.checkpoint import store
+from pretrain.config import Engine as EngineSettings
+from pretrain.config import Model, Optimizer
+from pretrain.engine import Engine, deepspeed_config
+from pretrain.model.heads import PretrainingModel
+from pretrain.optim import make_optimizer, parameter_groups
+from tests.batches_by_hand import make_batch
+from tests.distributed import run_workers
+
+SHAPE = Model(size="custom", layers=2, hidden=32, heads=2, max_positions=64)
+VOCABULARY, LENGTHS, MICRO_BATCHES, RATE = 101, (7, 12, 20, 20), 4, 1e-2
+STAGES = (0, 1, 2, 3)
+PRECISIONS = ("fp32", "bf16")
+OPTIMIZERS = ("adamw", "lamb")
+
+
+def make_model() -> PretrainingModel:
+    torch.manual_seed(0)
+    return PretrainingModel(SHAPE, VOCABULARY)
+
+
+def make_engine(stage: int, precision: str = "fp32", optimizer: str = "adamw", clip: float = 1.0) -> Engine:
+    settings = EngineSettings(zero_stage=stage, precision=precision, compile=False, gradient_clip_norm=clip)  # type: ignore[arg-type]
+    choice = Optimizer(name=optimizer)  # type: ignore[arg-type]
+    return Engine(
+        make_model(), lambda named: make_optimizer(choice, parameter_groups(named, choice.weight_decay)), settings
+    )
+
+
+def step_batches(step: int) -> list[Any]:
+    return [make_batch(LENGTHS, VOCABULARY, seed=MICRO_BATCHES * step + k) for k in range(MICRO_BATCHES)]
+
+
+def take_steps(engine: Engine, steps: range, poison: int = -1) -> list[tuple[float, float, bool]]:
+    """(global loss, gradient norm, applied) of each step; the loss of step `poison` is NaN on rank 0."""
+    results = []
+    for step in steps:
+        batches = step_batches(step)
+        masked = sum(len(batch.masked_rows) for batch in batches)
+        mine, total = batches[dist.get_rank() :: dist.get_world_size()], torch.zeros(1)
+        for number, batch in enumerate(mine):
+            losses = engine.forward(batch)
+            loss = losses.mlm_loss / masked + losses.nsp_loss / (MICRO_BATCHES * len(LENGTHS))
+            if step == poison and number == 0 and dist.get_rank() == 0:
+                loss = loss * math.nan
+            engine.backward(loss, last=number == len(mine) - 1)
+            total += loss.detach()
+        result = engine.step(RATE)
+        results.append((engine.sum_over_workers(total).item(), result.gradient_norm, result.applied))
+    return results
+
+
+def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
+    """All weights and moments, put together from every rank's fragments; fails on a gap or an overlap."""
+    held = [(f.name, f.start, f.shared, {k: t.clone() for k, t in f.tensors.items()}) for f in engine.fragments()]
+    ranks = engine.gather_objects(held)
+    if held and held[0][2]:
+        ranks = ranks[:1]
+    out: dict[str, torch.Tensor] = {}
+    for kind in ("weight", "exp_avg", "exp_avg_sq"):
+        for name, shape in engine.shapes.items():
+            pieces = sorted((start, t[kind]) for rank in ranks for n, start, _, t in rank if n == name)
+            end = 0
+            for start, piece in pieces:
+                assert start == end, f"{name}: next piece at {start}, after {end}"
+                end += piece.numel()
+            assert end == shape.numel(), name
+            out[f"{kind}|{name}"] = torch.cat([piece for _, piece in pieces]).view(shape)
+    return out
+
+
+@functools.cache
+def reference(optimizer: str) -> tuple[list[tuple[float, float, bool]], dict[str, torch.Tensor]]:
+    """Three steps of plain torch."""
+    model, choice = make_model(), Optimizer(name=optimizer)  # type: ignore[arg-type]
+    optim = make_optimizer(choice, parameter_groups(model.named_parameters(), choice.weight_decay))
+    results = []
+    for step in range(3):
+        batches = step_batches(step)
+        outputs = [model(batch) for batch in batches]
+        masked, sequences = sum(len(b.masked_rows) for b in batches), MICRO_BATCHES * len(LENGTHS)
+        mlm, nsp = (sum(getattr(o, name) for o in outputs) for name in ("mlm_loss", "nsp_loss"))
+        loss = mlm / masked + nsp / sequences
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        for group in optim.param_groups:
+            group["lr"] = RATE
+        optim.step()
+        optim.zero_grad()
+        results.append((loss.item(), norm, True))
+    return results, {name: p.detach() for name, p in model.named_parameters()}
+
+
+def run_every_combination() -> dict[tuple[int, str, str], Any]:
+    found = {}
+    for stage, precision, optimizer in itertools.product(STAGES, PRECISIONS, OPTIMIZERS):
+        engine = make_engine(stage, precision, optimizer)
+        results = take_steps(engine, range(3))
+        found[stage, precision, optimizer] = (results, whole_state(engine), engine.updates())
+        engine.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def by_workers() -> dict[int, Any]:
+    return {world: run_workers(world, run_every_combination)[0] for world in (1, 2)}
+
+
+@pytest.mark.parametrize("world", [1, 2])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_fp32_steps_equal_plain_torch(by_workers, world: int, stage: int, optimizer: str) -> None:
+    results, state, updates = by_workers[world][stage, "fp32", optimizer]
+    expected, weights = reference(optimizer)
+    for (loss, norm, applied), (expected_loss, expected_norm, _) in zip(results, expected, strict=True):
+        assert applied
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert norm == pytest.approx(expected_norm, rel=1e-4)
+    # Adam's first steps are the gradient's sign where it is tiny: a last bit there moves a weight by 2 * rate.
+    for name, weight in weights.items():
+        off = (state[f"weight|{name}"] - weight).abs()
+        assert off.mean() < 2e-6 and (off > 1e-4).float().mean() < 1e-3, name
+    assert updates == 3
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("stage", STAGES)
+def test_bf16_steps_stay_near_fp32(by_workers, stage: int, optimizer: str) -> None:
+    for world in (1, 2):
+        results, _, _ = by_workers[world][stage, "bf16", optimizer]
+        for (loss, norm, _), (expected_loss, expected_norm, _) in zip(results, reference(optimizer)[0], strict=True):
+            assert loss == pytest.approx(expected_loss, rel=5e-3)
+            assert norm == pytest.approx(expected_norm, rel=5e-2)
+
+
+def poison_every_combination() -> dict[tuple[int, str], Any]:
+    found = {}
+    for stage, precision in itertools.product(STAGES, PRECISIONS):
+        engine = make_engine(stage, precision)
+        take_steps(engine, range(1))
+        before = whole_state(engine)
+        (result,) = take_steps(engine, range(1, 2), poison=1)
+        untouched = all(torch.equal(before[key], value) for key, value in whole_state(engine).items())
+        after = take_steps(engine, range(2, 3))
+        found[stage, precision] = (result, untouched, after, engine.updates())
+        engine.close()
+    return found
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_step_with_nan_changes_nothing(world: int) -> None:
+    for (stage, precision), (result, untouched, after, updates) in run_workers(world, poison_every_combination)[0].items():
+        where = f"stage {stage} {precision}"
+        assert math.isnan(result[0]) and result[1:] == (math.inf, False), where
+        assert untouched, where
+        assert after[0][2] and math.isfinite(after[0][0]), where
+        assert updates == 2, where
+
+
+def save_at(folder: Path, stage: int, optimizer: str, precision: str) -> tuple[dict[str, torch.Tensor], Any]:
+    engine = make_engine(stage, precision, optimizer)
+    take_steps(engine, range(2))
+    state = {"step": 2, "updates": engine.updates(), "shapes": {n: list(s) for n, s in engine.shapes.items()}}
+    store.save(folder, 2, engine.fragments(), state, engine)
+    saved, after = whole_state(engine), take_steps(engine, range(2, 4))
+    engine.close()
+    return saved, after
+
+
+def load_at(checkpoint: Path, stage: int, optimizer: str, precision: str) -> tuple[dict[str, torch.Tensor], Any]:
+    engine = make_engine(stage, precision, optimizer)
+    take_steps(engine, range(5, 6))  # some other state, which loading must overwrite
+    with store.CheckpointReader(checkpoint) as reader:
+        engine.load(reader, 2)
+    loaded = whole_state(engine)
+    after = take_steps(engine, range(2, 4))
+    engine.close()
+    return loaded, after
+
+
+def save_everywhere(folder: Path, precision: str) -> dict[int, Any]:
+    return {stage: save_at(folder / str(stage), stage, "adamw", precision) for stage in STAGES}
+
+
+def load_everywhere(folder: Path, precision: str) -> dict[tuple[int, int], Any]:
+    pairs = [(0, 3), (1, 1), (1, 2), (2, 0), (3, 3), (3, 1)]
+    return {
+        (a, b): load_at(folder / str(a) / store.name_of(2), b, "adamw", precision) for a, b in pairs
+    }
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 2)])
+def test_state_moves_between_stages_and_worker_counts(
+    tmp_path: Path, writers: int, readers: int, precision: str
+) -> None:
+    saved = run_workers(writers, save_everywhere, tmp_path, precision)[0]
+    for stage in STAGES:
+        store.verify_manifest(tmp_path / str(stage) / store.name_of(2))
+    loaded = run_workers(readers, load_everywhere, tmp_path, precision)[0]
+    for (wrote, read), (state, after) in loaded.items():
+        written, went_on = saved[wrote]
+        for key, value in state.items():
+            assert torch.equal(value, written[key]), f"{wrote} -> {read}: {key}"
+        for (loss, norm, _), (expected, expected_norm, _) in zip(after, went_on, strict=True):
+            if writers == readers and wrote == read:
+                assert (loss, norm) == (expected, expected_norm), "resumed steps are bitwise the same"
+            assert loss == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 5e-3)
+
+
+def test_the_users_deepspeed_section_goes_over_ours() -> None:
+    settings = EngineSettings(deepspeed={"zero_optimization": {"reduce_bucket_size": 7}, "wall_clock_breakdown": True})
+    config = deepspeed_config(settings, 2)
+    assert config["zero_optimization"]["reduce_bucket_size"] == 7
+    assert config["zero_optimization"]["stage"] == 1
+    assert config["wall_clock_breakdown"] is True

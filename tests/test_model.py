@@ -1,0 +1,240 @@
+"""The encoder equals transformers' BERT, and the tricks that make it fast change nothing."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pretrain.batches.loader import MicroBatch
+from pretrain.bench.contestants import pad
+from pretrain.checkpoint.hf import to_hf
+from pretrain.config import Model
+from pretrain.model.attention import attention, group_sequences, keep_mask
+from pretrain.model.heads import PretrainingModel
+from tests.batches_by_hand import make_batch, take_sequence
+
+VOCABULARY = 101
+SHAPE = Model(size="custom", layers=3, hidden=48, heads=4, intermediate=96, max_positions=64)
+LENGTHS = (7, 20, 21, 21, 40, 64)
+
+
+def make_model(*, shape: Model = SHAPE, seed: int = 0, next_sentence: bool = True, **options: bool) -> PretrainingModel:
+    """Weights away from their initialisation, so that biases and norms matter."""
+    torch.manual_seed(seed)
+    model = PretrainingModel(shape, VOCABULARY, next_sentence, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def total(model: PretrainingModel, batch: MicroBatch) -> Tensor:
+    losses = model(batch)
+    return losses.mlm_loss / len(batch.masked_rows) + losses.nsp_loss / len(batch.lengths)
+
+
+def gradients(model: PretrainingModel, batch: MicroBatch) -> dict[str, Tensor]:
+    total(model, batch).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture(scope="module")
+def peer():
+    """transformers' BertForPreTraining with our weights, evaluation mode."""
+    transformers = pytest.importorskip("transformers")
+    model = make_model()
+    config = transformers.BertConfig(
+        vocab_size=VOCABULARY, hidden_size=SHAPE.hidden, num_hidden_layers=SHAPE.layers,
+        num_attention_heads=SHAPE.heads, intermediate_size=SHAPE.intermediate,
+        max_position_embeddings=SHAPE.max_positions,
+    )  # fmt: skip
+    theirs = transformers.BertForPreTraining(config).eval()
+    state = to_hf({name: p.detach() for name, p in model.named_parameters()})
+    missing, unexpected = theirs.load_state_dict(state, strict=False)
+    assert set(missing) <= {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"} and not unexpected
+    theirs.tie_weights()
+    return theirs
+
+
+def test_logits_and_losses_equal_transformers(peer) -> None:
+    model, batch = make_model().eval(), make_batch(LENGTHS)
+    inputs = pad(batch)
+    with torch.no_grad():
+        theirs = peer(**inputs)
+        rows = theirs.prediction_logits[inputs["attention_mask"].bool()][batch.masked_rows]
+        torch.testing.assert_close(model.masked_logits(batch), rows, atol=1e-4, rtol=0)
+        nsp = theirs.seq_relationship_logits
+        torch.testing.assert_close(model.next_sentence_logits(batch), nsp, atol=1e-4, rtol=0)
+        torch.testing.assert_close(total(model, batch), theirs.loss, atol=1e-5, rtol=0)
+        losses = model(batch)
+    assert losses.mlm_correct == (rows.argmax(-1) == batch.masked_labels).sum()
+    assert losses.nsp_correct == (nsp.argmax(-1) == batch.nsp_labels).sum()
+
+
+def test_gradients_equal_transformers_and_reach_every_parameter(peer) -> None:
+    model, batch = make_model().eval(), make_batch(LENGTHS)
+    ours = gradients(model, batch)
+    assert set(ours) == {name for name, _ in model.named_parameters()}
+    peer.zero_grad()
+    peer(**pad(batch)).loss.backward()
+    theirs = {name: p.grad for name, p in peer.named_parameters()}
+    expected = to_hf(ours)
+    for name, gradient in expected.items():
+        assert gradient.abs().max() > 0, name
+        torch.testing.assert_close(gradient, theirs[name], atol=1e-5, rtol=1e-4, msg=name)
+
+
+def naive_attention(qkv: Tensor, lengths: tuple[int, ...], heads: int) -> Tensor:
+    """One sequence and one head at a time."""
+    contexts, first = [], 0
+    for length in lengths:
+        q, k, v = qkv[first : first + length].unflatten(-1, (3, heads, -1)).permute(1, 2, 0, 3)
+        weights = torch.softmax(q @ k.mT / math.sqrt(q.shape[-1]), -1)
+        contexts.append((weights @ v).transpose(0, 1).flatten(1))
+        first += length
+    return torch.cat(contexts)
+
+
+@pytest.mark.parametrize("lengths", [(1,), (5, 5, 5), (3, 9, 10, 30, 31, 32), (12, 3, 40, 2, 39)])
+def test_attention_equals_its_naive_twin(lengths: tuple[int, ...]) -> None:
+    torch.manual_seed(0)
+    qkv = torch.randn(sum(lengths), 3 * 24, requires_grad=True)
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    keys = torch.zeros(sum(lengths), dtype=torch.int32)
+    probe = torch.randn(sum(lengths), 24)
+    ours = attention(qkv, cu_seqlens, max(lengths), 3, keys, 0.0, False)
+    (ours_gradient,) = torch.autograd.grad((ours * probe).sum(), qkv)
+    theirs = naive_attention(qkv, lengths, 3)
+    (their_gradient,) = torch.autograd.grad((theirs * probe).sum(), qkv)
+    torch.testing.assert_close(ours, theirs)
+    torch.testing.assert_close(ours_gradient, their_gradient)
+
+
+def test_attention_pieces_smaller_than_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pretrain.model.attention.SCORES_PER_PIECE", 1)
+    test_attention_equals_its_naive_twin((3, 9, 10, 30))
+
+
+def test_attention_dropout_has_the_right_rate_and_gradient() -> None:
+    lengths, heads, dropout = (24, 30), 2, 0.3
+    cu_seqlens = torch.tensor([0, 24, 54], dtype=torch.int32)
+    keys = make_batch(lengths).token_keys
+    torch.manual_seed(0)
+    qkv = torch.randn(54, 3 * 8, dtype=torch.float64, requires_grad=True)
+
+    def run(x: Tensor) -> Tensor:
+        return attention(x, cu_seqlens, 30, heads, keys, dropout, False)
+
+    # Values of 1: a row's context is then the sum of its weights, 1 in the mean.
+    ones = torch.cat([torch.zeros(54, 16), torch.ones(54, 8)], 1).double()
+    assert run(ones).mean() == pytest.approx(1, abs=0.05)
+    assert run(ones).std() > 0.05
+    assert torch.equal(run(qkv), run(qkv))
+    direction = torch.randn_like(qkv)
+    probe = torch.randn(54, 8, dtype=torch.float64)
+    (gradient,) = torch.autograd.grad((run(qkv) * probe).sum(), qkv)
+    # fp64 in, but weights are computed in fp32: a central difference is good to three digits.
+    step = 1e-3
+    difference = ((run(qkv + step * direction) - run(qkv - step * direction)) * probe).sum() / (2 * step)
+    assert (gradient * direction).sum().item() == pytest.approx(difference.item(), rel=2e-3)
+
+
+def test_groups_hold_every_token_once_and_waste_little() -> None:
+    lengths = [3, 4, 5, 50, 52, 100, 110, 111, 112]
+    boundaries = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    groups = group_sequences(tuple(boundaries), torch.device("cpu"))
+    assert [(g.first, g.last) for g in groups] == list(
+        zip([0, *[g.last for g in groups[:-1]]], [g.last for g in groups], strict=True)
+    )
+    rows = torch.cat([group.rows_GL.flatten()[group.place_T] for group in groups])
+    assert rows.tolist() == list(range(sum(lengths)))
+    assert sum(group.rows_GL.numel() for group in groups) <= 1.12 * sum(lengths)
+
+
+@pytest.mark.parametrize("training", [False, True])
+def test_a_sequence_does_not_see_its_neighbours(training: bool) -> None:
+    """Law 2; and in training law 1: dropout too belongs to the sample, not to its place in a batch."""
+    model, batch = make_model().train(training), make_batch(LENGTHS)
+    with torch.no_grad():
+        together = model.encode(batch)
+        for number in range(len(LENGTHS)):
+            first, last = batch.cu_seqlens[number : number + 2]
+            alone = model.encode(take_sequence(batch, number))
+            torch.testing.assert_close(together[first:last], alone, atol=2e-5, rtol=1e-4)
+
+
+def test_dropout_draws_from_the_keys() -> None:
+    keys = make_batch([4096]).token_keys
+    keep = keep_mask(keys, 0.1)
+    assert (~keep).float().mean() == pytest.approx(0.1, abs=0.02)
+    model, batch = make_model(), make_batch(LENGTHS)
+    other = make_batch(LENGTHS, seed=1)
+    with torch.no_grad():
+        first = model(batch).mlm_loss
+        assert torch.equal(first, model(batch).mlm_loss)
+        rekeyed = MicroBatch(**{**vars(batch), "token_keys": other.token_keys})
+        assert not torch.equal(first, model(rekeyed).mlm_loss)
+        assert not torch.equal(first, model.eval()(batch).mlm_loss)
+
+
+def test_dropout_is_independent_between_layers_features_and_tokens() -> None:
+    from pretrain.model.attention import BETWEEN
+    from pretrain.model.parts import hash_dropout
+
+    keys = make_batch([2000]).token_keys
+    ones = torch.ones(2000, 64)
+    masks = [hash_dropout(ones, keys + layer * BETWEEN, use, 0.5) > 0 for layer in range(3) for use in (1, 2)]
+    flat = torch.stack([mask.flatten().float() for mask in masks])
+    correlations = torch.corrcoef(flat) - torch.eye(len(masks))
+    assert correlations.abs().max() < 0.02
+    assert torch.corrcoef(masks[0].float().T).fill_diagonal_(0).abs().max() < 0.12
+    assert (masks[0].float().mean(0) - 0.5).abs().max() < 0.06
+
+
+def test_only_the_rows_asked_for() -> None:
+    model, batch = make_model().eval(), make_batch(LENGTHS)
+    rows = torch.tensor([0, 5, 30, 100])
+    with torch.no_grad():
+        torch.testing.assert_close(model.encode(batch, rows), model.encode(batch)[rows])
+
+
+def test_activation_checkpointing_and_compilation_change_nothing() -> None:
+    batch = make_batch(LENGTHS)
+    expected = gradients(make_model(), batch)
+    for options in ({"activation_checkpointing": True}, {"compile": True}):
+        found = gradients(make_model(**options), batch)
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-3, msg=f"{options} {name}")
+
+
+def test_without_next_sentence_prediction_there_is_no_pooler() -> None:
+    model, batch = make_model(next_sentence=False), make_batch(LENGTHS)
+    names = {name for name, _ in model.named_parameters()}
+    assert not {name for name in names if "pooler" in name or "nsp" in name}
+    assert set(gradients(model, batch)) == names
+    assert model(batch).nsp_loss == 0
+
+
+def test_initialisation_is_truncated_normal() -> None:
+    torch.manual_seed(0)
+    model = PretrainingModel(SHAPE, VOCABULARY)
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            assert not parameter.any(), name
+        elif name.endswith("norm_weight"):
+            assert (parameter == 1).all(), name
+        else:
+            assert parameter.abs().max() <= 2 * SHAPE.init_std, name
+            # A normal cut at two deviations has 0.88 of its deviation.
+            assert parameter.std().item() == pytest.approx(0.88 * SHAPE.init_std, rel=0.1), name
+
+
+def test_the_loss_is_the_cross_entropy() -> None:
+    model, batch = make_model().eval(), make_batch(LENGTHS)
+    with torch.no_grad():
+        expected = F.cross_entropy(model.masked_logits(batch), batch.masked_labels, reduction="sum")
+        torch.testing.assert_close(model(batch).mlm_loss, expected)

@@ -1,0 +1,182 @@
+"""Checkpoints are atomic and proven: what is damaged is never resumed from, what was good stays."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from pretrain.checkpoint import store
+from pretrain.errors import InputError, MachineError
+from pretrain.files import verify_manifest
+
+SHAPES = {"a": [4, 5], "b": [7]}
+
+
+@dataclass
+class Alone:
+    """A group of one worker."""
+
+    rank: int = 0
+    world_size: int = 1
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+
+@dataclass
+class Held:
+    name: str
+    start: int
+    tensors: dict[str, Tensor]
+    shared: bool = False
+
+
+@dataclass
+class Weights:
+    """Two parameters with moments, cut into fragments at will."""
+
+    seed: int = 0
+    cuts: dict[str, list[int]] = field(default_factory=lambda: {"a": [0, 6, 20], "b": [0, 7]})
+
+    def tensor(self, kind: str, name: str) -> Tensor:
+        generator = torch.Generator().manual_seed(hash((self.seed, len(kind), name == "a")) % 1000)
+        return torch.randn(torch.Size(SHAPES[name]).numel(), generator=generator)
+
+    def fragments(self) -> list[Held]:
+        return [
+            Held(name, a, {kind: self.tensor(kind, name)[a:b] for kind in ("weight", "exp_avg", "exp_avg_sq")})
+            for name, cuts in self.cuts.items()
+            for a, b in zip(cuts, cuts[1:], strict=False)
+        ]
+
+
+def save(folder: Path, step: int, *, loss: float | None = None, weights: Weights | None = None) -> Path:
+    state = {"step": step, "shapes": SHAPES, "validation_loss": loss}
+    return store.save(folder, step, (weights or Weights(step)).fragments(), state, Alone())
+
+
+def test_any_range_of_any_parameter_reads_back(tmp_path: Path) -> None:
+    checkpoint = save(tmp_path, 3)
+    with store.CheckpointReader(checkpoint) as reader:
+        for kind in ("weight", "exp_avg", "exp_avg_sq"):
+            expected = Weights(3).tensor(kind, "a")
+            for start, numel in [(0, 20), (5, 3), (6, 14), (19, 1), (4, 0)]:
+                assert torch.equal(reader.read(kind, "a", start, numel), expected[start : start + numel])
+        with pytest.raises(InputError, match="no weight of c from entry 0"):
+            reader.read("weight", "c", 0, 1)
+        with pytest.raises(InputError, match="from entry 20"):
+            reader.read("weight", "a", 10, 11)
+    weights = store.read_weights(checkpoint)
+    assert {name: list(tensor.shape) for name, tensor in weights.items()} == SHAPES
+
+
+def damage_truncate(checkpoint: Path) -> None:
+    path = next(checkpoint.glob("*.safetensors"))
+    os.truncate(path, path.stat().st_size - 5)
+
+
+def damage_flip(checkpoint: Path) -> None:
+    path = next(checkpoint.glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 1
+    path.write_bytes(content)
+
+
+def damage_missing(checkpoint: Path) -> None:
+    next(checkpoint.glob("*.safetensors")).unlink()
+
+
+def damage_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").write_text("{")
+
+
+def damage_state(checkpoint: Path) -> None:
+    path = checkpoint / "state.json"
+    path.write_text(path.read_text().replace('"step": 20', '"step": 21'))
+
+
+@pytest.mark.parametrize("damage", [damage_truncate, damage_flip, damage_missing, damage_manifest, damage_state])
+def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, damage, caplog) -> None:
+    good, bad = save(tmp_path, 10), save(tmp_path, 20)
+    damage(bad)
+    with caplog.at_level("WARNING"):
+        assert store.newest(tmp_path) == good
+    assert not bad.exists() and (tmp_path / "damaged-step-00000020").is_dir()
+    assert "step-00000020" in caplog.text and "trying the one before" in caplog.text
+
+
+def test_a_half_written_checkpoint_does_not_exist(tmp_path: Path) -> None:
+    """A process killed while saving leaves a folder without a name, or without a manifest."""
+    good, cut_short = save(tmp_path, 10), save(tmp_path, 20)
+    (cut_short / "manifest.json").unlink()
+    shutil.copytree(good, tmp_path / ".step-00000030.tmp")
+    assert store.newest(tmp_path) == good
+    store.prune(tmp_path, 5)
+    assert not (tmp_path / ".step-00000030.tmp").exists()
+    assert store.newest(tmp_path / "nowhere") is None
+
+
+def test_the_last_k_and_the_best_are_kept(tmp_path: Path) -> None:
+    for step, loss in [(1, 3.0), (2, 1.0), (3, 2.0), (4, None), (5, 1.5)]:
+        save(tmp_path, step, loss=loss)
+        store.prune(tmp_path, 2)
+    assert [store.step_of(path) for path in store.list_checkpoints(tmp_path)] == [2, 4, 5]
+
+
+def test_what_all_workers_hold_is_written_once(tmp_path: Path) -> None:
+    fragments = [Held("a", 0, {"weight": torch.arange(20.0)}, shared=True)]
+    shares = [store._share(fragments[0], Alone(rank, 3)) for rank in range(3)]
+    assert torch.cat([torch.arange(20)[share] for share in shares]).tolist() == list(range(20))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path):
+    """A file system of 2 MB."""
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(tmp_path)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("mounting a small file system needs root")
+    yield tmp_path
+    subprocess.run(["umount", "-l", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_keeps_what_was_good(small_disk: Path) -> None:
+    good = save(small_disk, 1)
+    large = [Held("a", 0, {"weight": torch.zeros(1 << 20)})]
+    with pytest.raises(MachineError, match=r"disk full \(0\.00 GB free\).*free some space"):
+        store.save(small_disk, 2, large, {"step": 2, "shapes": {"a": [1 << 20]}}, Alone())
+    assert [path.name for path in small_disk.iterdir()] == [good.name]
+    verify_manifest(good)
+
+
+def test_a_disk_that_fills_up_while_writing_keeps_what_was_good(small_disk: Path, monkeypatch) -> None:
+    good = save(small_disk, 1)
+    monkeypatch.setattr(store, "_preflight", lambda path, needed: None)
+    large = [Held("a", 0, {"weight": torch.zeros(1 << 20)})]
+    with pytest.raises(MachineError, match="disk full"):
+        store.save(small_disk, 2, large, {"step": 2, "shapes": {"a": [1 << 20]}}, Alone())
+    assert [path.name for path in small_disk.iterdir()] == [good.name]
+
+
+def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot write here"):
+        save(tmp_path / "file" / "checkpoints", 1)
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    save(tmp_path, 1, weights=Weights(1))
+    checkpoint = save(tmp_path, 1, weights=Weights(2))
+    with store.CheckpointReader(checkpoint) as reader:
+        assert torch.equal(reader.read("weight", "b", 0, 7), Weights(2).tensor("weight", "b"))
+    assert json.loads((checkpoint / "state.json").read_text())["step"] == 1

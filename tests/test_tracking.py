@@ -1,0 +1,452 @@
+"""metrics.jsonl survives kills and resumes, W&B never holds anything up, and the terminal says what is so."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from pretrain import tracking
+from pretrain.config import RunConfig, dump_config
+from pretrain.errors import InputError, MachineError
+from pretrain.tracking import Tracker, follow, read_records, wandb_names
+
+
+def make_config(**tracking_settings: Any) -> RunConfig:
+    phase = {"sequence_length": 128, "global_sequences": 8, "steps": 80, "peak_learning_rate": 1e-3}
+    later = {**phase, "sequence_length": 512, "steps": 20}
+    return RunConfig.model_validate(
+        {
+            "name": "tiny",
+            "corpus": {"dir": "data"},
+            "phases": [phase, later],
+            "tracking": {"wandb": "off", **tracking_settings},
+        }
+    )
+
+
+def start(
+    folder: Path, run_id: str | None = None, step: int = 0, enabled: bool = True, **settings: Any
+) -> Tracker:
+    return Tracker(
+        make_config(**settings), folder, run_id=run_id, step=step, corpus_card={"words": 7}, enabled=enabled
+    )
+
+
+def steps(folder: Path) -> list[int]:
+    return [record["step"] for record in read_records(folder)]
+
+
+class TestMetricsFile:
+    def test_one_json_object_a_line_with_null_for_what_json_cannot_say(self, tmp_path: Path) -> None:
+        tracker = start(tmp_path)
+        tracker.log({"step": 1, "loss": 2.5, "grad_norm": math.inf, "lr": math.nan})
+        tracker.log({"step": 1, "split": "validation", "loss": 2.25})
+        tracker.close()
+        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == [
+            {"step": 1, "loss": 2.5, "grad_norm": None, "lr": None},
+            {"step": 1, "split": "validation", "loss": 2.25},
+        ]
+        assert "NaN" not in "".join(lines)
+        assert "Infinity" not in "".join(lines)
+
+    def test_a_record_is_on_disk_when_log_returns(self, tmp_path: Path) -> None:
+        tracker = start(tmp_path)
+        tracker.log({"step": 10})
+        assert steps(tmp_path) == [10]
+        tracker.close()
+
+    def test_other_ranks_write_nothing(self, tmp_path: Path) -> None:
+        tracker = start(tmp_path / "run", run_id="tiny-1", step=5, enabled=False)
+        tracker.log({"step": 6})
+        tracker.log_artifact(tmp_path)
+        tracker.close()
+        assert tracker.run_id == "tiny-1"
+        assert not (tmp_path / "run").exists()
+
+    def test_resume_drops_what_an_abandoned_continuation_wrote(self, tmp_path: Path) -> None:
+        first = start(tmp_path)
+        for record in (
+            {"step": 10, "loss": 0.1 + 0.2},
+            {"step": 20},
+            {"step": 20, "split": "validation"},
+            {"step": 30},
+            {"step": 30, "split": "validation"},
+        ):
+            first.log(record)
+        first.close()
+        kept = (tmp_path / "metrics.jsonl").read_bytes().split(b'{"step": 30')[0]
+        second = start(tmp_path, run_id=first.run_id, step=20)
+        assert (tmp_path / "metrics.jsonl").read_bytes() == kept
+        second.log({"step": 30, "loss": 1.0})
+        second.close()
+        assert second.run_id == first.run_id
+        assert steps(tmp_path) == [10, 20, 20, 30]
+        assert not list(tmp_path.glob(".*tmp"))
+
+    def test_a_new_run_in_an_old_folder_begins_with_an_empty_file(self, tmp_path: Path) -> None:
+        first = start(tmp_path)
+        first.log({"step": 0})
+        first.close()
+        second = start(tmp_path)
+        assert steps(tmp_path) == []
+        assert second.run_id != first.run_id
+        assert second.run_id.startswith("tiny-")
+        second.close()
+
+    @pytest.mark.parametrize("torn", [b'{"step": 20, "lo', b"\0\0\0\0", b'{"step": 20}\xff'])
+    def test_a_torn_last_line_is_ignored_and_repaired(self, tmp_path: Path, torn: bytes) -> None:
+        path = tmp_path / "metrics.jsonl"
+        path.write_bytes(b'{"step": 10}\n' + torn)
+        assert steps(tmp_path) == [10]
+        tracker = start(tmp_path, run_id="tiny-1", step=10)
+        tracker.log({"step": 20})
+        tracker.close()
+        assert path.read_bytes() == b'{"step": 10}\n{"step": 20}\n'
+
+    def test_damage_before_the_last_line_is_named(self, tmp_path: Path) -> None:
+        (tmp_path / "metrics.jsonl").write_bytes(b'{"step": 10}\n{"st\n{"step": 20}\n')
+        with pytest.raises(InputError, match=r"metrics\.jsonl:2: not a JSON object"):
+            read_records(tmp_path)
+        with pytest.raises(InputError, match=r"metrics\.jsonl:2"):
+            start(tmp_path, run_id="tiny-1", step=10)
+        assert b'{"st\n' in (tmp_path / "metrics.jsonl").read_bytes()
+
+    def test_a_killed_writer_leaves_a_readable_file(self, tmp_path: Path) -> None:
+        program = """
+            import sys, itertools
+            from pathlib import Path
+            from pretrain.config import RunConfig
+            from pretrain.tracking import Tracker
+            config = RunConfig.model_validate_json(sys.argv[1])
+            tracker = Tracker(config, Path(sys.argv[2]), run_id=None, step=0, corpus_card={}, enabled=True)
+            for step in itertools.count(1):
+                tracker.log({"step": step, "loss": 1 / step, "text": "x" * 3000})
+                if step == 20:
+                    print("twenty", flush=True)
+        """
+        command = [
+            sys.executable,
+            "-c",
+            textwrap.dedent(program),
+            make_config().model_dump_json(),
+            str(tmp_path),
+        ]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=Path(__file__).parent.parent) as process:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"twenty\n"
+            process.send_signal(signal.SIGKILL)
+        found = steps(tmp_path)
+        assert len(found) >= 20
+        assert found == list(range(1, len(found) + 1))
+        start(tmp_path, run_id="tiny-1", step=15).close()
+        assert steps(tmp_path) == list(range(1, 16))
+
+    def test_a_full_disk_is_told_in_one_line(self, tmp_path: Path) -> None:
+        tracker = start(tmp_path)
+        assert tracker._file is not None
+        with Path("/dev/full").open("wb") as full:
+            os.dup2(full.fileno(), tracker._file.fileno())
+        with pytest.raises(MachineError, match=r"metrics\.jsonl: disk full"):
+            tracker.log({"step": 1})
+        tracker._file.close()
+
+
+class TestWandb:
+    def test_names_that_users_of_the_trainer_and_composer_know(self) -> None:
+        record = {
+            "step": 10, "epoch": 0, "samples": 80, "tokens": 900, "loss": 3.0, "mlm_loss": 2.5, "lr": 1e-3,
+            "grad_norm": 1.5, "tokens_per_second": 5.0, "peak_fraction": 0.4, "seconds": 7.0,
+        }  # fmt: skip
+        assert wandb_names(record) == {
+            "train/global_step": 10, "train/epoch": 0, "time/sample": 80, "train/num_input_tokens_seen": 900,
+            "train/loss": 3.0, "train/mlm_loss": 2.5, "train/learning_rate": 1e-3, "train/grad_norm": 1.5,
+            "throughput/tokens_per_sec": 5.0, "throughput/device/mfu": 0.4, "time/train": 7.0,
+        }  # fmt: skip
+        evaluation = {"step": 10, "split": "validation", "loss": 3.0, "mlm_accuracy": 0.5, "seconds": 2.0}
+        assert wandb_names(evaluation) == {
+            "train/global_step": 10, "eval/loss": 3.0, "eval/mlm_accuracy": 0.5, "eval/runtime": 2.0,
+        }  # fmt: skip
+
+    def test_an_offline_run_holds_everything(self, tmp_path: Path) -> None:
+        export = tmp_path / "export"
+        export.mkdir()
+        (export / "model.safetensors").write_text("weights")
+        tracker = start(tmp_path / "run", wandb="offline", group="sweep", tags=("a", "b"))
+        for step in range(10, 60, 10):
+            tracker.log({"step": step, "loss": 1 / step})
+        tracker.log({"step": 50, "split": "validation", "loss": 0.5})
+        tracker.log_artifact(export)
+        tracker.close()
+
+        (log,) = (tmp_path / "run" / "wandb").glob(
+            f"offline-run-*-{tracker.run_id}/run-{tracker.run_id}.wandb"
+        )
+        content = log.read_bytes()
+        for expected in ("train/global_step", "eval/loss", "sweep", "corpus_card", f"model-{tracker.run_id}"):
+            assert expected.encode() in content, expected
+        assert content.count(b"train/loss") >= 5
+
+    def test_training_does_not_wait_for_wandb(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """W&B starts only after everything was logged; a Tracker that waited for it would hang here."""
+        may_start, logged = threading.Event(), []
+
+        class Run:
+            log = logged.append
+
+            def finish(self) -> None:
+                logged.append("finished")
+
+        def start_wandb(mode: str, arguments: dict[str, Any]) -> Run:
+            assert may_start.wait(60)
+            return Run()
+
+        monkeypatch.setattr(tracking, "_start_wandb", start_wandb)
+        tracker = start(tmp_path, wandb="offline")
+        tracker.log({"step": 1})
+        tracker.log({"step": 2})
+        assert steps(tmp_path) == [1, 2]
+        assert logged == []
+        may_start.set()
+        tracker.close()
+        assert logged == [{"train/global_step": 1}, {"train/global_step": 2}, "finished"]
+
+    def test_a_failing_wandb_costs_the_mirror_only(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(tracking, "_start_wandb", lambda *_: 1 / 0)
+        tracker = start(tmp_path, wandb="offline")
+        tracker.log({"step": 1})
+        tracker.close()
+        assert steps(tmp_path) == [1]
+        assert "W&B stopped; metrics.jsonl goes on" in caplog.text
+
+    def test_a_server_that_does_not_answer_means_offline(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(tracking, "_INIT_SECONDS", 1.0)
+        monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
+        with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never says a word
+            monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+            tracker = start(tmp_path, wandb="online")
+            tracker.log({"step": 1, "loss": 0.5})
+            assert tracker._wandb is not None
+            tracker._wandb._patience = 60.0  # on a busy machine
+            tracker.close()
+        (log,) = (tmp_path / "wandb").glob("offline-run-*/*.wandb")
+        assert b"train/loss" in log.read_bytes()
+
+    @pytest.mark.parametrize(
+        ("setting", "environment", "mode"),
+        [
+            ("auto", {}, "offline"),
+            ("auto", {"WANDB_API_KEY": "k"}, "online"),
+            ("auto", {"WANDB_API_KEY": "k", "WANDB_MODE": "offline"}, "offline"),
+            ("auto", {"WANDB_API_KEY": "k", "WANDB_MODE": "disabled"}, "off"),
+            ("auto", {"NETRC": "netrc", "WANDB_BASE_URL": "https://wandb.example.org"}, "online"),
+            ("auto", {"NETRC": "netrc", "WANDB_BASE_URL": "https://elsewhere.example.org"}, "offline"),
+            ("online", {"WANDB_API_KEY": "k"}, "online"),
+            ("offline", {"WANDB_API_KEY": "k"}, "offline"),
+            ("off", {"WANDB_API_KEY": "k"}, "off"),
+        ],
+    )
+    def test_online_only_where_a_key_is_set(
+        self,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        setting: str,
+        environment: dict[str, str],
+        mode: str,
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("netrc").write_text("machine wandb.example.org login user password secret\n")
+        Path("netrc").chmod(0o600)
+        for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+            monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv("NETRC", "nowhere")
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        assert tracking._wandb_mode(make_config(wandb=setting)) == mode
+
+    def test_online_without_a_key_is_the_users_error(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.delenv("WANDB_API_KEY", raising=False)
+        monkeypatch.setenv("NETRC", str(tmp_path / "nowhere"))
+        with pytest.raises(InputError, match="no W&B key is set"):
+            start(tmp_path, wandb="online")
+
+
+def test_quiet_logging_keeps_the_terminal_clean(tmp_path: Path) -> None:
+    """A library that did what DeepSpeed does at import, one that does it later, warnings and W&B."""
+    program = """
+        import logging, sys, warnings
+        from pathlib import Path
+
+        def library(name):
+            logger = logging.getLogger(name)
+            logger.setLevel(logging.INFO)
+            logger.propagate = False
+            logger.addHandler(logging.StreamHandler(sys.stdout))
+            return logger
+
+        early = library("early")
+        from pretrain.tracking import quiet_logging
+        quiet_logging(Path(sys.argv[1]) / "logs" / "first.log")
+        quiet_logging(Path(sys.argv[1]) / "logs" / "worker.log")
+        early.info("from the early library")
+        library("late").info("from the late library")
+        warnings.warn("from warnings")
+        logging.getLogger("wandb").info("chatter")
+        logging.getLogger("wandb").warning("worth knowing")
+        logging.getLogger("late").debug("too much")
+        print("ours")
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+    result = subprocess.run(
+        command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=True
+    )
+    assert result.stdout == "ours\n"
+    assert result.stderr == ""
+    text = (tmp_path / "logs" / "worker.log").read_text()
+    for expected in ("from the early library", "from the late library", "from warnings", "worth knowing"):
+        assert text.count(expected) == 1, expected
+    assert "chatter" not in text
+    assert "too much" not in text
+    assert (tmp_path / "logs" / "first.log").read_text() == ""
+
+
+class TestFollow:
+    @pytest.fixture
+    def run(self, tmp_path: Path) -> Path:
+        (tmp_path / "config.yaml").write_text(dump_config(make_config()))
+        return tmp_path
+
+    def test_a_pipe_gets_plain_lines(self, run: Path) -> None:
+        with following(run) as screen:
+            append(run, {"step": 10, "loss": 3.0, "mlm_accuracy": 0.25, "tokens_per_second": 12345.6})
+            append(
+                run, {"step": 10, "split": "validation", "loss": 3.5, "mlm_loss": 3.0, "mlm_accuracy": 0.2}
+            )
+            append(run, {"step": 20, "loss": 2.0})
+        lines = screen.getvalue().splitlines()
+        assert "  step 10 held-out  mlm loss 3.000  mlm 20.0%  best" in lines
+        assert lines[-1].startswith("phase 1/2 (128)  step 20/100  loss 2.000")
+        assert "\x1b" not in screen.getvalue()
+
+    def test_a_terminal_gets_one_live_line(self, run: Path) -> None:
+        with following(run, terminal=True) as screen:
+            append(run, {"step": 90, "loss": 3.0, "peak_fraction": 0.415, "skipped_steps": 2})
+        text = screen.getvalue()
+        assert "starting the workers" in text or "step 90/100" in text
+        last = text[text.rindex("━") :]
+        for expected in ("phase 2/2 (512)", "step 90/100", "loss 3.000", "42% of peak", "2 skipped"):
+            assert expected in last
+
+    def test_what_was_there_before_is_no_news(self, run: Path) -> None:
+        append(
+            run, {"step": 40, "loss": 3.0}, {"step": 40, "split": "validation", "mlm_loss": 9.0, "loss": 9.0}
+        )
+        with following(run) as screen:
+            append(
+                run,
+                {"step": 50, "loss": 2.0},
+                {"step": 50, "split": "validation", "mlm_loss": 9.5, "loss": 9.5},
+            )
+        text = screen.getvalue()
+        assert "going on from step 40" in text
+        assert "9.000" not in text
+        assert "mlm loss 9.500" in text
+        assert "best" not in text  # step 40 was better
+
+    def test_a_restart_takes_back_what_it_dropped(self, run: Path) -> None:
+        screen = Console(file=io.StringIO(), width=200)
+        progress = tracking._Progress(run, 100, screen)
+        append(run, {"step": 10}, {"step": 20}, {"step": 30})
+        progress.poll()
+        assert progress.step == 30
+        start(run, run_id="tiny-1", step=10).close()  # the restarted worker's tracker
+        progress.poll()
+        assert progress.step == 10
+        assert not progress.started_training
+        append(run, {"step": 20})
+        progress.poll()
+        assert progress.step == 20
+        assert "going on from step 10" in screen.file.getvalue()  # type: ignore[attr-defined]
+
+    def test_half_a_line_waits_for_its_other_half(self, run: Path) -> None:
+        progress = tracking._Progress(run, 100, Console(file=io.StringIO()))
+        path = run / "metrics.jsonl"
+        path.write_text('{"step": 10}\n{"st')
+        progress.poll()
+        assert progress.step == 10
+        with path.open("a") as file:
+            file.write('ep": 20}\n')
+        progress.poll()
+        assert progress.step == 20
+
+    def test_time_left_weighs_phases_by_their_tokens(
+        self, run: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        now = 1000.0
+        monkeypatch.setattr(tracking.time, "monotonic", lambda: now)
+        progress = tracking._Progress(run, 100, Console(file=io.StringIO()))
+        append(run, {"step": 10})
+        progress.poll()
+        assert progress.seconds_left() is None
+        now += 20
+        append(run, {"step": 20})
+        progress.poll()
+        # 2 s a step: 60 more steps of length 128, then 20 that cost four times as much
+        assert progress.seconds_left() == pytest.approx(60 * 2 + 20 * 8)
+        now += 10
+        assert progress.seconds_left() == pytest.approx(60 * 2 + 20 * 8 - 10)
+
+    @given(width=st.integers(40, 250), step=st.integers(1, 100), loss=st.none() | st.floats(0, 1e4))
+    def test_the_live_line_fits_the_terminal(self, width: int, step: int, loss: float | None) -> None:
+        progress = tracking._Progress(Path("/nonexistent"), 100, Console(file=io.StringIO()))
+        progress.last = {
+            "step": step, "loss": loss, "mlm_accuracy": 0.5, "nsp_accuracy": 0.9, "tokens_per_second": 1e6,
+            "peak_fraction": 0.4, "data_stall_fraction": 0.01,
+        }  # fmt: skip
+        progress._news = True
+        line = tracking._live_line(progress, width).plain
+        assert len(line.rstrip()) < width
+        assert f"step {step}/100" in line
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(0.4, "0:00"), (67, "1:07"), (3599.6, "1:00:00"), (93784, "1 d 02:03")]
+)
+def test_clock(seconds: float, text: str) -> None:
+    assert tracking.clock(seconds) == text
+
+
+@contextlib.contextmanager
+def following(run: Path, terminal: bool = False) -> Iterator[io.StringIO]:
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=terminal, width=200, color_system=None, highlight=False)
+    with follow(run, 100, console):
+        yield screen
+
+
+def append(run: Path, *records: dict[str, Any]) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)

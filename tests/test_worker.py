@@ -1,0 +1,65 @@
+"""Who a worker is, and when it hears that it should stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from pretrain.worker import Worker
+
+
+@pytest.fixture(autouse=True)
+def _handlers() -> Iterator[None]:
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_alone() -> None:
+    worker = Worker.from_environment({})
+    assert (worker.rank, worker.world_size, worker.local_rank, worker.local_world_size) == (0, 1, 0, 1)
+    assert not worker.stop_requested()
+
+
+def test_under_torchrun() -> None:
+    worker = Worker.from_environment(
+        {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
+    )
+    assert (worker.rank, worker.world_size, worker.local_rank, worker.local_world_size) == (5, 8, 1, 4)
+
+
+def test_stop_file_is_heard_whenever_it_appears(tmp_path: Path) -> None:
+    worker = Worker(stop_file=tmp_path / "stop")
+    assert not worker.stop_requested()
+    (tmp_path / "stop").touch()
+    assert worker.stop_requested()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_is_heard(number: signal.Signals) -> None:
+    worker = Worker.from_environment({})
+    os.kill(os.getpid(), number)
+    assert worker.stop_requested()
+    assert not Worker().stop_requested(), "one worker's ear is not another's"
+
+
+def test_second_interrupt_ends_the_process() -> None:
+    script = (
+        "import os, signal; from pretrain.worker import Worker\n"
+        "worker = Worker.from_environment({})\n"
+        "os.kill(os.getpid(), signal.SIGINT); print(worker.stop_requested(), flush=True)\n"
+        "os.kill(os.getpid(), signal.SIGINT); print('still here')\n"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == -signal.SIGINT
+    assert done.stdout == "True\n"
