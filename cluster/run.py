@@ -97,7 +97,7 @@ def run(
         }
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         child = subprocess.Popen(
-            [sys.executable, "-m", "cluster.driver", str(folder / "request.json")],
+            [_python(folder), "-m", "cluster.driver", str(folder / "request.json")],
             env=_environment(),
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -141,7 +141,7 @@ def _members(session: int) -> list[int]:
 def _private_folder() -> Iterator[Path]:
     """A folder for Ray's session, readable by this user only, removed at the end."""
     place = tempfile.gettempdir()
-    if len(place) > _LONGEST_TEMPORARY_FOLDER:
+    if len(place) > _LONGEST_TEMPORARY_FOLDER or " " in place:
         place = "/tmp"
     with disk_errors(Path(place)):
         folder = Path(tempfile.mkdtemp(prefix="bertrain-", dir=place))
@@ -149,6 +149,15 @@ def _private_folder() -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _python(folder: Path) -> str:
+    """Our interpreter; through a link in `folder` when its path has a space, at which Ray would split it."""
+    if " " not in sys.executable:
+        return sys.executable
+    program = Path(sys.executable)
+    (folder / "python").symlink_to(program.parent.parent)
+    return str(folder / "python" / program.parent.name / program.name)
 
 
 def _environment() -> dict[str, str]:

@@ -55,9 +55,11 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
     config = _config(arguments)
     if arguments.dry_run:
-        print(prepare.describe(config))
+        from pretrain import estimate
+
+        print(estimate.preparation_lines(prepare.describe(config)))
         return
-    prepare.prepare(config)
+    print(prepare.prepare(config))
 
 
 def _pretrain(arguments: argparse.Namespace) -> None:
@@ -156,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    prepare = _command(commands, "prepare", _prepare, "raw text to vocabulary, token shards and corpus card", """
+    prepare = _command(commands, "prepare", _prepare, "turn raw text into vocabulary, token shards and card", """
   python -m pretrain prepare configs/pretrain/bert-mini.yaml
   python -m pretrain prepare configs/pretrain/bert-mini.yaml --dry-run
   python -m pretrain prepare my.yaml --set corpus.dir=/data/wiki --set corpus.processes=8""")  # fmt: skip
@@ -169,9 +171,7 @@ def _parser() -> argparse.ArgumentParser:
   python -m pretrain pretrain my.yaml --set phases.0.steps=100 --set engine.zero_stage=2
   torchrun --nproc-per-node 8 -m pretrain pretrain my.yaml""")  # fmt: skip
     _add_config(pretrain, "print the resolved config, parameters, memory, work and time, and do nothing")
-    pretrain.add_argument(
-        "--workers", type=int, metavar="N", help="worker processes; scheduling.workers for short"
-    )
+    pretrain.add_argument("--workers", type=int, metavar="N", help="worker processes (scheduling.workers)")
     pretrain.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
     pretrain.add_argument(
         "--no-ray", action="store_true", help="train in this process alone (as under torchrun, without Ray)"

@@ -11,7 +11,7 @@ import re
 import typing
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -34,19 +34,23 @@ class Source(Section):
     kind: Literal[
         "mediawiki", "wikiextractor", "books", "jsonl", "parquet", "csv", "huggingface", "docstrings"
     ]
-    name: str = Field("", description="Name on the corpus card; empty takes the kind and the path's stem.")
-    path: str = Field("", description="A file, folder or glob; relative to the working directory.")
-    dataset: str = Field("", description="huggingface: hub name, or a folder written by save_to_disk.")
-    subset: str = Field("", description="huggingface: configuration name, such as 20231101.en.")
-    split: str = Field("train", description="huggingface: split to read.")
-    revision: str = Field("", description="huggingface: pinned commit, required for hub names.")
+    name: str = Field(
+        default="", description="Name on the corpus card; empty takes the kind and the path's stem."
+    )
+    path: str = Field(default="", description="A file, folder or glob; relative to the working directory.")
+    dataset: str = Field(
+        default="", description="huggingface: hub name, or a folder written by save_to_disk."
+    )
+    subset: str = Field(default="", description="huggingface: configuration name, such as 20231101.en.")
+    split: str = Field(default="train", description="huggingface: split to read.")
+    revision: str = Field(default="", description="huggingface: pinned commit, required for hub names.")
     text_column: str = Field(
-        "text", description="jsonl, parquet, csv, huggingface: the column with the text."
+        default="text", description="jsonl, parquet, csv, huggingface: the column with the text."
     )
     weight: float = Field(
-        1.0, gt=0, description="Passes over this source per epoch; 0.5 sees half of it, 2 all twice."
+        default=1.0, gt=0, description="Passes over this source per epoch; 0.5 sees half of it, 2 all twice."
     )
-    licence: str = Field("unknown", description="Licence to print on the corpus card.")
+    licence: str = Field(default="unknown", description="Licence to print on the corpus card.")
 
     @model_validator(mode="after")
     def _check_place(self) -> Source:
@@ -59,14 +63,14 @@ class Source(Section):
 class Vocabulary(Section):
     """The WordPiece vocabulary: trained on the corpus, or taken over from `path`."""
 
-    path: str = Field("", description="Existing vocab.txt or tokenizer.json; empty trains a new one.")
-    size: int = Field(30522, ge=64, description="Entries to train, special tokens included.")
+    path: str = Field(default="", description="Existing vocab.txt or tokenizer.json; empty trains a new one.")
+    size: int = Field(default=30522, ge=64, description="Entries to train, special tokens included.")
     lowercase: bool = Field(
-        True, description="Uncased: lower-case and strip accents, as BertNormalizer does."
+        default=True, description="Uncased: lower-case and strip accents, as BertNormalizer does."
     )
-    min_frequency: int = Field(2, ge=1, description="A pair must occur this often to be merged.")
+    min_frequency: int = Field(default=2, ge=1, description="A pair must occur this often to be merged.")
     training_bytes: int = Field(
-        1 << 30, ge=1, description="Train on at most this much text, sampled by document hash."
+        default=1 << 30, ge=1, description="Train on at most this much text, sampled by document hash."
     )
 
 
@@ -75,37 +79,43 @@ class Corpus(Section):
 
     dir: str = Field(description="Folder of the token shards, tokenizer, manifest and card.")
     sources: tuple[Source, ...] = Field(
-        (), description="Texts to prepare; may be empty when dir is already prepared."
+        default=(), description="Texts to prepare; may be empty when dir is already prepared."
     )
     vocabulary: Vocabulary = Vocabulary()
-    min_document_words: int = Field(20, ge=0, description="Shorter documents are dropped and counted.")
-    validation_fraction: float = Field(
-        0.005, ge=0, lt=1, description="Share of documents held out, by document hash."
+    min_document_words: int = Field(
+        default=20, ge=0, description="Shorter documents are dropped and counted."
     )
-    shard_tokens: int = Field(100_000_000, ge=1000, description="Tokens per shard file.")
-    language: str = Field("en", description="ISO 639-1 code, for the abbreviations of sentence splitting.")
-    processes: int = Field(0, ge=0, description="Preparation processes; 0 means one per core.")
+    validation_fraction: float = Field(
+        default=0.005, ge=0, lt=1, description="Share of documents held out, by document hash."
+    )
+    shard_tokens: int = Field(default=100_000_000, ge=1000, description="Tokens per shard file.")
+    language: str = Field(
+        default="en", description="ISO 639-1 code, for the abbreviations of sentence splitting."
+    )
+    processes: int = Field(default=0, ge=0, description="Preparation processes; 0 means one per core.")
 
 
 class Model(Section):
     """Shape of the encoder. `size` fills whatever is not given."""
 
     size: Literal["mini", "small", "medium", "base", "large", "custom"] = "base"
-    layers: int = Field(0, ge=0, description="Transformer layers.")
-    hidden: int = Field(0, ge=0, description="Hidden width.")
-    heads: int = Field(0, ge=0, description="Attention heads; hidden must be a multiple.")
-    intermediate: int = Field(0, ge=0, description="Feed-forward width; 0 means 4 x hidden.")
-    max_positions: int = Field(512, ge=8, description="Learned position embeddings.")
+    layers: int = Field(default=0, ge=0, description="Transformer layers.")
+    hidden: int = Field(default=0, ge=0, description="Hidden width.")
+    heads: int = Field(default=0, ge=0, description="Attention heads; hidden must be a multiple.")
+    intermediate: int = Field(default=0, ge=0, description="Feed-forward width; 0 means 4 x hidden.")
+    max_positions: int = Field(default=512, ge=8, description="Learned position embeddings.")
     hidden_dropout: float = Field(
-        0.1, ge=0, lt=1, description="Dropout after embeddings, attention output and FFN."
+        default=0.1, ge=0, lt=1, description="Dropout after embeddings, attention output and FFN."
     )
     attention_dropout: float = Field(
-        0.0,
+        default=0.0,
         ge=0,
         lt=1,
         description="Dropout on attention probabilities; only where the kernel has it (CUDA).",
     )
-    init_std: float = Field(0.02, gt=0, description="Truncated-normal initialisation, at two deviations.")
+    init_std: float = Field(
+        default=0.02, gt=0, description="Truncated-normal initialisation, at two deviations."
+    )
 
     # layers, hidden, heads: google-research/bert README.md (the 24 smaller models), Devlin et al. section 3.
     @model_validator(mode="before")
@@ -137,34 +147,36 @@ class Model(Section):
 class Masking(Section):
     """Masked language modelling, Devlin et al. section 3.1."""
 
-    probability: float = Field(0.15, gt=0, lt=1, description="Share of each sequence's tokens to predict.")
-    mask_share: float = Field(0.8, ge=0, le=1, description="Of those, replaced by [MASK].")
-    random_share: float = Field(
-        0.1, ge=0, le=1, description="Of those, replaced by a uniform ordinary token."
+    probability: float = Field(
+        default=0.15, gt=0, lt=1, description="Share of each sequence's tokens to predict."
     )
-    whole_word: bool = Field(False, description="Mask all pieces of a word together.")
+    mask_share: float = Field(default=0.8, ge=0, le=1, description="Of those, replaced by [MASK].")
+    random_share: float = Field(
+        default=0.1, ge=0, le=1, description="Of those, replaced by a uniform ordinary token."
+    )
+    whole_word: bool = Field(default=False, description="Mask all pieces of a word together.")
 
 
 class Pairs(Section):
     """How sequences are cut from documents, Devlin et al. appendix A.2."""
 
     next_sentence: bool = Field(
-        True, description="Sentence pairs with NSP; false packs full sentences in one segment."
+        default=True, description="Sentence pairs with NSP; false packs full sentences in one segment."
     )
     random_next_share: float = Field(
-        0.5, ge=0, le=1, description="Share of pairs whose second segment is random."
+        default=0.5, ge=0, le=1, description="Share of pairs whose second segment is random."
     )
     short_share: float = Field(
-        0.1, ge=0, le=1, description="Share of sequences with a random shorter target length."
+        default=0.1, ge=0, le=1, description="Share of sequences with a random shorter target length."
     )
 
 
 class Optimizer(Section):
     name: Literal["adamw", "lamb"] = "adamw"
-    beta1: float = Field(0.9, ge=0, lt=1)
-    beta2: float = Field(0.999, ge=0, lt=1)
-    epsilon: float = Field(1e-6, gt=0)
-    weight_decay: float = Field(0.01, ge=0, description="Decoupled; biases and LayerNorm are exempt.")
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.999, ge=0, lt=1)
+    epsilon: float = Field(default=1e-6, gt=0)
+    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled; biases and LayerNorm are exempt.")
 
 
 class Phase(Section):
@@ -174,14 +186,14 @@ class Phase(Section):
     global_sequences: int = Field(ge=1, description="Sequences per optimizer step over all workers.")
     steps: int = Field(ge=1, description="Optimizer steps of this phase.")
     peak_learning_rate: float = Field(gt=0)
-    warmup_steps: int = Field(0, ge=0, description="Linear warm-up from 0 to the peak.")
+    warmup_steps: int = Field(default=0, ge=0, description="Linear warm-up from 0 to the peak.")
     decay: Literal["linear", "polynomial", "constant"] = "linear"
     decay_power: float = Field(
-        0.5, gt=0, description="Exponent of polynomial decay; NVIDIA's LAMB recipe uses 0.5."
+        default=0.5, gt=0, description="Exponent of polynomial decay; NVIDIA's LAMB recipe uses 0.5."
     )
-    final_learning_rate: float = Field(0.0, ge=0)
+    final_learning_rate: float = Field(default=0.0, ge=0)
     max_predictions: int = Field(
-        0, ge=0, description="Masked tokens per sequence at most; 0 means 15 % of the length."
+        default=0, ge=0, description="Masked tokens per sequence at most; 0 means 15 % of the length."
     )
 
     @model_validator(mode="after")
@@ -196,36 +208,40 @@ class Engine(Section):
 
     zero_stage: Literal[0, 1, 2, 3] = 1
     precision: Literal["bf16", "fp16", "fp32"] = "bf16"
-    micro_batch_tokens: int = Field(8192, ge=8, description="Most tokens a worker holds in one forward pass.")
+    micro_batch_tokens: int = Field(
+        default=8192, ge=8, description="Most tokens a worker holds in one forward pass."
+    )
     gradient_clip_norm: float = Field(
-        1.0, ge=0, description="Global gradient norm to clip to; 0 does not clip."
+        default=1.0, ge=0, description="Global gradient norm to clip to; 0 does not clip."
     )
     activation_checkpointing: bool = Field(
-        False, description="Recompute layers in the backward pass to save memory."
+        default=False, description="Recompute layers in the backward pass to save memory."
     )
-    compile: bool = Field(True, description="torch.compile the layers.")
+    compile: bool = Field(default=True, description="torch.compile the layers.")
     max_bad_steps: int = Field(
-        5, ge=1, description="Steps with NaN or inf in a row before the run stops (exit 4)."
+        default=5, ge=1, description="Steps with NaN or inf in a row before the run stops (exit 4)."
     )
     deepspeed: dict[str, Any] = Field(default_factory=dict, description="DeepSpeed settings we do not name.")
 
 
 class Checkpointing(Section):
-    every_steps: int = Field(1000, ge=1)
+    every_steps: int = Field(default=1000, ge=1)
     keep_last: int = Field(
-        2, ge=1, description="Newest checkpoints kept; the best by validation loss is kept besides."
+        default=2, ge=1, description="Newest checkpoints kept; the best by validation loss is kept besides."
     )
 
 
 class Evaluation(Section):
-    every_steps: int = Field(1000, ge=1)
-    sequences: int = Field(1024, ge=1, description="Held-out sequences per evaluation, always the same ones.")
+    every_steps: int = Field(default=1000, ge=1)
+    sequences: int = Field(
+        default=1024, ge=1, description="Held-out sequences per evaluation, always the same ones."
+    )
 
 
 class Tracking(Section):
-    log_every_steps: int = Field(10, ge=1)
+    log_every_steps: int = Field(default=10, ge=1)
     wandb: Literal["auto", "offline", "online", "off"] = Field(
-        "auto", description="auto: online if a key is set."
+        default="auto", description="auto: online if a key is set."
     )
     project: str = "bertrain"
     group: str = ""
@@ -233,11 +249,13 @@ class Tracking(Section):
 
 
 class Scheduling(Section):
-    workers: int = Field(1, ge=1, description="Worker processes: one per GPU, or CPU workers.")
-    cpus_per_worker: int = Field(0, ge=0, description="CPU threads per worker; 0 shares the cores out.")
-    address: str = Field("", description="Ray cluster to join; empty starts one on this machine.")
+    workers: int = Field(default=1, ge=1, description="Worker processes: one per GPU, or CPU workers.")
+    cpus_per_worker: int = Field(
+        default=0, ge=0, description="CPU threads per worker; 0 shares the cores out."
+    )
+    address: str = Field(default="", description="Ray cluster to join; empty starts one on this machine.")
     max_failures: int = Field(
-        3, ge=0, description="Worker failures survived by restarting from a checkpoint."
+        default=3, ge=0, description="Worker failures survived by restarting from a checkpoint."
     )
 
 
@@ -245,8 +263,8 @@ class RunConfig(Section):
     """Everything a pretraining run is."""
 
     name: str = Field(description="Run id: a-z, 0-9 and dashes, at most 63.")
-    run_dir: str = Field("", description="Run folder; empty means runs/<name>.")
-    seed: int = Field(0, ge=0, lt=2**63)
+    run_dir: str = Field(default="", description="Run folder; empty means runs/<name>.")
+    seed: int = Field(default=0, ge=0, lt=2**63)
     corpus: Corpus
     model: Model = Model()
     pairs: Pairs = Pairs()
@@ -380,13 +398,14 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_DIGITS = "[0-9]+(?:_[0-9]+)*"
 _SCALARS: tuple[tuple[str, str, list[str]], ...] = (
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("int", r"[-+]?(0x[0-9a-fA-F]+|[0-9][0-9_]*)", list("-+0123456789")),
+    ("int", rf"[-+]?(0x[0-9a-fA-F]+|{_DIGITS})", list("-+0123456789")),
     (
         "float",
-        r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        rf"[-+]?(\.[0-9]+|{_DIGITS}(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
         list("-+0123456789."),
     ),
     ("merge", r"<<", ["<"]),
@@ -395,8 +414,7 @@ for _tag, _pattern, _first in _SCALARS:
     _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
 # PyYAML would read a leading 0 as octal.
 _Loader.add_constructor(
-    "tag:yaml.org,2002:int",
-    lambda loader, node: int(loader.construct_scalar(node), 16 if "x" in node.value else 10),
+    "tag:yaml.org,2002:int", lambda loader, node: int(node.value, 16 if "x" in node.value else 10)
 )
 
 _Keys = tuple[str | int, ...]
@@ -493,9 +511,8 @@ def _parse(text: str, where: str) -> tuple[yaml.Node | None, Any]:
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
-        line = (
-            f":{error.problem_mark.line + 1}" if error.problem_mark and not where.startswith("--set") else ""
-        )
+        mark = None if where.startswith("--set") else error.problem_mark
+        line = f":{mark.line + 1}" if mark else ""
         raise InputError(f"{where}{line}: not valid YAML: {error.problem or error.context}.") from None
     except yaml.YAMLError as error:
         raise InputError(f"{where}: not valid YAML: {' '.join(str(error).split())}.") from None
@@ -512,13 +529,12 @@ def _enter(holder: Any, part: str | int, value: Any, where: str, replace: bool =
             holder.append(value)
         elif replace or holder[part] is None:
             holder[part] = value
-    elif isinstance(holder, dict):
-        part = str(part)
-        if replace or holder.get(part) is None:
-            holder[part] = value
-    else:
-        raise InputError(f"{where} is {_shown(holder)}, not a section; {part!r} cannot be set in it.")
-    return holder[part]
+        return holder[part]
+    if isinstance(holder, dict):
+        if replace or holder.get(str(part)) is None:
+            holder[str(part)] = value
+        return holder[str(part)]
+    raise InputError(f"{where} is {_shown(holder)}, not a section; {part!r} cannot be set in it.")
 
 
 def _with_tuples(value: Any, annotation: Any) -> Any:
@@ -563,7 +579,7 @@ def _section(path: _Keys) -> type[Section] | None:
     return model
 
 
-def _is_section(annotation: Any) -> bool:
+def _is_section(annotation: Any) -> TypeGuard[type[Section]]:
     return isinstance(annotation, type) and issubclass(annotation, Section)
 
 
@@ -592,7 +608,8 @@ def _suggest(path: _Keys) -> str:
 
 def _is_echo(problem: ErrorDetails) -> bool:
     """Whether a list is called too short only because an item of it was refused, reported besides."""
-    return problem["type"] == "too_short" and len(problem["input"]) >= problem["ctx"]["min_length"]
+    least = problem.get("ctx", {}).get("min_length", 0)
+    return problem["type"] == "too_short" and len(problem["input"]) >= least
 
 
 def _description(path: _Keys) -> str:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from pretrain.config import Model, Phase, RunConfig, dump_config
 from pretrain.errors import InputError
@@ -32,8 +32,8 @@ PEAK_FLOPS = {
     "H200": 989e12,
     "B200": 2250e12,
 }
-# Share of that peak that useful work reaches. By this count NVIDIA's BERT-Large on 8 A100 reached 0.44 at length
-# 128 and 0.33 at 512 (DeepLearningExamples README); our own step on CPU reaches half the measured matmul peak.
+# Share of that peak that useful work reaches. By this count NVIDIA's BERT-Large on 8 A100 reached 0.44 at
+# length 128 and 0.33 at 512 (DeepLearningExamples README); our step on CPU reaches half of what matmul does.
 ASSUMED_UTILISATION = {"cuda": 0.40, "cpu": 0.50}
 
 
@@ -103,7 +103,7 @@ def vocabulary_size(config: RunConfig) -> int:
 # ---- Memory
 
 # DeepSpeed 0.19.8 reduces ZeRO 0 and 1 gradients in flattened copies of at most this many entries
-# (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE) and ZeRO 2 and 3 in buckets of engine.py's reduce_bucket_size.
+# (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE) and those of ZeRO 2 and 3 in our engine.py's buckets.
 _WHOLE_BUCKET = 500_000_000
 _BUCKET = 50_000_000
 # ZeRO 3 keeps gathered weights until this many are live (stage3_max_live_parameters, by default 1e9).
@@ -379,8 +379,8 @@ def _work_lines(config: RunConfig, size: int, mean_length: float | None) -> str:
     head = ("phase", "length", "mean", "steps", "sequences", "tokens", "FLOP/token", "FLOP/step", "FLOP")
     rows = [
         (
-            str(number), str(phase.sequence_length), f"{w.mean_length:.1f}", f"{w.steps:,}", f"{w.sequences:,}",
-            f"{w.tokens:.3g}", f"{w.flops / w.tokens:.4g}", f"{w.flops / w.steps:.3g}", f"{w.flops:.3g}",
+            str(number), str(phase.sequence_length), f"{w.mean_length:.1f}", f"{w.steps:,}",
+            f"{w.sequences:,}", f"{w.tokens:.3g}", f"{w.flops / w.tokens:.4g}", f"{w.flops / w.steps:.3g}", f"{w.flops:.3g}",
         )
         for number, (phase, w) in enumerate(zip(config.phases, work, strict=True))
     ]  # fmt: skip
@@ -420,7 +420,10 @@ def _corpus_lines(config: RunConfig) -> str:
     if not (folder / MANIFEST).exists():
         from pretrain.corpus.prepare import describe
 
-        return f"  {folder}: not prepared yet\n" + _indent(describe(config))
+        try:
+            return preparation_lines(describe(config))
+        except InputError as error:  # the run can be estimated before its text is there
+            return f"  {folder}: not prepared, and cannot be yet: {error}"
     manifest = read_manifest(folder)
     lines = []
     for split in ("train", "validation"):
@@ -429,6 +432,18 @@ def _corpus_lines(config: RunConfig) -> str:
         lines.append(f"  {split}: " + ", ".join(f"{sum(s[kind] for s in shards):,} {kind}" for kind in kinds))
     names = ", ".join(source["name"] for source in manifest["sources"])
     lines.append(f"  {folder}: {manifest['vocabulary_size']:,} vocabulary entries, sources {names}")
+    return "\n".join(lines)
+
+
+def preparation_lines(plan: dict[str, Any]) -> str:
+    """What `pretrain.corpus.prepare.describe` found to read, as text."""
+    lines = [
+        f"  {source['name']}: {source['kind']}, {source['files']:,} files, {source['bytes'] / 1e6:,.1f} MB, "
+        f"weight {source['weight']:g}"
+        for source in plan["sources"]
+    ]
+    read = f"{plan['bytes'] / 1e6:,.1f} MB to read by {plan['processes']} processes"
+    lines.append(f"  {plan['dir']}: {plan['state']}; {read}")
     return "\n".join(lines)
 
 

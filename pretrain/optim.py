@@ -154,13 +154,13 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(groups, defaults)
         self._segments: dict[Tensor, Sequence[Segment]] | None = None
         self._tensor_count = 0
-        self._reduce: Callable[[Tensor], None] = lambda norms: None
+        self._reduce: Callable[[Tensor], Any] = lambda norms: None
 
     def set_segments(
         self,
         segments: Mapping[Tensor, Sequence[Segment]],
         tensor_count: int,
-        reduce: Callable[[Tensor], None],
+        reduce: Callable[[Tensor], Any],
     ) -> None:
         """Say what the flat parameters hold, once a wrapper has flattened and sharded them.
 

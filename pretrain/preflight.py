@@ -1,4 +1,4 @@
-"""What is settled in the driver before a worker starts: is the run possible, is it new, what is it made of."""
+"""What is settled in the driver before a worker starts: is the run possible, is it new, what is it."""
 
 from __future__ import annotations
 
@@ -76,8 +76,8 @@ def check_run_folder(config: RunConfig, resume: bool) -> None:
     checkpoints = sorted(path.parent.name for path in folder.glob(f"checkpoints/*/{MANIFEST}"))
     if checkpoints and not resume:
         raise InputError(
-            f"{folder}: already holds checkpoints (newest {checkpoints[-1]}). Add --resume to continue that run, "
-            "or choose another name or run_dir to begin a new one."
+            f"{folder}: already holds checkpoints (newest {checkpoints[-1]}). Add --resume to "
+            "continue that run, or choose another name or run_dir to begin a new one."
         )
     before = folder / CONFIG_FILE
     if checkpoints and before.exists():

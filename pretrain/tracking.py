@@ -54,6 +54,8 @@ _WANDB_EVALUATION = {"step": "train/global_step", "epoch": "train/epoch", "secon
 _INIT_SECONDS = 10.0
 # For the last records to be uploaded at the end; what is left then, `wandb sync` sends later.
 _FINISH_SECONDS = 30.0
+# For W&B's process to end after that; it gives itself 10 s.
+_TEARDOWN_SECONDS = 12.0
 
 
 class Tracker:
@@ -118,7 +120,7 @@ class Tracker:
             self._wandb.log_artifact(folder, f"model-{self.run_id}")
 
     def close(self) -> None:
-        """Make the file durable and let W&B finish; waits at most 40 s, and only when online."""
+        """Make the file durable and let W&B finish; waits for its network under a minute."""
         if self._file is not None:
             with disk_errors(Path(self._file.name)):
                 os.fsync(self._file.fileno())
@@ -272,7 +274,9 @@ class _WandbMirror:
 
     def __init__(self, mode: str, arguments: dict[str, Any]) -> None:
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
-        self._patience = _INIT_SECONDS + _FINISH_SECONDS if mode == "online" else _INIT_SECONDS
+        self._patience = _TEARDOWN_SECONDS
+        if mode == "online":
+            self._patience += _INIT_SECONDS + _FINISH_SECONDS
         self._thread = threading.Thread(target=self._run, args=(mode, arguments), name="wandb", daemon=True)
         self._thread.start()
 
@@ -295,7 +299,7 @@ class _WandbMirror:
                     run.log(value)
                 else:
                     _log_wandb_artifact(run, *value)
-            run.finish()
+            _finish_wandb(run)
         except Exception:
             # The mirror is a convenience; metrics.jsonl has everything, so training goes on without it.
             _log.exception("W&B stopped; metrics.jsonl goes on. See %s/wandb", arguments["dir"])
@@ -333,6 +337,14 @@ def _log_wandb_artifact(run: Any, folder: Path, name: str) -> None:
     artifact = wandb.Artifact(name, type="model")
     artifact.add_dir(str(folder), skip_cache=True, policy="immutable")  # by reference: no second copy on disk
     run.log_artifact(artifact, aliases=["final_model"])
+
+
+def _finish_wandb(run: Any) -> None:
+    import wandb
+
+    run.finish()
+    # W&B's own process writes the file; without this a killed worker could still lose the end of it.
+    wandb.teardown()
 
 
 # ---- logging

@@ -47,7 +47,7 @@ def make_corpus(
 
 
 def make_vocabulary(size: int) -> list[str]:
-    """Specials first, then letters and their ## forms, made-up words and ## pieces, two [unused] at the end."""
+    """Specials, letters and their ## forms, made-up words and ## pieces, two [unused] at the end."""
     letters = list(string.ascii_lowercase + string.punctuation)
     entries = [*SPECIALS, *letters, *(f"##{letter}" for letter in string.ascii_lowercase)]
     entries += [f"##p{number}" if number % 5 == 0 else f"word{number}" for number in range(max(0, size))]

@@ -22,7 +22,11 @@ from pretrain.errors import InputError
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return make_corpus(
-        tmp_path_factory.mktemp("corpus") / "c", documents=30, sources=2, weights=(1.0, 0.5), vocabulary_size=300
+        tmp_path_factory.mktemp("corpus") / "c",
+        documents=30,
+        sources=2,
+        weights=(1.0, 0.5),
+        vocabulary_size=300,
     )
 
 
@@ -32,7 +36,12 @@ def shards(folder) -> TokenShards:
 
 
 def run_config(*, length=64, sequences=24, steps=6, budget=512, evaluation=100, **sections) -> RunConfig:
-    phase = {"sequence_length": length, "global_sequences": sequences, "steps": steps, "peak_learning_rate": 1e-4}
+    phase = {
+        "sequence_length": length,
+        "global_sequences": sequences,
+        "steps": steps,
+        "peak_learning_rate": 1e-4,
+    }
     return RunConfig.model_validate(
         {
             "name": "test",
@@ -87,7 +96,13 @@ def test_micro_batches_keep_their_contract(shards):
             assert micro.nsp_labels.shape == (count,)
             assert micro.masked_rows.shape == micro.masked_labels.shape
             assert {micro.cu_seqlens.dtype, micro.token_keys.dtype} == {torch.int32}
-            wide = (micro.input_ids, micro.token_types, micro.positions, micro.masked_rows, micro.masked_labels)
+            wide = (
+                micro.input_ids,
+                micro.token_types,
+                micro.positions,
+                micro.masked_rows,
+                micro.masked_labels,
+            )
             assert {field.dtype for field in (*wide, micro.nsp_labels)} == {torch.int64}
             assert (micro.input_ids[micro.cu_seqlens[:-1].long()] == 2).all()
     without = load(shards, run_config(pairs={"next_sentence": False}))[0]
@@ -101,7 +116,9 @@ def test_the_global_batch_is_the_same_for_any_world_micro_batch_and_restart(shar
     expected = global_batches(reference)
     assert [sum(step.values()) for step in expected] == [24] * 6
     for world_size, budget, start in ((2, 512, 0), (3, 256, 0), (1, 128, 2), (4, 64, 5), (24, 512, 3)):
-        ranks = load(shards, run_config(masking=masking, budget=budget), world_size=world_size, start_step=start)
+        ranks = load(
+            shards, run_config(masking=masking, budget=budget), world_size=world_size, start_step=start
+        )
         assert global_batches(ranks) == expected[start:]
         for step, batches in enumerate(zip(*ranks, strict=True), start):
             assert len({len(batch.micro_batches) for batch in batches}) == 1
@@ -181,7 +198,8 @@ def test_validation_batches_are_fixed(folder, shards):
     for world_size, budget, seed in ((1, 512, 0), (1, 256, 7), (3, 512, 3)):
         config = run_config(budget=budget, seed=seed, evaluation=50)
         ranks = [
-            validation_batches(held_out, config, 0, rank=rank, world_size=world_size) for rank in range(world_size)
+            validation_batches(held_out, config, 0, rank=rank, world_size=world_size)
+            for rank in range(world_size)
         ]
         batches = sum(global_batches(ranks), Counter())
         assert sum(batches.values()) == 50 == sum(batch.sequences for batch in ranks[0])

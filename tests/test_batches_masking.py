@@ -18,6 +18,8 @@ from pretrain.config import Masking, Pairs
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.errors import InputError
 
+DEFAULT = Masking.model_validate({})
+
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory) -> TokenShards:
@@ -26,8 +28,16 @@ def shards(tmp_path_factory) -> TokenShards:
 
 def mask(shards, samples, *, length=64, max_predictions=0, next_sentence=True, **masking):
     """(plan, rows, masked) of some samples."""
-    made = Sampler(shards, Pairs(next_sentence=next_sentence), sequence_length=length, seed=0, phase=0)
-    masker = Masker(shards, Masking(**masking), sequence_length=length, max_predictions=max_predictions)
+    made = Sampler(
+        shards,
+        Pairs.model_validate({"next_sentence": next_sentence}),
+        sequence_length=length,
+        seed=0,
+        phase=0,
+    )
+    masker = Masker(
+        shards, Masking.model_validate(masking), sequence_length=length, max_predictions=max_predictions
+    )
     plan = made.plan(np.asarray(samples))
     rows = made.gather(plan)
     return plan, rows, masker.apply(rows, plan.key)
@@ -52,10 +62,12 @@ def test_exact_counts_and_never_a_special_token(shards, next_sentence, length, m
 
 def test_counts_are_known_from_lengths(shards):
     plan, rows, masked = mask(shards, np.arange(500), max_predictions=7)
-    masker = Masker(shards, Masking(), sequence_length=64, max_predictions=7)
+    masker = Masker(shards, DEFAULT, sequence_length=64, max_predictions=7)
     known = masker.counts(plan.lengths, special_tokens=3)
     assert np.array_equal(known, np.bincount(rows.sequence[masked.rows], minlength=500))
-    greedy = Masker(shards, Masking(probability=0.99), sequence_length=64, max_predictions=64)
+    greedy = Masker(
+        shards, Masking.model_validate({"probability": 0.99}), sequence_length=64, max_predictions=64
+    )
     assert greedy.counts(np.array([5, 64]), special_tokens=3).tolist() == [2, 61]
 
 
@@ -74,10 +86,10 @@ def test_every_position_is_as_likely(shards):
 
 
 def test_shares_of_replacements(shards):
-    _, rows, masked = mask(shards, np.arange(12_000))
+    _, _, masked = mask(shards, np.arange(12_000))
     made, total = masked.input_ids[masked.rows], len(masked.rows)
     as_mask, kept = (made == 4).mean(), (made == masked.labels).mean()
-    ordinary = Masker(shards, Masking(), sequence_length=64, max_predictions=0).ordinary
+    ordinary = Masker(shards, DEFAULT, sequence_length=64, max_predictions=0).ordinary
     # A random token is the old one by chance once in len(ordinary) times.
     chance = 0.1 / len(ordinary)
     for share, expected in ((as_mask, 0.8), (kept, 0.1 + chance), (1 - as_mask - kept, 0.1 - chance)):
@@ -137,7 +149,7 @@ def test_whole_words_stay_together(shards, next_sentence):
 
 
 def test_whole_words_all_get_their_turn(shards):
-    """Words of one piece are masked as often as any other token, long ones a little less (they may not fit)."""
+    """Words of one piece are masked as often as single tokens are, long ones, which may not fit, less."""
     _, rows, masked = mask(shards, np.arange(1500), length=128, whole_word=True)
     chosen = np.isin(np.arange(len(rows.input_ids)), masked.rows)
     found = [word for sequence in words(shards, rows) for word in sequence]
@@ -161,7 +173,7 @@ def test_masks_depend_on_the_sample_alone(shards, samples, whole_word):
 
 
 def test_token_keys_differ_across_positions_samples_and_epochs(shards):
-    made = Sampler(shards, Pairs(), sequence_length=64, seed=0, phase=0)
+    made = Sampler(shards, Pairs.model_validate({}), sequence_length=64, seed=0, phase=0)
     epoch = made.samples_per_epoch
     keys = np.concatenate([mask(shards, np.arange(300) + e * epoch)[2].token_keys for e in range(3)])
     repeated = len(keys) - len(np.unique(keys))
@@ -171,7 +183,7 @@ def test_token_keys_differ_across_positions_samples_and_epochs(shards):
 
 
 def test_masks_change_with_the_epoch(shards):
-    made = Sampler(shards, Pairs(), sequence_length=64, seed=0, phase=0)
+    made = Sampler(shards, Pairs.model_validate({}), sequence_length=64, seed=0, phase=0)
     first = mask(shards, np.arange(50))[2].rows
     second = mask(shards, np.arange(50) + made.samples_per_epoch)[2].rows
     assert len(np.intersect1d(first, second)) < 0.4 * len(first)
@@ -181,4 +193,4 @@ def test_a_vocabulary_that_does_not_match_is_refused(shards, tmp_path: Path):
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n")
     for wrong, message in ((tmp_path, "2 entries"), (tmp_path / "none", "cannot be read")):
         with pytest.raises(InputError, match=message):
-            Masker(replace(shards, folder=wrong), Masking(), sequence_length=64, max_predictions=0)
+            Masker(replace(shards, folder=wrong), DEFAULT, sequence_length=64, max_predictions=0)

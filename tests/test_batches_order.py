@@ -15,7 +15,7 @@ KEY = root_key("test", 0)
 
 
 def chi_square(counts: np.ndarray) -> float:
-    """How many standard deviations the chi-square statistic of `counts` against a flat law is off its mean."""
+    """Standard deviations by which the chi-square statistic of `counts` is off what a flat law gives."""
     expected = counts.sum() / len(counts)
     freedom = len(counts) - 1
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
@@ -73,11 +73,13 @@ def test_binomial_counts_fair_coins():
 
 @settings(max_examples=25, deadline=None)
 @given(
-    sources=st.lists(st.tuples(st.integers(0, 60), st.sampled_from([0.3, 0.5, 1.0, 1.7, 3.0])), min_size=1, max_size=4),
+    sources=st.lists(
+        st.tuples(st.integers(0, 60), st.sampled_from([0.3, 0.5, 1.0, 1.7, 3.0])), min_size=1, max_size=4
+    ),
     key=st.integers(0, 2**32),
 )
 def test_epochs_go_through_every_source_in_turn(sources, key):
-    """Each epoch takes round(weight x size) samples of a source, and no pass begins before the last is used up."""
+    """Each epoch takes round(weight x size) samples of a source; no pass begins before the last ends."""
     sizes, weights = zip(*sources, strict=True)
     order = Order(sizes, weights, root_key(key))
     if not order.samples_per_epoch:

@@ -97,7 +97,7 @@ def test_a_bug_ends_after_max_failures_and_names_the_log(folder: Path) -> None:
 class Launched:
     """`run` in a process of its own, as a command line would call it."""
 
-    def __init__(self, target: str, folder: Path, **options: Any):
+    def __init__(self, target: str, folder: Path, python: str = sys.executable, **options: Any):
         script = (
             "import json, sys\n"
             "from cluster.run import run\n"
@@ -109,7 +109,7 @@ class Launched:
             "    sys.exit(error.exit_code)\n"
         )
         self.process = subprocess.Popen(
-            [sys.executable, "-c", script, f"cluster_targets:{target}", json.dumps(options)],
+            [python, "-c", script, f"cluster_targets:{target}", json.dumps(options)],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])},
             stdout=subprocess.PIPE,
@@ -155,6 +155,19 @@ def test_second_interrupt_ends_at_once(folder: Path) -> None:
     code, output = launched.end(10)
     assert code == 75
     assert "without a last checkpoint" in output
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("nothing_left")
+def test_paths_with_spaces(folder: Path) -> None:
+    place = folder / "two words"
+    place.mkdir()
+    python = Path(sys.executable)
+    (place / "venv").symlink_to(python.parent.parent)
+    launched = Launched("fine", place, str(place / "venv" / python.parent.name / python.name))
+    code, output = launched.end(90)
+    assert (code, output) == (0, "")
+    assert _starts(place) == ["resume=False"]
 
 
 @pytest.mark.slow

@@ -211,14 +211,12 @@ class TestWandb:
         class Run:
             log = logged.append
 
-            def finish(self) -> None:
-                logged.append("finished")
-
         def start_wandb(mode: str, arguments: dict[str, Any]) -> Run:
             assert may_start.wait(60)
             return Run()
 
         monkeypatch.setattr(tracking, "_start_wandb", start_wandb)
+        monkeypatch.setattr(tracking, "_finish_wandb", lambda run: logged.append("finished"))
         tracker = start(tmp_path, wandb="offline")
         tracker.log({"step": 1})
         tracker.log({"step": 2})

@@ -1,18 +1,18 @@
 """Batches: samples dealt to ranks and micro-batches, unpadded, made in the background (laws 1-3).
 
-Every rank plans the whole global batch (that needs offsets only), so all of them know its lengths and deal it out
-alike without a word between them; each then fetches and masks the tokens of its own sequences.
+Every rank plans the whole global batch (that needs offsets only), so all of them know its lengths and deal it
+out alike without a word between them; each then fetches and masks the tokens of its own sequences.
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import queue
 import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -21,10 +21,8 @@ from torch import Tensor
 from pretrain.batches.masking import Masker
 from pretrain.batches.pairs import Plan, Sampler
 from pretrain.config import RunConfig
+from pretrain.corpus.shards import TokenShards
 from pretrain.errors import InputError
-
-if TYPE_CHECKING:
-    from pretrain.corpus.shards import TokenShards
 
 _PREFETCH_TOKENS = 1 << 22  # of one rank; a token is 28 bytes here, so this is 120 MB
 _BLOCK_TOKENS = 1 << 16  # gathered at a time when whole words are counted
@@ -64,8 +62,9 @@ class StepBatch:
 class Loader:
     """The batches of one phase from `start_step` on, made ahead by a background thread.
 
-    Iterating gives one `StepBatch` per optimizer step until the phase ends. `stall_seconds` is the time that the
-    consumer has waited so far. Raises `InputError` when the corpus or the config cannot give such batches.
+    Iterating gives one `StepBatch` per optimizer step until the phase ends. `stall_seconds` is the time that
+    the consumer has waited so far. Raises `InputError` when the corpus or the config cannot give such
+    batches.
     """
 
     def __init__(
@@ -150,8 +149,8 @@ def validation_batches(
 ) -> list[StepBatch]:
     """The held-out batches of a phase: the same samples every time and whatever `config.seed` is.
 
-    At most `config.evaluation.sequences`; none when the corpus has no validation split. When a micro-batch holds
-    only one sequence, up to `world_size` - 1 samples are left out so that they come out even.
+    At most `config.evaluation.sequences`; none when the corpus has no validation split. When a micro-batch
+    holds only one sequence, up to `world_size` - 1 samples are left out so that they come out even.
     """
     if not shards.shards:
         return []
@@ -162,8 +161,8 @@ def validation_batches(
     where = f"{shards.folder}, validation split, evaluation.sequences"
     _check_dealing(config, phase, where, count, world_size)
     parts = max(1, count // max(_EVALUATION_SEQUENCES, world_size))
-    bounds = [count // world_size * part // parts * world_size for part in range(parts)] + [count]
-    return [maker.make(first, last - first) for first, last in zip(bounds, bounds[1:], strict=False)]
+    bounds = [*(count // world_size * part // parts * world_size for part in range(parts)), count]
+    return [maker.make(first, last - first) for first, last in itertools.pairwise(bounds)]
 
 
 class BatchMaker:
@@ -230,12 +229,13 @@ class BatchMaker:
 
 
 def deal(lengths: np.ndarray, world_size: int, budget: int) -> list[np.ndarray]:
-    """Deal sequences out to `world_size` * M micro-batches of at most `budget` tokens, M as small as possible.
+    """Deal sequences out to `world_size` * M micro-batches of at most `budget` tokens, M as small as
+    possible.
 
-    Longest first, each to the micro-batch with the fewest tokens (Graham's LPT rule), so that all have nearly the
-    same. `lengths` int64 [B] -> one int64 array of indices per micro-batch, in ascending length order; rank r takes
-    every `world_size`-th from r on. Needs B >= `world_size`, no length above `budget`, and, where B is no multiple
-    of `world_size`, none above half of it; then none is empty.
+    Longest first, each to the micro-batch with the fewest tokens (Graham's LPT rule), so that all have nearly
+    the same. `lengths` int64 [B] -> one int64 array of indices per micro-batch, in ascending length order;
+    rank r takes every `world_size`-th from r on. Needs B >= `world_size`, no length above `budget`, and,
+    where B is no multiple of `world_size`, none above half of it; then none is empty.
     """
     descending = np.argsort(-lengths, kind="stable")
     ordered = lengths[descending].tolist()
@@ -261,8 +261,8 @@ def _longest_first(descending: list[int], count: int, budget: int) -> list[list[
 def _check_dealing(config: RunConfig, phase: int, where: str, sequences: int, world_size: int) -> None:
     if sequences < world_size:
         raise InputError(
-            f"{where}: {sequences} sequences for {world_size} workers. Give each at least one: fewer workers, "
-            "a larger batch or more text."
+            f"{where}: {sequences} sequences for {world_size} workers. Give each at least one: fewer workers,"
+            " a larger batch or more text."
         )
     length, budget = config.phases[phase].sequence_length, config.engine.micro_batch_tokens
     if sequences % world_size and budget < 2 * length:

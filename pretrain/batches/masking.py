@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from pretrain import config
 from pretrain.batches.order import below, draw, uniform
 from pretrain.batches.pairs import Rows
+from pretrain.corpus.shards import TokenShards
 from pretrain.errors import InputError
-
-if TYPE_CHECKING:
-    from pretrain.corpus.shards import TokenShards
 
 _TOKENS, _REPLACE, _CHOOSE = range(1 << 32, (1 << 32) + 3)  # counters apart from those of pairs.py
 _UNUSED = re.compile(r"\[unused\d+\]")
@@ -36,8 +33,8 @@ class Masked:
 class Masker:
     """Masks exactly as many tokens of each sequence as `counts` says, never a special one.
 
-    With `whole_word` the pieces of a word are masked together, and a sequence may stay below its count when no
-    word fits any more. Raises `InputError` when vocab.txt does not match the shards.
+    With `whole_word` the pieces of a word are masked together, and a sequence may stay below its count when
+    no word fits any more. Raises `InputError` when vocab.txt does not match the shards.
     """
 
     def __init__(
@@ -59,7 +56,7 @@ class Masker:
         self._continues = np.array([entry.startswith("##") for entry in vocabulary])
 
     def counts(self, lengths: np.ndarray, *, special_tokens: int) -> np.ndarray:
-        """Masked tokens of sequences of `lengths` (special tokens included), at most; exactly so per token."""
+        """Masked tokens of sequences of `lengths`, special tokens included; at most, if whole words."""
         return np.minimum(self._counts[lengths], lengths - special_tokens)
 
     def apply(self, rows: Rows, key: np.ndarray) -> Masked:
@@ -101,7 +98,7 @@ class Masker:
         return replaced
 
     def _choose_words(self, rows: Rows, bits: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-        """Words in random order, each taken if it still fits: google-research/bert create_pretraining_data.py."""
+        """Words in random order, each taken if it still fits (google-research/bert)."""
         begins_word = ~self._continues[rows.input_ids[candidates]]
         begins_word[0] = True
         begins_word[1:] |= np.diff(candidates) > 1  # the first piece after a special token
@@ -129,8 +126,8 @@ class Masker:
 def _shuffle(rows: Rows, index: np.ndarray, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Shuffle `index` (ascending rows of the token axis) within each sequence.
 
-    Returns where each sequence ends in the result, int64 [S], and the result. One sort of 64-bit numbers does it:
-    sequence, then 32 or fewer random bits, then position.
+    Returns where each sequence ends in the result, int64 [S], and the result. One sort of 64-bit numbers does
+    it: sequence, then 32 or fewer random bits, then position.
     """
     sequences = len(rows.starts) - 1
     position_bits = int(rows.positions.max(initial=0)).bit_length()

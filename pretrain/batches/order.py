@@ -30,7 +30,7 @@ def root_key(*parts: str | int) -> np.uint64:
 
 def draw(key: np.ndarray | np.uint64, counter: np.ndarray | int) -> np.ndarray:
     """64 pseudo-random bits, uint64, for each pair of `key` and `counter` (broadcast)."""
-    # Arrays of one element, not scalars: numpy warns of the intended wrap-around in scalars only.
+    # An array even of one counter: numpy warns of the intended wrap-around in scalars.
     bits = np.atleast_1d(np.asarray(counter).astype(np.uint64)) + np.uint64(1)
     return _mix(bits * _INCREMENT + key)
 
@@ -63,8 +63,8 @@ def binomial(count: np.ndarray, key: np.ndarray, counter: int) -> np.ndarray:
 def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
     """Where a keyed pseudo-random permutation of 0 .. size-1 sends `index`.
 
-    `index` int64 [B], `key` uint64 [B] (one permutation per key) -> int64 [B]. A Feistel network over the next power
-    of two, walked along its cycle until it lands inside.
+    `index` int64 [B], `key` uint64 [B] (one permutation per key) -> int64 [B]. A Feistel network over the
+    next power of two, walked along its cycle until it lands inside.
     """
     result = index.astype(np.uint64)
     bits = max(8, (size - 1).bit_length())  # below that the halves are too small to hash well
@@ -88,8 +88,8 @@ class Place:
 class Order:
     """The endless sequence of samples: epoch after epoch, each a new mixture of all sources.
 
-    `sizes[s]` samples make one pass over source s and `weights[s]` passes make one epoch. A source goes on where the
-    last epoch left it, so with weight 0.5 two epochs see all of it once.
+    `sizes[s]` samples make one pass over source s and `weights[s]` passes make one epoch. A source goes on
+    where the last epoch left it, so with weight 0.5 two epochs see all of it once.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], key: np.uint64) -> None:

@@ -1,13 +1,14 @@
 """Samples cut from documents: sentence pairs for next-sentence prediction, or full sentences in one segment.
 
-After Devlin et al., appendix A.2, and google-research/bert create_pretraining_data.py, but reached by number: where a
-sample begins is computed, not the end of a walk through the corpus (law 1). Everything is vectorised over samples.
+After Devlin et al., appendix A.2, and google-research/bert create_pretraining_data.py, but reached by number:
+where a sample begins is computed, not the end of a walk through the corpus (law 1). Everything is vectorised
+over samples.
 
-A sample reads on average R tokens from where it begins (a true pair reads the whole target, a random one only its
-first segment), so a document of n tokens gets max(1, round(n / R)) samples: each token is read about once per pass,
-and counts do not depend on chance. They begin at even distances from the document's first token to R tokens before
-its end, moved together by up to half that distance in every pass; the first and the last are left where they are in
-every other pass, lest heads and tails be read too rarely.
+A sample reads on average R tokens from where it begins (a true pair reads the whole target, a random one only
+its first segment), so a document of n tokens gets max(1, round(n / R)) samples: each token is read about once
+per pass, and counts do not depend on chance. They begin at even distances from the document's first token to
+R tokens before its end, moved together by up to half that distance in every pass; the first and the last are
+left where they are in every other pass, lest heads and tails be read too rarely.
 """
 
 from __future__ import annotations
@@ -15,17 +16,14 @@ from __future__ import annotations
 import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.lib.stride_tricks import as_strided
 
 from pretrain import config
 from pretrain.batches.order import Order, below, binomial, draw, root_key, uniform
+from pretrain.corpus.shards import TokenShards
 from pretrain.errors import InputError
-
-if TYPE_CHECKING:
-    from pretrain.corpus.shards import TokenShards
 
 # Counters of the independent random numbers of one sample.
 _SHORT, _TARGET, _SPLIT, _RANDOM_NEXT, _TAIL, _OTHER, _BEGIN, _WINDOW_A, _WINDOW_B = range(9)
@@ -84,15 +82,15 @@ class Sampler:
         self.pairs = pairs
         self.special_tokens = 3 if pairs.next_sentence else 2
         self.room = sequence_length - self.special_tokens
-        # A true pair reads all of its target, a random one half of it on average; full sentences lose the last
-        # one that does not fit.
+        # A true pair reads all of its target, a random one half of it on average; full sentences lose the
+        # last one that does not fit.
         reads = 1 - pairs.random_next_share / 2 if pairs.next_sentence else 0.9
         self.reach = max(1, round(reads * self.room))
         self._corpus = _Corpus(shards, self.reach, least_sentences=2 if pairs.next_sentence else 1)
         if pairs.next_sentence and self._corpus.documents < 2:
             raise InputError(
-                f"{shards.folder}: {self._corpus.documents} documents, but pairs need a second one for random next "
-                "sentences. Add documents or set pairs.next_sentence: false."
+                f"{shards.folder}: {self._corpus.documents} documents, but pairs need a second one for "
+                "random next sentences. Add documents or set pairs.next_sentence: false."
             )
         key = root_key(shards.fingerprint, seed, phase)
         order_key, self._sample_key, self._anchor_key = draw(key, np.arange(3))
@@ -100,8 +98,8 @@ class Sampler:
         self._order = Order(self._corpus.samples, weights, order_key)
         if not self.samples_per_epoch:
             raise InputError(
-                f"{shards.folder}: no document has the {self._corpus.least_sentences} sentences a sample needs. "
-                "Add text or set pairs.next_sentence: false."
+                f"{shards.folder}: no document has the {self._corpus.least_sentences} sentences a sample "
+                "needs. Add text or set pairs.next_sentence: false."
             )
 
     @property
@@ -155,7 +153,7 @@ class Sampler:
         return Rows(input_ids, token_types, index - begins[sequence], starts, sequence, ordinary)
 
     def _anchors(self, samples: np.ndarray) -> tuple[_Documents, np.ndarray, np.ndarray]:
-        """Documents of `samples`, the sentence each begins with, and whether it is its document's last sample."""
+        """Document of each sample, the sentence it begins with, whether it is the document's last."""
         place = self._order.locate(samples)
         number, index, count = self._corpus.find(place.source, place.slot)
         documents = self._corpus.look_up(number)
@@ -182,8 +180,8 @@ class Sampler:
         end = np.maximum(end, anchor + 2)
         split = anchor + 1 + below(draw(key, _SPLIT), end - anchor - 1)
         label = uniform(draw(key, _RANDOM_NEXT)) < self.pairs.random_next_share
-        # A random pair leaves its second half unread. After the last sample nobody else would come by to read it,
-        # so there either half is kept.
+        # A random pair leaves its second half unread. After the last sample nobody else would come by to read
+        # it, so there either half is kept.
         tail = label & last & (draw(key, _TAIL) >> np.uint64(63)).astype(bool)
         first_a, end_a = np.where(tail, split, anchor), np.where(tail, end, split)
         begin_a = corpus.offset(shard, first_a)
@@ -275,7 +273,7 @@ class _Corpus:
         return _Documents(number, shard, first, last, begin, end - begin)
 
     def another(self, documents: _Documents, bits: np.ndarray) -> np.ndarray:
-        """Number of a random other document, uniform over its source (over the corpus where that has only one)."""
+        """Number of a random other document of the same source, or of any where that has only one."""
         source = np.searchsorted(self._source_first, documents.number, side="right") - 1
         # Sources without documents share their first number with the next one that has some: take the latter.
         alone = self._source_count[source] < 2
@@ -305,8 +303,8 @@ class _Corpus:
 class _Joined:
     """Many arrays of one type read by one `take`, where they lie, without a copy.
 
-    A view is stretched from the lowest of them in memory to the highest; what lies between is never touched, since
-    every index is checked against its own array first.
+    A view is stretched from the lowest of them in memory to the highest; what lies between is never touched,
+    since every index is checked against its own array first.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray]) -> None:

@@ -17,13 +17,14 @@ def split_sentences(document: str, language: str) -> list[str]:
     sentencex never cuts inside quotation marks, which in novels makes sentences of several hundred words; long
     ones are therefore cut a second time with the marks hidden.
     """
-    sentences: list[str] = []
-    for sentence in sentencex.segment(language, document.replace("\n", "\n\n")):
-        if len(sentence) > _LONG_SENTENCE_CHARACTERS:
-            sentences += _split_quotations(sentence, language)
-        else:
-            sentences.append(sentence)
-    return sentences
+    sentences = sentencex.segment(language, document.replace("\n", "\n\n"))
+    if max(map(len, sentences), default=0) <= _LONG_SENTENCE_CHARACTERS:
+        return sentences
+    return [
+        part
+        for sentence in sentences
+        for part in (_split_quotations(sentence, language) if len(sentence) > _LONG_SENTENCE_CHARACTERS else (sentence,))
+    ]
 
 
 def _split_quotations(sentence: str, language: str) -> list[str]:

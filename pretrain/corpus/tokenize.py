@@ -11,8 +11,8 @@ text are ordinary characters here (BertTokenizer with `split_special_tokens=True
 from __future__ import annotations
 
 import hashlib
-import re
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +40,6 @@ def _character_classes() -> bytes:
 _CLASSES = _character_classes()
 _LOWER = bytes(range(256)).lower()
 _LOW_BYTES = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)  # keeps the first n bytes of a little-endian word
-_PLAIN_WORD = re.compile(rb"[\x21-\x7e]+")
 
 
 @dataclass(frozen=True)
@@ -134,7 +133,7 @@ class WordTable:
 
     def intern_words(self, words: Sequence[bytes]) -> np.ndarray:
         """int32 numbers of `words`."""
-        lengths = np.fromiter((len(word) for word in words), np.int64, len(words))
+        lengths = np.fromiter(map(len, words), np.int64, len(words))
         buffer = np.frombuffer(b"".join(words) + bytes(_PADDING), np.uint8)
         return self.intern(buffer, np.cumsum(lengths) - lengths, lengths)
 
@@ -297,31 +296,24 @@ class WordPieces:
         if known == self._table.size:
             return
         pieces = word_pieces(self._tokenizer, self._table.words(np.arange(known, self._table.size)))
-        counts = np.fromiter((len(ids) for ids in pieces), np.int32, len(pieces))
-        new = np.fromiter((n for ids in pieces for n in ids), np.int32, int(counts.sum()))
+        counts = np.fromiter(map(len, pieces), np.int32, len(pieces))
+        new = np.fromiter(itertools.chain.from_iterable(pieces), np.int32, int(counts.sum()))
         self._first = np.concatenate([self._first, len(self._pool) + (np.cumsum(counts) - counts).astype(np.int32)])
         self._counts = np.concatenate([self._counts, counts])
         self._pool = np.concatenate([self._pool, new])
 
 
-def word_pieces(tokenizer: Tokenizer, words: Iterable[bytes]) -> list[list[int]]:
-    """Ids of each word. Words hold no ASCII blank; ASCII punctuation stands alone.
+def word_pieces(tokenizer: Tokenizer, words: Sequence[bytes]) -> list[list[int]]:
+    """Ids of each word. Words hold no ASCII blank, ASCII marks stand alone, ASCII letters have the right case.
 
-    Plain ASCII words go straight to the WordPiece model: normalising and cutting would not change them (case is
-    settled here). All others take the tokenizer's whole way.
+    Plain ASCII words go straight to the WordPiece model, as normalising and cutting would not change them. All others
+    take the tokenizer's whole way.
     """
-    lowercase = tokenizer.normalizer.lowercase  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
-    model = tokenizer.model
-    result: list[list[int]] = []
-    others: list[tuple[int, str]] = []
-    for number, word in enumerate(words):
-        if _PLAIN_WORD.fullmatch(word):
-            text = word.decode("ascii")
-            result.append([token.id for token in model.tokenize(text.lower() if lowercase else text)])
-        else:
-            result.append([])
-            others.append((number, word.decode()))
-    encoded = tokenizer.encode_batch_fast([text for _, text in others], add_special_tokens=False)
-    for (number, _), encoding in zip(others, encoded, strict=True):
+    tokenize = tokenizer.model.tokenize
+    texts = b"\n".join(words).decode().split("\n")
+    result = [[t.id for t in tokenize(text)] if text.isascii() and text.isprintable() else [] for text in texts]
+    others = [n for n, text in enumerate(texts) if not (text.isascii() and text.isprintable())]
+    encoded = tokenizer.encode_batch_fast([texts[n] for n in others], add_special_tokens=False)
+    for number, encoding in zip(others, encoded, strict=True):
         result[number] = encoding.ids
     return result

@@ -1,0 +1,242 @@
+"""Estimates against what they estimate: transformers' counts, torch's FLOP counter, the published figures."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from corpora import make_corpus
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
+
+from pretrain import estimate
+from pretrain.config import Corpus, Engine, Model, Pairs, Phase, RunConfig, Scheduling, Source, Vocabulary, load_config
+from pretrain.errors import InputError
+from pretrain.model.heads import PretrainingModel
+
+CONFIGS = Path(__file__).parent.parent / "configs" / "pretrain"
+
+
+def make_config(folder: Path | str = "nowhere", vocabulary: int = 30522, **sections) -> RunConfig:
+    phase = Phase(sequence_length=128, global_sequences=256, steps=1000, peak_learning_rate=1e-4)
+    values = {
+        "name": "trial",
+        "corpus": Corpus(dir=str(folder), vocabulary=Vocabulary(size=vocabulary)),
+        "phases": (phase,),
+    }
+    return RunConfig(**{**values, **sections})
+
+
+@pytest.mark.parametrize("next_sentence", [True, False])
+@pytest.mark.parametrize("size", ["mini", "base", "large"])
+def test_parameters_are_transformers_count(size: str, next_sentence: bool):
+    model = Model(size=size)
+    config = BertConfig(
+        vocab_size=30522,
+        num_hidden_layers=model.layers,
+        hidden_size=model.hidden,
+        num_attention_heads=model.heads,
+        intermediate_size=model.intermediate,
+    )
+    with torch.device("meta"):
+        reference = (BertForPreTraining if next_sentence else BertForMaskedLM)(config)
+    assert estimate.count_parameters(model, 30522, next_sentence).total == reference.num_parameters()
+
+
+def test_parts_are_our_models_parts():
+    model = Model(size="custom", layers=3, hidden=32, heads=2, intermediate=48, max_positions=20)
+    count = estimate.count_parameters(model, 99)
+    ours = PretrainingModel(model, 99)
+    assert count.embeddings == sum(p.numel() for p in ours.embeddings.parameters())
+    assert count.layers == sum(p.numel() for p in ours.layers.parameters())
+    assert count.heads == sum(p.numel() for p in ours.heads.parameters())
+
+
+def test_bert_large_is_336_million():
+    assert estimate.count_parameters(Model(size="large"), 30522).total == 336_226_108
+
+
+def test_flops_are_what_torch_counts():
+    """On one full sequence the only difference is the last layer, which skips rows nobody asks for."""
+    shape = Model(size="custom", layers=2, hidden=64, heads=2, max_positions=40)
+    vocabulary, length, masked = 300, 40, 6
+    config = make_config(model=shape)
+    batch = SimpleNamespace(
+        input_ids=torch.randint(vocabulary, (length,)),
+        token_types=torch.zeros(length, dtype=torch.long),
+        positions=torch.arange(length),
+        cu_seqlens=torch.tensor([0, length], dtype=torch.int32),
+        token_keys=torch.zeros(length, dtype=torch.int32),
+        lengths=(length,),
+        masked_rows=torch.tensor(sorted(random.Random(0).sample(range(length), masked))),
+        masked_labels=torch.zeros(masked, dtype=torch.long),
+        nsp_labels=torch.zeros(1, dtype=torch.long),
+    )
+    model = PretrainingModel(shape, vocabulary)
+    with FlopCounterMode(display=False) as counter:
+        losses = model(batch)
+        (losses.mlm_loss + losses.nsp_loss).backward()
+    h, f = shape.hidden, shape.intermediate
+    skipped = 6 * (h * h + 2 * h * f) * (length - masked - 1)
+    again = 2 * h * length * length * shape.layers  # the attention's backward computes its scores again
+    counted = counter.get_total_flops() + skipped - again
+    assert estimate.step_flops(config, vocabulary, [length], masked) == pytest.approx(counted, rel=1e-9)
+
+
+def test_flops_add_up_over_sequences():
+    config = make_config(model=Model(size="mini"))
+    alone = [estimate.step_flops(config, 500, [length], 3) for length in (20, 70)]
+    assert estimate.step_flops(config, 500, [20, 70], 6) == pytest.approx(sum(alone))
+
+
+def test_bert_large_flops_are_the_published_arithmetic():
+    """1,811.9 MFLOP per token in the encoder's matmuls, 37.7 in attention at 128, 193.8 per prediction."""
+    config = make_config(model=Model(size="large"), pairs=Pairs(next_sentence=False))
+    encoder = estimate.step_flops(config, 30522, [128], 0) / 128
+    assert encoder / 1e6 == pytest.approx(1811.9 + 37.7, rel=1e-4)
+    assert (estimate.step_flops(config, 30522, [128], 1) - encoder * 128) / 1e6 == pytest.approx(193.8, rel=1e-3)
+
+
+def test_work_of_the_two_phase_recipe():
+    config = load_config(CONFIGS / "bert-large-phase1-phase2.yaml")
+    first, second = (estimate.phase_work(config, phase, 30522) for phase in config.phases)
+    assert (first.sequences, second.sequences) == (461_242_368, 51_216_384)
+    full = sum(
+        estimate.phase_work(config, phase, 30522, mean_length=length).flops
+        for phase, length in zip(config.phases, (128, 254), strict=True)
+    )
+    assert full == pytest.approx(1.36e20, rel=0.01)  # NVIDIA's recipe with Wikipedia's mean of 254 tokens at 512
+
+
+def test_the_mean_length_is_bounded_by_the_phase():
+    config = make_config()
+    assert estimate.phase_work(config, config.phases[0], 30522).mean_length == pytest.approx(121.6)
+    assert estimate.phase_work(config, config.phases[0], 30522, mean_length=500).mean_length == 128
+
+
+def states(stage: int, workers: int, **engine) -> dict[str, int]:
+    config = make_config(model=Model(size="large"), engine=Engine(**engine))
+    return estimate.memory_bytes(config, stage, workers, "cuda")
+
+
+def test_states_follow_rajbhandari():
+    """ZeRO (arXiv:1910.02054), section 3: 12 bytes of optimizer state per parameter, divided from stage 1 on."""
+    parameters = 336_226_108
+    assert states(0, 8)["optimizer"] == 12 * parameters
+    for stage in (1, 2, 3):
+        assert states(stage, 8)["optimizer"] == 12 * parameters // 8
+    assert states(1, 8)["gradients"] == 6 * parameters  # fp32 sums, and those of the micro-batch
+    assert states(2, 8)["gradients"] == 4 * parameters // 8
+    assert states(2, 8)["weights"] == 2 * parameters
+    assert states(0, 8, precision="fp32")["optimizer"] == 8 * parameters
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_more_workers_need_less_each(stage: int):
+    totals = [sum(states(stage, workers).values()) for workers in (1, 2, 8, 64)]
+    assert totals == sorted(totals, reverse=True)
+    assert len(set(totals)) == 4
+
+
+def saved_bytes(config: RunConfig, vocabulary: int) -> int:
+    """Bytes that torch keeps for the backward pass of one full micro-batch."""
+    from pretrain.train import full_batch
+
+    dtype = torch.float32 if config.engine.precision == "fp32" else torch.bfloat16
+    model = PretrainingModel(
+        config.model, vocabulary, activation_checkpointing=config.engine.activation_checkpointing
+    ).to(dtype)
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in known:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        losses = model(full_batch(config, [128] * 8, vocabulary))
+    assert losses.mlm_loss.isfinite()
+    return sum(saved.values())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_activations_are_what_torch_saves(precision: str):
+    """Beside what is saved, the estimate has one layer's working space and the logits' gradient."""
+    vocabulary = 64
+    config = make_config(
+        vocabulary=vocabulary,
+        model=Model(size="custom", layers=4, hidden=128, heads=2, hidden_dropout=0.1),
+        engine=Engine(precision=precision, micro_batch_tokens=1024, compile=False),
+    )
+    width = 4 if precision == "fp32" else 2
+    working = width * 1024 * (2 * 512 + 10 * 128)
+    estimated = estimate.memory_bytes(config, 1, 1, "cuda")["activations"] - working
+    assert estimated == pytest.approx(saved_bytes(config, vocabulary), rel=0.05)
+
+
+def test_checkpointing_keeps_the_layers_inputs():
+    model = Model(size="large")
+    plain = make_config(model=model)
+    less = make_config(model=model, engine=Engine(activation_checkpointing=True))
+    tokens = plain.engine.micro_batch_tokens
+    dropped = [estimate.memory_bytes(c, 1, 1, "cuda")["activations"] for c in (plain, less)]
+    assert dropped[1] < dropped[0] / 5
+    assert dropped[1] > 24 * 2 * tokens * 1024
+
+
+@pytest.mark.parametrize("text", ["8xH100", "8 x h100", "8XH100"])
+def test_clusters_are_known_by_count_and_name(text: str):
+    cluster = estimate.parse_cluster(text, make_config())
+    assert (cluster.workers, cluster.peak_flops, cluster.device) == (8, 8 * 989e12, "cuda")
+    assert estimate.parse_cluster("A100", make_config()).workers == 1
+
+
+@pytest.mark.parametrize("text", ["8xTPU", "0xH100", "H100x8", ""])
+def test_other_clusters_are_refused(text: str):
+    with pytest.raises(InputError, match="not a cluster that we know"):
+        estimate.parse_cluster(text, make_config())
+
+
+def test_this_machine_is_measured():
+    cluster = estimate.parse_cluster("here", make_config(scheduling=Scheduling(workers=2)))
+    assert cluster.workers == 2
+    assert cluster.peak_flops > 1e9
+
+
+def test_time_is_work_over_rate():
+    config = load_config(CONFIGS / "bert-large-phase1-phase2.yaml")
+    text = estimate.dry_run(config, on="8xH100", mean_length=128)
+    flops = sum(estimate.phase_work(config, phase, 30522, 128).flops for phase in config.phases)
+    hours = flops / (8 * 989e12 * 0.40) / 3600
+    assert f"total:   {hours:.1f} h on 8 x H100, assuming 40% of 7,912 TFLOP/s" in text
+    assert "336,226,108" in text
+    assert "ZeRO 1*" in text
+
+
+def test_dry_run_tells_what_is_not_prepared(tmp_path: Path):
+    (tmp_path / "a.txt").write_text("x" * 2_000_000)
+    corpus = Corpus(dir=str(tmp_path / "c"), sources=(Source(kind="books", path=str(tmp_path / "*.txt")),))
+    text = estimate.dry_run(make_config(corpus=corpus))
+    assert "books, 1 files, 2.0 MB" in text
+    missing = corpus.model_copy(update={"sources": (Source(kind="books", path=str(tmp_path / "*.none")),)})
+    assert "not prepared, and cannot be yet" in estimate.dry_run(make_config(corpus=missing))
+
+
+def test_dry_run_tells_the_prepared_corpus(tmp_path: Path):
+    folder = make_corpus(tmp_path / "corpus", documents=30, vocabulary_size=700)
+    config = make_config(folder)
+    assert estimate.vocabulary_size(config) == 700  # the corpus decides, not the 30,522 to train
+    text = estimate.dry_run(config)
+    assert "train: 30 documents" in text
+    assert "validation: 20 documents" in text
+
+
+def test_vocabulary_size_of_a_given_file(tmp_path: Path):
+    (tmp_path / "vocab.txt").write_text("a\nb\nc\n")
+    corpus = Corpus(dir=str(tmp_path / "none"), vocabulary=Vocabulary(path=str(tmp_path / "vocab.txt")))
+    assert estimate.vocabulary_size(make_config(corpus=corpus)) == 3

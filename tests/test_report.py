@@ -1,0 +1,370 @@
+"""The report: one page that needs nothing else, figures that are the records', fillings that are the model's."""
+
+from __future__ import annotations
+
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from corpora import SPECIALS, write_corpus
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pretrain import __main__ as command_line
+from pretrain import charts, demo, fillings, report
+from pretrain.checkpoint import hf
+from pretrain.config import Model, RunConfig, dump_config
+from pretrain.corpus.shards import open_shards
+from pretrain.errors import InputError
+from pretrain.fillings import MaskedSentence, fill, held_out_sentences, readable
+from pretrain.model.heads import PretrainingModel
+
+WORDS = [f"{a}{b}{c}" for a in "bdfglm" for b in "aeiou" for c in "nrst"]
+VOCABULARY = [*SPECIALS, ".", ",", "<b>", "##ing", "##s", *WORDS, "[unused0]", "[unused1]"]
+SHAPE = Model.model_validate(
+    {"size": "custom", "layers": 2, "hidden": 16, "heads": 2, "intermediate": 32, "max_positions": 64}
+)
+
+
+def sentence(random: np.random.Generator, words: int) -> np.ndarray:
+    """Whole words, one of them with an ending, and a full stop."""
+    ids = random.integers(VOCABULARY.index(WORDS[0]), VOCABULARY.index(WORDS[-1]) + 1, words)
+    return np.array([*ids, VOCABULARY.index("##ing"), VOCABULARY.index(".")])
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    random = np.random.default_rng(0)
+    documents = [[sentence(random, int(random.integers(2, 60))) for _ in range(12)] for _ in range(30)]
+    folder = tmp_path_factory.mktemp("corpus")
+    splits = {"train": [(0, documents[:10])], "validation": [(0, documents[10:20]), (0, documents[20:])]}
+    return write_corpus(folder / "corpus", splits, VOCABULARY)
+
+
+@pytest.fixture(scope="module")
+def exported(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    model = PretrainingModel(SHAPE, len(VOCABULARY), next_sentence=True)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    out = tmp_path_factory.mktemp("export") / "export"
+    hf.export(model.state_dict(), SHAPE, corpus, out, next_sentence=True, card="")
+    return out
+
+
+@pytest.fixture
+def run(corpus: Path, exported: Path, tmp_path: Path) -> Path:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    phase = {"sequence_length": 32, "global_sequences": 8, "steps": 80, "peak_learning_rate": 1e-3}
+    config = RunConfig.model_validate(
+        {
+            "name": "small",
+            "corpus": {"dir": str(corpus), "sources": [{"kind": "books", "path": "a<b>.txt"}]},
+            "model": SHAPE.model_dump(),
+            "phases": [phase, {**phase, "sequence_length": 64, "steps": 20}],
+            "scheduling": {"workers": 2},
+        }
+    )
+    (folder / "config.yaml").write_text(dump_config(config))
+    (folder / "environment.json").write_text(json.dumps({"packages": {"torch": "2.13.0"}, "gpus": []}))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records()))
+    (folder / "export").symlink_to(exported)
+    return folder
+
+
+def records() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for step in range(10, 101, 10):
+        found.append(
+            {
+                "step": step, "tokens": 1000 * step, "loss": 5 - step / 50, "mlm_loss": 4 - step / 50,
+                "nsp_loss": 0.7, "mlm_accuracy": step / 200, "nsp_accuracy": 0.5 + step / 400, "lr": 1e-3,
+                "grad_norm": None, "tokens_per_second": 2000.0 + step, "peak_fraction": 0.4,
+                "data_stall_fraction": 0.01, "seconds": float(step), "memory_bytes": 2_000_000_000,
+            }
+        )  # fmt: skip
+    validation = {
+        "split": "validation",
+        "loss": 4.0,
+        "mlm_loss": 3.25,
+        "mlm_accuracy": 0.405,
+        "nsp_accuracy": 0.75,
+    }
+    return [*found[:5], {**validation, "step": 50, "mlm_loss": 3.5}, *found[5:], {**validation, "step": 100}]
+
+
+class Page(HTMLParser):
+    """What a browser would make of the page: its text, its tags, and everything it would go and fetch."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text = ""
+        self.fetched: list[str] = []
+        self.charts: list[list[dict[str, Any]]] = []
+        self.open: list[str] = []
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.fetched += [
+            f"{tag} {values[key]}" for key in ("src", "href", "srcset", "xlink:href") if key in values
+        ]
+        if tag == "link" or (tag == "script" and "src" in values):
+            self.fetched.append(tag)
+        if "data-chart" in values:
+            self.charts.append(json.loads(values["data-chart"] or ""))
+        if tag not in ("meta", "line", "polyline", "circle"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("meta", "line", "polyline", "circle"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("style", "script"):
+            self.text += data
+
+
+class TestPage:
+    def test_stands_alone_and_is_well_formed(self, run: Path, tmp_path: Path) -> None:
+        html = report.write_report(run, tmp_path / "report.html").read_text()
+        page = Page(html)
+        assert page.fetched == []
+        assert page.open == []
+        for reference in ("url(", "@import", "fetch(", "XMLHttp"):
+            assert reference not in html
+        assert html.replace("http://www.w3.org/2000/svg", "").count("http") == 0
+
+    def test_shows_the_figures_of_the_last_evaluation_and_the_medians(
+        self, run: Path, tmp_path: Path
+    ) -> None:
+        text = Page(report.write_report(run, tmp_path / "report.html").read_text()).text
+        for expected in ("3.250", "40.5%", "75.0%", "held-out, step 100", "2,055", "40% of the matmul peak",
+                         "100k", "1:40", "2 workers", "2 layers x 16", "packages torch", "2.13.0"):  # fmt: skip
+            assert expected in text, expected
+
+    def test_draws_every_curve_there_is(self, run: Path, tmp_path: Path) -> None:
+        page = Page(report.write_report(run, tmp_path / "report.html").read_text())
+        # The gradient norm was never finite: there is no curve of it, and no error.
+        assert len(page.charts) == 8
+        training, held_out = page.charts[0]
+        assert [point[2:] for point in held_out["points"]] == [["step 50", "3.5"], ["step 100", "3.25"]]
+        assert training["points"][0][2:] == ["step 10", "3.8"]
+        assert training["points"][-1][2:] == ["step 100", "2"]
+
+    def test_fills_ten_sentences_with_five_words_each(self, run: Path, tmp_path: Path) -> None:
+        html = report.write_report(run, tmp_path / "report.html").read_text()
+        assert html.count('<p class="sentence">') == 10
+        assert html.count('class="blank"') == 10
+        truths = html.count('class="truth"') + html.count('class="truth elsewhere"')
+        assert truths == 10
+        assert html.count('<li style="--share') == 50
+
+    def test_text_of_the_corpus_is_no_markup(self, run: Path, tmp_path: Path) -> None:
+        html = report.write_report(run, tmp_path / "report.html").read_text()
+        assert "a&lt;b&gt;.txt" in html
+        assert "a<b>.txt" not in html
+
+    def test_without_an_export_it_says_so(self, run: Path, tmp_path: Path) -> None:
+        (run / "export").unlink()
+        (run / "environment.json").unlink()
+        text = Page(report.write_report(run, tmp_path / "report.html").read_text()).text
+        assert "Not shown: the run has no export folder" in text
+
+    def test_refusals(self, run: Path, tmp_path: Path) -> None:
+        with pytest.raises(InputError, match="no run folder"):
+            report.write_report(tmp_path, tmp_path / "report.html")
+        (run / "metrics.jsonl").write_text("")
+        with pytest.raises(InputError, match=r"metrics\.jsonl: has no training step yet"):
+            report.summary(run)
+        assert not (tmp_path / "report.html").exists()
+
+    def test_the_summary_has_the_figures(self, run: Path) -> None:
+        lines = report.summary(run).splitlines()
+        assert lines[0] == "small: step 100 of 100, 1:40 of training on 2 workers"
+        assert "mlm loss 3.250   mlm 40.5%   nsp 75.0%   (step 100)" in lines[2]
+        assert "2,055 useful tokens/s   40% of the measured peak   data stall 1.0%" in lines[3]
+
+
+class TestFillings:
+    def test_probabilities_are_those_of_transformers(self, corpus: Path, exported: Path) -> None:
+        from transformers import BertForMaskedLM
+
+        chosen = held_out_sentences(open_shards(corpus, "validation"), VOCABULARY, 10)
+        theirs: Any = BertForMaskedLM.from_pretrained(exported)
+        for one, filling in zip(chosen, fill(exported, chosen), strict=True):
+            ids = [VOCABULARY.index("[CLS]"), *one.tokens, VOCABULARY.index("[SEP]")]
+            ids[one.masked + 1] = VOCABULARY.index("[MASK]")
+            with torch.no_grad():
+                expected = theirs.eval()(torch.tensor([ids])).logits[0, one.masked + 1].softmax(-1)
+            top = expected.topk(5)
+            assert [word for word, _ in filling.guesses] == [VOCABULARY[token] for token in top.indices]
+            assert [p for _, p in filling.guesses] == pytest.approx(top.values.tolist(), abs=1e-5)
+            truth = one.tokens[one.masked]
+            assert filling.truth == VOCABULARY[truth]
+            assert filling.probability == pytest.approx(expected[truth].item(), abs=1e-5)
+            assert filling.rank == 1 + int((expected > expected[truth]).sum())
+
+    def test_sentences_are_whole_held_out_ones_with_a_whole_word_to_guess(self, corpus: Path) -> None:
+        shards = open_shards(corpus, "validation")
+        chosen = held_out_sentences(shards, VOCABULARY, 10)
+        assert len({one.tokens for one in chosen}) == 10
+        assert chosen == held_out_sentences(shards, VOCABULARY, 10)
+        held_out = {
+            tuple(shard.tokens[begin:end].tolist())
+            for shard in shards.shards
+            for begin, end in zip(shard.sentences[:-1].tolist(), shard.sentences[1:].tolist(), strict=True)
+        }
+        for one in chosen:
+            assert one.tokens in held_out
+            assert 10 <= len(one.tokens) <= 40
+            assert VOCABULARY[one.tokens[one.masked]] in WORDS
+            assert not VOCABULARY[one.tokens[one.masked + 1]].startswith("##")
+        # Spread over both shards, and not always the same place.
+        first = {
+            tuple(shards.shards[0].tokens[:].tolist()[i : i + 5]) for i in range(len(shards.shards[0].tokens))
+        }
+        assert {one.tokens[:5] in first for one in chosen} == {True, False}
+        assert len({one.masked for one in chosen}) > 3
+
+    def test_text_unfit_to_show_is_passed_over(self) -> None:
+        def ids(text: str) -> list[int]:
+            return [VOCABULARY.index(token) for token in text.split()]
+
+        good = "ban bar bas bat ben ber bes bet bin ##ing ."
+        assert fillings._maskable(ids(good), VOCABULARY) == [0, 1, 2, 3, 4, 5, 6, 7]
+        for bad in ("ban bar .", good.replace("ban", "[UNK]"), good[:-2], "ban , , , , , , , , , ."):
+            assert fillings._maskable(ids(bad), VOCABULARY) == []
+
+    def test_an_export_without_the_head_is_refused(self, exported: Path, tmp_path: Path) -> None:
+        from safetensors.torch import load_file, save_file
+
+        tensors = {
+            k: v for k, v in load_file(exported / "model.safetensors").items() if k.startswith("bert.")
+        }
+        save_file(tensors, tmp_path / "model.safetensors")
+        (tmp_path / "config.json").write_text((exported / "config.json").read_text())
+        with pytest.raises(InputError, match="no masked-language-modelling head"):
+            fill(tmp_path, [MaskedSentence((11, 12, 13), 1)])
+
+    def test_a_filling_puts_the_sentence_around_the_blank(self) -> None:
+        tokens = tuple(VOCABULARY.index(token) for token in "ban , bar ##s bat .".split())
+        filling = fillings._filling(MaskedSentence(tokens, 4), [0.0] * len(VOCABULARY), VOCABULARY)
+        assert (filling.before, filling.after) == ("ban, bars ", ".")
+        filling = fillings._filling(MaskedSentence(tokens, 0), [0.0] * len(VOCABULARY), VOCABULARY)
+        assert (filling.before, filling.after) == ("", ", bars bat.")
+
+    @pytest.mark.parametrize(
+        ("tokens", "text"),
+        [
+            ("the cat ##s sat , then slept .", "the cats sat, then slept."),
+            ("it isn ' t well - known ( yet ) ?", "it isn't well-known (yet)?"),
+            ('he said " come in " and left .', 'he said "come in" and left.'),
+            ("use ` ` os . path ` ` or ' x ' .", "use ``os. path`` or 'x'."),
+            ("3 . 5 % of $ 1 , 000 at 9 : 30 .", "3.5% of $1,000 at 9:30."),
+            ("a / b and c = d - ", "a/b and c=d -"),
+        ],
+    )
+    def test_readable(self, tokens: str, text: str) -> None:
+        assert readable(tokens.split()) == text
+
+
+class TestCharts:
+    finite = st.floats(-1e9, 1e9, allow_nan=False)
+
+    @given(low=finite, high=finite, count=st.integers(2, 6))
+    def test_ticks_span_the_range_in_few_round_steps(self, low: float, high: float, count: int) -> None:
+        low, high = min(low, high), max(low, high)
+        found = charts.ticks(low, high, count)
+        slack = 1e-6 * max(abs(low), abs(high), 1e-9)
+        assert found[0] <= low + slack
+        assert found[-1] >= high - slack
+        assert 2 <= len(found) <= count + 2
+        inside = charts.ticks(low, high, count, inside=True)
+        if high - low > 1e-3:
+            assert all(low - slack <= tick <= high + slack for tick in inside)
+
+    @pytest.mark.parametrize(
+        ("low", "high", "expected"),
+        [(0, 1, [0, 0.25, 0.5, 0.75, 1]), (2.1, 9.7, [2, 4, 6, 8, 10]), (5, 5, [5, 7.5, 10])],
+    )
+    def test_ticks_are_what_one_would_choose(self, low: float, high: float, expected: list[float]) -> None:
+        found = charts.ticks(low, high, 4)
+        assert found == expected or (low == high and found[0] <= low)
+
+    @given(st.lists(st.floats(-1e6, 1e6, allow_nan=False), min_size=1, max_size=700))
+    def test_any_curve_stays_inside_the_drawing(self, values: list[float]) -> None:
+        series = [charts.Series("a", list(enumerate(values)), smooth=len(values) % 2 == 0)]
+        (curve,) = Page(charts.line_chart("t", series, form=str, form_x=str)).charts[0]
+        assert 1 <= len(curve["points"]) <= 300
+        for x, y, *_ in curve["points"]:
+            assert 48 <= x <= 390
+            assert 12 <= y <= 194
+        assert all(math.isfinite(x) and math.isfinite(y) for x, y, *_ in curve["points"])
+
+    def test_up_is_up(self) -> None:
+        series = [charts.Series("a", [(0.0, 1.0), (10.0, 3.0)])]
+        (curve,) = Page(charts.line_chart("t", series, form=str, form_x=str)).charts[0]
+        assert curve["points"][0][:2] == [48.0, 194.0]
+        assert curve["points"][1][:2] == [390.0, 12.0]
+
+    def test_a_long_curve_is_averaged_not_sampled(self) -> None:
+        points = [(float(i), float(i % 2)) for i in range(6000)]
+        (curve,) = Page(charts.line_chart("t", [charts.Series("a", points)], form=str, form_x=str)).charts[0]
+        assert {float(text) for *_, text in curve["points"]} == {0.5}
+
+    def test_nothing_to_draw(self) -> None:
+        assert charts.line_chart("t", [charts.Series("a", [])], form=str, form_x=str) == ""
+
+
+class TestDemo:
+    @pytest.fixture
+    def commands(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
+        """The commands that the demo runs, in a folder of its own, with nothing behind them."""
+        seen: list[list[str]] = []
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setattr(command_line, "main", lambda argv: seen.append(list(argv)) or 0)
+        monkeypatch.setattr(report, "write_report", lambda run, out: out)
+        monkeypatch.setattr(report, "summary", lambda run: "the summary")
+        return seen
+
+    def test_runs_the_stages_in_order(
+        self, commands: list[list[str]], capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert demo.main(["--workers", "1", "--set", "phases.0.steps=5"]) == 0
+        assert [command[0] for command in commands] == ["prepare", "pretrain", "export"]
+        assert "run_dir=runs/demo" in commands[0]
+        assert "corpus.dir=data/demo" in commands[1]
+        assert "scheduling.workers=1" in commands[1]
+        assert "phases.0.steps=5" in commands[1]
+        assert "--resume" not in commands[1]
+        assert commands[2] == ["export", "runs/demo", "runs/demo/export"]
+        out = capsys.readouterr().out
+        assert "the summary" in out
+        assert "runs/demo/report.html" in out
+
+    def test_goes_on_with_an_earlier_run_unless_told_otherwise(self, commands: list[list[str]]) -> None:
+        checkpoint = Path("runs/demo/checkpoints/step-00000200")
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("{}")
+        demo.main([])
+        assert "--resume" in commands[1]
+        with pytest.raises(InputError, match="is no run folder"):
+            demo.main(["--fresh"])
+        Path("runs/demo/config.yaml").write_text("")
+        demo.main(["--fresh"])
+        assert "--resume" not in commands[4]
+        assert not checkpoint.exists()
+
+    def test_stops_at_the_first_stage_that_fails(
+        self, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(command_line, "main", lambda argv: 75 if argv[0] == "pretrain" else 0)
+        assert demo.main([]) == 75
