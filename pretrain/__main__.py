@@ -158,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    prepare = _command(commands, "prepare", _prepare, "turn raw text into vocabulary, token shards and card", """
+    prepare = _command(commands, "prepare", _prepare, "raw text to vocabulary, token shards and card", """
   python -m pretrain prepare configs/pretrain/bert-mini.yaml
   python -m pretrain prepare configs/pretrain/bert-mini.yaml --dry-run
   python -m pretrain prepare my.yaml --set corpus.dir=/data/wiki --set corpus.processes=8""")  # fmt: skip

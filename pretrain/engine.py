@@ -135,9 +135,7 @@ class Engine:
                 flat = self._flats()[self._group_of(name)]
                 address = mapping.hp_fragment_address
                 piece = slice(address.start, address.start + address.numel)
-                yield self._fragment(
-                    name, mapping.lp_fragment_address.start, flat, flat, piece, shared=False
-                )
+                yield self._fragment(name, mapping.lp_fragment_address.start, flat, flat, piece, shared=False)
 
     def load(self, reader: FragmentReader, steps_taken: int) -> None:
         """Take weights and moments from `reader`; `steps_taken` is the optimizer's own count of updates."""
@@ -224,7 +222,9 @@ class Engine:
         storage = piece.untyped_storage().data_ptr()
         return next(flat for flat in self._flats() if flat.untyped_storage().data_ptr() == storage)
 
-    def _fragment(self, name: str, start: int, key: Tensor, held: Tensor, where: slice, *, shared: bool) -> Fragment:
+    def _fragment(
+        self, name: str, start: int, key: Tensor, held: Tensor, where: slice, *, shared: bool
+    ) -> Fragment:
         state = self._optimizer.state[key]
         whole = {"weight": held.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
         return Fragment(name, start, {kind: x.view(-1)[where] for kind, x in whole.items()}, shared)
@@ -245,10 +245,10 @@ class Engine:
         """Bring the weights that the model computes with in line with the master weights."""
         numel = self.shapes[name].numel()
         if self.settings.zero_stage == 3:
-            start = self.rank * parameter.ds_tensor.ds_numel
-            held = max(0, min(parameter.ds_tensor.ds_numel, numel - start))
+            start = self.rank * parameter.ds_tensor.ds_numel  # pyright: ignore[reportAttributeAccessIssue]
+            held = max(0, min(parameter.ds_tensor.ds_numel, numel - start))  # pyright: ignore[reportAttributeAccessIssue]
             if held:
-                parameter.ds_tensor.data.view(-1)[:held].copy_(reader.read("weight", name, start, held))
+                parameter.ds_tensor.data.view(-1)[:held].copy_(reader.read("weight", name, start, held))  # pyright: ignore[reportAttributeAccessIssue]
         if parameter.data.numel() == numel:  # stage 3 keeps small parameters whole
             parameter.data.copy_(reader.read("weight", name, 0, numel).view(self.shapes[name]))
 
@@ -274,18 +274,22 @@ class Engine:
         segments: dict[Tensor, list[Segment]] = {flat: [] for flat in self._flats()}
         for fragment in self.fragments():
             weight = fragment.tensors["weight"]
-            flat = next(f for f in segments if f.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr())
+            flat = next(
+                f for f in segments if f.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
+            )
             at = weight.storage_offset() - flat.storage_offset()
             segments[flat] += cut_segments(
                 ids[fragment.name], self.shapes[fragment.name].numel(), fragment.start,
-                fragment.start + fragment.numel, at,
+                fragment.start + fragment.numel, at,  # pyright: ignore[reportArgumentType]
             )  # fmt: skip
         tensor_count = max(r.stop for r in ids.values())
         shared = self.settings.zero_stage == 0
         reduce = (lambda norms: None) if shared else self.sum_over_workers
         assert isinstance(self._optimizer, Lamb)
         self._optimizer.set_segments(
-            {flat: sorted(pieces) for flat, pieces in segments.items()}, tensor_count, lambda norms: void(reduce(norms))
+            {flat: sorted(pieces) for flat, pieces in segments.items()},
+            tensor_count,
+            lambda norms: void(reduce(norms)),
         )
 
 
@@ -330,7 +334,11 @@ def deepspeed_config(settings: EngineSettings, world_size: int) -> dict[str, Any
 def _merge(config: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(config)
     for key, value in over.items():
-        merged[key] = _merge(merged[key], value) if isinstance(merged.get(key), dict) and isinstance(value, dict) else value
+        merged[key] = (
+            _merge(merged[key], value)
+            if isinstance(merged.get(key), dict) and isinstance(value, dict)
+            else value
+        )
     return merged
 
 

@@ -116,7 +116,7 @@ def memory_bytes(config: RunConfig, stage: int, workers: int, device: Device = "
     """Peak memory of one worker in bytes, by what holds it; the values add up to the whole.
 
     On CUDA this is what torch allocates, and what is not needed at the same time shares its room: activations
-    are gone when gradients are reduced. On CPU it is the resident set of the process, of which glibc gives
+    are gone when the optimizer steps. On CPU it is the resident set of the process, of which glibc gives
     little back (freed blocks below 32 MiB stay), so there the two add up.
 
     weights       compute copy: whole, or a shard and the gathered ones (ZeRO 3)
@@ -124,70 +124,59 @@ def memory_bytes(config: RunConfig, stage: int, workers: int, device: Device = "
     gradients     kept from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded from ZeRO 2 on
     activations   saved for the backward pass of one micro-batch, and the working space of one layer
     logits        scores of the masked tokens and their gradient
-    communication the copies that DeepSpeed flattens gradients and gathers weights into, or its step needs
+    copies        gradients on their way between workers, and what DeepSpeed copies to take a step
     process       the interpreter and its libraries (CPU)
     """
     size = vocabulary_size(config)
     p = count_parameters(config.model, size, config.pairs.next_sentence).total
-    states = _zero_states(stage, config.engine.precision, p, workers)
-    activations, logits = _activation_bytes(config), _logits_bytes(config, size)
-    # The tied embedding's gradient comes twice, from the decoder and from the look-up, before it is added up.
     half = config.engine.precision != "fp32"
+    activations, logits = _activation_bytes(config), _logits_bytes(config, size)
+    # The tied embedding's gradient comes twice, from the decoder and, in fp32 besides, from the look-up; that
+    # is the last of the backward pass, when activations are gone.
     embedding = (6 if half else 12) * size * config.model.hidden
-    transient = states.pop("communication")
+    states, during, after = _zero_states(stage, half, p, workers)
     if device == "cuda":
-        backward = activations + logits
-        transient = max(0, max(transient, embedding) - backward)
+        copies = during + max(0, max(after - during, embedding) - activations - logits)
     else:
-        transient = max(transient, embedding)
-    process = _PROCESS_BYTES if device == "cpu" else 0
+        copies = max(during + embedding, after)
     return {
         **states,
         "activations": activations,
         "logits": logits,
-        "communication": transient,
-        "process": process,
+        "copies": copies,
+        "process": _PROCESS_BYTES if device == "cpu" else 0,
     }
 
 
-def _zero_states(stage: int, precision: str, p: int, w: int) -> dict[str, int]:
-    """What DeepSpeed 0.19.8 keeps with the settings of engine.py, and its largest short-lived copies."""
-    half = precision != "fp32"
+def _zero_states(stage: int, half: bool, p: int, w: int) -> tuple[dict[str, int], int, int]:
+    """What DeepSpeed 0.19.8 keeps with the settings of engine.py, in bytes; then its largest short-lived
+    copies during the backward pass, and after it.
+    """
     b = 2 if half else 4  # bytes of a weight in the forward pass, and of its gradient
-    master = 4 if half or stage else 0  # ZeRO clones fp32 weights too
-    whole, bucket = min(p, _WHOLE_BUCKET), min(p, _BUCKET)
     if stage == 0:
-        # FP16_UnfusedOptimizer: a flattened copy to reduce, then an fp32 copy of all gradients to step with.
-        return {
-            "weights": b * p,
-            "optimizer": (master + 8) * p,
-            "gradients": b * p,
-            "communication": max(b * whole, 4 * p if half else 0),
-        }
-    if stage == 1:
+        # FP16_UnfusedOptimizer: one flattened copy to reduce, then an fp32 copy of all gradients to step with.
+        states = {"weights": b * p, "optimizer": (12 if half else 8) * p, "gradients": b * p}
+        return states, 0, max(b * min(p, _WHOLE_BUCKET), 4 * p if half else 0)
+    bucket = b * min(p, _BUCKET)
+    if stage == 1 and half:
         # BF16_Optimizer: all gradients in fp32 besides those of the micro-batch; reduced in one flattened
         # fp32 copy and one in the wire's precision.
-        return {
-            "weights": b * p,
-            "optimizer": 12 * p // w,
-            "gradients": (4 + b if half else b) * p,
-            "communication": (4 + b) * whole if half else max(4 * bucket, 4 * p // w),
-        }
+        states = {"weights": 2 * p, "optimizer": 12 * p // w, "gradients": 6 * p}
+        return states, 0, 6 * min(p, _WHOLE_BUCKET)
+    if stage == 1:
+        return {"weights": 4 * p, "optimizer": 12 * p // w, "gradients": 4 * p}, 0, max(bucket, 4 * p // w)
     if stage == 2:
-        # The gradients of one bucket on their way, beside the sharded fp32 sums.
-        return {
-            "weights": b * p,
-            "optimizer": 12 * p // w,
-            "gradients": 4 * p // w,
-            "communication": max(2 * b * bucket, b * p, 4 * p // w),
-        }
-    live = min(p, _MAX_LIVE_PARAMETERS)
-    return {
-        "weights": b * p // w + b * live,
+        # A bucket and its copy on the wire; afterwards, the weights gathered anew.
+        states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p // w}
+        return states, 2 * bucket, b * p
+    # The bucket stays; in the backward pass it is scattered from one copy to another. The step takes its
+    # gradients from one flat copy.
+    states = {
+        "weights": b * p // w + b * min(p, _MAX_LIVE_PARAMETERS),
         "optimizer": 12 * p // w,
-        "gradients": 4 * p // w + b * bucket,
-        "communication": 4 * p // w,
+        "gradients": 4 * p // w + bucket,
     }
+    return states, 2 * bucket, 4 * p // w
 
 
 def _activation_bytes(config: RunConfig) -> int:
@@ -234,7 +223,8 @@ def step_flops(config: RunConfig, vocabulary: int, lengths: Sequence[int], maske
     """Useful floating-point operations of one forward and backward pass over sequences of `lengths` tokens.
 
     Matrix products alone, 2 per multiply-add, backward twice the forward; no padding, no recomputation; the
-    MLM head at `masked` rows. 6 FLOPs per weight and row, 12 L H len^2 per sequence in the attention.
+    MLM head at `masked` rows. 6 FLOPs per weight and row, 12 L H len^2 per sequence in the attention. The last
+    layer counts whole, as in every other system's figures, though ours skips the rows that no loss looks at.
     """
     model = config.model
     tokens, squares = sum(lengths), sum(length * length for length in lengths)
@@ -380,7 +370,8 @@ def _work_lines(config: RunConfig, size: int, mean_length: float | None) -> str:
     rows = [
         (
             str(number), str(phase.sequence_length), f"{w.mean_length:.1f}", f"{w.steps:,}",
-            f"{w.sequences:,}", f"{w.tokens:.3g}", f"{w.flops / w.tokens:.4g}", f"{w.flops / w.steps:.3g}", f"{w.flops:.3g}",
+            f"{w.sequences:,}", f"{w.tokens:.3g}", f"{w.flops / w.tokens:.4g}", f"{w.flops / w.steps:.3g}",
+            f"{w.flops:.3g}",
         )
         for number, (phase, w) in enumerate(zip(config.phases, work, strict=True))
     ]  # fmt: skip

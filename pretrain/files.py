@@ -33,7 +33,9 @@ def disk_errors(path: Path) -> Iterator[None]:
                 "free some space and run the same command again."
             ) from error
         if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
-            raise InputError(f"{path}: cannot write here ({error.strerror}). Choose a writable path.") from error
+            raise InputError(
+                f"{path}: cannot write here ({error.strerror}). Choose a writable path."
+            ) from error
         raise
 
 
@@ -57,7 +59,7 @@ def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            with aside.open(mode, **({} if "b" in mode else {"encoding": "utf-8"})) as file:
+            with aside.open(mode, **({} if "b" in mode else {"encoding": "utf-8"})) as file:  # pyright: ignore[reportArgumentType, reportCallIssue]
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -92,7 +94,9 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_manifest(folder: Path, extra: dict[str, Any], hashes: dict[str, str] | None = None) -> dict[str, Any]:
+def write_manifest(
+    folder: Path, extra: dict[str, Any], hashes: dict[str, str] | None = None
+) -> dict[str, Any]:
     """List every file below `folder` with size and SHA-256 in its manifest, which comes last.
 
     `hashes` may carry digests already computed while writing (relative path -> hex), to save a second read.
@@ -134,7 +138,9 @@ def verify_manifest(folder: Path, *, content: bool = True) -> dict[str, Any]:
             raise InputError(f"{path}: missing, though the manifest lists it. Make the folder again.")
         size = path.stat().st_size
         if size != expected["bytes"]:
-            raise InputError(f"{path}: {size} bytes where the manifest says {expected['bytes']}; truncated or altered.")
+            raise InputError(
+                f"{path}: {size} bytes where the manifest says {expected['bytes']}; truncated or altered."
+            )
         if content and sha256_file(path) != expected["sha256"]:
             raise InputError(f"{path}: its SHA-256 differs from the manifest's; altered or damaged on disk.")
     return manifest

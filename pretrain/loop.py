@@ -151,7 +151,9 @@ def fit(
             )
 
 
-def rehearse(engine: Engine, task: Task, progress: Progress, checkpoints: Path, extra_state: dict[str, Any]) -> None:
+def rehearse(
+    engine: Engine, task: Task, progress: Progress, checkpoints: Path, extra_state: dict[str, Any]
+) -> None:
     """Fail in minute one: step the largest micro-batch, with a checkpoint written before and read back after.
 
     Leaves the training state bitwise as it was. At a fresh start the checkpoint is that of step 0.
@@ -289,7 +291,10 @@ class _Run:
     def save(self) -> None:
         began = time.perf_counter()
         current = self.validation is not None and self.validation[0] == self.progress.step
-        state = {**self.extra_state, "validation_loss": self.validation[1] if current and self.validation else None}
+        state = {
+            **self.extra_state,
+            "validation_loss": self.validation[1] if current and self.validation else None,
+        }
         _save(self.engine, self.progress, self.checkpoints, state)
         if self.engine.rank == 0:
             store.prune(self.checkpoints, self.plan.keep_last)

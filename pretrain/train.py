@@ -83,7 +83,7 @@ def _train(
     }
     try:
         if progress.step < config.total_steps:
-            loop.rehearse(engine, task, progress, checkpoints, extra_state)
+            loop.rehearse(engine, task, progress, checkpoints, extra_state)  # pyright: ignore[reportArgumentType]
             plan = loop.Plan(
                 total_steps=config.total_steps,
                 learning_rate=lambda step: learning_rate(config.phases, step),
@@ -95,7 +95,7 @@ def _train(
                 peak_flops=_matmul_peak(engine, config.engine.precision),
             )
             loop.fit(
-                engine, task, plan, progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,
+                engine, task, plan, progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,  # pyright: ignore[reportArgumentType]
                 stop_requested=worker.stop_requested,
             )  # fmt: skip
     finally:
@@ -107,7 +107,12 @@ class Pretraining:
     """Masked language modelling and next-sentence prediction as a `loop.Task`."""
 
     def __init__(
-        self, config: RunConfig, shards: TokenShards, held_out: TokenShards, engine: Engine, device: torch.device
+        self,
+        config: RunConfig,
+        shards: TokenShards,
+        held_out: TokenShards,
+        engine: Engine,
+        device: torch.device,
     ) -> None:
         self._config, self._shards, self._held_out = config, shards, held_out
         self._engine, self._device = engine, device
@@ -121,8 +126,10 @@ class Pretraining:
         for number in range(first_phase, len(self._config.phases)):
             self._open_loader(number, phase_step)
             assert self._loader is not None
-            for _, step in zip(range(phase_step, self._config.phases[number].steps), self._loader, strict=False):
-                yield _to_device(step, self._device)
+            for _, step in zip(
+                range(phase_step, self._config.phases[number].steps), self._loader, strict=False
+            ):
+                yield step.to(self._device)
             phase_step = 0
 
     def largest(self) -> StepBatch:
@@ -130,7 +137,7 @@ class Pretraining:
         count = self._config.engine.micro_batch_tokens // length
         batch = full_batch(self._config, [length] * count, self._shards.vocabulary_size)
         step = StepBatch((batch,), count, count * length, len(batch.masked_rows), epoch=0, first_sample=0)
-        return _to_device(step, self._device)
+        return step.to(self._device)
 
     def loss(self, output: Losses, step: StepBatch) -> Tensor:
         # Law 3: sums over all ranks and micro-batches, divided by counts over all ranks and micro-batches. Devlin et
@@ -144,7 +151,9 @@ class Pretraining:
         return torch.tensor([step.masked, step.sequences], dtype=torch.float64)
 
     def flops(self, micro_batch: MicroBatch) -> float:
-        return step_flops(self._config, self._shards.vocabulary_size, micro_batch.lengths, len(micro_batch.masked_rows))
+        return step_flops(
+            self._config, self._shards.vocabulary_size, micro_batch.lengths, len(micro_batch.masked_rows)
+        )
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
         mlm_loss, nsp_loss, mlm_correct, nsp_correct = totals
@@ -187,7 +196,11 @@ class Pretraining:
     def _validation_steps(self) -> list[StepBatch]:
         if self._phase not in self._validation:
             self._validation[self._phase] = validation_batches(
-                self._held_out, self._config, self._phase, rank=self._engine.rank, world_size=self._engine.world_size
+                self._held_out,
+                self._config,
+                self._phase,
+                rank=self._engine.rank,
+                world_size=self._engine.world_size,
             )
         return self._validation[self._phase]
 
@@ -205,7 +218,7 @@ def _process_group(worker: Worker) -> Iterator[None]:
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
     else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportAttributeAccessIssue]
     try:
         yield
     finally:
@@ -254,20 +267,16 @@ def _card(config: RunConfig) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def _to_device(step: StepBatch, device: torch.device) -> StepBatch:
-    return step if device.type == "cpu" else step.to(device)
-
-
 def _matmul_peak(engine: Engine, precision: str) -> float:
     """Measured matmul peak of all workers together at the run's precision, FLOP/s: half a second."""
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
     size = 2048 if engine.device.type == "cpu" else 8192
     a = torch.randn(size, size, device=engine.device).to(dtype)
-    a @ a
+    torch.mm(a, a)
     engine.barrier()
     began, count = time.perf_counter(), 0
     while time.perf_counter() - began < 0.5:
-        a @ a
+        torch.mm(a, a)
         count += 1
         if engine.device.type == "cuda":
             torch.cuda.synchronize()

@@ -9,7 +9,9 @@ import torch
 from pretrain.batches.loader import MicroBatch
 
 
-def make_batch(lengths: Sequence[int], vocabulary_size: int = 101, seed: int = 0, masked_share: float = 0.15) -> MicroBatch:
+def make_batch(
+    lengths: Sequence[int], vocabulary_size: int = 101, seed: int = 0, masked_share: float = 0.15
+) -> MicroBatch:
     """Random tokens in two segments each, 15 % of them to predict."""
     generator = torch.Generator().manual_seed(seed)
     tokens = sum(lengths)

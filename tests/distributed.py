@@ -22,14 +22,22 @@ def run_workers(world_size: int, function: Callable[..., Any], *arguments: Any) 
     `function` must be importable. An exception in any process fails the caller with its traceback.
     """
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.start_processes(
-            _worker, (world_size, _free_port(), folder, function, arguments), nprocs=world_size, start_method="spawn"
+        torch.multiprocessing.start_processes(  # pyright: ignore[reportPrivateImportUsage]
+            _worker,
+            (world_size, _free_port(), folder, function, arguments),
+            nprocs=world_size,
+            start_method="spawn",
         )
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world_size)]
 
 
 def _worker(
-    rank: int, world_size: int, port: int, folder: str, function: Callable[..., Any], arguments: tuple[Any, ...]
+    rank: int,
+    world_size: int,
+    port: int,
+    folder: str,
+    function: Callable[..., Any],
+    arguments: tuple[Any, ...],
 ) -> None:
     logging.disable(logging.WARNING)
     os.environ |= {"DS_ACCELERATOR": "cpu"}

@@ -1,7 +1,5 @@
 """Reading a run's YAML: what is accepted, and how each mistake is told."""
 
-# ruff: noqa: E501  (tables of messages, each on its line)
-
 from __future__ import annotations
 
 from pathlib import Path

@@ -22,7 +22,9 @@ SHAPE = Model(size="custom", layers=3, hidden=48, heads=4, intermediate=96, max_
 LENGTHS = (7, 20, 21, 21, 40, 64)
 
 
-def make_model(*, shape: Model = SHAPE, seed: int = 0, next_sentence: bool = True, **options: bool) -> PretrainingModel:
+def make_model(
+    *, shape: Model = SHAPE, seed: int = 0, next_sentence: bool = True, **options: bool
+) -> PretrainingModel:
     """Weights away from their initialisation, so that biases and norms matter."""
     torch.manual_seed(seed)
     model = PretrainingModel(shape, VOCABULARY, next_sentence, **options)
@@ -55,7 +57,8 @@ def peer():
     theirs = transformers.BertForPreTraining(config).eval()
     state = to_hf({name: p.detach() for name, p in model.named_parameters()})
     missing, unexpected = theirs.load_state_dict(state, strict=False)
-    assert set(missing) <= {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"} and not unexpected
+    assert set(missing) <= {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
+    assert not unexpected
     theirs.tie_weights()
     return theirs
 
@@ -206,7 +209,7 @@ def test_activation_checkpointing_and_compilation_change_nothing() -> None:
     batch = make_batch(LENGTHS)
     expected = gradients(make_model(), batch)
     for options in ({"activation_checkpointing": True}, {"compile": True}):
-        found = gradients(make_model(**options), batch)
+        found = gradients(make_model(**options), batch)  # pyright: ignore[reportArgumentType]
         for name, gradient in expected.items():
             torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-3, msg=f"{options} {name}")
 

@@ -255,7 +255,7 @@ class TestFillings:
             fill(tmp_path, [MaskedSentence((11, 12, 13), 1)])
 
     def test_a_filling_puts_the_sentence_around_the_blank(self) -> None:
-        tokens = tuple(VOCABULARY.index(token) for token in "ban , bar ##s bat .".split())
+        tokens = tuple(VOCABULARY.index(token) for token in ["ban", ",", "bar", "##s", "bat", "."])
         filling = fillings._filling(MaskedSentence(tokens, 4), [0.0] * len(VOCABULARY), VOCABULARY)
         assert (filling.before, filling.after) == ("ban, bars ", ".")
         filling = fillings._filling(MaskedSentence(tokens, 0), [0.0] * len(VOCABULARY), VOCABULARY)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -53,9 +54,11 @@ class Weights:
 
     def fragments(self) -> list[Held]:
         return [
-            Held(name, a, {kind: self.tensor(kind, name)[a:b] for kind in ("weight", "exp_avg", "exp_avg_sq")})
+            Held(
+                name, a, {kind: self.tensor(kind, name)[a:b] for kind in ("weight", "exp_avg", "exp_avg_sq")}
+            )
             for name, cuts in self.cuts.items()
-            for a, b in zip(cuts, cuts[1:], strict=False)
+            for a, b in itertools.pairwise(cuts)
         ]
 
 
@@ -104,14 +107,18 @@ def damage_state(checkpoint: Path) -> None:
     path.write_text(path.read_text().replace('"step": 20', '"step": 21'))
 
 
-@pytest.mark.parametrize("damage", [damage_truncate, damage_flip, damage_missing, damage_manifest, damage_state])
+@pytest.mark.parametrize(
+    "damage", [damage_truncate, damage_flip, damage_missing, damage_manifest, damage_state]
+)
 def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, damage, caplog) -> None:
     good, bad = save(tmp_path, 10), save(tmp_path, 20)
     damage(bad)
     with caplog.at_level("WARNING"):
         assert store.newest(tmp_path) == good
-    assert not bad.exists() and (tmp_path / "damaged-step-00000020").is_dir()
-    assert "step-00000020" in caplog.text and "trying the one before" in caplog.text
+    assert not bad.exists()
+    assert (tmp_path / "damaged-step-00000020").is_dir()
+    assert "step-00000020" in caplog.text
+    assert "trying the one before" in caplog.text
 
 
 def test_a_half_written_checkpoint_does_not_exist(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ out alike without a word between them; each then fetches and masks the tokens of
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import itertools
 import queue
@@ -46,6 +47,17 @@ class MicroBatch:
     token_keys: Tensor  # int32 [T], 32 pseudo-random bits of (sample, position): the seed of dropout
     lengths: tuple[int, ...]  # tokens of each sequence, ascending
 
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on `device`, copied without waiting where the memory is pinned."""
+        if self.input_ids.device == device:
+            return self
+        moved = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return dataclasses.replace(self, **moved)
+
 
 @dataclass(frozen=True)
 class StepBatch:
@@ -57,6 +69,12 @@ class StepBatch:
     masked: int  # over all ranks
     epoch: int  # of the first sample
     first_sample: int  # its number since the phase began, epochs running on
+
+    def to(self, device: torch.device) -> StepBatch:
+        """The same with its micro-batches on `device`."""
+        return dataclasses.replace(
+            self, micro_batches=tuple(batch.to(device) for batch in self.micro_batches)
+        )
 
 
 class Loader:

@@ -30,6 +30,10 @@ _SHORT, _TARGET, _SPLIT, _RANDOM_NEXT, _TAIL, _OTHER, _BEGIN, _WINDOW_A, _WINDOW
 _TRUNCATE_A, _TRUNCATE_B = 1 << 16, 2 << 16  # each followed by one counter per 64 tokens cut off
 
 _ROWS = 1 << 18  # documents counted at a time when a corpus is opened
+# Looking up a sample maps about seven places of the shards into the process, 64 kB to 2 MB each (the page cache's
+# folios). Of a corpus of more bytes than this they are let go of after so many samples.
+_KEEP_MAPPED = 1 << 28
+_SAMPLES_MAPPED = 128
 
 
 @dataclass(frozen=True)
@@ -108,16 +112,15 @@ class Sampler:
 
     def plan(self, samples: np.ndarray) -> Plan:
         """Plan `samples` (int64 [B], epochs running on); reads sentence and document offsets, no tokens."""
-        key = draw(self._sample_key, samples)
-        documents, anchor, last = self._anchors(samples)
-        short = uniform(draw(key, _SHORT)) < self.pairs.short_share
-        target = np.where(short, 2 + below(draw(key, _TARGET), self.room - 1), self.room)
-        if self.pairs.next_sentence:
-            return self._pairs(key, documents, anchor, target, last)
-        return self._full_sentences(key, documents, anchor, target)
+        if not self._corpus.large or len(samples) <= _SAMPLES_MAPPED:
+            return self._plan(samples)
+        parts = np.split(samples, range(_SAMPLES_MAPPED, len(samples), _SAMPLES_MAPPED))
+        columns = zip(*(vars(self._plan(part)).values() for part in parts), strict=True)
+        return Plan(*map(np.concatenate, columns))
 
     def gather(self, plan: Plan) -> Rows:
         """Fetch the tokens of a plan: [CLS] A [SEP] B [SEP], or [CLS] A [SEP], end to end."""
+        self._corpus.looked_up(len(plan.lengths))
         tokens, special = self._corpus.tokens, self.shards.special_ids
         from_a = tokens.spans(plan.shard_a, plan.begin_a, plan.length_a)
         starts = np.concatenate(([0], np.cumsum(plan.lengths)))
@@ -151,6 +154,16 @@ class Sampler:
         ordinary[begins] = False
         ordinary[separators] = False
         return Rows(input_ids, token_types, index - begins[sequence], starts, sequence, ordinary)
+
+    def _plan(self, samples: np.ndarray) -> Plan:
+        self._corpus.looked_up(len(samples))
+        key = draw(self._sample_key, samples)
+        documents, anchor, last = self._anchors(samples)
+        short = uniform(draw(key, _SHORT)) < self.pairs.short_share
+        target = np.where(short, 2 + below(draw(key, _TARGET), self.room - 1), self.room)
+        if self.pairs.next_sentence:
+            return self._pairs(key, documents, anchor, target, last)
+        return self._full_sentences(key, documents, anchor, target)
 
     def _anchors(self, samples: np.ndarray) -> tuple[_Documents, np.ndarray, np.ndarray]:
         """Document of each sample, the sentence it begins with, whether it is the document's last."""
@@ -240,6 +253,11 @@ class _Corpus:
         self._sentences = _Joined([np.asarray(shard.sentences).view(np.int64) for shard in ordered])
         self._rows = _Joined([np.asarray(shard.documents).view(np.int64).reshape(-1) for shard in ordered])
         self.tokens = _Joined([shard.tokens for shard in ordered])
+        self._mapped = [
+            array for shard in ordered for array in (shard.sentences, shard.documents, shard.tokens)
+        ]
+        self.large = sum(array.nbytes for array in self._mapped) > _KEEP_MAPPED
+        self._looked_up = 0
         self._first_document = np.cumsum([0, *(len(shard.documents) - 1 for shard in ordered)])
         self.documents = int(self._first_document[-1])
         self._starts, first, count = [], [], []
@@ -250,6 +268,14 @@ class _Corpus:
             count.append(len(self._starts[-1]) - 1)
         self.samples = [int(starts[-1]) for starts in self._starts]
         self._source_first, self._source_count = np.array(first), np.array(count)
+
+    def looked_up(self, samples: int) -> None:
+        """Count samples looked up; now and then unmap what they mapped. It stays in the page cache."""
+        self._looked_up += samples
+        if self.large and self._looked_up >= _SAMPLES_MAPPED:
+            self._looked_up = 0
+            for array in self._mapped:
+                _forget(array)
 
     def find(self, source: np.ndarray, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(document number, sample within it, samples it has) of each slot of each source; int64 [B] each."""
@@ -353,7 +379,7 @@ def _sample_starts(documents: list[np.ndarray], reach: int, least_sentences: int
 
 
 def _forget(array: np.ndarray) -> None:
-    """Let go of the pages of a mapped file that was read through once, so that they do not count as ours."""
+    """Let go of the pages of a mapped file, so that they do not count as this process's memory."""
     if isinstance(array.base, mmap.mmap):
         array.base.madvise(mmap.MADV_DONTNEED)
 

@@ -17,7 +17,7 @@ def alone(device: torch.device) -> None:
     """A process group of this process, which DeepSpeed wants."""
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class Ours:
@@ -47,7 +47,9 @@ class Ours:
         """Mean cross-entropy of the masked tokens in nats, without dropout."""
         self._engine.module.eval()
         with torch.no_grad():
-            total = sum(self._engine.forward(batch).mlm_loss.item() for step in steps for batch in step.micro_batches)
+            total = sum(
+                self._engine.forward(batch).mlm_loss.item() for step in steps for batch in step.micro_batches
+            )
         self._engine.module.train()
         return total / sum(step.masked for step in steps)
 
@@ -55,7 +57,9 @@ class Ours:
 class Peer:
     """transformers at its best: sdpa, autocast to bf16, fused AdamW, padded to the longest of the batch."""
 
-    def __init__(self, config: RunConfig, vocabulary_size: int, device: torch.device, *, compiled: bool) -> None:
+    def __init__(
+        self, config: RunConfig, vocabulary_size: int, device: torch.device, *, compiled: bool
+    ) -> None:
         import transformers
 
         shape = config.model
@@ -65,9 +69,9 @@ class Peer:
                 vocab_size=vocabulary_size, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
                 num_attention_heads=shape.heads, intermediate_size=shape.intermediate,
                 max_position_embeddings=shape.max_positions, hidden_dropout_prob=shape.hidden_dropout,
-                attention_probs_dropout_prob=shape.attention_dropout, attn_implementation="sdpa",
+                attention_probs_dropout_prob=shape.attention_dropout, attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]
             )
-        ).to(device)  # fmt: skip
+        ).to(device)  # fmt: skip  # pyright: ignore[reportArgumentType]
         self._model.train()
         self._forward = torch.compile(self._model, dynamic=True) if compiled else self._model
         choice = config.optimizer
@@ -112,7 +116,10 @@ def parameter_groups_of_peer(model: nn.Module, weight_decay: float) -> list[dict
     exempt = {True: [], False: []}
     for parameter in model.parameters():
         exempt[parameter.ndim < 2].append(parameter)
-    return [{"params": exempt[False], "weight_decay": weight_decay}, {"params": exempt[True], "weight_decay": 0.0}]
+    return [
+        {"params": exempt[False], "weight_decay": weight_decay},
+        {"params": exempt[True], "weight_decay": 0.0},
+    ]
 
 
 def pad(batch: MicroBatch) -> dict[str, Tensor]:

@@ -28,14 +28,16 @@ WARM_UP_SHARE = 0.1
 
 def main(argv: list[str]) -> int:
     """Run the comparison and print held-out losses over time, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(prog="bench quality", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="bench quality", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--corpus", required=True, help="prepared corpus folder")
     parser.add_argument("--size", default="mini", help="model size (default: mini)")
     parser.add_argument("--length", type=int, default=128, help="sequence length")
     parser.add_argument("--sequences", type=int, default=64, help="sequences per step")
     parser.add_argument("--minutes", type=float, default=10.0, help="training time of each")
     parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate of both")
-    parser.add_argument("--json", action="store_true", help="print JSON at the end instead of lines on the way")
+    parser.add_argument(
+        "--json", action="store_true", help="print JSON at the end instead of lines on the way"
+    )
     options = parser.parse_args(argv)
     alone(torch.device("cpu"))
     result = compare(options)
@@ -68,14 +70,18 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
                 print(f"{share * options.minutes:6.1f} min each   held-out MLM loss   {words}", flush=True)
     sequences = {name: runner.steps * options.sequences for name, runner in runners.items()}
     if not options.json:
-        print(f"sequences seen: {sequences}; difference {curve[-1]['transformers'] - curve[-1]['ours']:.4f} nats")
+        print(
+            f"sequences seen: {sequences}; difference {curve[-1]['transformers'] - curve[-1]['ours']:.4f} nats"
+        )
     return {"options": vars(options), "sequences": sequences, "curve": curve}
 
 
 class _Runner:
     """One contestant's clock and place in the epoch."""
 
-    def __init__(self, contestant: Ours | Peer, shards: TokenShards, config: RunConfig, options: argparse.Namespace):
+    def __init__(
+        self, contestant: Ours | Peer, shards: TokenShards, config: RunConfig, options: argparse.Namespace
+    ):
         self._contestant, self._options = contestant, options
         self._loader: Iterator[StepBatch] = iter(Loader(shards, config, 0, rank=0, world_size=1))
         self._seconds = self.steps = 0.0

@@ -28,16 +28,20 @@ LEARNING_RATE = 1e-4
 
 def main(argv: list[str]) -> int:
     """Run the comparison and print a table, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(prog="bench step", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="bench step", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--corpus", required=True, help="prepared corpus folder: the real mix of lengths")
     parser.add_argument("--sizes", nargs="+", default=["mini"], help="model sizes (default: mini)")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 128], help="sequence lengths")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per step before padding, about")
     parser.add_argument("--repeats", type=int, default=7, help="alternations; the median is reported")
     parser.add_argument("--compile-peer", action="store_true", help="torch.compile the peer too")
-    parser.add_argument("--dropout", type=float, default=0.1, help="hidden dropout of both; 0 switches it off")
+    parser.add_argument(
+        "--dropout", type=float, default=0.1, help="hidden dropout of both; 0 switches it off"
+    )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's default")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)
     if options.threads:
@@ -51,7 +55,9 @@ def main(argv: list[str]) -> int:
             if not options.json:
                 print(_row(results[-1]), flush=True)
     if options.json:
-        print(json.dumps({"threads": torch.get_num_threads(), "torch": torch.__version__, "results": results}))
+        print(
+            json.dumps({"threads": torch.get_num_threads(), "torch": torch.__version__, "results": results})
+        )
     return 0
 
 
@@ -59,14 +65,19 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
     """One model size at one sequence length: medians over alternations."""
     shards = open_shards(Path(options.corpus), "train")
     config = _config(size, length, options)
-    steps = [step if device.type == "cpu" else step.to(device) for step in _steps(shards, config, options.repeats + 2)]
+    steps = [
+        step if device.type == "cpu" else step.to(device)
+        for step in _steps(shards, config, options.repeats + 2)
+    ]
     contestants = {
         "ours": Ours(config, shards.vocabulary_size),
         "transformers": Peer(config, shards.vocabulary_size, device, compiled=options.compile_peer),
     }
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     losses: dict[str, list[float]] = {name: [] for name in contestants}
-    flops = sum(step_flops(config, shards.vocabulary_size, b.lengths, len(b.masked_rows)) for b in _all(steps[2:]))
+    flops = sum(
+        step_flops(config, shards.vocabulary_size, b.lengths, len(b.masked_rows)) for b in _all(steps[2:])
+    )
     for number, step in enumerate(steps):
         for name, contestant in contestants.items():
             _synchronise(device)
@@ -115,7 +126,12 @@ def _config(size: str, length: int, options: argparse.Namespace) -> RunConfig:
         corpus=Corpus(dir=options.corpus),
         model=Model(size=size, hidden_dropout=options.dropout),  # type: ignore[arg-type]
         phases=(
-            Phase(sequence_length=length, global_sequences=sequences, steps=1 << 30, peak_learning_rate=LEARNING_RATE),
+            Phase(
+                sequence_length=length,
+                global_sequences=sequences,
+                steps=1 << 30,
+                peak_learning_rate=LEARNING_RATE,
+            ),
         ),
         engine=EngineSettings(zero_stage=1, micro_batch_tokens=sequences * length),
     )

@@ -27,7 +27,14 @@ from torch import Tensor
 
 from pretrain.errors import InputError, MachineError, RunError
 from pretrain.files import (
-    MANIFEST, disk_errors, existing_parent, fsync_folder, read_manifest, sha256_file, verify_manifest, write_json,
+    MANIFEST,
+    disk_errors,
+    existing_parent,
+    fsync_folder,
+    read_manifest,
+    sha256_file,
+    verify_manifest,
+    write_json,
 )  # fmt: skip
 
 FORMAT = 1
@@ -70,7 +77,9 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
-def save(folder: Path, step: int, fragments: Iterable[HeldFragment], state: dict[str, Any], group: Group) -> Path:
+def save(
+    folder: Path, step: int, fragments: Iterable[HeldFragment], state: dict[str, Any], group: Group
+) -> Path:
     """Write the checkpoint of `step` into `folder`; every rank calls this. Returns its path.
 
     Each rank writes and hashes what it holds (of what all hold, its even share); rank 0 writes the state and, when
@@ -134,7 +143,9 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     try:
         return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise InputError(f"{checkpoint / 'state.json'}: cannot be read ({error}). Use another checkpoint.") from None
+        raise InputError(
+            f"{checkpoint / 'state.json'}: cannot be read ({error}). Use another checkpoint."
+        ) from None
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
@@ -215,7 +226,13 @@ def _write_shard(aside: Path, fragments: Iterable[HeldFragment], group: Group) -
         for kind, tensor in fragment.tensors.items():
             tensors[f"{kind}|{fragment.name}|{start}"] = tensor[share].detach().cpu()
         entries.append(
-            {"name": fragment.name, "start": start, "numel": numel, "file": name, "kinds": list(fragment.tensors)}
+            {
+                "name": fragment.name,
+                "start": start,
+                "numel": numel,
+                "file": name,
+                "kinds": list(fragment.tensors),
+            }
         )
     path = aside / name
     with disk_errors(path):

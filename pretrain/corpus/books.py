@@ -7,7 +7,8 @@ import re
 _START = re.compile(r"^\s*\*{3}\s*START OF (?:THE|THIS) PROJECT GUTENBERG.*?\*{3}[^\n]*$", re.M | re.I | re.S)
 _OLD_START = re.compile(r"^\*END\*? ?THE SMALL PRINT![^\n]*$", re.M | re.I)  # before about 2003
 _END = re.compile(
-    r"^\s*(?:\*{3}\s*END OF (?:THE|THIS) PROJECT GUTENBERG|End of (?:the )?Project Gutenberg)[^\n]*", re.M | re.I
+    r"^\s*(?:\*{3}\s*END OF (?:THE|THIS) PROJECT GUTENBERG|End of (?:the )?Project Gutenberg)[^\n]*",
+    re.M | re.I,
 )
 _CREDITS = re.compile(r"(?:Produced by|E-text prepared by|Transcribed (?:by|from))\b", re.I)
 _ENCODING = re.compile(rb"Character set encoding:\s*([\w-]+)", re.I)

@@ -21,7 +21,9 @@ def shard_figures(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Figures of a source from the results of writing its shards: unknown tokens and histograms of lengths."""
     lengths = {}
     for unit in ("document", "sentence"):
-        counts = np.sum([result["lengths"][unit] for result in results], axis=0, dtype=np.int64) if results else []
+        counts = (
+            np.sum([result["lengths"][unit] for result in results], axis=0, dtype=np.int64) if results else []
+        )
         lengths[f"{unit}_lengths"] = _bins(np.asarray(counts))
     return {"unknown_tokens": sum(result["unknown"] for result in results), **lengths}
 
@@ -39,7 +41,7 @@ def write_card(
 ) -> None:  # fmt: skip
     """Write card.json and card.md. `hashes` has {path: SHA-256} of each source's files."""
     totals = {key: sum(source[key] for source in sources) for key in _COUNTS}
-    totals["unknown_rate"] = totals["unknown_tokens"] / max(totals["tokens"], 1)
+    totals["unknown_rate"] = totals["unknown_tokens"] / max(totals["tokens"], 1)  # pyright: ignore[reportArgumentType]
     totals["shards"] = len(shards)
     listed = [
         {**source, "files": len(files), "file_hashes": dict(list(files.items())[:_MAX_LISTED_FILES])}
@@ -110,7 +112,10 @@ def _markdown(card: dict[str, Any]) -> str:
     ]  # fmt: skip
     for source in card["sources"]:
         revision = f", revision {source['revision']}" if source["revision"] else ""
-        lines += [f"{source['name']}{revision}: {source['files']:,} files, contents sha256 {source['content']}", ""]
+        lines += [
+            f"{source['name']}{revision}: {source['files']:,} files, contents sha256 {source['content']}",
+            "",
+        ]
         lines += [f"- `{path}` sha256 {digest}" for path, digest in source["file_hashes"].items()]
         if source["files"] > _MAX_LISTED_FILES:
             lines.append(f"- and {source['files'] - _MAX_LISTED_FILES:,} more")
@@ -123,7 +128,9 @@ def _row(*cells: Any) -> str:
 
 
 def _lengths(title: str, sources: list[dict[str, Any]], key: str) -> list[str]:
-    bins = sorted({name for source in sources for name in source[key]}, key=lambda name: int(name.split("-")[0]))
+    bins = sorted(
+        {name for source in sources for name in source[key]}, key=lambda name: int(name.split("-")[0])
+    )
     rows = [_row(name, *(f"{source[key].get(name, 0):,}" for source in sources)) for name in bins]
     header = [_row("tokens", *(source["name"] for source in sources)), _row("---", *["---:"] * len(sources))]
     return [f"## {title}", "", *header, *rows, ""]
@@ -132,7 +139,13 @@ def _lengths(title: str, sources: list[dict[str, Any]], key: str) -> list[str]:
 def _faults(problems: list[dict[str, Any]]) -> list[str]:
     if not problems:
         return []
-    rows = [_row(p["path"], p["fault"], f"{p['count']:,}", p["first"]) for p in problems[:_MAX_LISTED_PROBLEMS]]
-    more = [f"and {len(problems) - _MAX_LISTED_PROBLEMS:,} more, see card.json"] if problems[_MAX_LISTED_PROBLEMS:] else []
+    rows = [
+        _row(p["path"], p["fault"], f"{p['count']:,}", p["first"]) for p in problems[:_MAX_LISTED_PROBLEMS]
+    ]
+    more = (
+        [f"and {len(problems) - _MAX_LISTED_PROBLEMS:,} more, see card.json"]
+        if problems[_MAX_LISTED_PROBLEMS:]
+        else []
+    )
     header = [_row("path", "fault", "count", "first"), _row("---", "---", "---:", "---")]
     return ["## Faults in the input", "", *header, *rows, *more, ""]

@@ -29,7 +29,7 @@ _FOOTNOTE = re.compile(r"\s*\[(?:\d+|#\w*|[A-Z]\w+\d{2,4}\w?)\]_")
 _TAG = re.compile(r"</?[a-zA-Z][^<>]*>")
 _FIELD = re.compile(r":\w[^:`\n]{0,60}:\s+|@\w+\s+")  # :param int x: ...
 _BULLET = re.compile(r"(?:[-*+•]|\(?\d{1,2}[.)]|#\.)\s+")
-_ARGUMENT = re.compile(r"[*`]*[\w.]+[`]*(?:\s*\([^()]*(?:\([^()]*\)[^()]*)*\))?[`]*\s*(?::|--|–)\s+(?=\S)")  # noqa: RUF001
+_ARGUMENT = re.compile(r"[*`]*[\w.]+[`]*(?:\s*\([^()]*(?:\([^()]*\)[^()]*)*\))?[`]*\s*(?::|--|–)\s+(?=\S)")
 _UNDERLINE = re.compile(r"([=\-~^\"'`#*+.:_])\1{2,}")
 _CODE = re.compile(r"[=<>{}|\\#@$]|::|\(\)|\w_\w|->|https?:|\w\.\w+\.\w|\w\(\w*")
 _END = (".", "!", "?", ".)", '."', ".'")
@@ -51,7 +51,11 @@ def find_modules(path: str) -> list[str]:
         inner = [other for other in roots if other != root and other.is_relative_to(root)]
         for file in below:
             parts = file.relative_to(root).parts
-            if not (_SKIPPED_FOLDERS.intersection(parts) or file.name.startswith("test_") or file.name == "conftest.py"):
+            if not (
+                _SKIPPED_FOLDERS.intersection(parts)
+                or file.name.startswith("test_")
+                or file.name == "conftest.py"
+            ):
                 if "site-packages" in parts and inner:
                     continue  # comes by its own root
                 files[file] = None
@@ -141,7 +145,9 @@ def _blocks(lines: list[str]) -> Iterator[str]:
         elif code_indent >= 0 and depth <= code_indent:
             code_indent = -1
         skip = not text or fenced or doctest or code_indent >= 0 or text.startswith("..")
-        starts_item = bool(_BULLET.match(text) or _FIELD.match(text) or _ARGUMENT.match(text)) and depth != indent
+        starts_item = (
+            bool(_BULLET.match(text) or _FIELD.match(text) or _ARGUMENT.match(text)) and depth != indent
+        )
         if block and (skip or _BULLET.match(text) or _FIELD.match(text) or depth < indent or starts_item
                       or (depth > indent and len(block) == 1 and len(block[0].split()) < 4)):  # fmt: skip
             yield " ".join(block)
@@ -159,7 +165,11 @@ def _blocks(lines: list[str]) -> Iterator[str]:
 
 
 def _clean(block: str) -> str:
-    text = _FIELD.sub("", _BULLET.sub("", block, count=1), count=1) if block[:1] in ":@" else _BULLET.sub("", block, count=1)
+    text = (
+        _FIELD.sub("", _BULLET.sub("", block, count=1), count=1)
+        if block[:1] in ":@"
+        else _BULLET.sub("", block, count=1)
+    )
     text = _ROLE.sub(r"\1", text)
     text = _LINK.sub(r"\1", text)
     text = _LITERAL.sub(lambda match: match[1] or match[2], text)

@@ -25,7 +25,9 @@ from pretrain.corpus.vocabulary import special_ids
 from pretrain.files import atomic_open, sha256_file, write_json
 
 TOKENIZER = "tokenizer.json"  # in the work folder
-DOCUMENT = np.dtype([("hash", "<u8", 2), ("sentences", "<u4"), ("items", "<u4"), ("words", "<u4"), ("bytes", "<u4")])
+DOCUMENT = np.dtype(
+    [("hash", "<u8", 2), ("sentences", "<u4"), ("items", "<u4"), ("words", "<u4"), ("bytes", "<u4")]
+)
 HISTOGRAM_BINS = 33  # bin b counts lengths of b bits: 1, 2-3, 4-7, ...
 _BATCH_BYTES = 4 << 20  # text cut into columns at once
 _PART_BYTES = 32 << 20  # text per part file at most
@@ -58,13 +60,17 @@ class Part:
         with atomic_open(path) as file:
             for array in (self.documents, self.items, self.sentence_items):
                 np.save(file, array, allow_pickle=False)
-            np.save(file, np.fromiter(map(len, self.distinct), np.uint32, len(self.distinct)), allow_pickle=False)
+            np.save(
+                file, np.fromiter(map(len, self.distinct), np.uint32, len(self.distinct)), allow_pickle=False
+            )
             np.save(file, np.frombuffer(b"".join(self.distinct), np.uint8), allow_pickle=False)
 
     @classmethod
     def load(cls, path: Path) -> Part:
         with path.open("rb") as file:
-            table, items, sentence_items, lengths, letters = (np.load(file, allow_pickle=False) for _ in range(5))
+            table, items, sentence_items, lengths, letters = (
+                np.load(file, allow_pickle=False) for _ in range(5)
+            )
         joined, ends = letters.tobytes(), np.cumsum(lengths).tolist()
         distinct = [joined[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
         return cls(items, sentence_items, table, distinct)
@@ -159,7 +165,9 @@ def read_piece(piece: Piece) -> dict[str, Any]:
         nonlocal size
         part = _joined(batches, state)
         if len(part.documents):
-            names.append(f"{piece.name}-{len(names):04d}.{'tokens' if state.settings.vocabulary_given else 'words'}")
+            names.append(
+                f"{piece.name}-{len(names):04d}.{'tokens' if state.settings.vocabulary_given else 'words'}"
+            )
             part.save(state.work / names[-1])
         batches.clear()
         size = 0
@@ -195,7 +203,9 @@ def tokenise_part(part: str, words_part: str) -> None:
     _tokenised(numbers, words.sentence_items, words.documents, state).save(state.work / part)
 
 
-def write_shard(name: str, selections: Sequence[tuple[str, np.ndarray]], totals: dict[str, int], folder: str) -> dict[str, Any]:
+def write_shard(
+    name: str, selections: Sequence[tuple[str, np.ndarray]], totals: dict[str, int], folder: str
+) -> dict[str, Any]:
     """Write one shard from documents of part files: (part, numbers of the documents in it).
 
     Returns hashes, the count of [UNK] and histograms of tokens per document and per sentence, and keeps them in
@@ -203,7 +213,10 @@ def write_shard(name: str, selections: Sequence[tuple[str, np.ndarray]], totals:
     """
     state = _state()
     state.pieces()  # loads the tokenizer
-    unknown, lengths = 0, {"document": np.zeros(HISTOGRAM_BINS, int), "sentence": np.zeros(HISTOGRAM_BINS, int)}
+    unknown, lengths = (
+        0,
+        {"document": np.zeros(HISTOGRAM_BINS, int), "sentence": np.zeros(HISTOGRAM_BINS, int)},
+    )
     with ShardWriter(Path(folder), name, dtype=state.dtype, **totals) as writer:
         for part_name, numbers in selections:
             part = Part.load(state.work / part_name)
@@ -214,7 +227,11 @@ def write_shard(name: str, selections: Sequence[tuple[str, np.ndarray]], totals:
             unknown += int(np.count_nonzero(part.items == state.unknown_id))
             lengths["document"] += _histogram(part.documents["items"])
             lengths["sentence"] += _histogram(part.sentence_items)
-    result = {"hashes": writer.hashes, "unknown": unknown, "lengths": {k: v.tolist() for k, v in lengths.items()}}
+    result = {
+        "hashes": writer.hashes,
+        "unknown": unknown,
+        "lengths": {k: v.tolist() for k, v in lengths.items()},
+    }
     write_json(state.work / f"{name}.shard.json", result)
     return result
 
@@ -281,7 +298,9 @@ def _with_own_words(part: Part, table: WordTable) -> Part:
     used = np.zeros(table.size, bool)
     used[part.items] = True
     own_number = (np.cumsum(used) - 1).astype(np.uint32)
-    return Part(own_number[part.items], part.sentence_items, part.documents, table.words(np.flatnonzero(used)))
+    return Part(
+        own_number[part.items], part.sentence_items, part.documents, table.words(np.flatnonzero(used))
+    )
 
 
 def _tokenised(numbers: np.ndarray, sentence_words: np.ndarray, table: np.ndarray, state: _Process) -> Part:

@@ -21,7 +21,9 @@ _TEXT = re.compile(rb"<text\b[^>]*?(?<!/)>(.*?)</text>", re.S)
 _COMMENT = re.compile(r"<!--.*?-->", re.S)
 _INNER_TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")
 _INNER_TABLE = re.compile(r"^[ \t:*]*\{\|(?:(?!\{\||\|\}).)*\|\}", re.S | re.M)
-_ELEMENTS = "ref|math|gallery|timeline|score|chem|code|source|syntaxhighlight|imagemap|table|graph|hiero|poem|pre"
+_ELEMENTS = (
+    "ref|math|gallery|timeline|score|chem|code|source|syntaxhighlight|imagemap|table|graph|hiero|poem|pre"
+)
 _EMPTY_ELEMENT = re.compile(rf"<(?:{_ELEMENTS}|references)\b[^<>]*/>", re.I)
 _ELEMENT = re.compile(rf"<({_ELEMENTS}|references)\b[^<>]*>(?:(?!<\1\b).)*?</\1\s*>", re.S | re.I)
 _MAGIC_WORD = re.compile(r"__[A-Z]+__")
@@ -41,7 +43,11 @@ def documents(data: bytes, decode: Callable[[bytes], str], report: Callable[[str
     for page in _PAGE.finditer(data):
         body = page[1]
         namespace, model, text = _NAMESPACE.search(body), _MODEL.search(body), _TEXT.search(body)
-        if b"<redirect " in body or (namespace and namespace[1] != b"0") or (model and model[1] != b"wikitext"):
+        if (
+            b"<redirect " in body
+            or (namespace and namespace[1] != b"0")
+            or (model and model[1] != b"wikitext")
+        ):
             continue
         if text:
             yield plain_text(html.unescape(decode(text[1])))

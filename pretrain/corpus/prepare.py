@@ -37,14 +37,25 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 from rich.progress import (
-    BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn,
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
 )  # fmt: skip
 from tokenizers import Tokenizer
 
 from pretrain.config import Corpus, RunConfig, Source
 from pretrain.corpus import card, jobs, sources
 from pretrain.corpus.shards import FORMAT, token_dtype
-from pretrain.corpus.vocabulary import TOKENIZER_FILES, load_vocabulary, save_tokenizer, special_ids, train_vocabulary
+from pretrain.corpus.vocabulary import (
+    TOKENIZER_FILES,
+    load_vocabulary,
+    save_tokenizer,
+    special_ids,
+    train_vocabulary,
+)
 from pretrain.errors import InputError, MachineError, StoppedError
 from pretrain.files import MANIFEST, disk_errors, read_manifest, sha256_file, write_json
 
@@ -77,7 +88,13 @@ def describe(config: RunConfig) -> dict[str, Any]:
         for source, inputs in zip(corpus.sources, _find_inputs(corpus), strict=True)
     ]
     total = sum(source["bytes"] for source in found)
-    return {"dir": str(folder), "state": state, "processes": _processes(corpus), "bytes": total, "sources": found}
+    return {
+        "dir": str(folder),
+        "state": state,
+        "processes": _processes(corpus),
+        "bytes": total,
+        "sources": found,
+    }
 
 
 def _find_inputs(corpus: Corpus) -> list[list[sources.Input]]:
@@ -109,10 +126,14 @@ class _Preparation:
         if not self._corpus.sources:
             if finished:
                 return _summary(self._folder, "already prepared")
-            raise InputError(f"corpus.sources: empty, and {self._folder} is not prepared. Name at least one source.")
+            raise InputError(
+                f"corpus.sources: empty, and {self._folder} is not prepared. Name at least one source."
+            )
         self._inputs = _find_inputs(self._corpus)
         given = self._corpus.vocabulary.path
-        self._tokenizer = load_vocabulary(Path(given), lowercase=self._corpus.vocabulary.lowercase) if given else None
+        self._tokenizer = (
+            load_vocabulary(Path(given), lowercase=self._corpus.vocabulary.lowercase) if given else None
+        )
         if finished:
             self._check_finished()
             shutil.rmtree(self._work, ignore_errors=True)
@@ -172,7 +193,12 @@ class _Preparation:
             key = f"corpus.sources.{number}.path"
             if number < len(manifest["sources"]) and before.get(key) != now[key]:
                 # Copied or unpacked anew, the same files have new times: their content decides.
-                hashes = {path: sha256_file(Path(path)) for item in inputs if not item.is_remote for path in item.paths}
+                hashes = {
+                    path: sha256_file(Path(path))
+                    for item in inputs
+                    if not item.is_remote
+                    for path in item.paths
+                }
                 if _content_state(hashes) == manifest["sources"][number]["content"]:
                     before[key] = now[key]
         self._refuse_changes(before, now)
@@ -198,7 +224,12 @@ class _Preparation:
 
     def _source_facts(self, number: int) -> dict[str, Any]:
         source = self._corpus.sources[number]
-        return {"name": _source_name(source), "kind": source.kind, "weight": source.weight, "licence": source.licence}
+        return {
+            "name": _source_name(source),
+            "kind": source.kind,
+            "weight": source.weight,
+            "licence": source.licence,
+        }
 
     @contextlib.contextmanager
     def _locked_work(self) -> Iterator[None]:
@@ -210,7 +241,9 @@ class _Preparation:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise InputError(f"{self._folder}: another prepare is at work there. Wait for it, or stop it.") from None
+                raise InputError(
+                    f"{self._folder}: another prepare is at work there. Wait for it, or stop it."
+                ) from None
             settings = self._work / "settings.json"
             if settings.exists():
                 self._refuse_changes(json.loads(settings.read_text(encoding="utf-8")), self._settings())
@@ -235,7 +268,9 @@ class _Preparation:
                 advance(piece.bytes)
         for number, source in enumerate(self._corpus.sources):
             if not any(summary.documents for summary in summaries if summary.source == number):
-                self._problems.add(source.path or source.dataset, f"no document in this source of kind {source.kind}")
+                self._problems.add(
+                    source.path or source.dataset, f"no document in this source of kind {source.kind}"
+                )
         return summaries
 
     def _pieces(self) -> Iterator[tuple[sources.Piece]]:
@@ -252,7 +287,9 @@ class _Preparation:
         hashes = _read_json(self._work / "hashes.json")
         if hashes is None:
             hashes = [{} for _ in self._inputs]
-            work = [(n, item) for n, inputs in enumerate(self._inputs) for item in inputs if not item.is_remote]
+            work = [
+                (n, item) for n, inputs in enumerate(self._inputs) for item in inputs if not item.is_remote
+            ]
             with self._bar.stage("hashing the sources", sum(item.bytes for _, item in work)) as advance:
                 results = pool.run(jobs.hash_files, ((item.paths,) for _, item in work))
                 for (number, item), ((paths,), found) in zip(work, results, strict=True):
@@ -270,7 +307,9 @@ class _Preparation:
         settings = self._corpus.vocabulary
         chosen = documents.sample(settings.training_bytes)
         work = list(zip(documents.parts, documents.by_part(chosen), strict=True))
-        sizes = [int(part.sum()) for part in documents.by_part(documents.table["bytes"] * chosen.astype(np.int64))]
+        sizes = [
+            int(part.sum()) for part in documents.by_part(documents.table["bytes"] * chosen.astype(np.int64))
+        ]
         counts: collections.Counter[bytes] = collections.Counter()
         with self._bar.stage("counting words", sum(sizes)) as advance:
             for size, (_, (words, numbers)) in zip(sizes, pool.run(jobs.count_words, work), strict=True):
@@ -304,12 +343,16 @@ class _Preparation:
                 (self._work / words_part).unlink(missing_ok=True)
                 advance(amount)
 
-    def _write_shards(self, pool: _Pool, documents: _Documents, plan: list[_ShardPlan]) -> list[dict[str, Any]]:
+    def _write_shards(
+        self, pool: _Pool, documents: _Documents, plan: list[_ShardPlan]
+    ) -> list[dict[str, Any]]:
         work = ((p.name, documents.selections(p.documents), p.totals, str(self._folder)) for p in plan)
         results = []
         width = token_dtype(1 << 16).itemsize
         with self._bar.stage("writing shards", sum(p.totals["tokens"] * width for p in plan)) as advance:
-            done = pool.run(jobs.write_shard, work, lambda name, *_: _read_json(self._work / f"{name}.shard.json"))
+            done = pool.run(
+                jobs.write_shard, work, lambda name, *_: _read_json(self._work / f"{name}.shard.json")
+            )
             for shard, (_, result) in zip(plan, done, strict=True):
                 results.append(result)
                 advance(shard.totals["tokens"] * width)
@@ -342,7 +385,14 @@ class _Preparation:
         )  # fmt: skip
         known = {name: digest for result in results for name, digest in result["hashes"].items()}
         names = [*known, *TOKENIZER_FILES, *card.CARD_FILES]
-        decisive = [FORMAT, size, special, sha256_file(self._folder / "vocab.txt"), shards, sorted(known.items())]
+        decisive = [
+            FORMAT,
+            size,
+            special,
+            sha256_file(self._folder / "vocab.txt"),
+            shards,
+            sorted(known.items()),
+        ]
         manifest = {
             "format": FORMAT,
             "fingerprint": hashlib.sha256(json.dumps(decisive).encode()).hexdigest(),
@@ -423,7 +473,9 @@ class _ShardPlan:
 class _Documents:
     """The table of all documents: 32 bytes each, in the order of the corpus."""
 
-    def __init__(self, table: np.ndarray, source: np.ndarray, parts: list[str], sizes: list[int], read: list[_Summary]):
+    def __init__(
+        self, table: np.ndarray, source: np.ndarray, parts: list[str], sizes: list[int], read: list[_Summary]
+    ):
         self.table = table  # jobs.DOCUMENT [D]
         self.parts = parts
         self._source = source  # uint16 [D]
@@ -506,7 +558,9 @@ class _Documents:
         part = np.searchsorted(self._first, documents, "right") - 1
         chosen = []
         for number in np.unique(part):
-            chosen.append((self.parts[number], (documents[part == number] - self._first[number]).astype(np.uint32)))
+            chosen.append(
+                (self.parts[number], (documents[part == number] - self._first[number]).astype(np.uint32))
+            )
         return chosen
 
     def figures(self, source_count: int) -> list[dict[str, int]]:
@@ -557,7 +611,10 @@ class _Pool:
             self._executor.shutdown(cancel_futures=True)
 
     def run(
-        self, job: Callable[..., Any], items: Iterable[tuple[Any, ...]], known: Callable[..., Any] | None = None
+        self,
+        job: Callable[..., Any],
+        items: Iterable[tuple[Any, ...]],
+        known: Callable[..., Any] | None = None,
     ) -> Iterator[tuple[tuple[Any, ...], Any]]:
         """(arguments, result) for every tuple of arguments; where `known(*arguments)` has a result, it is taken."""
         waiting: collections.deque[tuple[tuple[Any, ...], Any]] = collections.deque()
@@ -605,7 +662,9 @@ def _stoppable(folder: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise StoppedError(f"{folder}: stopped. Run the same command again; it goes on where it was.") from None
+        raise StoppedError(
+            f"{folder}: stopped. Run the same command again; it goes on where it was."
+        ) from None
     finally:
         if in_main:
             signal.signal(signal.SIGTERM, previous)

@@ -17,13 +17,17 @@ def split_sentences(document: str, language: str) -> list[str]:
     sentencex never cuts inside quotation marks, which in novels makes sentences of several hundred words; long
     ones are therefore cut a second time with the marks hidden.
     """
-    sentences = sentencex.segment(language, document.replace("\n", "\n\n"))
+    sentences = sentencex.segment(language, document.replace("\n", "\n\n"))  # pyright: ignore[reportAttributeAccessIssue]
     if max(map(len, sentences), default=0) <= _LONG_SENTENCE_CHARACTERS:
         return sentences
     return [
         part
         for sentence in sentences
-        for part in (_split_quotations(sentence, language) if len(sentence) > _LONG_SENTENCE_CHARACTERS else (sentence,))
+        for part in (
+            _split_quotations(sentence, language)
+            if len(sentence) > _LONG_SENTENCE_CHARACTERS
+            else (sentence,)
+        )
     ]
 
 
@@ -32,7 +36,7 @@ def _split_quotations(sentence: str, language: str) -> list[str]:
     hidden = sentence.translate(_HIDE_QUOTES)
     if hidden == sentence:
         return [sentence]
-    cuts = list(itertools.accumulate(len(part) for part in sentencex.segment(language, hidden)))[:-1]
+    cuts = list(itertools.accumulate(len(part) for part in sentencex.segment(language, hidden)))[:-1]  # pyright: ignore[reportAttributeAccessIssue]
     for number, cut in enumerate(cuts):
         if hidden[cut - 1] != sentence[cut - 1] and sentence[cut - 2].isspace():
             cuts[number] = cut - 1

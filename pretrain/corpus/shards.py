@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 
 from pretrain.errors import InputError
-from pretrain.files import MANIFEST, atomic_open, read_manifest, verify_manifest
+from pretrain.files import MANIFEST, atomic_open, verify_manifest
 
 FORMAT = 1
 _ARRAYS = ("tokens", "sentences", "documents")
@@ -61,7 +61,9 @@ def open_shards(folder: Path, split: str) -> TokenShards:
     """
     folder = Path(folder)
     if not (folder / MANIFEST).exists():
-        raise InputError(f"{folder}: not a prepared corpus (no {MANIFEST}). Run `prepare` with this config first.")
+        raise InputError(
+            f"{folder}: not a prepared corpus (no {MANIFEST}). Run `prepare` with this config first."
+        )
     manifest = _check_format(folder, verify_manifest(folder, content=False))
     return TokenShards(
         folder=folder,
@@ -69,7 +71,9 @@ def open_shards(folder: Path, split: str) -> TokenShards:
         vocabulary_size=manifest["vocabulary_size"],
         special_ids=manifest["special_ids"],
         sources=manifest["sources"],
-        shards=[_open_shard(folder, entry, manifest) for entry in manifest["shards"] if entry["split"] == split],
+        shards=[
+            _open_shard(folder, entry, manifest) for entry in manifest["shards"] if entry["split"] == split
+        ],
     )
 
 
@@ -111,9 +115,9 @@ def _open_shard(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -
 class ShardWriter:
     """Writes one shard piece by piece; its sizes are known beforehand. The files appear when the block ends well.
 
-        with ShardWriter(folder, "train-00000", tokens=9, sentences=3, documents=1, dtype=dtype) as writer:
-            writer.add(tokens, sentence_tokens, document_sentences)
-        writer.hashes  # file name -> SHA-256
+    with ShardWriter(folder, "train-00000", tokens=9, sentences=3, documents=1, dtype=dtype) as writer:
+        writer.add(tokens, sentence_tokens, document_sentences)
+    writer.hashes  # file name -> SHA-256
     """
 
     def __init__(
@@ -135,8 +139,14 @@ class ShardWriter:
         }
         with contextlib.ExitStack() as stack:
             for part, (dtype, shape) in shapes.items():
-                file = _HashedFile(stack.enter_context(atomic_open(self._folder / f"{self._name}.{part}.npy")))
-                header = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+                file = _HashedFile(
+                    stack.enter_context(atomic_open(self._folder / f"{self._name}.{part}.npy"))
+                )
+                header = {
+                    "descr": np.lib.format.dtype_to_descr(dtype),
+                    "fortran_order": False,
+                    "shape": shape,
+                }
                 np.lib.format.write_array_header_1_0(file, header)  # pyright: ignore[reportArgumentType]
                 self._files[part] = file
             self._files["sentences"].write(np.zeros(1, "<u8"))
@@ -153,7 +163,9 @@ class ShardWriter:
         self._files["tokens"].write(tokens.astype(self._dtype, copy=False))
         self._files["sentences"].write(sentence_ends + np.uint64(tokens_before))
         self._files["documents"].write(
-            np.stack([document_ends + np.uint64(sentences_before), token_ends + np.uint64(tokens_before)], axis=1)
+            np.stack(
+                [document_ends + np.uint64(sentences_before), token_ends + np.uint64(tokens_before)], axis=1
+            )
         )
         for number, array in enumerate((tokens, sentence_tokens, document_sentences)):
             self._written[number] += len(array)
@@ -162,7 +174,9 @@ class ShardWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
         if error is None and tuple(self._written) != self._expected:
-            error = ValueError(f"{self._name}: {self._written} tokens, sentences, documents, not {self._expected}")
+            error = ValueError(
+                f"{self._name}: {self._written} tokens, sentences, documents, not {self._expected}"
+            )
             self._stack.__exit__(type(error), error, None)
             raise error
         self._stack.__exit__(kind, error, trace)
@@ -177,7 +191,11 @@ class _HashedFile:
         self._sha256 = hashlib.sha256()
 
     def write(self, data: Any) -> None:
-        view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data if isinstance(data, np.ndarray) else data
+        view = (
+            np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
+            if isinstance(data, np.ndarray)
+            else data
+        )
         self._sha256.update(view)
         self._file.write(view)
 

@@ -51,7 +51,9 @@ class Problems:
         self.extend(entries)
 
     def add(self, path: str, fault: str, first: str = "", count: int = 1) -> None:
-        entry = self._entries.setdefault((path, fault), {"path": path, "fault": fault, "first": first, "count": 0})
+        entry = self._entries.setdefault(
+            (path, fault), {"path": path, "fault": fault, "first": first, "count": 0}
+        )
         entry["count"] += count
 
     def extend(self, entries: Iterable[dict[str, Any]]) -> None:
@@ -146,7 +148,9 @@ def _size(path: Path, where: str) -> int:
         with path.open("rb"):
             return path.stat().st_size
     except OSError as error:
-        raise InputError(f"{where}.path: {path}: cannot be read ({error.strerror}). Check its permissions.") from None
+        raise InputError(
+            f"{where}.path: {path}: cannot be read ({error.strerror}). Check its permissions."
+        ) from None
 
 
 def _group(files: list[Path], where: str) -> list[Input]:
@@ -209,7 +213,9 @@ def _find_dataset(source: Source, where: str) -> list[Input]:
             f"https://huggingface.co/datasets/{source.dataset}/commits/main"
         )
     shards = _hub_dataset(source, where).num_shards
-    return [Input((f"hub:{source.dataset}@{source.revision}#{shard}/{shards}",), 0) for shard in range(shards)]
+    return [
+        Input((f"hub:{source.dataset}@{source.revision}#{shard}/{shards}",), 0) for shard in range(shards)
+    ]
 
 
 def _saved_dataset(source: Source) -> Any:
@@ -221,7 +227,7 @@ def _saved_dataset(source: Source) -> Any:
         raise InputError(f"{source.dataset}: not a folder written by save_to_disk ({error}).") from None
     if isinstance(dataset, datasets.DatasetDict):
         if source.split not in dataset:
-            raise InputError(f"{source.dataset}: no split {source.split!r}; it has {', '.join(dataset)}.")
+            raise InputError(f"{source.dataset}: no split {source.split!r}; it has {', '.join(dataset)}.")  # pyright: ignore[reportArgumentType, reportCallIssue]
         dataset = dataset[source.split]
     return dataset
 
@@ -231,7 +237,11 @@ def _hub_dataset(source: Source, where: str) -> Any:
 
     try:
         return datasets.load_dataset(
-            source.dataset, source.subset or None, split=source.split, revision=source.revision, streaming=True
+            source.dataset,
+            source.subset or None,
+            split=source.split,
+            revision=source.revision,
+            streaming=True,
         )
     except Exception as error:  # whatever the hub's client raises: no network, no such name, commit or split
         raise InputError(
@@ -294,7 +304,9 @@ def _cut_dataset(source: Source, place: tuple[int, int], item: Input) -> Iterato
     step = max(1, rows * PIECE_BYTES // max(item.bytes, 1))
     for block, start in enumerate(range(0, max(rows, 1), step)):
         end = min(start + step, rows)
-        yield Piece(*place, block, source, item.paths, start, end, bytes=item.bytes * (end - start) // max(rows, 1))
+        yield Piece(
+            *place, block, source, item.paths, start, end, bytes=item.bytes * (end - start) // max(rows, 1)
+        )
 
 
 def _is_multistream(path: Path) -> bool:
@@ -303,7 +315,9 @@ def _is_multistream(path: Path) -> bool:
         return _BZ2_STREAM.search(file.read(64 << 20), 1) is not None
 
 
-def _feed(source: Source, place: tuple[int, int], item: Input, blocks: Iterator[tuple[Any, int]]) -> Iterator[Piece]:
+def _feed(
+    source: Source, place: tuple[int, int], item: Input, blocks: Iterator[tuple[Any, int]]
+) -> Iterator[Piece]:
     """Pieces that carry their data, read in order by the coordinating process. The last has none, only the faults."""
     path, problems = item.paths[0], Problems()
     block = position = 0
@@ -382,10 +396,15 @@ def _open_csv(path: Path, raw: IO[bytes], column: str, bad_rows: list[str]) -> A
         pa.PythonFile(stream, "r"),
         read_options=csv.ReadOptions(block_size=PIECE_BYTES, use_threads=False),
         parse_options=csv.ParseOptions(
-            delimiter="\t" if _plain_suffix(path) == ".tsv" else ",", newlines_in_values=True, invalid_row_handler=skip
+            delimiter="\t" if _plain_suffix(path) == ".tsv" else ",",
+            newlines_in_values=True,
+            invalid_row_handler=skip,
         ),
         convert_options=csv.ConvertOptions(
-            include_columns=[column], column_types={column: pa.binary()}, strings_can_be_null=False, check_utf8=False
+            include_columns=[column],
+            column_types={column: pa.binary()},
+            strings_can_be_null=False,
+            check_utf8=False,
         ),
     )
 
@@ -418,7 +437,9 @@ def documents(piece: Piece, problems: Problems) -> Iterator[str]:
             texts = _jsonl_texts(data, piece, problems)
         elif kind == "mediawiki":
             texts = mediawiki.documents(
-                data, lambda raw: _decode(raw, path, piece.start, problems), lambda fault: problems.add(path, fault)
+                data,
+                lambda raw: _decode(raw, path, piece.start, problems),
+                lambda fault: problems.add(path, fault),
             )
         else:
             texts = _wikiextractor_texts(_decode(data, path, piece.start, problems), path, problems)
@@ -531,7 +552,9 @@ def _jsonl_texts(data: bytes, piece: Piece, problems: Problems) -> Iterator[str]
             if isinstance(text, str):
                 yield _without_surrogates(text, path, problems)
             else:
-                problems.add(path, f"{column!r} that is not text", f"line {number + 1} of block {piece.block}")
+                problems.add(
+                    path, f"{column!r} that is not text", f"line {number + 1} of block {piece.block}"
+                )
 
 
 def _column_texts(piece: Piece, problems: Problems) -> Iterator[str]:
@@ -566,7 +589,9 @@ def _parquet_values(piece: Piece) -> Iterator[Any]:
     with pq.ParquetFile(piece.paths[0], memory_map=True) as file:
         column = piece.config.text_column
         if column not in file.schema_arrow.names:
-            raise InputError(f"{piece.paths[0]}: no column {column!r}; it has {', '.join(file.schema_arrow.names)}.")
+            raise InputError(
+                f"{piece.paths[0]}: no column {column!r}; it has {', '.join(file.schema_arrow.names)}."
+            )
         for batch in file.iter_batches(_ROWS_PER_READ, row_groups=[piece.start], columns=[column]):
             texts = batch.column(0)
             # Not validated by Arrow: as bytes, a bad one is ours to report.

@@ -39,7 +39,9 @@ def _character_classes() -> bytes:
 
 _CLASSES = _character_classes()
 _LOWER = bytes(range(256)).lower()
-_LOW_BYTES = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)  # keeps the first n bytes of a little-endian word
+_LOW_BYTES = np.array(
+    [(1 << 8 * n) - 1 for n in range(9)], np.uint64
+)  # keeps the first n bytes of a little-endian word
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class WordTable:
         words = self._words[numbers].tolist()
         if self._long_words:
             words = [self._long_words.get(n, word) for n, word in zip(numbers.tolist(), words, strict=True)]
-        return words
+        return words  # pyright: ignore[reportReturnType]
 
     def _lookup(self, table: _KeyTable, keys: list[np.ndarray]) -> np.ndarray:
         numbers, new_keys = table.lookup(keys, self.size)
@@ -228,7 +230,10 @@ class _KeyTable:
         """Insert distinct keys that are not in the table."""
         self._used += len(numbers)
         if 3 * self._used > 1 << self._bits:  # load of a third: 1.25 probes on average
-            old, old_numbers = [key[self._keys[0] != 0] for key in self._keys], self._numbers[self._keys[0] != 0]
+            old, old_numbers = (
+                [key[self._keys[0] != 0] for key in self._keys],
+                self._numbers[self._keys[0] != 0],
+            )
             while 3 * self._used > 1 << self._bits:
                 self._bits += 1
             self._allocate()
@@ -270,7 +275,9 @@ class WordPieces:
         self._counts = np.zeros(0, np.int32)
         self._pool = np.zeros(0, np.int32)
 
-    def tokens(self, words: np.ndarray, sentences: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
+    def tokens(
+        self, words: np.ndarray, sentences: np.ndarray, dtype: np.dtype
+    ) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of a row of word numbers, and the token offset of each sentence, int64 [S+1]."""
         self._extend()
         counts = self._counts[words]
@@ -287,7 +294,9 @@ class WordPieces:
         several = np.flatnonzero(counts > 1)
         further = counts[several] - 1
         within = np.arange(further.sum()) - np.repeat(np.cumsum(further) - further, further) + 1
-        tokens[np.repeat(ends[several], further) + within] = self._pool[np.repeat(first[several], further) + within]
+        tokens[np.repeat(ends[several], further) + within] = self._pool[
+            np.repeat(first[several], further) + within
+        ]
         return tokens, ends[sentences]
 
     def _extend(self) -> None:
@@ -298,7 +307,9 @@ class WordPieces:
         pieces = word_pieces(self._tokenizer, self._table.words(np.arange(known, self._table.size)))
         counts = np.fromiter(map(len, pieces), np.int32, len(pieces))
         new = np.fromiter(itertools.chain.from_iterable(pieces), np.int32, int(counts.sum()))
-        self._first = np.concatenate([self._first, len(self._pool) + (np.cumsum(counts) - counts).astype(np.int32)])
+        self._first = np.concatenate(
+            [self._first, len(self._pool) + (np.cumsum(counts) - counts).astype(np.int32)]
+        )
         self._counts = np.concatenate([self._counts, counts])
         self._pool = np.concatenate([self._pool, new])
 
@@ -311,7 +322,9 @@ def word_pieces(tokenizer: Tokenizer, words: Sequence[bytes]) -> list[list[int]]
     """
     tokenize = tokenizer.model.tokenize
     texts = b"\n".join(words).decode().split("\n")
-    result = [[t.id for t in tokenize(text)] if text.isascii() and text.isprintable() else [] for text in texts]
+    result = [
+        [t.id for t in tokenize(text)] if text.isascii() and text.isprintable() else [] for text in texts
+    ]
     others = [n for n, text in enumerate(texts) if not (text.isascii() and text.isprintable())]
     encoded = tokenizer.encode_batch_fast([texts[n] for n in others], add_special_tokens=False)
     for number, encoding in zip(others, encoded, strict=True):

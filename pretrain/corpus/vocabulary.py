@@ -16,13 +16,15 @@ from pretrain.files import atomic_open, write_json
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
 MAX_WORD_CHARACTERS = 100  # longer words are [UNK]: google-research/bert tokenization.py, WordpieceTokenizer
-_MAX_ALPHABET = 1000  # most frequent characters kept; `tokenizers`' BertWordPieceTokenizer has the same default
+_MAX_ALPHABET = (
+    1000  # most frequent characters kept; `tokenizers`' BertWordPieceTokenizer has the same default
+)
 _TRAINING_CHUNK = 1 << 16  # characters handed to the trainer at once
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
     """{"pad", "unk", "cls", "sep", "mask"} -> id."""
-    return {token.strip("[]").lower(): tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}
+    return {token.strip("[]").lower(): tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}  # pyright: ignore[reportReturnType]
 
 
 def bert_tokenizer(vocabulary: dict[str, int], normalizer: normalizers.BertNormalizer) -> Tokenizer:
@@ -63,7 +65,9 @@ def load_vocabulary(path: Path, *, lowercase: bool) -> Tokenizer:
     tokens = [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
     repeated = [token for token, count in Counter(tokens).items() if count > 1]
     if repeated:
-        raise InputError(f"{path}: token {repeated[0]!r} stands there twice. Every line must be a token of its own.")
+        raise InputError(
+            f"{path}: token {repeated[0]!r} stands there twice. Every line must be a token of its own."
+        )
     vocabulary = {token: number for number, token in enumerate(tokens)}
     _check_specials(path, vocabulary)
     return bert_tokenizer(vocabulary, normalizers.BertNormalizer(lowercase=lowercase))
@@ -78,9 +82,13 @@ def _from_json(path: Path, text: str, *, lowercase: bool) -> Tokenizer:
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"{path}: not a tokenizer.json of a BERT model ({error}).") from None
     if parts != ["WordPiece", "BertNormalizer", "BertPreTokenizer"]:
-        raise InputError(f"{path}: made of {', '.join(parts)}; BERT's WordPiece with BertNormalizer is needed.")
+        raise InputError(
+            f"{path}: made of {', '.join(parts)}; BERT's WordPiece with BertNormalizer is needed."
+        )
     if (model["continuing_subword_prefix"], model["max_input_chars_per_word"]) != ("##", MAX_WORD_CHARACTERS):
-        raise InputError(f"{path}: its WordPiece is not BERT's (prefix '##', words of at most 100 characters).")
+        raise InputError(
+            f"{path}: its WordPiece is not BERT's (prefix '##', words of at most 100 characters)."
+        )
     settings.pop("type")
     if settings["lowercase"] != lowercase:
         raise InputError(
@@ -102,7 +110,9 @@ def _check_specials(path: Path, vocabulary: dict[str, int]) -> None:
 # ---------------------------------------------------------------- training
 
 
-def train_vocabulary(counts: dict[bytes, int], size: int, *, lowercase: bool, min_frequency: int) -> Tokenizer:
+def train_vocabulary(
+    counts: dict[bytes, int], size: int, *, lowercase: bool, min_frequency: int
+) -> Tokenizer:
     """A WordPiece vocabulary of at most `size` entries from the counts of words cut at ASCII blanks and marks.
 
     The same counts give the same vocabulary, id by id. `tokenizers` alone does not (it numbers "##" characters in
@@ -114,7 +124,9 @@ def train_vocabulary(counts: dict[bytes, int], size: int, *, lowercase: bool, mi
         raise InputError("corpus.sources: no words to train a vocabulary on.")
     alphabet = _alphabet(words)
     if len(SPECIAL_TOKENS) + 2 * len(alphabet) >= size:
-        alphabet = alphabet[: (size - len(SPECIAL_TOKENS)) // 4]  # leave half of a tiny vocabulary to longer pieces
+        alphabet = alphabet[
+            : (size - len(SPECIAL_TOKENS)) // 4
+        ]  # leave half of a tiny vocabulary to longer pieces
     kept = set(alphabet)
     inner = {character for word in words for character in word[1:]} & kept
     fixed = [*SPECIAL_TOKENS, *sorted(kept), *(f"##{character}" for character in sorted(inner))]

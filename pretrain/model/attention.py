@@ -11,6 +11,7 @@ sequences of nearly the same length, with what lies between the matmuls fused by
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -81,7 +82,7 @@ def program(function: Callable[..., Any], fused: bool) -> Callable[..., Any]:
     if not fused:
         return function
     # Sizes that happen to be equal in the first batch must not be taken for one size: that compiles again later.
-    torch.fx.experimental._config.use_duck_shape = False
+    torch.fx.experimental._config.use_duck_shape = False  # pyright: ignore[reportAttributeAccessIssue]
     torch._dynamo.config.recompile_limit = 32
     torch._dynamo.config.specialize_float = True
     return torch.compile(function, dynamic=True)
@@ -103,7 +104,7 @@ def group_sequences(boundaries: tuple[int, ...], device: torch.device) -> tuple[
 
     Any order of the sequences is right; the ascending order of the loader's batches makes the fewest groups.
     """
-    lengths = [b - a for a, b in zip(boundaries, boundaries[1:], strict=False)]
+    lengths = [b - a for a, b in itertools.pairwise(boundaries)]
     groups, begin = [], 0
     while begin < len(lengths):
         end, low, high = begin, lengths[begin], lengths[begin]
@@ -167,7 +168,14 @@ def _grouped_attention_backward(
             grad_weights_BLL = torch.bmm(do_BLD[b], v_BLD[b].mT)
             seeds = None if keys_BL is None else keys_BL[b]
             weights_BLL, grad_scores_BLL = pieces.softmax_backward(
-                scores_BLL, grad_weights_BLL, lse_BL[b], delta_BL[b], lengths_B[b], _scale(q_BLD), seeds, dropout
+                scores_BLL,
+                grad_weights_BLL,
+                lse_BL[b],
+                delta_BL[b],
+                lengths_B[b],
+                _scale(q_BLD),
+                seeds,
+                dropout,
             )
             torch.bmm(grad_scores_BLL, k_BLD[b], out=grad_3BLD[0, b])
             torch.bmm(grad_scores_BLL.mT, q_BLD[b], out=grad_3BLD[1, b])

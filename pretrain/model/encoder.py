@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -49,7 +48,12 @@ class Encoder(nn.Module):
     """
 
     def __init__(
-        self, shape: Model, vocabulary_size: int, *, compile: bool = False, activation_checkpointing: bool = False
+        self,
+        shape: Model,
+        vocabulary_size: int,
+        *,
+        compile: bool = False,
+        activation_checkpointing: bool = False,
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -123,20 +127,34 @@ class Layer(nn.Module):
         hidden, ffn = shape.hidden, shape.intermediate
         # Query, key and value stacked: one matmul instead of three.
         self.qkv_weight, self.qkv_bias = normal(shape.init_std, 3 * hidden, hidden), zeros(3 * hidden)
-        self.attention_out_weight, self.attention_out_bias = normal(shape.init_std, hidden, hidden), zeros(hidden)
+        self.attention_out_weight, self.attention_out_bias = (
+            normal(shape.init_std, hidden, hidden),
+            zeros(hidden),
+        )
         self.attention_norm_weight, self.attention_norm_bias = ones(hidden), zeros(hidden)
         self.ffn_in_weight, self.ffn_in_bias = normal(shape.init_std, ffn, hidden), zeros(ffn)
         self.ffn_out_weight, self.ffn_out_bias = normal(shape.init_std, hidden, ffn), zeros(hidden)
         self.ffn_norm_weight, self.ffn_norm_bias = ones(hidden), zeros(hidden)
 
     def forward(
-        self, hidden_TH: Tensor, keys_T: Tensor, cu_seqlens: Tensor, max_seqlen: int, rows_R: Tensor | None = None
+        self,
+        hidden_TH: Tensor,
+        keys_T: Tensor,
+        cu_seqlens: Tensor,
+        max_seqlen: int,
+        rows_R: Tensor | None = None,
     ) -> Tensor:
         """[T, H] -> [T, H], or [R, H] of `rows_R`."""
         shape, training = self.shape, self.training
         qkv_T3H = F.linear(hidden_TH, self.qkv_weight, self.qkv_bias)
         context_TH = attention(
-            qkv_T3H, cu_seqlens, max_seqlen, shape.heads, keys_T, shape.attention_dropout if training else 0.0, self.fused
+            qkv_T3H,
+            cu_seqlens,
+            max_seqlen,
+            shape.heads,
+            keys_T,
+            shape.attention_dropout if training else 0.0,
+            self.fused,
         )
         if rows_R is not None:
             context_TH, hidden_TH = (x.index_select(0, rows_R) for x in (context_TH, hidden_TH))

@@ -86,7 +86,9 @@ class Heads(nn.Module):
         self.mlm_norm_weight, self.mlm_norm_bias = ones(hidden), zeros(hidden)
         self.mlm_bias = zeros(vocabulary_size)
 
-    def forward(self, hidden_RH: Tensor, word_VH: Tensor, masked_labels_K: Tensor, nsp_labels_S: Tensor) -> Losses:
+    def forward(
+        self, hidden_RH: Tensor, word_VH: Tensor, masked_labels_K: Tensor, nsp_labels_S: Tensor
+    ) -> Losses:
         """`hidden_RH`: the first tokens' rows, then the masked tokens'."""
         sequences = hidden_RH.shape[0] - masked_labels_K.shape[0]
         mlm_loss, mlm_correct = program(mlm_losses, self.fused)(

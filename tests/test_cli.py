@@ -1,0 +1,344 @@
+"""The command line: what each command does, refuses and returns. Workers and Ray are stand-ins here."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import yaml
+from corpora import make_corpus
+
+from pretrain.__main__ import BENCHMARKS, main
+from pretrain.config import load_config
+from pretrain.errors import DivergedError, MachineError, StoppedError
+from pretrain.worker import Worker
+
+ROOT = Path(__file__).parent.parent
+
+
+@pytest.fixture
+def config_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run on a small prepared corpus, in a folder of its own."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    make_corpus(tmp_path / "corpus", documents=20, vocabulary_size=500)
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "name: trial\n"
+        "corpus: {dir: corpus, vocabulary: {size: 500}}\n"
+        "model: {size: custom, layers: 1, hidden: 8, heads: 1}\n"
+        "phases: [{sequence_length: 32, global_sequences: 8, steps: 3, peak_learning_rate: 1e-3}]\n"
+    )
+    return path
+
+
+class Calls(list):
+    """What reached the stand-ins, in order: (who, arguments)."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
+    """Stand-ins for train.main, cluster.run.run and tracking.follow."""
+    seen = Calls()
+
+    @contextlib.contextmanager
+    def follow(run_dir: Path, total_steps: int):
+        seen.append(("follow", (run_dir, total_steps)))
+        yield
+
+    def stand_in(name: str, **attributes: Any) -> None:
+        module = ModuleType(name)
+        module.__dict__.update(attributes)
+        package, _, leaf = name.rpartition(".")
+        monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(sys.modules[package], leaf, module, raising=False)
+
+    import cluster.run
+
+    stand_in("pretrain.train", main=lambda payload, worker: seen.append(("train", (payload, worker))))
+    stand_in("pretrain.tracking", follow=follow)
+    monkeypatch.setattr(cluster.run, "run", lambda *given, **named: seen.append(("run", (given, named))))
+    return seen
+
+
+def cli(*arguments: Any) -> int:
+    return main([str(argument) for argument in arguments])
+
+
+def error_of(capsys: pytest.CaptureFixture[str]) -> str:
+    return capsys.readouterr().err.strip()
+
+
+def add_checkpoint(folder: Path, name: str = "step-00000002") -> None:
+    (folder / "checkpoints" / name).mkdir(parents=True)
+    (folder / "checkpoints" / name / "manifest.json").write_text("{}")
+
+
+def test_pretrain_records_the_run_and_starts_the_workers(config_file: Path, calls: Calls):
+    assert cli("pretrain", config_file, "--set", "seed=5") == 0
+    (follow, run) = calls
+    assert follow == ("follow", (Path("runs/trial"), 3))
+    (target, payload), named = run[1]
+    assert target == "pretrain.train:main"
+    assert (payload["config"]["seed"], payload["resume"]) == (5, False)
+    json.dumps(payload)  # it travels as JSON
+    assert (named["name"], named["run_dir"], named["workers"]) == ("trial", Path("runs/trial"), 1)
+    assert load_config("runs/trial/config.yaml") == load_config(config_file, ["seed=5"])
+    environment = json.loads(Path("runs/trial/environment.json").read_text())
+    assert environment["cpu_cores"] == len(os.sched_getaffinity(0))
+    assert {"torch", "deepspeed", "ray"} <= set(environment["packages"])
+
+
+def test_workers_overrides_the_file_and_set(config_file: Path, calls: Calls):
+    assert cli("pretrain", config_file, "--set", "scheduling.workers=7", "--workers", "1") == 0
+    assert calls[1][1][1]["workers"] == 1
+
+
+def test_without_ray_it_trains_in_this_process(config_file: Path, calls: Calls):
+    assert cli("pretrain", config_file, "--no-ray") == 0
+    assert [name for name, _ in calls] == ["follow", "train"]
+    payload, worker = calls[1][1]
+    assert isinstance(worker, Worker)
+    assert (worker.rank, worker.world_size, payload["resume"]) == (0, 1, False)
+
+
+@pytest.mark.parametrize(("rank", "expected"), [("0", ["follow", "train"]), ("1", ["train"])])
+def test_under_torchrun_only_the_first_worker_checks_and_draws(
+    config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch, rank: str, expected: list[str]
+):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert cli("pretrain", config_file) == 0
+    assert [name for name, _ in calls] == expected
+    assert Path("runs/trial/config.yaml").exists() == (rank == "0")
+
+
+def test_a_run_with_checkpoints_is_not_begun_anew(config_file: Path, calls: Calls, capsys):
+    add_checkpoint(Path("runs/trial"))
+    assert cli("pretrain", config_file) == 2
+    assert error_of(capsys) == (
+        "error: runs/trial: already holds checkpoints (newest step-00000002). Add --resume to continue that run, "
+        "or choose another name or run_dir to begin a new one."
+    )
+    assert calls == []
+    assert cli("pretrain", config_file, "--set", "name=other") == 0
+
+
+def test_resume_continues_with_other_workers(config_file: Path, calls: Calls):
+    cli("pretrain", config_file)
+    add_checkpoint(Path("runs/trial"))
+    assert cli("pretrain", config_file, "--resume", "--set", "engine.zero_stage=2") == 0
+    assert calls[-1][1][0][1]["resume"] is True
+    assert load_config("runs/trial/config.yaml").engine.zero_stage == 2
+
+
+def test_resume_refuses_another_config(config_file: Path, calls: Calls, capsys):
+    cli("pretrain", config_file)
+    add_checkpoint(Path("runs/trial"))
+    capsys.readouterr()
+    assert cli("pretrain", config_file, "--resume", "--set", "phases.0.steps=4", "--set", "seed=1") == 2
+    assert error_of(capsys) == (
+        "error: runs/trial/config.yaml: the run was begun with other settings: seed (0 -> 1), "
+        "phases.0.steps (3 -> 4). Resume with the old values, or choose another name or run_dir to begin a new run."
+    )
+    assert load_config("runs/trial/config.yaml").seed == 0
+
+
+def test_resume_before_the_first_checkpoint_begins(config_file: Path, calls: Calls):
+    assert cli("pretrain", config_file, "--resume") == 0
+    assert [name for name, _ in calls] == ["follow", "run"]
+
+
+def test_more_workers_than_cores_are_refused(config_file: Path, calls: Calls, capsys):
+    many = len(os.sched_getaffinity(0)) + 1
+    batch = f"phases.0.global_sequences={many}"
+    assert cli("pretrain", config_file, "--workers", many, "--set", batch) == 3
+    assert f"too few for {many} workers" in error_of(capsys)
+    assert (
+        cli("pretrain", config_file, "--workers", many, "--set", batch, "--set", "scheduling.address=h:1")
+        == 0
+    )
+
+
+def test_a_run_folder_that_cannot_be_written(config_file: Path, calls: Calls, capsys):
+    Path("runs").write_text("a file")
+    assert cli("pretrain", config_file) == 2
+    assert error_of(capsys).startswith("error: runs/trial: cannot write here (Not a directory).")
+
+
+def test_a_missing_corpus(config_file: Path, calls: Calls, capsys):
+    assert cli("pretrain", config_file, "--set", "corpus.dir=nowhere") == 2
+    assert error_of(capsys).startswith("error: nowhere: not a prepared corpus")
+    assert not Path("runs").exists()
+
+
+def test_a_truncated_corpus(config_file: Path, calls: Calls, capsys):
+    shard = next(Path("corpus").glob("*.tokens.npy"))
+    shard.write_bytes(shard.read_bytes()[:-2])
+    assert cli("pretrain", config_file) == 2
+    assert str(shard) in error_of(capsys)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("corpus.vocabulary.size=400", "corpus: has 500 vocabulary entries; the config asks for 400."),
+        (
+            "corpus.vocabulary.path=other.txt",
+            "corpus: its vocabulary (500 entries) is not other.txt (2 entries).",
+        ),
+        (
+            "corpus.vocabulary.path=other.json",
+            "corpus: its vocabulary (500 entries) is not other.json (3 entries).",
+        ),
+        ("corpus.vocabulary.path=bad.json", "bad.json: cannot be read as a vocabulary"),
+        (
+            "corpus.vocabulary.lowercase=false",
+            "corpus: its vocabulary is uncased; the config asks for a cased one.",
+        ),
+    ],
+)
+def test_another_vocabulary(config_file: Path, calls: Calls, capsys, override: str, expected: str):
+    Path("other.txt").write_text("a\nb\n")
+    Path("other.json").write_text(json.dumps({"model": {"vocab": {"b": 1, "a": 0, "c": 2}}}))
+    Path("bad.json").write_text("[]")
+    assert cli("pretrain", config_file, "--set", override) == 2
+    assert error_of(capsys).startswith(f"error: {expected}")
+
+
+@pytest.mark.parametrize(
+    "override", ["corpus.vocabulary.size=900", "corpus.vocabulary.path=corpus/vocab.txt",
+                 "corpus.vocabulary.path=corpus/tokenizer.json"],
+)  # fmt: skip
+def test_the_same_vocabulary(config_file: Path, calls: Calls, override: str):
+    assert cli("pretrain", config_file, "--set", override) == 0
+
+
+def test_each_mistake_in_the_config_is_a_line(config_file: Path, capsys):
+    assert cli("pretrain", config_file, "--set", "sed=1", "--set", "model.hiden=2") == 2
+    assert error_of(capsys).splitlines() == [
+        "error: --set model.hiden=2: model.hiden is not a known setting; did you mean hidden?",
+        "error: --set sed=1: sed is not a known setting; did you mean seed?",
+    ]
+
+
+def raise_in_run(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def run(*given: Any, **named: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("cluster.run.run", run)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"), [(MachineError("m"), 3), (DivergedError("d"), 4), (StoppedError("s"), 75)]
+)
+def test_the_end_of_the_workers_is_the_exit_code(
+    config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys, error: Exception, code: int
+):
+    raise_in_run(monkeypatch, error)
+    assert cli("pretrain", config_file) == code
+    assert error_of(capsys) == f"error: {error}"
+
+
+def test_interruption_is_130(config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch):
+    raise_in_run(monkeypatch, KeyboardInterrupt())
+    assert cli("pretrain", config_file) == 130
+
+
+def test_a_bug_keeps_its_traceback(config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch):
+    raise_in_run(monkeypatch, ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        cli("pretrain", config_file)
+
+
+def test_dry_run_touches_nothing(config_file: Path, calls: Calls, capsys):
+    assert cli("pretrain", config_file, "--dry-run", "--on", "8xH100", "--mean-length", "20") == 0
+    text = capsys.readouterr().out
+    for part in ("Resolved config", "Parameters", "Memory per worker", "Work", "8 x H100", "20 documents"):
+        assert part in text
+    resolved = text.split("Resolved config\n")[1].split("\n\nParameters")[0]
+    assert yaml.safe_load(resolved)["model"]["intermediate"] == 32
+    assert calls == []
+    assert not Path("runs").exists()
+
+
+def test_prepare_prepares_or_describes(config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    from pretrain.corpus import prepare
+
+    monkeypatch.setattr(prepare, "prepare", lambda config: f"prepared {config.corpus.dir}")
+    assert cli("prepare", config_file) == 0
+    assert capsys.readouterr().out == "prepared corpus\n"
+    Path("a.txt").write_text("x" * 1_500_000)
+    sources = "corpus.sources=[{kind: books, path: a.txt, name: novel}]"
+    assert cli("prepare", config_file, "--dry-run", "--set", sources, "--set", "corpus.dir=new") == 0
+    text = capsys.readouterr().out
+    assert "novel: books, 1 files, 1.5 MB, weight 1" in text
+    assert "new: new; 1.5 MB to read" in text
+
+
+def test_export_names_run_folder_and_checkpoint(monkeypatch: pytest.MonkeyPatch):
+    from pretrain.checkpoint import hf
+
+    seen = []
+    monkeypatch.setattr(hf, "export_run", lambda *given: seen.append(given))
+    assert cli("export", "runs/a", "out") == 0
+    assert cli("export", "runs/a", "out", "--checkpoint", "best") == 0
+    assert seen == [(Path("runs/a"), Path("out"), None), (Path("runs/a"), Path("out"), "best")]
+
+
+@pytest.mark.parametrize("arguments", [["demo"], *(["bench", name] for name in BENCHMARKS)], ids="-".join)
+def test_demo_and_bench_get_their_own_options(monkeypatch: pytest.MonkeyPatch, arguments: list[str]):
+    module = ModuleType("stand-in")
+    seen: list[list[str]] = []
+    module.main = lambda argv: seen.append(argv)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, ".".join(["pretrain", *arguments]), module)
+    assert cli(*arguments, "--json", "--help") == 0
+    assert seen == [["--json", "--help"]]
+
+
+def test_unknown_benchmarks_are_refused(capsys):
+    assert cli("bench", "speed") == 2
+    assert (
+        error_of(capsys)
+        == "error: bench: 'speed' is not a benchmark; choose from step, prepare, loader, quality."
+    )
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [[], ["--help"], ["prepare", "--help"], ["pretrain", "--help"], ["export", "--help"]],
+    ids=" ".join,
+)
+def test_help_has_examples_and_imports_nothing_heavy(arguments: list[str]):
+    code = (
+        "import sys; from pretrain.__main__ import main\n"
+        f"try: main({arguments})\n"
+        "except SystemExit: pass\n"
+        "print(sorted({name.partition('.')[0] for name in sys.modules}))"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    loaded = result.stdout.splitlines()[-1]
+    for heavy in ("torch", "ray", "transformers", "numpy", "pydantic", "yaml", "rich", "wandb", "deepspeed"):
+        assert f"'{heavy}'" not in loaded
+    if len(arguments) == 2:
+        assert "examples:\n  python -m pretrain" in result.stdout
+
+
+def test_the_driver_loads_no_torch_before_workers_start(config_file: Path):
+    """Reading and estimating a run must stay quick."""
+    code = (
+        "import sys; from pretrain.__main__ import main\n"
+        f"assert main(['pretrain', {str(config_file)!r}, '--dry-run']) == 0\n"
+        "assert not {'torch', 'ray', 'transformers'} & set(sys.modules)"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment)
