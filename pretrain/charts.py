@@ -18,11 +18,12 @@ Form = Callable[[float], str]
 _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 12, 26
 _MOST_POINTS = 300  # a curve of more is averaged down to this; a screen shows no more
+_FEW_POINTS = 40  # a curve of no more shows each as a dot and is never smoothed
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: `kind` is its CSS class; `smooth` draws the raw values faintly below a moving average."""
+    """One curve: `kind` is its CSS class; `smooth` draws a noisy one faintly, below its moving average."""
 
     name: str
     points: Points
@@ -53,9 +54,9 @@ def line_chart(
     shown = [one for one in series if one.points]
     if not shown:
         return ""
-    curves = [(one, _thin(one.points)) for one in shown]
-    xs = [x for _, points in curves for x, _ in points]
-    ys = [y for _, points in curves for _, y in points]
+    curves = [_Curve.of(one) for one in shown]
+    xs = [x for curve in curves for x, _ in curve.raw]
+    ys = [y for curve in curves for _, y in curve.raw]
     y_ticks = ticks(0.0 if from_zero else min(ys), max(ys), 4)
     x_ticks = ticks(min(xs), max(xs), 4, inside=True)
     frame = _Frame(min(xs), max(xs), min(y_ticks[0], *ys), max(y_ticks[-1], *ys))
@@ -63,7 +64,7 @@ def line_chart(
         *(_horizontal(frame, y, form(y)) for y in y_ticks),
         *(_tick_x(frame, x, form_x(x)) for x in x_ticks),
         *(_mark(frame, *mark) for mark in marks if frame.x_low <= mark[0] <= frame.x_high),
-        *(_curve(frame, one, points) for one, points in curves),
+        *(_drawing(frame, curve) for curve in curves),
     ]
     data = escape(_data(frame, curves, form, form_x, x_name), quote=True)
     return (
@@ -84,6 +85,22 @@ def ticks(low: float, high: float, count: int, inside: bool = False) -> list[flo
     first = math.ceil(low / step - 1e-9) if inside else math.floor(low / step + 1e-9)
     last = math.floor(high / step + 1e-9) if inside else math.ceil(high / step - 1e-9)
     return [round(number * step, 12) for number in range(first, last + 1)]
+
+
+@dataclass(frozen=True)
+class _Curve:
+    """A series as it is drawn: thinned out, and smoothed where that was asked for and there is enough."""
+
+    name: str
+    kind: str
+    raw: Points
+    line: Points
+
+    @classmethod
+    def of(cls, series: Series) -> _Curve:
+        raw = _thin(series.points)
+        smooth = series.smooth and len(raw) > _FEW_POINTS
+        return cls(series.name, series.kind, raw, _smooth(raw) if smooth else raw)
 
 
 @dataclass(frozen=True)
@@ -125,15 +142,13 @@ def _mark(frame: _Frame, x: float, left: str, right: str) -> str:
     )
 
 
-def _curve(frame: _Frame, series: Series, points: Points) -> str:
-    smoothed = _smooth(points) if series.smooth else points
-    faint = _path(frame, points, f"{series.kind} raw") if series.smooth else ""
-    dots = ""
-    if len(points) <= 40 and not series.smooth:
-        dots = "".join(
-            f'<circle class={series.kind} cx="{frame.x(x)}" cy="{frame.y(y)}" r=2.6 />' for x, y in points
-        )
-    return faint + _path(frame, smoothed, series.kind) + dots
+def _drawing(frame: _Frame, curve: _Curve) -> str:
+    faint = "" if curve.line is curve.raw else _path(frame, curve.raw, f"{curve.kind} raw")
+    dots = curve.line if len(curve.line) <= _FEW_POINTS else []
+    circles = "".join(
+        f'<circle class={curve.kind} cx="{frame.x(x)}" cy="{frame.y(y)}" r=2.6 />' for x, y in dots
+    )
+    return faint + _path(frame, curve.line, curve.kind) + circles
 
 
 def _path(frame: _Frame, points: Points, kind: str) -> str:
@@ -167,21 +182,18 @@ def _smooth(points: Points) -> Points:
     return out
 
 
-def _data(
-    frame: _Frame, curves: Sequence[tuple[Series, Points]], form: Form, form_x: Form, x_name: str
-) -> str:
+def _data(frame: _Frame, curves: Sequence[_Curve], form: Form, form_x: Form, x_name: str) -> str:
     """What the page's script needs to read values off: per curve its points in the drawing and as text."""
     return json.dumps(
         [
             {
-                "name": one.name,
-                "kind": one.kind,
+                "name": curve.name,
+                "kind": curve.kind,
                 "points": [
-                    [frame.x(x), frame.y(y), f"{x_name} {form_x(x)}", form(y)]
-                    for x, y in (_smooth(points) if one.smooth else points)
+                    [frame.x(x), frame.y(y), f"{x_name} {form_x(x)}".strip(), form(y)] for x, y in curve.line
                 ],
             }
-            for one, points in curves
+            for curve in curves
         ],
         separators=(",", ":"),
         ensure_ascii=False,

@@ -12,6 +12,7 @@ import itertools
 import json
 import re
 import statistics
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,7 +72,7 @@ def summary(run_dir: Path) -> str:
         last = run.evaluations[-1]
         lines.append(f"  held-out    {'   '.join(_measured(last))}   (step {last['step']:,})")
     lines.append(f"  throughput  {'   '.join(_throughput(run))}")
-    if run.card:
+    if run.card.get("totals"):
         lines.append(f"  corpus      {_corpus_line(run.card)}")
     return "\n".join(lines)
 
@@ -196,8 +197,9 @@ def _model_line(config: RunConfig) -> str:
 
 
 def _corpus_line(card: dict[str, Any]) -> str:
+    totals = card.get("totals", {})
     counts = ("documents", "sentences", "words", "tokens")
-    return "   ".join(f"{short(card[key])} {key}" for key in counts if isinstance(card.get(key), int | float))
+    return "   ".join(f"{short(totals[key])} {key}" for key in counts if key in totals)
 
 
 def _charts(run: _Run) -> Iterator[str]:
@@ -273,26 +275,36 @@ def _bytes(value: float) -> str:
 
 # ---- the corpus card and the environment
 
+_SOURCE_COLUMNS = ("name", "kind", "licence", "weight", "files", "documents", "sentences", "words", "tokens",
+                   "duplicates", "too_short")  # fmt: skip
+
 
 def _card(card: dict[str, Any]) -> dict[str, Any]:
-    """The corpus card sorted for the page: single values, tables (lists of objects) and histograms."""
-    facts, tables, histograms = [], [], []
-    for key, value in card.items():
-        if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
-            columns = list(dict.fromkeys(column for row in value for column in row))
-            rows = [[_cell(column, row.get(column, "")) for column in columns] for row in value]
-            tables.append((_label(key), [_label(column) for column in columns], rows))
-        elif isinstance(value, dict) and "histogram" in key:
-            histograms.append((_label(key), _bars(value)))
-        else:
-            facts += [(_label(name), _cell(name, found)) for name, found in _flat({key: value})]
-    return {"facts": facts, "tables": tables, "histograms": histograms}
+    """The corpus card as the page lays it out: totals, sources, histograms of lengths, faults of the input."""
+    sources = card.get("sources", [])
+    facts = {**card.get("totals", {}), "language": card.get("language")}
+    facts.update({f"vocabulary {key}": value for key, value in card.get("vocabulary", {}).items()})
+    return {
+        "facts": [(_label(key), _cell(key, value)) for key, value in facts.items() if value is not None],
+        "source_columns": [_label(column) for column in _SOURCE_COLUMNS],
+        "sources": [
+            [_cell(column, source.get(column, "")) for column in _SOURCE_COLUMNS] for source in sources
+        ],
+        "contents": [(source["name"], source["content"]) for source in sources if "content" in source],
+        "histograms": [
+            ("tokens per sentence", _bars([source.get("sentence_lengths", {}) for source in sources])),
+            ("tokens per document", _bars([source.get("document_lengths", {}) for source in sources])),
+        ],
+        "problems": card.get("problems", []),
+    }
 
 
-def _bars(histogram: dict[str, float]) -> list[tuple[str, float, float]]:
-    """(label, count, share of the largest)."""
-    largest = max(histogram.values(), default=0) or 1
-    return [(label, count, count / largest) for label, count in histogram.items()]
+def _bars(histograms: list[dict[str, int]]) -> list[tuple[str, int, float]]:
+    """(lengths such as 8-15, their count over all sources, its share of the largest), by ascending length."""
+    counts = sum((Counter(histogram) for histogram in histograms), Counter())
+    largest = max(counts.values(), default=1)
+    by_length = sorted(counts, key=lambda lengths: int(lengths.split("-")[0]))
+    return [(lengths, counts[lengths], counts[lengths] / largest) for lengths in by_length]
 
 
 def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

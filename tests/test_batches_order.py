@@ -37,10 +37,10 @@ def test_permute_needs_no_neighbours():
     assert together.tolist() == alone
 
 
-@pytest.mark.parametrize("size", [7, 100, 128])
+@pytest.mark.parametrize("size", [7, 100, 128, 1000])
 def test_permute_sends_every_index_everywhere(size):
     """Over many keys each index lands uniformly, and two neighbours land independently."""
-    keys = draw(KEY, np.arange(40_000))
+    keys = draw(KEY, np.arange(100_000))
     landed = [permute(np.full(len(keys), index), size, keys) for index in (0, 1, size - 1)]
     for where in landed:
         assert abs(chi_square(np.bincount(where, minlength=size))) < 5
@@ -98,6 +98,15 @@ def test_epochs_go_through_every_source_in_turn(sources, key):
         passes = Counter(number for number, _ in seen[source])
         full = sum(passes.values()) // size if size else 0
         assert [passes[number] for number in range(full)] == [size] * full
+
+
+def test_epochs_mix_sources_and_texts_anew():
+    order = Order([400, 600], [1.0, 0.5], KEY)
+    first, second = (order.locate(np.arange(700) + start) for start in (0, 700))
+    assert 0.4 < (first.source == second.source).mean() < 0.6
+    half = first.slot[first.source == 1]  # of the 600, from all over them
+    assert half.min() < 30
+    assert half.max() > 570
 
 
 def test_epochs_differ_in_order():

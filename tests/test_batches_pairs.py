@@ -15,13 +15,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from corpora import shard_arrays
+from corpora import make_corpus, shard_arrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pretrain.batches import pairs
 from pretrain.batches.pairs import Sampler, _truncation
 from pretrain.config import Pairs
-from pretrain.corpus.shards import Shard, TokenShards
+from pretrain.corpus.shards import Shard, TokenShards, open_shards
 from pretrain.errors import InputError
 
 SPECIAL = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
@@ -118,12 +119,15 @@ def test_pairs_are_what_their_label_says(length):
 def test_labels_are_even_and_random_segments_come_from_anywhere():
     shards = numbered([random_documents(100, 3)])
     text, made = Text(shards), sampler(shards, 64)
-    labels, b_documents = [], []
+    labels, b_documents, b_places = [], [], []
+    first, counts = np.unique(text.document, return_index=True)[1], np.bincount(text.document + 1)
     for _, b, label in sequences(made, np.arange(20_000)):
         labels.append(label)
         if label:
             b_documents.append(text.document[b[0]])
+            b_places.append((b[0] - first[b_documents[-1] + 1]) / counts[b_documents[-1] + 1])
     assert abs(np.mean(labels) - 0.5) < 5 * 0.5 / np.sqrt(len(labels))
+    assert abs(np.mean(b_places) - 0.5) < 0.05  # B begins anywhere in its document
     counts = np.bincount(b_documents, minlength=100)
     expected = counts.sum() / 100
     # Own documents are excluded, so longer ones come up a little less often.
@@ -280,6 +284,7 @@ def test_a_lone_document_takes_its_random_next_from_another_source():
     random_next = np.array([b[0] for a, b, label in pairs if text.source[a[0]] == 0 and label])
     assert len(random_next) > 20
     assert (text.source[random_next] == 1).all()
+    assert len(set(text.document[random_next])) == 5
 
 
 def test_samples_per_document():
@@ -297,6 +302,22 @@ def test_corpora_without_pairs_are_refused():
         sampler(numbered([[[5], [5]]]))
     with pytest.raises(InputError, match="no text"):
         sampler(replace(numbered([[[5, 5]]]), shards=[]))
+
+
+def test_large_corpora_are_read_alike(tmp_path, monkeypatch):
+    """Letting go of mapped pages changes nothing but memory."""
+    shards = open_shards(make_corpus(tmp_path / "corpus"), "train")
+    made = sampler(shards)
+    expected = [made.gather(made.plan(np.arange(64) + first)).input_ids for first in range(0, 640, 64)]
+    monkeypatch.setattr(pairs, "_KEEP_MAPPED", 0)
+    monkeypatch.setattr(pairs, "_SAMPLES_MAPPED", 64)
+    forgotten = []
+    monkeypatch.setattr(pairs, "_forget", lambda array, forget=pairs._forget: forgotten.append(forget(array)))
+    made = sampler(shards)
+    for number, first in enumerate(range(0, 640, 64)):
+        rows = made.gather(made.plan(np.arange(64) + first))
+        assert np.array_equal(rows.input_ids, expected[number])
+    assert len(forgotten) == 2 + 10 * 6  # each table of documents once, then six arrays per 64 samples
 
 
 def test_damaged_shards_are_noticed():

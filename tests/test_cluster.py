@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -36,22 +37,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def nothing_left() -> Iterator[None]:
-    """Fails when a process that was started in the test outlives it."""
-    before = {process.pid for process in psutil.Process().children(recursive=True)}
-    sessions = _ray_processes()
+def nothing_left(folder: Path) -> Iterator[None]:
+    """Fails when a process that works in the test's folder outlives it."""
     yield
-    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-    assert not left
-    assert not _ray_processes() - sessions
+    assert not _processes_in(folder)
 
 
-def _ray_processes() -> set[int]:
-    """Processes whose command line names one of our private Ray folders."""
+def _processes_in(folder: Path) -> set[int]:
+    """All processes whose working directory is `folder` or below it, but this one."""
     found = set()
-    for process in psutil.process_iter(["pid", "cmdline"]):
-        if any("/bertrain-" in part for part in process.info["cmdline"] or ()):
-            found.add(process.info["pid"])
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.pid != os.getpid() and Path(process.cwd()).is_relative_to(folder):
+                found.add(process.pid)
     return found
 
 
@@ -172,16 +170,15 @@ def test_paths_with_spaces(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_killed_launcher_leaves_nothing(folder: Path) -> None:
-    before = _ray_processes()
     launched = Launched("deaf", folder)
     launched.wait_for((folder / "starts-0").exists)
-    assert _ray_processes() - before
+    assert len(_processes_in(folder)) > 3, "Ray's processes are to be seen this way"
     launched.process.kill()
     launched.process.communicate(timeout=10)
     deadline = time.monotonic() + 10
-    while _ray_processes() - before and time.monotonic() < deadline:
+    while _processes_in(folder) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not _ray_processes() - before
+    assert not _processes_in(folder)
 
 
 @pytest.mark.slow

@@ -378,7 +378,7 @@ class TestExportRun:
         assert "checkpoint after step 2,000 of 3,000" in card
         assert "| masked-language-modelling loss | 2.5000 |" in card
         assert "| next-sentence accuracy | 75.00% |" in card
-        assert "## Two novels" in card
+        assert "### Two novels" in card
         assert "global_sequences: 4" in card
 
     def test_refusals(self, run: Path, tmp_path: Path) -> None:

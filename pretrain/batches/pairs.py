@@ -30,10 +30,10 @@ _SHORT, _TARGET, _SPLIT, _RANDOM_NEXT, _TAIL, _OTHER, _BEGIN, _WINDOW_A, _WINDOW
 _TRUNCATE_A, _TRUNCATE_B = 1 << 16, 2 << 16  # each followed by one counter per 64 tokens cut off
 
 _ROWS = 1 << 18  # documents counted at a time when a corpus is opened
-# Looking up a sample maps about seven places of the shards into the process, 64 kB to 2 MB each (the page cache's
-# folios). Of a corpus of more bytes than this they are let go of after so many samples.
+# Looking up a sample maps about seven places of the shards into the process, 64 kB each as a rule. Of a corpus of
+# more bytes than this they are let go of after so many samples.
 _KEEP_MAPPED = 1 << 28
-_SAMPLES_MAPPED = 128
+_SAMPLES_MAPPED = 512
 
 
 @dataclass(frozen=True)
@@ -112,15 +112,17 @@ class Sampler:
 
     def plan(self, samples: np.ndarray) -> Plan:
         """Plan `samples` (int64 [B], epochs running on); reads sentence and document offsets, no tokens."""
-        if not self._corpus.large or len(samples) <= _SAMPLES_MAPPED:
-            return self._plan(samples)
-        parts = np.split(samples, range(_SAMPLES_MAPPED, len(samples), _SAMPLES_MAPPED))
-        columns = zip(*(vars(self._plan(part)).values() for part in parts), strict=True)
-        return Plan(*map(np.concatenate, columns))
+        self._corpus.looked_up(len(samples))
+        key = draw(self._sample_key, samples)
+        documents, anchor, last = self._anchors(samples)
+        short = uniform(draw(key, _SHORT)) < self.pairs.short_share
+        target = np.where(short, 2 + below(draw(key, _TARGET), self.room - 1), self.room)
+        if self.pairs.next_sentence:
+            return self._pairs(key, documents, anchor, target, last)
+        return self._full_sentences(key, documents, anchor, target)
 
     def gather(self, plan: Plan) -> Rows:
         """Fetch the tokens of a plan: [CLS] A [SEP] B [SEP], or [CLS] A [SEP], end to end."""
-        self._corpus.looked_up(len(plan.lengths))
         tokens, special = self._corpus.tokens, self.shards.special_ids
         from_a = tokens.spans(plan.shard_a, plan.begin_a, plan.length_a)
         starts = np.concatenate(([0], np.cumsum(plan.lengths)))
@@ -154,16 +156,6 @@ class Sampler:
         ordinary[begins] = False
         ordinary[separators] = False
         return Rows(input_ids, token_types, index - begins[sequence], starts, sequence, ordinary)
-
-    def _plan(self, samples: np.ndarray) -> Plan:
-        self._corpus.looked_up(len(samples))
-        key = draw(self._sample_key, samples)
-        documents, anchor, last = self._anchors(samples)
-        short = uniform(draw(key, _SHORT)) < self.pairs.short_share
-        target = np.where(short, 2 + below(draw(key, _TARGET), self.room - 1), self.room)
-        if self.pairs.next_sentence:
-            return self._pairs(key, documents, anchor, target, last)
-        return self._full_sentences(key, documents, anchor, target)
 
     def _anchors(self, samples: np.ndarray) -> tuple[_Documents, np.ndarray, np.ndarray]:
         """Document of each sample, the sentence it begins with, whether it is the document's last."""
@@ -256,7 +248,7 @@ class _Corpus:
         self._mapped = [
             array for shard in ordered for array in (shard.sentences, shard.documents, shard.tokens)
         ]
-        self.large = sum(array.nbytes for array in self._mapped) > _KEEP_MAPPED
+        self._large = sum(array.nbytes for array in self._mapped) > _KEEP_MAPPED
         self._looked_up = 0
         self._first_document = np.cumsum([0, *(len(shard.documents) - 1 for shard in ordered)])
         self.documents = int(self._first_document[-1])
@@ -272,7 +264,7 @@ class _Corpus:
     def looked_up(self, samples: int) -> None:
         """Count samples looked up; now and then unmap what they mapped. It stays in the page cache."""
         self._looked_up += samples
-        if self.large and self._looked_up >= _SAMPLES_MAPPED:
+        if self._large and self._looked_up >= _SAMPLES_MAPPED:
             self._looked_up = 0
             for array in self._mapped:
                 _forget(array)

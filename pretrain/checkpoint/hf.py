@@ -417,7 +417,9 @@ def _model_card(config: RunConfig, run_dir: Path, step: int, parameters: int) ->
         parameters=parameters,
         step=step,
         measured=_measured(run_dir, step),
-        corpus_card=_one_level_down(corpus_card.read_text(encoding="utf-8")) if corpus_card.is_file() else "",
+        corpus_card=_two_levels_down(corpus_card.read_text(encoding="utf-8"))
+        if corpus_card.is_file()
+        else "",
         config_yaml=dump_config(config).strip(),
     )
 
@@ -444,9 +446,9 @@ def _measured(run_dir: Path, step: int) -> list[tuple[str, str]]:
     ]
 
 
-def _one_level_down(markdown: str) -> str:
+def _two_levels_down(markdown: str) -> str:
     """The corpus card's headings as subheadings of the model card."""
-    return re.sub(r"^#", "##", markdown, flags=re.MULTILINE).strip()
+    return re.sub(r"^#", "###", markdown, flags=re.MULTILINE).strip()
 
 
 # ---- writing

@@ -1,0 +1,471 @@
+"""Every kind of source: each document comes once however the files are cut, and every fault is counted."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pretrain.config import Source
+from pretrain.corpus import books, docstrings, mediawiki, sources
+from pretrain.corpus.sources import Problems, cut, documents, find_inputs
+from pretrain.errors import InputError
+
+
+def read(source: Source) -> tuple[list[str], list[dict[str, Any]]]:
+    """All documents of a source and the faults found."""
+    texts, problems = [], Problems()
+    names = []
+    for number, item in enumerate(find_inputs(source, "corpus.sources.0")):
+        for piece in cut(source, 0, number, item):
+            names.append(piece.name)
+            texts += documents(piece, problems)
+    assert names == sorted(set(names)), "pieces must sort as the corpus does"
+    return texts, problems.entries()
+
+
+def faults(problems: list[dict[str, Any]]) -> dict[str, int]:
+    return {problem["fault"]: problem["count"] for problem in problems}
+
+
+@pytest.fixture(params=[1, 50, 700, 1 << 20])
+def piece_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Pieces from a byte to the whole file."""
+    for name in ("PIECE_BYTES", "_BZ2_PIECE_BYTES"):
+        monkeypatch.setattr(sources, name, request.param)
+    monkeypatch.setattr(sources, "_STREAM_READ_BYTES", min(request.param, 64) + 1)
+    return request.param
+
+
+WIKI = [
+    (f'Article "{n}"', f"Text of {n}, with <b> and é.\n\nSecond paragraph {n}. " + "word " * (n % 7))
+    for n in range(40)
+]
+
+
+def wiki_bytes() -> bytes:
+    return "".join(
+        f'<doc id="{n}" url="https://x?curid={n}" title="{title}">\n{title}\n\n{text}\n\n</doc>\n'
+        for n, (title, text) in enumerate(WIKI)
+    ).encode()
+
+
+def jsonl_bytes() -> bytes:
+    return "".join(json.dumps({"text": text, "id": title}) + "\n" for title, text in WIKI).encode()
+
+
+def page(title: str, text: str, extra: str = "", namespace: int = 0) -> str:
+    escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    return (
+        f"  <page>\n    <title>{title}</title>\n    <ns>{namespace}</ns>\n{extra}    <revision>\n"
+        f'      <model>wikitext</model>\n      <text bytes="{len(text)}" xml:space="preserve">{escaped}</text>\n'
+        "    </revision>\n  </page>\n"
+    )
+
+
+PAGES = [
+    page(f"P{n}", f"'''P{n}''' is page [[Number|number]] {n}.<ref>no</ref> It has {{{{convert|5|km}}}} more.")
+    for n in range(30)
+]
+HEADER = '<mediawiki xml:lang="en">\n  <siteinfo><sitename>Wikipedia</sitename></siteinfo>\n'
+OTHER_PAGES = [
+    page("Talk:X", "Talk about it.", namespace=1),
+    page("R", "#REDIRECT [[P1]]", extra='    <redirect title="P1" />\n'),
+]
+PAGE_TEXTS = [f"P{n} is page number {n}. It has more." for n in range(30)]
+
+
+def dump_bytes() -> bytes:
+    return (HEADER + "".join(PAGES[:10] + OTHER_PAGES + PAGES[10:]) + "</mediawiki>\n").encode()
+
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    "": bytes,
+    ".gz": gzip.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
+
+
+@pytest.mark.parametrize("suffix", COMPRESS)
+@pytest.mark.parametrize("kind", ["wikiextractor", "jsonl", "mediawiki"])
+def test_every_document_comes_once(tmp_path: Path, piece_bytes: int, suffix: str, kind: str) -> None:
+    data = {"wikiextractor": wiki_bytes, "jsonl": jsonl_bytes, "mediawiki": dump_bytes}[kind]()
+    path = tmp_path / f"file{suffix}"
+    path.write_bytes(COMPRESS[suffix](data))
+    texts, problems = read(Source(kind=kind, path=str(path)))  # pyright: ignore[reportArgumentType]
+    expected = PAGE_TEXTS if kind == "mediawiki" else [text for _, text in WIKI]
+    assert [text.strip() for text in texts] == [text.strip() for text in expected]
+    assert problems == []
+
+
+@pytest.mark.parametrize("stream_bytes", [300, 1000, 100_000])
+@pytest.mark.parametrize("aligned", [True, False])
+def test_multistream_dump(tmp_path: Path, piece_bytes: int, stream_bytes: int, aligned: bool) -> None:
+    """Wikimedia's streams hold whole pages; pbzip2's cut anywhere, also inside a tag."""
+    text = HEADER + "".join(PAGES) + "</mediawiki>\n"
+    if aligned:
+        per_stream = max(1, stream_bytes // len(PAGES[0]))
+        groups = [PAGES[n : n + per_stream] for n in range(0, len(PAGES), per_stream)]
+        chunks = [HEADER, *("".join(group) for group in groups), "</mediawiki>\n"]
+    else:
+        chunks = [text[n : n + stream_bytes] for n in range(0, len(text), stream_bytes)]
+    path = tmp_path / "pages-multistream.xml.bz2"
+    path.write_bytes(b"".join(bz2.compress(chunk.encode()) for chunk in chunks))
+    texts, problems = read(Source(kind="mediawiki", path=str(path)))
+    assert texts == PAGE_TEXTS
+    assert problems == []
+
+
+def test_a_damaged_stream_costs_its_pages_only(tmp_path: Path) -> None:
+    streams = [bz2.compress(part.encode()) for part in (HEADER, *PAGES, "</mediawiki>\n")]
+    streams[5] = streams[5][:60] + bytes(20) + streams[5][80:]
+    path = tmp_path / "dump.xml.bz2"
+    path.write_bytes(b"".join(streams))
+    texts, problems = read(Source(kind="mediawiki", path=str(path)))
+    assert texts == PAGE_TEXTS[:4] + PAGE_TEXTS[5:]
+    assert len(problems) == 1
+    assert problems[0]["path"] == str(path)
+    assert problems[0]["fault"].startswith("broken bzip2 stream")
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
+def test_a_truncated_file_is_reported_and_read_up_to_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+) -> None:
+    monkeypatch.setattr(sources, "_STREAM_READ_BYTES", 64)
+    path = tmp_path / f"wiki{suffix}"
+    data = b"".join(COMPRESS[suffix](b"".join(part)) for part in (wiki_bytes()[:2000], wiki_bytes()[2000:]))
+    path.write_bytes(data[:-20])
+    texts, problems = read(Source(kind="wikiextractor", path=str(path)))
+    assert [text.strip() for text in texts] == [text.strip() for _, text in WIKI[: len(texts)]]
+    assert len(texts) >= 14
+    assert any(fault.startswith("broken file") for fault in faults(problems))
+    assert {problem["path"] for problem in problems} == {str(path)}
+
+
+def test_bad_bytes_are_counted_with_their_place(tmp_path: Path) -> None:
+    path = tmp_path / "wiki.txt"
+    path.write_bytes(
+        wiki_bytes().replace(b"Text of 3", b"Te\xffxt of\x80 3").replace(b"paragraph 4", b"para\0graph 4")
+    )
+    texts, problems = read(Source(kind="wikiextractor", path=str(path)))
+    assert faults(problems) == {"bytes that are not UTF-8": 2}
+    assert problems[0]["first"] == f"near byte {wiki_bytes().index(b'Text of 3') + 2}"
+    assert len(texts) == len(WIKI)
+    assert "paragraph 4" in texts[4]
+
+
+def test_empty_and_wrong_files_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b"")
+    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b""))
+    (tmp_path / "c.jsonl").write_bytes(
+        b'{"text": "fine"}\n{"text": 3}\nnot json\n\n{"other": 1}\n["list"]\n{"text": "half \\ud83d"}\n'
+    )
+    texts, problems = read(Source(kind="jsonl", path=str(tmp_path)))
+    assert texts == ["fine", "half ?"]
+    assert {(Path(p["path"]).name, p["fault"]) for p in problems} == {
+        ("a.jsonl", "empty file"), ("b.jsonl.gz", "empty file"), ("c.jsonl", "line that is not JSON"),
+        ("c.jsonl", "line without 'text'"), ("c.jsonl", "'text' that is not text"), ("c.jsonl", "half a surrogate pair"),
+    }  # fmt: skip
+    assert sum(problem["count"] for problem in problems) == 7
+    (tmp_path / "plain.txt").write_text("No tags here.\n")
+    texts, problems = read(Source(kind="wikiextractor", path=str(tmp_path / "plain.txt")))
+    assert texts == []
+    assert faults(problems) == {"no <doc> in this part of the file": 1}
+
+
+def test_an_unclosed_article_is_reported(tmp_path: Path) -> None:
+    path = tmp_path / "wiki.txt"
+    path.write_bytes(wiki_bytes()[:-60])
+    texts, problems = read(Source(kind="wikiextractor", path=str(path)))
+    assert len(texts) == len(WIKI) - 1
+    assert faults(problems) == {"<doc> that is not closed or has no title": 1}
+
+
+def test_csv_with_quotes_newlines_and_bad_rows(tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_bytes(b'id,text\n1,"Two\nlines, and ""quotes""."\n2,plain\n3,too,many\n4,bad \xff byte\n')
+    texts, problems = read(Source(kind="csv", path=str(path)))
+    assert texts == ['Two\nlines, and "quotes".', "plain", "bad \ufffd byte"]
+    assert faults(problems) == {
+        "1 rows left out, the first with 3 columns instead of 2": 1,
+        "bytes that are not UTF-8": 1,
+    }
+    (tmp_path / "t.tsv.gz").write_bytes(gzip.compress(b"text\tid\nfrom a tab\t1\n"))
+    assert read(Source(kind="csv", path=str(tmp_path / "t.tsv.gz"))) == (["from a tab"], [])
+
+
+def test_parquet_by_row_groups(tmp_path: Path) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    path = tmp_path / "t.parquet"
+    rows = [f"document {n}" for n in range(95)] + [None]
+    pq.write_table(pa.table({"body": rows, "n": list(range(96))}), path, row_group_size=10)
+    texts, problems = read(Source(kind="parquet", path=str(path), text_column="body"))
+    assert texts == rows[:-1]
+    assert faults(problems) == {"row whose 'body' is not text": 1}
+    path.write_bytes(path.read_bytes()[:-30])
+    texts, problems = read(Source(kind="parquet", path=str(path), text_column="body"))
+    assert texts == []
+    assert len(problems) == 1
+    assert problems[0]["fault"].startswith("broken file")
+
+
+def test_a_data_set_from_disk(tmp_path: Path, piece_bytes: int) -> None:
+    import datasets
+
+    rows = [f"row {n} of the set" for n in range(30)]
+    folder = str(tmp_path / "set")
+    datasets.DatasetDict(
+        {"train": datasets.Dataset.from_dict({"text": rows, "n": list(range(30))})}
+    ).save_to_disk(folder)
+    assert read(Source(kind="huggingface", dataset=folder)) == (rows, [])
+    with pytest.raises(InputError, match=r"no split 'dev'; it has train"):
+        read(Source(kind="huggingface", dataset=folder, split="dev"))
+    with pytest.raises(
+        InputError, match=r"corpus\.sources\.0\.text_column: .* no column 'body'; it has text, n"
+    ):
+        read(Source(kind="huggingface", dataset=folder, text_column="body"))
+
+
+def test_a_data_set_of_the_hub_needs_a_revision() -> None:
+    with pytest.raises(InputError, match=r"corpus\.sources\.0\.revision: empty"):
+        find_inputs(Source(kind="huggingface", dataset="wikimedia/wikipedia"), "corpus.sources.0")
+
+
+def test_a_data_set_of_the_hub_is_streamed_by_shards(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    rows = [{"text": f"row {n}"} for n in range(12)]
+    asked = []
+
+    def load(name: str, subset: str | None, **options: Any) -> Any:
+        asked.append((name, subset, options))
+        table = datasets.Dataset.from_list(rows)
+        return table.to_iterable_dataset(num_shards=3)
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    source = Source(kind="huggingface", dataset="some/set", subset="20231101.en", revision="abc123")
+    assert sorted(read(source)[0]) == sorted(row["text"] for row in rows)
+    assert len(find_inputs(source, "x")) == 3
+    assert set(map(str, asked)) == {
+        str(("some/set", "20231101.en", {"split": "train", "revision": "abc123", "streaming": True}))
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (Source(kind="books"), r"corpus\.sources\.0\.path: empty"),
+        (
+            Source(kind="books", path="nowhere/*.txt"),
+            r"corpus\.sources\.0\.path: nowhere/\*\.txt: no books file",
+        ),
+        (Source(kind="huggingface"), r"corpus\.sources\.0\.dataset: empty"),
+    ],
+)
+def test_a_source_that_is_not_there(source: Source, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        find_inputs(source, "corpus.sources.0")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "data"), [("jsonl", "a.jsonl", b'{"body": "x"}\n'), ("csv", "a.csv", b"id,body\n1,x\n")]
+)
+def test_a_missing_column_is_found_before_the_work(tmp_path: Path, kind: Any, name: str, data: bytes) -> None:
+    (tmp_path / name).write_bytes(data)
+    with pytest.raises(InputError, match=r"text_column: .* no column 'text'; it has .*body"):
+        find_inputs(Source(kind=kind, path=str(tmp_path)), "corpus.sources.0")
+
+
+# ---------------------------------------------------------------- books
+
+BOOK = """The Project Gutenberg EBook of A Test, by Nobody
+
+This header is not text.
+
+*** START OF THE PROJECT GUTENBERG EBOOK A TEST ***
+
+Produced by Somebody and the
+Online Team
+
+A TEST
+
+CHAPTER I
+
+In Chancery
+
+London. Michaelmas term lately over, and the
+Lord Chancellor sitting in _Lincoln's_ Inn Hall.
+
+[Illustration: A picture
+of the hall]
+
+"What is it?" he said. The snake_case_word
+stays.
+
+      *       *       *       *       *
+
+II.
+
+A Short Title
+
+WHAT! cried everyone in the room, and that was that.
+
+Chapter the Second--Of other things
+
+THE END
+
+*** END OF THE PROJECT GUTENBERG EBOOK A TEST ***
+
+Licence text that must go.
+"""
+
+
+def test_a_book_is_its_paragraphs() -> None:
+    assert books.paragraphs(BOOK.replace("\n", "\r\n")).split("\n") == [
+        "London. Michaelmas term lately over, and the Lord Chancellor sitting in Lincoln's Inn Hall.",
+        '"What is it?" he said. The snake_case_word stays.',
+        "WHAT! cried everyone in the room, and that was that.",
+    ]
+
+
+def test_books_one_document_each_in_their_own_encodings(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("First line\nof a café paragraph.\n", encoding="utf-8")
+    latin = "Character set encoding: ISO-8859-1\n\nA café in Latin.\n"
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(latin.encode("latin-1")))
+    (tmp_path / "c.txt").write_bytes(b"  \n")
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"A text that is cut off. " * 100)[:-12])
+    (tmp_path / "notes.md").write_text("Not a book.")
+    texts, problems = read(Source(kind="books", path=str(tmp_path)))
+    assert texts[0] == "First line of a café paragraph."
+    assert texts[1].endswith("A café in Latin.")
+    assert len(texts) == 2
+    assert [(Path(p["path"]).name, p["fault"].split(":")[0]) for p in problems] == [
+        ("c.txt", "empty file"),
+        ("d.txt.gz", "broken file"),
+    ]
+
+
+# ---------------------------------------------------------------- MediaWiki markup
+
+ARTICLE = """{{Infobox
+| name = {{nowrap|X}}
+}}
+[[File:Foo.jpg|thumb|A [[caption]] of it]]
+'''Anarchism''' is a ''[[political philosophy]]''<ref name="a">{{cite|x}}</ref> of [[self-governance|self-governed]] groups.<ref name="a" /> <!-- hidden -->
+It spans (; ) two lines&nbsp;here.
+
+== Etymology ==
+The word {{lang|el|ἀν}} comes, says [https://example.org a site], from [[Greek language|Greek]] , or so.
+* First ''item''
+* Second item
+
+{| class="wikitable"
+! A !! B
+|-
+| 1 || {|
+| nested
+|}
+|}
+<math>x^2</math>After.<br/>Next line. [[Category:Foo]] [[de:Anarchismus]] [[:Category:Shown|shown]]
+<gallery>
+File:A.jpg|pictures
+</gallery>
+__NOTOC__
+"""
+
+
+def test_markup_leaves_running_text() -> None:
+    lines = mediawiki.plain_text(ARTICLE).split("\n")
+    assert lines == [
+        "Anarchism is a political philosophy of self-governed groups.",
+        "It spans two lines here.",
+        "The word comes, says a site, from Greek, or so.",
+        "First item",
+        "Second item",
+        "After.",
+        "Next line. shown",
+    ]
+
+
+# ---------------------------------------------------------------- docstrings
+
+MODULE = '''
+"""Tools for reading things that nobody ever writes down.
+
+Heading of nothing
+------------------
+
+The :class:`~a.b.Reader` reads ``many`` lines, and *then* it `stops <http://x>`_.
+
+    >>> Reader().read()
+    This output is not a sentence at all, it is code.
+
+Example::
+
+    this_is_code(that, must, not, appear) in the text at all.
+
+| a | table | row | of | many | cells | here |
+
+:param int x: The number of the things that are read at once.
+"""
+
+raise SystemExit("imported")
+
+def f(x):
+    """
+    Return the sum of all numbers that were given.
+
+    Args:
+        x (int): The first of the numbers that are to be added.
+    """
+
+class C:
+    """Short one."""
+    if True:
+        async def g(self):
+            "Return the sum of all numbers that were given."
+            def inner():
+                """Do something rather important with the inner things."""
+'''
+
+
+def test_docstrings_are_read_as_running_text_without_import(tmp_path: Path) -> None:
+    (tmp_path / "module.py").write_text(MODULE)
+    (tmp_path / "broken.py").write_text(
+        'def f(:\n    """Never seen by anyone, because it does not parse."""\n'
+    )
+    (tmp_path / "test_module.py").write_text('"""A test is left out of the text, with all that it says."""\n')
+    texts, problems = read(Source(kind="docstrings", path=str(tmp_path)))
+    assert [text.split("\n") for text in texts] == [[
+        "Tools for reading things that nobody ever writes down.",
+        "The Reader reads many lines, and then it stops.",
+        "The number of the things that are read at once.",
+        "Return the sum of all numbers that were given.",
+        "The first of the numbers that are to be added.",
+        "Do something rather important with the inner things.",
+    ]]  # fmt: skip
+    assert faults(problems) == {"not valid Python: SyntaxError": 1}
+
+
+def test_the_embedded_corpus_is_the_standard_library_and_the_packages() -> None:
+    modules = docstrings.find_modules("")
+    assert len(modules) == len(set(modules))
+    for wanted in ("pydoc_data/topics.py", "argparse.py", "site-packages/pydantic/main.py"):
+        assert sum(module.endswith(wanted) for module in modules) == 1, wanted
+    topics = next(module for module in modules if module.endswith("pydoc_data/topics.py"))
+    before = set(sys.modules)
+    texts = list(docstrings.documents((topics,), lambda path, fault: pytest.fail(fault)))
+    assert "pydoc_data.topics" not in set(sys.modules) - before
+    assert len(texts) > 50
+    assert sum(map(len, texts)) > 100_000

@@ -1,0 +1,159 @@
+"""The column tokeniser gives BertTokenizer's ids; sentences, words and hashes are what they say."""
+
+from __future__ import annotations
+
+import functools
+import string
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from pretrain.corpus.sentences import split_sentences
+from pretrain.corpus.tokenize import WordPieces, WordTable, columns
+from pretrain.corpus.vocabulary import bert_tokenizer, save_tokenizer, train_vocabulary
+
+ENGLISH = (
+    "the quick brown fox jumps over the lazy dog while unbelievable internationalisation keeps "
+    "naïve façade résumé Ελληνικά русский язык don t stop 1999 2024 re-entry Zürich İstanbul 漢字 かな"
+)
+# What BERT's normaliser and pre-tokeniser treat specially, mixed with ordinary letters.
+ODD = "\t\r\x01\x0b\x7f\x85\xa0\xad\u0301\u0338\u1680\u200b\u200d\u2028\u3000\ufeff\ufffd漢字㐀𠀀ßİıſΣςéÅñŉǆ≮½²–—“”。、！١कि"
+TEXT = st.text(
+    st.one_of(
+        st.sampled_from(ODD),
+        st.sampled_from(string.printable.replace("\n", "")),
+        st.characters(exclude_categories=["Cs"], exclude_characters="\n\0"),
+    ),
+    max_size=60,
+)
+
+
+@functools.cache
+def reference(lowercase: bool, folder: str):
+    """Our tokenizer, and transformers' reading of the files we write for it."""
+    from transformers import BertTokenizerFast
+
+    counts = {word.encode(): 3 for word in (ENGLISH.lower() if lowercase else ENGLISH).split()}
+    ours = train_vocabulary(counts, 300, lowercase=lowercase, min_frequency=1)
+    target = Path(folder) / str(lowercase)
+    save_tokenizer(target, ours)
+    return ours, BertTokenizerFast.from_pretrained(target, split_special_tokens=True)
+
+
+def tokens_of(texts: list[str], tokenizer, *, lowercase: bool) -> list[list[int]]:
+    """Ids of each line of `texts`, by the column way; lines without words give nothing."""
+    table = WordTable()
+    cut = columns(texts, table, lowercase=lowercase)
+    tokens, offsets = WordPieces(tokenizer, table).tokens(cut.words, cut.sentences, np.dtype(np.uint16))
+    return [tokens[a:b].tolist() for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+@settings(max_examples=250, deadline=None)
+@given(lines=st.lists(TEXT, min_size=1, max_size=4))
+@example(lines=["a" * 100, "a" * 101, "é" * 101, "word " + "x" * 300 + " word"])
+@example(lines=["[MASK] is [SEP] not special [PAD]", "[UNK]"])
+@example(lines=["a\u0301b", "漢字kanji漢", "x≮y", "\x00".replace("\x00", "\x7f"), "Ünïcode-Zürich’s"])
+def test_ids_equal_those_of_transformers(lowercase: bool, folder: str, lines: list[str]) -> None:
+    ours, theirs = reference(lowercase, folder)
+    expected = [theirs(line, add_special_tokens=False)["input_ids"] for line in lines]
+    found = tokens_of(["\n".join(lines)], ours, lowercase=lowercase)
+    assert [ids for ids in found if ids] == [ids for ids in expected if ids]
+
+
+def test_a_known_word_is_not_confused_with_its_neighbours() -> None:
+    """Words of every length up to 40 bytes that differ in one byte only, asked for twice."""
+    random = np.random.default_rng(0)
+    words = sorted(
+        {
+            bytes(random.integers(97, 100, length).astype(np.uint8))
+            for length in range(1, 41)
+            for _ in range(300)
+        }
+    )
+    table = WordTable()
+    first = table.intern_words(words)
+    assert sorted(first.tolist()) == list(range(len(words))) == list(range(table.size))
+    order = random.permutation(len(words))
+    assert (table.intern_words([words[n] for n in order]) == first[order]).all()
+    assert table.words(first) == words
+
+
+def test_table_grows_past_its_first_size() -> None:
+    table = WordTable()
+    words = [str(n).encode() for n in range(50_000)]
+    first = table.intern_words(words)
+    assert (table.intern_words(words[::-1])[::-1] == first).all()
+    assert table.words(first) == words
+
+
+def test_tokens_of_words_learnt_later() -> None:
+    """The table of tokens follows the table of words as it grows."""
+    tokenizer = bert_tokenizer(
+        {t: n for n, t in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "##b", "c"])},
+        _normalizer(),
+    )
+    table = WordTable()
+    pieces = WordPieces(tokenizer, table)
+    for text, expected in (("a", [5]), ("ab c", [5, 6, 7]), ("abb a zz", [5, 6, 6, 5, 1])):
+        cut = columns([text], table, lowercase=True)
+        assert pieces.tokens(cut.words, cut.sentences, np.dtype(np.uint16))[0].tolist() == expected
+
+
+def _normalizer():
+    from tokenizers.normalizers import BertNormalizer
+
+    return BertNormalizer(lowercase=True)
+
+
+def test_columns_know_sentences_documents_words_and_bytes() -> None:
+    cut = columns(["One two, three.\n\n \nFour!", "", "Ünï 漢"], WordTable(), lowercase=False)
+    assert cut.documents.tolist() == [0, 2, 2, 3]
+    assert cut.sentences.tolist() == [0, 5, 7, 9]  # One two , three . | Four ! | Ünï 漢
+    assert cut.document_words.tolist() == [4, 0, 2]
+    assert cut.document_bytes.tolist() == [24, 0, 9]
+
+
+def test_equal_documents_have_equal_hashes() -> None:
+    texts = [
+        "The cat sat.\nIt slept.",
+        "the CAT sat.  It\tslept.",
+        "The cat sat. It slept!",
+        "Thecat sat. It slept",
+    ]
+    hashes = columns(texts, WordTable(), lowercase=True).hashes
+    assert (hashes[0] == hashes[1]).all()
+    assert len({tuple(pair) for pair in hashes.tolist()}) == 3
+
+
+def test_splitting_keeps_every_character_and_paragraphs_apart() -> None:
+    document = (
+        'Mr. Smith came at 5 p.m. in May. He left.\nA heading\n"I saw. '
+        + "We went on, all of us. " * 12
+        + 'It rained."'
+    )
+    sentences = split_sentences(document, "en")
+    squeeze = lambda text: "".join(text.split())  # noqa: E731
+    assert squeeze("".join(sentences)) == squeeze(document)
+    lines = [sentence.strip() for sentence in sentences if sentence.strip()]
+    assert lines[:4] == ["Mr. Smith came at 5 p.m. in May.", "He left.", "A heading", '"I saw.']
+    assert lines[-1] == 'It rained."'
+    assert lines[4:-1] == ["We went on, all of us."] * 12
+
+
+def test_an_opening_quotation_mark_stays_with_its_quotation() -> None:
+    said = "He said that it was " + "very " * 50 + "far. "
+    assert split_sentences(said + '"We went. Then home," and so on, ' + "far, " * 60 + "she said.", "en")[
+        1:3
+    ] == [
+        '"We went. ',
+        'Then home," and so on, ' + "far, " * 60 + "she said.",
+    ]
