@@ -280,7 +280,7 @@ _SOURCE_COLUMNS = ("name", "kind", "licence", "weight", "files", "documents", "s
 
 
 def _card(card: dict[str, Any]) -> dict[str, Any]:
-    """The corpus card as the page lays it out: totals, sources, histograms of lengths, faults of the input."""
+    """The corpus card as the page lays it out: totals, sources, histograms of lengths, faults."""
     sources = card.get("sources", [])
     facts = {**card.get("totals", {}), "language": card.get("language")}
     facts.update({f"vocabulary {key}": value for key, value in card.get("vocabulary", {}).items()})

@@ -186,6 +186,7 @@ def test_dealing_takes_no_more_micro_batches_than_needed():
     assert len(deal(np.full(64, 128), 2, 4096)) == 2
     assert len(deal(np.full(65, 128), 2, 4096)) == 4
     assert len(deal(np.full(8, 100), 8, 100)) == 8
+    assert len(deal(np.full(5, 39), 2, 100)) == 4  # 195 tokens, but three of 39 do not fit into 100
     even = np.random.default_rng(0).integers(20, 129, 4096)
     loads = np.array([even[members].sum() for members in deal(even, 8, 8192)])
     assert loads.max() - loads.min() <= even.min()

@@ -53,19 +53,17 @@ class Text:
     """Where each numbered token stands: its document and its sentence."""
 
     def __init__(self, shards: TokenShards) -> None:
-        self.document, self.sentence, self.source = ([np.full(5, -1)] for _ in range(3))
+        document, sentence, source = ([np.full(5, -1)] for _ in range(3))
         documents = sentences = 0
         for shard in shards.shards:
             counts = np.diff(shard.documents.astype(np.int64), axis=0)
             lengths = np.diff(shard.sentences.astype(np.int64))
-            self.document.append(np.repeat(np.arange(len(counts)) + documents, counts[:, 1]))
-            self.sentence.append(np.repeat(np.arange(len(lengths)) + sentences, lengths))
-            self.source.append(np.full(len(shard.tokens), shard.source))
+            document.append(np.repeat(np.arange(len(counts)) + documents, counts[:, 1]))
+            sentence.append(np.repeat(np.arange(len(lengths)) + sentences, lengths))
+            source.append(np.full(len(shard.tokens), shard.source))
             documents += len(counts)
             sentences += len(lengths)
-        self.document, self.sentence, self.source = map(
-            np.concatenate, (self.document, self.sentence, self.source)
-        )
+        self.document, self.sentence, self.source = map(np.concatenate, (document, sentence, source))
         self.documents = documents
 
 

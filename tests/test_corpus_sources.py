@@ -142,11 +142,11 @@ def test_a_truncated_file_is_reported_and_read_up_to_there(
 ) -> None:
     monkeypatch.setattr(sources, "_STREAM_READ_BYTES", 64)
     path = tmp_path / f"wiki{suffix}"
-    data = b"".join(COMPRESS[suffix](b"".join(part)) for part in (wiki_bytes()[:2000], wiki_bytes()[2000:]))
+    data = b"".join(COMPRESS[suffix](part) for part in (wiki_bytes()[:2000], wiki_bytes()[2000:]))
     path.write_bytes(data[:-20])
     texts, problems = read(Source(kind="wikiextractor", path=str(path)))
     assert [text.strip() for text in texts] == [text.strip() for _, text in WIKI[: len(texts)]]
-    assert len(texts) >= 14
+    assert len(texts) >= len(WIKI) // 3
     assert any(fault.startswith("broken file") for fault in faults(problems))
     assert {problem["path"] for problem in problems} == {str(path)}
 
@@ -154,11 +154,11 @@ def test_a_truncated_file_is_reported_and_read_up_to_there(
 def test_bad_bytes_are_counted_with_their_place(tmp_path: Path) -> None:
     path = tmp_path / "wiki.txt"
     path.write_bytes(
-        wiki_bytes().replace(b"Text of 3", b"Te\xffxt of\x80 3").replace(b"paragraph 4", b"para\0graph 4")
+        wiki_bytes().replace(b"Text of 3,", b"Te\xffxt of\x80 3,").replace(b"paragraph 4.", b"para\0graph 4.")
     )
     texts, problems = read(Source(kind="wikiextractor", path=str(path)))
     assert faults(problems) == {"bytes that are not UTF-8": 2}
-    assert problems[0]["first"] == f"near byte {wiki_bytes().index(b'Text of 3') + 2}"
+    assert problems[0]["first"] == f"near byte {wiki_bytes().index(b'Text of 3,') + 2}"
     assert len(texts) == len(WIKI)
     assert "paragraph 4" in texts[4]
 
@@ -262,20 +262,9 @@ def test_a_data_set_of_the_hub_is_streamed_by_shards(monkeypatch: pytest.MonkeyP
     }
 
 
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        (Source(kind="books"), r"corpus\.sources\.0\.path: empty"),
-        (
-            Source(kind="books", path="nowhere/*.txt"),
-            r"corpus\.sources\.0\.path: nowhere/\*\.txt: no books file",
-        ),
-        (Source(kind="huggingface"), r"corpus\.sources\.0\.dataset: empty"),
-    ],
-)
-def test_a_source_that_is_not_there(source: Source, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        find_inputs(source, "corpus.sources.0")
+def test_a_source_that_is_not_there() -> None:
+    with pytest.raises(InputError, match=r"corpus\.sources\.0\.path: nowhere/\*\.txt: no books file"):
+        find_inputs(Source(kind="books", path="nowhere/*.txt"), "corpus.sources.0")
 
 
 @pytest.mark.parametrize(
@@ -461,7 +450,7 @@ def test_docstrings_are_read_as_running_text_without_import(tmp_path: Path) -> N
 def test_the_embedded_corpus_is_the_standard_library_and_the_packages() -> None:
     modules = docstrings.find_modules("")
     assert len(modules) == len(set(modules))
-    for wanted in ("pydoc_data/topics.py", "argparse.py", "site-packages/pydantic/main.py"):
+    for wanted in ("pydoc_data/topics.py", "/argparse.py", "site-packages/pydantic/root_model.py"):
         assert sum(module.endswith(wanted) for module in modules) == 1, wanted
     topics = next(module for module in modules if module.endswith("pydoc_data/topics.py"))
     before = set(sys.modules)

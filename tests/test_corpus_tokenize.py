@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import string
 from pathlib import Path
 
@@ -34,13 +35,13 @@ TEXT = st.text(
 @functools.cache
 def reference(lowercase: bool, folder: str):
     """Our tokenizer, and transformers' reading of the files we write for it."""
-    from transformers import BertTokenizerFast
+    from transformers import BertTokenizer
 
     counts = {word.encode(): 3 for word in (ENGLISH.lower() if lowercase else ENGLISH).split()}
     ours = train_vocabulary(counts, 300, lowercase=lowercase, min_frequency=1)
     target = Path(folder) / str(lowercase)
     save_tokenizer(target, ours)
-    return ours, BertTokenizerFast.from_pretrained(target, split_special_tokens=True)
+    return ours, BertTokenizer.from_pretrained(target, split_special_tokens=True)
 
 
 def tokens_of(texts: list[str], tokenizer, *, lowercase: bool) -> list[list[int]]:
@@ -48,7 +49,7 @@ def tokens_of(texts: list[str], tokenizer, *, lowercase: bool) -> list[list[int]
     table = WordTable()
     cut = columns(texts, table, lowercase=lowercase)
     tokens, offsets = WordPieces(tokenizer, table).tokens(cut.words, cut.sentences, np.dtype(np.uint16))
-    return [tokens[a:b].tolist() for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+    return [tokens[a:b].tolist() for a, b in itertools.pairwise(offsets)]
 
 
 @pytest.fixture(scope="module")

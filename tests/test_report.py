@@ -1,9 +1,10 @@
-"""The report: one page that needs nothing else, figures that are the records', fillings that are the model's."""
+"""The report: one page that needs nothing else, figures that are the records', the model's fillings."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -146,8 +147,10 @@ class TestPage:
         self, run: Path, tmp_path: Path
     ) -> None:
         text = Page(report.write_report(run, tmp_path / "report.html").read_text()).text
-        for expected in ("3.250", "40.5%", "75.0%", "held-out, step 100", "2,055", "40% of the matmul peak",
-                         "100k", "1:40", "2 workers", "2 layers x 16", "packages torch", "2.13.0"):  # fmt: skip
+        for expected in (
+            "3.250", "40.5%", "75.0%", "held-out, step 100", "2,055", "40% of the matmul peak", "100k", "1:40",
+            "2 workers", "2 layers x 16", "packages torch", "2.13.0",
+        ):  # fmt: skip
             assert expected in text, expected
 
     def test_draws_every_curve_there_is(self, run: Path, tmp_path: Path) -> None:
@@ -171,6 +174,49 @@ class TestPage:
         html = report.write_report(run, tmp_path / "report.html").read_text()
         assert "a&lt;b&gt;.txt" in html
         assert "a<b>.txt" not in html
+
+    def test_shows_the_corpus_card(self, run: Path, tmp_path: Path) -> None:
+        corpus = tmp_path / "elsewhere"
+        corpus.mkdir()
+        first = {
+            "name": "novels",
+            "kind": "books",
+            "content": "ab12",
+            "words": 20_000,
+            "sentence_lengths": {"8-15": 6, "2-3": 1},
+        }
+        second = {
+            "name": "wiki",
+            "kind": "mediawiki",
+            "licence": "CC-BY-SA-4.0",
+            "sentence_lengths": {"8-15": 4},
+        }
+        problems = [
+            {"path": f"bad-{n}.txt", "fault": "not UTF-8", "count": 3, "first": "byte 7"} for n in range(60)
+        ]
+        card = {
+            "totals": {"documents": 21, "words": 1_234_567, "unknown_rate": 0.00125},
+            "sources": [first, second],
+            "problems": problems,
+            "language": "en",
+            "vocabulary": {"size": 8000},
+        }
+        (corpus / "card.json").write_text(json.dumps(card))
+        config = run / "config.yaml"
+        text = config.read_text()
+        config.write_text(re.sub(r"(?m)^  dir: .*$", f"  dir: {corpus}", text))
+        (run / "export").unlink()
+
+        page = Page(report.write_report(run, tmp_path / "report.html").read_text())
+        for expected in ("novels", "20,000", "CC-BY-SA-4.0", "1,234,567", "0.125%", "sha256 ab12", "8,000",
+                         "bad-49.txt", "and 10 more"):  # fmt: skip
+            assert expected in page.text, expected
+        assert "bad-50.txt" not in page.text
+        assert report._bars([first["sentence_lengths"], second["sentence_lengths"]]) == [
+            ("2-3", 1, 0.1),
+            ("8-15", 10, 1),
+        ]
+        assert "21 documents   1.23M words" in report.summary(run)
 
     def test_without_an_export_it_says_so(self, run: Path, tmp_path: Path) -> None:
         (run / "export").unlink()
@@ -314,6 +360,19 @@ class TestCharts:
         (curve,) = Page(charts.line_chart("t", series, form=str, form_x=str)).charts[0]
         assert curve["points"][0][:2] == [48.0, 194.0]
         assert curve["points"][1][:2] == [390.0, 12.0]
+
+    def test_a_noisy_curve_is_smoothed_only_where_there_is_enough_of_it(self) -> None:
+        def drawn(count: int) -> tuple[set[str], str]:
+            points = [(float(i), float(i % 2)) for i in range(count)]
+            html = charts.line_chart("t", [charts.Series("a", points, smooth=True)], form=str, form_x=str)
+            return {text for *_, text in Page(html).charts[0][0]["points"]}, html
+
+        few, html = drawn(40)
+        assert few == {"0.0", "1.0"}
+        assert html.count("<circle") == 40
+        many, html = drawn(200)
+        assert not few & set(sorted(many)[1:-1])
+        assert 'class="train raw"' in html
 
     def test_a_long_curve_is_averaged_not_sampled(self) -> None:
         points = [(float(i), float(i % 2)) for i in range(6000)]

@@ -17,10 +17,11 @@ from pathlib import Path
 
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "testing", "idle_test", "__pycache__"})
 _MIN_WORDS = 6
+_MIN_NAME_WORDS = 4  # a shorter line above an indented one is a name and its type
 _MIN_LETTER_SHARE = 0.9  # letters, blanks and plain punctuation; code and tables have less
 _TOPICS = ("pydoc_data", "topics.py")
 
-_ROLE = re.compile(r":[\w:+.-]+:`~?\.?([^`<>]+?)(?:\s*<[^`]*>)?`")
+_ROLE = re.compile(r":[\w:+.-]+:`(~?)\.?([^`<>]+?)(?:\s*<[^`]*>)?`")  # :class:`~a.b.C` shows C
 _LINK = re.compile(r"`([^`<>]+?)\s*<[^`<>]*>`__?")
 _LITERAL = re.compile(r"``([^`]+)``|`([^`]+)`_{0,2}")
 _EMPHASIS = re.compile(r"(?<![\w*])\*{1,2}([^*\s](?:[^*\n]*[^*\s])?)\*{1,2}(?![\w*])")
@@ -48,18 +49,17 @@ def find_modules(path: str) -> list[str]:
     files: dict[Path, None] = {}
     for root in roots:
         below = sorted(root.rglob("*.py")) if root.is_dir() else [root]
-        inner = [other for other in roots if other != root and other.is_relative_to(root)]
         for file in below:
             parts = file.relative_to(root).parts
-            if not (
-                _SKIPPED_FOLDERS.intersection(parts)
-                or file.name.startswith("test_")
-                or file.name == "conftest.py"
-            ):
-                if "site-packages" in parts and inner:
-                    continue  # comes by its own root
+            # The standard library's folder may hold site-packages: this Python's come by their own root, and
+            # those of the Python that a virtual environment was made from are not installed here.
+            if not (_is_test(parts) or "site-packages" in parts):
                 files[file] = None
     return [str(file) for file in files if file.is_file()]
+
+
+def _is_test(parts: tuple[str, ...]) -> bool:
+    return bool(_SKIPPED_FOLDERS.intersection(parts)) or parts[-1].startswith(("test_", "conftest."))
 
 
 def documents(paths: tuple[str, ...], report: Callable[[str, str], None]) -> Iterator[str]:
@@ -145,11 +145,10 @@ def _blocks(lines: list[str]) -> Iterator[str]:
         elif code_indent >= 0 and depth <= code_indent:
             code_indent = -1
         skip = not text or fenced or doctest or code_indent >= 0 or text.startswith("..")
-        starts_item = (
-            bool(_BULLET.match(text) or _FIELD.match(text) or _ARGUMENT.match(text)) and depth != indent
-        )
-        if block and (skip or _BULLET.match(text) or _FIELD.match(text) or depth < indent or starts_item
-                      or (depth > indent and len(block) == 1 and len(block[0].split()) < 4)):  # fmt: skip
+        is_item = bool(_BULLET.match(text) or _FIELD.match(text))
+        is_argument = depth != indent and _ARGUMENT.match(text) is not None
+        below_name = depth > indent and len(block) == 1 and len(block[0].split()) < _MIN_NAME_WORDS
+        if block and (skip or is_item or is_argument or below_name or depth < indent):
             yield " ".join(block)
             block = []
         if text.startswith("..") or text.endswith("::"):
@@ -165,12 +164,9 @@ def _blocks(lines: list[str]) -> Iterator[str]:
 
 
 def _clean(block: str) -> str:
-    text = (
-        _FIELD.sub("", _BULLET.sub("", block, count=1), count=1)
-        if block[:1] in ":@"
-        else _BULLET.sub("", block, count=1)
-    )
-    text = _ROLE.sub(r"\1", text)
+    lead = _BULLET.match(block) or _FIELD.match(block)
+    text = block[lead.end() :] if lead else block
+    text = _ROLE.sub(lambda match: match[2].rpartition(".")[2] if match[1] else match[2], text)
     text = _LINK.sub(r"\1", text)
     text = _LITERAL.sub(lambda match: match[1] or match[2], text)
     text = _MARKDOWN_LINK.sub(r"\1", text)

@@ -20,7 +20,7 @@ _TEXT = re.compile(rb"<text\b[^>]*?(?<!/)>(.*?)</text>", re.S)
 
 _COMMENT = re.compile(r"<!--.*?-->", re.S)
 _INNER_TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")
-_INNER_TABLE = re.compile(r"^[ \t:*]*\{\|(?:(?!\{\||\|\}).)*\|\}", re.S | re.M)
+_INNER_TABLE = re.compile(r"\{\|(?:(?!\{\||\|\}).)*\|\}", re.S)
 _ELEMENTS = (
     "ref|math|gallery|timeline|score|chem|code|source|syntaxhighlight|imagemap|table|graph|hiero|poem|pre"
 )
@@ -28,8 +28,7 @@ _EMPTY_ELEMENT = re.compile(rf"<(?:{_ELEMENTS}|references)\b[^<>]*/>", re.I)
 _ELEMENT = re.compile(rf"<({_ELEMENTS}|references)\b[^<>]*>(?:(?!<\1\b).)*?</\1\s*>", re.S | re.I)
 _MAGIC_WORD = re.compile(r"__[A-Z]+__")
 _LINK_TARGET = re.compile(r"\s*:?\s*([\w -]+?)\s*:", re.UNICODE)
-# Links into these namespaces are pictures, sorting or other languages, not text. Namespace names of other languages
-# are dropped by the second rule of _strip_links: what is shown must be a part of a sentence.
+# Links into these namespaces are pictures or sorting, not text.
 _NON_TEXT_NAMESPACES = frozenset({"file", "image", "category", "media", "datei", "bild", "kategorie", "fichier",
                                   "catégorie", "archivo", "categoría", "immagine", "categoria", "plik", "файл",
                                   "категория", "ファイル", "文件", "分类"})  # fmt: skip

@@ -111,8 +111,6 @@ def find_inputs(source: Source, where: str) -> list[Input]:
         return _find_dataset(source, where)
     if source.kind == "docstrings":
         return _group([Path(path) for path in docstrings.find_modules(source.path)], where)
-    if not source.path:
-        raise InputError(f"{where}.path: empty. A {source.kind} source needs a file, folder or glob.")
     files = _find_files(source, where)
     if source.kind == "books":
         return _group(files, where)
@@ -195,8 +193,6 @@ def _check_column(source: Source, file: Path, where: str) -> None:
 
 
 def _find_dataset(source: Source, where: str) -> list[Input]:
-    if not source.dataset:
-        raise InputError(f"{where}.dataset: empty. Give a hub name or a folder written by save_to_disk.")
     folder = Path(source.dataset)
     if folder.is_dir():
         dataset = _saved_dataset(source)

@@ -1,0 +1,227 @@
+"""`bench loader`: batches made by ours and by transformers' DataCollatorForLanguageModeling, in turn, on one core.
+
+Ours makes everything from the shards: sentence pairs, NSP labels, masks, unpadded micro-batches. The peer starts from
+sequences that are tokenised, cut to full length and held in memory with their special-token masks (what run_mlm's
+group_texts leaves), shuffled by torch's DataLoader in this process; it only stacks and masks. It has no pairs.
+
+Also measured: going on at sample 150,000,000 of an epoch in a fresh process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pretrain.batches.loader import BatchMaker, Loader
+from pretrain.config import Corpus, Phase, RunConfig
+from pretrain.corpus.shards import Shard, TokenShards, open_shards
+
+SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+VOCABULARY_SIZE = 30522
+RESUME_SAMPLE = 150_000_000
+_RESUME_SHARDS, _RESUME_TOKENS = 141, 100_000_000  # over 150 million samples of 128
+
+
+def main(argv: list[str]) -> int:
+    """Run the comparison and print a table, or JSON with `--json`."""
+    parser = argparse.ArgumentParser(prog="bench loader", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--corpus", type=Path, help="prepared corpus folder (default: a synthetic one)")
+    parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512], help="sequence lengths")
+    parser.add_argument("--sequences", type=int, default=256, help="sequences per batch")
+    parser.add_argument("--repeats", type=int, default=5, help="alternations; the median is reported")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    parser.add_argument("--resume-only", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.resume_only:
+        print(json.dumps(_resume_here(options.resume_only)))
+        return 0
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        shards = open_shards(options.corpus, "train") if options.corpus else _synthetic(Path(scratch))
+        results = [compare(shards, length, options.sequences, options.repeats) for length in options.lengths]
+        resume = _resume(Path(scratch))
+    if options.json:
+        print(json.dumps({"loader": results, "resume": resume, "torch": torch.__version__}))
+        return 0
+    for row in results:
+        print(_row(row))
+    print(
+        f"resume at sample {resume['sample']:,}: {resume['seconds']:.2f} s to the first batch, peak memory "
+        f"{resume['peak_mb']:.0f} MB, of which {resume['imports_mb']:.0f} MB before anything was opened"
+    )
+    return 0
+
+
+def compare(shards: TokenShards, length: int, sequences: int, repeats: int) -> dict[str, Any]:
+    """Sequences per core-second of both at one sequence length: medians and ranges over alternations."""
+    contestants = {
+        "ours": _ours(shards, length, sequences),
+        "transformers": _peer(shards, length, sequences),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in contestants}
+    for number in range(repeats + 1):
+        for name, make in contestants.items():
+            # Processor time: both work in this thread alone, and others may share the machine.
+            began = time.process_time()
+            made = 0
+            while (seconds := time.process_time() - began) < 0.5:
+                make()
+                made += sequences
+            if number:  # the first round warms up
+                rates[name].append(made / seconds)
+    ratios = [a / b for a, b in zip(rates["ours"], rates["transformers"], strict=True)]
+    return {
+        "length": length,
+        "sequences_per_batch": sequences,
+        "sequences_per_second": {name: statistics.median(values) for name, values in rates.items()},
+        "spread": {name: [min(values), max(values)] for name, values in rates.items()},
+        "ratio": statistics.median(ratios),
+        "ratio_spread": [min(ratios), max(ratios)],
+    }
+
+
+def _ours(shards: TokenShards, length: int, sequences: int) -> Callable[[], object]:
+    maker = BatchMaker(shards, _config(length, sequences), 0, seed=0, rank=0, world_size=1)
+    first = itertools.count(step=sequences)
+    return lambda: maker.make(next(first), sequences)
+
+
+def _peer(shards: TokenShards, length: int, sequences: int) -> Callable[[], object]:
+    from tokenizers import Tokenizer, models
+    from torch.utils.data import DataLoader
+    from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+
+    entries = (shards.folder / "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    words = models.WordPiece({entry: number for number, entry in enumerate(entries)}, unk_token="[UNK]")
+    names = {f"{special[1:-1].lower()}_token": special for special in SPECIALS}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **names)
+    collator = DataCollatorForLanguageModeling(tokenizer=tokenizer, mlm=True, mlm_probability=0.15)
+    tokens, room = shards.shards[0].tokens, length - 2
+    cls_id, sep_id = shards.special_ids["cls"], shards.special_ids["sep"]
+    held = [
+        {
+            "input_ids": [cls_id, *tokens[begin : begin + room].tolist(), sep_id],
+            "special_tokens_mask": [1, *[0] * room, 1],
+        }
+        for begin in range(0, min(len(tokens), 8192 * room) - room, room)
+    ]
+    loader = DataLoader(held, batch_size=sequences, shuffle=True, collate_fn=collator, drop_last=True)  # type: ignore[arg-type]
+    batches = itertools.chain.from_iterable(itertools.repeat(loader))
+    return lambda: next(batches)
+
+
+def _config(length: int, sequences: int) -> RunConfig:
+    phase = Phase(sequence_length=length, global_sequences=sequences, steps=1 << 40, peak_learning_rate=1e-4)
+    return RunConfig(name="bench", corpus=Corpus(dir="nowhere"), phases=(phase,))
+
+
+def _synthetic(folder: Path) -> TokenShards:
+    """Five million tokens in memory: documents of 1 to 60 sentences, sentences of 5 to 45 tokens."""
+    random = np.random.default_rng(0)
+    sentences = np.concatenate(([0], np.cumsum(random.integers(5, 46, 200_000))))
+    documents = np.concatenate(([0], np.cumsum(random.integers(1, 61, 7000))))
+    documents = documents[documents < len(sentences)]
+    tokens = random.integers(len(SPECIALS), VOCABULARY_SIZE, sentences[documents[-1]]).astype(np.uint16)
+    return _one_source(folder, tokens, sentences, documents, count=1)
+
+
+def _one_source(
+    folder: Path, tokens: np.ndarray, sentences: np.ndarray, documents: np.ndarray, *, count: int
+) -> TokenShards:
+    """`count` shards that all show the given arrays, beside a vocabulary in `folder`."""
+    _write_vocabulary(folder)
+    table = np.stack((documents, sentences[documents]), axis=1).astype(np.uint64)
+    shard = Shard("train-00000", "train", 0, tokens, sentences.astype(np.uint64), table)
+    return TokenShards(
+        folder, "synthetic", VOCABULARY_SIZE, _special_ids(), [{"weight": 1.0}], [shard] * count
+    )
+
+
+def _write_vocabulary(folder: Path) -> None:
+    words = [f"##p{i}" if i % 4 == 0 else f"w{i}" for i in range(VOCABULARY_SIZE - len(SPECIALS))]
+    (folder / "vocab.txt").write_text(
+        "".join(f"{entry}\n" for entry in (*SPECIALS, *words)), encoding="utf-8"
+    )
+
+
+def _special_ids() -> dict[str, int]:
+    return {special[1:-1].lower(): number for number, special in enumerate(SPECIALS)}
+
+
+def _resume(scratch: Path) -> dict[str, float]:
+    """Write shards for 150 million samples of 128, then go on there in a fresh process.
+
+    All shards are mapped files; they share one copy on disk, and the tokens are a hole in it.
+    """
+    folder = scratch / "resume"
+    folder.mkdir()
+    _write_vocabulary(folder)
+    ends = np.arange(0, _RESUME_TOKENS + 1, 1000, dtype=np.uint64)
+    np.save(folder / "sentences.npy", np.arange(0, _RESUME_TOKENS + 1, 20, dtype=np.uint64))
+    np.save(folder / "documents.npy", np.stack((ends // np.uint64(20), ends), axis=1))
+    np.lib.format.open_memmap(folder / "tokens.npy", "w+", np.uint16, (_RESUME_TOKENS,)).flush()
+    for path in folder.glob("*.npy"):  # out of the page cache, where a corpus written long ago would not be
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+    command = [sys.executable, "-m", "pretrain.bench.loader", "--resume-only", str(folder)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
+
+
+def _resume_here(folder: Path) -> dict[str, float]:
+    imported = _peak_mb()
+    began = time.perf_counter()
+    shards = []
+    for number in range(_RESUME_SHARDS):
+        arrays = (
+            np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("tokens", "sentences", "documents")
+        )
+        shards.append(Shard(f"train-{number:05d}", "train", 0, *arrays))
+    corpus = TokenShards(folder, "synthetic", VOCABULARY_SIZE, _special_ids(), [{"weight": 1.0}], shards)
+    step = RESUME_SAMPLE // 250
+    loader = Loader(corpus, _config(128, 250), 0, rank=0, world_size=1, start_step=step)
+    batch = next(loader)
+    seconds = time.perf_counter() - began
+    loader.close()
+    return {
+        "sample": batch.first_sample,
+        "samples_per_epoch": loader.samples_per_epoch,
+        "seconds": seconds,
+        "peak_mb": _peak_mb(),
+        "imports_mb": imported,
+    }
+
+
+def _peak_mb() -> float:
+    # Not getrusage: its peak begins with that of the process that started this one.
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+
+def _row(result: dict[str, Any]) -> str:
+    rate, spread = result["sequences_per_second"], result["spread"]
+    sides = ", ".join(
+        f"{name} {rate[name]:,.0f} ({spread[name][0]:,.0f}-{spread[name][1]:,.0f})"
+        for name in ("ours", "transformers")
+    )
+    low, high = result["ratio_spread"]
+    return f"length {result['length']}: sequences per core-second: {sides}; ratio {result['ratio']:.1f} ({low:.1f}-{high:.1f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
