@@ -15,6 +15,7 @@ usage() {
   prepare  CONFIG            raw text -> vocabulary, token shards and a corpus card
   pretrain CONFIG            train on local or cluster workers; --workers N, --resume, --dry-run
   export   RUN DIR           the run's checkpoint in the Hugging Face layout
+  report   RUN               curves, corpus card and filled-in masks of a run as one HTML page
   doctor                     what this machine has and what is missing
   bench    NAME              measurements beside other systems
   test     [pytest args]     lint, types and tests; with arguments only pytest, with them
@@ -83,8 +84,10 @@ set_up() { # EXTRA: base, test or bench
         # Without any stamp it was left half-made: begin again.
         if ! compgen -G "$venv/stamp-*" >/dev/null; then
             python=$(find_python)
+            [[ ! -e $venv || -f $venv/made-by-launch.sh ]] ||
+                fail "$venv is there already and was not made by launch.sh. Move it away, then run the same command again."
             rm -rf "$venv"
-            "$python" -m venv "$venv" || fail "$python could not make $venv. Is the disk full, or the folder read-only?"
+            mkdir "$venv" && touch "$venv/made-by-launch.sh" && "$python" -m venv "$venv" || fail "$python could not make $venv. Is the disk full, or the folder read-only?"
         fi
         is_set_up base || rm -f "$venv"/stamp-*
         [[ $extra == base ]] || package="$root[$extra]"
@@ -121,7 +124,7 @@ case $command in
     -h | --help | help)
         usage
         ;;
-    demo | prepare | pretrain | export)
+    demo | prepare | pretrain | export | report)
         set_up base
         PYTHONSAFEPATH=1 exec "$venv/bin/python" -m pretrain "$command" "$@"
         ;;

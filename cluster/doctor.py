@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import sys
+import sysconfig
 import tempfile
 import time
 from dataclasses import dataclass
@@ -79,7 +80,8 @@ def _disk(what: str, path: Path) -> Row:
 
 def _software() -> list[Row]:
     python = ".".join(map(str, sys.version_info[:3]))
-    compiler, ninja = shutil.which("g++") or shutil.which("c++"), shutil.which("ninja") or _beside("ninja")
+    compiler = shutil.which("g++") or shutil.which("c++")
+    header = Path(sysconfig.get_path("include")) / "Python.h"
     return [
         Row("Python", python, (3, 10) <= sys.version_info[:2] < (3, 14), "Use Python 3.10 to 3.13."),
         *(_package(name) for name in ("torch", "deepspeed", "ray")),
@@ -89,13 +91,13 @@ def _software() -> list[Row]:
             compiler is not None,
             "Install g++ (apt-get install g++), or set engine.compile: false.",
         ),
-        Row("ninja", ninja or "none", ninja is not None, "pip install ninja; DeepSpeed builds with it."),
+        Row(
+            "Python headers",
+            str(header) if header.exists() else "none",
+            header.exists(),
+            "torch.compile needs Python.h (apt-get install python3-dev), or set engine.compile: false.",
+        ),
     ]
-
-
-def _beside(program: str) -> str | None:
-    path = Path(sys.executable).with_name(program)
-    return str(path) if path.exists() else None
 
 
 def _package(name: str) -> Row:

@@ -73,16 +73,26 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     if os.environ.get("RANK", "0") != "0":  # under torchrun the first worker checks for all
         _train_here(config, arguments.resume, watched=False)
         return
-    _check(config, arguments.resume, alone)
-    if alone:
-        _train_here(config, arguments.resume, watched=True)
-    else:
-        _train_on_ray(config, arguments.resume)
+    if arguments.no_ray and config.scheduling.workers > 1:
+        raise InputError(
+            f"--no-ray: trains in one process, but scheduling.workers is {config.scheduling.workers}. "
+            "Add --workers 1, or start several processes with torchrun."
+        )
+    from pretrain import preflight
+
+    _check(config, alone)
+    with preflight.only_run(config.folder):
+        preflight.check_run_folder(config, arguments.resume)
+        preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
+        if alone:
+            _train_here(config, arguments.resume, watched=True)
+        else:
+            _train_on_ray(config, arguments.resume)
     print(f"{config.folder}: finished. Next: python -m pretrain export {config.folder} DIR")
 
 
-def _check(config: RunConfig, resume: bool, alone: bool) -> None:
-    """All that can be known to fail before anything starts, then the record of the run."""
+def _check(config: RunConfig, alone: bool) -> None:
+    """All that can be known to fail before anything is written or started."""
     from pretrain import preflight
 
     preflight.check_corpus(config)
@@ -91,8 +101,6 @@ def _check(config: RunConfig, resume: bool, alone: bool) -> None:
 
         cores = len(os.sched_getaffinity(0))
         nodes_fit([(cores, 0)], config.scheduling.workers, config.scheduling.cpus_per_worker, "this machine")
-    preflight.check_run_folder(config, resume)
-    preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
 
 
 def _payload(config: RunConfig, resume: bool) -> dict[str, Any]:
@@ -132,6 +140,13 @@ def _export(arguments: argparse.Namespace) -> None:
 
     hf.export_run(arguments.run, arguments.out, arguments.checkpoint)
     print(f"{arguments.out}: written. transformers loads it with AutoModelForPreTraining.from_pretrained.")
+
+
+def _report(arguments: argparse.Namespace) -> None:
+    from pretrain import report
+
+    path = report.write_report(arguments.run, arguments.out or arguments.run / "report.html")
+    print(f"{report.summary(arguments.run)}\n\n{path.resolve().as_uri()}")
 
 
 def _bench(arguments: argparse.Namespace) -> None:
@@ -192,6 +207,12 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument("run", type=Path, metavar="RUN", help="the run folder, such as runs/bert-mini")
     export.add_argument("out", type=Path, metavar="DIR", help="folder to write")
     export.add_argument("--checkpoint", metavar="NAME", help="a checkpoint of the run; otherwise the newest")
+
+    report = _command(commands, "report", _report, "a run's curves, corpus and fillings as one HTML page", """
+  python -m pretrain report runs/bert-mini
+  python -m pretrain report runs/bert-mini --out bert-mini.html""")  # fmt: skip
+    report.add_argument("run", type=Path, metavar="RUN", help="the run folder, finished or not")
+    report.add_argument("--out", type=Path, metavar="FILE", help="page to write; otherwise RUN/report.html")
 
     _command(commands, "demo", _bench, "the whole main job on an embedded corpus, ending in a report", """
   python -m pretrain demo

@@ -10,6 +10,7 @@ import difflib
 import re
 import typing
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -111,7 +112,7 @@ class Model(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="Dropout on attention probabilities; only where the kernel has it (CUDA).",
+        description="Dropout on attention probabilities. On CUDA drawn by the kernel, from its generator.",
     )
     init_std: float = Field(
         default=0.02, gt=0, description="Truncated-normal initialisation, at two deviations."
@@ -193,7 +194,9 @@ class Phase(Section):
     )
     final_learning_rate: float = Field(default=0.0, ge=0)
     max_predictions: int = Field(
-        default=0, ge=0, description="Masked tokens per sequence at most; 0 means 15 % of the length."
+        default=0,
+        ge=0,
+        description="Masked tokens per sequence at most; 0 means masking.probability of the length.",
     )
 
     @model_validator(mode="after")
@@ -356,6 +359,12 @@ _FREE_ON_RESUME = (
     "engine.activation_checkpointing",
     "engine.compile",
     "engine.max_bad_steps",
+    # Learning rates: what one lowers after a divergence.
+    "phases.*.peak_learning_rate",
+    "phases.*.warmup_steps",
+    "phases.*.decay",
+    "phases.*.decay_power",
+    "phases.*.final_learning_rate",
 )
 
 
@@ -366,7 +375,7 @@ def changed_for_resume(before: RunConfig, after: RunConfig) -> list[str]:
         f"{name} ({old.get(name)} -> {new.get(name)})"
         for name in dict.fromkeys([*old, *new])
         if old.get(name) != new.get(name)
-        and not f"{name}.".startswith(tuple(f"{free}." for free in _FREE_ON_RESUME))
+        and not any(fnmatchcase(name, free) or fnmatchcase(name, f"{free}.*") for free in _FREE_ON_RESUME)
     ]
 
 

@@ -10,7 +10,9 @@ any other wrote, without a conversion.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import io
 import math
 import os
 import resource
@@ -86,9 +88,10 @@ class Engine:
         self.shapes = {name: parameter.shape for name, parameter in named}
         self._optimizer = make_optimizer(named)
         self._groups = [list(group["names"]) for group in self._optimizer.param_groups]
-        self._deepspeed, *_ = deepspeed.initialize(
-            model=model, optimizer=self._optimizer, config=deepspeed_config(settings, self.world_size)
-        )
+        with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints what memory it sees
+            self._deepspeed, *_ = deepspeed.initialize(
+                model=model, optimizer=self._optimizer, config=deepspeed_config(settings, self.world_size)
+            )
         self.module = self._deepspeed.module
         self.device = torch.device(self._deepspeed.device)
         self._parameters = dict(self.module.named_parameters())

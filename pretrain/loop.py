@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,18 +38,21 @@ class Step(Protocol):
     def epoch(self) -> int: ...
 
 
-class Task(Protocol):
+S = TypeVar("S", bound=Step)
+
+
+class Task(Protocol[S]):
     """What is trained. Totals are sums over micro-batches, made comparable by `metrics` (law 3)."""
 
-    def batches(self, start_step: int) -> Iterator[Step]:
+    def batches(self, start_step: int) -> Iterator[S]:
         """The steps from the 0-based `start_step` on, to the end of training."""
         ...
 
-    def largest(self) -> Step:
+    def largest(self) -> S:
         """A step of one micro-batch, as large as any that can come."""
         ...
 
-    def loss(self, output: Any, step: Step) -> Tensor:
+    def loss(self, output: Any, step: S) -> Tensor:
         """This micro-batch's part of the global mean loss, to be differentiated."""
         ...
 
@@ -57,7 +60,7 @@ class Task(Protocol):
         """fp32 [n] sums of one micro-batch."""
         ...
 
-    def counts(self, step: Step) -> Tensor:
+    def counts(self, step: S) -> Tensor:
         """fp64 [m] global counts of one step, which totals are divided by."""
         ...
 
@@ -71,6 +74,10 @@ class Task(Protocol):
 
     def evaluate(self, engine: Engine) -> dict[str, float]:
         """Named means over the held-out samples, `loss` among them; {} when there are none."""
+        ...
+
+    def validation_set(self) -> str:
+        """Which held-out samples `evaluate` uses now; losses on different ones do not compare."""
         ...
 
     def stalled_seconds(self) -> float:
@@ -112,7 +119,7 @@ class Recorder(Protocol):
 
 def fit(
     engine: Engine,
-    task: Task,
+    task: Task[S],
     plan: Plan,
     progress: Progress,
     *,
@@ -136,7 +143,7 @@ def fit(
         stop = run.train_step(step, stop_requested())
         progress.step += 1
         last = progress.step == plan.total_steps
-        if last or progress.step % plan.log_every_steps == 0:
+        if last or stop or progress.step % plan.log_every_steps == 0:
             run.log()
         if last or progress.step % plan.evaluate_every_steps == 0:
             run.evaluate()
@@ -152,7 +159,7 @@ def fit(
 
 
 def rehearse(
-    engine: Engine, task: Task, progress: Progress, checkpoints: Path, extra_state: dict[str, Any]
+    engine: Engine, task: Task[S], progress: Progress, checkpoints: Path, extra_state: dict[str, Any]
 ) -> None:
     """Fail in minute one: step the largest micro-batch, with a checkpoint written before and read back after.
 
@@ -180,7 +187,7 @@ def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:
 class _Meter:
     """Clock and sums between two log records."""
 
-    def __init__(self, task: Task) -> None:
+    def __init__(self, task: Task[Any]) -> None:
         self._task = task
         self.restart()
 
@@ -198,11 +205,11 @@ class _Meter:
         return self._task.stalled_seconds() - self._stalled
 
 
-class _Run:
+class _Run(Generic[S]):
     """The state of one `fit`."""
 
     def __init__(
-        self, engine: Engine, task: Task, plan: Plan, progress: Progress, checkpoints: Path,
+        self, engine: Engine, task: Task[S], plan: Plan, progress: Progress, checkpoints: Path,
         extra_state: dict[str, Any], recorder: Recorder,
     ) -> None:  # fmt: skip
         self.engine, self.task, self.plan, self.progress = engine, task, plan, progress
@@ -211,7 +218,7 @@ class _Run:
         self.norm = 0.0
         self.validation: tuple[int, float] | None = None
 
-    def train_step(self, step: Step, stop_here: bool) -> bool:
+    def train_step(self, step: S, stop_here: bool) -> bool:
         """One optimizer step; returns whether any rank asks for a stop."""
         engine, task, meter, progress = self.engine, self.task, self.meter, self.progress
         totals: Tensor | None = None
@@ -232,7 +239,7 @@ class _Run:
         meter.flops += all_flops
         return stop > 0
 
-    def _count(self, step: Step, result: StepResult, sums: list[float], rate: float) -> None:
+    def _count(self, step: S, result: StepResult, sums: list[float], rate: float) -> None:
         progress, meter = self.progress, self.meter
         progress.samples += step.sequences
         progress.tokens += step.tokens
@@ -294,6 +301,7 @@ class _Run:
         state = {
             **self.extra_state,
             "validation_loss": self.validation[1] if current and self.validation else None,
+            "validation_set": self.task.validation_set(),
         }
         _save(self.engine, self.progress, self.checkpoints, state)
         if self.engine.rank == 0:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -10,7 +12,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,14 +52,34 @@ def check_corpus(config: RunConfig) -> None:
     if not asked.path and size > asked.size:
         found = f"{size} vocabulary entries; the config asks for {asked.size}"
         raise InputError(f"{folder}: has {found}. {advice}")
-    if asked.path and Path(asked.path).exists():
-        wanted, found = _entries(Path(asked.path)), _entries(folder / "vocab.txt")
+    given = Path(asked.path).expanduser()
+    if asked.path and given.exists():
+        wanted, found = _entries(given), _entries(folder / "vocab.txt")
         if wanted != found:
             raise InputError(
                 f"{folder}: its vocabulary ({len(found)} entries) is not {asked.path} "
                 f"({len(wanted)} entries). {advice}"
             )
     _check_case(folder, asked, advice)
+
+
+@contextlib.contextmanager
+def only_run(folder: Path) -> Iterator[None]:
+    """Hold the run folder for this process; a second one that trains in it is refused with `InputError`.
+
+    The lock is the kernel's, so it ends with the process however that ends.
+    """
+    with disk_errors(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        file = (folder / ".lock").open("w")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(
+                f"{folder}: another process trains in it. Wait for it or stop it, or choose another name or run_dir."
+            ) from None
+        yield
 
 
 def check_run_folder(config: RunConfig, resume: bool) -> None:
@@ -117,7 +139,9 @@ def environment(command: Sequence[str]) -> dict[str, Any]:
 
 
 def _entries(path: Path) -> list[str]:
-    """The entries of a vocab.txt or tokenizer.json, in the order of their ids."""
+    """The entries of a vocab.txt or tokenizer.json, or of a folder with one, in the order of their ids."""
+    if path.is_dir():
+        path /= "tokenizer.json" if (path / "tokenizer.json").exists() else "vocab.txt"
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix != ".json":

@@ -99,7 +99,7 @@ class Tracker:
             self._wandb = _WandbMirror(mode, _wandb_arguments(config, run_dir, self.run_id, corpus_card))
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append one record (fields in DESIGN.md, "A run folder"); NaN and infinities are written as null."""
+        """Append one record (fields in README.md, "The run folder"); NaN and infinities are written as null."""
         if self._file is None:
             return
         record = {
@@ -113,6 +113,11 @@ class Tracker:
                 rest = rest[self._file.write(rest) :]
         if self._wandb is not None:
             self._wandb.log(wandb_names(record))
+
+    @property
+    def mirrored(self) -> bool:
+        """Whether W&B gets what is logged, now or by a later `wandb sync`."""
+        return self._wandb is not None
 
     def log_artifact(self, folder: Path) -> None:
         """Log an exported checkpoint as W&B model artifact `model-<run id>`; its files are not copied."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pretrain import loop
 from pretrain.batches.loader import Loader, MicroBatch, StepBatch, validation_batches
-from pretrain.checkpoint import store
+from pretrain.checkpoint import hf, store
 from pretrain.config import RunConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.engine import Engine
@@ -83,7 +83,7 @@ def _train(
     }
     try:
         if progress.step < config.total_steps:
-            loop.rehearse(engine, task, progress, checkpoints, extra_state)  # pyright: ignore[reportArgumentType]
+            loop.rehearse(engine, task, progress, checkpoints, extra_state)
             plan = loop.Plan(
                 total_steps=config.total_steps,
                 learning_rate=lambda step: learning_rate(config.phases, step),
@@ -95,9 +95,12 @@ def _train(
                 peak_flops=_matmul_peak(engine, config.engine.precision),
             )
             loop.fit(
-                engine, task, plan, progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,  # pyright: ignore[reportArgumentType]
+                engine, task, plan, progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,
                 stop_requested=worker.stop_requested,
             )  # fmt: skip
+        if worker.rank == 0 and tracker.mirrored:
+            hf.export_run(config.folder, config.folder / "export")
+            tracker.log_artifact(config.folder / "export")
     finally:
         task.close()
         tracker.close()
@@ -176,6 +179,9 @@ class Pretraining:
         engine.sum_over_workers(totals)
         return self.metrics(totals.tolist(), counts.tolist()) if counts[0] else {}
 
+    def validation_set(self) -> str:
+        return f"phase {self._phase}"
+
     def stalled_seconds(self) -> float:
         return self._stalled_before + (self._loader.stall_seconds if self._loader else 0.0)
 
@@ -242,7 +248,7 @@ def _newest(checkpoints: Path, engine: Engine) -> Path | None:
     """The checkpoint to resume from; rank 0 verifies and decides, so that all ranks take the same."""
     found = None
     if engine.rank == 0:
-        store.prune(checkpoints, keep_last=1 << 30)
+        store.remove_leftovers(checkpoints)
         found = store.newest(checkpoints)
     name = engine.gather_objects(found and found.name)[0]
     return checkpoints / name if name else None

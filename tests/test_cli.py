@@ -283,6 +283,34 @@ def test_prepare_prepares_or_describes(config_file: Path, monkeypatch: pytest.Mo
     assert "new: new; 1.5 MB to read" in text
 
 
+def test_two_at_once_in_one_run_folder_are_refused(config_file: Path, calls: Calls, capsys):
+    from pretrain import preflight
+
+    with preflight.only_run(Path("runs/trial")):
+        assert cli("pretrain", config_file) == 2
+    assert error_of(capsys).startswith("error: runs/trial: another process trains in it.")
+    assert calls == []
+    assert cli("pretrain", config_file) == 0
+
+
+def test_several_workers_need_ray_or_torchrun(config_file: Path, calls: Calls, capsys):
+    assert cli("pretrain", config_file, "--no-ray", "--set", "scheduling.workers=2") == 2
+    assert error_of(capsys).startswith("error: --no-ray: trains in one process, but scheduling.workers is 2.")
+    assert calls == []
+
+
+def test_report_writes_beside_the_run_unless_told(monkeypatch: pytest.MonkeyPatch, capsys):
+    from pretrain import report
+
+    seen = []
+    monkeypatch.setattr(report, "write_report", lambda run, out: seen.append((run, out)) or out)
+    monkeypatch.setattr(report, "summary", lambda run: "short")
+    assert cli("report", "runs/a") == 0
+    assert cli("report", "runs/a", "--out", "b.html") == 0
+    assert seen == [(Path("runs/a"), Path("runs/a/report.html")), (Path("runs/a"), Path("b.html"))]
+    assert "short" in capsys.readouterr().out
+
+
 def test_export_names_run_folder_and_checkpoint(monkeypatch: pytest.MonkeyPatch):
     from pretrain.checkpoint import hf
 

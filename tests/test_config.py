@@ -214,7 +214,8 @@ def resumed(write, *overrides: str) -> list[str]:
 
 def test_a_resumed_run_may_move_and_change_its_speed(write):
     assert resumed(write, "scheduling.workers=4", "run_dir=elsewhere", "engine.zero_stage=3",
-                   "engine.micro_batch_tokens=512", "tracking.tags=[x]", "checkpoint.keep_last=9") == []  # fmt: skip
+                   "engine.micro_batch_tokens=512", "tracking.tags=[x]", "checkpoint.keep_last=9",
+                   "phases.1.peak_learning_rate=1e-6", "phases.0.warmup_steps=2") == []  # fmt: skip
 
 
 def test_a_resumed_run_keeps_what_it_computes(write):

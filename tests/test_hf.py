@@ -403,7 +403,7 @@ def write_checkpoint(run: Path, step: int, loss: float) -> None:
         run / "checkpoints",
         step,
         fragments,
-        {"step": step, "shapes": shapes, "validation_loss": loss},
+        {"step": step, "shapes": shapes, "validation_loss": loss, "validation_set": "phase 0"},
         Alone(),
     )
 

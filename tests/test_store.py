@@ -62,8 +62,10 @@ class Weights:
         ]
 
 
-def save(folder: Path, step: int, *, loss: float | None = None, weights: Weights | None = None) -> Path:
-    state = {"step": step, "shapes": SHAPES, "validation_loss": loss}
+def save(
+    folder: Path, step: int, *, loss: float | None = None, weights: Weights | None = None, phase: int = 0
+) -> Path:
+    state = {"step": step, "shapes": SHAPES, "validation_loss": loss, "validation_set": f"phase {phase}"}
     return store.save(folder, step, (weights or Weights(step)).fragments(), state, Alone())
 
 
@@ -137,6 +139,22 @@ def test_the_last_k_and_the_best_are_kept(tmp_path: Path) -> None:
         save(tmp_path, step, loss=loss)
         store.prune(tmp_path, 2)
     assert [store.step_of(path) for path in store.list_checkpoints(tmp_path)] == [2, 4, 5]
+
+
+def test_the_best_is_of_the_latest_phase_and_the_newest_of_equals(tmp_path: Path) -> None:
+    assert store.best(tmp_path) is None
+    for step, loss, phase in [(1, 1.0, 0), (2, 3.0, 1), (3, 2.0, 1), (4, 2.0, 1), (5, None, 1)]:
+        save(tmp_path, step, loss=loss, phase=phase)
+    assert store.best(tmp_path) == tmp_path / store.name_of(4)
+
+
+def test_a_torn_state_stops_neither_pruning_nor_resuming(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save(tmp_path, step, loss=4.0 - step)
+    (tmp_path / store.name_of(3) / "state.json").write_text('{"step"')
+    assert store.best(tmp_path) == tmp_path / store.name_of(2)
+    store.prune(tmp_path, 5)
+    assert store.newest(tmp_path) == tmp_path / store.name_of(2)
 
 
 def test_what_all_workers_hold_is_written_once(tmp_path: Path) -> None:

@@ -385,15 +385,11 @@ def _choose_checkpoint(folder: Path, name: str | None) -> Path:
             raise InputError(f"{folder}: holds no complete checkpoint. Train first.")
         return path
     if name == "best":
-        losses = {
-            path: store.read_state(path).get("validation_loss") for path in store.list_checkpoints(folder)
-        }
-        measured = {path: loss for path, loss in losses.items() if loss is not None}
-        if not measured:
+        path = store.best(folder)
+        if path is None:
             raise InputError(
                 f"{folder}: no checkpoint was evaluated, so none is the best. Name one, or none."
             )
-        path = min(measured, key=lambda path: measured[path])
     else:
         path = folder / name
         if path not in store.list_checkpoints(folder):

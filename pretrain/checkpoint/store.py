@@ -121,19 +121,41 @@ def list_checkpoints(folder: Path) -> list[Path]:
     return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name) and (p / MANIFEST).is_file())
 
 
+def best(folder: Path) -> Path | None:
+    """The checkpoint with the lowest validation loss, the newest of equals; None when none was evaluated.
+
+    Losses compare only on the same held-out samples, so checkpoints of an earlier phase (`validation_set`) do not
+    count once a later one was evaluated. A state that cannot be read counts as not evaluated.
+    """
+    measured: dict[str, dict[Path, float]] = {}
+    for path in list_checkpoints(folder):
+        try:
+            state = read_state(path)
+        except InputError:
+            continue
+        if state.get("validation_loss") is not None:
+            losses = measured.pop(state["validation_set"], {})
+            measured[state["validation_set"]] = {**losses, path: state["validation_loss"]}
+    if not measured:
+        return None
+    latest = list(measured.values())[-1]
+    return min(latest, key=lambda path: (latest[path], -step_of(path)))
+
+
 def prune(folder: Path, keep_last: int) -> None:
-    """Remove all but the `keep_last` newest checkpoints and the best by validation loss, and any leftovers."""
+    """Remove all but the `keep_last` newest checkpoints and the `best`, and any leftovers."""
     checkpoints = list_checkpoints(folder)
-    losses = {path: read_state(path).get("validation_loss") for path in checkpoints}
-    measured = {path: loss for path, loss in losses.items() if loss is not None}
-    keep = set(checkpoints[-keep_last:])
-    if measured:
-        keep.add(min(measured, key=lambda path: (measured[path], -step_of(path))))
+    keep = {*checkpoints[-keep_last:], best(folder)}
     for path in checkpoints:
         if path not in keep:
             # The manifest goes first: a removal that is cut short leaves nothing that passes for a checkpoint.
             (path / MANIFEST).unlink()
             shutil.rmtree(path)
+    remove_leftovers(folder)
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what interrupted saves left behind. Only where nobody is saving."""
     for leftover in folder.glob(".step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
 

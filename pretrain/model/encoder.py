@@ -76,7 +76,13 @@ class Encoder(nn.Module):
             rows = rows_R if number == len(self.layers) - 1 else None
             arguments = (hidden_TH, keys_T, batch.cu_seqlens, max_seqlen, rows)
             if self.activation_checkpointing and self.training:
-                hidden_TH = checkpoint(layer, *arguments, use_reentrant=False, preserve_rng_state=False)
+                # Only CUDA's attention kernel draws from the generator; all other dropout is a hash.
+                hidden_TH = checkpoint(
+                    layer,
+                    *arguments,
+                    use_reentrant=False,
+                    preserve_rng_state=hidden_TH.is_cuda and self.shape.attention_dropout > 0,
+                )
             else:
                 hidden_TH = layer(*arguments)
         return hidden_TH

@@ -1,0 +1,325 @@
+"""Whole training runs: exact resume, any number of workers, stops, divergence, and what is refused.
+
+`train.main` runs in real processes joined by gloo; the command line in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+import yaml
+from corpora import make_corpus
+
+from pretrain.config import load_config
+from pretrain.errors import RunError
+from pretrain.worker import Worker
+from tests.distributed import run_workers
+
+ROOT = Path(__file__).parent.parent
+STEPS = 6  # over both phases
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpora") / "one", documents=60, vocabulary_size=300)
+
+
+def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    """A run of two phases in fp32 that logs every step; dotted keys change it."""
+    out: dict[str, Any] = {
+        "name": "trial",
+        "run_dir": str(run_dir),
+        "corpus": {"dir": str(corpus), "vocabulary": {"size": 300}},
+        "model": {"size": "custom", "layers": 2, "hidden": 32, "heads": 2, "max_positions": 64},
+        "phases": [
+            {"sequence_length": 32, "global_sequences": 12, "steps": 4, "peak_learning_rate": 1e-3},
+            {"sequence_length": 64, "global_sequences": 6, "steps": 2, "peak_learning_rate": 1e-3},
+        ],
+        "engine": {"precision": "fp32", "compile": False, "micro_batch_tokens": 256},
+        "evaluation": {"every_steps": 3, "sequences": 16},
+        "checkpoint": {"every_steps": 100},
+        "tracking": {"log_every_steps": 1, "wandb": "off"},
+    }
+    for key, value in changes.items():
+        *sections, last = key.split("__")
+        section = out
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return out
+
+
+@dataclass
+class StopsAt(Worker):
+    """A worker that is asked to stop while it takes its `step`-th step."""
+
+    step: int = 0
+    _asked: int = 0
+
+    def stop_requested(self) -> bool:
+        self._asked += 1
+        return self._asked == self.step
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of `train.main` on every worker."""
+
+    config: dict[str, Any]
+    resume: bool = False
+    stop_at: int = 0
+
+
+def starts(given: list[Start]) -> list[str]:
+    """Make the starts one after another on this worker; the kind and text of the error of each, or ''."""
+    from pretrain import train
+
+    outcomes = []
+    for start in given:
+        payload = {"config": start.config, "resume": start.resume}
+        rank, size = dist.get_rank(), dist.get_world_size()
+        worker = StopsAt(rank, size, rank, size, step=start.stop_at)
+        try:
+            train.main(payload, worker)
+            outcomes.append("")
+        except RunError as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    return outcomes
+
+
+def records(run_dir: Path, split: str = "train") -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("split", "train") == split]
+
+
+def losses(run_dir: Path, split: str = "train") -> list[tuple[int, float]]:
+    """(step, loss) in the order of the file."""
+    return [(record["step"], record["loss"]) for record in records(run_dir, split)]
+
+
+# ---- exact resume, any number of workers
+
+
+@pytest.fixture(scope="module")
+def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], Path]:
+    """Run folders by (workers, ZeRO stage): never interrupted, and one stopped at step 2 and at step 5 beside it."""
+    root = tmp_path_factory.mktemp("runs")
+    found = {}
+    for world, stages in ((1, (0, 3)), (2, (1, 3))):
+        plan = []
+        for stage in stages:
+            through, broken = (root / f"{world}-{stage}-{name}" for name in ("through", "broken"))
+            plan.append(Start(settings(corpus, through, engine__zero_stage=stage)))
+            again = settings(corpus, broken, engine__zero_stage=stage)
+            plan += [Start(again, stop_at=2), Start(again, resume=True, stop_at=3), Start(again, resume=True)]
+            found[world, stage] = through
+        for outcomes in run_workers(world, starts, plan):
+            for number, outcome in enumerate(outcomes):
+                assert outcome.partition(":")[0] == ("", "StoppedError", "StoppedError", "")[number % 4], (
+                    outcome
+                )
+    return found
+
+
+@pytest.mark.parametrize("run", [(1, 0), (1, 3), (2, 1), (2, 3)])
+def test_a_resumed_run_has_bitwise_the_losses_of_one_never_interrupted(whole, run: tuple[int, int]) -> None:
+    through = whole[run]
+    broken = through.with_name(through.name.replace("through", "broken"))
+    assert losses(broken) == losses(through)
+    assert [step for step, _ in losses(through)] == list(range(1, STEPS + 1))
+    assert losses(broken, "validation") == losses(through, "validation")
+    assert [step for step, _ in losses(through, "validation")] == [3, 6]
+    final = f"checkpoints/step-{STEPS:08d}"
+    weights = {path.name: path.read_bytes() for path in (through / final).glob("*.safetensors")}
+    assert weights == {path.name: path.read_bytes() for path in (broken / final).glob("*.safetensors")}
+
+
+def test_losses_do_not_depend_on_workers_or_stage(whole) -> None:
+    expected = losses(whole[1, 0])
+    for folder in whole.values():
+        for (step, loss), (wanted_step, wanted) in zip(losses(folder), expected, strict=True):
+            assert step == wanted_step
+            assert loss == pytest.approx(wanted, abs=1e-5), (folder.name, step)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1)])
+def test_a_run_continues_with_another_number_of_workers(
+    whole, corpus: Path, tmp_path: Path, before: int, after: int
+) -> None:
+    config = settings(corpus, tmp_path / "run", engine__zero_stage=1)
+    assert run_workers(before, starts, [Start(config, stop_at=3)])[0][0].startswith("StoppedError")
+    assert run_workers(after, starts, [Start(config, resume=True)]) == [[""]] * after
+    for (step, loss), (_, wanted) in zip(losses(tmp_path / "run"), losses(whole[1, 0]), strict=True):
+        assert loss == pytest.approx(wanted, abs=1e-5), step
+
+
+def test_micro_batches_do_not_change_the_losses(whole, corpus: Path, tmp_path: Path) -> None:
+    config = settings(corpus, tmp_path / "run", engine__micro_batch_tokens=64)
+    assert run_workers(1, starts, [Start(config)]) == [[""]]
+    for (step, loss), (_, wanted) in zip(losses(tmp_path / "run"), losses(whole[1, 0]), strict=True):
+        assert loss == pytest.approx(wanted, abs=1e-5), step
+
+
+def test_records_count_what_was_trained(whole) -> None:
+    first, *_, last = records(whole[2, 1])
+    assert (first["samples"], last["samples"]) == (12, 4 * 12 + 2 * 6)
+    assert first["tokens"] <= 12 * 32
+    assert last["loss"] == pytest.approx(last["mlm_loss"] + last["nsp_loss"])
+    for name in (
+        "epoch", "mlm_accuracy", "nsp_accuracy", "lr", "grad_norm", "tokens_per_second", "peak_fraction",
+        "data_stall_fraction", "seconds",
+    ):  # fmt: skip
+        assert isinstance(last[name], (int, float)), name
+
+
+def test_it_learns(corpus: Path, tmp_path: Path) -> None:
+    phase = {
+        "sequence_length": 32,
+        "global_sequences": 32,
+        "steps": 60,
+        "peak_learning_rate": 5e-3,
+        "warmup_steps": 6,
+    }
+    config = settings(
+        corpus, tmp_path / "run", phases=[phase], evaluation={"every_steps": 60, "sequences": 64},
+        engine={"precision": "bf16", "compile": False, "micro_batch_tokens": 1024},
+    )  # fmt: skip
+    assert run_workers(1, starts, [Start(config)]) == [[""]]
+    found = [record["mlm_loss"] for record in records(tmp_path / "run")]
+    assert sum(found[-5:]) / 5 < found[0] - 0.3
+
+
+# ---- what goes wrong
+
+
+def test_what_is_refused_when_training_starts(corpus: Path, tmp_path: Path) -> None:
+    """Another corpus under a checkpoint, a corpus too small for a batch, and divergence; each ends in its own words."""
+    other = make_corpus(tmp_path / "other", documents=60, vocabulary_size=300, seed=1)
+    config = settings(corpus, tmp_path / "run")
+    swapped = settings(other, tmp_path / "run")
+    phase = config["phases"][0]
+    too_big = settings(corpus, tmp_path / "big", phases=[{**phase, "global_sequences": 1_000_000}])
+    wild = settings(
+        corpus, tmp_path / "wild", phases=[{**phase, "peak_learning_rate": 1e30, "steps": 40}],
+        engine__max_bad_steps=3, checkpoint__every_steps=1,
+    )  # fmt: skip
+    ended, refused, small, diverged = run_workers(
+        1, starts, [Start(config, stop_at=1), Start(swapped, resume=True), Start(too_big), Start(wild)]
+    )[0]
+    assert ended.startswith("StoppedError")
+    assert refused.startswith(
+        f"InputError: {tmp_path}/run/checkpoints/step-00000001: was trained on another corpus"
+    )
+    assert "phases.0.global_sequences: 1000000, but" in small
+    assert small.startswith("InputError")
+    assert diverged.startswith("DivergedError: 3 steps in a row")
+    good = diverged.partition("last good checkpoint is ")[2].partition(";")[0]
+    assert (tmp_path / "wild" / "checkpoints" / good / "manifest.json").is_file()
+
+
+def test_a_damaged_checkpoint_is_passed_over(whole, corpus: Path, tmp_path: Path) -> None:
+    config = settings(
+        corpus, tmp_path / "run", engine__zero_stage=0, checkpoint={"every_steps": 1, "keep_last": 5}
+    )
+    assert run_workers(1, starts, [Start(config, stop_at=4)])[0][0].startswith("StoppedError")
+    damaged = next((tmp_path / "run/checkpoints/step-00000004").glob("*.safetensors"))
+    data = bytearray(damaged.read_bytes())
+    data[len(data) // 2] ^= 1
+    damaged.write_bytes(data)
+    assert run_workers(1, starts, [Start(config, resume=True)]) == [[""]]
+    assert losses(tmp_path / "run") == losses(whole[1, 0])
+
+
+# ---- the command line
+
+
+def command(config: Path, *more: str) -> list[str]:
+    return [sys.executable, "-m", "pretrain", "pretrain", str(config), *more]
+
+
+@pytest.fixture
+def config_file(corpus: Path, tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    phase = {"sequence_length": 32, "global_sequences": 12, "steps": 80, "peak_learning_rate": 1e-3}
+    config = settings(corpus, tmp_path / "run", phases=[phase], evaluation__every_steps=80)
+    path.write_text(yaml.safe_dump(config))
+    return path
+
+
+def test_sigterm_saves_and_exits_75_and_resume_goes_on(config_file: Path, tmp_path: Path) -> None:
+    metrics = tmp_path / "run/metrics.jsonl"
+    with subprocess.Popen(
+        command(config_file, "--no-ray"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline, "no step in two minutes"
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        _, error = process.communicate(timeout=60)
+    assert process.returncode == 75, error
+    assert error.startswith("error: stopped at step ")
+    assert "Traceback" not in error
+    stopped = int(error.split("step ")[1].split()[0])
+    checkpoint = tmp_path / f"run/checkpoints/step-{stopped:08d}"
+    assert (checkpoint / "manifest.json").is_file()
+
+    ended = subprocess.run(
+        command(config_file, "--no-ray", "--resume"),
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert [step for step, _ in losses(tmp_path / "run")] == list(range(1, 81))
+    assert load_config(tmp_path / "run/config.yaml").name == "trial"
+
+
+@pytest.mark.slow
+def test_a_worker_killed_under_ray_costs_no_step(config_file: Path, tmp_path: Path) -> None:
+    """Two Ray workers; one is killed with SIGKILL; the run ends with the losses of a run of one process."""
+    import psutil
+
+    text = config_file.read_text().replace("every_steps: 100\n", "every_steps: 20\n")
+    config_file.write_text(text)
+    metrics = tmp_path / "run/metrics.jsonl"
+    with subprocess.Popen(
+        command(config_file, "--workers", "2"),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=ROOT,
+    ) as process:
+        deadline = time.monotonic() + 240
+        while not (metrics.exists() and metrics.read_text().count("\n") >= 25):
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        workers = [
+            child for child in psutil.Process(process.pid).children(recursive=True) if "RayTrainWorker" in child.name()
+            or any("RayTrainWorker" in part for part in child.cmdline())
+        ]  # fmt: skip
+        assert len(workers) == 2, workers
+        os.kill(workers[1].pid, signal.SIGKILL)
+        output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    through = settings(Path(yaml.safe_load(text)["corpus"]["dir"]), tmp_path / "alone")
+    alone = {**through, "phases": yaml.safe_load(text)["phases"], "evaluation": {"every_steps": 80}}
+    assert run_workers(1, starts, [Start(alone)]) == [[""]]
+    found = losses(tmp_path / "run")
+    assert [step for step, _ in found] == list(range(1, 81))
+    for (step, loss), (_, wanted) in zip(found[:60], losses(tmp_path / "alone")[:60], strict=True):
+        assert loss == pytest.approx(wanted, abs=1e-4), step
