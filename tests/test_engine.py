@@ -209,30 +209,53 @@ def load_at(
     return loaded, after
 
 
-def save_everywhere(folder: Path, precision: str) -> dict[int, Any]:
-    return {stage: save_at(folder / str(stage), stage, "adamw", precision) for stage in STAGES}
+PAIRS = ((0, 3), (1, 1), (1, 2), (2, 0), (3, 3), (3, 1))  # stages: that wrote, that reads
 
 
-def load_everywhere(folder: Path, precision: str) -> dict[tuple[int, int], Any]:
-    pairs = [(0, 3), (1, 1), (1, 2), (2, 0), (3, 3), (3, 1)]
-    return {(a, b): load_at(folder / str(a) / store.name_of(2), b, "adamw", precision) for a, b in pairs}
+def save_everywhere(folder: Path) -> dict[tuple[int, str], Any]:
+    return {
+        (stage, precision): save_at(folder / precision / str(stage), stage, "adamw", precision)
+        for stage, precision in itertools.product(STAGES, PRECISIONS)
+    }
+
+
+def load_everywhere(folders: list[Path]) -> list[dict[tuple[int, int, str], Any]]:
+    return [
+        {
+            (wrote, reads, precision): load_at(
+                folder / precision / str(wrote) / store.name_of(2), reads, "adamw", precision
+            )
+            for (wrote, reads), precision in itertools.product(PAIRS, PRECISIONS)
+        }
+        for folder in folders
+    ]
+
+
+@pytest.fixture(scope="module")
+def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], tuple[Any, Any]]:
+    """By (writers, readers): what was saved at every stage and precision, and what was loaded at other ones."""
+    folders = {writers: tmp_path_factory.mktemp(f"by-{writers}") for writers in (1, 2)}
+    saved = {writers: run_workers(writers, save_everywhere, folder)[0] for writers, folder in folders.items()}
+    for manifest in folders[1].rglob("manifest.json"):
+        store.verify_manifest(manifest.parent)
+    (by_two,) = run_workers(1, load_everywhere, [folders[2]])[0]
+    by_one, again = run_workers(2, load_everywhere, [folders[1], folders[2]])[0]
+    return {(2, 1): (saved[2], by_two), (1, 2): (saved[1], by_one), (2, 2): (saved[2], again)}
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 2)])
 def test_state_moves_between_stages_and_worker_counts(
-    tmp_path: Path, writers: int, readers: int, precision: str
+    moved, writers: int, readers: int, precision: str
 ) -> None:
-    saved = run_workers(writers, save_everywhere, tmp_path, precision)[0]
-    for stage in STAGES:
-        store.verify_manifest(tmp_path / str(stage) / store.name_of(2))
-    loaded = run_workers(readers, load_everywhere, tmp_path, precision)[0]
-    for (wrote, read), (state, after) in loaded.items():
-        written, went_on = saved[wrote]
+    saved, loaded = moved[writers, readers]
+    for wrote, reads in PAIRS:
+        written, went_on = saved[wrote, precision]
+        state, after = loaded[wrote, reads, precision]
         for key, value in state.items():
-            assert torch.equal(value, written[key]), f"{wrote} -> {read}: {key}"
+            assert torch.equal(value, written[key]), f"{wrote} -> {reads}: {key}"
         for (loss, norm, _), (expected, expected_norm, _) in zip(after, went_on, strict=True):
-            if writers == readers and wrote == read:
+            if writers == readers and wrote == reads:
                 assert (loss, norm) == (expected, expected_norm), "resumed steps are bitwise the same"
             assert loss == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 5e-3)
 
