@@ -42,10 +42,11 @@ def check_corpus(config: RunConfig) -> None:
     Raises:
         InputError: the corpus is missing, damaged, or made with another vocabulary.
     """
-    from pretrain.corpus.shards import open_shards
+    from pretrain.corpus.shards import open_shards, verify_shards
 
     folder = Path(config.corpus.dir)
     size = open_shards(folder, "train").vocabulary_size
+    verify_shards(folder)
     asked = config.corpus.vocabulary
     advice = "Prepare into another corpus.dir, or set corpus.vocabulary to what was used."
     # A small corpus trains fewer entries than asked for, never more.

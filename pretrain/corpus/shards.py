@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,10 +19,11 @@ from typing import IO, Any
 
 import numpy as np
 
-from pretrain.errors import InputError
-from pretrain.files import MANIFEST, atomic_open, verify_manifest
+from pretrain.errors import InputError, MachineError
+from pretrain.files import MANIFEST, atomic_open, sha256_file, verify_manifest, write_json
 
 FORMAT = 1
+_PROVEN = ".proven.json"
 _ARRAYS = ("tokens", "sentences", "documents")
 
 
@@ -78,8 +80,32 @@ def open_shards(folder: Path, split: str) -> TokenShards:
 
 
 def verify_shards(folder: Path) -> None:
-    """Read every file and compare its SHA-256 with the manifest; `InputError` names the first that differs."""
-    _check_format(Path(folder), verify_manifest(Path(folder), content=True))
+    """Compare every file's SHA-256 with the manifest; `InputError` names the first that differs.
+
+    A file that was proven once is read again only when its size, time or inode has changed: the proofs are kept in
+    `.proven.json` beside the files where that can be written.
+    """
+    folder = Path(folder)
+    manifest = _check_format(folder, verify_manifest(folder, content=False))
+    try:
+        proven = json.loads((folder / _PROVEN).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        proven = {}
+    proofs = {name: [entry["sha256"], *_state_of(folder / name)] for name, entry in manifest["files"].items()}
+    for name, proof in proofs.items():
+        if proven.get(name) != proof and sha256_file(folder / name) != proof[0]:
+            raise InputError(
+                f"{folder / name}: its SHA-256 differs from the manifest's; altered or damaged on disk. "
+                "Restore it or prepare the corpus again."
+            )
+    if proven != proofs:
+        with contextlib.suppress(OSError, InputError, MachineError):
+            write_json(folder / _PROVEN, proofs)
+
+
+def _state_of(path: Path) -> list[int]:
+    stat = path.stat()
+    return [stat.st_size, stat.st_mtime_ns, stat.st_ino]
 
 
 def _check_format(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,296 @@
+"""`prepare` as a whole: the same bytes however it is run, nothing lost, everything counted."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from pretrain.config import Corpus, Phase, RunConfig, Source
+from pretrain.corpus import shards
+from pretrain.corpus.prepare import describe, prepare
+from pretrain.corpus.shards import open_shards, verify_shards
+from pretrain.errors import InputError, MachineError
+
+ROOT = Path(__file__).parent.parent
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "river",
+    "mountain",
+    "1900",
+    "café",
+    "state",
+    "built",
+    "naïve",
+    "house",
+    "people",
+    "water,",
+    "light.",
+    "long",
+    "small",
+]
+
+
+def text(seed: int, sentences: int = 12) -> str:
+    """Sentences of random words, two paragraphs."""
+    draw = random.Random(seed)
+    lines = [
+        " ".join(draw.choices(WORDS, k=draw.randint(4, 20))).capitalize() + "." for _ in range(sentences)
+    ]
+    half = sentences // 2
+    return f"{' '.join(lines[:half])}\n{' '.join(lines[half:])}"
+
+
+def write_wiki(path: Path, texts: list[str]) -> None:
+    documents = [
+        f'<doc id="{n}" url="x" title="Title {n}">\nTitle {n}\n\n{body}\n\n</doc>\n'
+        for n, body in enumerate(texts)
+    ]
+    path.write_text("".join(documents), encoding="utf-8")
+
+
+def config(folder: Path, corpus_dir: Path, **changes: Any) -> RunConfig:
+    settings: dict[str, Any] = {
+        "dir": str(corpus_dir),
+        "sources": (
+            Source(
+                kind="wikiextractor", name="wiki", path=str(folder / "wiki*.txt"), weight=2, licence="free"
+            ),
+            Source(kind="jsonl", name="lines", path=str(folder / "lines.jsonl")),
+        ),
+        "vocabulary": {"size": 200, "min_frequency": 1},
+        "min_document_words": 10,
+        "validation_fraction": 0.1,
+        "shard_tokens": 4000,
+        "processes": 1,
+        **changes,
+    }
+    phase = Phase(sequence_length=32, global_sequences=2, steps=1, peak_learning_rate=1e-3)
+    return RunConfig(name="trial", corpus=Corpus(**settings), phases=(phase,))
+
+
+@pytest.fixture(scope="module")
+def sources(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two WikiExtractor files of 60 documents with 4 repeated and 3 too short, and 30 lines of JSON."""
+    folder = tmp_path_factory.mktemp("sources")
+    write_wiki(folder / "wiki-a.txt", [text(seed) for seed in range(33)] + ["Too short."] * 3)
+    write_wiki(folder / "wiki-b.txt", [text(seed) for seed in range(29, 57)])
+    lines = [json.dumps({"text": text(seed)}) for seed in range(100, 130)]
+    (folder / "lines.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def prepared(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpora") / "one"
+    prepare(config(sources, folder), quiet=True)
+    return folder
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All files; of the manifest only what tells of the text (its settings name the folder's own paths)."""
+    found = {
+        path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name[0] != "."
+    }
+    found["manifest.json"] = json.loads(found["manifest.json"])["fingerprint"].encode()
+    return found
+
+
+def card(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "card.json").read_text())
+
+
+def test_every_sentence_is_there_once_as_the_tokenizer_reads_it(sources: Path, prepared: Path) -> None:
+    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
+    expected = {
+        tuple(tokenizer.encode(text(seed).replace("\n", " "), add_special_tokens=False).ids)
+        for seed in [*range(57), *range(100, 130)]
+    }
+    found = []
+    for split in ("train", "validation"):
+        for shard in open_shards(prepared, split).shards:
+            ends = shard.documents[:, 1].astype(int)
+            found += [tuple(shard.tokens[a:b].tolist()) for a, b in itertools.pairwise(ends)]
+    assert len(found) == len(expected)
+    assert set(found) == expected
+    assert max(len(shard.tokens) for shard in open_shards(prepared, "train").shards) <= 4000
+
+
+def test_the_card_counts_what_stayed_and_what_did_not(prepared: Path) -> None:
+    wiki, lines = card(prepared)["sources"]
+    assert (wiki["documents_read"], wiki["too_short"], wiki["duplicates"], wiki["documents"]) == (
+        64,
+        3,
+        4,
+        57,
+    )
+    assert (lines["documents_read"], lines["documents"], lines["licence"]) == (30, 30, "unknown")
+    assert wiki["sentences"] > 57 * 2
+    assert card(prepared)["totals"]["documents"] == 87
+    markdown = (prepared / "card.md").read_text()
+    for expected in ("wiki", "lines", "87", "free"):
+        assert expected in markdown
+
+
+def test_the_split_follows_the_documents_text(sources: Path, prepared: Path, tmp_path: Path) -> None:
+    """More documents leave those that were held out where they were."""
+
+    def held_out(folder: Path) -> set[str]:
+        tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+        out = set()
+        for shard in open_shards(folder, "validation").shards:
+            ends = shard.documents[:, 1].astype(int)
+            out |= {tokenizer.decode(shard.tokens[a:b].tolist()) for a, b in itertools.pairwise(ends)}
+        return out
+
+    for path in sources.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    write_wiki(tmp_path / "wiki-0.txt", [text(seed) for seed in range(1000, 1100)])
+    prepare(config(tmp_path, tmp_path / "more", vocabulary={"path": str(prepared)}), quiet=True)
+    before, after = held_out(prepared), held_out(tmp_path / "more")
+    assert len(before) > 2
+    assert before < after
+
+
+def test_two_processes_write_the_same_bytes(sources: Path, prepared: Path, tmp_path: Path) -> None:
+    prepare(config(sources, tmp_path / "two", processes=2), quiet=True)
+    assert content(tmp_path / "two") == content(prepared)
+    assert not (tmp_path / "two" / ".work").exists()
+
+
+def test_a_vocabulary_taken_over_gives_the_same_shards(sources: Path, prepared: Path, tmp_path: Path) -> None:
+    for given in (prepared / "vocab.txt", prepared / "tokenizer.json"):
+        target = tmp_path / given.suffix[1:]
+        prepare(config(sources, target, vocabulary={"path": str(given)}), quiet=True)
+        written, expected = content(target), content(prepared)
+        assert {n: b for n, b in written.items() if n.endswith(".npy")} == {
+            n: b for n, b in expected.items() if n.endswith(".npy")
+        }
+        assert written["vocab.txt"] == expected["vocab.txt"]
+
+
+def test_a_prepared_folder_stays_and_its_weights_may_change(
+    sources: Path, prepared: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "again"
+    settings = config(sources, target)
+    prepare(settings, quiet=True)
+    before = content(target)
+    assert "already prepared" in prepare(settings, quiet=True)
+    assert content(target) == before
+    first = settings.corpus.sources[0].model_copy(update={"weight": 5.0})
+    prepare(config(sources, target, sources=(first, settings.corpus.sources[1])), quiet=True)
+    assert json.loads((target / "manifest.json").read_text())["sources"][0]["weight"] == 5.0
+    with pytest.raises(InputError, match=r"corpus\.min_document_words: was 10, is 3"):
+        prepare(config(sources, target, min_document_words=3), quiet=True)
+    assert describe(settings)["state"] == "finished"
+
+
+def test_faults_of_the_input_are_counted_not_skipped(sources: Path, tmp_path: Path) -> None:
+    for path in sources.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "wiki-bad.txt").write_bytes(
+        (sources / "wiki-a.txt").read_bytes()[:3000].replace(b"river", b"ri\xffver")
+    )
+    (tmp_path / "lines.jsonl").write_text('{"text": "broken\n{"other": 1}\n', encoding="utf-8")
+    prepare(config(tmp_path, tmp_path / "out"), quiet=True)
+    problems = {(Path(p["path"]).name, p["fault"]): p["count"] for p in card(tmp_path / "out")["problems"]}
+    assert any(name == "wiki-bad.txt" and "UTF-8" in fault for name, fault in problems)
+    assert any(name == "lines.jsonl" and "no document in this source" in fault for name, fault in problems)
+    assert any(name == "lines.jsonl" and "no document" not in fault for name, fault in problems)
+
+
+def test_nothing_left_is_an_error(sources: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none of 94 documents is left"):
+        prepare(config(sources, tmp_path / "none", min_document_words=10_000), quiet=True)
+    assert not (tmp_path / "none" / "manifest.json").exists()
+
+
+def test_a_preparation_killed_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
+    for number in range(8):
+        write_wiki(tmp_path / f"wiki{number}.txt", [text(1000 * number + seed, 40) for seed in range(400)])
+    source = f"[{{kind: wikiextractor, path: '{tmp_path}/wiki*.txt'}}]"
+    phase = "[{sequence_length: 32, global_sequences: 2, steps: 1, peak_learning_rate: 1e-3}]"
+    command = [sys.executable, "-m", "pretrain", "prepare", str(tmp_path / "run.yaml")]
+
+    def start(folder: str) -> subprocess.Popen[bytes]:
+        (tmp_path / "run.yaml").write_text(
+            f"name: trial\nphases: {phase}\ncorpus:\n  dir: {tmp_path / folder}\n  sources: {source}\n"
+            "  vocabulary: {size: 200}\n  processes: 2\n"
+        )
+        return subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+        )
+
+    work, kills = tmp_path / "killed" / ".work", 0
+    for pattern in (
+        "*.json",
+        "vocab.txt",
+        "*.tokens*",
+    ):  # in the middle of reading, of tokenising, and past it
+        process = start("killed")
+        before = set(work.glob(pattern)) if work.exists() else set()
+        while process.poll() is None and not (work.exists() and set(work.glob(pattern)) - before):
+            time.sleep(0.005)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            kills += 1
+            assert not (tmp_path / "killed" / "manifest.json").exists()
+    assert kills, "it ended before it could be killed"
+    assert start("killed").wait(120) == 0
+    assert start("whole").wait(120) == 0
+    killed, whole = content(tmp_path / "killed"), content(tmp_path / "whole")
+    assert killed == whole
+
+
+def test_a_full_disk_ends_in_one_line_and_passes_for_nothing(sources: Path, tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)], check=False)
+    if mounted.returncode:
+        pytest.skip("mounting a small file system needs root")
+    try:
+        with pytest.raises(MachineError, match=r"disk"):
+            prepare(config(sources, disk / "corpus"), quiet=True)
+        assert not (disk / "corpus" / "manifest.json").exists()
+        subprocess.run(["mount", "-o", "remount,size=8m", str(disk)], check=True)
+        prepare(config(sources, disk / "corpus"), quiet=True)
+        assert sum(len(shard.tokens) for shard in open_shards(disk / "corpus", "train").shards) > 0
+    finally:
+        subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_an_altered_or_truncated_shard_is_refused(sources: Path, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    prepare(config(sources, target), quiet=True)
+    path = next(target.glob("train-*.tokens.npy"))
+    whole = path.read_bytes()
+    path.write_bytes(whole[:-2])
+    with pytest.raises(InputError, match=path.name):
+        open_shards(target, "train")
+    path.write_bytes(whole)
+    verify_shards(target)
+    data = bytearray(whole)
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(InputError, match=rf"{path.name}: its SHA-256 differs"):
+        verify_shards(target)
+
+
+def test_a_proven_file_is_not_read_again(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    verify_shards(prepared)
+    monkeypatch.setattr(shards, "sha256_file", lambda path: pytest.fail(f"{path} was read"))
+    verify_shards(prepared)
