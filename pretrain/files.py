@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import hashlib
 import json
 import os
@@ -74,6 +75,23 @@ def write_json(path: Path, value: Any) -> None:
     with atomic_open(path, "w") as file:
         json.dump(value, file, indent=2, ensure_ascii=False, sort_keys=False)
         file.write("\n")
+
+
+@contextlib.contextmanager
+def locked(path: Path, refusal: str) -> Iterator[None]:
+    """Hold the lock file `path` for this process; `InputError(refusal)` where another one holds it.
+
+    The lock is the kernel's, so it ends with the process however that ends.
+    """
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("w")
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise InputError(refusal) from None
+        yield
 
 
 def fsync_folder(folder: Path) -> None:

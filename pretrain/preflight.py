@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import fcntl
 import importlib.metadata
 import json
 import os
@@ -12,13 +11,13 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pretrain.config import RunConfig, Vocabulary, changed_for_resume, dump_config, load_config
 from pretrain.errors import InputError
-from pretrain.files import MANIFEST, atomic_open, disk_errors, write_json
+from pretrain.files import MANIFEST, atomic_open, disk_errors, locked, write_json
 
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
@@ -64,23 +63,12 @@ def check_corpus(config: RunConfig) -> None:
     _check_case(folder, asked, advice)
 
 
-@contextlib.contextmanager
-def only_run(folder: Path) -> Iterator[None]:
-    """Hold the run folder for this process; a second one that trains in it is refused with `InputError`.
-
-    The lock is the kernel's, so it ends with the process however that ends.
-    """
-    with disk_errors(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / ".lock").open("w")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(
-                f"{folder}: another process trains in it. Wait for it or stop it, or choose another name or run_dir."
-            ) from None
-        yield
+def only_run(folder: Path) -> contextlib.AbstractContextManager[None]:
+    """Hold the run folder for this process; a second one that trains in it is refused with `InputError`."""
+    return locked(
+        folder / ".lock",
+        f"{folder}: another process trains in it. Wait for it or stop it, or choose another name or run_dir.",
+    )
 
 
 def check_run_folder(config: RunConfig, resume: bool) -> None:

@@ -304,7 +304,12 @@ def _bars(histograms: list[dict[str, int]]) -> list[tuple[str, int, float]]:
     counts = sum((Counter(histogram) for histogram in histograms), Counter())
     largest = max(counts.values(), default=1)
     by_length = sorted(counts, key=lambda lengths: int(lengths.split("-")[0]))
-    return [(lengths, counts[lengths], counts[lengths] / largest) for lengths in by_length]
+    return [(_short(lengths), counts[lengths], counts[lengths] / largest) for lengths in by_length]
+
+
+def _short(lengths: str) -> str:
+    """16384-32767 as 16k-32k, so that it fits below a bar."""
+    return "-".join(f"{(int(n) + 1) // 1024}k" if int(n) > 2000 else n for n in lengths.split("-"))
 
 
 def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import fcntl
 import hashlib
 import itertools
 import json
@@ -57,7 +56,7 @@ from pretrain.corpus.vocabulary import (
     train_vocabulary,
 )
 from pretrain.errors import InputError, MachineError, StoppedError
-from pretrain.files import MANIFEST, disk_errors, read_manifest, sha256_file, write_json
+from pretrain.files import MANIFEST, locked, read_manifest, sha256_file, write_json
 
 WORK = ".work"
 _MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; the rarest give way
@@ -234,16 +233,8 @@ class _Preparation:
     @contextlib.contextmanager
     def _locked_work(self) -> Iterator[None]:
         """The work folder, made or found, for this run alone."""
-        with disk_errors(self._folder):
-            self._work.mkdir(parents=True, exist_ok=True)
-            lock = (self._work / "lock").open("w")
-        with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise InputError(
-                    f"{self._folder}: another prepare is at work there. Wait for it, or stop it."
-                ) from None
+        refusal = f"{self._folder}: another prepare is at work there. Wait for it, or stop it."
+        with locked(self._work / "lock", refusal):
             settings = self._work / "settings.json"
             if settings.exists():
                 self._refuse_changes(json.loads(settings.read_text(encoding="utf-8")), self._settings())
