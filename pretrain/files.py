@@ -83,7 +83,7 @@ def locked(path: Path, refusal: str) -> Iterator[None]:
 
     The lock is the kernel's, so it ends with the process however that ends.
     """
-    with disk_errors(path):
+    with disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         file = path.open("w")
     with file:
