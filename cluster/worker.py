@@ -70,11 +70,14 @@ def enter(request: dict[str, Any]) -> dict[str, str] | None:
     )
     try:
         if worker.stop_requested():
-            raise StoppedError(f"{run_dir}: stopped before the first step. --resume continues.")
+            # Seen by this rank alone: raised, so that Ray ends the others too.
+            raise WorkerEnd("StoppedError", f"{run_dir}: stopped before the first step. --resume continues.")
         _change_folder(request["working_dir"])
         _resolve(request["target"])(request["payload"], worker)
     except (StoppedError, DivergedError) as error:
         return {"kind": type(error).__name__, "message": str(error)}
+    except WorkerEnd:
+        raise
     except RunError as error:
         raise WorkerEnd(type(error).__name__, str(error)) from None
     except BaseException as error:

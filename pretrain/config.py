@@ -128,7 +128,8 @@ class Model(Section):
         }  # fmt: skip
         if isinstance(values, dict):
             values = dict(values)
-            shape = sizes.get(values.get("size", "base"), (0, 0, 0))
+            size = values.get("size", "base")
+            shape = sizes.get(size, (0, 0, 0)) if isinstance(size, str) else (0, 0, 0)
             for key, value in zip(("layers", "hidden", "heads"), shape, strict=True):
                 if not values.get(key):
                     values[key] = value
@@ -156,6 +157,14 @@ class Masking(Section):
         default=0.1, ge=0, le=1, description="Of those, replaced by a uniform ordinary token."
     )
     whole_word: bool = Field(default=False, description="Mask all pieces of a word together.")
+
+    @model_validator(mode="after")
+    def _check_shares(self) -> Masking:
+        if self.mask_share + self.random_share > 1:
+            raise ValueError(
+                f"mask_share {self.mask_share} and random_share {self.random_share} are over 1 together"
+            )
+        return self
 
 
 class Pairs(Section):
@@ -257,6 +266,9 @@ class Scheduling(Section):
         default=0, ge=0, description="CPU threads per worker; 0 shares the cores out."
     )
     address: str = Field(default="", description="Ray cluster to join; empty starts one on this machine.")
+    cluster: str = Field(
+        default="", description="What --dry-run tells the time for without --on, such as 8xH100."
+    )
     max_failures: int = Field(
         default=3, ge=0, description="Worker failures survived by restarting from a checkpoint."
     )

@@ -32,17 +32,21 @@ def main(argv: Sequence[str]) -> int:
         ("training", ["pretrain", str(_CONFIG), *settings, *resume]),
         ("export", ["export", str(run), str(run / "export")]),
     ]
+    if (arguments.data_dir / MANIFEST).is_file():
+        # Its text is that of the packages installed when it was made; a package more must not stop the demo.
+        print(f"{arguments.data_dir}: found, its corpus is used as it is")
+        stages = stages[1:]
     if resume:
         print(f"{run}: found, going on from its newest checkpoint (--fresh begins a new run)")
     began = time.monotonic()
     for number, (title, command) in enumerate(stages, 1):
-        print(f"\n[{number}/4] {title}: python -m pretrain {_shell(command)}", flush=True)
+        print(f"\n[{number}/{len(stages) + 1}] {title}: python -m pretrain {_shell(command)}", flush=True)
         stage_began = time.monotonic()
         code = command_line(command)
         if code:
             return code
         print(f"      {time.monotonic() - stage_began:.1f} s", flush=True)
-    print("\n[4/4] report", flush=True)
+    print(f"\n[{len(stages) + 1}/{len(stages) + 1}] report", flush=True)
     _report(run, began)
     return 0
 

@@ -95,6 +95,10 @@ class Engine:
         self.module = self._deepspeed.module
         self.device = torch.device(self._deepspeed.device)
         self._parameters = dict(self.module.named_parameters())
+        if hasattr(self._scaler(), "raise_error_at_min_scale"):
+            self._scaler().raise_error_at_min_scale = (
+                False  # `loop` ends such a run, with its checkpoint named
+            )
         self._prepare_moments()
         if isinstance(self._optimizer, Lamb):
             self._tell_lamb()
@@ -114,8 +118,10 @@ class Engine:
             group["lr"] = learning_rate
         if self._bare:
             return self._bare_step()
+        # FP16_UnfusedOptimizer alone reports the norm of the scaled gradients.
+        scale = self.scaler_state().get("cur_scale", 1.0) if self.settings.zero_stage == 0 else 1.0
         self._deepspeed.step()
-        norm = float(self._deepspeed.get_global_grad_norm() or 0.0)
+        norm = float(self._deepspeed.get_global_grad_norm() or 0.0) / scale
         applied = bool(self._deepspeed.was_step_applied()) and math.isfinite(norm)
         return StepResult(applied, norm if applied else math.inf)
 
@@ -167,9 +173,12 @@ class Engine:
                 setattr(scaler, key, value)
 
     def sum_over_workers(self, values: Tensor) -> Tensor:
-        """`values` summed over all ranks, in place."""
+        """`values`, on any device, summed over all ranks in place."""
         if self.world_size > 1:
-            dist.all_reduce(values)
+            there = values.to(self.device)  # NCCL knows no other
+            dist.all_reduce(there)
+            if there is not values:
+                values.copy_(there)
         return values
 
     def barrier(self) -> None:

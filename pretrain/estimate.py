@@ -48,6 +48,7 @@ def dry_run(config: RunConfig, on: str | None = None, mean_length: float | None 
         InputError: `on` is no cluster that we know, or the prepared corpus is damaged.
     """
     size = vocabulary_size(config)
+    on = on or config.scheduling.cluster
     cluster = parse_cluster(on, config) if on else None
     device: Device = cluster.device if cluster else "cuda" if Path("/proc/driver/nvidia").exists() else "cpu"
     parts = [
@@ -130,7 +131,7 @@ def memory_bytes(config: RunConfig, stage: int, workers: int, device: Device = "
     size = vocabulary_size(config)
     p = count_parameters(config.model, size, config.pairs.next_sentence).total
     half = config.engine.precision != "fp32"
-    activations, logits = _activation_bytes(config), _logits_bytes(config, size)
+    activations, logits = _activation_bytes(config, workers), _logits_bytes(config, size, workers)
     # The tied embedding's gradient comes twice, from the decoder and, in fp32 besides, from the look-up; that
     # is the last of the backward pass, when activations are gone.
     embedding = (6 if half else 12) * size * config.model.hidden
@@ -179,7 +180,13 @@ def _zero_states(stage: int, half: bool, p: int, w: int) -> tuple[dict[str, int]
     return states, 2 * bucket, 4 * p // w
 
 
-def _activation_bytes(config: RunConfig) -> int:
+def micro_batch_tokens(config: RunConfig, workers: int) -> int:
+    """Tokens of the largest micro-batch that a worker can meet: the budget, or all of its share of a batch."""
+    shares = (-(-phase.global_sequences // workers) * phase.sequence_length for phase in config.phases)
+    return min(config.engine.micro_batch_tokens, max(shares))
+
+
+def _activation_bytes(config: RunConfig, workers: int) -> int:
     """Saved for backward by one micro-batch, and one layer's working space.
 
     A layer saves its input, the stacked query, key and value, the context, the two sums before LayerNorm, the
@@ -188,7 +195,7 @@ def _activation_bytes(config: RunConfig) -> int:
     Checked against torch's saved tensors: within 2 % at widths 512 and 768.
     """
     model, engine = config.model, config.engine
-    h, f, t = model.hidden, model.intermediate, engine.micro_batch_tokens
+    h, f, t = model.hidden, model.intermediate, micro_batch_tokens(config, workers)
     b = 4 if engine.precision == "fp32" else 2
     rows = round(config.masking.probability * t) + t // max(p.sequence_length for p in config.phases)
     mask = (1 if engine.compile else 2) * h * (model.hidden_dropout > 0)
@@ -201,9 +208,9 @@ def _activation_bytes(config: RunConfig) -> int:
     return embedding + (model.layers - 1) * layer + last + working
 
 
-def _logits_bytes(config: RunConfig, vocabulary: int) -> int:
+def _logits_bytes(config: RunConfig, vocabulary: int, workers: int) -> int:
     """Scores of the masked tokens: saved, turned to fp32 unless fused, and their gradient."""
-    entries = round(config.masking.probability * config.engine.micro_batch_tokens) * vocabulary
+    entries = round(config.masking.probability * micro_batch_tokens(config, workers)) * vocabulary
     b = 4 if config.engine.precision == "fp32" else 2
     return entries * (2 * b if config.engine.compile else 16 + b)
 
@@ -229,6 +236,17 @@ def step_flops(config: RunConfig, vocabulary: int, lengths: Sequence[int], maske
     model = config.model
     tokens, squares = sum(lengths), sum(length * length for length in lengths)
     return _flops(model, vocabulary, config.pairs.next_sentence, tokens, squares, masked, len(lengths))
+
+
+def executed_flops(config: RunConfig, vocabulary: int, lengths: Sequence[int], masked: int) -> float:
+    """As `step_flops`, without what is skipped: the last layer past its attention runs on [CLS] and masked rows alone.
+
+    Measured shares of the peak are of these, so that no skipped work counts as done.
+    """
+    h, f = config.model.hidden, config.model.intermediate
+    sequences = len(lengths) if config.pairs.next_sentence else 0
+    skipped = 6 * (h * h + 2 * h * f) * (sum(lengths) - masked - sequences)
+    return step_flops(config, vocabulary, lengths, masked) - skipped
 
 
 def _flops(
@@ -384,7 +402,7 @@ def _work_lines(config: RunConfig, size: int, mean_length: float | None) -> str:
         "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
         for row in [head, *rows, total]
     ]
-    source = "as given" if mean_length else "the most there can be: long documents, short pairs alone"
+    source = "as given" if mean_length else "for long documents; `prepare` tells of yours"
     lines.append(f"  useful FLOPs: no padding, MLM head at masked tokens alone; mean length {source}")
     return "\n".join(lines)
 

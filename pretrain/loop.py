@@ -11,7 +11,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pretrain.checkpoint import store
 from pretrain.engine import Engine, StepResult
-from pretrain.errors import DivergedError, StoppedError
+from pretrain.errors import DivergedError, InputError, MachineError, StoppedError
 
 logger = logging.getLogger(__name__)
 
@@ -100,6 +100,22 @@ class Plan:
 
 
 @dataclass
+class Window:
+    """Sums of the steps since the last record, over all ranks; a checkpoint carries them to the next record."""
+
+    totals: list[float] = field(default_factory=list)
+    counts: list[float] = field(default_factory=list)
+    tokens: float = 0.0
+    flops: float = 0.0
+    seconds: float = 0.0  # before this start
+    stalled: float = 0.0  # all ranks' mean
+
+    def add(self, totals: list[float], counts: list[float]) -> None:
+        self.totals = [a + b for a, b in zip(self.totals or [0.0] * len(totals), totals, strict=True)]
+        self.counts = [a + b for a, b in zip(self.counts or [0.0] * len(counts), counts, strict=True)]
+
+
+@dataclass
 class Progress:
     """What a checkpoint knows of the way so far."""
 
@@ -108,7 +124,14 @@ class Progress:
     tokens: int = 0
     skipped_steps: int = 0
     bad_in_a_row: int = 0
-    seconds: float = 0.0  # of training, over all starts
+    seconds: float = 0.0  # of training, over all starts, up to the last record
+    window: Window = field(default_factory=lambda: Window())  # since the last record
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Progress:
+        """As a checkpoint's state.json has it."""
+        values = {name: state[name] for name in cls.__dataclass_fields__}
+        return cls(**{**values, "window": Window(**values["window"])})
 
 
 class Recorder(Protocol):
@@ -138,16 +161,17 @@ def fit(
     run = _Run(engine, task, plan, progress, checkpoints, extra_state, recorder)
     engine.module.train()
     steps = task.batches(progress.step)
-    run.meter.restart()
+    run.clock.lap()
     for step in steps:
         stop = run.train_step(step, stop_requested())
         progress.step += 1
         last = progress.step == plan.total_steps
-        if last or stop or progress.step % plan.log_every_steps == 0:
+        if last or progress.step % plan.log_every_steps == 0:
             run.log()
         if last or progress.step % plan.evaluate_every_steps == 0:
             run.evaluate()
         if progress.bad_in_a_row >= plan.max_bad_steps:
+            run.log()
             run.stop_diverged()
         if last or stop or progress.step % plan.checkpoint_every_steps == 0:
             run.save()
@@ -166,43 +190,58 @@ def rehearse(
     Leaves the training state bitwise as it was. At a fresh start the checkpoint is that of step 0.
     """
     checkpoint = checkpoints / store.name_of(progress.step)
-    if not checkpoint.exists():
+    if checkpoint not in store.list_checkpoints(checkpoints):
         _save(engine, progress, checkpoints, extra_state)
     engine.module.train()
     step = task.largest()
-    engine.backward(task.loss(engine.forward(step.micro_batches[0]), step), last=True)
-    engine.step(learning_rate=0.0)
+    try:
+        for last in (False, True):
+            engine.backward(task.loss(engine.forward(step.micro_batches[0]), step), last=last)
+        engine.step(learning_rate=0.0)
+    except torch.OutOfMemoryError as error:
+        raise MachineError(
+            "engine.micro_batch_tokens: the largest micro-batch does not fit the device. Lower it, or take a higher "
+            "engine.zero_stage or engine.activation_checkpointing."
+        ) from error
     restore(engine, checkpoint)
 
 
 def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:
-    """Bring `engine` to the state of a verified checkpoint; returns its state.json."""
+    """Bring `engine` to the state of a verified checkpoint; returns its state.json.
+
+    Raises `InputError` when the checkpoint's parameters are not this model's.
+    """
     state = store.read_state(checkpoint)
+    found, wanted = state["shapes"], {name: list(shape) for name, shape in engine.shapes.items()}
+    for name in {**wanted, **found}:
+        if found.get(name) != wanted.get(name):
+            raise InputError(
+                f"{checkpoint}: {name} is {found.get(name)}, this config makes it {wanted.get(name)}. "
+                "Resume with the config that it was written with."
+            )
     with store.CheckpointReader(checkpoint) as reader:
         engine.load(reader, state["updates"])
     engine.load_scaler_state(state["scaler"])
     return state
 
 
-class _Meter:
-    """Clock and sums between two log records."""
+class _Clock:
+    """Seconds of training; evaluation and checkpoints are counted apart."""
 
-    def __init__(self, task: Task[Any]) -> None:
-        self._task = task
-        self.restart()
+    def __init__(self) -> None:
+        self._began, self._away = time.perf_counter(), 0.0
+        self.apart = {"evaluation": 0.0, "checkpoint": 0.0}  # since the last record
 
-    def restart(self) -> None:
-        self._began, self._stalled = time.perf_counter(), self._task.stalled_seconds()
-        self.paused = 0.0  # evaluation and checkpoints, which are not training
-        self.totals: Tensor | None = None
-        self.counts: Tensor | None = None
-        self.flops = self.tokens = 0.0
+    def lap(self) -> float:
+        """Seconds of training since the last lap."""
+        now = time.perf_counter()
+        seconds = now - self._began - self._away
+        self._began, self._away = now, 0.0
+        return seconds
 
-    def seconds(self) -> float:
-        return time.perf_counter() - self._began - self.paused
-
-    def stalled(self) -> float:
-        return self._task.stalled_seconds() - self._stalled
+    def leave_out(self, what: str, seconds: float) -> None:
+        self.apart[what] += seconds
+        self._away += seconds
 
 
 class _Run(Generic[S]):
@@ -214,13 +253,14 @@ class _Run(Generic[S]):
     ) -> None:  # fmt: skip
         self.engine, self.task, self.plan, self.progress = engine, task, plan, progress
         self.checkpoints, self.extra_state, self.recorder = checkpoints, extra_state, recorder
-        self.meter = _Meter(task)
+        self.clock = _Clock()
+        self.stalled_before = task.stalled_seconds()
         self.norm = 0.0
         self.validation: tuple[int, float] | None = None
 
     def train_step(self, step: S, stop_here: bool) -> bool:
         """One optimizer step; returns whether any rank asks for a stop."""
-        engine, task, meter, progress = self.engine, self.task, self.meter, self.progress
+        engine, task, progress = self.engine, self.task, self.progress
         totals: Tensor | None = None
         flops = 0.0
         for number, micro_batch in enumerate(step.micro_batches):
@@ -232,38 +272,39 @@ class _Run(Generic[S]):
         assert totals is not None
         rate = self.plan.learning_rate(progress.step)
         result = engine.step(rate)
-        shared = torch.cat([totals.double(), torch.tensor([float(stop_here), flops], device=totals.device)])
-        engine.sum_over_workers(shared)
-        *sums, stop, all_flops = shared.tolist()
+        stalled = task.stalled_seconds()
+        mine = torch.tensor([float(stop_here), flops, stalled - self.stalled_before], dtype=torch.float64)
+        self.stalled_before = stalled
+        shared = engine.sum_over_workers(torch.cat([totals.double().cpu(), mine]))
+        *sums, stop, all_flops, all_stalled = shared.tolist()
         self._count(step, result, sums, rate)
-        meter.flops += all_flops
+        progress.window.flops += all_flops
+        progress.window.stalled += all_stalled / engine.world_size
         return stop > 0
 
     def _count(self, step: S, result: StepResult, sums: list[float], rate: float) -> None:
-        progress, meter = self.progress, self.meter
+        progress = self.progress
         progress.samples += step.sequences
         progress.tokens += step.tokens
-        meter.tokens += step.tokens
+        progress.window.tokens += step.tokens
         self.rate, self.epoch = rate, step.epoch
         if not result.applied:
             progress.skipped_steps += 1
-        if not all(map(math.isfinite, sums)) or (not result.applied and not self.engine.scaler_state()):
+        self.norm = result.gradient_norm
+        # fp16 skips steps while it looks for its loss scale; at scale 1 there is none lower to find.
+        scale = self.engine.scaler_state().get("cur_scale", 1)
+        if not all(map(math.isfinite, sums)) or (not result.applied and scale <= 1):
             progress.bad_in_a_row += 1
             logger.warning("step %d: loss or gradient is not finite; skipped", progress.step + 1)
             return
         progress.bad_in_a_row = 0
-        self.norm = result.gradient_norm
-        totals, counts = torch.tensor(sums, dtype=torch.float64), self.task.counts(step)
-        meter.totals = totals if meter.totals is None else meter.totals + totals
-        meter.counts = counts if meter.counts is None else meter.counts + counts
+        progress.window.add(sums, self.task.counts(step).tolist())
 
     def log(self) -> None:
-        meter, progress, engine = self.meter, self.progress, self.engine
-        seconds = meter.seconds()
+        progress, engine, window = self.progress, self.engine, self.progress.window
+        seconds = window.seconds + self.clock.lap()
         progress.seconds += seconds
-        means = {}
-        if meter.totals is not None and meter.counts is not None:
-            means = self.task.metrics(meter.totals.tolist(), meter.counts.tolist())
+        means = self.task.metrics(window.totals, window.counts) if window.totals else {}
         self.recorder.log(
             {
                 "step": progress.step,
@@ -273,15 +314,17 @@ class _Run(Generic[S]):
                 **(means or {"loss": math.nan}),
                 "lr": self.rate,
                 "grad_norm": self.norm,
-                "tokens_per_second": meter.tokens / seconds,
-                "peak_fraction": meter.flops / seconds / self.plan.peak_flops,
-                "data_stall_fraction": meter.stalled() / seconds,
+                "tokens_per_second": window.tokens / seconds,
+                "peak_fraction": window.flops / seconds / self.plan.peak_flops,
+                "data_stall_fraction": window.stalled / seconds,
                 "seconds": progress.seconds,
+                **{f"{name}_seconds": apart for name, apart in self.clock.apart.items()},
                 "skipped_steps": progress.skipped_steps,
                 "memory_bytes": engine.peak_memory_bytes(),
             }
         )
-        meter.restart()
+        progress.window = Window()
+        self.clock.apart = dict.fromkeys(self.clock.apart, 0.0)
 
     def evaluate(self) -> None:
         began = time.perf_counter()
@@ -290,13 +333,14 @@ class _Run(Generic[S]):
             means = self.task.evaluate(self.engine)
         self.engine.module.train()
         took = time.perf_counter() - began
-        self.meter.paused += took
+        self.clock.leave_out("evaluation", took)
         if means:
             self.validation = (self.progress.step, means["loss"])
             self.recorder.log({"step": self.progress.step, "split": "validation", **means, "seconds": took})
 
     def save(self) -> None:
         began = time.perf_counter()
+        self.progress.window.seconds += self.clock.lap()
         current = self.validation is not None and self.validation[0] == self.progress.step
         state = {
             **self.extra_state,
@@ -306,7 +350,7 @@ class _Run(Generic[S]):
         _save(self.engine, self.progress, self.checkpoints, state)
         if self.engine.rank == 0:
             store.prune(self.checkpoints, self.plan.keep_last)
-        self.meter.paused += time.perf_counter() - began
+        self.clock.leave_out("checkpoint", time.perf_counter() - began)
 
     def stop_diverged(self) -> None:
         last = store.newest(self.checkpoints) if self.engine.rank == 0 else None

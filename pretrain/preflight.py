@@ -44,7 +44,14 @@ def check_corpus(config: RunConfig) -> None:
     from pretrain.corpus.shards import open_shards, verify_shards
 
     folder = Path(config.corpus.dir)
-    size = open_shards(folder, "train").vocabulary_size
+    shards = open_shards(folder, "train")
+    size = shards.vocabulary_size
+    weights, made = ([s.weight for s in config.corpus.sources], [s["weight"] for s in shards.sources])
+    if weights and weights != made:
+        raise InputError(
+            f"{folder}: was prepared with the weights {made} of its sources; the config has {weights}. "
+            "Run `prepare` again: it keeps the tokens and takes over the weights."
+        )
     verify_shards(folder)
     asked = config.corpus.vocabulary
     advice = "Prepare into another corpus.dir, or set corpus.vocabulary to what was used."

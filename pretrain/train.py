@@ -19,13 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain import loop
-from pretrain.batches.loader import Loader, MicroBatch, StepBatch, validation_batches
+from pretrain.batches.loader import BatchMaker, Loader, MicroBatch, StepBatch, validation_batches
 from pretrain.checkpoint import hf, store
 from pretrain.config import RunConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.engine import Engine
 from pretrain.errors import InputError, MachineError
-from pretrain.estimate import step_flops
+from pretrain.estimate import executed_flops, micro_batch_tokens
 from pretrain.model.heads import Losses, PretrainingModel
 from pretrain.optim import learning_rate, make_optimizer, parameter_groups
 from pretrain.tracking import Tracker, quiet_logging
@@ -66,9 +66,9 @@ def _train(
     progress, run_id = loop.Progress(), None
     found = _newest(checkpoints, engine) if resume else None
     if found is not None:
+        _check_state(store.read_state(found), found, config, shards)
         state = loop.restore(engine, found)
-        _check_state(state, found, config, shards)
-        progress = loop.Progress(**{field: state[field] for field in loop.Progress.__dataclass_fields__})
+        progress = loop.Progress.from_state(state)
         run_id = state["run_id"]
         logger.info("resumed from %s", found)
     tracker = Tracker(
@@ -117,12 +117,19 @@ class Pretraining:
         engine: Engine,
         device: torch.device,
     ) -> None:
-        self._config, self._shards, self._held_out = config, shards, held_out
+        self._config, self._shards = config, shards
         self._engine, self._device = engine, device
         self._loader: Loader | None = None
         self._stalled_before = 0.0
-        self._validation: dict[int, list[StepBatch]] = {}
         self._phase = 0
+        self._validation: dict[int, list[StepBatch]] = {}
+        for number in range(len(config.phases)):  # a later phase must not fail hours from now
+            BatchMaker(
+                shards, config, number, seed=config.seed, rank=engine.rank, world_size=engine.world_size
+            ).check_batch()
+            self._validation[number] = validation_batches(
+                held_out, config, number, rank=engine.rank, world_size=engine.world_size
+            )
 
     def batches(self, start_step: int) -> Iterator[StepBatch]:
         first_phase, phase_step = self._config.phase_at(start_step)
@@ -137,7 +144,7 @@ class Pretraining:
 
     def largest(self) -> StepBatch:
         length = max(phase.sequence_length for phase in self._config.phases)
-        count = self._config.engine.micro_batch_tokens // length
+        count = micro_batch_tokens(self._config, self._engine.world_size) // length
         batch = full_batch(self._config, [length] * count, self._shards.vocabulary_size)
         step = StepBatch((batch,), count, count * length, len(batch.masked_rows), epoch=0, first_sample=0)
         return step.to(self._device)
@@ -154,7 +161,7 @@ class Pretraining:
         return torch.tensor([step.masked, step.sequences], dtype=torch.float64)
 
     def flops(self, micro_batch: MicroBatch) -> float:
-        return step_flops(
+        return executed_flops(
             self._config, self._shards.vocabulary_size, micro_batch.lengths, len(micro_batch.masked_rows)
         )
 
@@ -172,7 +179,7 @@ class Pretraining:
 
     def evaluate(self, engine: Engine) -> dict[str, float]:
         totals, counts = torch.zeros(4, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-        for step in self._validation_steps():
+        for step in self._validation[self._phase]:
             for micro_batch in step.micro_batches:
                 totals += self.totals(engine.forward(micro_batch.to(self._device))).double().cpu()
             counts += self.counts(step)
@@ -194,21 +201,12 @@ class Pretraining:
             self._stalled_before += self._loader.stall_seconds
             self._loader.close()
         self._phase = phase
+        began = time.perf_counter()
         self._loader = Loader(
             self._shards, self._config, phase, rank=self._engine.rank, world_size=self._engine.world_size,
             start_step=start_step,
         )  # fmt: skip
-
-    def _validation_steps(self) -> list[StepBatch]:
-        if self._phase not in self._validation:
-            self._validation[self._phase] = validation_batches(
-                self._held_out,
-                self._config,
-                self._phase,
-                rank=self._engine.rank,
-                world_size=self._engine.world_size,
-            )
-        return self._validation[self._phase]
+        self._stalled_before += time.perf_counter() - began
 
 
 @contextlib.contextmanager
@@ -249,7 +247,7 @@ def _newest(checkpoints: Path, engine: Engine) -> Path | None:
     found = None
     if engine.rank == 0:
         store.remove_leftovers(checkpoints)
-        found = store.newest(checkpoints)
+        found = store.newest(checkpoints, set_aside=True)
     name = engine.gather_objects(found and found.name)[0]
     return checkpoints / name if name else None
 

@@ -117,10 +117,12 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, da
     damage(bad)
     with caplog.at_level("WARNING"):
         assert store.newest(tmp_path) == good
+        assert bad.exists(), "only the run itself may rename"
+        assert store.newest(tmp_path, set_aside=True) == good
     assert not bad.exists()
     assert (tmp_path / "damaged-step-00000020").is_dir()
     assert "step-00000020" in caplog.text
-    assert "trying the one before" in caplog.text
+    assert "Trying the checkpoint before it" in caplog.text
 
 
 def test_a_half_written_checkpoint_does_not_exist(tmp_path: Path) -> None:

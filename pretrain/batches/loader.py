@@ -98,14 +98,8 @@ class Loader:
     ) -> None:
         self.stall_seconds = 0.0
         self._maker = BatchMaker(shards, config, phase, seed=config.seed, rank=rank, world_size=world_size)
-        sequences, per_epoch = config.phases[phase].global_sequences, self._maker.samples_per_epoch
-        where = f"phases.{phase}.global_sequences"
-        _check_dealing(config, phase, where, sequences, world_size)
-        if per_epoch < sequences:
-            raise InputError(
-                f"{where}: {sequences}, but {shards.folder} holds only {per_epoch} samples of up to "
-                f"{config.phases[phase].sequence_length} tokens. Add text or lower it to {per_epoch} or less."
-            )
+        self._maker.check_batch()
+        sequences = config.phases[phase].global_sequences
         step_tokens = sequences * config.phases[phase].sequence_length // world_size
         depth = max(1, min(prefetch, _PREFETCH_TOKENS // step_tokens))
         self._queue: queue.Queue[StepBatch | BaseException | None] = queue.Queue(depth)
@@ -192,6 +186,7 @@ class BatchMaker:
         settings = config.phases[phase]
         length = settings.sequence_length
         self.rank, self.world_size = rank, world_size
+        self._config, self._phase, self._folder = config, phase, shards.folder
         self._budget = config.engine.micro_batch_tokens
         self._next_sentence = config.pairs.next_sentence
         self._sampler = Sampler(shards, config.pairs, sequence_length=length, seed=seed, phase=phase)
@@ -202,6 +197,16 @@ class BatchMaker:
     @property
     def samples_per_epoch(self) -> int:
         return self._sampler.samples_per_epoch
+
+    def check_batch(self) -> None:
+        """Raise `InputError` where the corpus is too small for one batch, or the batch cannot be dealt out."""
+        settings, where = self._config.phases[self._phase], f"phases.{self._phase}.global_sequences"
+        _check_dealing(self._config, self._phase, where, settings.global_sequences, self.world_size)
+        if self.samples_per_epoch < settings.global_sequences:
+            raise InputError(
+                f"{where}: {settings.global_sequences}, but {self._folder} holds only {self.samples_per_epoch} samples "
+                f"of up to {settings.sequence_length} tokens. Add text or lower it to {self.samples_per_epoch} or less."
+            )
 
     def make(self, first_sample: int, sequences: int) -> StepBatch:
         """The batch of samples `first_sample` to `first_sample + sequences - 1`, this rank's part of it."""

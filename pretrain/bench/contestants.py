@@ -32,6 +32,10 @@ class Ours:
         )
         self._engine.module.train()
 
+    def ready(self, step: StepBatch) -> StepBatch:
+        """The step as `train` takes it; not timed."""
+        return step
+
     def train(self, step: StepBatch, learning_rate: float) -> float:
         """One optimizer step; returns its loss."""
         total = 0.0
@@ -55,11 +59,15 @@ class Ours:
 
 
 class Peer:
-    """transformers at its best: sdpa, autocast to bf16, fused AdamW, padded to the longest of the batch."""
+    """transformers: autocast to bf16, fused AdamW, padded to the longest of the batch.
 
-    def __init__(
-        self, config: RunConfig, vocabulary_size: int, device: torch.device, *, compiled: bool
-    ) -> None:
+    Args:
+        kind: its attention, "eager" or "sdpa", and "-compiled" behind it for torch.compile. Which is the fastest
+            depends on the machine.
+    """
+
+    def __init__(self, config: RunConfig, vocabulary_size: int, device: torch.device, kind: str) -> None:
+        attention, _, compiled = kind.partition("-")
         import transformers
 
         shape = config.model
@@ -69,7 +77,7 @@ class Peer:
                 vocab_size=vocabulary_size, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
                 num_attention_heads=shape.heads, intermediate_size=shape.intermediate,
                 max_position_embeddings=shape.max_positions, hidden_dropout_prob=shape.hidden_dropout,
-                attention_probs_dropout_prob=shape.attention_dropout, attn_implementation="sdpa",  # pyright: ignore[reportCallIssue]
+                attention_probs_dropout_prob=shape.attention_dropout, attn_implementation=attention,  # pyright: ignore[reportCallIssue]
             )
         ).to(device)  # fmt: skip  # pyright: ignore[reportArgumentType]
         self._model.train()
@@ -80,12 +88,16 @@ class Peer:
             eps=choice.epsilon, fused=True,
         )  # fmt: skip
 
-    def train(self, step: StepBatch, learning_rate: float) -> float:
+    def ready(self, step: StepBatch) -> list[dict[str, Tensor]]:
+        """The step's micro-batches, padded; not timed."""
+        return [pad(batch) for batch in step.micro_batches]
+
+    def train(self, step: list[dict[str, Tensor]], learning_rate: float) -> float:
         """One optimizer step; returns its loss."""
         total = 0.0
-        for batch in step.micro_batches:
+        for batch in step:
             with torch.autocast(self._device.type, dtype=torch.bfloat16):
-                loss = self._forward(**pad(batch)).loss / len(step.micro_batches)
+                loss = self._forward(**batch).loss / len(step)
             loss.backward()
             total += loss.item()
         nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)

@@ -255,7 +255,7 @@ def compare(file: Path, vocabulary: Vocabulary, scratch: Path, repeats: int) -> 
         },
         "ratios": {
             f"{ours} / {peer}": _ratio(seconds[ours], seconds[peer])
-            for ours, peer in (("prepare", "datasets"), ("tokenise", "tokenizers"))
+            for ours, peer in (("prepare", "datasets"), ("prepare", "tokenizers"), ("tokenise", "tokenizers"))
         },
         "stage_seconds": preparation.stage_seconds(),
     }

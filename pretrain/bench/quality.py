@@ -18,6 +18,7 @@ import torch
 
 from pretrain.batches.loader import Loader, StepBatch, validation_batches
 from pretrain.bench.contestants import Ours, Peer, alone
+from pretrain.bench.step import PEERS
 from pretrain.config import Corpus, Evaluation, Model, Phase, RunConfig
 from pretrain.config import Engine as EngineSettings
 from pretrain.corpus.shards import TokenShards, open_shards
@@ -35,6 +36,12 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--sequences", type=int, default=64, help="sequences per step")
     parser.add_argument("--minutes", type=float, default=10.0, help="training time of each")
     parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate of both")
+    parser.add_argument(
+        "--peer",
+        choices=PEERS,
+        default="eager",
+        help="kind of peer, as in `bench step`, which tells the fastest",
+    )
     parser.add_argument(
         "--json", action="store_true", help="print JSON at the end instead of lines on the way"
     )
@@ -54,7 +61,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
     torch.manual_seed(0)
     contestants = {
         "ours": Ours(config, shards.vocabulary_size),
-        "transformers": Peer(config, shards.vocabulary_size, torch.device("cpu"), compiled=False),
+        "transformers": Peer(config, shards.vocabulary_size, torch.device("cpu"), options.peer),
     }
     runners = {name: _Runner(it, shards, config, options) for name, it in contestants.items()}
     curve: list[dict[str, Any]] = []
@@ -79,13 +86,13 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 class _Runner:
     """One contestant's clock and place in the epoch."""
 
-    def __init__(
-        self, contestant: Ours | Peer, shards: TokenShards, config: RunConfig, options: argparse.Namespace
-    ):
+    def __init__(self, contestant: Any, shards: TokenShards, config: RunConfig, options: argparse.Namespace):
         self._contestant, self._options = contestant, options
         self._loader: Iterator[StepBatch] = iter(Loader(shards, config, 0, rank=0, world_size=1))
         self._seconds = self.steps = 0.0
-        contestant.train(next(self._loader), 0.0)  # compiles; changes no weight and costs no time
+        contestant.train(
+            contestant.ready(next(self._loader)), 0.0
+        )  # compiles; changes no weight and costs no time
 
     def share(self) -> float:
         return self._seconds / (60 * self._options.minutes)
@@ -96,8 +103,9 @@ class _Runner:
     def take_turn(self) -> None:
         began = time.perf_counter()
         while not self.done() and time.perf_counter() - began < TURN_SECONDS:
+            ready = self._contestant.ready(next(self._loader))
             step_began = time.perf_counter()
-            self._contestant.train(next(self._loader), self._rate())
+            self._contestant.train(ready, self._rate())
             self._seconds += time.perf_counter() - step_began
             self.steps += 1
 

@@ -1,7 +1,7 @@
 """`bench step`: the same batches trained by ours and by transformers' BertForPreTraining, in turn, in one process.
 
-The peer at its best: padded to the longest of the batch, scaled-dot-product attention, autocast to bf16, torch's
-fused AdamW, optionally torch.compile. Ours: the product's own engine (DeepSpeed ZeRO-1 on one worker) over the same
+The peer in every kind asked for (`--peers`): padded to the longest of the batch, eager or scaled-dot-product
+attention, with torch.compile or without, autocast to bf16, torch's fused AdamW; the ratio is to the fastest. Ours: the product's own engine (DeepSpeed ZeRO-1 on one worker) over the same
 sequences without padding. Useful tokens are those of the sequences; padding never counts.
 """
 
@@ -21,9 +21,10 @@ from pretrain.bench.contestants import Ours, Peer, alone
 from pretrain.config import Corpus, Model, Phase, RunConfig
 from pretrain.config import Engine as EngineSettings
 from pretrain.corpus.shards import TokenShards, open_shards
-from pretrain.estimate import step_flops
+from pretrain.estimate import executed_flops
 
 LEARNING_RATE = 1e-4
+PEERS = ("sdpa", "eager", "sdpa-compiled", "eager-compiled")
 
 
 def main(argv: list[str]) -> int:
@@ -34,7 +35,9 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 128], help="sequence lengths")
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per step before padding, about")
     parser.add_argument("--repeats", type=int, default=7, help="alternations; the median is reported")
-    parser.add_argument("--compile-peer", action="store_true", help="torch.compile the peer too")
+    parser.add_argument(
+        "--peers", nargs="+", default=["sdpa", "eager"], choices=PEERS, help="kinds of peer; all in turn"
+    )
     parser.add_argument(
         "--dropout", type=float, default=0.1, help="hidden dropout of both; 0 switches it off"
     )
@@ -69,27 +72,27 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
         step if device.type == "cpu" else step.to(device)
         for step in _steps(shards, config, options.repeats + 2)
     ]
-    contestants = {
-        "ours": Ours(config, shards.vocabulary_size),
-        "transformers": Peer(config, shards.vocabulary_size, device, compiled=options.compile_peer),
-    }
+    contestants: dict[str, Any] = {"ours": Ours(config, shards.vocabulary_size)}
+    contestants |= {kind: Peer(config, shards.vocabulary_size, device, kind) for kind in options.peers}
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     losses: dict[str, list[float]] = {name: [] for name in contestants}
     flops = sum(
-        step_flops(config, shards.vocabulary_size, b.lengths, len(b.masked_rows)) for b in _all(steps[2:])
+        executed_flops(config, shards.vocabulary_size, b.lengths, len(b.masked_rows)) for b in _all(steps[2:])
     )
     for number, step in enumerate(steps):
-        for name, contestant in contestants.items():
+        for name in sorted(contestants, reverse=bool(number % 2)):
+            ready = contestants[name].ready(step)
             _synchronise(device)
             began = time.perf_counter()
-            loss = contestant.train(step, LEARNING_RATE)
+            loss = contestants[name].train(ready, LEARNING_RATE)
             _synchronise(device)
             if number >= 2:  # the first two compile and warm up
                 seconds[name].append((time.perf_counter() - began) / step.tokens)
                 losses[name].append(loss)
     peak = matmul_peak(device)
     tokens = sum(step.tokens for step in steps[2:])
-    ratios = [theirs / ours for ours, theirs in zip(seconds["ours"], seconds["transformers"], strict=True)]
+    best = min(options.peers, key=lambda kind: statistics.median(seconds[kind]))
+    ratios = [theirs / ours for ours, theirs in zip(seconds["ours"], seconds[best], strict=True)]
     return {
         "size": size,
         "length": length,
@@ -97,6 +100,7 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
         "mean_tokens": tokens / (config.phases[0].global_sequences * options.repeats),
         "tokens_per_second": {name: 1 / statistics.median(values) for name, values in seconds.items()},
         "spread": {name: [1 / max(values), 1 / min(values)] for name, values in seconds.items()},
+        "best_peer": best,
         "ratio": statistics.median(ratios),
         "ratio_spread": [min(ratios), max(ratios)],
         "loss": {name: statistics.fmean(values) for name, values in losses.items()},
@@ -154,10 +158,10 @@ def _synchronise(device: torch.device) -> None:
 
 
 def _row(result: dict[str, Any]) -> str:
-    ours, peer = result["tokens_per_second"]["ours"], result["tokens_per_second"]["transformers"]
+    ours, peer = (result["tokens_per_second"][name] for name in ("ours", result["best_peer"]))
     low, high = result["ratio_spread"]
     return (
         f"{result['size']:>7} @ {result['length']:<4} mean {result['mean_tokens']:.0f} tokens   ours {ours:,.0f} tok/s   "
-        f"transformers {peer:,.0f} tok/s   ratio {result['ratio']:.2f} ({low:.2f}-{high:.2f})   "
+        f"transformers {result['best_peer']} {peer:,.0f} tok/s   ratio {result['ratio']:.2f} ({low:.2f}-{high:.2f})   "
         f"{result['peak_fraction']:.0%} of {result['matmul_peak_gflops']:.0f} GFLOP/s"
     )

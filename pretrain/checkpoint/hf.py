@@ -137,6 +137,7 @@ def export(
     aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     with disk_errors(out):
         try:
+            shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
             _save_weights(to_hf(state), aside / _WEIGHTS)
             write_json(aside / "config.json", _config_json(model, vocabulary, next_sentence))

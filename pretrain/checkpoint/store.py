@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -98,17 +99,21 @@ def save(
     return final
 
 
-def newest(folder: Path) -> Path | None:
-    """The newest checkpoint in `folder` that verifies; damaged newer ones are set aside as `damaged-…` and logged."""
+def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
+    """The newest checkpoint in `folder` that verifies; None without one.
+
+    Damaged newer ones are passed over and logged; `set_aside`, for the run that owns the folder alone, also renames
+    them to `damaged-…`.
+    """
     for checkpoint in reversed(list_checkpoints(folder)):
         try:
             verify_manifest(checkpoint)
         except InputError as error:
-            set_aside = checkpoint.with_name(f"damaged-{checkpoint.name}")
-            if set_aside.exists():
-                shutil.rmtree(set_aside)
-            checkpoint.replace(set_aside)
-            logger.warning("%s Set aside as %s; trying the one before.", error, set_aside.name)
+            logger.warning("%s Trying the checkpoint before it.", error)
+            if set_aside:
+                damaged = checkpoint.with_name(f"damaged-{checkpoint.name}")
+                shutil.rmtree(damaged, ignore_errors=True)
+                checkpoint.replace(damaged)
             continue
         return checkpoint
     return None
@@ -133,9 +138,10 @@ def best(folder: Path) -> Path | None:
             state = read_state(path)
         except InputError:
             continue
-        if state.get("validation_loss") is not None:
+        loss = state.get("validation_loss")
+        if loss is not None and math.isfinite(loss):
             losses = measured.pop(state["validation_set"], {})
-            measured[state["validation_set"]] = {**losses, path: state["validation_loss"]}
+            measured[state["validation_set"]] = {**losses, path: loss}
     if not measured:
         return None
     latest = list(measured.values())[-1]
@@ -148,9 +154,11 @@ def prune(folder: Path, keep_last: int) -> None:
     keep = {*checkpoints[-keep_last:], best(folder)}
     for path in checkpoints:
         if path not in keep:
-            # The manifest goes first: a removal that is cut short leaves nothing that passes for a checkpoint.
-            (path / MANIFEST).unlink()
-            shutil.rmtree(path)
+            # Renamed first: a removal that is cut short leaves nothing that passes for a checkpoint.
+            gone = path.with_name(f".{path.name}.tmp")
+            shutil.rmtree(gone, ignore_errors=True)
+            path.replace(gone)
+            shutil.rmtree(gone, ignore_errors=True)
     remove_leftovers(folder)
 
 

@@ -12,7 +12,7 @@ _END = re.compile(
 )
 _CREDITS = re.compile(r"(?:Produced by|E-text prepared by|Transcribed (?:by|from))\b", re.I)
 _ENCODING = re.compile(rb"Character set encoding:\s*([\w-]+)", re.I)
-_BRACKETED = re.compile(r"\[(?:Illustration|Frontispiece|Transcriber|Footnote \d+\s*\])[^\]]*\]", re.I)
+_BRACKETED = re.compile(r"\[(?:Illustration|Frontispiece|Transcriber|Footnote\b)[^\]]*\]", re.I)
 _UNDERSCORED = re.compile(r"(?<!\w)_([^_]+)_(?!\w)")  # _emphasis_
 _NUMBER = (
     r"(?:[IVXLCDM]+|\d+|the (?:first|last|second)|one|two|three|four|five|six|seven|eight|nine|ten|"

@@ -47,7 +47,7 @@ from tokenizers import Tokenizer
 
 from pretrain.config import Corpus, RunConfig, Source
 from pretrain.corpus import card, jobs, sources
-from pretrain.corpus.shards import FORMAT, token_dtype
+from pretrain.corpus.shards import FORMAT, token_dtype, verify_shards
 from pretrain.corpus.vocabulary import (
     TOKENIZER_FILES,
     load_vocabulary,
@@ -133,6 +133,9 @@ class _Preparation:
         self._tokenizer = (
             load_vocabulary(Path(given), lowercase=self._corpus.vocabulary.lowercase) if given else None
         )
+        if finished and not self._is_whole():
+            (self._folder / MANIFEST).unlink()
+            finished = False
         if finished:
             self._check_finished()
             shutil.rmtree(self._work, ignore_errors=True)
@@ -143,6 +146,15 @@ class _Preparation:
                 self._stages(pool)
         shutil.rmtree(self._work, ignore_errors=True)
         return _summary(self._folder, f"prepared in {time.monotonic() - started:.1f} s")
+
+    def _is_whole(self) -> bool:
+        """Whether every file is as the manifest says; if not, the corpus is prepared again."""
+        try:
+            verify_shards(self._folder)
+        except InputError as error:
+            self._bar.say(f"{error} Preparing it again.")
+            return False
+        return True
 
     def _stages(self, pool: _Pool) -> None:
         summaries = self._read(pool)
@@ -203,6 +215,7 @@ class _Preparation:
         self._refuse_changes(before, now)
         for number, entry in enumerate(manifest["sources"]):
             entry |= self._source_facts(number)
+        manifest["fingerprint"] = _fingerprint(manifest)
         if manifest != read_manifest(self._folder):
             write_json(self._folder / MANIFEST, manifest)
 
@@ -376,17 +389,9 @@ class _Preparation:
         )  # fmt: skip
         known = {name: digest for result in results for name, digest in result["hashes"].items()}
         names = [*known, *TOKENIZER_FILES, *card.CARD_FILES]
-        decisive = [
-            FORMAT,
-            size,
-            special,
-            sha256_file(self._folder / "vocab.txt"),
-            shards,
-            sorted(known.items()),
-        ]
         manifest = {
             "format": FORMAT,
-            "fingerprint": hashlib.sha256(json.dumps(decisive).encode()).hexdigest(),
+            "fingerprint": "",
             "vocabulary_size": size,
             "dtype": token_dtype(size).name,
             "special_ids": special,
@@ -401,7 +406,18 @@ class _Preparation:
                 for name in names
             },
         }
+        manifest["fingerprint"] = _fingerprint(manifest)
         write_json(self._folder / MANIFEST, manifest)
+
+
+def _fingerprint(manifest: dict[str, Any]) -> str:
+    """What decides the samples: vocabulary, token shards, and the weights of the sources (law 1)."""
+    arrays = {name: entry["sha256"] for name, entry in manifest["files"].items() if name.endswith(".npy")}
+    decisive = [
+        FORMAT, manifest["special_ids"], manifest["files"]["vocab.txt"]["sha256"], manifest["shards"],
+        sorted(arrays.items()), [source["weight"] for source in manifest["sources"]],
+    ]  # fmt: skip
+    return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
 
 @dataclass
@@ -618,18 +634,25 @@ class _Pool:
             yield self._take(waiting)
 
     def _submit(self, job: Callable[..., Any], item: tuple[Any, ...]) -> Any:
-        return self._executor.submit(job, *item) if self._executor else job(*item)
+        with _killed_is_told():
+            return self._executor.submit(job, *item) if self._executor else job(*item)
 
     @staticmethod
     def _take(waiting: collections.deque[tuple[tuple[Any, ...], Any]]) -> tuple[tuple[Any, ...], Any]:
         item, result = waiting.popleft()
-        try:
+        with _killed_is_told():
             return item, result.result() if isinstance(result, Future) else result
-        except BrokenProcessPool:
-            raise MachineError(
-                "prepare: a preparation process was killed, most likely for want of memory. "
-                "Set corpus.processes lower and run the same command again; it goes on where it was."
-            ) from None
+
+
+@contextlib.contextmanager
+def _killed_is_told() -> Iterator[None]:
+    try:
+        yield
+    except BrokenProcessPool:
+        raise MachineError(
+            "prepare: a preparation process was killed, most likely for want of memory. "
+            "Set corpus.processes lower and run the same command again; it goes on where it was."
+        ) from None
 
 
 def _is_ready(result: Any) -> bool:
@@ -676,6 +699,10 @@ class _Bar:
 
     def __exit__(self, *_: object) -> None:
         self._progress.stop()
+
+    def say(self, text: str) -> None:
+        """A line of its own."""
+        self._progress.console.print(text, highlight=False)
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int) -> Iterator[Callable[[int], None]]:

@@ -27,6 +27,9 @@ SCORES_PER_PIECE = 1 << 20
 # Odd constants that set apart the draws of one token: along features or keys, and between heads or uses.
 ALONG = 0x9E3779B1 - (1 << 32)
 BETWEEN = 0x85EBCA6B - (1 << 32)
+_HEADS = 0xC2B2AE35 - (
+    1 << 32
+)  # another step, or (layer, head) would share its mask with (layer + 1, head - 1)
 
 
 def attention(
@@ -245,7 +248,7 @@ def _per_token_to_heads(x_TN: Tensor, rows_GL: Tensor) -> Tensor:
 def _keys_to_heads(keys_T: Tensor, rows_GL: Tensor, heads: int) -> Tensor:
     """int32 [T] -> int32 [B, L], a seed for each head's row of weights."""
     head_N1 = torch.arange(heads, device=keys_T.device, dtype=torch.int32)[:, None]
-    return hash_bits(keys_T[rows_GL][:, None] + head_N1 * BETWEEN).flatten(0, 1)
+    return hash_bits(keys_T[rows_GL][:, None] + head_N1 * _HEADS).flatten(0, 1)
 
 
 # What lies between the matmuls: plain functions, each one fused into a single pass by torch.compile.

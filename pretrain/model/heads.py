@@ -117,12 +117,15 @@ def mlm_losses(
     hidden_KH: Tensor, labels_K: Tensor, word_VH: Tensor, bias_V: Tensor,
     weights: tuple[Tensor, Tensor, Tensor, Tensor],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(sum of cross-entropies, number of labels with the top score), fp32 scalars."""
+    """(sum of cross-entropies, expected number of right answers with ties broken by chance), fp32 scalars."""
     logits_KV = F.linear(mlm_transform(hidden_KH, weights), word_VH, bias_V).float()
     top_K = logits_KV.amax(-1)
     label_K = logits_KV.gather(1, labels_K[:, None]).squeeze(1)
     log_total_K = (logits_KV - top_K[:, None]).exp().sum(-1).log() + top_K
-    return (log_total_K - label_K).sum(), (label_K >= top_K).sum().float()
+    # Scores in bf16 tie: a label that shares the top with others counts as its share of them.
+    ties_K = (logits_KV >= top_K[:, None]).sum(-1)
+    correct = torch.where(label_K >= top_K, 1.0 / ties_K, 0.0).sum()
+    return (log_total_K - label_K).sum(), correct
 
 
 def nsp_logits(hidden_SH: Tensor, weights: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
