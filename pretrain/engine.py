@@ -11,6 +11,7 @@ any other wrote, without a conversion.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import io
 import math
@@ -61,6 +62,12 @@ class FragmentReader(Protocol):
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor: ...  # fp32 [numel]
 
 
+def return_freed_memory() -> None:
+    """Give what was freed back to the system: glibc keeps it, and tensors of ever new sizes do not fit into it."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library has no such call and no such need
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 class Engine:
     """A model under DeepSpeed ZeRO.
 
@@ -92,6 +99,7 @@ class Engine:
             self._deepspeed, *_ = deepspeed.initialize(
                 model=model, optimizer=self._optimizer, config=deepspeed_config(settings, self.world_size)
             )
+        return_freed_memory()  # of the whole fp32 model, which ZeRO has cut up by now
         self.module = self._deepspeed.module
         self.device = torch.device(self._deepspeed.device)
         self._parameters = dict(self.module.named_parameters())

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint import store
-from pretrain.engine import Engine, StepResult
+from pretrain.engine import Engine, StepResult, return_freed_memory
 from pretrain.errors import DivergedError, InputError, MachineError, StoppedError
 
 logger = logging.getLogger(__name__)
@@ -222,6 +222,7 @@ def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:
     with store.CheckpointReader(checkpoint) as reader:
         engine.load(reader, state["updates"])
     engine.load_scaler_state(state["scaler"])
+    return_freed_memory()
     return state
 
 
