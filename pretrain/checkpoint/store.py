@@ -40,6 +40,7 @@ from pretrain.files import (
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})")
+_MOST_MAPPED_BYTES = 128 << 20  # pages of a mapped file count as the process's until it is closed
 logger = logging.getLogger(__name__)
 
 
@@ -194,6 +195,7 @@ class CheckpointReader:
     def __init__(self, checkpoint: Path) -> None:
         self._pieces: dict[tuple[str, str], list[_Piece]] = defaultdict(list)
         self._files: dict[str, Any] = {}
+        self._mapped = 0  # bytes read since the files were opened
         self._checkpoint = checkpoint
         for entry in read_manifest(checkpoint)["fragments"]:
             piece = _Piece(entry["start"], entry["start"] + entry["numel"], entry["file"])
@@ -211,6 +213,7 @@ class CheckpointReader:
             end = min(stop, piece.stop)
             whole = self._file(piece.file).get_slice(f"{kind}|{name}|{piece.start}")
             out[position - start : end - start] = whole[position - piece.start : end - piece.start]
+            self._mapped += out.element_size() * (end - position)
             position = end
         if position < stop:
             raise InputError(
@@ -220,6 +223,8 @@ class CheckpointReader:
         return out
 
     def _file(self, name: str) -> Any:
+        if self._mapped > _MOST_MAPPED_BYTES:
+            self._close()
         if name not in self._files:
             path = self._checkpoint / name
             try:
@@ -232,8 +237,12 @@ class CheckpointReader:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
         for file in self._files.values():
             file.__exit__(None, None, None)
+        self._files, self._mapped = {}, 0
 
 
 class _Piece(NamedTuple):
