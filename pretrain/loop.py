@@ -125,7 +125,7 @@ class Progress:
     skipped_steps: int = 0
     bad_in_a_row: int = 0
     seconds: float = 0.0  # of training, over all starts, up to the last record
-    window: Window = field(default_factory=lambda: Window())  # since the last record
+    window: Window = field(default_factory=Window)  # since the last record
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
@@ -171,7 +171,8 @@ def fit(
         if last or progress.step % plan.evaluate_every_steps == 0:
             run.evaluate()
         if progress.bad_in_a_row >= plan.max_bad_steps:
-            run.log()
+            if progress.window.tokens:  # not just logged
+                run.log()
             run.stop_diverged()
         if last or stop or progress.step % plan.checkpoint_every_steps == 0:
             run.save()

@@ -232,3 +232,12 @@ def test_a_phase_more_or_less_is_a_change(write):
     after = before.model_copy(update={"phases": before.phases[:1]})
     assert any(name.startswith("phases.1.steps (5 -> ") for name in changed_for_resume(before, after))
     assert isinstance(after, RunConfig)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [("model.size=[mini]", "model.size"), ("masking.random_share=0.9", "are over 1 together")],
+)
+def test_what_cannot_be_is_a_line(write, override: str, expected: str):
+    with pytest.raises(InputError, match=expected):
+        load_config(write(GOOD), [override])

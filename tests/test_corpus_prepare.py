@@ -193,6 +193,9 @@ def test_a_prepared_folder_stays_and_its_weights_may_change(
     first = settings.corpus.sources[0].model_copy(update={"weight": 5.0})
     prepare(config(sources, target, sources=(first, settings.corpus.sources[1])), quiet=True)
     assert json.loads((target / "manifest.json").read_text())["sources"][0]["weight"] == 5.0
+    assert content(target)["manifest.json"] != before["manifest.json"], "other weights are other samples"
+    prepare(settings, quiet=True)
+    assert content(target) == before
     with pytest.raises(InputError, match=r"corpus\.min_document_words: was 10, is 3"):
         prepare(config(sources, target, min_document_words=3), quiet=True)
     assert describe(settings)["state"] == "finished"
@@ -288,6 +291,8 @@ def test_an_altered_or_truncated_shard_is_refused(sources: Path, tmp_path: Path)
     path.write_bytes(data)
     with pytest.raises(InputError, match=rf"{path.name}: its SHA-256 differs"):
         verify_shards(target)
+    prepare(config(sources, target), quiet=True)
+    assert path.read_bytes() == whole, "preparing again mends it"
 
 
 def test_a_proven_file_is_not_read_again(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

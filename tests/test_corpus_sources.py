@@ -328,6 +328,14 @@ def test_a_book_is_its_paragraphs() -> None:
     ]
 
 
+def test_a_footnotes_mark_takes_nothing_along() -> None:
+    text = "It was so.[Footnote 1] Then came more of it.\n\nA second paragraph [sic] stays as it is, whole."
+    assert books.paragraphs(text).split("\n") == [
+        "It was so. Then came more of it.",
+        "A second paragraph [sic] stays as it is, whole.",
+    ]
+
+
 def test_books_one_document_each_in_their_own_encodings(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("First line\nof a café paragraph.\n", encoding="utf-8")
     latin = "Character set encoding: ISO-8859-1\n\nA café in Latin.\n"

@@ -13,8 +13,8 @@ from pretrain.batches.loader import MicroBatch
 from pretrain.bench.contestants import pad
 from pretrain.checkpoint.hf import to_hf
 from pretrain.config import Model
-from pretrain.model.attention import attention, group_sequences, keep_mask
-from pretrain.model.heads import PretrainingModel
+from pretrain.model.attention import BETWEEN, _keys_to_heads, attention, group_sequences, keep_mask
+from pretrain.model.heads import PretrainingModel, mlm_losses
 from tests.batches_by_hand import make_batch, take_sequence
 
 VOCABULARY = 101
@@ -241,3 +241,20 @@ def test_the_loss_is_the_cross_entropy() -> None:
     with torch.no_grad():
         expected = F.cross_entropy(model.masked_logits(batch), batch.masked_labels, reduction="sum")
         torch.testing.assert_close(model(batch).mlm_loss, expected)
+
+
+def test_every_head_of_every_layer_drops_by_a_mask_of_its_own() -> None:
+    keys_T, rows_GL = torch.arange(64, dtype=torch.int32), torch.arange(64)[None]
+    masks = []
+    for _ in range(4):
+        keys_T = keys_T + BETWEEN
+        masks += [keep_mask(seeds, 0.5) for seeds in _keys_to_heads(keys_T, rows_GL, 4)]
+    for number, mask in enumerate(masks):
+        assert not any(torch.equal(mask, other) for other in masks[:number])
+
+
+def test_a_tie_for_the_top_score_counts_as_its_share() -> None:
+    hidden, weight = torch.zeros(6, 8), torch.zeros(8, 8)
+    zeros = (weight, torch.zeros(8), torch.ones(8), torch.zeros(8))
+    _, correct = mlm_losses(hidden, torch.arange(6), torch.zeros(10, 8), torch.zeros(10), zeros)
+    assert correct.item() == pytest.approx(6 / 10)

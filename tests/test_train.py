@@ -208,14 +208,23 @@ def test_what_is_refused_when_training_starts(corpus: Path, tmp_path: Path) -> N
     config = settings(corpus, tmp_path / "run")
     swapped = settings(other, tmp_path / "run")
     phase = config["phases"][0]
+    later = settings(corpus, tmp_path / "later", phases=[phase, {**phase, "global_sequences": 1_000_000}])
+    wider = settings(corpus, tmp_path / "run", model__max_positions=32, phases=[phase])
     too_big = settings(corpus, tmp_path / "big", phases=[{**phase, "global_sequences": 1_000_000}])
     wild = settings(
         corpus, tmp_path / "wild", phases=[{**phase, "peak_learning_rate": 1e30, "steps": 40}],
         engine__max_bad_steps=3, checkpoint__every_steps=1,
     )  # fmt: skip
-    ended, refused, small, diverged = run_workers(
-        1, starts, [Start(config, stop_at=1), Start(swapped, resume=True), Start(too_big), Start(wild)]
-    )[0]
+    given = [
+        Start(config, stop_at=1), Start(swapped, resume=True), Start(wider, resume=True), Start(too_big),
+        Start(later), Start(wild),
+    ]  # fmt: skip
+    ended, refused, reshaped, small, small_later, diverged = run_workers(1, starts, given)[0]
+    assert "embeddings.position is [64, 32], this config makes it [32, 32]" in reshaped
+    assert small_later.startswith("InputError: phases.1.global_sequences: 1000000, but")
+    assert not (tmp_path / "later/metrics.jsonl").exists() or not records(tmp_path / "later"), (
+        "before any step"
+    )
     assert ended.startswith("StoppedError")
     assert refused.startswith(
         f"InputError: {tmp_path}/run/checkpoints/step-00000001: was trained on another corpus"
@@ -223,6 +232,8 @@ def test_what_is_refused_when_training_starts(corpus: Path, tmp_path: Path) -> N
     assert "phases.0.global_sequences: 1000000, but" in small
     assert small.startswith("InputError")
     assert diverged.startswith("DivergedError: 3 steps in a row")
+    steps = [record["step"] for record in records(tmp_path / "wild")]
+    assert steps == sorted(set(steps)), "every step is logged once"
     good = diverged.partition("last good checkpoint is ")[2].partition(";")[0]
     assert (tmp_path / "wild" / "checkpoints" / good / "manifest.json").is_file()
 
