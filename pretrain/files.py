@@ -157,8 +157,12 @@ def verify_manifest(folder: Path, *, content: bool = True) -> dict[str, Any]:
         size = path.stat().st_size
         if size != expected["bytes"]:
             raise InputError(
-                f"{path}: {size} bytes where the manifest says {expected['bytes']}; truncated or altered."
+                f"{path}: {size} bytes where the manifest says {expected['bytes']}; truncated or altered. "
+                "Restore it or make the folder again."
             )
         if content and sha256_file(path) != expected["sha256"]:
-            raise InputError(f"{path}: its SHA-256 differs from the manifest's; altered or damaged on disk.")
+            raise InputError(
+                f"{path}: its SHA-256 differs from the manifest's; altered or damaged on disk. "
+                "Restore it or make the folder again."
+            )
     return manifest
