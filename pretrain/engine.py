@@ -29,6 +29,8 @@ from pretrain.config import Engine as EngineSettings
 from pretrain.optim import Lamb, Segment, cut_segments, number_tensors
 
 _STEPS_NEVER = 1 << 60
+# malloc.h: M_MMAP_MAX (no block is a mapping of its own), M_TRIM_THRESHOLD (never shrink), M_TOP_PAD (grow by).
+_MALLOPT = {-4: 0, -1: -1, -2: 64 << 20}
 
 
 class StepResult(NamedTuple):
@@ -62,6 +64,18 @@ class FragmentReader(Protocol):
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor: ...  # fp32 [numel]
 
 
+def hold_freed_memory() -> None:
+    """Keep what is freed for the next step: fresh pages cost more than the passes that fill them.
+
+    glibc maps and unmaps every tensor past 32 MiB anew, and the kernel clears its pages each time: a quarter of
+    a BERT-Base step on CPU (BENCHMARKS.md).
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library, another allocator
+        library = ctypes.CDLL(None)
+        for option, value in _MALLOPT.items():
+            library.mallopt(option, value)
+
+
 def return_freed_memory() -> None:
     """Give what was freed back to the system: glibc keeps it, and tensors of ever new sizes do not fit into it."""
     with contextlib.suppress(OSError, AttributeError):  # another C library has no such call and no such need
@@ -83,6 +97,7 @@ class Engine:
         make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
         settings: EngineSettings,
     ) -> None:
+        hold_freed_memory()
         deepspeed = _import_deepspeed()
         if not dist.is_initialized():
             raise RuntimeError("the process group must be initialised before the engine")

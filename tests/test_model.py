@@ -13,8 +13,9 @@ from pretrain.batches.loader import MicroBatch
 from pretrain.bench.contestants import pad
 from pretrain.checkpoint.hf import to_hf
 from pretrain.config import Model
-from pretrain.model.attention import BETWEEN, _keys_to_heads, attention, group_sequences, keep_mask
-from pretrain.model.heads import PretrainingModel, mlm_losses
+from pretrain.model.attention import BETWEEN, _keys_to_heads, group_sequences, grouped_attention, keep_mask
+from pretrain.model.heads import PretrainingModel
+from pretrain.model.vocabulary import vocabulary_losses
 from tests.batches_by_hand import make_batch, take_sequence
 
 VOCABULARY = 101
@@ -106,15 +107,16 @@ def naive_attention(qkv: Tensor, lengths: tuple[int, ...], heads: int) -> Tensor
 def test_attention_equals_its_naive_twin(lengths: tuple[int, ...]) -> None:
     torch.manual_seed(0)
     qkv = torch.randn(sum(lengths), 3 * 24, requires_grad=True)
+    bias = torch.randn(3 * 24, requires_grad=True)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     keys = torch.zeros(sum(lengths), dtype=torch.int32)
     probe = torch.randn(sum(lengths), 24)
-    ours = attention(qkv, cu_seqlens, max(lengths), 3, keys, 0.0, False)
-    (ours_gradient,) = torch.autograd.grad((ours * probe).sum(), qkv)
-    theirs = naive_attention(qkv, lengths, 3)
-    (their_gradient,) = torch.autograd.grad((theirs * probe).sum(), qkv)
+    ours, _ = grouped_attention(qkv, bias, cu_seqlens, 3, keys, 0.0, False)
+    ours_gradients = torch.autograd.grad((ours * probe).sum(), (qkv, bias))
+    theirs = naive_attention(qkv + bias, lengths, 3)
+    their_gradients = torch.autograd.grad((theirs * probe).sum(), (qkv, bias))
     torch.testing.assert_close(ours, theirs)
-    torch.testing.assert_close(ours_gradient, their_gradient)
+    torch.testing.assert_close(ours_gradients, their_gradients)
 
 
 def test_attention_pieces_smaller_than_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,7 +132,7 @@ def test_attention_dropout_has_the_right_rate_and_gradient() -> None:
     qkv = torch.randn(54, 3 * 8, dtype=torch.float64, requires_grad=True)
 
     def run(x: Tensor) -> Tensor:
-        return attention(x, cu_seqlens, 30, heads, keys, dropout, False)
+        return grouped_attention(x, x.new_zeros(24), cu_seqlens, heads, keys, dropout, False)[0]
 
     # Values of 1: a row's context is then the sum of its weights, 1 in the mean.
     ones = torch.cat([torch.zeros(54, 16), torch.ones(54, 8)], 1).double()
@@ -254,7 +256,25 @@ def test_every_head_of_every_layer_drops_by_a_mask_of_its_own() -> None:
 
 
 def test_a_tie_for_the_top_score_counts_as_its_share() -> None:
-    hidden, weight = torch.zeros(6, 8), torch.zeros(8, 8)
-    zeros = (weight, torch.zeros(8), torch.ones(8), torch.zeros(8))
-    _, correct = mlm_losses(hidden, torch.arange(6), torch.zeros(10, 8), torch.zeros(10), zeros)
+    _, correct = vocabulary_losses(torch.zeros(6, 8), torch.zeros(10, 8), torch.zeros(10), torch.arange(6), False)
     assert correct.item() == pytest.approx(6 / 10)
+
+
+@pytest.mark.parametrize("entries", [1 << 26, 3 * 50])
+@pytest.mark.parametrize("count", [0, 1, 7])
+def test_the_vocabulary_loss_equals_its_slow_twin(
+    entries: int, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pretrain.model.vocabulary.LOGITS_PER_PIECE", entries)
+    torch.manual_seed(0)
+    inputs = [torch.randn(*size, requires_grad=True) for size in ((count, 8), (50, 8), (50,))]
+    hidden, word, bias = inputs
+    labels = torch.randint(50, (count,))
+    ours, correct = vocabulary_losses(hidden, word, bias, labels, False)
+    logits = F.linear(hidden, word, bias)
+    theirs = F.cross_entropy(logits, labels, reduction="sum")
+    torch.testing.assert_close(ours, theirs)
+    assert correct == (logits.argmax(-1) == labels).sum()
+    torch.testing.assert_close(torch.autograd.grad(3 * ours, inputs), torch.autograd.grad(3 * theirs, inputs))
+    with torch.no_grad():
+        torch.testing.assert_close(vocabulary_losses(hidden, word, bias, labels, False)[0], theirs)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # A sequence joins a group as long as it is at most this share shorter than the group's longest.
@@ -32,13 +33,15 @@ _HEADS = 0xC2B2AE35 - (
 )  # another step, or (layer, head) would share its mask with (layer + 1, head - 1)
 
 
-def attention(
-    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, heads: int, keys: Tensor, dropout: float, fused: bool
-) -> Tensor:
+def self_attention(
+    hidden: Tensor, weight: Tensor, bias: Tensor, cu_seqlens: Tensor, max_seqlen: int, heads: int, keys: Tensor,
+    dropout: float, fused: bool,
+) -> Tensor:  # fmt: skip
     """Scaled dot-product attention within each sequence (Vaswani et al. 2017, section 3.2.1).
 
     Args:
-        qkv: [T, 3H], query, key and value side by side, bf16, fp16 or fp32.
+        hidden: [T, H], bf16, fp16 or fp32.
+        weight, bias: [3H, H] and [3H], the projections to query, key and value one below the other.
         cu_seqlens: int32 [S + 1], where the sequences begin on the token axis; the first is 0, the last T.
         max_seqlen: length of the longest sequence.
         heads: number of heads N.
@@ -48,11 +51,12 @@ def attention(
         fused: let torch.compile fuse the steps between the matmuls.
 
     Returns:
-        [T, H], the context of each token, in the dtype of `qkv`.
+        [T, H], the context of each token, in the dtype of `hidden`.
     """
-    if qkv.is_cuda and qkv.dtype != torch.float32:
-        return _flash_attention(qkv, cu_seqlens, max_seqlen, heads, dropout)
-    return grouped_attention(qkv, cu_seqlens, heads, keys, dropout, fused)[0]
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return _flash_attention(F.linear(hidden, weight, bias), cu_seqlens, max_seqlen, heads, dropout)
+    # torch's CPU matmul writes the bias out to every row first; the kernels add it for nothing as they read.
+    return grouped_attention(hidden @ weight.T, bias, cu_seqlens, heads, keys, dropout, fused)[0]
 
 
 def hash_bits(seed: Tensor) -> Tensor:
@@ -88,6 +92,8 @@ def program(function: Callable[..., Any], fused: bool) -> Callable[..., Any]:
     torch.fx.experimental._config.use_duck_shape = False  # pyright: ignore[reportAttributeAccessIssue]
     torch._dynamo.config.recompile_limit = 32
     torch._dynamo.config.specialize_float = True
+    # What a pass over memory can make again is made again in the backward pass: faster, and half the memory.
+    torch._functorch.config.aggressive_recomputation = True  # pyright: ignore[reportAttributeAccessIssue]
     return torch.compile(function, dynamic=True)
 
 
@@ -97,7 +103,7 @@ class Group(NamedTuple):
     first: int  # the group's tokens are rows [first, last)
     last: int
     rows_GL: Tensor  # int64, token row at each place; padding repeats the sequence's last row
-    lengths_G: Tensor  # int64
+    mask_GL: Tensor  # fp32, 0 at tokens and -inf at padding: added to the scores
     place_T: Tensor  # int64 [last - first], g * L + l of each token
 
 
@@ -118,7 +124,8 @@ def group_sequences(boundaries: tuple[int, ...], device: torch.device) -> tuple[
         starts_G1, l_L = torch.tensor(boundaries[begin:end])[:, None], torch.arange(high)
         rows_GL = starts_G1 + torch.minimum(l_L, lengths_G[:, None] - 1)
         place_T = torch.arange((end - begin) * high).view(-1, high)[l_L < lengths_G[:, None]]
-        tensors = (x.to(device) for x in (rows_GL, lengths_G, place_T))
+        mask_GL = torch.where(l_L < lengths_G[:, None], 0.0, -math.inf)
+        tensors = (x.to(device) for x in (rows_GL, mask_GL, place_T))
         groups.append(Group(boundaries[begin], boundaries[end], *tensors))
         begin = end
     return tuple(groups)
@@ -126,21 +133,24 @@ def group_sequences(boundaries: tuple[int, ...], device: torch.device) -> tuple[
 
 @torch.library.custom_op("bertrain::grouped_attention", mutates_args=())
 def grouped_attention(
-    qkv: Tensor, cu_seqlens: Tensor, heads: int, keys: Tensor, dropout: float, fused: bool
+    qkv: Tensor, bias: Tensor, cu_seqlens: Tensor, heads: int, keys: Tensor, dropout: float, fused: bool
 ) -> tuple[Tensor, Tensor]:
-    """([T, H] context, fp32 [T, N] log-sum-exp of each row of scores), by groups of like lengths."""
+    """([T, H] context, fp32 [T, N] log-sum-exp of each row of scores), by groups of like lengths.
+
+    `qkv` [T, 3H]: query, key and value side by side, still without their `bias` [3H].
+    """
     context_TH = qkv.new_empty(qkv.shape[0], qkv.shape[1] // 3)
     lse_TN = qkv.new_empty(qkv.shape[0], heads, dtype=torch.float32)
     pieces = _pieces(fused)
     for group in _groups(cu_seqlens):
-        q_BLD, k_BLD, v_BLD = pieces.to_heads(qkv, group.rows_GL, 3, heads)
+        q_BLD, k_BLD, v_BLD = pieces.to_heads(qkv, bias, group.rows_GL, heads)
         keys_BL = _keys_to_heads(keys, group.rows_GL, heads) if dropout else None
-        lengths_B = group.lengths_G.repeat_interleave(heads)
+        mask_BL = group.mask_GL.repeat_interleave(heads, 0)
         context_BLD, lse_BL = torch.empty_like(q_BLD), q_BLD.new_empty(q_BLD.shape[:2], dtype=torch.float32)
         for b in _head_slices(q_BLD):
             scores_BLL = torch.bmm(q_BLD[b], k_BLD[b].mT)
             seeds = None if keys_BL is None else keys_BL[b]
-            weights_BLL, lse_BL[b] = pieces.softmax(scores_BLL, lengths_B[b], _scale(q_BLD), seeds, dropout)
+            weights_BLL, lse_BL[b] = pieces.softmax(scores_BLL, mask_BL[b], _scale(q_BLD), seeds, dropout)
             torch.bmm(weights_BLL, v_BLD[b], out=context_BLD[b])
         rows = slice(group.first, group.last)
         context_TH[rows] = pieces.to_tokens(context_BLD[None], group.place_T, heads)
@@ -150,36 +160,26 @@ def grouped_attention(
 
 @torch.library.custom_op("bertrain::grouped_attention_backward", mutates_args=())
 def _grouped_attention_backward(
-    grad_context: Tensor, qkv: Tensor, context: Tensor, lse: Tensor, cu_seqlens: Tensor, heads: int, keys: Tensor,
-    dropout: float, fused: bool,
+    grad_context: Tensor, qkv: Tensor, bias: Tensor, context: Tensor, lse: Tensor, cu_seqlens: Tensor, heads: int,
+    keys: Tensor, dropout: float, fused: bool,
 ) -> Tensor:  # fmt: skip
     """[T, 3H] gradient of `qkv`; scores are computed again, as in flash attention (Dao et al. 2022, alg. 4)."""
     grad_qkv = torch.empty_like(qkv)
     pieces = _pieces(fused)
-    delta_TN = (grad_context.float() * context.float()).unflatten(-1, (heads, -1)).sum(-1)
     for group in _groups(cu_seqlens):
-        q_BLD, k_BLD, v_BLD = pieces.to_heads(qkv, group.rows_GL, 3, heads)
-        do_BLD = pieces.to_heads_or_zero(grad_context, group.rows_GL, group.lengths_G, heads)
+        q_BLD, k_BLD, v_BLD = pieces.to_heads(qkv, bias, group.rows_GL, heads)
+        do_BLD, delta_BL = pieces.grad_to_heads(grad_context, context, group.rows_GL, group.mask_GL, heads)
         lse_BL = _per_token_to_heads(lse, group.rows_GL)
-        # Rows of padding hold a copy of the last row; without a delta of 0 they would reach the keys' gradient.
-        delta_BL = pieces.to_heads_or_zero(delta_TN, group.rows_GL, group.lengths_G, heads)[..., 0]
         keys_BL = _keys_to_heads(keys, group.rows_GL, heads) if dropout else None
-        lengths_B = group.lengths_G.repeat_interleave(heads)
+        mask_BL = group.mask_GL.repeat_interleave(heads, 0)
         grad_3BLD = q_BLD.new_empty(3, *q_BLD.shape)
         for b in _head_slices(q_BLD):
             scores_BLL = torch.bmm(q_BLD[b], k_BLD[b].mT)
             grad_weights_BLL = torch.bmm(do_BLD[b], v_BLD[b].mT)
             seeds = None if keys_BL is None else keys_BL[b]
             weights_BLL, grad_scores_BLL = pieces.softmax_backward(
-                scores_BLL,
-                grad_weights_BLL,
-                lse_BL[b],
-                delta_BL[b],
-                lengths_B[b],
-                _scale(q_BLD),
-                seeds,
-                dropout,
-            )
+                scores_BLL, grad_weights_BLL, lse_BL[b], delta_BL[b], mask_BL[b], _scale(q_BLD), seeds, dropout
+            )  # fmt: skip
             torch.bmm(grad_scores_BLL, k_BLD[b], out=grad_3BLD[0, b])
             torch.bmm(grad_scores_BLL.mT, q_BLD[b], out=grad_3BLD[1, b])
             torch.bmm(weights_BLL.mT, do_BLD[b], out=grad_3BLD[2, b])
@@ -189,7 +189,7 @@ def _grouped_attention_backward(
 
 @grouped_attention.register_fake
 def _(
-    qkv: Tensor, cu_seqlens: Tensor, heads: int, keys: Tensor, dropout: float, fused: bool
+    qkv: Tensor, bias: Tensor, cu_seqlens: Tensor, heads: int, keys: Tensor, dropout: float, fused: bool
 ) -> tuple[Tensor, Tensor]:
     tokens = qkv.shape[0]
     return qkv.new_empty(tokens, qkv.shape[1] // 3), qkv.new_empty(tokens, heads, dtype=torch.float32)
@@ -197,24 +197,24 @@ def _(
 
 @_grouped_attention_backward.register_fake
 def _(
-    grad_context: Tensor, qkv: Tensor, context: Tensor, lse: Tensor, cu_seqlens: Tensor, heads: int, keys: Tensor,
-    dropout: float, fused: bool,
+    grad_context: Tensor, qkv: Tensor, bias: Tensor, context: Tensor, lse: Tensor, cu_seqlens: Tensor, heads: int,
+    keys: Tensor, dropout: float, fused: bool,
 ) -> Tensor:  # fmt: skip
     return torch.empty_like(qkv)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv, cu_seqlens, ctx.heads, keys, ctx.dropout, ctx.fused = inputs
-    ctx.save_for_backward(qkv, *output, cu_seqlens, keys)
+    qkv, bias, cu_seqlens, ctx.heads, keys, ctx.dropout, ctx.fused = inputs
+    ctx.save_for_backward(qkv, bias, *output, cu_seqlens, keys)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, grad_context: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
-    qkv, context, lse, cu_seqlens, keys = ctx.saved_tensors
+    qkv, bias, context, lse, cu_seqlens, keys = ctx.saved_tensors
     grad_qkv = _grouped_attention_backward(
-        grad_context, qkv, context, lse, cu_seqlens, ctx.heads, keys, ctx.dropout, ctx.fused
+        grad_context, qkv, bias, context, lse, cu_seqlens, ctx.heads, keys, ctx.dropout, ctx.fused
     )
-    return grad_qkv, None, None, None, None, None
+    return grad_qkv, grad_qkv.sum(0), None, None, None, None, None
 
 
 grouped_attention.register_autograd(_backward, setup_context=_save_for_backward)
@@ -254,17 +254,25 @@ def _keys_to_heads(keys_T: Tensor, rows_GL: Tensor, heads: int) -> Tensor:
 # What lies between the matmuls: plain functions, each one fused into a single pass by torch.compile.
 
 
-def _to_heads(x_TCH: Tensor, rows_GL: Tensor, parts: int, heads: int) -> Tensor:
-    """[T, parts * H] -> [parts, B, L, D] of one group's rows."""
-    x_GLCND = x_TCH[rows_GL].unflatten(-1, (parts, heads, x_TCH.shape[1] // (parts * heads)))
-    return x_GLCND.permute(2, 0, 3, 1, 4).flatten(1, 2).contiguous()
+def _to_heads(qkv_T3H: Tensor, bias_3H: Tensor, rows_GL: Tensor, heads: int) -> Tensor:
+    """[T, 3H] -> [3, B, L, D] of one group's rows, with the bias added."""
+    qkv_GL3H = (qkv_T3H[rows_GL].float() + bias_3H.float()).to(qkv_T3H.dtype)
+    qkv_GL3ND = qkv_GL3H.unflatten(-1, (3, heads, qkv_T3H.shape[1] // (3 * heads)))
+    return qkv_GL3ND.permute(2, 0, 3, 1, 4).flatten(1, 2).contiguous()
 
 
-def _to_heads_or_zero(x_TH: Tensor, rows_GL: Tensor, lengths_G: Tensor, heads: int) -> Tensor:
-    """[T, H] -> [B, L, D] of one group's rows, zero at padding."""
-    real_GL = torch.arange(rows_GL.shape[1], device=x_TH.device) < lengths_G[:, None]
-    x_GLH = torch.where(real_GL[..., None], x_TH[rows_GL], 0.0)
-    return x_GLH.unflatten(-1, (heads, x_TH.shape[1] // heads)).transpose(1, 2).flatten(0, 1).contiguous()
+def _grad_to_heads(
+    grad_TH: Tensor, context_TH: Tensor, rows_GL: Tensor, mask_GL: Tensor, heads: int
+) -> tuple[Tensor, Tensor]:
+    """The context's gradient [B, L, D] and its product with the context, fp32 [B, L]; both zero at padding.
+
+    Rows of padding hold a copy of the last row: without a product of 0 they would reach the keys' gradient.
+    """
+    grad_GLH = torch.where(mask_GL[..., None] == 0, grad_TH[rows_GL], 0.0)
+    split = (heads, grad_TH.shape[1] // heads)
+    grad_GLND, context_GLND = (x.unflatten(-1, split) for x in (grad_GLH, context_TH[rows_GL]))
+    delta_GLN = (grad_GLND.float() * context_GLND.float()).sum(-1)
+    return grad_GLND.transpose(1, 2).flatten(0, 1).contiguous(), delta_GLN.transpose(1, 2).flatten(0, 1)
 
 
 def _to_tokens(x_CBLD: Tensor, place_T: Tensor, heads: int) -> Tensor:
@@ -280,31 +288,26 @@ def _dropout_factor(keys_BL: Tensor, length: int, dropout: float) -> Tensor:
     return keep_mask(keys_BL[..., None] + along_L, dropout) * (1 / (1 - dropout))
 
 
-def _log_weights(scores_BLL: Tensor, lengths_B: Tensor, scale: float) -> Tensor:
-    column_L = torch.arange(scores_BLL.shape[-1], device=scores_BLL.device)
-    return torch.where(column_L < lengths_B[:, None, None], scores_BLL.float() * scale, -math.inf)
-
-
 def _softmax(
-    scores_BLL: Tensor, lengths_B: Tensor, scale: float, keys_BL: Tensor | None, dropout: float
+    scores_BLL: Tensor, mask_BL: Tensor, scale: float, keys_BL: Tensor | None, dropout: float
 ) -> tuple[Tensor, Tensor]:
     """(attention weights after dropout [B, L, L], log-sum-exp of the rows fp32 [B, L])."""
-    x_BLL = _log_weights(scores_BLL, lengths_B, scale)
+    x_BLL = scores_BLL.float() * scale + mask_BL[:, None]
     top_BL1 = x_BLL.amax(-1, keepdim=True)
     weights_BLL = (x_BLL - top_BL1).exp()
     total_BL1 = weights_BLL.sum(-1, keepdim=True)
-    weights_BLL = weights_BLL / total_BL1
+    weights_BLL = weights_BLL * total_BL1.reciprocal()
     if keys_BL is not None:
         weights_BLL = weights_BLL * _dropout_factor(keys_BL, scores_BLL.shape[-1], dropout)
     return weights_BLL.to(scores_BLL.dtype), (top_BL1 + total_BL1.log()).squeeze(-1)
 
 
 def _softmax_backward(
-    scores_BLL: Tensor, grad_BLL: Tensor, lse_BL: Tensor, delta_BL: Tensor, lengths_B: Tensor, scale: float,
+    scores_BLL: Tensor, grad_BLL: Tensor, lse_BL: Tensor, delta_BL: Tensor, mask_BL: Tensor, scale: float,
     keys_BL: Tensor | None, dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(weights after dropout, gradient of the scores), both [B, L, L]; `grad_BLL` is that of dropped weights."""
-    weights_BLL = (_log_weights(scores_BLL, lengths_B, scale) - lse_BL[..., None]).exp()
+    weights_BLL = (scores_BLL.float() * scale + mask_BL[:, None] - lse_BL[..., None]).exp()
     dropped_BLL, grad = weights_BLL, grad_BLL.float()
     if keys_BL is not None:
         factor_BLL = _dropout_factor(keys_BL, scores_BLL.shape[-1], dropout)
@@ -315,7 +318,7 @@ def _softmax_backward(
 
 class _Pieces(NamedTuple):
     to_heads: Callable[..., Tensor]
-    to_heads_or_zero: Callable[..., Tensor]
+    grad_to_heads: Callable[..., tuple[Tensor, Tensor]]
     to_tokens: Callable[..., Tensor]
     softmax: Callable[..., tuple[Tensor, Tensor]]
     softmax_backward: Callable[..., tuple[Tensor, Tensor]]
@@ -323,5 +326,5 @@ class _Pieces(NamedTuple):
 
 @functools.cache
 def _pieces(fused: bool) -> _Pieces:
-    plain = _Pieces(_to_heads, _to_heads_or_zero, _to_tokens, _softmax, _softmax_backward)
+    plain = _Pieces(_to_heads, _grad_to_heads, _to_tokens, _softmax, _softmax_backward)
     return _Pieces(*(program(piece, fused) for piece in plain))

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.config import Model
-from pretrain.model.attention import BETWEEN, attention, program
-from pretrain.model.parts import hash_dropout, layer_norm, normal, ones, zeros
+from pretrain.model.attention import BETWEEN, program, self_attention
+from pretrain.model.parts import hash_dropout, layer_norm, linear, normal, ones, zeros
 
 
 class UnpaddedBatch(Protocol):
@@ -102,9 +103,10 @@ class Embeddings(nn.Module):
 
     def forward(self, input_ids: Tensor, token_types: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
         """int64 [T] three times and int32 [T] -> [T, H]."""
+        # The look-ups stay outside: torch 2.13 compiles them for CPU so that they read past their indices.
         return program(embed, self.fused)(
-            input_ids, token_types, positions, keys, self.word, self.position, self.token_type,
-            self.norm_weight, self.norm_bias, self.dropout if self.training else 0.0,
+            F.embedding(input_ids, self.word), F.embedding(positions, self.position), token_types, keys,
+            self.token_type, self.norm_weight, self.norm_bias, self.dropout if self.training else 0.0,
         )  # fmt: skip
 
 
@@ -152,16 +154,10 @@ class Layer(nn.Module):
     ) -> Tensor:
         """[T, H] -> [T, H], or [R, H] of `rows_R`."""
         shape, training = self.shape, self.training
-        qkv_T3H = F.linear(hidden_TH, self.qkv_weight, self.qkv_bias)
-        context_TH = attention(
-            qkv_T3H,
-            cu_seqlens,
-            max_seqlen,
-            shape.heads,
-            keys_T,
-            shape.attention_dropout if training else 0.0,
-            self.fused,
-        )
+        context_TH = self_attention(
+            hidden_TH, self.qkv_weight, self.qkv_bias, cu_seqlens, max_seqlen, shape.heads, keys_T,
+            shape.attention_dropout if training else 0.0, self.fused,
+        )  # fmt: skip
         if rows_R is not None:
             context_TH, hidden_TH = (x.index_select(0, rows_R) for x in (context_TH, hidden_TH))
             keys_T = keys_T[rows_R]
@@ -171,23 +167,24 @@ class Layer(nn.Module):
 
 
 def embed(
-    input_ids: Tensor, token_types: Tensor, positions: Tensor, keys_T: Tensor, word_VH: Tensor, position_PH: Tensor,
-    token_type_2H: Tensor, norm_weight: Tensor, norm_bias: Tensor, dropout: float,
+    words_TH: Tensor, positions_TH: Tensor, token_types_T: Tensor, keys_T: Tensor, token_type_2H: Tensor,
+    norm_weight: Tensor, norm_bias: Tensor, dropout: float,
 ) -> Tensor:  # fmt: skip
     """[T, H] normalised sum of the three embeddings."""
-    summed_TH = F.embedding(input_ids, word_VH) + F.embedding(positions, position_PH)
-    summed_TH = summed_TH + F.embedding(token_types, token_type_2H)
-    return hash_dropout(layer_norm(summed_TH, norm_weight, norm_bias), keys_T, 0, dropout)
+    types_TH = torch.where(token_types_T[:, None] == 0, token_type_2H[0], token_type_2H[1])
+    summed_TH = words_TH.float() + positions_TH.float() + types_TH.float()
+    embedded_TH = hash_dropout(layer_norm(summed_TH, norm_weight, norm_bias), keys_T, 0, dropout)
+    return embedded_TH.to(words_TH.dtype)
 
 
 def after_attention(
     context_TH: Tensor, hidden_TH: Tensor, keys_T: Tensor, w: AfterAttention, dropout: float
 ) -> Tensor:
     """Output projection, residual and LayerNorm, then the feed-forward network with its own: [T, H]."""
-    attended_TH = F.linear(context_TH, w.attention_out_weight, w.attention_out_bias)
+    attended_TH = linear(context_TH, w.attention_out_weight, w.attention_out_bias)
     attended_TH = hidden_TH + hash_dropout(attended_TH, keys_T, 1, dropout)
-    attended_TH = layer_norm(attended_TH, w.attention_norm_weight, w.attention_norm_bias)
-    inner_TF = F.gelu(F.linear(attended_TH, w.ffn_in_weight, w.ffn_in_bias))
-    output_TH = F.linear(inner_TF, w.ffn_out_weight, w.ffn_out_bias)
+    attended_TH = layer_norm(attended_TH, w.attention_norm_weight, w.attention_norm_bias).to(hidden_TH.dtype)
+    inner_TF = F.gelu(linear(attended_TH, w.ffn_in_weight, w.ffn_in_bias)).to(hidden_TH.dtype)
+    output_TH = linear(inner_TF, w.ffn_out_weight, w.ffn_out_bias)
     output_TH = attended_TH + hash_dropout(output_TH, keys_T, 2, dropout)
-    return layer_norm(output_TH, w.ffn_norm_weight, w.ffn_norm_bias)
+    return layer_norm(output_TH, w.ffn_norm_weight, w.ffn_norm_bias).to(hidden_TH.dtype)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from pretrain.config import Model
 from pretrain.model.attention import program
 from pretrain.model.encoder import Encoder, UnpaddedBatch
-from pretrain.model.parts import layer_norm, normal, ones, zeros
+from pretrain.model.vocabulary import vocabulary_losses
+from pretrain.model.parts import layer_norm, linear, normal, ones, zeros
 
 
 class PretrainingBatch(UnpaddedBatch, Protocol):
@@ -91,8 +92,9 @@ class Heads(nn.Module):
     ) -> Losses:
         """`hidden_RH`: the first tokens' rows, then the masked tokens'."""
         sequences = hidden_RH.shape[0] - masked_labels_K.shape[0]
-        mlm_loss, mlm_correct = program(mlm_losses, self.fused)(
-            hidden_RH[sequences:], masked_labels_K, word_VH, self.mlm_bias, self.mlm_weights()
+        transformed_KH = program(mlm_transform, self.fused)(hidden_RH[sequences:], self.mlm_weights())
+        mlm_loss, mlm_correct = vocabulary_losses(
+            transformed_KH, word_VH, self.mlm_bias, masked_labels_K, self.fused
         )
         if not self.next_sentence:
             return Losses(mlm_loss, mlm_loss.new_zeros(()), mlm_correct, mlm_loss.new_zeros(()))
@@ -110,22 +112,8 @@ class Heads(nn.Module):
 def mlm_transform(hidden_KH: Tensor, weights: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
     """google-research/bert run_pretraining.py, get_masked_lm_output: dense, GELU, LayerNorm."""
     weight, bias, norm_weight, norm_bias = weights
-    return layer_norm(F.gelu(F.linear(hidden_KH, weight, bias)), norm_weight, norm_bias)
-
-
-def mlm_losses(
-    hidden_KH: Tensor, labels_K: Tensor, word_VH: Tensor, bias_V: Tensor,
-    weights: tuple[Tensor, Tensor, Tensor, Tensor],
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(sum of cross-entropies, expected number of right answers with ties broken by chance), fp32 scalars."""
-    logits_KV = F.linear(mlm_transform(hidden_KH, weights), word_VH, bias_V).float()
-    top_K = logits_KV.amax(-1)
-    label_K = logits_KV.gather(1, labels_K[:, None]).squeeze(1)
-    log_total_K = (logits_KV - top_K[:, None]).exp().sum(-1).log() + top_K
-    # Scores in bf16 tie: a label that shares the top with others counts as its share of them.
-    ties_K = (logits_KV >= top_K[:, None]).sum(-1)
-    correct = torch.where(label_K >= top_K, 1.0 / ties_K, 0.0).sum()
-    return (log_total_K - label_K).sum(), correct
+    inner_KH = F.gelu(linear(hidden_KH, weight, bias))
+    return layer_norm(inner_KH, norm_weight, norm_bias).to(hidden_KH.dtype)
 
 
 def nsp_logits(hidden_SH: Tensor, weights: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
