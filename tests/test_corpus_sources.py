@@ -6,12 +6,15 @@ import bz2
 import gzip
 import json
 import lzma
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pretrain.config import Source
 from pretrain.corpus import books, docstrings, mediawiki, sources
@@ -134,6 +137,34 @@ def test_a_damaged_stream_costs_its_pages_only(tmp_path: Path) -> None:
     assert len(problems) == 1
     assert problems[0]["path"] == str(path)
     assert problems[0]["fault"].startswith("broken bzip2 stream")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(
+        st.sampled_from(
+            [
+                '<doc id="1" title="T">\n',
+                '<doc title="A "b" c" x>\n',
+                "<doc id=1>\n",
+                "</doc>\n",
+                "</doc>",
+                "\n",
+                "T\n",
+                "a</doc>",
+            ]
+        ),
+        max_size=9,
+    )
+)
+def test_wikiextractor_documents_are_those_of_one_pattern(parts: list[str]) -> None:
+    """The plain way: a single pattern over the whole text."""
+    pattern = re.compile(r'^<doc [^\n]*?title="([^\n]*)"[^\n]*>\n(.*?)^</doc>', re.S | re.M)
+    expected = []
+    for title, body in pattern.findall("".join(parts)):
+        first, _, rest = body.lstrip("\n").partition("\n")
+        expected.append(rest if first.strip() == title.strip() else body.lstrip("\n"))
+    assert list(sources._wikiextractor_texts("".join(parts), "x", Problems())) == expected
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])

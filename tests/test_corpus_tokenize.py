@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from pretrain.corpus.sentences import split_sentences
 from pretrain.corpus.tokenize import WordPieces, WordTable, columns
+from pretrain.corpus.trie import TokenTrie
 from pretrain.corpus.vocabulary import bert_tokenizer, save_tokenizer, train_vocabulary
 
 ENGLISH = (
@@ -107,6 +108,67 @@ def test_tokens_of_words_learnt_later() -> None:
     for text, expected in (("a", [5]), ("ab c", [5, 6, 7]), ("abb a zz", [5, 6, 6, 5, 1])):
         cut = columns([text], table, lowercase=True)
         assert pieces.tokens(cut.words, cut.sentences, np.dtype(np.uint16))[0].tolist() == expected
+
+
+LETTERS = st.text("abc1", min_size=1, max_size=16)
+
+
+@settings(max_examples=200, deadline=None)
+@given(tokens=st.sets(st.tuples(st.booleans(), LETTERS)), words=st.lists(LETTERS, max_size=20))
+@example(tokens={(False, "a"), (True, "a")}, words=["a" * 16, "aab", "b", "a"])
+@example(
+    tokens={(False, "abc"), (False, "a"), (True, "b"), (True, "bc1")}, words=["abc", "abc1", "abcb", "abb"]
+)
+def test_the_trie_finds_the_pieces_of_the_plain_way(tokens: set[tuple[bool, str]], words: list[str]) -> None:
+    names = [
+        "[PAD]",
+        "[UNK]",
+        "[CLS]",
+        "[SEP]",
+        "[MASK]",
+        *sorted("##" * inner + text for inner, text in tokens),
+    ]
+    tokenizer = bert_tokenizer(
+        {name: number for number, name in enumerate(dict.fromkeys(names))}, _normalizer()
+    )
+    letters = np.array([word.encode() for word in words], "S16").view(np.uint8).reshape(-1, 16)
+    found: list[list[int]] = [[] for _ in words]
+    for word, token in zip(*TokenTrie(tokenizer).walk(letters), strict=True):
+        found[word].append(token)
+    assert found == [_plain_pieces(word, tokenizer.get_vocab()) for word in words]
+    assert found == [[piece.id for piece in tokenizer.model.tokenize(word)] for word in words]
+
+
+def _plain_pieces(word: str, vocabulary: dict[str, int]) -> list[int]:
+    """WordPiece as BERT's paper code has it: the longest token that fits, then again from there."""
+    pieces, start = [], 0
+    while start < len(word):
+        candidates = ["##" * (start > 0) + word[start:end] for end in range(len(word), start, -1)]
+        longest = next((text for text in candidates if text in vocabulary), None)
+        if longest is None:
+            return [vocabulary["[UNK]"]]
+        pieces.append(vocabulary[longest])
+        start += len(longest) - 2 * (start > 0)
+    return pieces
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_no_character_becomes_the_mark_that_separates_words(lowercase: bool) -> None:
+    """Words that take the tokenizer's whole way are told apart by it."""
+    from tokenizers.normalizers import BertNormalizer
+
+    others = "".join(chr(c) for c in range(0x110000) if chr(c) != "|" and not 0xD800 <= c < 0xE000)
+    assert "|" not in BertNormalizer(lowercase=lowercase).normalize_str(others)
+
+
+def test_words_beside_the_separating_mark() -> None:
+    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "|", "é", "##e", "e"]
+    with_mark = bert_tokenizer({name: number for number, name in enumerate(names)}, _normalizer())
+    names.remove("|")
+    without = bert_tokenizer({name: number for number, name in enumerate(names)}, _normalizer())
+    lines = ["é|éé| |x", "\xa0 \u0301 | é"]
+    assert tokens_of(["\n".join(lines)], with_mark, lowercase=True) == [[8, 5, 8, 7, 5, 5, 1], [5, 8]]
+    assert tokens_of(["\n".join(lines)], without, lowercase=True) == [[7, 1, 7, 6, 1, 1, 1], [1, 7]]
 
 
 def _normalizer():

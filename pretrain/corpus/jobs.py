@@ -29,7 +29,7 @@ DOCUMENT = np.dtype(
     [("hash", "<u8", 2), ("sentences", "<u4"), ("items", "<u4"), ("words", "<u4"), ("bytes", "<u4")]
 )
 HISTOGRAM_BINS = 33  # bin b counts lengths of b bits: 1, 2-3, 4-7, ...
-_BATCH_BYTES = 4 << 20  # text cut into columns at once
+_BATCH_BYTES = 2 << 20  # text cut into columns at once: less costs calls, more does not fit the cache
 _PART_BYTES = 32 << 20  # text per part file at most
 
 

