@@ -21,6 +21,8 @@ BENCHMARKS = {
     "prepare": "text to token shards against tokenizers and datasets",
     "loader": "sequences/s of the loader against a Hugging Face collator",
     "quality": "held-out loss after equal time against transformers",
+    "all": "step, loader and prepare in turn, as one table, bench.json and bench.html",
+    "compare": "what moved between the bench.json of two `bench all`",
 }
 
 
@@ -219,8 +221,9 @@ def _parser() -> argparse.ArgumentParser:
   python -m pretrain demo --help""")  # fmt: skip
     names = "\n".join(f"  {name:8}  {purpose}" for name, purpose in BENCHMARKS.items())
     bench = _command(commands, "bench", _bench, "side-by-side measurements against other software", f"""
-  python -m pretrain bench step
   python -m pretrain bench step --help
+  python -m pretrain bench all --corpus corpora/wiki --text wiki.txt --quick
+  python -m pretrain bench compare before/bench.json after/bench.json
 
 benchmarks:
 {names}""")  # fmt: skip

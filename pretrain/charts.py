@@ -1,7 +1,7 @@
-"""Line charts as inline SVG, for pages that must work without a network, on a phone and in the dark.
+"""Line and bar charts as inline SVG, for pages that must work without a network, on a phone and in the dark.
 
-Colours, fonts and the reading-off by pointer come from the page (templates/report.html.j2); a chart brings
-only its geometry, in a coordinate system of 400 x 220, and its values as JSON for the page's script.
+Colours and fonts come from the page (templates/page.html.j2), the reading-off by pointer from that of the report; a
+chart brings only its geometry, in a coordinate system 400 wide, and a line chart its values as JSON for the script.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ Form = Callable[[float], str]
 _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 12, 26
 _MOST_POINTS = 300  # a curve of more is averaged down to this; a screen shows no more
+_BAR_PITCH, _BAR_TOP, _BAR_HEIGHT, _BAR_MARGIN = 48, 20, 16, 6
+_LIMIT_ROOM = 24  # below the bars, for the limit's name
+_FAR_LIMIT = 4  # a limit of more than so many times the longest bar is not drawn to scale
 _FEW_POINTS = 40  # a curve of no more shows each as a dot and is never smoothed
 
 
@@ -81,10 +84,50 @@ def ticks(low: float, high: float, count: int, inside: bool = False) -> list[flo
         high = low + (abs(low) if abs(low) > 1e-300 else 1.0)
     raw = (high - low) / count
     size = 10.0 ** math.floor(math.log10(raw))
-    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * 0.999)
+    step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * (1 - 1e-10))
     first = math.ceil(low / step - 1e-9) if inside else math.floor(low / step + 1e-9)
     last = math.floor(high / step + 1e-9) if inside else math.ceil(high / step - 1e-9)
-    return [round(number * step, 12) for number in range(first, last + 1)]
+    digits = 2 - math.floor(math.log10(step))  # a step has two that count
+    return [round(number * step, digits) for number in range(first, last + 1)]
+
+
+@dataclass(frozen=True)
+class Bar:
+    """One bar, with the range in which its value varies: `kind` is its CSS class."""
+
+    name: str
+    value: float
+    low: float
+    high: float
+    kind: str = "train"
+
+
+def bar_chart(
+    title: str, unit: str, bars: Sequence[Bar], *, form: Form, limit: tuple[str, float] | None = None
+) -> str:
+    """A <figure> with title, unit and horizontal bars from 0, below one another.
+
+    Args:
+        title: what is compared.
+        unit: of the values.
+        bars: at least one, with values above 0.
+        form: writes a value.
+        limit: (name, value) of a line across the bars. One so far off that the bars would vanish beside it is
+            told in words instead.
+    """
+    longest = max(bar.high for bar in bars)
+    near = limit is not None and limit[1] <= _FAR_LIMIT * longest
+    end = max(longest, limit[1]) if limit and near else longest
+    parts = [_bar(bar, number, end, form) for number, bar in enumerate(bars)]
+    height = len(bars) * _BAR_PITCH + (_LIMIT_ROOM if limit else 0)
+    if limit:
+        at = _bar_x(limit[1], end) if near else None
+        parts.append(_limit(limit[0], form(limit[1]), at, len(bars)))
+    return (
+        f'<figure class="chart"><figcaption><b>{escape(title)}</b><i>{escape(unit)}</i></figcaption>'
+        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title, quote=True)}">'
+        f"{''.join(parts)}</svg></figure>"
+    )
 
 
 @dataclass(frozen=True)
@@ -154,6 +197,40 @@ def _drawing(frame: _Frame, curve: _Curve) -> str:
 def _path(frame: _Frame, points: Points, kind: str) -> str:
     steps = " ".join(f"{frame.x(x)},{frame.y(y)}" for x, y in points)
     return f'<polyline class="{kind}" points="{steps}"/>'
+
+
+def _bar_x(value: float, end: float) -> float:
+    return round(_BAR_MARGIN + value / end * (_WIDTH - 2 * _BAR_MARGIN), 1)
+
+
+def _bar(bar: Bar, number: int, end: float, form: Form) -> str:
+    """Name and value above the bar, and on it a line over its range."""
+    top = number * _BAR_PITCH
+    middle = top + _BAR_TOP + _BAR_HEIGHT / 2
+    low, high = _bar_x(bar.low, end), _bar_x(bar.high, end)
+    width = round(_bar_x(bar.value, end) - _BAR_MARGIN, 1)
+    return (
+        f'<text class=name x={_BAR_MARGIN} y="{top + 13}">{escape(bar.name)}</text>'
+        f'<text class=value x={_WIDTH - _BAR_MARGIN} y="{top + 13}" text-anchor=end>{escape(form(bar.value))}</text>'
+        f'<rect class="{bar.kind}" x={_BAR_MARGIN} y="{top + _BAR_TOP}" width="{width}" height={_BAR_HEIGHT} rx=3 />'
+        f'<line class=range x1="{low}" x2="{high}" y1="{middle}" y2="{middle}" />'
+    )
+
+
+def _limit(name: str, value: str, at: float | None, bars: int) -> str:
+    """A line across each bar with its name below all; without a place, the name alone."""
+    below = bars * _BAR_PITCH + 13
+    if at is None:
+        words = escape(f"{name}: {value}, off to the right")
+        return f'<text class=note x={_WIDTH - _BAR_MARGIN} y="{below}" text-anchor=end>{words} \N{RIGHTWARDS ARROW}</text>'
+    tops = [number * _BAR_PITCH + _BAR_TOP for number in range(bars)]
+    lines = (
+        f'<line class=limit x1="{at}" x2="{at}" y1="{top - 3}" y2="{top + _BAR_HEIGHT + 3}" />'
+        for top in tops
+    )
+    side = "end" if at > _WIDTH / 2 else "start"
+    words = escape(f"{name}: {value}")
+    return f'{"".join(lines)}<text class=note x="{at}" y="{below}" text-anchor={side}>{words}</text>'
 
 
 def _legend(series: Sequence[Series]) -> str:

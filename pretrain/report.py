@@ -7,7 +7,6 @@ sentences are filled in by our own encoder.
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import json
 import re
@@ -21,8 +20,8 @@ from typing import Any
 from pretrain.charts import Series, line_chart
 from pretrain.config import RunConfig, dump_config, load_config
 from pretrain.errors import InputError
-from pretrain.files import atomic_open
 from pretrain.fillings import Filling, fill, held_out_sentences, read_vocabulary
+from pretrain.pages import write_page
 from pretrain.tracking import clock, read_records
 
 SENTENCES = 10
@@ -34,17 +33,10 @@ def write_report(run_dir: Path, out: Path) -> Path:
     The ten filled sentences need the run's export in `run_dir/export`; without it the page says so.
     Raises `InputError` where the run has no config or no records.
     """
-    import jinja2
-
     run = _Run.read(run_dir)
-    templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("pretrain"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    page = templates.get_template("report.html.j2").render(
+    return write_page(
+        out,
+        "report.html.j2",
         run=run,
         model=_model_line(run.config),
         tiles=_tiles(run),
@@ -53,11 +45,7 @@ def write_report(run_dir: Path, out: Path) -> Path:
         card=_card(run.card),
         config_yaml=dump_config(run.config),
         environment=list(_flat(run.environment)),
-        written=datetime.datetime.now(datetime.timezone.utc).strftime("%d %B %Y, %H:%M UTC"),
     )
-    with atomic_open(out, "w") as file:
-        file.write(page)
-    return out
 
 
 def summary(run_dir: Path) -> str:

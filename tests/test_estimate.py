@@ -94,7 +94,8 @@ def test_flops_are_what_torch_counts():
     h, f = shape.hidden, shape.intermediate
     skipped = 6 * (h * h + 2 * h * f) * (length - masked - 1)
     attention = 3 * 2 * 2 * shape.layers * h * length * length  # forward and backward, scores and context
-    counted = counter.get_total_flops() + skipped + attention
+    column_sums = 2 * masked * vocabulary  # made as a product with ones
+    counted = counter.get_total_flops() + skipped + attention - column_sums
     assert estimate.step_flops(config, vocabulary, [length], masked) == pytest.approx(counted, rel=1e-9)
 
 
@@ -163,7 +164,10 @@ def saved_bytes(config: RunConfig, vocabulary: int) -> int:
 
     dtype = torch.float32 if config.engine.precision == "fp32" else torch.bfloat16
     model = PretrainingModel(
-        config.model, vocabulary, activation_checkpointing=config.engine.activation_checkpointing
+        config.model,
+        vocabulary,
+        compile=config.engine.compile,
+        activation_checkpointing=config.engine.activation_checkpointing,
     ).to(dtype)
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}
     saved: dict[int, int] = {}
@@ -180,14 +184,15 @@ def saved_bytes(config: RunConfig, vocabulary: int) -> int:
     return sum(saved.values())
 
 
+@pytest.mark.parametrize("compile", [True, False])
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_activations_are_what_torch_saves(precision: Any):
-    """Beside what is saved, the estimate has one layer's working space and the logits' gradient."""
+def test_activations_are_what_torch_saves(precision: Any, compile: bool):
+    """Beside what is saved, the estimate has one layer's working space."""
     vocabulary = 64
     config = make_config(
         vocabulary=vocabulary,
         model=Model(size="custom", layers=4, hidden=128, heads=2, hidden_dropout=0.1),
-        engine=Engine(precision=precision, micro_batch_tokens=1024, compile=False),  # pyright: ignore[reportArgumentType]
+        engine=Engine(precision=precision, micro_batch_tokens=1024, compile=compile),  # pyright: ignore[reportArgumentType]
     )
     width = 4 if precision == "fp32" else 2
     working = width * 1024 * (2 * 512 + 10 * 128)
@@ -201,7 +206,7 @@ def test_checkpointing_keeps_the_layers_inputs():
     less = make_config(model=model, engine=Engine(activation_checkpointing=True))
     tokens = plain.engine.micro_batch_tokens
     dropped = [estimate.memory_bytes(c, 1, 1, "cuda")["activations"] for c in (plain, less)]
-    assert dropped[1] < dropped[0] / 5
+    assert dropped[1] < dropped[0] / 4
     assert dropped[1] > 24 * 2 * tokens * 1024
 
 

@@ -89,7 +89,7 @@ def test_gradients_equal_transformers_and_reach_every_parameter(peer) -> None:
     expected = to_hf(ours)
     for name, gradient in expected.items():
         assert gradient.abs().max() > 0, name
-        torch.testing.assert_close(gradient, theirs[name], atol=1e-5, rtol=1e-4, msg=name)
+        torch.testing.assert_close(gradient, theirs[name], atol=1e-5, rtol=1e-4)
 
 
 def naive_attention(qkv: Tensor, lengths: tuple[int, ...], heads: int) -> Tensor:
@@ -111,12 +111,31 @@ def test_attention_equals_its_naive_twin(lengths: tuple[int, ...]) -> None:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     keys = torch.zeros(sum(lengths), dtype=torch.int32)
     probe = torch.randn(sum(lengths), 24)
-    ours, _ = grouped_attention(qkv, bias, cu_seqlens, 3, keys, 0.0, False)
+    ours, _ = grouped_attention(qkv, bias, cu_seqlens, None, 3, keys, 0.0, False)
     ours_gradients = torch.autograd.grad((ours * probe).sum(), (qkv, bias))
     theirs = naive_attention(qkv + bias, lengths, 3)
     their_gradients = torch.autograd.grad((theirs * probe).sum(), (qkv, bias))
     torch.testing.assert_close(ours, theirs)
     torch.testing.assert_close(ours_gradients, their_gradients)
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.2])
+@pytest.mark.parametrize("asked", [(0,), (0, 2, 5, 12, 13, 40, 41, 41, 76), (3, 4), tuple(range(77))])
+def test_attention_for_some_queries_is_a_part_of_all(asked: tuple[int, ...], dropout: float) -> None:
+    """Sequences that ask nothing or everything; the same context, and gradients of exactly those rows."""
+    torch.manual_seed(0)
+    lengths, rows = (5, 7, 21, 21, 23), torch.tensor(asked)
+    batch = make_batch(lengths)
+    qkv, bias = torch.randn(77, 3 * 24, requires_grad=True), torch.randn(3 * 24, requires_grad=True)
+    probe = torch.randn(len(rows), 24)
+    results = []
+    for queries in (None, rows):
+        context, _ = grouped_attention(
+            qkv, bias, batch.cu_seqlens, queries, 3, batch.token_keys, dropout, False
+        )
+        context = context if queries is not None else context[rows]
+        results.append((context, *torch.autograd.grad((context * probe).sum(), (qkv, bias))))
+    torch.testing.assert_close(results[0], results[1])
 
 
 def test_attention_pieces_smaller_than_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,7 +151,7 @@ def test_attention_dropout_has_the_right_rate_and_gradient() -> None:
     qkv = torch.randn(54, 3 * 8, dtype=torch.float64, requires_grad=True)
 
     def run(x: Tensor) -> Tensor:
-        return grouped_attention(x, x.new_zeros(24), cu_seqlens, heads, keys, dropout, False)[0]
+        return grouped_attention(x, x.new_zeros(24), cu_seqlens, None, heads, keys, dropout, False)[0]
 
     # Values of 1: a row's context is then the sum of its weights, 1 in the mean.
     ones = torch.cat([torch.zeros(54, 16), torch.ones(54, 8)], 1).double()
@@ -151,13 +170,13 @@ def test_attention_dropout_has_the_right_rate_and_gradient() -> None:
 def test_groups_hold_every_token_once_and_waste_little() -> None:
     lengths = [3, 4, 5, 50, 52, 100, 110, 111, 112]
     boundaries = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    groups = group_sequences(tuple(boundaries), torch.device("cpu"))
-    assert [(g.first, g.last) for g in groups] == list(
-        zip([0, *[g.last for g in groups[:-1]]], [g.last for g in groups], strict=True)
-    )
-    rows = torch.cat([group.rows_GL.flatten()[group.place_T] for group in groups])
-    assert rows.tolist() == list(range(sum(lengths)))
-    assert sum(group.rows_GL.numel() for group in groups) <= 1.12 * sum(lengths)
+    groups = group_sequences(tuple(boundaries), None, torch.device("cpu"))
+    rows = [list(range(sum(lengths)))[group.keys.range] for group in groups]
+    assert [row for group in rows for row in group] == list(range(sum(lengths)))
+    for group, expected in zip(groups, rows, strict=True):
+        assert group.keys.number_GL.flatten()[group.keys.place_T].tolist() == expected
+        assert group.keys.number_GL[group.keys.real_GL].tolist() == expected
+    assert sum(group.keys.number_GL.numel() for group in groups) <= 1.12 * sum(lengths)
 
 
 @pytest.mark.parametrize("training", [False, True])

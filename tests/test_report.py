@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from corpora import SPECIALS, write_corpus
+from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -101,47 +101,9 @@ def records() -> list[dict[str, Any]]:
     return [*found[:5], {**validation, "step": 50, "mlm_loss": 3.5}, *found[5:], {**validation, "step": 100}]
 
 
-class Page(HTMLParser):
-    """What a browser would make of the page: its text, its tags, and everything it would go and fetch."""
-
-    def __init__(self, html: str) -> None:
-        super().__init__()
-        self.text = ""
-        self.fetched: list[str] = []
-        self.charts: list[list[dict[str, Any]]] = []
-        self.open: list[str] = []
-        self.feed(html)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        values = dict(attrs)
-        self.fetched += [
-            f"{tag} {values[key]}" for key in ("src", "href", "srcset", "xlink:href") if key in values
-        ]
-        if tag == "link" or (tag == "script" and "src" in values):
-            self.fetched.append(tag)
-        if "data-chart" in values:
-            self.charts.append(json.loads(values["data-chart"] or ""))
-        if tag not in ("meta", "line", "polyline", "circle"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag: str) -> None:
-        if tag not in ("meta", "line", "polyline", "circle"):
-            assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if not self.open or self.open[-1] not in ("style", "script"):
-            self.text += data
-
-
 class TestPage:
     def test_stands_alone_and_is_well_formed(self, run: Path, tmp_path: Path) -> None:
-        html = report.write_report(run, tmp_path / "report.html").read_text()
-        page = Page(html)
-        assert page.fetched == []
-        assert page.open == []
-        for reference in ("url(", "@import", "fetch(", "XMLHttp"):
-            assert reference not in html
-        assert html.replace("http://www.w3.org/2000/svg", "").count("http") == 0
+        Page(report.write_report(run, tmp_path / "report.html").read_text()).assert_stands_alone()
 
     def test_shows_the_figures_of_the_last_evaluation_and_the_medians(
         self, run: Path, tmp_path: Path

@@ -28,6 +28,7 @@ import torch
 from pretrain.batches.loader import BatchMaker, Loader
 from pretrain.config import Corpus, Phase, RunConfig
 from pretrain.corpus.shards import Shard, TokenShards, open_shards
+from pretrain.errors import InputError
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCABULARY_SIZE = 30522
@@ -118,6 +119,11 @@ def _peer(shards: TokenShards, length: int, sequences: int) -> Callable[[], obje
         }
         for begin in range(0, min(len(tokens), 8192 * room) - room, room)
     ]
+    if len(held) < sequences:  # else the loader would be empty, and `batches` search for ever
+        raise InputError(
+            f"--corpus: {shards.folder}: its first shard fills {len(held)} sequences of {length}, less than a "
+            f"batch of {sequences}. Use a larger corpus, or fewer --sequences."
+        )
     loader = DataLoader(held, batch_size=sequences, shuffle=True, collate_fn=collator, drop_last=True)  # type: ignore[arg-type]
     batches = itertools.chain.from_iterable(itertools.repeat(loader))
     return lambda: next(batches)

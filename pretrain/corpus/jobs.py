@@ -6,6 +6,7 @@ that whatever exists is whole. A process keeps its table of words from job to jo
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -96,24 +97,29 @@ def load_documents(path: Path) -> np.ndarray:
 class _Process:
     """State of this process: settings, the tokenizer, and the words it has met."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, tokenizer: Tokenizer | None) -> None:
         self.settings = settings
         self.work = Path(settings.work)
         self.table = WordTable()
         self.dtype = np.dtype(np.uint16)
         self.unknown_id = -1
-        self._tokenizer: Tokenizer | None = None
+        self._tokenizer = tokenizer
         self._pieces: WordPieces | None = None
+        if tokenizer is not None:
+            self._knows(tokenizer)
 
     def pieces(self) -> WordPieces:
         """The tokens of the words of `table`."""
         if self._pieces is None:
             if self._tokenizer is None:
                 self._tokenizer = Tokenizer.from_file(str(self.work / TOKENIZER))
-                self.dtype = token_dtype(self._tokenizer.get_vocab_size())
-                self.unknown_id = special_ids(self._tokenizer)["unk"]
+                self._knows(self._tokenizer)
             self._pieces = WordPieces(self._tokenizer, self.table)
         return self._pieces
+
+    def _knows(self, tokenizer: Tokenizer) -> None:
+        self.dtype = token_dtype(tokenizer.get_vocab_size())
+        self.unknown_id = special_ids(tokenizer)["unk"]
 
     def renew(self) -> None:
         """Forget the words if there are too many."""
@@ -124,11 +130,15 @@ class _Process:
 _process: _Process | None = None
 
 
-def start_process(settings: Settings, *, child: bool = True) -> None:
-    """Make this process ready for jobs. A child leaves Ctrl-C to its parent and never outlives it."""
+def start_process(settings: Settings, tokenizer: Tokenizer | None, *, child: bool = True) -> None:
+    """Make this process ready for jobs, with the vocabulary's tokenizer where it is given beforehand.
+
+    A child leaves Ctrl-C to its parent and never outlives it.
+    """
     global _process
-    _process = _Process(settings)
+    _process = _Process(settings, tokenizer)
     if child:
+        gc.freeze()  # nothing of what a fork took along needs looking through again
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=_end_with_parent, daemon=True).start()

@@ -182,7 +182,7 @@ def _training_text(words: dict[str, int]) -> Iterator[str]:
 
 def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """Write tokenizer.json, vocab.txt and tokenizer_config.json, the files of a released BERT."""
-    normalizer = json.loads(tokenizer.to_str())["normalizer"]
+    normalizer: Any = tokenizer.normalizer
     ordered = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     with atomic_open(folder / "tokenizer.json", "w") as file:
         file.write(tokenizer.to_str(pretty=True))
@@ -192,9 +192,9 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
         folder / "tokenizer_config.json",
         {
             "tokenizer_class": "BertTokenizer",
-            "do_lower_case": normalizer["lowercase"],
-            "strip_accents": normalizer["strip_accents"],
-            "tokenize_chinese_chars": normalizer["handle_chinese_chars"],
+            "do_lower_case": normalizer.lowercase,
+            "strip_accents": normalizer.strip_accents,
+            "tokenize_chinese_chars": normalizer.handle_chinese_chars,
             "model_max_length": 512,
             **{f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS},
         },

@@ -64,9 +64,9 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(Layer(shape, compile) for _ in range(shape.layers))
 
     def encode(self, batch: UnpaddedBatch, rows_R: Tensor | None = None) -> Tensor:
-        """Last hidden states [T, H], or [R, H] at the token rows `rows_R` (int64) alone.
+        """Last hidden states [T, H], or [R, H] at the token rows `rows_R` (int64, ascending) alone.
 
-        Rows that nobody asks for skip the last layer's projection and feed-forward network.
+        Rows that nobody asks for only serve as keys and values in the last layer.
         """
         # Dropout is drawn from the sample and the place, never from a generator's state: law 1 reaches to here.
         keys_T = batch.token_keys
@@ -103,7 +103,7 @@ class Embeddings(nn.Module):
 
     def forward(self, input_ids: Tensor, token_types: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
         """int64 [T] three times and int32 [T] -> [T, H]."""
-        # The look-ups stay outside: torch 2.13 compiles them for CPU so that they read past their indices.
+        # The look-ups stay outside: torch's own gradient of them is faster than the compiled one.
         return program(embed, self.fused)(
             F.embedding(input_ids, self.word), F.embedding(positions, self.position), token_types, keys,
             self.token_type, self.norm_weight, self.norm_bias, self.dropout if self.training else 0.0,
@@ -155,12 +155,11 @@ class Layer(nn.Module):
         """[T, H] -> [T, H], or [R, H] of `rows_R`."""
         shape, training = self.shape, self.training
         context_TH = self_attention(
-            hidden_TH, self.qkv_weight, self.qkv_bias, cu_seqlens, max_seqlen, shape.heads, keys_T,
+            hidden_TH, self.qkv_weight, self.qkv_bias, cu_seqlens, max_seqlen, rows_R, shape.heads, keys_T,
             shape.attention_dropout if training else 0.0, self.fused,
         )  # fmt: skip
         if rows_R is not None:
-            context_TH, hidden_TH = (x.index_select(0, rows_R) for x in (context_TH, hidden_TH))
-            keys_T = keys_T[rows_R]
+            hidden_TH, keys_T = hidden_TH.index_select(0, rows_R), keys_T[rows_R]
         weights = AfterAttention(*(getattr(self, name) for name in AfterAttention._fields))
         dropout = shape.hidden_dropout if training else 0.0
         return program(after_attention, self.fused)(context_TH, hidden_TH, keys_T, weights, dropout)

@@ -57,8 +57,8 @@ class PretrainingModel(Encoder):
 
     def forward(self, batch: PretrainingBatch) -> Losses:
         """Losses and right answers of one micro-batch; only rows that a loss looks at reach the heads."""
-        first_S = batch.cu_seqlens[:-1].long()
-        hidden_RH = self.encode(batch, torch.cat([first_S, batch.masked_rows]))
+        rows_R, order_R = torch.cat([batch.cu_seqlens[:-1].long(), batch.masked_rows]).sort()
+        hidden_RH = self.encode(batch, rows_R)[order_R.argsort()]
         return self.heads(hidden_RH, self.embeddings.word, batch.masked_labels, batch.nsp_labels)
 
     def masked_logits(self, batch: PretrainingBatch) -> Tensor:

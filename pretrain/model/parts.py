@@ -29,7 +29,7 @@ def hash_dropout(x_TH: Tensor, keys_T: Tensor, use: int, dropout: float) -> Tens
     if dropout == 0:
         return x_TH
     along_H = torch.arange(x_TH.shape[1], device=x_TH.device, dtype=torch.int32) * ALONG
-    keep_TH = keep_mask(keys_T[:, None] + (along_H + use * 0x27D4EB2F), dropout)
+    keep_TH = keep_mask((keys_T[:, None] ^ (use * 0x27D4EB2F)) + along_H, dropout)
     return torch.where(keep_TH, x_TH * (1 / (1 - dropout)), 0.0)
 
 
