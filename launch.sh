@@ -17,7 +17,7 @@ usage() {
   export   RUN DIR           the run's checkpoint in the Hugging Face layout
   report   RUN               curves, corpus card and filled-in masks of a run as one HTML page
   doctor                     what this machine has and what is missing
-  bench    NAME              measurements beside other systems
+  bench    NAME              measurements beside other systems; `all` of them, `compare` two of its results
   test     [pytest args]     lint, types and tests; with arguments only pytest, with them
 
 The first use sets up .venv beside this file. PYTHON=/path/to/python3 chooses the Python for it (3.10 to 3.13).

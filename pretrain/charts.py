@@ -80,7 +80,7 @@ def line_chart(
 
 def ticks(low: float, high: float, count: int, inside: bool = False) -> list[float]:
     """About `count` round numbers that span from `low` to `high`; with `inside`, that lie between them."""
-    if high - low < 1e-300:  # equal, or too near for arithmetic
+    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-288):  # equal, or too near for arithmetic
         high = low + (abs(low) if abs(low) > 1e-300 else 1.0)
     raw = (high - low) / count
     size = 10.0 ** math.floor(math.log10(raw))

@@ -1,0 +1,187 @@
+"""`bench all`: every benchmark in turn, each in a fresh process, as one table, bench.json and bench.html.
+
+What is measured: the training step (Mini at 512 and 128 tokens, and Base, unless --quick), the loader, the
+preparation. Beside each figure stand a peer, the ratio to it, and a limit. A full run takes about half an hour on
+two cores, a quick one about five minutes; nothing else should run on the machine meanwhile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.bench import page, results
+from pretrain.bench.results import Failure, Machine, Results, Row, Run
+from pretrain.errors import InputError, MachineError
+from pretrain.files import disk_errors, read_manifest, sha256_file
+from pretrain.preflight import environment
+
+LENGTHS = (512, 128)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One benchmark: its name in the table, and the command, whose last line of output is its JSON."""
+
+    what: str
+    kind: str
+    command: tuple[str, ...]
+
+    @classmethod
+    def of(cls, what: str, kind: str, *options: object) -> Job:
+        command = (sys.executable, "-m", "pretrain", "bench", kind, *map(str, options), "--json")
+        return cls(what, kind, command)
+
+
+def main(argv: list[str]) -> int:
+    """Measure, print the table and write both files; 3 where a benchmark failed."""
+    options = _parser().parse_args(argv)
+    inputs = _inputs(options.corpus, options.text)
+    about = environment([])
+    out: Path = options.out or _default_folder(about["git_commit"])
+    with disk_errors(out):  # before the long measuring, not after it
+        out.mkdir(parents=True, exist_ok=True)
+    found = collect(jobs(options.corpus, options.text, quick=options.quick), out, about, inputs)
+    results.write(found, out / "bench.json")
+    page.write(found, out / "bench.html")
+    print(f"{results.table(found)}\n\n{out / 'bench.json'}\n{(out / 'bench.html').resolve().as_uri()}")
+    return MachineError.exit_code if found.failed else 0
+
+
+def jobs(corpus: Path, text: Path, *, quick: bool) -> list[Job]:
+    """The benchmarks in the order in which they run."""
+    repeats = {"mini": 7} if quick else {"mini": 7, "base": 5}
+    return [
+        *(
+            Job.of(
+                f"step {size} @{length}", "step", "--corpus", corpus, "--sizes", size, "--lengths", length,
+                "--repeats", count,
+            )
+            for size, count in repeats.items()
+            for length in LENGTHS
+        ),
+        Job.of("loader", "loader", "--corpus", corpus, "--lengths", *LENGTHS),
+        Job.of(
+            "prepare", "prepare", "--file", text, "--vocabulary", corpus, "--limit-mb", 10 if quick else 50,
+            "--repeats", 3,
+        ),
+    ]  # fmt: skip
+
+
+def collect(planned: list[Job], out: Path, about: dict[str, Any], inputs: dict[str, str]) -> Results:
+    """Run the jobs one after the other, never two at a time, and make the rows of what they found.
+
+    Args:
+        planned: the jobs.
+        out: existing folder, in which a failed job leaves what it wrote to stderr.
+        about: the machine and the code, as `preflight.environment` has them.
+        inputs: digests of the corpus and the text.
+    """
+    runs = []
+    for number, job in enumerate(planned, start=1):
+        print(f"[{number}/{len(planned)}] {job.what} ... ", end="", file=sys.stderr, flush=True)
+        runs.append(_run(job, out))
+        ended = "failed after " if runs[-1].failed else ""
+        print(f"{ended}{runs[-1].seconds:.0f} s", file=sys.stderr, flush=True)
+    steps = [run.result for run in runs if run.kind == "step" and run.result]
+    return Results(
+        date=about["started"],
+        commit=about["git_commit"],
+        machine=_machine(about, steps),
+        inputs=inputs,
+        rows=[row for run in runs for row in _rows(run, steps)],
+        runs=runs,
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="bench all",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="Exit codes: 0 done, 2 your input, 3 a benchmark failed; its row says why, the others are measured.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--corpus", type=Path, required=True, metavar="DIR", help="prepared corpus folder")
+    parser.add_argument(
+        "--text", type=Path, required=True, metavar="FILE",
+        help="WikiExtractor file to prepare: its first 50 MB, with --quick 10 MB",
+    )  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="without BERT-Base, and with less text")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="otherwise runs/bench-DATE-TIME-COMMIT, below this folder"
+    )
+    return parser
+
+
+def _inputs(corpus: Path, text: Path) -> dict[str, str]:
+    """Digests of the corpus and the text, so that unlike ones are not compared unawares."""
+    if not text.is_file():
+        raise InputError(f"--text: {text}: not found, or not a file. Give a WikiExtractor file.")
+    fingerprint = read_manifest(corpus).get("fingerprint")
+    if not isinstance(fingerprint, str):
+        raise InputError(f"--corpus: {corpus}: no prepared corpus. Make one with `prepare`.")
+    return {"corpus": fingerprint[:16], "text": sha256_file(text)[:16]}
+
+
+def _default_folder(commit: str | None) -> Path:
+    now = datetime.datetime.now().strftime("%Y%m%d-%H%M")
+    return Path("runs", f"bench-{now}-{results.short_commit(commit)}")
+
+
+def _run(job: Job, out: Path) -> Run:
+    """Run the job to its end. Where it fails, its stderr goes to a log in `out`, and its last line is the reason."""
+    began = time.perf_counter()
+    done = subprocess.run(job.command, capture_output=True, text=True)
+    seconds = time.perf_counter() - began
+    result, failed = _outcome(done)
+    if failed:
+        log = out / f"{re.sub('[^a-z0-9]+', '-', job.what)}.log"
+        log.write_text(done.stderr, encoding="utf-8")
+        failed += f" (its output: {log})"
+    command = shlex.join(job.command[1:])
+    return Run(what=job.what, kind=job.kind, command=command, seconds=seconds, result=result, failed=failed)
+
+
+def _outcome(done: subprocess.CompletedProcess[str]) -> tuple[dict[str, Any] | None, str]:
+    """The JSON that was printed and "", or None and the reason."""
+    if done.returncode:
+        last = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
+        return None, last or f"ended with {done.returncode}"
+    try:
+        return json.loads(done.stdout.strip().rpartition("\n")[2]), ""
+    except ValueError:
+        return None, "printed no JSON"
+
+
+def _rows(run: Run, steps: list[dict[str, Any]]) -> Sequence[Row | Failure]:
+    if run.result is None:
+        return [Failure(what=run.what, failed=run.failed)]
+    if run.kind == "step":
+        return results.step_rows(run.result)
+    if run.kind == "loader":
+        return results.loader_rows(run.result, [one for step in steps for one in step["results"]])
+    return results.prepare_rows(run.result)
+
+
+def _machine(about: dict[str, Any], steps: list[dict[str, Any]]) -> Machine:
+    return Machine(
+        cpu=about["cpu"],
+        cores=about["cpu_cores"],
+        threads=steps[0]["threads"] if steps else None,
+        gpus=[gpu or "unknown" for gpu in about["gpus"]],
+        memory_bytes=about["memory_bytes"],
+        platform=about["platform"],
+        python=about["python"],
+        packages=about["packages"],
+    )

@@ -1,0 +1,27 @@
+"""HTML pages that stand alone: one frame and style sheet for all (templates/page.html.j2), nothing fetched."""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+from typing import Any
+
+from pretrain.files import atomic_open
+
+
+def write_page(out: Path, template: str, **values: Any) -> Path:
+    """Write `template`, filled with `values` and with `written`, the time of now, to `out`, atomically."""
+    import jinja2
+
+    templates = jinja2.Environment(
+        loader=jinja2.PackageLoader("pretrain"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    written = datetime.datetime.now(datetime.timezone.utc).strftime("%d %B %Y, %H:%M UTC")
+    page = templates.get_template(template).render(**values, written=written)
+    with atomic_open(out, "w") as file:
+        file.write(page)
+    return out

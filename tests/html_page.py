@@ -1,0 +1,48 @@
+"""A parser of the HTML pages that are written, for their tests."""
+
+from __future__ import annotations
+
+import json
+from html.parser import HTMLParser
+from typing import Any
+
+
+class Page(HTMLParser):
+    """What a browser would make of the page: its text, its tags, and everything it would go and fetch."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.text = ""
+        self.fetched: list[str] = []
+        self.charts: list[list[dict[str, Any]]] = []
+        self.open: list[str] = []
+        self.html = html
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        values = dict(attrs)
+        self.fetched += [
+            f"{tag} {values[key]}" for key in ("src", "href", "srcset", "xlink:href") if key in values
+        ]
+        if tag == "link" or (tag == "script" and "src" in values):
+            self.fetched.append(tag)
+        if "data-chart" in values:
+            self.charts.append(json.loads(values["data-chart"] or ""))
+        if tag not in ("meta", "line", "polyline", "circle"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in ("meta", "line", "polyline", "circle"):
+            assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if not self.open or self.open[-1] not in ("style", "script"):
+            self.text += data
+
+    def assert_stands_alone(self) -> None:
+        """Well-formed, and nothing to fetch."""
+        assert self.open == []
+        assert self.fetched == []
+        for reference in ("url(", "@import", "fetch(", "XMLHttp"):
+            assert reference not in self.html
+        assert "http" not in self.html.replace("http://www.w3.org/2000/svg", "")
