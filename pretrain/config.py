@@ -23,6 +23,11 @@ from pretrain.errors import InputError
 _RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 
+# Scores of the vocabulary that the model makes at a time: 2^26 bf16 entries are 128 MiB. Smaller pieces would add up
+# the decoder's gradient more often. Here, because the memory estimate knows it too and must not load torch.
+LOGITS_PER_PIECE = 1 << 26
+
+
 class Section(BaseModel):
     """Base of all sections: frozen, unknown keys refused, descriptions kept."""
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pretrain.config import Model, Phase, RunConfig, dump_config
+from pretrain.config import LOGITS_PER_PIECE, Model, Phase, RunConfig, dump_config
 from pretrain.errors import InputError
 from pretrain.files import MANIFEST, read_manifest
 
@@ -214,8 +214,6 @@ def _activation_bytes(config: RunConfig, workers: int) -> int:
 
 def _logits_bytes(config: RunConfig, vocabulary: int, workers: int) -> int:
     """One piece of the masked tokens' scores with its gradient, and the gradient of the decoder that waits."""
-    from pretrain.model.vocabulary import LOGITS_PER_PIECE  # not at the top: it loads torch
-
     masked = round(config.masking.probability * micro_batch_tokens(config, workers))
     piece = min(masked * vocabulary, LOGITS_PER_PIECE)
     b = 4 if config.engine.precision == "fp32" else 2

@@ -275,7 +275,9 @@ def test_every_head_of_every_layer_drops_by_a_mask_of_its_own() -> None:
 
 
 def test_a_tie_for_the_top_score_counts_as_its_share() -> None:
-    _, correct = vocabulary_losses(torch.zeros(6, 8), torch.zeros(10, 8), torch.zeros(10), torch.arange(6), False)
+    _, correct = vocabulary_losses(
+        torch.zeros(6, 8), torch.zeros(10, 8), torch.zeros(10), torch.arange(6), False
+    )
     assert correct.item() == pytest.approx(6 / 10)
 
 

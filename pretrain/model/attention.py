@@ -205,7 +205,9 @@ def _grouped_attention_backward(
     for group in _groups(cu_seqlens, rows):
         q_BQD, k_BLD, v_BLD = _project(pieces, qkv, bias, group, rows, heads)
         asking = group.queries
-        do_BQD, delta_BQ = pieces.grad_to_heads(grad_context, context, asking.number_GL, asking.real_GL, heads)
+        do_BQD, delta_BQ = pieces.grad_to_heads(
+            grad_context, context, asking.number_GL, asking.real_GL, heads
+        )
         lse_BQ = _per_token_to_heads(lse, asking.number_GL)
         keys_BQ = _keys_to_heads(keys, _rows(group, rows), heads) if dropout else None
         mask_BL = group.mask_GL.repeat_interleave(heads, 0)

@@ -15,10 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pretrain.config import LOGITS_PER_PIECE
 from pretrain.model.attention import program
-
-# Logits of one piece: 2^26 bf16 entries are 128 MiB. Smaller pieces add up the [V, H] gradient more often.
-LOGITS_PER_PIECE = 1 << 26
 
 
 def vocabulary_losses(
@@ -44,7 +42,13 @@ def vocabulary_losses(
 class _VocabularyLosses(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, word: Tensor, bias: Tensor, labels: Tensor, fused: bool, needs_gradient: bool
+        ctx: Any,
+        hidden: Tensor,
+        word: Tensor,
+        bias: Tensor,
+        labels: Tensor,
+        fused: bool,
+        needs_gradient: bool,
     ) -> tuple[Tensor, Tensor]:
         totals = torch.zeros(2, device=hidden.device)
         grad_hidden, grad_word, grad_bias = torch.empty_like(hidden), None, None
