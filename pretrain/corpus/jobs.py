@@ -6,6 +6,8 @@ that whatever exists is whole. A process keeps its table of words from job to jo
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import gc
 import os
 import signal
@@ -32,6 +34,7 @@ DOCUMENT = np.dtype(
 HISTOGRAM_BINS = 33  # bin b counts lengths of b bits: 1, 2-3, 4-7, ...
 _BATCH_BYTES = 2 << 20  # text cut into columns at once: less costs calls, more does not fit the cache
 _PART_BYTES = 32 << 20  # text per part file at most
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
 @dataclass(frozen=True)
@@ -106,20 +109,17 @@ class _Process:
         self._tokenizer = tokenizer
         self._pieces: WordPieces | None = None
         if tokenizer is not None:
-            self._knows(tokenizer)
+            self.pieces()  # now, while the coordinating process has preparations of its own
 
     def pieces(self) -> WordPieces:
         """The tokens of the words of `table`."""
         if self._pieces is None:
             if self._tokenizer is None:
                 self._tokenizer = Tokenizer.from_file(str(self.work / TOKENIZER))
-                self._knows(self._tokenizer)
+            self.dtype = token_dtype(self._tokenizer.get_vocab_size())
+            self.unknown_id = special_ids(self._tokenizer)["unk"]
             self._pieces = WordPieces(self._tokenizer, self.table)
         return self._pieces
-
-    def _knows(self, tokenizer: Tokenizer) -> None:
-        self.dtype = token_dtype(tokenizer.get_vocab_size())
-        self.unknown_id = special_ids(tokenizer)["unk"]
 
     def renew(self) -> None:
         """Forget the words if there are too many."""
@@ -136,12 +136,21 @@ def start_process(settings: Settings, tokenizer: Tokenizer | None, *, child: boo
     A child leaves Ctrl-C to its parent and never outlives it.
     """
     global _process
-    _process = _Process(settings, tokenizer)
     if child:
         gc.freeze()  # nothing of what a fork took along needs looking through again
+        _hold_freed_memory()
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=_end_with_parent, daemon=True).start()
+    _process = _Process(settings, tokenizer)
+
+
+def _hold_freed_memory() -> None:
+    """Keep freed memory for the next batch: with glibc's own thresholds the kernel clears fresh pages each time."""
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        library = ctypes.CDLL(None)
+        library.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
+        library.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
 
 
 def _end_with_parent() -> None:

@@ -14,9 +14,10 @@ class KeyTable:
     _HASH = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, Knuth's multiplicative hash
     _MIX = np.uint64(0xC2B2AE3D27D4EB4F)  # xxHash64's second prime
 
-    def __init__(self, columns: int) -> None:
+    def __init__(self, columns: int, *, room: int = 1000) -> None:
+        """`room`: keys it has slots for from the start; it grows with what comes."""
         self._columns = columns
-        self._bits = 12
+        self._bits = (3 * room).bit_length()
         self._used = 0
         self._allocate()
 

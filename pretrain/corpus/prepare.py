@@ -168,6 +168,7 @@ class _Preparation:
         documents = _Documents.load(self._work, summaries, self._corpus.validation_fraction)
         plan = documents.plan(self._corpus.shard_tokens)
         results = self._write_shards(pool, documents, plan)
+        pool.dismiss()
         self._finish(tokenizer, documents, plan, results, hashes)
 
     # ------------------------------------------------------------ settings
@@ -181,6 +182,7 @@ class _Preparation:
             vocabulary_given=self._tokenizer is not None,
         )
 
+    @functools.cached_property
     def _settings(self) -> dict[str, Any]:
         """Everything that decides the tokens, under the names of the config."""
         corpus, vocabulary = self._corpus, self._corpus.vocabulary
@@ -202,7 +204,7 @@ class _Preparation:
     def _check_finished(self) -> None:
         """Refuse a folder made with other settings. Names, weights and licences may change: they are renewed."""
         manifest = read_manifest(self._folder)
-        before, now = manifest["settings"], self._settings()
+        before, now = manifest["settings"], self._settings
         for number, inputs in enumerate(self._inputs):
             key = f"corpus.sources.{number}.path"
             if number < len(manifest["sources"]) and before.get(key) != now[key]:
@@ -253,9 +255,9 @@ class _Preparation:
         with locked(self._work / "lock", refusal):
             settings = self._work / "settings.json"
             if settings.exists():
-                self._refuse_changes(json.loads(settings.read_text(encoding="utf-8")), self._settings())
+                self._refuse_changes(json.loads(settings.read_text(encoding="utf-8")), self._settings)
             else:
-                write_json(settings, self._settings())
+                write_json(settings, self._settings)
             for leftover in (*self._work.glob(".*.tmp"), *self._folder.glob(".*.tmp")):
                 leftover.unlink(missing_ok=True)
             yield
@@ -403,7 +405,7 @@ class _Preparation:
             "special_ids": special,
             "sources": entries,
             "shards": shards,
-            "settings": self._settings(),
+            "settings": self._settings,
             "files": {
                 name: {
                     "bytes": (self._folder / name).stat().st_size,
@@ -606,6 +608,7 @@ class _Pool:
         self._processes = processes
         self._begin_with = settings, tokenizer
         self._executor: ProcessPoolExecutor | None = None
+        self._ending: threading.Thread | None = None
 
     def __enter__(self) -> _Pool:
         if self._processes == 1:
@@ -622,8 +625,16 @@ class _Pool:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
-        if self._executor is not None:
+        if self._ending is not None:
+            self._ending.join()
+        elif self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
+
+    def dismiss(self) -> None:
+        """There are no more jobs: the processes end while this one goes on."""
+        if self._executor is not None:
+            self._ending = threading.Thread(target=self._executor.shutdown)
+            self._ending.start()
 
     def begin(self, job: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Hand out a job, of which `_result` has what comes of it; without processes it is done there."""

@@ -18,17 +18,12 @@ def split_sentences(document: str, language: str) -> list[str]:
     ones are therefore cut a second time with the marks hidden.
     """
     sentences = sentencex.segment(language, document.replace("\n", "\n\n"))  # pyright: ignore[reportAttributeAccessIssue]
-    if max(map(len, sentences), default=0) <= _LONG_SENTENCE_CHARACTERS:
-        return sentences
-    return [
-        part
-        for sentence in sentences
-        for part in (
-            _split_quotations(sentence, language)
-            if len(sentence) > _LONG_SENTENCE_CHARACTERS
-            else (sentence,)
-        )
-    ]
+    parts, taken = [], 0
+    for number in [n for n, sentence in enumerate(sentences) if len(sentence) > _LONG_SENTENCE_CHARACTERS]:
+        parts += sentences[taken:number]  # most sentences are short and pass in long runs
+        parts += _split_quotations(sentences[number], language)
+        taken = number + 1
+    return parts + sentences[taken:]
 
 
 def _split_quotations(sentence: str, language: str) -> list[str]:

@@ -531,7 +531,9 @@ def _wikiextractor_texts(text: str, path: str, problems: Problems) -> Iterator[s
         # Some versions of WikiExtractor leave the entities of the dump in titles and texts.
         is_title = first.strip() in (title.strip(), html.unescape(title).strip())
         yield html.unescape(rest if is_title else body)
-    begun = text.count("\n<doc ") + text.startswith("<doc ")
+    begun = count
+    if text.count("<doc") != count:  # five times as fast as the next line, and mostly equal
+        begun = text.count("\n<doc ") + text.startswith("<doc ")
     if begun > count:
         problems.add(path, "<doc> that is not closed or has no title", count=begun - count)
     elif not begun and text.strip():

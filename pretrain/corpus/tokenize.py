@@ -22,6 +22,7 @@ from pretrain.corpus.trie import TokenTrie
 from pretrain.corpus.vocabulary import bert_tokenizer
 
 MAX_TABLE_WORDS = 1 << 20  # a process's table of words starts afresh past this many: about 80 MB
+_ROOM = 40_000  # words of up to 8 bytes, and of up to 16, that a table begins with room for: 4 MB
 END_OF_DOCUMENT = "\0"
 
 _BLANK, _SENTENCE_END, _DOCUMENT_END, _WORD, _PUNCTUATION = range(5)
@@ -113,8 +114,8 @@ class WordTable:
     """Numbers distinct words 0, 1, 2, ... in order of arrival; a word is a string of bytes without NUL."""
 
     def __init__(self) -> None:
-        self._short = KeyTable(1)  # up to 8 bytes: the word is its own 64-bit key
-        self._middle = KeyTable(2)  # up to 16 bytes
+        self._short = KeyTable(1, room=_ROOM)  # up to 8 bytes: the word is its own 64-bit key
+        self._middle = KeyTable(2, room=_ROOM)  # up to 16 bytes
         self._long: dict[bytes, int] = {}
         self._words = np.zeros(1 << 12, "S16")
         self._long_words: dict[int, bytes] = {}
@@ -260,8 +261,8 @@ class _WholeWay:
     _WORDS_PER_TEXT = 100
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        vocabulary = tokenizer.get_vocab()
-        if self._SEPARATOR not in vocabulary:
+        if tokenizer.token_to_id(self._SEPARATOR) is None:
+            vocabulary = tokenizer.get_vocab()
             with_separator = {**vocabulary, self._SEPARATOR: len(vocabulary)}
             tokenizer = bert_tokenizer(with_separator, tokenizer.normalizer)  # pyright: ignore[reportArgumentType]
         self._tokenizer = tokenizer

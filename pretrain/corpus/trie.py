@@ -20,21 +20,18 @@ class TokenTrie:
     def __init__(self, tokenizer: Tokenizer) -> None:
         vocabulary = tokenizer.get_vocab(with_added_tokens=False)
         self._unknown = vocabulary["[UNK]"]
-        texts = [
-            (token.removeprefix("##"), token[:2] == "##", number) for token, number in vocabulary.items()
-        ]
-        fitting = [row for row in texts if row[0].isascii() and 0 < len(row[0]) <= MOST_LETTERS]
-        letters = np.array([text.encode() for text, _, _ in fitting], f"S{MOST_LETTERS}")
+        fitting = [t for t in vocabulary if t.isascii() and 0 < len(t.removeprefix("##")) <= MOST_LETTERS]
+        letters = np.array([token.removeprefix("##").encode() for token in fitting], f"S{MOST_LETTERS}")
         letters = letters.view(np.uint8).reshape(-1, MOST_LETTERS)
-        nodes = np.array([_CONTINUATION if goes_on else _BEGINNING for _, goes_on, _ in fitting])
-        self._next, size = KeyTable(1), 3
+        nodes = np.array([_CONTINUATION if token.startswith("##") else _BEGINNING for token in fitting])
+        self._next, size = KeyTable(1, room=2 * len(fitting)), 3
         for position in range(MOST_LETTERS):
             longer = np.flatnonzero(letters[:, position])
             children, new = self._next.lookup([_edges(nodes[longer], letters[longer, position])], size)
             nodes[longer] = children
             size += len(new[0])
         self._tokens = np.full(size, -1, np.int32)  # the token whose last letter leads to the node
-        self._tokens[nodes] = [number for _, _, number in fitting]
+        self._tokens[nodes] = [vocabulary[token] for token in fitting]
 
     def walk(self, letters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Word number and id of every token: of a word the longest that fits, of what is left again the longest, ...

@@ -183,11 +183,11 @@ def _training_text(words: dict[str, int]) -> Iterator[str]:
 def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """Write tokenizer.json, vocab.txt and tokenizer_config.json, the files of a released BERT."""
     normalizer: Any = tokenizer.normalizer
-    ordered = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    tokens = [tokenizer.id_to_token(number) for number in range(tokenizer.get_vocab_size())]
     with atomic_open(folder / "tokenizer.json", "w") as file:
         file.write(tokenizer.to_str(pretty=True))
     with atomic_open(folder / "vocab.txt", "w") as file:
-        file.writelines(f"{token}\n" for token, _ in ordered)
+        file.write("\n".join([*tokens, ""]))
     write_json(
         folder / "tokenizer_config.json",
         {
