@@ -20,6 +20,7 @@ BENCHMARKS = {
     "step": "useful tokens/s of a training step against transformers",
     "prepare": "text to token shards against tokenizers and datasets",
     "loader": "sequences/s of the loader against a Hugging Face collator",
+    "workers": "what Ray, DeepSpeed, tracking and a second worker cost",
     "quality": "held-out loss after equal time against transformers",
     "all": "step, loader and prepare in turn, as one table, bench.json and bench.html",
     "compare": "what moved between the bench.json of two `bench all`",

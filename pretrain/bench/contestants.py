@@ -1,16 +1,139 @@
-"""The two who are compared: our engine and transformers' BertForPreTraining, behind the same two calls."""
+"""Who is compared: our engine, and transformers' BertForPreTraining in several kinds, behind the same calls.
+
+Each contestant lives in a process of its own, as its user would run it: what one does to the process (our engine
+holds on to freed memory) neither helps nor harms the other. Only one of them works at a time.
+"""
 
 from __future__ import annotations
+
+import multiprocessing
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pretrain.batches.loader import MicroBatch, StepBatch
+from pretrain.batches.loader import Loader, MicroBatch, StepBatch, validation_batches
 from pretrain.config import RunConfig
-from pretrain.engine import Engine
+from pretrain.corpus.shards import open_shards
+from pretrain.engine import Engine, hold_freed_memory
 from pretrain.model.heads import PretrainingModel
 from pretrain.optim import make_optimizer, parameter_groups
+
+OURS = "ours"
+# Kinds of the peer: its attention, and whether torch.compile fuses it. Which is fastest depends on the machine.
+PEERS = ("sdpa", "eager", "sdpa-compiled", "eager-compiled")
+BARE = "bare"  # our model and batches in a plain torch loop: what the engine costs
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What a contestant is given."""
+
+    kind: str  # OURS, BARE or one of PEERS
+    config: RunConfig
+    device: str = "cpu"
+    threads: int = 0  # CPU threads; 0 leaves torch's default
+    steps: int = 0  # made before the first one is trained; 0 makes each when its turn comes
+
+
+class StepReport(NamedTuple):
+    """One trained step."""
+
+    seconds: float  # of the training alone
+    tokens: int  # without padding
+    loss: float
+
+
+class Contestant:
+    """A process that trains the steps of an epoch in order, one at each call; raises what went wrong there."""
+
+    def __init__(self, entry: Entry) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(entry, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def train(self, learning_rate: float) -> StepReport:
+        """Train the next step of the epoch."""
+        return self._ask("train", learning_rate)
+
+    def held_out_loss(self) -> float:
+        """Mean cross-entropy of the held-out masked tokens in nats, without dropout."""
+        return self._ask("held_out_loss")
+
+    def close(self) -> None:
+        self._connection.close()
+        self._process.join()
+
+    def _ask(self, *call: Any) -> Any:
+        self._connection.send(call)
+        try:
+            answer = self._connection.recv()
+        except EOFError:
+            self._process.join()
+            raise RuntimeError(f"a contestant's process ended with code {self._process.exitcode}") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+def _serve(entry: Entry, connection: Any) -> None:
+    try:
+        trainer = _Trainer(entry)
+        while True:
+            method, *arguments = connection.recv()
+            connection.send(getattr(trainer, method)(*arguments))
+    except EOFError:
+        return  # the other side is done
+    except Exception as error:
+        connection.send(error)
+
+
+class _Trainer:
+    """The contestant's side of `Contestant`."""
+
+    def __init__(self, entry: Entry) -> None:
+        if entry.threads:
+            torch.set_num_threads(entry.threads)
+        torch.manual_seed(0)
+        self._entry, self._device = entry, torch.device(entry.device)
+        shards = open_shards(Path(entry.config.corpus.dir), "train")
+        loader = Loader(shards, entry.config, 0, rank=0, world_size=1)
+        self._steps: Iterator[StepBatch] = iter(loader)
+        if entry.steps:
+            self._steps = iter([next(loader).to(self._device) for _ in range(entry.steps)])
+            loader.close()
+        if entry.kind == OURS:
+            alone(self._device)
+            self._model = Ours(entry.config, shards.vocabulary_size)
+        elif entry.kind == BARE:
+            self._model = Bare(entry.config, shards.vocabulary_size, self._device)
+        else:
+            self._model = Peer(entry.config, shards.vocabulary_size, self._device, entry.kind)
+
+    def train(self, learning_rate: float) -> StepReport:
+        step = next(self._steps).to(self._device)
+        ready = self._model.ready(step)
+        self._synchronise()
+        began = time.perf_counter()
+        loss = self._model.train(ready, learning_rate)  # pyright: ignore[reportArgumentType]
+        self._synchronise()
+        return StepReport(time.perf_counter() - began, step.tokens, loss)
+
+    def held_out_loss(self) -> float:
+        held_out = open_shards(Path(self._entry.config.corpus.dir), "validation")
+        steps = validation_batches(held_out, self._entry.config, 0, rank=0, world_size=1)
+        return self._model.held_out_loss([step.to(self._device) for step in steps])
+
+    def _synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 def alone(device: torch.device) -> None:
@@ -49,13 +172,59 @@ class Ours:
 
     def held_out_loss(self, steps: list[StepBatch]) -> float:
         """Mean cross-entropy of the masked tokens in nats, without dropout."""
-        self._engine.module.eval()
+        return _held_out_loss(self._engine.module, steps)
+
+
+class Bare:
+    """Our model in a loop of torch alone: bf16 weights, fp32 masters, clipping and fused AdamW; no DeepSpeed."""
+
+    def __init__(self, config: RunConfig, vocabulary_size: int, device: torch.device) -> None:
+        hold_freed_memory()
+        model = PretrainingModel(config.model, vocabulary_size, compile=config.engine.compile).to(device)
+        groups = parameter_groups(model.named_parameters(), config.optimizer.weight_decay)
+        for group in groups:
+            group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
+        self._masters = [p for group in groups for p in group["params"]]
+        self._optimizer = make_optimizer(config.optimizer, groups)
+        self._model = model.to(torch.bfloat16)
+        named = dict(model.named_parameters())
+        self._weights = [named[name] for group in groups for name in group["names"]]
+
+    def ready(self, step: StepBatch) -> StepBatch:
+        """The step as `train` takes it; not timed."""
+        return step
+
+    def train(self, step: StepBatch, learning_rate: float) -> float:
+        """One optimizer step; returns its loss."""
+        total = 0.0
+        for batch in step.micro_batches:
+            output = self._model(batch)
+            loss = output.mlm_loss / step.masked + output.nsp_loss / step.sequences
+            loss.backward()
+            total += loss.item()
+        for master, weight in zip(self._masters, self._weights, strict=True):
+            assert weight.grad is not None
+            master.grad, weight.grad = weight.grad.float(), None
+        nn.utils.clip_grad_norm_(self._masters, 1.0)
+        for group in self._optimizer.param_groups:
+            group["lr"] = learning_rate
+        self._optimizer.step()
         with torch.no_grad():
-            total = sum(
-                self._engine.forward(batch).mlm_loss.item() for step in steps for batch in step.micro_batches
-            )
-        self._engine.module.train()
-        return total / sum(step.masked for step in steps)
+            for weight, master in zip(self._weights, self._masters, strict=True):
+                weight.copy_(master)
+        return total
+
+    def held_out_loss(self, steps: list[StepBatch]) -> float:
+        """Mean cross-entropy of the masked tokens in nats, without dropout."""
+        return _held_out_loss(self._model, steps)
+
+
+def _held_out_loss(model: nn.Module, steps: list[StepBatch]) -> float:
+    model.eval()
+    with torch.no_grad():
+        total = sum(model(batch).mlm_loss.item() for step in steps for batch in step.micro_batches)
+    model.train()
+    return total / sum(step.masked for step in steps)
 
 
 class Peer:

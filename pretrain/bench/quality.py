@@ -1,6 +1,6 @@
 """`bench quality`: ours and transformers train for the same wall time on the same text; who predicts better?
 
-Both take turns of a few seconds in one process, so that a noisy machine disturbs both alike. Each sees the samples
+Both take turns of a few seconds, so that a noisy machine disturbs both alike. Each sees the samples
 of the same epoch in the same order, from the first one on; the faster one gets further. The learning rate
 follows the share of the time that is used up, warm-up and linear decay, the same for both.
 """
@@ -10,18 +10,11 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from pretrain.batches.loader import Loader, StepBatch, validation_batches
-from pretrain.bench.contestants import Ours, Peer, alone
-from pretrain.bench.step import PEERS
+from pretrain.bench.contestants import OURS, PEERS, Contestant, Entry
 from pretrain.config import Corpus, Evaluation, Model, Phase, RunConfig
 from pretrain.config import Engine as EngineSettings
-from pretrain.corpus.shards import TokenShards, open_shards
 
 TURN_SECONDS = 10.0
 WARM_UP_SHARE = 0.1
@@ -46,7 +39,6 @@ def main(argv: list[str]) -> int:
         "--json", action="store_true", help="print JSON at the end instead of lines on the way"
     )
     options = parser.parse_args(argv)
-    alone(torch.device("cpu"))
     result = compare(options)
     if options.json:
         print(json.dumps(result))
@@ -55,22 +47,17 @@ def main(argv: list[str]) -> int:
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Train both in turns; held-out MLM loss of each after every tenth of the time."""
-    folder = Path(options.corpus)
-    shards, config = open_shards(folder, "train"), _config(options)
-    held_out = validation_batches(open_shards(folder, "validation"), config, 0, rank=0, world_size=1)
-    torch.manual_seed(0)
-    contestants = {
-        "ours": Ours(config, shards.vocabulary_size),
-        "transformers": Peer(config, shards.vocabulary_size, torch.device("cpu"), options.peer),
-    }
-    runners = {name: _Runner(it, shards, config, options) for name, it in contestants.items()}
+    config = _config(options)
+    kinds = {OURS: OURS, "transformers": options.peer}
+    contestants = {name: Contestant(Entry(kind, config)) for name, kind in kinds.items()}
+    runners = {name: _Runner(it, options) for name, it in contestants.items()}
     curve: list[dict[str, Any]] = []
     while not all(runner.done() for runner in runners.values()):
         for runner in runners.values():
             runner.take_turn()
         share = min(runner.share() for runner in runners.values())
         if share >= (len(curve) + 1) / 10:
-            losses = {name: it.held_out_loss(held_out) for name, it in contestants.items()}
+            losses = {name: it.held_out_loss() for name, it in contestants.items()}
             curve.append({"minutes": share * options.minutes, **losses})
             if not options.json:
                 words = "   ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
@@ -84,15 +71,12 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 class _Runner:
-    """One contestant's clock and place in the epoch."""
+    """One contestant's clock."""
 
-    def __init__(self, contestant: Any, shards: TokenShards, config: RunConfig, options: argparse.Namespace):
+    def __init__(self, contestant: Contestant, options: argparse.Namespace):
         self._contestant, self._options = contestant, options
-        self._loader: Iterator[StepBatch] = iter(Loader(shards, config, 0, rank=0, world_size=1))
-        self._seconds = self.steps = 0.0
-        contestant.train(
-            contestant.ready(next(self._loader)), 0.0
-        )  # compiles; changes no weight and costs no time
+        self._seconds, self.steps = 0.0, 0
+        contestant.train(0.0)  # compiles; changes no weight and costs no time
 
     def share(self) -> float:
         return self._seconds / (60 * self._options.minutes)
@@ -103,10 +87,7 @@ class _Runner:
     def take_turn(self) -> None:
         began = time.perf_counter()
         while not self.done() and time.perf_counter() - began < TURN_SECONDS:
-            ready = self._contestant.ready(next(self._loader))
-            step_began = time.perf_counter()
-            self._contestant.train(ready, self._rate())
-            self._seconds += time.perf_counter() - step_began
+            self._seconds += self._contestant.train(self._rate()).seconds
             self.steps += 1
 
     def _rate(self) -> float:

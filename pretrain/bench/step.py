@@ -1,8 +1,9 @@
-"""`bench step`: the same batches trained by ours and by transformers' BertForPreTraining, in turn, in one process.
+"""`bench step`: the same batches trained by ours and by transformers' BertForPreTraining, in turn.
 
 The peer in every kind asked for (`--peers`): padded to the longest of the batch, eager or scaled-dot-product
-attention, with torch.compile or without, autocast to bf16, torch's fused AdamW; the ratio is to the fastest. Ours: the product's own engine (DeepSpeed ZeRO-1 on one worker) over the same
-sequences without padding. Useful tokens are those of the sequences; padding never counts.
+attention, with torch.compile or without, autocast to bf16, torch's fused AdamW; the ratio is to the fastest. Ours:
+the product's own engine (DeepSpeed ZeRO-1 on one worker) over the same sequences without padding. Each has a process of
+its own, and one works at a time. Useful tokens are those of the sequences; padding never counts.
 """
 
 from __future__ import annotations
@@ -11,20 +12,21 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pretrain.batches.loader import Loader, MicroBatch, StepBatch
-from pretrain.bench.contestants import Ours, Peer, alone
+from pretrain.bench.contestants import BARE, OURS, PEERS, Contestant, Entry
 from pretrain.config import Corpus, Model, Phase, RunConfig
 from pretrain.config import Engine as EngineSettings
 from pretrain.corpus.shards import TokenShards, open_shards
-from pretrain.estimate import executed_flops
+from pretrain.estimate import executed_flops, step_flops
 
 LEARNING_RATE = 1e-4
-PEERS = ("sdpa", "eager", "sdpa-compiled", "eager-compiled")
+WARM_UP = 3  # steps that compile and fill the memory
 
 
 def main(argv: list[str]) -> int:
@@ -36,7 +38,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--tokens", type=int, default=8192, help="tokens per step before padding, about")
     parser.add_argument("--repeats", type=int, default=7, help="alternations; the median is reported")
     parser.add_argument(
-        "--peers", nargs="+", default=["sdpa", "eager"], choices=PEERS, help="kinds of peer; all in turn"
+        "--peers",
+        nargs="+",
+        default=["sdpa", "eager"],
+        choices=(*PEERS, BARE),
+        help="kinds of peer, all in turn; bare is our model in a plain torch loop",
     )
     parser.add_argument(
         "--dropout", type=float, default=0.1, help="hidden dropout of both; 0 switches it off"
@@ -50,7 +56,6 @@ def main(argv: list[str]) -> int:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)
-    alone(device)
     results = []
     for size in options.sizes:
         for length in options.lengths:
@@ -68,44 +73,43 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
     """One model size at one sequence length: medians over alternations."""
     shards = open_shards(Path(options.corpus), "train")
     config = _config(size, length, options)
-    steps = [
-        step if device.type == "cpu" else step.to(device)
-        for step in _steps(shards, config, options.repeats + 2)
-    ]
-    contestants: dict[str, Any] = {"ours": Ours(config, shards.vocabulary_size)}
-    contestants |= {kind: Peer(config, shards.vocabulary_size, device, kind) for kind in options.peers}
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    losses: dict[str, list[float]] = {name: [] for name in contestants}
-    flops = sum(
-        executed_flops(config, shards.vocabulary_size, b.lengths, len(b.masked_rows)) for b in _all(steps[2:])
-    )
-    for number, step in enumerate(steps):
-        for name in sorted(contestants, reverse=bool(number % 2)):
-            ready = contestants[name].ready(step)
-            _synchronise(device)
-            began = time.perf_counter()
-            loss = contestants[name].train(ready, LEARNING_RATE)
-            _synchronise(device)
-            if number >= 2:  # the first two compile and warm up
-                seconds[name].append((time.perf_counter() - began) / step.tokens)
-                losses[name].append(loss)
+    count = options.repeats + WARM_UP
+    entries = {
+        kind: Entry(kind, config, device.type, options.threads, count) for kind in (OURS, *options.peers)
+    }
+    contestants = {kind: Contestant(entry) for kind, entry in entries.items()}
+    seconds: dict[str, list[float]] = {kind: [] for kind in contestants}  # per useful token
+    losses: dict[str, list[float]] = {kind: [] for kind in contestants}
+    for number in range(count):
+        for kind in sorted(contestants, reverse=bool(number % 2)):
+            report = contestants[kind].train(LEARNING_RATE)
+            if number >= WARM_UP:
+                seconds[kind].append(report.seconds / report.tokens)
+                losses[kind].append(report.loss)
+    for contestant in contestants.values():
+        contestant.close()
+    steps = _steps(shards, config, count)[WARM_UP:]
+    tokens = sum(step.tokens for step in steps)
     peak = matmul_peak(device)
-    tokens = sum(step.tokens for step in steps[2:])
-    best = min(options.peers, key=lambda kind: statistics.median(seconds[kind]))
-    ratios = [theirs / ours for ours, theirs in zip(seconds["ours"], seconds[best], strict=True)]
+    rate = 1 / statistics.median(seconds[OURS])
+    theirs = [kind for kind in options.peers if kind != BARE] or [BARE]
+    best = min(theirs, key=lambda kind: statistics.median(seconds[kind]))
+    ratios = [peer / ours for ours, peer in zip(seconds[OURS], seconds[best], strict=True)]
     return {
         "size": size,
         "length": length,
+        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
         "sequences_per_step": config.phases[0].global_sequences,
         "mean_tokens": tokens / (config.phases[0].global_sequences * options.repeats),
-        "tokens_per_second": {name: 1 / statistics.median(values) for name, values in seconds.items()},
-        "spread": {name: [1 / max(values), 1 / min(values)] for name, values in seconds.items()},
+        "tokens_per_second": {kind: 1 / statistics.median(values) for kind, values in seconds.items()},
+        "spread": {kind: [1 / max(values), 1 / min(values)] for kind, values in seconds.items()},
         "best_peer": best,
         "ratio": statistics.median(ratios),
         "ratio_spread": [min(ratios), max(ratios)],
-        "loss": {name: statistics.fmean(values) for name, values in losses.items()},
+        "loss": {kind: statistics.fmean(values) for kind, values in losses.items()},
         "matmul_peak_gflops": peak / 1e9,
-        "peak_fraction": flops / (statistics.median(seconds["ours"]) * tokens) / peak,
+        "peak_fraction": rate * _flops(executed_flops, config, shards, steps) / tokens / peak,
+        "model_flops_fraction": rate * _flops(step_flops, config, shards, steps) / tokens / peak,
     }
 
 
@@ -148,8 +152,11 @@ def _steps(shards: TokenShards, config: RunConfig, count: int) -> list[StepBatch
     return steps
 
 
-def _all(steps: list[StepBatch]) -> list[MicroBatch]:
-    return [batch for step in steps for batch in step.micro_batches]
+def _flops(
+    count: Callable[..., float], config: RunConfig, shards: TokenShards, steps: list[StepBatch]
+) -> float:
+    batches: list[MicroBatch] = [batch for step in steps for batch in step.micro_batches]
+    return sum(count(config, shards.vocabulary_size, b.lengths, len(b.masked_rows)) for b in batches)
 
 
 def _synchronise(device: torch.device) -> None:
@@ -160,8 +167,9 @@ def _synchronise(device: torch.device) -> None:
 def _row(result: dict[str, Any]) -> str:
     ours, peer = (result["tokens_per_second"][name] for name in ("ours", result["best_peer"]))
     low, high = result["ratio_spread"]
+    name = BARE if result["best_peer"] == BARE else f"transformers {result['best_peer']}"
     return (
         f"{result['size']:>7} @ {result['length']:<4} mean {result['mean_tokens']:.0f} tokens   ours {ours:,.0f} tok/s   "
-        f"transformers {result['best_peer']} {peer:,.0f} tok/s   ratio {result['ratio']:.2f} ({low:.2f}-{high:.2f})   "
+        f"{name} {peer:,.0f} tok/s   ratio {result['ratio']:.2f} ({low:.2f}-{high:.2f})   "
         f"{result['peak_fraction']:.0%} of {result['matmul_peak_gflops']:.0f} GFLOP/s"
     )
