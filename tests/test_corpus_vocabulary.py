@@ -5,12 +5,16 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
 
 from pretrain.corpus.vocabulary import (
     SPECIAL_TOKENS,
+    _normal_words,
     load_vocabulary,
     save_tokenizer,
     special_ids,
@@ -74,6 +78,33 @@ def test_training_merges_the_most_frequent_first() -> None:
     assert "ï" not in vocabulary  # uncased strips accents
     assert trained(size=64).get_vocab_size() == 64
     assert sorted(vocabulary.values()) == list(range(len(vocabulary)))
+
+
+@pytest.mark.parametrize("lowercase", [True, False])
+def test_words_are_normalised_as_by_bert_one_by_one(lowercase: bool) -> None:
+    normalizer, cut = BertNormalizer(lowercase=lowercase), BertPreTokenizer()
+    words = [
+        "low",
+        "Low",
+        "1999",
+        "r2d2",
+        ",",
+        "é",
+        "ÉTÉ",
+        "naïve",
+        "漢字",
+        "x\u0301",
+        "\x7f",
+        "\xa0a",
+        "b\u2019s",
+    ]
+    words += ["a" * 100, "a" * 101]
+    expected: Counter[str] = Counter()
+    for word in words:
+        for piece, _ in cut.pre_tokenize_str(normalizer.normalize_str(word)):
+            expected[piece] += 3 * (len(piece) <= 100)
+    found = _normal_words({word.encode(): 3 for word in words}, normalizer)
+    assert found == dict(sorted((+expected).items()))
 
 
 def test_a_vocabulary_smaller_than_the_alphabet_still_fits() -> None:

@@ -230,8 +230,8 @@ def compare(file: Path, vocabulary: Vocabulary, scratch: Path, repeats: int) -> 
     if not sentences:
         raise InputError(f"--file: {file}: no sentence. Is it a WikiExtractor file?")
     raw, text = file.stat().st_size / 1e6, sum(len(sentence.encode()) for sentence in sentences) / 1e6
-    preparation = _Preparation(file, vocabulary)
     with (
+        _Preparation(file, vocabulary) as preparation,
         _Tokenisers(documents, vocabulary) as tokenisers,
         _DatasetsMap(documents, vocabulary, scratch / "documents") as datasets_map,
     ):
@@ -308,28 +308,6 @@ def _ratio(ours: list[float], theirs: list[float]) -> dict[str, Any]:
     return {"median": statistics.median(ratios), "spread": [min(ratios), max(ratios)]}
 
 
-class _Preparation:
-    """Our whole preparation, with the vocabulary given."""
-
-    def __init__(self, file: Path, vocabulary: Vocabulary) -> None:
-        self._file, self._vocabulary = file, vocabulary
-        self._runs: list[dict[str, float]] = []
-
-    def __call__(self, folder: Path) -> int:
-        config = RunConfig.model_validate(_settings(self._file, folder, self._vocabulary))
-        preparation = prepare._Preparation(config, quiet=True)
-        preparation._bar = clock = _StageClock()
-        began = time.perf_counter()
-        preparation.run()
-        whole = time.perf_counter() - began
-        self._runs.append(clock.seconds | {"everything else": whole - sum(clock.seconds.values())})
-        return sum(shard["tokens"] for shard in read_manifest(folder)["shards"])
-
-    def stage_seconds(self) -> dict[str, float]:
-        """Medians over the runs but the first."""
-        return {name: statistics.median(run[name] for run in self._runs[1:]) for name in self._runs[0]}
-
-
 class _StageClock(prepare._Bar):
     """No progress bar but the seconds of every stage."""
 
@@ -351,7 +329,7 @@ class _Processes:
     def __init__(self) -> None:
         self._executors: list[ProcessPoolExecutor] = []
 
-    def start(self, make_ready: Callable[..., None], *arguments: Any) -> None:
+    def start(self, make_ready: Callable[..., object], *arguments: Any) -> None:
         """Another process; `make_ready(*arguments)` runs in it first."""
         context = multiprocessing.get_context("spawn")
         self._executors.append(ProcessPoolExecutor(1, context, make_ready, arguments))
@@ -367,6 +345,28 @@ class _Processes:
     def __exit__(self, *_: object) -> None:
         for executor in self._executors:
             executor.shutdown(cancel_futures=True)
+
+
+class _Preparation(_Processes):
+    """Our whole preparation, with the vocabulary given.
+
+    In a process that has, as that of the command line, no threads and none of the peers' libraries, so that it forks.
+    """
+
+    def __init__(self, file: Path, vocabulary: Vocabulary) -> None:
+        super().__init__()
+        self._file, self._vocabulary = file, vocabulary
+        self._runs: list[dict[str, float]] = []
+        self.start(int)
+
+    def __call__(self, folder: Path) -> int:
+        settings = _settings(self._file, folder, self._vocabulary)
+        self._runs.append(self._executors[0].submit(_prepare, settings).result())
+        return sum(shard["tokens"] for shard in read_manifest(folder)["shards"])
+
+    def stage_seconds(self) -> dict[str, float]:
+        """Medians over the runs but the first."""
+        return {name: statistics.median(run[name] for run in self._runs[1:]) for name in self._runs[0]}
 
 
 class _Tokenisers(_Processes):
@@ -417,6 +417,16 @@ class _DatasetsMap(_Processes):
 # ---------------------------------------------------------------- what the contestants' processes do
 
 _held: Any = None  # what this process was made ready with
+
+
+def _prepare(settings: dict[str, Any]) -> dict[str, float]:
+    """Prepare a corpus; returns the seconds of every stage."""
+    preparation = prepare._Preparation(RunConfig.model_validate(settings), quiet=True)
+    preparation._bar = clock = _StageClock()
+    began = time.perf_counter()
+    preparation.run()
+    whole = time.perf_counter() - began
+    return clock.seconds | {"everything else": whole - sum(clock.seconds.values())}
 
 
 def _hold(documents: list[list[str]], vocabulary: Vocabulary) -> None:

@@ -142,10 +142,13 @@ def train_vocabulary(
 
 def _normal_words(counts: dict[bytes, int], normalizer: normalizers.BertNormalizer) -> dict[str, int]:
     """Counts of the words as BERT's normaliser and pre-tokeniser leave them, ascending."""
-    cut = pre_tokenizers.BertPreTokenizer()
+    cut, lowercase = pre_tokenizers.BertPreTokenizer(), normalizer.lowercase
     words: Counter[str] = Counter()
     for word, count in counts.items():
-        for piece, _ in cut.pre_tokenize_str(normalizer.normalize_str(word.decode())):
+        text = word.decode()
+        # Nine in ten are ASCII letters and digits (bytes.isalnum) of the right case and stay as they are.
+        plain = word.isalnum() and not (lowercase and word != word.lower())
+        for piece, _ in [(text, None)] if plain else cut.pre_tokenize_str(normalizer.normalize_str(text)):
             if len(piece) <= MAX_WORD_CHARACTERS:
                 words[piece] += count
     return dict(sorted(words.items()))
@@ -183,7 +186,7 @@ def _training_text(words: dict[str, int]) -> Iterator[str]:
 def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     """Write tokenizer.json, vocab.txt and tokenizer_config.json, the files of a released BERT."""
     normalizer: Any = tokenizer.normalizer
-    tokens = [tokenizer.id_to_token(number) for number in range(tokenizer.get_vocab_size())]
+    tokens = [tokenizer.id_to_token(number) or "" for number in range(tokenizer.get_vocab_size())]
     with atomic_open(folder / "tokenizer.json", "w") as file:
         file.write(tokenizer.to_str(pretty=True))
     with atomic_open(folder / "vocab.txt", "w") as file:
