@@ -97,7 +97,8 @@ class Engine:
         make_optimizer: Callable[[list[tuple[str, nn.Parameter]]], torch.optim.Optimizer],
         settings: EngineSettings,
     ) -> None:
-        hold_freed_memory()
+        if not torch.cuda.is_available():
+            hold_freed_memory()
         deepspeed = _import_deepspeed()
         if not dist.is_initialized():
             raise RuntimeError("the process group must be initialised before the engine")

@@ -117,8 +117,8 @@ def memory_bytes(config: RunConfig, stage: int, workers: int, device: Device = "
     """Peak memory of one worker in bytes, by what holds it; the values add up to the whole.
 
     On CUDA this is what torch allocates, and what is not needed at the same time shares its room: activations
-    are gone when the optimizer steps. On CPU it is the resident set of the process, of which glibc gives
-    little back (freed blocks below 32 MiB stay), so there the two add up.
+    are gone when the optimizer steps. On CPU it is the resident set of the process, which keeps what was freed
+    and cannot always use it again, so there the two add up.
 
     weights       compute copy: whole, or a shard and the gathered ones (ZeRO 3)
     optimizer     fp32 master weights and two moments
