@@ -9,18 +9,22 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from tokenizers import Tokenizer
 
 from pretrain.config import Corpus, Phase, RunConfig, Source
+from pretrain.corpus import prepare as prepare_module
 from pretrain.corpus import shards
 from pretrain.corpus.prepare import describe, prepare
 from pretrain.corpus.shards import open_shards, verify_shards
 from pretrain.errors import InputError, MachineError
+from pretrain.files import locked
 
 ROOT = Path(__file__).parent.parent
 WORDS = [
@@ -164,10 +168,46 @@ def test_the_split_follows_the_documents_text(sources: Path, prepared: Path, tmp
     assert before < after
 
 
-def test_two_processes_write_the_same_bytes(sources: Path, prepared: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_forked_and_spawned_processes_write_the_same_bytes(
+    method: str, sources: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prepare_module, "_start_method", lambda: method)
     prepare(config(sources, tmp_path / "two", processes=2), quiet=True)
     assert content(tmp_path / "two") == content(prepared)
     assert not (tmp_path / "two" / ".work").exists()
+
+
+def test_no_fork_beside_other_threads() -> None:
+    """A lock that another thread holds would stay locked in the forked process."""
+    go_on = threading.Event()
+    thread = threading.Thread(target=go_on.wait)
+    thread.start()
+    try:
+        assert prepare_module._start_method() == "spawn"
+    finally:
+        go_on.set()
+        thread.join()
+
+
+def test_a_killed_coordinator_leaves_neither_processes_nor_a_lock(tmp_path: Path) -> None:
+    for number in range(8):
+        write_wiki(tmp_path / f"wiki{number}.txt", [text(1000 * number + seed, 40) for seed in range(400)])
+    source = f"[{{kind: wikiextractor, path: '{tmp_path}/wiki*.txt'}}]"
+    phase = "[{sequence_length: 32, global_sequences: 2, steps: 1, peak_learning_rate: 1e-3}]"
+    (tmp_path / "run.yaml").write_text(
+        f"name: trial\nphases: {phase}\ncorpus:\n  dir: {tmp_path / 'out'}\n  sources: {source}\n  processes: 2\n"
+    )
+    command = [sys.executable, "-m", "pretrain", "prepare", str(tmp_path / "run.yaml")]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL) as coordinator:
+        while coordinator.poll() is None and not list((tmp_path / "out" / ".work").glob("*.words")):
+            time.sleep(0.005)
+        children = psutil.Process(coordinator.pid).children(recursive=True)
+        coordinator.kill()
+    assert len(children) == 2
+    with locked(tmp_path / "out" / ".work" / "lock", "still held"):
+        pass
+    assert not psutil.wait_procs(children, timeout=20)[1]
 
 
 def test_a_vocabulary_taken_over_gives_the_same_shards(sources: Path, prepared: Path, tmp_path: Path) -> None:
