@@ -671,7 +671,9 @@ def _start_method() -> str:
     OpenBLAS, of Arrow and of `tokenizers` see to that themselves; those of Python, Ray or a hub's client do not.
     """
     alone = threading.active_count() == 1 and not {"ray", "datasets"} & sys.modules.keys()
-    return "fork" if alone and "fork" in multiprocessing.get_all_start_methods() else "spawn"
+    return (
+        "fork" if alone and sys.platform == "linux" else "spawn"
+    )  # macOS's own libraries do not survive a fork
 
 
 @contextlib.contextmanager

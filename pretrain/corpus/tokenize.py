@@ -2,9 +2,9 @@
 
 WordPiece is a function of the word alone, so a batch of text is cut into words by numpy, every word is looked
 up in a hash table that lives as long as the process, only words never seen before are tokenised, and the ids are
-gathered. The cuts (ASCII blanks, ASCII punctuation) are places where BERT's own pre-tokeniser always cuts; whatever
-is left between them - accents, ideographs, control characters - goes to the `tokenizers` library as one piece, so
-the ids equal BertTokenizer's by construction. The one exception is wanted: `[MASK]` and its like written out in a
+gathered. The cuts (ASCII blanks, ASCII punctuation) are places where BERT's own pre-tokeniser always cuts. Plain ASCII
+between them is matched in `trie`; whatever else is left - accents, ideographs, control characters - goes to the
+`tokenizers` library as one piece, so the ids equal BertTokenizer's by construction. The one exception is wanted: `[MASK]` and its like written out in a
 text are ordinary characters here (BertTokenizer with `split_special_tokens=True`), never special tokens.
 """
 
