@@ -668,12 +668,11 @@ def _start_method() -> str:
     """fork where that is safe: a forked process has everything imported, 0.3 s earlier than a spawned one.
 
     A fork takes only its own thread along, and a lock that another one holds stays locked. The threads of numpy's
-    OpenBLAS, of Arrow and of `tokenizers` see to that themselves; those of Python, Ray or a hub's client do not.
+    OpenBLAS, of Arrow and of `tokenizers` see to that themselves; those of Python, Ray or a hub's client do not, nor do
+    macOS's own libraries.
     """
     alone = threading.active_count() == 1 and not {"ray", "datasets"} & sys.modules.keys()
-    return (
-        "fork" if alone and sys.platform == "linux" else "spawn"
-    )  # macOS's own libraries do not survive a fork
+    return "fork" if alone and sys.platform == "linux" else "spawn"
 
 
 @contextlib.contextmanager
