@@ -94,7 +94,7 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
     rate = 1 / statistics.median(seconds[OURS])
     theirs = [kind for kind in options.peers if kind != BARE] or [BARE]
     best = min(theirs, key=lambda kind: statistics.median(seconds[kind]))
-    ratios = [peer / ours for ours, peer in zip(seconds[OURS], seconds[best], strict=True)]
+    ratios = {kind: _ratio(seconds[kind], seconds[OURS]) for kind in options.peers}
     return {
         "size": size,
         "length": length,
@@ -104,13 +104,20 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
         "tokens_per_second": {kind: 1 / statistics.median(values) for kind, values in seconds.items()},
         "spread": {kind: [1 / max(values), 1 / min(values)] for kind, values in seconds.items()},
         "best_peer": best,
-        "ratio": statistics.median(ratios),
-        "ratio_spread": [min(ratios), max(ratios)],
+        "ratio": ratios[best][0],
+        "ratio_spread": ratios[best][1:],
+        "ratios": ratios,
         "loss": {kind: statistics.fmean(values) for kind, values in losses.items()},
         "matmul_peak_gflops": peak / 1e9,
         "peak_fraction": rate * _flops(executed_flops, config, shards, steps) / tokens / peak,
         "model_flops_fraction": rate * _flops(step_flops, config, shards, steps) / tokens / peak,
     }
+
+
+def _ratio(peer: list[float], ours: list[float]) -> list[float]:
+    """[median, lowest, highest] of the peer's time over ours, step by step."""
+    ratios = [a / b for a, b in zip(peer, ours, strict=True)]
+    return [statistics.median(ratios), min(ratios), max(ratios)]
 
 
 def matmul_peak(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
@@ -165,11 +172,16 @@ def _synchronise(device: torch.device) -> None:
 
 
 def _row(result: dict[str, Any]) -> str:
-    ours, peer = (result["tokens_per_second"][name] for name in ("ours", result["best_peer"]))
-    low, high = result["ratio_spread"]
-    name = BARE if result["best_peer"] == BARE else f"transformers {result['best_peer']}"
-    return (
-        f"{result['size']:>7} @ {result['length']:<4} mean {result['mean_tokens']:.0f} tokens   ours {ours:,.0f} tok/s   "
-        f"{name} {peer:,.0f} tok/s   ratio {result['ratio']:.2f} ({low:.2f}-{high:.2f})   "
-        f"{result['peak_fraction']:.0%} of {result['matmul_peak_gflops']:.0f} GFLOP/s"
-    )
+    lines = [
+        f"{result['size']} @ {result['length']}, mean {result['mean_tokens']:.0f} tokens: "
+        f"ours {_rate(result, OURS)}, {result['peak_fraction']:.0%} of {result['matmul_peak_gflops']:.0f} GFLOP/s"
+    ]
+    for kind, (median, low, high) in result["ratios"].items():
+        mark = "  the fastest peer" if kind == result["best_peer"] else ""
+        lines.append(f"  {kind:<15} {_rate(result, kind)}   ratio {median:.2f} ({low:.2f}-{high:.2f}){mark}")
+    return "\n".join(lines)
+
+
+def _rate(result: dict[str, Any], kind: str) -> str:
+    low, high = result["spread"][kind]
+    return f"{result['tokens_per_second'][kind]:,.0f} tok/s ({low:,.0f}-{high:,.0f})"
