@@ -111,6 +111,7 @@ _BUCKET = 50_000_000
 _MAX_LIVE_PARAMETERS = 1_000_000_000
 # Resident set of a CPU worker before the model: Python, torch, DeepSpeed, Ray and their threads (measured).
 _PROCESS_BYTES = 420 << 20
+_COMPILER_BYTES = 200 << 20  # what torch.compile adds to it
 
 
 def memory_bytes(config: RunConfig, stage: int, workers: int, device: Device = "cpu") -> dict[str, int]:
@@ -145,7 +146,7 @@ def memory_bytes(config: RunConfig, stage: int, workers: int, device: Device = "
         "activations": activations,
         "logits": logits,
         "copies": copies,
-        "process": _PROCESS_BYTES if device == "cpu" else 0,
+        "process": _PROCESS_BYTES + config.engine.compile * _COMPILER_BYTES if device == "cpu" else 0,
     }
 
 
