@@ -11,7 +11,6 @@ any other wrote, without a conversion.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import io
 import math
@@ -26,11 +25,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pretrain.config import Engine as EngineSettings
+from pretrain.memory import hold_freed_memory, return_freed_memory
 from pretrain.optim import Lamb, Segment, cut_segments, number_tensors
 
 _STEPS_NEVER = 1 << 60
-# malloc.h: M_MMAP_MAX (no block is a mapping of its own), M_TRIM_THRESHOLD (never shrink), M_TOP_PAD (grow by).
-_MALLOPT = {-4: 0, -1: -1, -2: 64 << 20}
 
 
 class StepResult(NamedTuple):
@@ -62,24 +60,6 @@ class FragmentReader(Protocol):
     """Where `Engine.load` finds what was saved; `pretrain.checkpoint.store.CheckpointReader` is one."""
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor: ...  # fp32 [numel]
-
-
-def hold_freed_memory() -> None:
-    """Keep what is freed for the next step: fresh pages cost more than the passes that fill them.
-
-    glibc maps and unmaps every tensor past 32 MiB anew, and the kernel clears its pages each time: a quarter of
-    a BERT-Base step on CPU (BENCHMARKS.md).
-    """
-    with contextlib.suppress(OSError, AttributeError):  # another C library, another allocator
-        library = ctypes.CDLL(None)
-        for option, value in _MALLOPT.items():
-            library.mallopt(option, value)
-
-
-def return_freed_memory() -> None:
-    """Give what was freed back to the system: glibc keeps it, and tensors of ever new sizes do not fit into it."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library has no such call and no such need
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Engine:

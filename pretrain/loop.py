@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint import store
-from pretrain.engine import Engine, StepResult, return_freed_memory
+from pretrain.engine import Engine, StepResult
 from pretrain.errors import DivergedError, InputError, MachineError, StoppedError
+from pretrain.memory import return_freed_memory
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,6 @@ that whatever exists is whole. A process keeps its table of words from job to jo
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import gc
 import os
 import signal
@@ -26,6 +24,7 @@ from pretrain.corpus.sources import Piece, Problems, documents
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, Columns, WordPieces, WordTable, columns
 from pretrain.corpus.vocabulary import special_ids
 from pretrain.files import atomic_open, sha256_file, write_json
+from pretrain.memory import hold_freed_memory
 
 TOKENIZER = "tokenizer.json"  # in the work folder
 DOCUMENT = np.dtype(
@@ -34,7 +33,6 @@ DOCUMENT = np.dtype(
 HISTOGRAM_BINS = 33  # bin b counts lengths of b bits: 1, 2-3, 4-7, ...
 _BATCH_BYTES = 2 << 20  # text cut into columns at once: less costs calls, more does not fit the cache
 _PART_BYTES = 32 << 20  # text per part file at most
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # glibc's malloc.h
 
 
 @dataclass(frozen=True)
@@ -138,19 +136,11 @@ def start_process(settings: Settings, tokenizer: Tokenizer | None, *, child: boo
     global _process
     if child:
         gc.freeze()  # nothing of what a fork took along needs looking through again
-        _hold_freed_memory()
+        hold_freed_memory(at_most=256 << 20)
         os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=_end_with_parent, daemon=True).start()
     _process = _Process(settings, tokenizer)
-
-
-def _hold_freed_memory() -> None:
-    """Keep freed memory for the next batch: with glibc's own thresholds the kernel clears fresh pages each time."""
-    with contextlib.suppress(OSError, AttributeError):  # another C library
-        library = ctypes.CDLL(None)
-        library.mallopt(_M_MMAP_THRESHOLD, 1 << 30)
-        library.mallopt(_M_TRIM_THRESHOLD, 256 << 20)
 
 
 def _end_with_parent() -> None:

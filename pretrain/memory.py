@@ -1,0 +1,37 @@
+"""What a process does with the memory it frees, where the C library is glibc; elsewhere these calls do nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+from collections.abc import Iterator
+
+# malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+
+
+def hold_freed_memory(at_most: int = -1) -> None:
+    """Keep what is freed for the next step or batch: fresh pages cost more than the passes that fill them.
+
+    glibc maps and unmaps every block past 32 MiB anew, and the kernel clears its pages each time: a quarter of
+    a BERT-Base step on CPU (BENCHMARKS.md).
+
+    Args:
+        at_most: bytes at the heap's end that are kept free, below 2 GiB; -1 keeps all.
+    """
+    with _glibc() as library:
+        library.mallopt(_M_MMAP_MAX, 0)
+        library.mallopt(_M_TRIM_THRESHOLD, at_most)
+        library.mallopt(_M_TOP_PAD, 64 << 20)
+
+
+def return_freed_memory() -> None:
+    """Give what was freed back to the system: glibc keeps it, and tensors of ever new sizes do not fit into it."""
+    with _glibc() as library:
+        library.malloc_trim(0)
+
+
+@contextlib.contextmanager
+def _glibc() -> Iterator[ctypes.CDLL]:
+    with contextlib.suppress(OSError, AttributeError):
+        yield ctypes.CDLL(None)
