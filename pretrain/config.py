@@ -26,6 +26,8 @@ _RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 # Scores of the vocabulary that the model makes at a time: 2^26 bf16 entries are 128 MiB. Smaller pieces would add up
 # the decoder's gradient more often. Here, because the memory estimate knows it too and must not load torch.
 LOGITS_PER_PIECE = 1 << 26
+# Widths and lengths up to which the seeds of dropout are told apart within int32 (model/attention.py, ALONG).
+MAX_WIDTH = 8192
 
 
 class Section(BaseModel):
@@ -106,10 +108,10 @@ class Model(Section):
 
     size: Literal["mini", "small", "medium", "base", "large", "custom"] = "base"
     layers: int = Field(default=0, ge=0, description="Transformer layers.")
-    hidden: int = Field(default=0, ge=0, description="Hidden width.")
+    hidden: int = Field(default=0, ge=0, le=MAX_WIDTH, description="Hidden width.")
     heads: int = Field(default=0, ge=0, description="Attention heads; hidden must be a multiple.")
     intermediate: int = Field(default=0, ge=0, description="Feed-forward width; 0 means 4 x hidden.")
-    max_positions: int = Field(default=512, ge=8, description="Learned position embeddings.")
+    max_positions: int = Field(default=512, ge=8, le=MAX_WIDTH, description="Learned position embeddings.")
     hidden_dropout: float = Field(
         default=0.1, ge=0, lt=1, description="Dropout after embeddings, attention output and FFN."
     )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-from collections.abc import Iterator
 
 # malloc.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
@@ -19,19 +17,16 @@ def hold_freed_memory(at_most: int = -1) -> None:
     Args:
         at_most: bytes at the heap's end that are kept free, below 2 GiB; -1 keeps all.
     """
-    with _glibc() as library:
-        library.mallopt(_M_MMAP_MAX, 0)
-        library.mallopt(_M_TRIM_THRESHOLD, at_most)
-        library.mallopt(_M_TOP_PAD, 64 << 20)
+    for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, at_most), (_M_TOP_PAD, 64 << 20)):
+        _call("mallopt", option, value)
 
 
 def return_freed_memory() -> None:
     """Give what was freed back to the system: glibc keeps it, and tensors of ever new sizes do not fit into it."""
-    with _glibc() as library:
-        library.malloc_trim(0)
+    _call("malloc_trim", 0)
 
 
-@contextlib.contextmanager
-def _glibc() -> Iterator[ctypes.CDLL]:
-    with contextlib.suppress(OSError, AttributeError):
-        yield ctypes.CDLL(None)
+def _call(name: str, *arguments: int) -> None:
+    function = getattr(ctypes.CDLL(None), name, None)
+    if function is not None:
+        function(*arguments)

@@ -17,7 +17,7 @@ from html_page import Page
 
 from pretrain.__main__ import main
 from pretrain.bench import all as bench_all
-from pretrain.bench import compare, loader, page, results
+from pretrain.bench import compare, loader, page, results, workers
 from pretrain.bench.all import Job, collect
 from pretrain.bench.results import Failure, Figure, Limit, Machine, Results, Row, Run
 from pretrain.charts import Bar, bar_chart
@@ -33,7 +33,7 @@ STEP: dict[str, Any] = {
             "size": "mini", "length": 128, "sequences_per_step": 2, "mean_tokens": 100.0,
             "tokens_per_second": {"ours": 2248.95, "sdpa": 2286.63, "eager": 1949.35},
             "spread": {"ours": [2200.0, 2300.0], "sdpa": [2100.0, 2400.0], "eager": [1900.0, 2000.0]},
-            "best_peer": "sdpa", "ratio": 0.98, "ratio_spread": [0.95, 1.1], "loss": {"ours": 7.64},
+            "best_peer": "sdpa", "ratios": {"sdpa": [0.98, 0.95, 1.1], "eager": [1.15, 1.1, 1.2]}, "loss": {"ours": 7.64},
             "matmul_peak_gflops": 373.9, "peak_fraction": 0.1,
         }
     ],
@@ -526,3 +526,22 @@ def test_a_corpus_of_less_than_a_batch_is_refused(tmp_path: Path) -> None:
     shards = open_shards(make_corpus(tmp_path / "corpus", documents=4), "train")
     with pytest.raises(InputError, match=r"fills \d+ sequences of 512, less than a batch of 256"):
         loader.compare(shards, 512, 256, 1)
+
+
+def test_workers_are_compared_round_by_round() -> None:
+    """Shares are medians of the rounds' own, so that a slow round of the machine does not count."""
+    bare = {"name": "bare", "tokens_per_second": [100.0, 50.0, 200.0]}
+    ways = [
+        {"name": "zero 1 x 1 workers", "zero": 1, "workers": 1, "tokens_per_second": [90.0, 45.0, 160.0]},
+        {"name": "zero 1 x 2 workers", "zero": 1, "workers": 2, "tokens_per_second": [99.0, 36.0, 176.0]},
+        {"name": "zero 3 x 2 workers", "zero": 3, "workers": 2, "tokens_per_second": [80.0, 40.0, 160.0]},
+    ]
+    rows = workers.compare(bare, ways)
+    assert [row["median"] for row in rows] == [100.0, 90.0, 99.0, 80.0]
+    assert [row.get("of bare") for row in rows] == pytest.approx([None, 0.9, 0.88, 0.8])
+    assert [row.get("of the first") for row in rows] == pytest.approx([None, 1.0, 1.1, 1.0])
+
+
+def test_workers_refuses_runs_too_short_to_measure() -> None:
+    with pytest.raises(InputError, match="--steps is 19; it takes at least 20"):
+        workers.main(["--corpus", "nowhere", "--steps", "19"])

@@ -12,8 +12,15 @@ from torch import Tensor
 from pretrain.batches.loader import MicroBatch
 from pretrain.bench.contestants import pad
 from pretrain.checkpoint.hf import to_hf
-from pretrain.config import Model
-from pretrain.model.attention import BETWEEN, _keys_to_heads, group_sequences, grouped_attention, keep_mask
+from pretrain.config import MAX_WIDTH, Model
+from pretrain.model.attention import (
+    ALONG,
+    BETWEEN,
+    _keys_to_heads,
+    group_sequences,
+    grouped_attention,
+    keep_mask,
+)
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.vocabulary import vocabulary_losses
 from tests.batches_by_hand import make_batch, take_sequence
@@ -262,6 +269,13 @@ def test_the_loss_is_the_cross_entropy() -> None:
     with torch.no_grad():
         expected = F.cross_entropy(model.masked_logits(batch), batch.masked_labels, reduction="sum")
         torch.testing.assert_close(model(batch).mlm_loss, expected)
+
+
+def test_the_stride_of_dropout_seeds_stays_within_int32() -> None:
+    """Past it compiled code wrote out of bounds: C++ takes an overflowing loop variable for impossible."""
+    assert ALONG * MAX_WIDTH < 1 << 31
+    with pytest.raises(ValueError, match="less than or equal to 8192"):
+        Model(size="custom", layers=1, hidden=MAX_WIDTH + 64, heads=1)
 
 
 def test_every_head_of_every_layer_drops_by_a_mask_of_its_own() -> None:

@@ -42,6 +42,28 @@ class Entry:
     steps: int = 0  # made before the first one is trained; 0 makes each when its turn comes
 
 
+def bench_config(
+    corpus: str, size: str, length: int, sequences: int, *, rate: float = 1e-4, **model: Any
+) -> RunConfig:
+    """A run without end of `sequences` a step, each step one micro-batch; `model` adds to its section."""
+    phase = {
+        "sequence_length": length,
+        "global_sequences": sequences,
+        "steps": 1 << 30,
+        "peak_learning_rate": rate,
+    }
+    return RunConfig.model_validate(
+        {
+            "name": "bench",
+            "corpus": {"dir": corpus},
+            "model": {"size": size, **model},
+            "phases": [phase],
+            "engine": {"zero_stage": 1, "micro_batch_tokens": sequences * length},
+            "evaluation": {"sequences": 512},
+        }
+    )
+
+
 class StepReport(NamedTuple):
     """One trained step."""
 

@@ -12,9 +12,7 @@ import json
 import time
 from typing import Any
 
-from pretrain.bench.contestants import OURS, PEERS, Contestant, Entry
-from pretrain.config import Corpus, Evaluation, Model, Phase, RunConfig
-from pretrain.config import Engine as EngineSettings
+from pretrain.bench.contestants import OURS, PEERS, Contestant, Entry, bench_config
 
 TURN_SECONDS = 10.0
 WARM_UP_SHARE = 0.1
@@ -47,7 +45,7 @@ def main(argv: list[str]) -> int:
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Train both in turns; held-out MLM loss of each after every tenth of the time."""
-    config = _config(options)
+    config = bench_config(options.corpus, options.size, options.length, options.sequences, rate=options.rate)
     kinds = {OURS: OURS, "transformers": options.peer}
     contestants = {name: Contestant(Entry(kind, config)) for name, kind in kinds.items()}
     runners = {name: _Runner(it, options) for name, it in contestants.items()}
@@ -93,19 +91,3 @@ class _Runner:
     def _rate(self) -> float:
         share = self.share()
         return self._options.rate * min(share / WARM_UP_SHARE, (1 - share) / (1 - WARM_UP_SHARE))
-
-
-def _config(options: argparse.Namespace) -> RunConfig:
-    return RunConfig(
-        name="bench",
-        corpus=Corpus(dir=options.corpus),
-        model=Model(size=options.size),
-        phases=(
-            Phase(
-                sequence_length=options.length, global_sequences=options.sequences, steps=1 << 30,
-                peak_learning_rate=options.rate,
-            ),
-        ),
-        engine=EngineSettings(zero_stage=1, micro_batch_tokens=options.sequences * options.length),
-        evaluation=Evaluation(sequences=512),
-    )  # fmt: skip

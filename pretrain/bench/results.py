@@ -148,7 +148,7 @@ def step_rows(result: dict[str, Any]) -> list[Row]:
                 ours=_figure(ours, one["spread"]["ours"]),
                 peer_name=f"transformers {peer}",
                 peer=_figure(one["tokens_per_second"][peer], one["spread"][peer]),
-                ratio=_figure(one["ratio"], one["ratio_spread"]),
+                ratio=_figure(one["ratios"][peer][0], one["ratios"][peer][1:]),
                 limit=peak,
             )
         )

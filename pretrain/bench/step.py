@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from pretrain.batches.loader import Loader, MicroBatch, StepBatch
-from pretrain.bench.contestants import BARE, OURS, PEERS, Contestant, Entry
-from pretrain.config import Corpus, Model, Phase, RunConfig
-from pretrain.config import Engine as EngineSettings
+from pretrain.bench.contestants import BARE, OURS, PEERS, Contestant, Entry, bench_config
+from pretrain.config import RunConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.estimate import executed_flops, step_flops
 
@@ -72,7 +71,8 @@ def main(argv: list[str]) -> int:
 def compare(size: str, length: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     """One model size at one sequence length: medians over alternations."""
     shards = open_shards(Path(options.corpus), "train")
-    config = _config(size, length, options)
+    sequences = max(1, options.tokens // length)
+    config = bench_config(options.corpus, size, length, sequences, hidden_dropout=options.dropout)
     count = options.repeats + WARM_UP
     entries = {
         kind: Entry(kind, config, device.type, options.threads, count) for kind in (OURS, *options.peers)
@@ -99,13 +99,11 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
         "size": size,
         "length": length,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "sequences_per_step": config.phases[0].global_sequences,
-        "mean_tokens": tokens / (config.phases[0].global_sequences * options.repeats),
+        "sequences_per_step": sequences,
+        "mean_tokens": tokens / (sequences * options.repeats),
         "tokens_per_second": {kind: 1 / statistics.median(values) for kind, values in seconds.items()},
         "spread": {kind: [1 / max(values), 1 / min(values)] for kind, values in seconds.items()},
         "best_peer": best,
-        "ratio": ratios[best][0],
-        "ratio_spread": ratios[best][1:],
         "ratios": ratios,
         "loss": {kind: statistics.fmean(values) for kind, values in losses.items()},
         "matmul_peak_gflops": peak / 1e9,
@@ -132,24 +130,6 @@ def matmul_peak(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> fl
         _synchronise(device)
         times.append(time.perf_counter() - began)
     return 2 * size**3 / statistics.median(times[3:])
-
-
-def _config(size: str, length: int, options: argparse.Namespace) -> RunConfig:
-    sequences = max(1, options.tokens // length)
-    return RunConfig(
-        name="bench",
-        corpus=Corpus(dir=options.corpus),
-        model=Model(size=size, hidden_dropout=options.dropout),  # type: ignore[arg-type]
-        phases=(
-            Phase(
-                sequence_length=length,
-                global_sequences=sequences,
-                steps=1 << 30,
-                peak_learning_rate=LEARNING_RATE,
-            ),
-        ),
-        engine=EngineSettings(zero_stage=1, micro_batch_tokens=sequences * length),
-    )
 
 
 def _steps(shards: TokenShards, config: RunConfig, count: int) -> list[StepBatch]:

@@ -17,11 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from pretrain.bench.contestants import BARE, Contestant, Entry
-from pretrain.config import RunConfig
-from pretrain.errors import MachineError
+from pretrain.bench.contestants import BARE, Contestant, Entry, bench_config
+from pretrain.config import RunConfig, dump_config
+from pretrain.errors import InputError, MachineError
 
 _WINDOW = 10  # steps
 
@@ -33,7 +31,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--size", default="mini", help="model size (default: mini)")
     parser.add_argument("--length", type=int, default=128, help="sequence length")
     parser.add_argument("--sequences", type=int, default=64, help="sequences per step")
-    parser.add_argument("--steps", type=int, default=60, help=f"steps of each run, more than {2 * _WINDOW}")
+    parser.add_argument("--steps", type=int, default=60, help=f"steps of each run, at least {2 * _WINDOW}")
     parser.add_argument(
         "--zero", nargs="+", type=int, default=[1, 3], choices=[0, 1, 2, 3], help="ZeRO stages"
     )
@@ -43,84 +41,85 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--rounds", type=int, default=3, help="runs of each; the median is reported")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)
-    rates = measure(options)
-    result = {"options": vars(options), "tokens_per_second": rates, "rows": _rows(rates, options)}
-    print(json.dumps(result) if options.json else "\n".join(_line(row) for row in result["rows"]))
+    if options.steps < 2 * _WINDOW:
+        raise InputError(f"bench workers: --steps is {options.steps}; it takes at least {2 * _WINDOW}.")
+    rows = measure(options)
+    text = (
+        json.dumps({"options": vars(options), "rows": rows}) if options.json else "\n".join(map(_line, rows))
+    )
+    print(text)
     return 0
 
 
-def measure(options: argparse.Namespace) -> dict[str, list[float]]:
-    """Useful tokens/s of each way, one value a round: "bare", and "zero 1 x 2 workers" and the like."""
-    rates: dict[str, list[float]] = {BARE: []}
+def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for `bare` and one for each way of running the product, with its useful tokens/s of every round."""
+    bare: dict[str, Any] = {"name": BARE, "tokens_per_second": []}
+    ways = [
+        {
+            "name": f"zero {zero} x {workers} workers",
+            "zero": zero,
+            "workers": workers,
+            "tokens_per_second": [],
+        }
+        for zero in options.zero
+        for workers in options.workers
+    ]
     with tempfile.TemporaryDirectory(prefix="bench-workers-") as folder:
         for number in range(options.rounds):
-            rates[BARE].append(_bare(options))
-            for zero in options.zero:
-                for workers in options.workers:
-                    run = Path(folder) / f"{number}-{zero}-{workers}"
-                    rates.setdefault(_name(zero, workers), []).append(_product(run, zero, workers, options))
-    return rates
+            bare["tokens_per_second"].append(_bare(options))
+            for way in ways:
+                run = Path(folder) / f"{number}-{way['zero']}-{way['workers']}"
+                way["tokens_per_second"].append(_product(run, way, options))
+    return compare(bare, ways)
 
 
-def _name(zero: int, workers: int) -> str:
-    return f"zero {zero} x {workers} workers"
+def compare(bare: dict[str, Any], ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with medians, and each way's share of bare and of its ZeRO stage's first way, round by round."""
+    first = {way["zero"]: way for way in reversed(ways)}
+    for way in ways:
+        way["of bare"] = _share(way, bare)
+        way["of the first"] = _share(way, first[way["zero"]])
+    for row in (bare, *ways):
+        row["median"] = statistics.median(row["tokens_per_second"])
+    return [bare, *ways]
 
 
-def _config(options: argparse.Namespace, zero: int, workers: int) -> dict[str, Any]:
-    return {
-        "name": "bench-workers",
-        "corpus": {"dir": str(Path(options.corpus).resolve())},
-        "model": {"size": options.size},
-        "phases": [
-            {
-                "sequence_length": options.length,
-                "global_sequences": options.sequences,
-                "steps": options.steps,
-                "peak_learning_rate": 1e-4,
-            }
-        ],
-        "engine": {"zero_stage": zero, "micro_batch_tokens": options.sequences * options.length},
-        "evaluation": {"sequences": options.sequences},
-        "tracking": {"log_every_steps": _WINDOW},
-        "scheduling": {"workers": workers, "cpus_per_worker": max(1, (os.cpu_count() or 1) // workers)},
-    }
+def _share(row: dict[str, Any], base: dict[str, Any]) -> float:
+    pairs = zip(row["tokens_per_second"], base["tokens_per_second"], strict=True)
+    return statistics.median(mine / theirs for mine, theirs in pairs)
 
 
-def _product(run: Path, zero: int, workers: int, options: argparse.Namespace) -> float:
+def _config(options: argparse.Namespace) -> RunConfig:
+    return bench_config(str(Path(options.corpus).resolve()), options.size, options.length, options.sequences)
+
+
+def _product(run: Path, way: dict[str, Any], options: argparse.Namespace) -> float:
     path = run.with_suffix(".yaml")
-    path.write_text(yaml.safe_dump(_config(options, zero, workers)))
-    command = [sys.executable, "-m", "pretrain", "pretrain", str(path), "--set", f"run_dir={run}"]
+    path.write_text(dump_config(_config(options)))
+    settings = {
+        "run_dir": run, "phases.0.steps": options.steps, "engine.zero_stage": way["zero"],
+        "tracking.log_every_steps": _WINDOW, "scheduling.workers": way["workers"],
+        "scheduling.cpus_per_worker": max(1, (os.cpu_count() or 1) // way["workers"]),
+    }  # fmt: skip
+    command = [sys.executable, "-m", "pretrain", "pretrain", str(path)]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={value}"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
-        raise MachineError(f"`pretrain` with {_name(zero, workers)} failed: {done.stderr.strip()[-300:]}")
+        raise MachineError(f"bench workers: {way['name']} failed: {done.stderr.strip()[-300:]}")
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     windows = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
     return statistics.median(windows[1:])
 
 
 def _bare(options: argparse.Namespace) -> float:
-    config = RunConfig.model_validate(_config(options, 0, 1))
-    contestant = Contestant(Entry(BARE, config, steps=options.steps))
+    contestant = Contestant(Entry(BARE, _config(options), steps=options.steps))
     reports = [contestant.train(1e-4) for _ in range(options.steps)][_WINDOW:]
     contestant.close()
     return statistics.median(report.tokens / report.seconds for report in reports)
 
 
-def _rows(rates: dict[str, list[float]], options: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
-    for name, values in rates.items():
-        row = {"name": name, "median": statistics.median(values), "low": min(values), "high": max(values)}
-        bases = (
-            {"of bare": BARE, "of one worker": _name(int(name.split()[1]), options.workers[0])}
-            if name != BARE
-            else {}
-        )
-        for against, base in bases.items():
-            row[against] = statistics.median(a / b for a, b in zip(values, rates[base], strict=True))
-        rows.append(row)
-    return rows
-
-
 def _line(row: dict[str, Any]) -> str:
-    text = f"{row['name']:<20} {row['median']:>9,.0f} tok/s ({row['low']:,.0f}-{row['high']:,.0f})"
-    return text + "".join(f"   {row[key]:.1%} {key}" for key in ("of bare", "of one worker") if key in row)
+    rates = row["tokens_per_second"]
+    text = f"{row['name']:<20} {row['median']:>9,.0f} tok/s ({min(rates):,.0f}-{max(rates):,.0f})"
+    return text + "".join(f"   {row[key]:.1%} {key}" for key in ("of bare", "of the first") if key in row)

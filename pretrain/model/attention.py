@@ -26,7 +26,7 @@ MAX_PADDING = 0.1
 SCORES_PER_PIECE = 1 << 20
 
 # Odd constants that set apart the draws of one token: along features or keys, and between heads or layers. In compiled
-# code the first one is the stride of a loop, where C++ must not leave int32: it does not up to 8,192 columns.
+# code the first one is the stride of a loop, where C++ must not leave int32: it does not up to MAX_WIDTH columns.
 ALONG = 0x3C6EF
 BETWEEN = 0x85EBCA6B - (1 << 32)
 _HEADS = 0xC2B2AE35 - (
