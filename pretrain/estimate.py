@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pretrain.config import LOGITS_PER_PIECE, Model, Phase, RunConfig, dump_config
+from pretrain.config import LOGITS_PER_PIECE, Model, Phase, RunConfig
 from pretrain.errors import InputError
 from pretrain.files import MANIFEST, read_manifest
+from pretrain.settings import dump
 
 Device = Literal["cpu", "cuda"]
 
@@ -52,7 +53,7 @@ def dry_run(config: RunConfig, on: str | None = None, mean_length: float | None 
     cluster = parse_cluster(on, config) if on else None
     device: Device = cluster.device if cluster else "cuda" if Path("/proc/driver/nvidia").exists() else "cpu"
     parts = [
-        "Resolved config\n" + _indent(dump_config(config)),
+        "Resolved config\n" + _indent(dump(config)),
         "Parameters\n" + _parameter_lines(config, size),
         "Memory per worker\n" + _memory_lines(config, cluster.workers if cluster else None, device),
         "Work\n" + _work_lines(config, size, mean_length),

@@ -15,9 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.config import RunConfig, Vocabulary, changed_for_resume, dump_config, load_config
+from pretrain.config import RunConfig, Vocabulary, changed_for_resume, load_config
 from pretrain.errors import InputError
 from pretrain.files import MANIFEST, atomic_open, disk_errors, locked, write_json
+from pretrain.settings import dump
 
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
@@ -110,7 +111,7 @@ def check_run_folder(config: RunConfig, resume: bool) -> None:
 def record_run(config: RunConfig, command: Sequence[str]) -> None:
     """Write the resolved config and the environment into the run folder."""
     with atomic_open(config.folder / CONFIG_FILE, "w") as file:
-        file.write(dump_config(config))
+        file.write(dump(config))
     write_json(config.folder / ENVIRONMENT_FILE, environment(command))
 
 

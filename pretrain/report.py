@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.charts import Series, line_chart
-from pretrain.config import RunConfig, dump_config, load_config
+from pretrain.config import RunConfig, load_config
 from pretrain.errors import InputError
 from pretrain.fillings import Filling, fill, held_out_sentences, read_vocabulary
 from pretrain.pages import write_page
+from pretrain.settings import dump
 from pretrain.tracking import clock, read_records
 
 SENTENCES = 10
@@ -43,7 +44,7 @@ def write_report(run_dir: Path, out: Path) -> Path:
         charts=list(_charts(run)),
         fillings=_fillings(run),
         card=_card(run.card),
-        config_yaml=dump_config(run.config),
+        config_yaml=dump(run.config),
         environment=list(_flat(run.environment)),
     )
 

@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.config import Model, RunConfig, changed_for_resume, dump_config, load_config
+from pretrain.config import Model, RunConfig, changed_for_resume, load_config
 from pretrain.errors import InputError
+from pretrain.settings import dump
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs" / "pretrain").glob("*.yaml"))
 
@@ -63,7 +64,7 @@ def test_shipped_configs_load_and_are_named_like_their_file(path: Path):
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_a_dumped_config_reads_back_equal(path: Path, write):
     config = load_config(path)
-    assert load_config(write(dump_config(config))) == config
+    assert load_config(write(dump(config))) == config
 
 
 @pytest.mark.parametrize(

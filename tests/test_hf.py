@@ -16,9 +16,10 @@ from torch import Tensor
 from pretrain import files
 from pretrain.batches.loader import MicroBatch
 from pretrain.checkpoint import hf, store
-from pretrain.config import Model, RunConfig, dump_config
+from pretrain.config import Model, RunConfig
 from pretrain.errors import InputError, MachineError
 from pretrain.model.heads import PretrainingModel
+from pretrain.settings import dump
 
 VOCABULARY = [
     *SPECIALS,
@@ -353,7 +354,7 @@ class TestExportRun:
         )
         run = tmp_path / "run"
         run.mkdir()
-        (run / "config.yaml").write_text(dump_config(config))
+        (run / "config.yaml").write_text(dump(config))
         records = [
             {"step": 1000, "split": "validation", "mlm_loss": 3.25, "mlm_accuracy": 0.4},
             {"step": 2000, "split": "validation", "mlm_loss": 2.5, "mlm_accuracy": 0.5, "nsp_accuracy": 0.75},

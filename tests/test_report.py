@@ -19,11 +19,12 @@ from hypothesis import strategies as st
 from pretrain import __main__ as command_line
 from pretrain import charts, demo, fillings, report
 from pretrain.checkpoint import hf
-from pretrain.config import Model, RunConfig, dump_config
+from pretrain.config import Model, RunConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.errors import InputError
 from pretrain.fillings import MaskedSentence, fill, held_out_sentences, readable
 from pretrain.model.heads import PretrainingModel
+from pretrain.settings import dump
 
 WORDS = [f"{a}{b}{c}" for a in "bdfglm" for b in "aeiou" for c in "nrst"]
 VOCABULARY = [*SPECIALS, ".", ",", "<b>", "##ing", "##s", *WORDS, "[unused0]", "[unused1]"]
@@ -73,7 +74,7 @@ def run(corpus: Path, exported: Path, tmp_path: Path) -> Path:
             "scheduling": {"workers": 2},
         }
     )
-    (folder / "config.yaml").write_text(dump_config(config))
+    (folder / "config.yaml").write_text(dump(config))
     (folder / "environment.json").write_text(json.dumps({"packages": {"torch": "2.13.0"}, "gpus": []}))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records()))
     (folder / "export").symlink_to(exported)

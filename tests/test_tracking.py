@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from pretrain import tracking
-from pretrain.config import RunConfig, dump_config
+from pretrain.config import RunConfig
 from pretrain.errors import InputError, MachineError
+from pretrain.settings import dump
 from pretrain.tracking import Tracker, follow, read_records, wandb_names
 
 
@@ -334,7 +335,7 @@ def test_quiet_logging_keeps_the_terminal_clean(tmp_path: Path) -> None:
 class TestFollow:
     @pytest.fixture
     def run(self, tmp_path: Path) -> Path:
-        (tmp_path / "config.yaml").write_text(dump_config(make_config()))
+        (tmp_path / "config.yaml").write_text(dump(make_config()))
         return tmp_path
 
     def test_a_pipe_gets_plain_lines(self, run: Path) -> None:

@@ -18,8 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.bench.contestants import BARE, Contestant, Entry, bench_config
-from pretrain.config import RunConfig, dump_config
+from pretrain.config import RunConfig
 from pretrain.errors import InputError, MachineError
+from pretrain.settings import dump
 
 _WINDOW = 10  # steps
 
@@ -95,7 +96,7 @@ def _config(options: argparse.Namespace) -> RunConfig:
 
 def _product(run: Path, way: dict[str, Any], options: argparse.Namespace) -> float:
     path = run.with_suffix(".yaml")
-    path.write_text(dump_config(_config(options)))
+    path.write_text(dump(_config(options)))
     settings = {
         "run_dir": run, "phases.0.steps": options.steps, "engine.zero_stage": way["zero"],
         "tracking.log_every_steps": _WINDOW, "scheduling.workers": way["workers"],

@@ -36,7 +36,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pretrain.checkpoint import store
-from pretrain.config import Model, RunConfig, dump_config, load_config
+from pretrain.config import Model, RunConfig, load_config
 from pretrain.errors import InputError
 from pretrain.files import (
     MANIFEST,
@@ -50,6 +50,7 @@ from pretrain.files import (
 )
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.parts import LAYER_NORM_EPS
+from pretrain.settings import dump
 from pretrain.tracking import read_records
 
 _WEIGHTS = "model.safetensors"
@@ -417,7 +418,7 @@ def _model_card(config: RunConfig, run_dir: Path, step: int, parameters: int) ->
         corpus_card=_two_levels_down(corpus_card.read_text(encoding="utf-8"))
         if corpus_card.is_file()
         else "",
-        config_yaml=dump_config(config).strip(),
+        config_yaml=dump(config).strip(),
     )
 
 
