@@ -16,7 +16,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,16 @@ from pretrain.files import write_json
 logger = logging.getLogger(__name__)
 
 _REACH_SECONDS = 3.0  # for the cluster's port to accept a connection
-_JOIN_SECONDS = 6.0  # for Ray to join after that; together they stay under 10
+_ANSWER_SECONDS = 6.0  # for Ray to answer there; together they stay under 10
+_JOIN_SECONDS = 60.0  # for a cluster that answers to let us in
 _ROOM_SECONDS = 60  # for a busy cluster to make room for the workers
 _OBJECT_STORE_BYTES = 100 << 20  # we pass nothing large through Ray; its least is 75 MiB
 
+# Workers train in a thread, and memory that it frees must serve it again (pretrain/memory.py): one heap for all threads.
+_ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
 # Set in the driver, from where Ray hands them to its controller and workers.
 _RAY_ENVIRONMENT = {
+    **_ONE_HEAP,
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # an actor that only a cluster that drains nodes needs
     "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
@@ -47,14 +51,15 @@ _RAY_ENVIRONMENT = {
 }
 
 
-def main(request_path: str) -> None:
+def main(request_path: str, work: Callable[[dict[str, Any]], None]) -> None:
+    """Do `work` with the request at this path and leave its outcome where the request says."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
-    _die_with(os.getppid(), request["ray_dir"])
+    die_with(os.getppid(), request["ray_dir"])
     os.environ.update(_RAY_ENVIRONMENT)
     error: RunError | None = None
     try:
-        _train(request)
+        work(request)
     except RunError as caught:
         error = caught
     except Exception:
@@ -63,11 +68,14 @@ def main(request_path: str) -> None:
     _write_outcome(request, error)
 
 
-def nodes_fit(nodes: Sequence[tuple[int, int]], workers: int, cpus_per_worker: int, where: str) -> int:
+def nodes_fit(
+    nodes: Sequence[tuple[int, int]], workers: int, cpus_per_worker: int, where: str,
+    setting: str = "scheduling.workers (--workers)",
+) -> int:  # fmt: skip
     """The CPUs each worker gets, so that `workers` fit on `nodes`, a list of (CPUs, GPUs).
 
     With GPUs anywhere each worker takes one. `cpus_per_worker` 0 means as many as fit. `where` names the
-    machine or cluster in the `MachineError` that says what there is when they do not fit.
+    machine or cluster in the `MachineError` that says what there is when they do not fit, and `setting` what to lower.
     """
     cpus, gpus = sum(cpu for cpu, _ in nodes), sum(gpu for _, gpu in nodes)
 
@@ -77,7 +85,7 @@ def nodes_fit(nodes: Sequence[tuple[int, int]], workers: int, cpus_per_worker: i
     if gpus and workers > gpus:
         raise MachineError(
             f"{where} has {gpus} GPUs, too few for {workers} workers of one GPU each. "
-            f"Set scheduling.workers (--workers) to {gpus} or less."
+            f"Set {setting} to {gpus} or less."
         )
     largest = max((cpu for cpu, _ in nodes), default=0)
     choices = [cpus_per_worker] if cpus_per_worker else range(largest, 0, -1)
@@ -86,37 +94,51 @@ def nodes_fit(nodes: Sequence[tuple[int, int]], workers: int, cpus_per_worker: i
             return each
     raise MachineError(
         f"{where} has {cpus} CPU cores, too few for {workers} workers of {cpus_per_worker or 1} each. "
-        "Set scheduling.workers (--workers) or scheduling.cpus_per_worker lower."
+        f"Set {setting} or scheduling.cpus_per_worker lower."
     )
 
 
 def _train(request: dict[str, Any]) -> None:
     """Start or join Ray, run the workers to their end, and leave Ray again."""
-    here = "" if request["address"] else f"this machine ({socket.gethostname()})"
-    if here:
-        nodes_fit([(_cores(), 0)], request["workers"], request["cpus_per_worker"], here)
-    _choose_token(request["address"])  # Ray reads it while it is imported
+
+    def share_out(nodes: Sequence[tuple[int, int]], where: str) -> None:
+        request["cpus_per_worker"] = nodes_fit(nodes, request["workers"], request["cpus_per_worker"], where)
+
+    if not request["address"]:  # said before torch and Ray are loaded
+        nodes_fit([(_cores(), 0)], request["workers"], request["cpus_per_worker"], _here())
+    with ray_of(request, share_out) as nodes:
+        _retry(request, lambda attempt: _attempt(request, attempt, use_gpu=any(gpu for _, gpu in nodes)))
+
+
+@contextlib.contextmanager
+def ray_of(
+    request: dict[str, Any], share_out: Callable[[Sequence[tuple[int, int]], str], None]
+) -> Iterator[list[tuple[int, int]]]:
+    """A Ray of our own, or the cluster at request["address"], with its nodes' (CPUs, GPUs); left at the end.
+
+    `share_out` gets the nodes and their name for messages, sets request["workers"] and request["cpus_per_worker"],
+    and raises `MachineError` where they do not fit; a Ray of our own is started with just that many CPUs.
+    """
+    choose_token(request["address"])  # Ray reads it while it is imported
     import ray
     import torch
 
-    if here:
-        nodes = [(_cores(), torch.cuda.device_count())]
-        request["cpus_per_worker"] = nodes_fit(nodes, request["workers"], request["cpus_per_worker"], here)
-        _start_ray(request)
-    else:
-        _join_ray(request)
+    if request["address"]:
+        join_ray(request["address"], lambda error: _write_outcome(request, error))
         resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         nodes = [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in resources]
-        request["cpus_per_worker"] = nodes_fit(
-            nodes, request["workers"], request["cpus_per_worker"], f"the cluster at {request['address']}"
-        )
+        share_out(nodes, f"the cluster at {request['address']}")
+    else:
+        nodes = [(_cores(), torch.cuda.device_count())]
+        share_out(nodes, _here())
+        _start_ray(request)
     try:
-        _retry(request, lambda attempt: _attempt(request, attempt, use_gpu=any(gpu for _, gpu in nodes)))
+        yield nodes
     finally:
         ray.shutdown()
 
 
-def _choose_token(address: str) -> None:
+def choose_token(address: str) -> None:
     """A Ray of our own gets its own token, kept in no file; a cluster gets the user's, where there is one."""
     if not address:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
@@ -150,34 +172,51 @@ def _start_ray(request: dict[str, Any]) -> None:
         ) from None
 
 
-def _join_ray(request: dict[str, Any]) -> None:
-    """Join the cluster at the request's address, or say within 10 s that it cannot be reached."""
-    import ray
+def join_ray(address: str, last_word: Callable[[MachineError], None]) -> None:
+    """Join the cluster at `address`, or say within 10 s that none can be reached there (`MachineError`).
 
-    address = request["address"]
+    A cluster that answers may take longer to let us in, as on a busy machine. Where Ray hangs, this process ends;
+    `last_word` is called with the error before that, in another thread.
+    """
     host, _, port = address.rpartition(":")
     advice = "Check scheduling.address, and that the cluster runs and lets this machine in."
     try:
         socket.create_connection((host, int(port)), timeout=_REACH_SECONDS).close()
     except (OSError, ValueError) as error:
         raise MachineError(f"No Ray cluster answers at {address} ({one_line(error)}). {advice}") from None
+    import ray
+    from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]  # as `ray health-check` asks
 
-    def give_up() -> None:
-        message = f"What answers at {address} let no one in for {_JOIN_SECONDS:.0f} s. {advice}"
-        _write_outcome(request, MachineError(message))
-        os._exit(MachineError.exit_code)
-
-    timer = threading.Timer(_JOIN_SECONDS, give_up)
-    timer.start()
+    no_ray = f"What answers at {address} spoke no Ray for {_ANSWER_SECONDS:.0f} s. {advice}"
+    too_slow = f"Ray at {address} did not let us in for {_JOIN_SECONDS:.0f} s. {advice}"
     try:
-        ray.init(
-            address=address,
-            log_to_driver=False,
-            runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
-        )
+        with _limit(_ANSWER_SECONDS, lambda: last_word(MachineError(no_ray))):
+            GcsClient(address=address)
+        with _limit(_JOIN_SECONDS, lambda: last_word(MachineError(too_slow))):
+            ray.init(
+                address=address,
+                log_to_driver=False,
+                runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
+            )
     except Exception as error:
         logger.exception("ray.init")
         raise MachineError(f"Ray at {address} did not let us in ({one_line(error)}). {advice}") from None
+
+
+@contextlib.contextmanager
+def _limit(seconds: float, last_word: Callable[[], None]) -> Iterator[None]:
+    """End this process where the block takes longer, since nothing interrupts Ray; `last_word` is called first."""
+
+    def give_up() -> None:
+        try:
+            last_word()
+        finally:  # though nobody may be there to hear it
+            os._exit(MachineError.exit_code)
+
+    timer = threading.Timer(seconds, give_up)
+    timer.start()
+    try:
+        yield
     finally:
         timer.cancel()
 
@@ -293,18 +332,23 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _die_with(parent: int, folder: str) -> None:
+def _here() -> str:
+    return f"this machine ({socket.gethostname()})"
+
+
+def die_with(parent: int, folder: str | None = None) -> None:
     """End this session and remove `folder` once `parent` is gone: a killed launcher leaves nothing behind."""
 
     def watch() -> None:
         while os.getppid() == parent:
             time.sleep(0.5)
         end_session(os.getsid(0))
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(MachineError.exit_code)
 
     threading.Thread(target=watch, daemon=True, name="parent-watch").start()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], _train)

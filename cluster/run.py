@@ -32,6 +32,8 @@ STOP_FILE = "stop"
 LOGS = "logs"
 RAY_LOG = "ray.log"
 
+_POLL_SECONDS = 0.25
+
 # Ray keeps unix sockets below its temporary folder, and their paths may have 107 bytes.
 _LONGEST_TEMPORARY_FOLDER = 40
 _PROJECT = Path(__file__).resolve().parent.parent
@@ -64,11 +66,31 @@ def run(
 
     Raises `MachineError` when the machine or cluster cannot hold the workers, or is not reached within 10 s.
     """
-    if address == "auto" or "://" in address:
-        raise InputError(
-            f"scheduling.address: {address!r} is not host:port. "
-            "Name the head node's own address, such as 10.0.0.5:6379."
-        )
+    drive(
+        "cluster.driver",
+        {
+            "target": target,
+            "payload": payload,
+            "name": name,
+            "workers": workers,
+            "cpus_per_worker": cpus_per_worker,
+            "address": address,
+            "max_failures": max_failures,
+        },
+        run_dir=run_dir,
+    )
+
+
+def drive(
+    module: str, request: dict[str, Any], *, run_dir: Path | str, poll: Callable[[Path], None] | None = None
+) -> None:
+    """Run a driver of Ray, `python -m MODULE request.json`, to its end and raise what ended it.
+
+    The request is completed by what all drivers need: run_dir, working_dir, ray_dir and outcome. `poll` is called
+    about four times a second, in this thread, with the private folder `ray_dir`, where a driver may leave word.
+    Signals are those of `run`.
+    """
+    check_address(request["address"])
     run_dir = Path(run_dir).absolute()
     stop_file = run_dir / STOP_FILE
     with disk_errors(run_dir):
@@ -83,22 +105,16 @@ def run(
     ):
         outcome = folder / "outcome.json"
         request = {
-            "target": target,
-            "payload": payload,
-            "name": name,
+            **request,
             "run_dir": str(run_dir),
             "working_dir": str(Path.cwd()),
-            "workers": workers,
-            "cpus_per_worker": cpus_per_worker,
-            "address": address,
-            "max_failures": max_failures,
             "ray_dir": str(folder),
             "outcome": str(outcome),
         }
         (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
         child = subprocess.Popen(
-            [_python(folder), "-m", "cluster.driver", str(folder / "request.json")],
-            env=_environment(),
+            [_python(folder), "-m", module, str(folder / "request.json")],
+            env=environment(),
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -106,11 +122,31 @@ def run(
         )
         signals.on_second = lambda: end_session(child.pid)
         try:
-            child.wait()
+            _wait(child, folder, poll)
         finally:
             end_session(child.pid)
             child.wait()
         _raise_outcome(outcome, run_dir, child.returncode, signals.ended_at_once)
+
+
+def _wait(child: subprocess.Popen[bytes], folder: Path, poll: Callable[[Path], None] | None) -> None:
+    if poll is None:
+        child.wait()
+        return
+    while child.poll() is None:
+        poll(folder)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(_POLL_SECONDS)
+    poll(folder)
+
+
+def check_address(address: str) -> None:
+    """Refuse (`InputError`) what Ray would take for an address though it is not the host:port of a cluster."""
+    if address == "auto" or "://" in address:
+        raise InputError(
+            f"scheduling.address: {address!r} is not host:port. "
+            "Name the head node's own address, such as 10.0.0.5:6379."
+        )
 
 
 def end_session(session: int) -> None:
@@ -160,7 +196,7 @@ def _python(folder: Path) -> str:
     return str(folder / "python" / program.parent.name / program.name)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Ours, with this project first on the path, so that workers find it wherever they start.
 
     PYTHONSAFEPATH keeps a stray `datasets.py` or `cluster/` in the user's folder from being imported instead

@@ -72,7 +72,7 @@ def enter(request: dict[str, Any]) -> dict[str, str] | None:
         if worker.stop_requested():
             # Seen by this rank alone: raised, so that Ray ends the others too.
             raise WorkerEnd("StoppedError", f"{run_dir}: stopped before the first step. --resume continues.")
-        _change_folder(request["working_dir"])
+        change_folder(request["working_dir"])
         _resolve(request["target"])(request["payload"], worker)
     except (StoppedError, DivergedError) as error:
         return {"kind": type(error).__name__, "message": str(error)}
@@ -89,12 +89,38 @@ def enter(request: dict[str, Any]) -> dict[str, str] | None:
     return None
 
 
+def enter_trial(config: dict[str, int], request: dict[str, Any]) -> dict[str, str]:
+    """Call the request's target for trial `config["number"]`, in a process of its own, for Ray Tune.
+
+    A `RunError` is an end like any other and returned, {"kind": class name, "message": text}, empty where the target
+    came to its end: so Tune repeats crashes (`WorkerEnd`) alone.
+    """
+    trial = request["trials"][config["number"]]
+    run_dir = Path(trial["run_dir"])
+    _log_to(run_dir / "logs" / "worker-0.log", 0)
+    worker = Worker(threads=request["cpus_per_worker"], stop_file=Path(request["run_dir"]) / "stop")
+    try:
+        if worker.stop_requested():
+            raise StoppedError(f"{run_dir}: stopped before the first step.")
+        change_folder(request["working_dir"])
+        _resolve(request["target"])(trial["payload"], worker)
+    except RunError as error:
+        return {"kind": type(error).__name__, "message": str(error)}
+    except BaseException as error:
+        traceback.print_exc()
+        raise WorkerEnd(CRASH, one_line(error)) from None
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return {"kind": "", "message": ""}
+
+
 def _resolve(target: str) -> Any:
     module, _, function = target.partition(":")
     return getattr(importlib.import_module(module), function)
 
 
-def _change_folder(working_dir: str) -> None:
+def change_folder(working_dir: str) -> None:
     try:
         os.chdir(working_dir)
     except OSError as error:

@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,7 +57,8 @@ def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
     Disk-full and permission errors become `MachineError` / `InputError`; the temporary is removed.
     """
     path = Path(path)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Not the process's number: another machine that shares the folder may have the same.
+    aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:

@@ -7,6 +7,7 @@ that whatever exists is whole. A process keeps its table of words from job to jo
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import threading
@@ -20,13 +21,15 @@ from tokenizers import Tokenizer
 
 from pretrain.corpus.sentences import split_sentences
 from pretrain.corpus.shards import ShardWriter, token_dtype
-from pretrain.corpus.sources import Piece, Problems, documents
+from pretrain.corpus.sources import Piece, Problems, cut_stream, documents
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, Columns, WordPieces, WordTable, columns
 from pretrain.corpus.vocabulary import special_ids
+from pretrain.errors import MachineError
 from pretrain.files import atomic_open, sha256_file, write_json
 from pretrain.memory import hold_freed_memory
 
-TOKENIZER = "tokenizer.json"  # in the work folder
+LOCK = "lock"  # in the work folder, held by the coordinating process
+TOKENIZER = "tokenizer.json"  # likewise
 DOCUMENT = np.dtype(
     [("hash", "<u8", 2), ("sentences", "<u4"), ("items", "<u4"), ("words", "<u4"), ("bytes", "<u4")]
 )
@@ -104,6 +107,7 @@ class _Process:
         self.table = WordTable()
         self.dtype = np.dtype(np.uint16)
         self.unknown_id = -1
+        self.elsewhere = False  # on a cluster, whose machines may not have the coordinating process's files
         self._tokenizer = tokenizer
         self._pieces: WordPieces | None = None
         if tokenizer is not None:
@@ -136,11 +140,39 @@ def start_process(settings: Settings, tokenizer: Tokenizer | None, *, child: boo
     global _process
     if child:
         gc.freeze()  # nothing of what a fork took along needs looking through again
-        hold_freed_memory(at_most=256 << 20)
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+        _be_one_of_many()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=_end_with_parent, daemon=True).start()
     _process = _Process(settings, tokenizer)
+
+
+def start_task(settings: Settings, tokenizer: Tokenizer | None) -> None:
+    """Make a worker process of a Ray cluster ready for jobs; its signals and its end are Ray's.
+
+    Raises `MachineError` where the work folder is not to be seen: nothing may be written to another of that name.
+    """
+    global _process
+    _be_one_of_many()
+    _process = _Process(settings, tokenizer)
+    _process.elsewhere = True
+    _check_seen([str(_process.work / LOCK)])
+
+
+def _be_one_of_many() -> None:
+    hold_freed_memory(at_most=256 << 20)
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+
+
+def _check_seen(paths: Sequence[str]) -> None:
+    """Every input was there when it was found; on another machine it may not be, which is no fault of the input."""
+    if not _state().elsewhere:
+        return
+    for path in paths:
+        if not path.startswith("hub:") and not Path(path).exists():
+            raise MachineError(
+                f"{path}: not there on the machine {os.uname().nodename} of the cluster. "
+                "All its nodes must see the same files under the same paths."
+            )
 
 
 def _end_with_parent() -> None:
@@ -162,7 +194,22 @@ def _state() -> _Process:
 # ---------------------------------------------------------------- jobs
 
 
-def read_piece(piece: Piece) -> dict[str, Any]:
+def read(piece: Piece) -> list[dict[str, Any]]:
+    """Prepare a piece, or one after the other those of a stream that are not prepared yet; their summaries."""
+    _check_seen(piece.paths)
+    if not piece.is_stream:
+        return [_read_piece(piece)]
+    work = _state().work
+    return [known_summary(work, part) or _read_piece(part) for part in cut_stream(piece)]
+
+
+def known_summary(work: Path, piece: Piece) -> dict[str, Any] | None:
+    """The summary of a piece that is prepared."""
+    path = work / f"{piece.name}.json"
+    return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
+
+
+def _read_piece(piece: Piece) -> dict[str, Any]:
     """Read, split, cut and (with a vocabulary) tokenise one piece into part files; its summary comes last."""
     state = _state()
     problems = Problems()
@@ -206,6 +253,8 @@ def count_words(part: str, keep: np.ndarray) -> tuple[list[bytes], np.ndarray]:
 def tokenise_part(part: str, words_part: str) -> None:
     """Turn a part of word numbers into a part of token ids."""
     state = _state()
+    if (state.work / part).exists():
+        return  # a cluster may run a job twice, and the words are deleted after the first
     state.renew()
     words = Part.load(state.work / words_part)
     numbers = state.table.intern_words(words.distinct)[words.items]
@@ -247,6 +296,7 @@ def write_shard(
 
 def hash_files(paths: Sequence[str]) -> list[str]:
     """SHA-256 of each file; '' for one that cannot be read."""
+    _check_seen(paths)
     return [sha256_file(Path(path)) if os.access(path, os.R_OK) else "" for path in paths]
 
 

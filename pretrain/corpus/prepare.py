@@ -7,9 +7,9 @@
     card        figures; then the manifest, which makes the folder exist
 
 Between runs the state is what lies in `<dir>/.work`: every file there is atomic and named after what it holds. The
-coordinating process keeps 32 bytes per document and hands out jobs; text and tokens stay in the processes that do
-them, so memory does not grow with the corpus. The corpus is the same, byte by byte, for every number of processes
-and after every interruption.
+coordinating process keeps 32 bytes per document and hands out jobs, to processes of this machine or to tasks of a Ray
+cluster; text and tokens stay with those who do them, so memory does not grow with the corpus. The corpus is the same,
+byte by byte, for every number of processes, here or there, and after every interruption.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -92,7 +92,8 @@ def describe(config: RunConfig) -> dict[str, Any]:
     return {
         "dir": str(folder),
         "state": state,
-        "processes": _processes(corpus),
+        "processes": _processes(config),
+        "address": config.scheduling.address,
         "bytes": total,
         "sources": found,
     }
@@ -102,8 +103,10 @@ def _find_inputs(corpus: Corpus) -> list[list[sources.Input]]:
     return [sources.find_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
 
 
-def _processes(corpus: Corpus) -> int:
-    return corpus.processes or len(os.sched_getaffinity(0))
+def _processes(config: RunConfig) -> int:
+    """How many processes work; 0 on a cluster means as many as it has cores."""
+    here = 0 if config.scheduling.address else len(os.sched_getaffinity(0))
+    return config.corpus.processes or here
 
 
 def _source_name(source: Source) -> str:
@@ -116,6 +119,8 @@ class _Preparation:
 
     def __init__(self, config: RunConfig, *, quiet: bool) -> None:
         self._corpus = config.corpus
+        self._address = config.scheduling.address
+        self._processes = _processes(config)
         self._folder = Path(config.corpus.dir)
         self._work = self._folder / WORK
         self._bar = _Bar(quiet=quiet)
@@ -143,7 +148,7 @@ class _Preparation:
             shutil.rmtree(self._work, ignore_errors=True)
             return _summary(self._folder, "already prepared")
         # The pool comes first: forked processes would hold the lock, too, and catch signals meant for this one.
-        pool = _Pool(_processes(self._corpus), self._job_settings(), self._tokenizer)
+        pool = self._pool()
         with pool, self._locked_work(), _stoppable(self._folder), self._bar:
             self._stages(pool)
         shutil.rmtree(self._work, ignore_errors=True)
@@ -173,14 +178,15 @@ class _Preparation:
 
     # ------------------------------------------------------------ settings
 
-    def _job_settings(self) -> jobs.Settings:
-        return jobs.Settings(
+    def _pool(self) -> _Pool:
+        settings = jobs.Settings(
             work=str(self._work),
             lowercase=self._corpus.vocabulary.lowercase,
             language=self._corpus.language,
             min_document_words=self._corpus.min_document_words,
             vocabulary_given=self._tokenizer is not None,
         )
+        return _Pool(self._processes, settings, self._tokenizer, self._address)
 
     @functools.cached_property
     def _settings(self) -> dict[str, Any]:
@@ -252,15 +258,19 @@ class _Preparation:
     def _locked_work(self) -> Iterator[None]:
         """The work folder, made or found, for this run alone."""
         refusal = f"{self._folder}: another prepare is at work there. Wait for it, or stop it."
-        with locked(self._work / "lock", refusal):
+        with locked(self._work / jobs.LOCK, refusal):
             settings = self._work / "settings.json"
             if settings.exists():
                 self._refuse_changes(json.loads(settings.read_text(encoding="utf-8")), self._settings)
             else:
                 write_json(settings, self._settings)
-            for leftover in (*self._work.glob(".*.tmp"), *self._folder.glob(".*.tmp")):
-                leftover.unlink(missing_ok=True)
+            self._remove_leftovers()
             yield
+
+    def _remove_leftovers(self) -> None:
+        """Delete what processes that were killed left half-written."""
+        for leftover in (*self._work.glob(".*.tmp"), *self._folder.glob(".*.tmp")):
+            leftover.unlink(missing_ok=True)
 
     # ------------------------------------------------------------ stages
 
@@ -269,9 +279,10 @@ class _Preparation:
         summaries = []
         total = sum(item.bytes for inputs in self._inputs for item in inputs)
         with self._bar.stage("reading", total) as advance:
-            for (piece,), summary in pool.run(jobs.read_piece, self._pieces(), self._known_summary):
-                self._problems.extend(summary.pop("problems"))
-                summaries.append(_Summary(**summary))
+            for (piece,), read in pool.run(jobs.read, self._pieces(), self._known_summaries):
+                for summary in read:
+                    self._problems.extend(summary.pop("problems"))
+                    summaries.append(_Summary(**summary))
                 advance(piece.bytes)
         for number, source in enumerate(self._corpus.sources):
             if not any(summary.documents for summary in summaries if summary.source == number):
@@ -283,11 +294,13 @@ class _Preparation:
     def _pieces(self) -> Iterator[tuple[sources.Piece]]:
         for number, (source, inputs) in enumerate(zip(self._corpus.sources, self._inputs, strict=True)):
             for input_number, item in enumerate(inputs):
-                for piece in sources.cut(source, number, input_number, item):
+                # Text goes through no cluster: there the task that prepares a stream reads it.
+                for piece in sources.cut(source, number, input_number, item, streams=bool(self._address)):
                     yield (piece,)
 
-    def _known_summary(self, piece: sources.Piece) -> dict[str, Any] | None:
-        return _read_json(self._work / f"{piece.name}.json")
+    def _known_summaries(self, piece: sources.Piece) -> list[dict[str, Any]] | None:
+        summary = None if piece.is_stream else jobs.known_summary(self._work, piece)
+        return None if summary is None else [summary]
 
     def _begin_hashing(self, pool: _Pool) -> list[tuple[int, sources.Input, Any]]:
         """Hand out the hashing of every input file: (source, input, result to come). Nothing waits for it."""
@@ -375,6 +388,7 @@ class _Preparation:
         hashes: list[dict[str, str]],
     ) -> None:  # fmt: skip
         """Tokenizer files, card, and last the manifest."""
+        self._remove_leftovers()  # a cluster goes on without the killed
         save_tokenizer(self._folder, tokenizer)
         figures = documents.figures(len(self._corpus.sources))
         entries = []
@@ -430,7 +444,7 @@ def _fingerprint(manifest: dict[str, Any]) -> str:
 
 @dataclass
 class _Summary:
-    """What jobs.read_piece says of a piece: documents read, and the part files of those that are long enough."""
+    """What jobs.read says of a piece: documents read, and the part files of those that are long enough."""
 
     source: int
     documents: int
@@ -602,16 +616,34 @@ class _Documents:
 
 
 class _Pool:
-    """Runs jobs in processes of their own, or here if there is to be one; results come in the order of the jobs."""
+    """Runs jobs in processes of their own, or here if there is to be one; results come in the order of the jobs.
 
-    def __init__(self, processes: int, settings: jobs.Settings, tokenizer: Tokenizer | None) -> None:
+    With `address` the processes are a Ray cluster's, as many as it has cores where `processes` is 0.
+    """
+
+    def __init__(
+        self, processes: int, settings: jobs.Settings, tokenizer: Tokenizer | None, address: str
+    ) -> None:
         self._processes = processes
         self._begin_with = settings, tokenizer
-        self._executor: ProcessPoolExecutor | None = None
+        self._address = address
+        # Ray Data takes all jobs at once. They carry no text (`sources.cut`), so they may wait there.
+        self._most_waiting = sys.maxsize if address else 3 * processes
+        self._executor: Executor | None = None
         self._ending: threading.Thread | None = None
 
     def __enter__(self) -> _Pool:
-        if self._processes == 1:
+        if self._address:
+            from cluster.pool import RayPool
+
+            self._executor = RayPool(
+                self._address,
+                log=Path(self._begin_with[0].work) / "ray.log",
+                processes=self._processes,
+                initializer=jobs.start_task,
+                initargs=self._begin_with,
+            )
+        elif self._processes == 1:
             jobs.start_process(*self._begin_with, child=False)
         else:
             context = multiprocessing.get_context(_start_method())
@@ -656,7 +688,7 @@ class _Pool:
         for item in items:
             result = known(*item) if known else None
             waiting.append((_without_data(item), self.begin(job, item) if result is None else result))
-            while waiting and (len(waiting) > 3 * self._processes or _is_ready(waiting[0][1])):
+            while waiting and (len(waiting) > self._most_waiting or _is_ready(waiting[0][1])):
                 item, result = waiting.popleft()
                 yield item, _result(result)
         while waiting:

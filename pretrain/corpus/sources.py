@@ -92,6 +92,7 @@ class Piece:
     data: Any = None  # the block itself where a range of the file cannot be opened
     bytes: int = 0  # of the files, for the progress bar
     problems: list[dict[str, Any]] = field(default_factory=list)
+    is_stream: bool = False  # a whole file that can only be read in order; `cut_stream` has its pieces
 
     @property
     def name(self) -> str:
@@ -248,25 +249,37 @@ def _hub_dataset(source: Source, where: str) -> Any:
 # ---------------------------------------------------------------- cutting
 
 
-def cut(source: Source, source_number: int, input_number: int, item: Input) -> Iterator[Piece]:
-    """The pieces of one input; at least one, so that nothing goes unreported."""
+def cut(
+    source: Source, source_number: int, input_number: int, item: Input, *, streams: bool = False
+) -> Iterator[Piece]:
+    """The pieces of one input; at least one, so that nothing goes unreported.
+
+    A file that can only be read in order is read here, into pieces that carry their text; with `streams` it is one
+    piece, to be cut by whoever prepares it.
+    """
     place = (source_number, input_number)
     path = Path(item.paths[0]) if item.paths else Path()
     if source.kind in ("books", "docstrings"):
         yield Piece(*place, 0, source, item.paths, bytes=item.bytes)
     elif source.kind == "parquet":
         yield from _cut_parquet(source, place, item)
-    elif source.kind == "csv":
-        yield from _feed(source, place, item, _csv_blocks(source, path))
     elif source.kind == "huggingface":
         yield from _cut_dataset(source, place, item)
-    elif path.suffix not in _COMPRESSED:
+    elif source.kind != "csv" and path.suffix not in _COMPRESSED:
         size = min(MAX_PIECE_BYTES, max(PIECE_BYTES, item.bytes // 64))
         yield from _cut_ranges(source, place, item, size)
     elif source.kind == "mediawiki" and path.suffix == ".bz2" and _is_multistream(path):
         yield from _cut_ranges(source, place, item, _BZ2_PIECE_BYTES)
+    elif streams:
+        yield Piece(*place, 0, source, item.paths, bytes=item.bytes, is_stream=True)
     else:
-        yield from _feed(source, place, item, _stream_blocks(source, path))
+        blocks = _csv_blocks(source, path) if source.kind == "csv" else _stream_blocks(source, path)
+        yield from _feed(source, place, item, blocks)
+
+
+def cut_stream(piece: Piece) -> Iterator[Piece]:
+    """The pieces of a file that can only be read in order, one after the other with its text."""
+    return cut(piece.config, piece.source, piece.input, Input(piece.paths, piece.bytes))
 
 
 def _cut_ranges(source: Source, place: tuple[int, int], item: Input, size: int) -> Iterator[Piece]:
@@ -314,7 +327,7 @@ def _is_multistream(path: Path) -> bool:
 def _feed(
     source: Source, place: tuple[int, int], item: Input, blocks: Iterator[tuple[Any, int]]
 ) -> Iterator[Piece]:
-    """Pieces that carry their data, read in order by the coordinating process. The last has none, only the faults."""
+    """Pieces that carry their data, read in order by one process. The last has none, only the faults."""
     path, problems = item.paths[0], Problems()
     block = position = 0
     try:

@@ -1,0 +1,311 @@
+"""A pool of jobs on a Ray cluster, through Ray Data, with the face of Python's own executors.
+
+As for training (`cluster.run`), Ray's driver lives in a child process in a session of its own; jobs go there and
+results come back over a pipe. The child makes one data set of all jobs that wait, with one block for each: Ray Data
+then runs one task per job, on whatever node has a free core, and again where a task's process or node dies.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Executor, Future
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from cluster.driver import choose_token, die_with, join_ray
+from cluster.run import check_address, end_session, environment, last_line
+from cluster.worker import change_folder, error_from, one_line
+from pretrain.errors import MachineError, RunError
+from pretrain.files import disk_errors
+
+logger = logging.getLogger(__name__)
+
+_MAX_RETRIES = 3  # of a job whose process died; Ray Data's own default has no end
+_LEAVE_SECONDS = 10.0  # for the child to leave the cluster when all is done
+
+# Set in the driver, which owns the tasks and so decides on their retries.
+_RAY_ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_task_oom_retries": str(_MAX_RETRIES),  # counted apart from the others, and without end unless set
+}
+
+
+class RayPool(Executor):
+    """Runs jobs on the Ray cluster at `address` ("host:port"), whose nodes must see the same files.
+
+    A job is a function of a module with its arguments; they and the result must survive pickling. It is run in this
+    process's working directory, in a process that `initializer(*initargs)` has made ready. A job whose process dies
+    is run again, at most 3 times, maybe while the first one still runs elsewhere: it must not mind. `processes`
+    bounds how many jobs run at once; 0 leaves it to the cluster's cores. The child's output goes to `log`.
+
+    Submitted jobs wait until somebody asks for a result, then all that wait are handed to Ray Data at once.
+    `result()` raises the `RunError` that the job raised, a `MachineError` if its process died every time or the
+    cluster is lost, and a `RuntimeError` with the remote traceback for a bug.
+
+    Raises `MachineError` when the cluster is not reached within 10 s or has no cores.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        log: Path,
+        processes: int = 0,
+        initializer: Callable[..., None],
+        initargs: tuple[Any, ...] = (),
+    ) -> None:
+        check_address(address)
+        self._log = Path(log).absolute()
+        self._numbers = itertools.count()
+        self._waiting: list[tuple[int, bytes]] = []
+        self._futures: dict[int, Future[Any]] = {}
+        self._closing = False
+        self._error: RunError | None = None  # the end of the child
+        self._reader: threading.Thread | None = None
+        self._start({
+            "address": address,
+            "processes": processes,
+            "working_dir": str(Path.cwd()),
+            "setup": pickle.dumps((initializer, initargs)),
+        })  # fmt: skip
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        number, future = next(self._numbers), _Awaited(self._send)
+        self._futures[number] = future
+        self._waiting.append((number, pickle.dumps((fn, args, kwargs))))
+        if self._error is not None:
+            self._fail()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Leave the cluster: with `cancel_futures` at once, else when the jobs that were handed out are done."""
+        self._closing = True
+        if not cancel_futures:
+            with contextlib.suppress(OSError):
+                self._connection.send(None)
+            if self._reader is not None:
+                self._reader.join()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(_LEAVE_SECONDS)
+        self._end()
+
+    def _start(self, request: dict[str, Any]) -> None:
+        """Start the child and wait until it has joined the cluster."""
+        self._connection, theirs = Pipe()
+        with disk_errors(self._log):
+            self._log.parent.mkdir(parents=True, exist_ok=True)
+            log = self._log.open("ab")
+        with log, theirs:
+            self._child = subprocess.Popen(
+                [sys.executable, "-m", "cluster.pool", str(theirs.fileno())],
+                env=environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+            )
+        try:
+            self._connection.send(request)
+            kind, error = self._connection.recv()
+            if kind == "error":
+                raise error_from(error)
+        except (EOFError, OSError):
+            self._end()
+            raise self._lost() from None
+        except BaseException:  # Ctrl-C, too
+            self._end()
+            raise
+        self._reader = threading.Thread(target=self._read, daemon=True, name="ray-pool")
+        self._reader.start()
+
+    def _end(self) -> None:
+        """End the child and whatever it started. The cluster ends its tasks, having lost their driver."""
+        end_session(self._child.pid)
+        self._child.wait()
+        if self._reader is not None:
+            self._reader.join()  # it has come to the end of the pipe
+        self._connection.close()
+
+    def _send(self) -> None:
+        """Hand out all jobs that wait, as one data set."""
+        jobs, self._waiting = self._waiting, []
+        if jobs:
+            with contextlib.suppress(OSError):  # the child is gone, which the reader tells
+                self._connection.send(jobs)
+
+    def _read(self) -> None:
+        """Set the futures' results as they come, to the child's end."""
+        last_word: RunError | None = None
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                number, data = self._connection.recv()
+                if number == "error":
+                    last_word = error_from(data)
+                else:
+                    _settle(self._futures.pop(number), *pickle.loads(data))
+        self._error = last_word or self._lost()
+        self._fail()
+
+    def _fail(self) -> None:
+        with contextlib.suppress(KeyError):
+            while True:
+                _, future = self._futures.popitem()
+                if self._closing:
+                    future.cancel()
+                else:
+                    future.set_exception(self._error)
+
+    def _lost(self) -> MachineError:
+        code = self._child.wait()
+        return MachineError(
+            f"{self._log}: Ray's driver ended with exit code {code}; its last line: {last_line(self._log)!r}. "
+            "Run the same command again; it goes on where it was."
+        )
+
+
+class _Awaited(Future[Any]):
+    """A future that has the waiting jobs sent off when somebody waits for it."""
+
+    def __init__(self, send: Callable[[], None]) -> None:
+        super().__init__()
+        self._send = send
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._send()
+        return super().result(timeout)
+
+
+def _settle(future: Future[Any], kind: str, value: Any) -> None:
+    if kind == "result":
+        future.set_result(value)
+    elif kind == "error":
+        future.set_exception(error_from(value))
+    else:
+        future.set_exception(RuntimeError(f"a bug in a job on the cluster\n{value}"))
+
+
+# ---------------------------------------------------------------- the child: Ray's driver
+
+
+def main(descriptor: int) -> None:
+    """Join the cluster that the first message names, and work off lists of jobs until None comes."""
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    die_with(os.getppid())
+    os.set_inheritable(descriptor, False)
+    os.environ.update(_RAY_ENVIRONMENT)
+    with Connection(descriptor) as connection:
+        try:
+            _serve(connection.recv(), connection)
+        except EOFError:
+            logger.info("nobody wants more")
+        except RunError as error:
+            connection.send(("error", _as_data(error)))
+    import ray
+
+    ray.shutdown()  # nobody need wait for it
+
+
+def _serve(request: dict[str, Any], connection: Connection) -> None:
+    choose_token(request["address"])  # Ray reads it while it is imported
+    join_ray(request["address"], lambda error: connection.send(("error", _as_data(error))))
+    import ray.data
+
+    if ray.cluster_resources().get("CPU", 0) < 1:
+        raise MachineError(
+            f"The cluster at {request['address']} has no CPU cores. Start its nodes with some (--num-cpus)."
+        )
+    ray.data.DataContext.get_current().enable_progress_bars = False
+    connection.send(("ready", None))
+    while (jobs := connection.recv()) is not None:
+        for result in _run(jobs, request):
+            connection.send(result)
+
+
+def _run(jobs: list[tuple[int, bytes]], request: dict[str, Any]) -> Iterator[tuple[int, bytes]]:
+    """(number, pickled outcome) of every job, in the order in which they end."""
+    import ray.data
+    from ray import exceptions
+
+    dataset = ray.data.from_items(
+        [{"number": number, "job": job} for number, job in jobs], override_num_blocks=len(jobs)
+    ).map(
+        functools.partial(_run_job, setup=request["setup"], working_dir=request["working_dir"]),
+        compute=ray.data.TaskPoolStrategy(request["processes"] or None),
+        num_cpus=1,
+        max_retries=_MAX_RETRIES,
+    )
+    batches: Iterable[Any] = dataset.iter_batches(
+        batch_size=None, batch_format="pyarrow", prefetch_batches=0
+    )  # a block at a time, as it is there
+    again = "run the same command again; it goes on where it was."
+    try:
+        for batch in batches:
+            yield from zip(batch["number"].to_pylist(), batch["outcome"].to_pylist(), strict=True)
+    except (
+        exceptions.WorkerCrashedError,
+        exceptions.OutOfMemoryError,
+        exceptions.NodeDiedError,
+    ) as error:
+        logger.exception("ray.data")
+        raise MachineError(
+            f"A job's process on the cluster at {request['address']} died {_MAX_RETRIES + 1} times, most likely for "
+            f"want of memory ({type(error).__name__}). Set corpus.processes lower and {again}"
+        ) from None
+    except exceptions.RayError as error:
+        logger.exception("ray.data")
+        raise MachineError(
+            f"The cluster at {request['address']} could not run a job ({one_line(error)}). All its nodes need the "
+            f"same .venv and the same files. Mend the cause and {again}"
+        ) from None
+
+
+def _as_data(error: RunError) -> dict[str, str]:
+    return {"kind": type(error).__name__, "message": str(error)}
+
+
+# ---------------------------------------------------------------- the tasks
+
+_ready_for: tuple[bytes, str] | None = None  # the setup that this process was made ready with
+
+
+def _run_job(row: dict[str, Any], setup: bytes, working_dir: str) -> dict[str, Any]:
+    """Do a row's job. Errors are results, too: an exception would make Ray Data drop the whole data set."""
+    try:
+        _make_ready(setup, working_dir)
+        function, arguments, named = pickle.loads(row["job"])
+        outcome = ("result", function(*arguments, **named))
+    except RunError as error:
+        outcome = ("error", _as_data(error))
+    except Exception:
+        outcome = ("bug", traceback.format_exc())
+    return {"number": row["number"], "outcome": pickle.dumps(outcome)}
+
+
+def _make_ready(setup: bytes, working_dir: str) -> None:
+    """Initialise this process, unless it is already: Ray keeps processes from task to task."""
+    global _ready_for
+    if _ready_for != (setup, working_dir):
+        change_folder(working_dir)
+        initializer, arguments = pickle.loads(setup)
+        initializer(*arguments)
+        _ready_for = setup, working_dir
+
+
+if __name__ == "__main__":
+    # As `cluster.pool`, not `__main__`: so the tasks find what they are to run.
+    from cluster import pool
+
+    pool.main(int(sys.argv[1]))

@@ -1,0 +1,57 @@
+"""Jobs that tasks on a Ray cluster run in the tests of preparation; traces are left in the working directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pretrain.corpus import jobs
+from pretrain.corpus.sources import Piece
+
+
+def read(piece: Piece) -> list[dict[str, Any]]:
+    """jobs.read; the process of one piece is killed once, when its part files are written and its summary is not."""
+    if _is_first(f"read-{piece.name}") and piece.name == "000-000001-000000":
+        jobs.write_json = _die
+    return jobs.read(piece)
+
+
+def write_shard(name: str, *rest: Any) -> dict[str, Any]:
+    """jobs.write_shard; the process of one shard is killed once, with its files half written."""
+    if _is_first(f"write_shard-{name}") and name == "train-00001":
+        jobs.ShardWriter.add = _die  # pyright: ignore[reportAttributeAccessIssue]
+    return jobs.write_shard(name, *rest)
+
+
+def always_die(*_: Any) -> NoReturn:
+    _is_first("die")
+    _die()
+
+
+def bug(*_: Any) -> NoReturn:
+    raise ZeroDivisionError("a bug\nin two lines")
+
+
+def runs() -> dict[str, int]:
+    """How often each job was run."""
+    counts: dict[str, int] = {}
+    for trace in Path("runs").iterdir():
+        job = trace.name.rpartition("@")[0]
+        counts[job] = counts.get(job, 0) + 1
+    return counts
+
+
+def _is_first(job: str) -> bool:
+    folder = Path("runs")
+    folder.mkdir(exist_ok=True)
+    first = not list(folder.glob(f"{job}@*"))
+    (folder / f"{job}@{time.time_ns()}").touch()
+    return first
+
+
+def _die(*_: Any) -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError("still alive")
