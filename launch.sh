@@ -14,7 +14,12 @@ usage() {
   demo                       prepare, pretrain and report on text that every Python installation has
   prepare  CONFIG            raw text -> vocabulary, token shards and a corpus card
   pretrain CONFIG            train on local or cluster workers; --workers N, --resume, --dry-run
-  export   RUN DIR           the run's checkpoint in the Hugging Face layout
+  export   RUN DIR           its model in the Hugging Face layout; a fine-tuned one also as ONNX with --onnx
+  finetune CONFIG            classification, entities or questions, --from a checkpoint; --seeds N, --workers N
+  evaluate MODEL [FILE]      official scores of a fine-tuned model on a labelled file
+  predict  MODEL [FILE]      its predictions for lines of text or JSON
+  sweep    CONFIG            a grid of settings; --grid devlin or small-bert, --grid-set KEY=VALUE,VALUE
+  glue     [CONFIG]          every task of GLUE in --glue-dir, and the table of the BERT paper
   report   RUN               curves, corpus card and filled-in masks of a run as one HTML page
   doctor                     what this machine has and what is missing
   bench    NAME              measurements beside other systems; `all` of them, `compare` two of its results
@@ -75,7 +80,7 @@ with_progress() { # TEXT COMMAND...
 }
 
 # Makes .venv, or adds to it, so that EXTRA's packages are there. Two at once: the second waits for the first.
-set_up() { # EXTRA: base, test or bench
+set_up() { # EXTRA: base, onnx, test or bench
     local extra=$1 package=$root python
     is_set_up "$extra" && return
     exec 9<"$lock"
@@ -124,9 +129,26 @@ case $command in
     -h | --help | help)
         usage
         ;;
-    demo | prepare | pretrain | export | report)
+    demo)
+        set_up base
+        PYTHONSAFEPATH=1 exec "$venv/bin/python" -m finetune demo "$@"
+        ;;
+    prepare | pretrain | report)
         set_up base
         PYTHONSAFEPATH=1 exec "$venv/bin/python" -m pretrain "$command" "$@"
+        ;;
+    finetune | evaluate | predict | sweep | glue)
+        set_up base
+        PYTHONSAFEPATH=1 exec "$venv/bin/python" -m finetune "$command" "$@"
+        ;;
+    export) # of a fine-tuned model, or of a pretraining run
+        module=pretrain extra=base
+        if [[ -f ${1:-}/finetune.json || -f ${1:-}/model/finetune.json ]]; then
+            module=finetune
+            [[ " $* " != *" --onnx "* ]] || extra=onnx
+        fi
+        set_up "$extra"
+        PYTHONSAFEPATH=1 exec "$venv/bin/python" -m "$module" export "$@"
         ;;
     bench)
         set_up bench

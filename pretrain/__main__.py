@@ -82,10 +82,11 @@ def _pretrain(arguments: argparse.Namespace) -> None:
             "Add --workers 1, or start several processes with torchrun."
         )
     from pretrain import preflight
+    from pretrain.config import changed_for_resume
 
     _check(config, alone)
     with preflight.only_run(config.folder):
-        preflight.check_run_folder(config, arguments.resume)
+        preflight.check_run_folder(config, arguments.resume, changed_for_resume)
         preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
         if alone:
             _train_here(config, arguments.resume, watched=True)

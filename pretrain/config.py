@@ -90,7 +90,11 @@ class Corpus(Section):
     language: str = Field(
         default="en", description="ISO 639-1 code, for the abbreviations of sentence splitting."
     )
-    processes: int = Field(default=0, ge=0, description="Preparation processes; 0 means one per core.")
+    processes: int = Field(
+        default=0,
+        ge=0,
+        description="Preparation processes; 0 means one per core, of the cluster if there is one.",
+    )
 
 
 class Model(Section):
@@ -102,6 +106,16 @@ class Model(Section):
     heads: int = Field(default=0, ge=0, description="Attention heads; hidden must be a multiple.")
     intermediate: int = Field(default=0, ge=0, description="Feed-forward width; 0 means 4 x hidden.")
     max_positions: int = Field(default=512, ge=8, le=MAX_WIDTH, description="Learned position embeddings.")
+    embedding: int = Field(
+        default=0,
+        ge=0,
+        le=MAX_WIDTH,
+        description="Width of the embeddings where it is not hidden (0): then projected to it, as in ELECTRA.",
+    )
+    # The default: google-research/bert modeling.py, layer_norm (tf.contrib's); torch's is 1e-5, RoBERTa's too.
+    layer_norm_eps: float = Field(
+        default=1e-12, gt=0, le=0.1, description="Added to the variance in every LayerNorm."
+    )
     hidden_dropout: float = Field(
         default=0.1, ge=0, lt=1, description="Dropout after embeddings, attention output and FFN."
     )
@@ -262,7 +276,9 @@ class Scheduling(Section):
     cpus_per_worker: int = Field(
         default=0, ge=0, description="CPU threads per worker; 0 shares the cores out."
     )
-    address: str = Field(default="", description="Ray cluster to join; empty starts one on this machine.")
+    address: str = Field(
+        default="", description="Ray cluster to join, for prepare as well; empty keeps to this machine."
+    )
     cluster: str = Field(
         default="", description="What --dry-run tells the time for without --on, such as 8xH100."
     )
@@ -271,21 +287,15 @@ class Scheduling(Section):
     )
 
 
-class RunConfig(Section):
-    """Everything a pretraining run is."""
+class Run(Section):
+    """What every run has, whatever it trains."""
 
     name: str = Field(description="Run id: a-z, 0-9 and dashes, at most 63.")
     run_dir: str = Field(default="", description="Run folder; empty means runs/<name>.")
     seed: int = Field(default=0, ge=0, lt=2**63)
-    corpus: Corpus
-    model: Model = Model()
-    pairs: Pairs = Pairs()
-    masking: Masking = Masking()
     optimizer: Optimizer = Optimizer()
-    phases: tuple[Phase, ...] = Field(min_length=1)
     engine: Engine = Engine()
     checkpoint: Checkpointing = Checkpointing()
-    evaluation: Evaluation = Evaluation()
     tracking: Tracking = Tracking()
     scheduling: Scheduling = Scheduling()
 
@@ -296,8 +306,29 @@ class RunConfig(Section):
             raise ValueError(f"{name!r} must be 1 to 63 of a-z, 0-9 and '-', and not begin with '-'")
         return name
 
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.run_dir or f"runs/{self.name}")
+
+
+class RunConfig(Run):
+    """Everything a pretraining run is."""
+
+    corpus: Corpus
+    model: Model = Model()
+    pairs: Pairs = Pairs()
+    masking: Masking = Masking()
+    phases: tuple[Phase, ...] = Field(min_length=1)
+    evaluation: Evaluation = Evaluation()
+
     @model_validator(mode="after")
     def _check_phases(self) -> RunConfig:
+        if self.model.embedding not in (0, self.model.hidden):
+            raise ValueError(
+                f"model.embedding ({self.model.embedding}) is for released models; the decoder is tied to the "
+                f"embeddings, so pretraining needs them as wide as model.hidden ({self.model.hidden}), or 0"
+            )
         for number, phase in enumerate(self.phases):
             if phase.sequence_length > self.model.max_positions:
                 raise ValueError(
@@ -315,11 +346,6 @@ class RunConfig(Section):
                     f"scheduling.workers ({self.scheduling.workers}); every worker needs a sequence"
                 )
         return self
-
-    @property
-    def folder(self) -> Path:
-        """The run folder."""
-        return Path(self.run_dir or f"runs/{self.name}")
 
     @property
     def total_steps(self) -> int:

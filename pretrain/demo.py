@@ -18,49 +18,63 @@ from pretrain.files import MANIFEST
 _CONFIG = Path(__file__).resolve().parent.parent / "configs" / "pretrain" / "tiny.yaml"
 
 
+STAGES = 4
+
+
 def main(argv: Sequence[str]) -> int:
     """Run the demo with these command-line arguments; returns the exit code of the first stage that fails."""
+    arguments = parser().parse_args(argv)
+    began = time.monotonic()
+    code = run(arguments)
+    if not code:
+        report(arguments, began)
+    return code
+
+
+def run(arguments: argparse.Namespace, more_stages: int = 0) -> int:
+    """All stages but the report; `more_stages` come between them and it. Returns an exit code."""
     from pretrain.__main__ import main as command_line
 
-    arguments = _parser().parse_args(argv)
-    run, settings = arguments.run_dir, _settings(arguments)
-    if arguments.fresh and run.exists():
-        _remove_run(run)
-    resume = ["--resume"] if any(run.glob(f"checkpoints/*/{MANIFEST}")) else []
+    folder, settings = arguments.run_dir, _settings(arguments)
+    if arguments.fresh and folder.exists():
+        _remove_run(folder)
+    resume = ["--resume"] if any(folder.glob(f"checkpoints/*/{MANIFEST}")) else []
     stages = [
         ("text to token shards", ["prepare", str(_CONFIG), *settings]),
         ("training", ["pretrain", str(_CONFIG), *settings, *resume]),
-        ("export", ["export", str(run), str(run / "export")]),
+        ("export", ["export", str(folder), str(folder / "export")]),
     ]
     if (arguments.data_dir / MANIFEST).is_file():
         # Its text is that of the packages installed when it was made; a package more must not stop the demo.
         print(f"{arguments.data_dir}: found, its corpus is used as it is")
-        stages = stages[1:]
+        stages[0] = ("text to token shards: there already", [])
     if resume:
-        print(f"{run}: found, going on from its newest checkpoint (--fresh begins a new run)")
-    began = time.monotonic()
+        print(f"{folder}: found, going on from its newest checkpoint (--fresh begins a new run)")
     for number, (title, command) in enumerate(stages, 1):
-        print(f"\n[{number}/{len(stages) + 1}] {title}: python -m pretrain {_shell(command)}", flush=True)
-        stage_began = time.monotonic()
+        if not command:
+            continue
+        print(
+            f"\n[{number}/{STAGES + more_stages}] {title}: python -m pretrain {_shell(command)}", flush=True
+        )
+        began = time.monotonic()
         code = command_line(command)
         if code:
             return code
-        print(f"      {time.monotonic() - stage_began:.1f} s", flush=True)
-    print(f"\n[{len(stages) + 1}/{len(stages) + 1}] report", flush=True)
-    _report(run, began)
+        print(f"      {time.monotonic() - began:.1f} s", flush=True)
     return 0
 
 
-def _report(run: Path, began: float) -> None:
-    from pretrain import report
+def report(arguments: argparse.Namespace, began: float) -> None:
+    """Write the run's report and say where it is."""
+    from pretrain import report as page
 
-    path = report.write_report(run, run / "report.html")
-    print(f"\n{report.summary(run)}")
-    print(f"\nAll four stages took {time.monotonic() - began:.0f} s.")
-    print(f"Curves, corpus and ten filled-in sentences: {path.resolve().as_uri()}")
+    path = page.write_report(arguments.run_dir, arguments.run_dir / "report.html")
+    print(f"\n{page.summary(arguments.run_dir)}")
+    print(f"\nAll stages took {time.monotonic() - began:.0f} s.")
+    print(f"Curves, corpus, filled-in sentences and scores: {path.resolve().as_uri()}")
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m pretrain demo",
         description="Prepare the embedded corpus (docstrings of Python and of the installed packages), "

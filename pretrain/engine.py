@@ -11,11 +11,13 @@ any other wrote, without a conversion.
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import io
 import math
 import os
 import resource
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -25,10 +27,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pretrain.config import Engine as EngineSettings
-from pretrain.memory import hold_freed_memory, return_freed_memory
+from pretrain.memory import hold_freed_memory, return_freed_memory, share_one_heap
 from pretrain.optim import Lamb, Segment, cut_segments, number_tensors
 
 _STEPS_NEVER = 1 << 60
+_NORM_ENTRIES = 1 << 20  # cast to fp64 at a time on CPU; CUDA casts in its registers
+# Gradients on their way between workers. Bigger ones save no time and are copied three times on that way.
+_BUCKET_ENTRIES = 10_000_000
 
 
 class StepResult(NamedTuple):
@@ -67,7 +72,8 @@ class Engine:
 
     Args:
         model: parameters in fp32 on any device; DeepSpeed casts and moves them.
-        make_optimizer: from (name, parameter) pairs to an optimizer whose groups carry `names`.
+        make_optimizer: from (name, parameter) pairs to an optimizer whose groups carry `names`, and `rate_share`
+            where a group's learning rate is a share of the run's.
         settings: stage, precision, clipping and DeepSpeed's own section.
     """
 
@@ -79,6 +85,7 @@ class Engine:
     ) -> None:
         if not torch.cuda.is_available():
             hold_freed_memory()
+            share_one_heap()
         deepspeed = _import_deepspeed()
         if not dist.is_initialized():
             raise RuntimeError("the process group must be initialised before the engine")
@@ -103,6 +110,8 @@ class Engine:
             self._scaler().raise_error_at_min_scale = (
                 False  # `loop` ends such a run, with its checkpoint named
             )
+        if settings.zero_stage:
+            self._take_over_norm()
         self._prepare_moments()
         if isinstance(self._optimizer, Lamb):
             self._tell_lamb()
@@ -119,7 +128,7 @@ class Engine:
     def step(self, learning_rate: float) -> StepResult:
         """Clip, and step the optimizer unless a gradient is not finite; gradients are cleared either way."""
         for group in self._deepspeed.optimizer.param_groups:
-            group["lr"] = learning_rate
+            group["lr"] = learning_rate * group.get("rate_share", 1.0)
         if self._bare:
             return self._bare_step()
         # FP16_UnfusedOptimizer alone reports the norm of the scaled gradients.
@@ -218,7 +227,6 @@ class Engine:
         for attribute in (
             "fp32_partitioned_groups_flat",  # stage 3
             "single_partition_of_fp32_groups",  # stages 1 and 2
-            "fp32_groups_flat_partition",  # BF16_Optimizer: stage 1 with fp32 accumulation
         ):
             if hasattr(wrapper, attribute):
                 return list(getattr(wrapper, attribute))
@@ -244,6 +252,27 @@ class Engine:
         state = self._optimizer.state[key]
         whole = {"weight": held.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
         return Fragment(name, start, {kind: x.view(-1)[where] for kind, x in whole.items()}, shared)
+
+    def _take_over_norm(self) -> None:
+        """Have ZeRO use our norm of the gradients, and take from it, too, whether all of them are finite.
+
+        Its own copies whole gradients to fp64 (twice their size) and takes a collective for each group; whether all are
+        finite it asks in another pass and another collective.
+        """
+        wrapper = self._deepspeed.optimizer
+        most = _NORM_ENTRIES if self.device.type == "cpu" else 1 << 62
+
+        def norm() -> Tensor:
+            gradients = (x.reshape(-1) for group in wrapper.averaged_gradients.values() for x in group)
+            pieces = (piece for gradient in gradients for piece in gradient.split(most))
+            norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
+            return self.sum_over_workers(torch.stack(norms).square().sum()).sqrt()
+
+        if self.settings.zero_stage == 3:
+            wrapper._get_norm_groups = lambda: [norm()]
+        else:
+            wrapper.scaled_global_norm = norm
+        wrapper.has_overflow = lambda *_, **__: False
 
     def _prepare_moments(self) -> None:
         """Give every master tensor moments of zero and a step count of zero, whatever DeepSpeed did to them."""
@@ -309,6 +338,14 @@ class Engine:
         )
 
 
+def end_process_group() -> None:
+    """Destroy the process group with what DeepSpeed remembers of it, so that another run may follow in this process."""
+    if "deepspeed" in sys.modules and sys.modules["deepspeed"].comm.is_initialized():
+        sys.modules["deepspeed"].comm.destroy_process_group()
+    else:
+        dist.destroy_process_group()
+
+
 _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "scale_window")
 
 
@@ -326,14 +363,20 @@ def deepspeed_config(settings: EngineSettings, world_size: int) -> dict[str, Any
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": _STEPS_NEVER,
-        "gradient_clipping": settings.gradient_clip_norm,
+        # `Engine` clips where DeepSpeed shows no norm; clipping again costs a collective.
+        "gradient_clipping": settings.gradient_clip_norm if half or settings.zero_stage else 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
             "stage": settings.zero_stage,
             "contiguous_gradients": True,
             "overlap_comm": torch.cuda.is_available(),
-            "reduce_bucket_size": 50_000_000,
-            "allgather_bucket_size": 50_000_000,
+            "reduce_bucket_size": _BUCKET_ENTRIES,
+            "allgather_bucket_size": 5 * _BUCKET_ENTRIES,
+            # Stages 1 and 2: a gradient goes to its owner alone, half the bytes of telling all workers.
+            "use_multi_rank_bucket_allreduce": False,
+            # Stage 3: small parameters are gathered together with the others, not one by one.
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": _BUCKET_ENTRIES,
         },
         settings.precision if half else "fp16": {"enabled": half},
     }
@@ -368,4 +411,26 @@ def _import_deepspeed() -> Any:
 
     # Its shared-memory collectives for CPU take 18 to 25 s of C++ compilation at the first start.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _choose_zero_for_bf16(deepspeed)
     return deepspeed
+
+
+def _choose_zero_for_bf16(deepspeed: Any) -> None:
+    """Have DeepSpeed's own ZeRO-1 also where weights are bf16 and gradients are summed in fp32.
+
+    There alone it takes `BF16_Optimizer`, which tells every worker all gradients (1.5 times the bytes) and keeps
+    them twice. The class that it takes for fp16 and fp32 does the same arithmetic.
+    """
+    module = deepspeed.runtime.engine
+    choose = module.DeepSpeedEngine._do_optimizer_sanity_check
+    if hasattr(choose, "__wrapped__"):
+        return
+
+    @functools.wraps(choose)
+    def choose_zero(engine: Any, optimizer: Any) -> Any:
+        chosen = choose(engine, optimizer)
+        return (
+            module.ZERO_OPTIMIZATION if chosen == module.BFLOAT16 and engine.zero_optimization() else chosen
+        )
+
+    module.DeepSpeedEngine._do_optimizer_sanity_check = choose_zero

@@ -104,14 +104,14 @@ def vocabulary_size(config: RunConfig) -> int:
 
 # ---- Memory
 
-# DeepSpeed 0.19.8 reduces ZeRO 0 and 1 gradients in flattened copies of at most this many entries
-# (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE) and those of ZeRO 2 and 3 in our engine.py's buckets.
+# DeepSpeed 0.19.8 reduces ZeRO 0 gradients in flattened copies of at most this many entries
+# (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE) and those of ZeRO 1 to 3 in our engine.py's buckets.
 _WHOLE_BUCKET = 500_000_000
-_BUCKET = 50_000_000
+_BUCKET = 10_000_000
 # ZeRO 3 keeps gathered weights until this many are live (stage3_max_live_parameters, by default 1e9).
 _MAX_LIVE_PARAMETERS = 1_000_000_000
 # Resident set of a CPU worker before the model: Python, torch, DeepSpeed, Ray and their threads (measured).
-_PROCESS_BYTES = 420 << 20
+_PROCESS_BYTES = 450 << 20
 _COMPILER_BYTES = 200 << 20  # what torch.compile adds to it
 
 
@@ -137,7 +137,7 @@ def memory_bytes(config: RunConfig, stage: int, workers: int, device: Device = "
     # The tied embedding's gradient comes twice, from the decoder and, in fp32 besides, from the look-up; that
     # is the last of the backward pass, when activations are gone.
     embedding = (6 if half else 12) * size * config.model.hidden
-    states, during, after = _zero_states(stage, half, p, workers)
+    states, during, after = _zero_states(stage, half, p, workers, size * config.model.hidden)
     if device == "cuda":
         copies = during + max(0, max(after - during, embedding) - activations - logits)
     else:
@@ -151,23 +151,23 @@ def memory_bytes(config: RunConfig, stage: int, workers: int, device: Device = "
     }
 
 
-def _zero_states(stage: int, half: bool, p: int, w: int) -> tuple[dict[str, int], int, int]:
+def _zero_states(stage: int, half: bool, p: int, w: int, largest: int) -> tuple[dict[str, int], int, int]:
     """What DeepSpeed 0.19.8 keeps with the settings of engine.py, in bytes; then its largest short-lived
-    copies during the backward pass, and after it.
+    copies during the backward pass, and after it. `largest` is the size of the largest parameter.
     """
     b = 2 if half else 4  # bytes of a weight in the forward pass, and of its gradient
     if stage == 0:
         # FP16_UnfusedOptimizer: one flattened copy to reduce, then an fp32 copy of all gradients to step with.
         states = {"weights": b * p, "optimizer": (12 if half else 8) * p, "gradients": b * p}
         return states, 0, max(b * min(p, _WHOLE_BUCKET), 4 * p if half else 0)
-    bucket = b * min(p, _BUCKET)
-    if stage == 1 and half:
-        # BF16_Optimizer: all gradients in fp32 besides those of the micro-batch; reduced in one flattened
-        # fp32 copy and one in the wire's precision.
-        states = {"weights": 2 * p, "optimizer": 12 * p // w, "gradients": 6 * p}
-        return states, 0, 6 * min(p, _WHOLE_BUCKET)
+    entries = min(p, _BUCKET)
+    bucket = b * entries
     if stage == 1:
-        return {"weights": 4 * p, "optimizer": 12 * p // w, "gradients": 4 * p}, 0, max(bucket, 4 * p // w)
+        # The whole gradients, in fp32, still live while this worker's share of their sums is put together. Each goes
+        # through a bucket, a flattened copy and one in the wire's precision; the largest only through the last.
+        copies = 8 * entries + (max(2 * entries, 2 * largest - 4 * entries) if half else 0)
+        states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}
+        return states, 0, 4 * p // w + copies
     if stage == 2:
         # A bucket and its copy on the wire; afterwards, the weights gathered anew.
         states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p // w}
@@ -258,6 +258,17 @@ def executed_flops(config: RunConfig, vocabulary: int, lengths: Sequence[int], m
     return step_flops(config, vocabulary, lengths, masked) - linear - attention
 
 
+def encoder_flops(model: Model, lengths: Sequence[int], rows: int) -> float:
+    """Of the encoder alone, forward and backward, when `rows` of the tokens ask in the last layer (as `executed_flops`).
+
+    They are taken as spread evenly over the tokens.
+    """
+    h, f = model.hidden, model.intermediate
+    tokens, squares = sum(lengths), sum(length * length for length in lengths)
+    skipped = 6 * (h * h + 2 * h * f) * (tokens - rows) + 12 * h * squares * (1 - rows / tokens)
+    return _encoder_flops(model, tokens, squares) - skipped
+
+
 def _flops(
     model: Model,
     vocabulary: int,
@@ -268,12 +279,15 @@ def _flops(
     sequences: float,
 ) -> float:
     """As `step_flops`, from sums over sequences: tokens, squared lengths, masked tokens, and their number."""
-    h, f = model.hidden, model.intermediate
-    linear = 6 * model.layers * (4 * h * h + 2 * h * f) * tokens
-    attention = 12 * model.layers * h * squares
+    h = model.hidden
     mlm = 6 * (h * h + h * vocabulary) * masked
     nsp = 6 * (h * h + 2 * h) * sequences if next_sentence else 0
-    return linear + attention + mlm + nsp
+    return _encoder_flops(model, tokens, squares) + mlm + nsp
+
+
+def _encoder_flops(model: Model, tokens: float, squares: float) -> float:
+    h, f = model.hidden, model.intermediate
+    return model.layers * (6 * (4 * h * h + 2 * h * f) * tokens + 12 * h * squares)
 
 
 @dataclass(frozen=True)
@@ -460,7 +474,9 @@ def preparation_lines(plan: dict[str, Any]) -> str:
         f"weight {source['weight']:g}"
         for source in plan["sources"]
     ]
-    read = f"{plan['bytes'] / 1e6:,.1f} MB to read by {plan['processes']} processes"
+    who = f"{plan['processes']} processes" if plan["processes"] else "all cores"
+    where = f" of the Ray cluster at {plan['address']}" if plan["address"] else ""
+    read = f"{plan['bytes'] / 1e6:,.1f} MB to read by {who}{where}"
     lines.append(f"  {plan['dir']}: {plan['state']}; {read}")
     return "\n".join(lines)
 

@@ -77,8 +77,12 @@ class Task(Protocol[S]):
         """Named means over the held-out samples, `loss` among them; {} when there are none."""
         ...
 
+    def to_minimise(self, means: dict[str, float]) -> float:
+        """Which number of an evaluation says how good a checkpoint is; lower is better."""
+        ...
+
     def validation_set(self) -> str:
-        """Which held-out samples `evaluate` uses now; losses on different ones do not compare."""
+        """Which held-out samples `evaluate` uses now; numbers of different ones do not compare."""
         ...
 
     def stalled_seconds(self) -> float:
@@ -98,6 +102,7 @@ class Plan:
     keep_last: int
     max_bad_steps: int
     peak_flops: float  # measured matmul peak of all workers together, FLOP/s
+    patience: int = 0  # evaluations in a row without a gain after which training ends; 0 goes to the last step
 
 
 @dataclass
@@ -126,6 +131,9 @@ class Progress:
     skipped_steps: int = 0
     bad_in_a_row: int = 0
     seconds: float = 0.0  # of training, over all starts, up to the last record
+    lowest: float | None = None  # of what the task minimises, over all evaluations
+    evaluations_without_gain: int = 0
+    stopped_early: bool = False
     window: Window = field(default_factory=Window)  # since the last record
 
     @classmethod
@@ -171,12 +179,16 @@ def fit(
             run.log()
         if last or progress.step % plan.evaluate_every_steps == 0:
             run.evaluate()
+            progress.stopped_early = 0 < plan.patience <= progress.evaluations_without_gain
+            last = last or progress.stopped_early
         if progress.bad_in_a_row >= plan.max_bad_steps:
             if progress.window.tokens:  # not just logged
                 run.log()
             run.stop_diverged()
         if last or stop or progress.step % plan.checkpoint_every_steps == 0:
             run.save()
+        if progress.stopped_early:
+            return
         if stop and not last:
             raise StoppedError(
                 f"stopped at step {progress.step} of {plan.total_steps}; checkpoint "
@@ -221,6 +233,7 @@ def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:
                 f"{checkpoint}: {name} is {found.get(name)}, this config makes it {wanted.get(name)}. "
                 "Resume with the config that it was written with."
             )
+    return_freed_memory()  # which the pages of the checkpoint's files would come on top of
     with store.CheckpointReader(checkpoint) as reader:
         engine.load(reader, state["updates"])
     engine.load_scaler_state(state["scaler"])
@@ -338,8 +351,16 @@ class _Run(Generic[S]):
         took = time.perf_counter() - began
         self.clock.leave_out("evaluation", took)
         if means:
-            self.validation = (self.progress.step, means["loss"])
+            self._judge(self.task.to_minimise(means))
             self.recorder.log({"step": self.progress.step, "split": "validation", **means, "seconds": took})
+
+    def _judge(self, value: float) -> None:
+        progress = self.progress
+        self.validation = (progress.step, value)
+        if math.isfinite(value) and (progress.lowest is None or value < progress.lowest):
+            progress.lowest, progress.evaluations_without_gain = value, 0
+        else:
+            progress.evaluations_without_gain += 1
 
     def save(self) -> None:
         began = time.perf_counter()

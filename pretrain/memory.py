@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 
 # malloc.h
-_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX = -1, -2, -4
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 
 
 def hold_freed_memory(at_most: int = -1) -> None:
@@ -19,6 +19,15 @@ def hold_freed_memory(at_most: int = -1) -> None:
     """
     for option, value in ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, at_most), (_M_TOP_PAD, 64 << 20)):
         _call("mallopt", option, value)
+
+
+def share_one_heap() -> None:
+    """Have threads that start from now on use the first thread's heap: what one of them freed serves all.
+
+    glibc gives each its own, whose blocks past 64 MiB `hold_freed_memory` does not reach. A process whose main thread
+    is not ours needs MALLOC_ARENA_MAX=1 in its environment instead.
+    """
+    _call("mallopt", _M_ARENA_MAX, 1)
 
 
 def return_freed_memory() -> None:

@@ -11,14 +11,16 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from pretrain.config import RunConfig, Vocabulary, changed_for_resume, load_config
+from pretrain.config import Run, RunConfig, Vocabulary
 from pretrain.errors import InputError
 from pretrain.files import MANIFEST, atomic_open, disk_errors, locked, write_json
-from pretrain.settings import dump
+from pretrain.settings import dump, load
+
+R = TypeVar("R", bound=Run)
 
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
@@ -79,8 +81,10 @@ def only_run(folder: Path) -> contextlib.AbstractContextManager[None]:
     )
 
 
-def check_run_folder(config: RunConfig, resume: bool) -> None:
+def check_run_folder(config: R, resume: bool, changed: Callable[[R, R], list[str]]) -> None:
     """See that the run folder can be written, and that what it holds already agrees with `resume`.
+
+    `changed` names the settings in which a resumed run must not differ from its beginning, but does.
 
     Raises:
         InputError: it cannot be written; it holds checkpoints and `resume` is off; or a resumed run's config
@@ -100,15 +104,15 @@ def check_run_folder(config: RunConfig, resume: bool) -> None:
         )
     before = folder / CONFIG_FILE
     if checkpoints and before.exists():
-        changed = changed_for_resume(load_config(before), config)
-        if changed:
+        others = changed(load(before, type(config)), config)
+        if others:
             raise InputError(
-                f"{before}: the run was begun with other settings: {', '.join(changed)}. "
+                f"{before}: the run was begun with other settings: {', '.join(others)}. "
                 "Resume with the old values, or choose another name or run_dir to begin a new run."
             )
 
 
-def record_run(config: RunConfig, command: Sequence[str]) -> None:
+def record_run(config: Run, command: Sequence[str]) -> None:
     """Write the resolved config and the environment into the run folder."""
     with atomic_open(config.folder / CONFIG_FILE, "w") as file:
         file.write(dump(config))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.charts import Series, line_chart
+from pretrain.charts import Bar, Series, bar_chart, line_chart
 from pretrain.config import RunConfig, load_config
 from pretrain.errors import InputError
 from pretrain.fillings import Filling, fill, held_out_sentences, read_vocabulary
@@ -26,6 +26,7 @@ from pretrain.settings import dump
 from pretrain.tracking import clock, read_records
 
 SENTENCES = 10
+FINETUNED = "finetuned.json"
 
 
 def write_report(run_dir: Path, out: Path) -> Path:
@@ -43,6 +44,7 @@ def write_report(run_dir: Path, out: Path) -> Path:
         tiles=_tiles(run),
         charts=list(_charts(run)),
         fillings=_fillings(run),
+        finetuned=_finetuned(run),
         card=_card(run.card),
         config_yaml=dump(run.config),
         environment=list(_flat(run.environment)),
@@ -64,6 +66,29 @@ def summary(run_dir: Path) -> str:
     if run.card.get("totals"):
         lines.append(f"  corpus      {_corpus_line(run.card)}")
     return "\n".join(lines)
+
+
+def _finetuned(run: _Run) -> list[dict[str, Any]]:
+    """What was fine-tuned from the run, if the demo left word of it (`FINETUNED`): a chart and examples for each task."""
+    path = run.folder / FINETUNED
+    results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    kinds = {"pretrained": "train", "random": "peer"}
+    return [
+        {
+            **result,
+            "chart": bar_chart(
+                result["title"],
+                f"{result['metric']}, {result['dev']:,} held-out examples",
+                # A score of 0 is told by its figure; a bar needs a length.
+                [
+                    Bar(f"{start} weights", max(value, 1e-3), max(value, 1e-3), max(value, 1e-3), kinds[start])
+                    for start, value in result["scores"].items()
+                ],
+                form=lambda value: f"{value:.3f}",
+            ),
+        }
+        for result in results
+    ]
 
 
 # ---- what a run folder holds

@@ -141,6 +141,7 @@ class _Document(Generic[S]):
             return self.kind.model_validate(_with_tuples(self.values, self.kind), strict=True)
         except ValidationError as error:
             problems = [problem for problem in error.errors(include_url=False) if not _is_echo(problem)]
+            problems.sort(key=lambda problem: self.line(problem["loc"]) or 0)
             raise InputError("\n".join(dict.fromkeys(map(self.explain, problems)))) from None
 
     def explain(self, error: ErrorDetails) -> str:
@@ -164,15 +165,29 @@ class _Document(Generic[S]):
         for keys, text in reversed(self.overrides):
             if path[: len(keys)] == keys:
                 return text
-        node, line = self.root, None
+        made = [text for keys, text in self.overrides if keys[: len(path)] == path]
+        if made and not self.stands(path):  # an override brought it, as a section on its way
+            return made[-1]
+        line = self.line(path)
+        return f"{self.path}:{line}" if line else str(self.path)
+
+    def line(self, path: _Keys) -> int | None:
+        """The file's line of `path`, or of the nearest section around it."""
+        lines = [line for line, _ in self._walk(path)]
+        return lines[-1] if lines else None
+
+    def stands(self, path: _Keys) -> bool:
+        """Whether the file itself has `path`."""
+        return len(list(self._walk(path))) == len(path)
+
+    def _walk(self, path: _Keys) -> Iterator[tuple[int, yaml.Node]]:
+        node: yaml.Node | None = self.root
         for key in path:
             step = _child(node, key)
             if step is None:
-                # Not in the file: an override may have brought it, as a section on its way.
-                made = [text for keys, text in self.overrides if keys[: len(path)] == path]
-                return made[-1] if made else f"{self.path}:{line}" if line else str(self.path)
-            line, node = step
-        return f"{self.path}:{line}" if line else str(self.path)
+                return
+            yield step
+            node = step[1]
 
 
 def _keys(name: str) -> _Keys:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from pretrain.config import RunConfig
+from pretrain.config import Run
 from pretrain.errors import InputError
 from pretrain.files import atomic_open, disk_errors
 
@@ -66,7 +66,8 @@ class Tracker:
         run_dir: the run folder, created where missing.
         run_id: the id kept in the checkpoint that is resumed, also the W&B id; None starts a new one.
         step: optimizer steps already taken; records past it are of an abandoned continuation and are dropped.
-        corpus_card: the corpus card, stored in the W&B config.
+        card: what is known of the data, stored in the W&B config beside the run's.
+        job_type: W&B's name for runs of this kind.
         enabled: true on rank 0 alone.
 
     Raises:
@@ -75,12 +76,13 @@ class Tracker:
 
     def __init__(
         self,
-        config: RunConfig,
+        config: Run,
         run_dir: Path,
         *,
         run_id: str | None,
         step: int,
-        corpus_card: dict[str, Any],
+        card: dict[str, Any],
+        job_type: str,
         enabled: bool,
     ) -> None:
         self.run_id = run_id or f"{config.name}-{secrets.token_hex(4)}"
@@ -96,7 +98,7 @@ class Tracker:
             # Unbuffered: what `log` wrote is the system's, and a full disk is told at once and once.
             self._file = path.open("ab", buffering=0)
         if mode != "off":
-            self._wandb = _WandbMirror(mode, _wandb_arguments(config, run_dir, self.run_id, corpus_card))
+            self._wandb = _WandbMirror(mode, _wandb_arguments(config, run_dir, self.run_id, card, job_type))
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one record (fields in README.md, "The run folder"); NaN and infinities are written as null."""
@@ -232,7 +234,7 @@ def _keep_until(path: Path, step: int) -> None:
 # ---- W&B
 
 
-def _wandb_mode(config: RunConfig) -> str:
+def _wandb_mode(config: Run) -> str:
     """online, offline or off; `auto` obeys WANDB_MODE and otherwise goes online where a key is set."""
     mode = config.tracking.wandb
     if mode == "auto":
@@ -261,16 +263,18 @@ def _wandb_key_set() -> bool:
         return False
 
 
-def _wandb_arguments(config: RunConfig, run_dir: Path, run_id: str, card: dict[str, Any]) -> dict[str, Any]:
+def _wandb_arguments(
+    config: Run, run_dir: Path, run_id: str, card: dict[str, Any], job_type: str
+) -> dict[str, Any]:
     return {
         "project": config.tracking.project,
         "id": run_id,
         "name": run_id,
         "group": config.tracking.group or config.name,
-        "job_type": "pretrain",
+        "job_type": job_type,
         "tags": list(config.tracking.tags),
         "dir": str(run_dir),
-        "config": {**config.model_dump(mode="json"), "corpus_card": card},
+        "config": {**config.model_dump(mode="json"), **card},
     }
 
 

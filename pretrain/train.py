@@ -5,17 +5,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-import os
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from pretrain import loop
@@ -24,10 +20,11 @@ from pretrain.checkpoint import hf, store
 from pretrain.config import RunConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.engine import Engine
-from pretrain.errors import InputError, MachineError
+from pretrain.errors import InputError
 from pretrain.estimate import executed_flops, micro_batch_tokens
 from pretrain.model.heads import Losses, PretrainingModel
 from pretrain.optim import learning_rate, make_optimizer, parameter_groups
+from pretrain.session import choose_device, matmul_peak, newest_checkpoint, process_group
 from pretrain.tracking import Tracker, quiet_logging
 from pretrain.worker import Worker
 
@@ -41,8 +38,8 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
     """
     config = RunConfig.model_validate(payload["config"])
     quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
-    with _process_group(worker):
-        device = _device(config, worker)
+    with process_group(worker):
+        device = choose_device(config.engine, worker)
         torch.manual_seed(config.seed)
         shards = open_shards(Path(config.corpus.dir), "train")
         held_out = open_shards(Path(config.corpus.dir), "validation")
@@ -64,7 +61,7 @@ def _train(
 ) -> None:  # fmt: skip
     checkpoints = config.folder / "checkpoints"
     progress, run_id = loop.Progress(), None
-    found = _newest(checkpoints, engine) if resume else None
+    found = newest_checkpoint(checkpoints, engine) if resume else None
     if found is not None:
         _check_state(store.read_state(found), found, config, shards)
         state = loop.restore(engine, found)
@@ -72,7 +69,7 @@ def _train(
         run_id = state["run_id"]
         logger.info("resumed from %s", found)
     tracker = Tracker(
-        config, config.folder, run_id=run_id, step=progress.step, corpus_card=_card(config),
+        config, config.folder, run_id=run_id, step=progress.step, card={"corpus_card": _card(config)}, job_type="pretrain",
         enabled=worker.rank == 0,
     )  # fmt: skip
     task = Pretraining(config, shards, held_out, engine, device)
@@ -92,7 +89,7 @@ def _train(
                 checkpoint_every_steps=config.checkpoint.every_steps,
                 keep_last=config.checkpoint.keep_last,
                 max_bad_steps=config.engine.max_bad_steps,
-                peak_flops=_matmul_peak(engine, config.engine.precision),
+                peak_flops=matmul_peak(engine),
             )
             loop.fit(
                 engine, task, plan, progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,
@@ -186,6 +183,9 @@ class Pretraining:
         engine.sum_over_workers(totals)
         return self.metrics(totals.tolist(), counts.tolist()) if counts[0] else {}
 
+    def to_minimise(self, means: dict[str, float]) -> float:
+        return means["loss"]
+
     def validation_set(self) -> str:
         return f"phase {self._phase}"
 
@@ -209,49 +209,6 @@ class Pretraining:
         self._stalled_before += time.perf_counter() - began
 
 
-@contextlib.contextmanager
-def _process_group(worker: Worker) -> Iterator[None]:
-    """The workers' process group: Ray's or torchrun's where there is one, else one of this process alone."""
-    os.environ["LOCAL_RANK"] = str(worker.local_rank)
-    if worker.threads:
-        torch.set_num_threads(worker.threads)
-    if dist.is_initialized():
-        yield
-        return
-    backend = "nccl" if torch.cuda.is_available() else "gloo"
-    if "MASTER_ADDR" in os.environ:
-        dist.init_process_group(backend, timeout=timedelta(minutes=30))
-    else:
-        dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
-def _device(config: RunConfig, worker: Worker) -> torch.device:
-    """This worker's device; settings that it cannot serve are refused with the reason."""
-    if torch.cuda.is_available():
-        device = torch.device("cuda", worker.local_rank)
-        torch.cuda.set_device(device)
-        return device
-    if config.engine.precision == "fp16":
-        raise MachineError(
-            "engine.precision: fp16 needs a GPU (DeepSpeed has none of it on CPU). Use bf16, which is also faster here."
-        )
-    return torch.device("cpu")
-
-
-def _newest(checkpoints: Path, engine: Engine) -> Path | None:
-    """The checkpoint to resume from; rank 0 verifies and decides, so that all ranks take the same."""
-    found = None
-    if engine.rank == 0:
-        store.remove_leftovers(checkpoints)
-        found = store.newest(checkpoints, set_aside=True)
-    name = engine.gather_objects(found and found.name)[0]
-    return checkpoints / name if name else None
-
-
 def _check_state(state: dict[str, Any], checkpoint: Path, config: RunConfig, shards: TokenShards) -> None:
     if state["fingerprint"] != shards.fingerprint:
         raise InputError(
@@ -269,23 +226,6 @@ def _card(config: RunConfig) -> dict[str, Any]:
 
     path = Path(config.corpus.dir) / "card.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-
-
-def _matmul_peak(engine: Engine, precision: str) -> float:
-    """Measured matmul peak of all workers together at the run's precision, FLOP/s: half a second."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
-    size = 2048 if engine.device.type == "cpu" else 8192
-    a = torch.randn(size, size, device=engine.device).to(dtype)
-    torch.mm(a, a)
-    engine.barrier()
-    began, count = time.perf_counter(), 0
-    while time.perf_counter() - began < 0.5:
-        torch.mm(a, a)
-        count += 1
-        if engine.device.type == "cuda":
-            torch.cuda.synchronize()
-    mine = torch.tensor([2 * size**3 * count / (time.perf_counter() - began)], dtype=torch.float64)
-    return engine.sum_over_workers(mine.to(engine.device)).item()
 
 
 def full_batch(config: RunConfig, lengths: list[int], vocabulary_size: int) -> MicroBatch:

@@ -224,8 +224,8 @@ def test_the_same_vocabulary(config_file: Path, calls: Calls, override: str):
 def test_each_mistake_in_the_config_is_a_line(config_file: Path, capsys):
     assert cli("pretrain", config_file, "--set", "sed=1", "--set", "model.hiden=2") == 2
     assert error_of(capsys).splitlines() == [
-        "error: --set model.hiden=2: model.hiden is not a known setting; did you mean hidden?",
         "error: --set sed=1: sed is not a known setting; did you mean seed?",
+        "error: --set model.hiden=2: model.hiden is not a known setting; did you mean hidden?",
     ]
 
 

@@ -145,7 +145,7 @@ def test_states_follow_rajbhandari():
     assert states(0, 8)["optimizer"] == 12 * parameters
     for stage in (1, 2, 3):
         assert states(stage, 8)["optimizer"] == 12 * parameters // 8
-    assert states(1, 8)["gradients"] == 6 * parameters  # fp32 sums, and those of the micro-batch
+    assert states(1, 8)["gradients"] == 4 * parameters  # fp32 sums
     assert states(2, 8)["gradients"] == 4 * parameters // 8
     assert states(2, 8)["weights"] == 2 * parameters
     assert states(0, 8, precision="fp32")["optimizer"] == 8 * parameters

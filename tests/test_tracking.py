@@ -46,7 +46,13 @@ def start(
     folder: Path, run_id: str | None = None, step: int = 0, enabled: bool = True, **settings: Any
 ) -> Tracker:
     return Tracker(
-        make_config(**settings), folder, run_id=run_id, step=step, corpus_card={"words": 7}, enabled=enabled
+        make_config(**settings),
+        folder,
+        run_id=run_id,
+        step=step,
+        card={"corpus_card": {"words": 7}},
+        job_type="pretrain",
+        enabled=enabled,
     )
 
 
@@ -137,7 +143,7 @@ class TestMetricsFile:
             from pretrain.config import RunConfig
             from pretrain.tracking import Tracker
             config = RunConfig.model_validate_json(sys.argv[1])
-            tracker = Tracker(config, Path(sys.argv[2]), run_id=None, step=0, corpus_card={}, enabled=True)
+            tracker = Tracker(config, Path(sys.argv[2]), run_id=None, step=0, card={}, job_type="x", enabled=True)
             for step in itertools.count(1):
                 tracker.log({"step": step, "loss": 1 / step, "text": "x" * 3000})
                 if step == 20:

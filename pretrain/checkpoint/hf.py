@@ -1,116 +1,35 @@
-"""Released formats out and in: the Hugging Face layout of BERT, with the fate of every tensor named (law 6).
+"""Pretraining runs exported to the Hugging Face layout of BERT, and such models read back (law 6).
 
-Our names and BertForPreTraining's; qkv is query, key and value stacked:
-
-    embeddings.{word,position,token_type} bert.embeddings.{word,position,token_type}_embeddings.weight
-    embeddings.norm_{weight,bias}         bert.embeddings.LayerNorm.{weight,bias}
-    layers.N.qkv_{weight,bias}            bert.encoder.layer.N.attention.self.{query,key,value}.{weight,bias}
-    layers.N.attention_out_{weight,bias}  bert.encoder.layer.N.attention.output.dense.{weight,bias}
-    layers.N.attention_norm_{weight,bias} bert.encoder.layer.N.attention.output.LayerNorm.{weight,bias}
-    layers.N.ffn_in_{weight,bias}         bert.encoder.layer.N.intermediate.dense.{weight,bias}
-    layers.N.ffn_out_{weight,bias}        bert.encoder.layer.N.output.dense.{weight,bias}
-    layers.N.ffn_norm_{weight,bias}       bert.encoder.layer.N.output.LayerNorm.{weight,bias}
-    heads.pooler_{weight,bias}            bert.pooler.dense.{weight,bias}
-    heads.nsp_{weight,bias}               cls.seq_relationship.{weight,bias}
-    heads.mlm_transform_{weight,bias}     cls.predictions.transform.dense.{weight,bias}
-    heads.mlm_norm_{weight,bias}          cls.predictions.transform.LayerNorm.{weight,bias}
-    heads.mlm_bias                        cls.predictions.bias
-
-The decoder is tied to the word embeddings and, as transformers does, not written.
+The names are `layouts.BERT`. The decoder is tied to the word embeddings and, as transformers does, not written.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from pydantic import ValidationError
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pretrain.checkpoint import store
+from pretrain.checkpoint.layouts import BERT, Facts, write_config
+from pretrain.checkpoint.released import read_released, their_tensors
+from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
 from pretrain.config import Model, RunConfig, load_config
 from pretrain.errors import InputError
-from pretrain.files import (
-    MANIFEST,
-    disk_errors,
-    fsync_folder,
-    read_manifest,
-    sha256_file,
-    verify_manifest,
-    write_json,
-    write_manifest,
-)
-from pretrain.model.heads import PretrainingModel
-from pretrain.model.parts import LAYER_NORM_EPS
+from pretrain.files import verify_manifest, write_json
 from pretrain.settings import dump
 from pretrain.tracking import read_records
 
-_WEIGHTS = "model.safetensors"
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
 
 
 def to_hf(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our parameters under BertForPreTraining's names, fp32; the tied decoder is left out."""
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in state.items():
-        theirs = _their_names(name)
-        parts = tensor.detach().float().chunk(len(theirs))
-        # Clones, because safetensors refuses tensors that share their storage.
-        tensors.update(zip(theirs, (part.clone().contiguous() for part in parts), strict=True))
-    return tensors
-
-
-def from_hf(
-    tensors: Mapping[str, Tensor], shape: Model | None = None, *, where: str = "checkpoint"
-) -> dict[str, Tensor]:
-    """The tensors of a BERT checkpoint as our parameters, fp32.
-
-    Accepts names with and without `bert.` and `module.`, and LayerNorm's old gamma and beta. A head that the
-    file does not have is left out; `fates` says what becomes of each tensor that it has.
-
-    Args:
-        tensors: as read from the file.
-        shape: what the backbone must be; None takes it from the tensors themselves.
-        where: the file, for messages.
-
-    Raises:
-        InputError: a backbone tensor is missing or of another shape, a head is there in part, two tensors
-            claim the same place, or the decoder is not tied to the word embeddings.
-    """
-    places = _places(tensors, where)
-    shape = shape or _shape_of(tensors, places, where)
-    word = places.get(("embeddings.word", 0))
-    vocabulary_size = len(tensors[word]) if word else 0
-    with torch.device("meta"):
-        expected = PretrainingModel(shape, vocabulary_size, next_sentence=True).state_dict()
-    present = {ours for ours, _ in places}
-    state: dict[str, Tensor] = {}
-    for ours, like in expected.items():
-        head = next((head for head in _HEADS if ours.startswith(head)), None)
-        if head is not None and not any(name.startswith(head) for name in present):
-            continue
-        state[ours] = _gather(ours, like, tensors, places, where)
-    beyond = sorted(present - expected.keys())
-    if beyond:
-        raise InputError(
-            f"{where}: has {places[beyond[0], 0]}, beyond the {shape.layers} layers of its config. "
-            "Use the config.json that belongs to these weights."
-        )
-    _check_tied(tensors, state, where)
-    return state
-
-
-def fates(names: Iterable[str]) -> dict[str, str]:
-    """What `from_hf` does with each tensor: the parameter of ours that it fills, or `left out: ` and why."""
-    return {name: place[0] if (place := _place(name)) else _why_left_out(name) for name in names}
+    return their_tensors({name.replace("heads.pooler_", "head.dense_"): state[name] for name in state}, BERT)
 
 
 def export(
@@ -133,23 +52,11 @@ def export(
         card: README.md in Markdown.
     """
     vocabulary = _read_vocabulary(tokenizer_folder, len(state["embeddings.word"]))
-    if out.exists() and not (out / MANIFEST).is_file() and any(out.iterdir()):
-        raise InputError(f"{out}: exists and is no export. Choose another folder, or remove it.")
-    aside = out.with_name(f".{out.name}.{os.getpid()}.tmp")
-    with disk_errors(out):
-        try:
-            shutil.rmtree(aside, ignore_errors=True)
-            aside.mkdir(parents=True)
-            _save_weights(to_hf(state), aside / _WEIGHTS)
-            write_json(aside / "config.json", _config_json(model, vocabulary, next_sentence))
-            _copy_tokenizer(tokenizer_folder, aside, model.max_positions)
-            (aside / "README.md").write_text(card, encoding="utf-8")
-            for path in aside.iterdir():
-                _fsync_file(path)
-            write_manifest(aside, {"format": 1})
-            _replace_folder(aside, out)
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
+    with whole_folder(out) as aside:
+        save_weights(to_hf(state), aside / WEIGHTS)
+        write_json(aside / "config.json", _config_json(model, vocabulary, next_sentence))
+        _copy_tokenizer(tokenizer_folder, aside, model.max_positions)
+        (aside / "README.md").write_text(card, encoding="utf-8")
 
 
 def export_run(run_dir: Path, out: Path, checkpoint: str | None = None) -> None:
@@ -175,206 +82,17 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None) -> None:
     )
 
 
-def load(export_dir: Path) -> tuple[Model, dict[str, Tensor], bool]:
-    """Read a BERT checkpoint in the Hugging Face layout: (shape, our parameters in fp32, whether it has NSP).
+def load(folder: Path) -> tuple[Model, dict[str, Tensor], bool]:
+    """A model with what there is of its pretraining heads: (shape, our parameters in fp32, whether it has NSP).
 
-    Where the folder has a manifest, as ours do, the weights must be the ones it names. Raises `InputError`.
+    As `read_released` reads it. Raises `InputError`.
     """
-    config_path, weights_path = export_dir / "config.json", export_dir / _WEIGHTS
-    for path in (config_path, weights_path):
-        if not path.is_file():
-            raise InputError(f"{path}: not found. Give a folder with config.json and {_WEIGHTS}.")
-    shape = _model_of(config_path)
-    if (export_dir / MANIFEST).is_file():
-        listed = read_manifest(export_dir)["files"].get(_WEIGHTS, {})
-        if sha256_file(weights_path) != listed.get("sha256"):
-            raise InputError(
-                f"{weights_path}: its SHA-256 differs from the manifest's; altered. Export again."
-            )
-    try:
-        tensors = load_file(weights_path)
-    except SafetensorError as error:
-        raise InputError(f"{weights_path}: damaged ({error}). Download or export it again.") from None
-    state = from_hf(tensors, shape, where=str(weights_path))
-    return shape, state, "heads.nsp_weight" in state
-
-
-# ---- names
-
-_HEADS = ("heads.pooler_", "heads.nsp_", "heads.mlm_")
-
-_EMBEDDINGS = {
-    "embeddings.word": "bert.embeddings.word_embeddings.weight",
-    "embeddings.position": "bert.embeddings.position_embeddings.weight",
-    "embeddings.token_type": "bert.embeddings.token_type_embeddings.weight",
-    "heads.mlm_bias": "cls.predictions.bias",
-}
-# Each stands for a weight and a bias.
-_MODULES = {
-    "embeddings.norm": "bert.embeddings.LayerNorm",
-    "heads.pooler": "bert.pooler.dense",
-    "heads.nsp": "cls.seq_relationship",
-    "heads.mlm_transform": "cls.predictions.transform.dense",
-    "heads.mlm_norm": "cls.predictions.transform.LayerNorm",
-}
-_LAYER_MODULES = {
-    "qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
-    "attention_out": ("attention.output.dense",),
-    "attention_norm": ("attention.output.LayerNorm",),
-    "ffn_in": ("intermediate.dense",),
-    "ffn_out": ("output.dense",),
-    "ffn_norm": ("output.LayerNorm",),
-}
-
-_OURS_IN_LAYER = re.compile(r"layers\.(\d+)\.(\w+)_(weight|bias)")
-_THEIRS_IN_LAYER = re.compile(r"bert\.encoder\.layer\.(\d+)\.(.+)\.(weight|bias)")
-_PART_OF_MODULE = {
-    theirs: (ours, part) for ours, modules in _LAYER_MODULES.items() for part, theirs in enumerate(modules)
-}
-_THEIRS_ELSEWHERE = {theirs: ours for ours, theirs in _EMBEDDINGS.items()} | {
-    f"{theirs}.{kind}": f"{ours}_{kind}" for ours, theirs in _MODULES.items() for kind in ("weight", "bias")
-}
-_OURS_ELSEWHERE = {ours: theirs for theirs, ours in _THEIRS_ELSEWHERE.items()}
-
-
-def _their_names(ours: str) -> list[str]:
-    """The Hugging Face names of one parameter of ours: three for qkv, else one."""
-    match = _OURS_IN_LAYER.fullmatch(ours)
-    if match is None:
-        return [_OURS_ELSEWHERE[ours]]
-    number, module, kind = match.groups()
-    return [f"bert.encoder.layer.{number}.{theirs}.{kind}" for theirs in _LAYER_MODULES[module]]
-
-
-def _place(theirs: str) -> tuple[str, int] | None:
-    """(our parameter, which of its stacked parts) of a Hugging Face name in any accepted spelling."""
-    name = _plain(theirs)
-    match = _THEIRS_IN_LAYER.fullmatch(name)
-    if match is None:
-        return (_THEIRS_ELSEWHERE[name], 0) if name in _THEIRS_ELSEWHERE else None
-    number, module, kind = match.groups()
-    if module not in _PART_OF_MODULE:
-        return None
-    ours, part = _PART_OF_MODULE[module]
-    return f"layers.{int(number)}.{ours}_{kind}", part
-
-
-def _plain(name: str) -> str:
-    """The name as transformers writes it today."""
-    name = name.removeprefix("module.")
-    name = re.sub(r"LayerNorm\.gamma$", "LayerNorm.weight", name)
-    name = re.sub(r"LayerNorm\.beta$", "LayerNorm.bias", name)
-    return f"bert.{name}" if name.startswith(("embeddings.", "encoder.", "pooler.")) else name
-
-
-_TIED = {
-    "cls.predictions.decoder.weight": "embeddings.word",
-    "cls.predictions.decoder.bias": "heads.mlm_bias",
-}
-
-
-def _why_left_out(theirs: str) -> str:
-    name = _plain(theirs)
-    if name in _TIED:
-        return f"left out: tied to {_TIED[name]}"
-    if name.endswith("embeddings.position_ids"):
-        return "left out: a constant, 0, 1, 2, ..."
-    return "left out: not of BERT's backbone or pretraining heads"
-
-
-# ---- reading
-
-
-def _places(tensors: Mapping[str, Tensor], where: str) -> dict[tuple[str, int], str]:
-    """(our parameter, part) -> the name of the tensor that fills it."""
-    places: dict[tuple[str, int], str] = {}
-    for name in tensors:
-        place = _place(name)
-        if place is None:
-            continue
-        if place in places:
-            raise InputError(f"{where}: {name} and {places[place]} both are {place[0]}. Remove one of them.")
-        places[place] = name
-    return places
-
-
-def _shape_of(tensors: Mapping[str, Tensor], places: dict[tuple[str, int], str], where: str) -> Model:
-    """The sizes that the tensors themselves have; the number of heads cannot be seen and is given as 1."""
-
-    def rows(ours: str) -> tuple[int, ...]:
-        if (ours, 0) not in places:
-            raise InputError(f"{where}: {_their_names(ours)[0]} is missing. {_REFUSAL}")
-        return tuple(tensors[places[ours, 0]].shape)
-
-    numbers = [int(match[1]) for ours, _ in places if (match := _OURS_IN_LAYER.fullmatch(ours))]
-    sizes = {
-        "layers": max(numbers, default=0) + 1,
-        "hidden": rows("embeddings.word")[-1],
-        "intermediate": rows("layers.0.ffn_in_weight")[0],
-        "max_positions": rows("embeddings.position")[0],
-    }
-    return Model.model_validate({"size": "custom", "heads": 1, **sizes})
-
-
-_REFUSAL = "A partly filled model is refused; use a whole BERT checkpoint."
-
-
-def _gather(
-    ours: str, like: Tensor, tensors: Mapping[str, Tensor], places: dict[tuple[str, int], str], where: str
-) -> Tensor:
-    """One parameter of ours, its parts stacked; each must be there in the right shape."""
-    parts = []
-    theirs = _their_names(ours)
-    for part, (name, meta) in enumerate(zip(theirs, like.chunk(len(theirs)), strict=True)):
-        if (ours, part) not in places:
-            raise InputError(f"{where}: {name} is missing. {_REFUSAL}")
-        found = tensors[places[ours, part]]
-        if found.shape != meta.shape:
-            raise InputError(
-                f"{where}: {places[ours, part]} is {list(found.shape)} where {list(meta.shape)} is needed. "
-                "The weights do not belong to this config."
-            )
-        parts.append(found.float())
-    return torch.cat(parts)
-
-
-def _check_tied(tensors: Mapping[str, Tensor], state: dict[str, Tensor], where: str) -> None:
-    for name, tensor in tensors.items():
-        ours = _TIED.get(_plain(name))
-        if ours in state and not torch.equal(tensor.float(), state[ours]):
-            raise InputError(f"{where}: {name} differs from {ours}; an untied decoder is not supported.")
-
-
-def _model_of(path: Path) -> Model:
-    """The shape in a config.json; `InputError` for what our encoder is not."""
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-        needed = {
-            "model_type": "bert",
-            "hidden_act": "gelu",
-            "layer_norm_eps": LAYER_NORM_EPS,
-            "position_embedding_type": "absolute",
-            "type_vocab_size": 2,
-        }
-        for key, value in needed.items():
-            if values.get(key, value) != value:
-                raise InputError(f"{path}: {key} is {values[key]!r}; only {value!r} is supported.")
-        sizes = {
-            "layers": values["num_hidden_layers"],
-            "hidden": values["hidden_size"],
-            "heads": values["num_attention_heads"],
-            "intermediate": values["intermediate_size"],
-            "max_positions": values["max_position_embeddings"],
-            "hidden_dropout": values.get("hidden_dropout_prob", 0.1),
-            "attention_dropout": values.get("attention_probs_dropout_prob", 0.1),
-            "init_std": values.get("initializer_range", 0.02),
-        }
-        return Model.model_validate({"size": "custom", **sizes})
-    except KeyError as error:
-        raise InputError(f"{path}: {error} is missing. Give the config.json of a BERT model.") from None
-    except (ValueError, AttributeError, ValidationError) as error:
-        reason = " ".join(str(error).split())
-        raise InputError(f"{path}: not the config of a BERT model ({reason}).") from None
+    released = read_released(folder)
+    return (
+        released.model,
+        {**released.backbone, **released.pretraining},
+        "heads.nsp_weight" in released.pretraining,
+    )
 
 
 # ---- a run
@@ -454,32 +172,17 @@ def _two_levels_down(markdown: str) -> str:
 
 def _config_json(model: Model, vocabulary: list[str], next_sentence: bool) -> dict[str, Any]:
     """The fields of transformers' BertConfig, as 5.x writes them; 4.x reads them too."""
-    return {
-        "architectures": ["BertForPreTraining" if next_sentence else "BertForMaskedLM"],
-        "model_type": "bert",
-        "dtype": "float32",
-        "vocab_size": len(vocabulary),
-        "hidden_size": model.hidden,
-        "num_hidden_layers": model.layers,
-        "num_attention_heads": model.heads,
-        "intermediate_size": model.intermediate,
-        "hidden_act": "gelu",
-        "hidden_dropout_prob": model.hidden_dropout,
-        "attention_probs_dropout_prob": model.attention_dropout,
-        "max_position_embeddings": model.max_positions,
-        "type_vocab_size": 2,
-        "initializer_range": model.init_std,
-        "layer_norm_eps": LAYER_NORM_EPS,
-        "pad_token_id": vocabulary.index("[PAD]"),
+    fields = {
         "bos_token_id": None,
         "eos_token_id": None,
-        "position_embedding_type": "absolute",
         "tie_word_embeddings": True,
         "use_cache": True,
         "classifier_dropout": None,
         "is_decoder": False,
         "add_cross_attention": False,
     }
+    head = "ForPreTraining" if next_sentence else "ForMaskedLM"
+    return write_config(fields, Facts(BERT, model), head, len(vocabulary), vocabulary.index("[PAD]"))
 
 
 def _read_vocabulary(folder: Path, size: int) -> list[str]:
@@ -504,29 +207,3 @@ def _copy_tokenizer(folder: Path, out: Path, max_positions: int) -> None:
         shutil.copyfile(folder / name, out / name)
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
     write_json(out / "tokenizer_config.json", {**settings, "model_max_length": max_positions})
-
-
-def _save_weights(tensors: dict[str, Tensor], path: Path) -> None:
-    try:
-        # Without this entry transformers 4.x refuses the file.
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:
-        # safetensors wraps the operating system's error in words; give it back its number.
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]) if number else 0, str(error)) from error
-
-
-def _fsync_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-
-
-def _replace_folder(aside: Path, out: Path) -> None:
-    """Rename `aside` to `out`; what was there is moved away first and removed last."""
-    fsync_folder(aside)
-    old = out.with_name(f".{out.name}.{os.getpid()}.old")
-    if out.exists():
-        out.rename(old)
-    aside.rename(out)
-    fsync_folder(out.parent)
-    shutil.rmtree(old, ignore_errors=True)

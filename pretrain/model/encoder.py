@@ -1,7 +1,7 @@
 """BERT as published (Devlin et al. 2019), over unpadded batches: post-norm, learned positions, erf-GELU.
 
-Shape letters: T tokens of the micro-batch, S sequences, R rows asked for, H hidden width, F feed-forward
-width, V vocabulary, P positions.
+Shape letters: T tokens of the micro-batch, S sequences, R rows asked for, H hidden width, E width of the
+embeddings (H but in some ELECTRA models), F feed-forward width, V vocabulary, P positions.
 
 A layer keeps its parameters flat and what follows the attention in one pure function: torch.compile then makes
 one program for all layers of a model, and ZeRO-3 gathers a layer's parameters once, outside of it.
@@ -39,7 +39,7 @@ class UnpaddedBatch(Protocol):
 
 
 class Encoder(nn.Module):
-    """The backbone: embeddings and layers. Parameter names are listed in `pretrain/checkpoint/hf.py`.
+    """The backbone: embeddings and layers. Parameter names are listed in `pretrain/checkpoint/layouts.py`.
 
     Args:
         shape: sizes and dropout.
@@ -90,24 +90,35 @@ class Encoder(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Sum of word, position and segment embeddings, normalised (Devlin et al., figure 2)."""
+    """Sum of word, position and segment embeddings, normalised (Devlin et al., figure 2).
+
+    Where they are narrower or wider than the layers, a projection follows (google-research/electra modeling.py,
+    embeddings_project).
+    """
 
     def __init__(self, shape: Model, vocabulary_size: int, compile: bool) -> None:
         super().__init__()
-        self.dropout = shape.hidden_dropout
+        self.dropout, self.eps = shape.hidden_dropout, shape.layer_norm_eps
         self.fused = compile
-        self.word = normal(shape.init_std, vocabulary_size, shape.hidden)
-        self.position = normal(shape.init_std, shape.max_positions, shape.hidden)
-        self.token_type = normal(shape.init_std, 2, shape.hidden)
-        self.norm_weight, self.norm_bias = ones(shape.hidden), zeros(shape.hidden)
+        hidden, width = shape.hidden, shape.embedding or shape.hidden
+        self.word = normal(shape.init_std, vocabulary_size, width)
+        self.position = normal(shape.init_std, shape.max_positions, width)
+        self.token_type = normal(shape.init_std, 2, width)
+        self.norm_weight, self.norm_bias = ones(width), zeros(width)
+        self.projected = width != hidden
+        if self.projected:
+            self.project_weight, self.project_bias = normal(shape.init_std, hidden, width), zeros(hidden)
 
     def forward(self, input_ids: Tensor, token_types: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
         """int64 [T] three times and int32 [T] -> [T, H]."""
         # The look-ups stay outside: torch's own gradient of them is faster than the compiled one.
-        return program(embed, self.fused)(
+        embedded_TE = program(embed, self.fused)(
             F.embedding(input_ids, self.word), F.embedding(positions, self.position), token_types, keys,
-            self.token_type, self.norm_weight, self.norm_bias, self.dropout if self.training else 0.0,
+            self.token_type, self.norm_weight, self.norm_bias, self.eps, self.dropout if self.training else 0.0,
         )  # fmt: skip
+        return (
+            F.linear(embedded_TE, self.project_weight, self.project_bias) if self.projected else embedded_TE
+        )
 
 
 class AfterAttention(NamedTuple):
@@ -162,28 +173,30 @@ class Layer(nn.Module):
             hidden_TH, keys_T = hidden_TH.index_select(0, rows_R), keys_T[rows_R]
         weights = AfterAttention(*(getattr(self, name) for name in AfterAttention._fields))
         dropout = shape.hidden_dropout if training else 0.0
-        return program(after_attention, self.fused)(context_TH, hidden_TH, keys_T, weights, dropout)
+        eps = shape.layer_norm_eps
+        return program(after_attention, self.fused)(context_TH, hidden_TH, keys_T, weights, eps, dropout)
 
 
 def embed(
-    words_TH: Tensor, positions_TH: Tensor, token_types_T: Tensor, keys_T: Tensor, token_type_2H: Tensor,
-    norm_weight: Tensor, norm_bias: Tensor, dropout: float,
+    words_TE: Tensor, positions_TE: Tensor, token_types_T: Tensor, keys_T: Tensor, token_type_2E: Tensor,
+    norm_weight: Tensor, norm_bias: Tensor, eps: float, dropout: float,
 ) -> Tensor:  # fmt: skip
-    """[T, H] normalised sum of the three embeddings."""
-    types_TH = torch.where(token_types_T[:, None] == 0, token_type_2H[0], token_type_2H[1])
-    summed_TH = words_TH.float() + positions_TH.float() + types_TH.float()
-    embedded_TH = hash_dropout(layer_norm(summed_TH, norm_weight, norm_bias), keys_T, 0, dropout)
-    return embedded_TH.to(words_TH.dtype)
+    """[T, E] normalised sum of the three embeddings."""
+    types_TE = torch.where(token_types_T[:, None] == 0, token_type_2E[0], token_type_2E[1])
+    summed_TE = words_TE.float() + positions_TE.float() + types_TE.float()
+    embedded_TE = hash_dropout(layer_norm(summed_TE, norm_weight, norm_bias, eps), keys_T, 0, dropout)
+    return embedded_TE.to(words_TE.dtype)
 
 
 def after_attention(
-    context_TH: Tensor, hidden_TH: Tensor, keys_T: Tensor, w: AfterAttention, dropout: float
+    context_TH: Tensor, hidden_TH: Tensor, keys_T: Tensor, w: AfterAttention, eps: float, dropout: float
 ) -> Tensor:
     """Output projection, residual and LayerNorm, then the feed-forward network with its own: [T, H]."""
     attended_TH = linear(context_TH, w.attention_out_weight, w.attention_out_bias)
     attended_TH = hidden_TH + hash_dropout(attended_TH, keys_T, 1, dropout)
-    attended_TH = layer_norm(attended_TH, w.attention_norm_weight, w.attention_norm_bias).to(hidden_TH.dtype)
+    attended_TH = layer_norm(attended_TH, w.attention_norm_weight, w.attention_norm_bias, eps)
+    attended_TH = attended_TH.to(hidden_TH.dtype)
     inner_TF = F.gelu(linear(attended_TH, w.ffn_in_weight, w.ffn_in_bias)).to(hidden_TH.dtype)
     output_TH = linear(inner_TF, w.ffn_out_weight, w.ffn_out_bias)
     output_TH = attended_TH + hash_dropout(output_TH, keys_T, 2, dropout)
-    return layer_norm(output_TH, w.ffn_norm_weight, w.ffn_norm_bias).to(hidden_TH.dtype)
+    return layer_norm(output_TH, w.ffn_norm_weight, w.ffn_norm_bias, eps).to(hidden_TH.dtype)

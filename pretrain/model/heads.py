@@ -64,7 +64,9 @@ class PretrainingModel(Encoder):
     def masked_logits(self, batch: PretrainingBatch) -> Tensor:
         """[K, V] scores of the vocabulary at the masked rows."""
         heads = self.heads
-        transformed_KH = mlm_transform(self.encode(batch, batch.masked_rows), heads.mlm_weights())
+        transformed_KH = mlm_transform(
+            self.encode(batch, batch.masked_rows), heads.mlm_weights(), self.shape.layer_norm_eps
+        )
         return F.linear(transformed_KH, self.embeddings.word, heads.mlm_bias)
 
     def next_sentence_logits(self, batch: PretrainingBatch) -> Tensor:
@@ -79,6 +81,7 @@ class Heads(nn.Module):
         super().__init__()
         self.fused = compile
         self.next_sentence = next_sentence
+        self.eps = shape.layer_norm_eps
         hidden, std = shape.hidden, shape.init_std
         if next_sentence:
             self.pooler_weight, self.pooler_bias = normal(std, hidden, hidden), zeros(hidden)
@@ -92,7 +95,9 @@ class Heads(nn.Module):
     ) -> Losses:
         """`hidden_RH`: the first tokens' rows, then the masked tokens'."""
         sequences = hidden_RH.shape[0] - masked_labels_K.shape[0]
-        transformed_KH = program(mlm_transform, self.fused)(hidden_RH[sequences:], self.mlm_weights())
+        transformed_KH = program(mlm_transform, self.fused)(
+            hidden_RH[sequences:], self.mlm_weights(), self.eps
+        )
         mlm_loss, mlm_correct = vocabulary_losses(
             transformed_KH, word_VH, self.mlm_bias, masked_labels_K, self.fused
         )
@@ -109,11 +114,11 @@ class Heads(nn.Module):
         return self.pooler_weight, self.pooler_bias, self.nsp_weight, self.nsp_bias
 
 
-def mlm_transform(hidden_KH: Tensor, weights: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:
+def mlm_transform(hidden_KH: Tensor, weights: tuple[Tensor, Tensor, Tensor, Tensor], eps: float) -> Tensor:
     """google-research/bert run_pretraining.py, get_masked_lm_output: dense, GELU, LayerNorm."""
     weight, bias, norm_weight, norm_bias = weights
     inner_KH = F.gelu(linear(hidden_KH, weight, bias))
-    return layer_norm(inner_KH, norm_weight, norm_bias).to(hidden_KH.dtype)
+    return layer_norm(inner_KH, norm_weight, norm_bias, eps).to(hidden_KH.dtype)
 
 
 def nsp_logits(hidden_SH: Tensor, weights: tuple[Tensor, Tensor, Tensor, Tensor]) -> Tensor:

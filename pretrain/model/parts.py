@@ -8,8 +8,6 @@ from torch import Tensor, nn
 
 from pretrain.model.attention import ALONG, keep_mask
 
-LAYER_NORM_EPS = 1e-12  # google-research/bert modeling.py, layer_norm (tf.contrib's default); torch's is 1e-5
-
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x @ weight.T + bias in fp32: [..., in] -> [..., out], to be rounded by what follows.
@@ -20,8 +18,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return F.linear(x, weight).float() + bias.float()
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), LAYER_NORM_EPS)
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
 
 
 def hash_dropout(x_TH: Tensor, keys_T: Tensor, use: int, dropout: float) -> Tensor:

@@ -1,0 +1,386 @@
+"""The command line: python -m finetune COMMAND. Nothing heavy is imported until a command needs it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.errors import InputError, RunError
+
+if TYPE_CHECKING:
+    from finetune.config import FinetuneConfig
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code; a `RunError` is told in a line, a bug keeps its traceback."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if argv[:1] == ["demo"]:  # its options are those of the pretraining's demo
+            from finetune import demo
+
+            return demo.main(argv[1:])
+        arguments = _parser().parse_args(argv)
+        return arguments.command(arguments) or 0
+    except RunError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # `predict ... | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _finetune(arguments: argparse.Namespace) -> None:
+    config = _config(arguments)
+    if arguments.seeds is not None:
+        _seeds(config, arguments)
+        return
+    if arguments.parallel:
+        raise InputError("--parallel: says how many of several runs go at once. Add --seeds N.")
+    alone = arguments.no_ray or "RANK" in os.environ
+    if os.environ.get("RANK", "0") != "0":  # under torchrun the first worker checks for all
+        _train_here(config, arguments.resume, watched=False)
+        return
+    if arguments.no_ray and config.scheduling.workers > 1:
+        raise InputError(
+            f"--no-ray: trains in one process, but scheduling.workers is {config.scheduling.workers}. "
+            "Add --workers 1, or start several processes with torchrun."
+        )
+    from finetune import runs
+    from pretrain import preflight
+
+    if runs.is_finished(config, arguments.resume):
+        print(f"{config.folder}: finished already.")
+        return
+    plan = runs.plan(config, alone)
+    if arguments.dry_run:
+        print(runs.describe(config, plan))
+        return
+    print(runs.describe_start(config, plan))
+    with preflight.only_run(config.folder):
+        runs.begin(config, arguments.resume, [sys.executable, *sys.orig_argv[1:]])
+        if alone:
+            _train_here(config, arguments.resume, watched=True, steps=plan.steps)
+        else:
+            _train_on_ray(config, arguments.resume, plan.steps)
+    print(runs.summary(config))
+
+
+def _seeds(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
+    from finetune.sweep import run_seeds
+
+    if arguments.no_ray or "RANK" in os.environ:
+        raise InputError("--seeds: several runs go through Ray. Leave --no-ray and torchrun out.")
+    run_seeds(config, arguments.seeds, parallel=arguments.parallel, dry_run=arguments.dry_run)
+
+
+def _sweep(arguments: argparse.Namespace) -> None:
+    from finetune.sweep import parse_grid, run_sweep
+
+    name = arguments.grid or ("" if arguments.grid_set else "devlin")
+    run_sweep(
+        arguments.config,
+        _overrides(arguments),
+        parse_grid(name, arguments.grid_set),
+        seeds=arguments.seeds or 1,
+        parallel=arguments.parallel,
+        keep=arguments.keep,
+        dry_run=arguments.dry_run,
+    )
+
+
+def _glue(arguments: argparse.Namespace) -> None:
+    from finetune.glue_runs import run_glue
+
+    run_glue(
+        arguments.config,
+        _overrides(arguments),
+        folder=arguments.glue_dir or "",
+        tasks=[name for name in (arguments.tasks or "").split(",") if name],
+        seeds=arguments.seeds or 1,
+        parallel=arguments.parallel,
+        submission=arguments.submission,
+        dry_run=arguments.dry_run,
+    )
+
+
+def _train_here(config: FinetuneConfig, resume: bool, watched: bool, steps: int = 0) -> None:
+    from finetune import train
+    from pretrain import tracking
+    from pretrain.worker import Worker
+
+    payload = {"config": config.model_dump(mode="json"), "resume": resume}
+    with tracking.follow(config.folder, steps) if watched else nullcontext():
+        train.main(payload, Worker.from_environment())
+
+
+def _train_on_ray(config: FinetuneConfig, resume: bool, steps: int) -> None:
+    from cluster.run import run
+    from pretrain import tracking
+
+    scheduling = config.scheduling
+    with tracking.follow(config.folder, steps):
+        run(
+            "finetune.train:main",
+            {"config": config.model_dump(mode="json"), "resume": resume},
+            name=config.name,
+            run_dir=config.folder,
+            workers=scheduling.workers,
+            cpus_per_worker=scheduling.cpus_per_worker,
+            address=scheduling.address,
+            max_failures=scheduling.max_failures,
+        )
+
+
+def _evaluate(arguments: argparse.Namespace) -> None:
+    from finetune import runs
+
+    print(runs.evaluate(arguments.model, arguments.file, arguments.out, arguments.precision))
+
+
+def _predict(arguments: argparse.Namespace) -> None:
+    from finetune import load
+    from finetune.predict import read_records
+    from pretrain.files import atomic_open
+
+    source = arguments.input
+    given = {
+        key: value for key in ("text", "pair", "question", "context") if (value := getattr(arguments, key))
+    }
+    if not given and source == "-" and sys.stdin.isatty():
+        raise InputError("predict: nothing to read. Give --text, a file, or lines on standard input.")
+    model = load(arguments.model, precision=arguments.precision)
+    if given:
+        record: Any = given["text"] if set(given) == {"text"} else given
+        print(json.dumps(model(record), ensure_ascii=False))
+        return
+    with _lines(source) as (lines, where):
+        made = (
+            json.dumps(one, ensure_ascii=False) for one in model.stream(read_records(lines, where), where)
+        )
+        if arguments.out is None:
+            for line in made:
+                print(line, flush=True)
+            return
+        with atomic_open(arguments.out, "w") as file:
+            for line in made:
+                file.write(line + "\n")
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from finetune.export import export
+
+    print(export(arguments.model, arguments.out, onnx=arguments.onnx))
+
+
+def _lines(source: str) -> Any:
+    """A context with the lines of a file or of standard input, and what to call it."""
+    import contextlib
+
+    @contextlib.contextmanager
+    def opened() -> Iterator[tuple[Any, str]]:
+        name = "standard input" if source == "-" else source
+        try:
+            with nullcontext(sys.stdin) if source == "-" else Path(source).open(encoding="utf-8") as file:
+                yield file, name
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{name}: not UTF-8 ({error.reason} at byte {error.start}). Convert it first."
+            ) from None
+        except OSError as error:
+            if isinstance(error, BrokenPipeError):
+                raise
+            raise InputError(f"{name}: cannot be read ({error.strerror}).") from None
+
+    return opened()
+
+
+def _config(arguments: argparse.Namespace) -> FinetuneConfig:
+    from finetune.config import load_config
+
+    return load_config(arguments.config, _overrides(arguments))
+
+
+def _overrides(arguments: argparse.Namespace) -> list[str]:
+    """--set and the settings that have an option of their own."""
+    overrides = list(arguments.set)
+    if arguments.workers is not None:
+        overrides.append(f"scheduling.workers={arguments.workers}")
+    if arguments.start_from is not None:
+        overrides.append(f"start_from={json.dumps(str(arguments.start_from))}")
+    return overrides
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m finetune",
+        description="Fine-tune BERT-family checkpoints to classification, named entities and span questions.",
+        epilog="Exit codes: 0 done, 2 your input, 3 the machine or cluster is not fit, 4 training diverged, "
+        "75 stopped but resumable, 130 interrupted.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    finetune = _command(commands, "finetune", _finetune, "train a task's model from a checkpoint", """
+  python -m finetune finetune configs/finetune/sst2.yaml --from exported/bert-mini
+  python -m finetune finetune my-task.yaml --from bert-base-uncased/ --workers 2
+  python -m finetune finetune my-task.yaml --set training.preset=stable --resume
+  python -m finetune finetune my-task.yaml --from bert-base-uncased/ --seeds 5""")  # fmt: skip
+    _add_config(finetune)
+    _add_several(finetune)
+    finetune.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
+    finetune.add_argument(
+        "--no-ray", action="store_true", help="train in this process alone (as under torchrun, without Ray)"
+    )
+
+    sweep = _command(commands, "sweep", _sweep, "try a grid of settings, through Ray Tune", """
+  python -m finetune sweep my-task.yaml --from bert-base-uncased/
+  python -m finetune sweep my-task.yaml --from exported/bert-mini --grid small-bert --parallel 2
+  python -m finetune sweep my-task.yaml --grid-set training.learning_rate=1e-5,3e-5 --seeds 3""")  # fmt: skip
+    _add_config(sweep)
+    _add_several(sweep)
+    sweep.add_argument(
+        "--grid", choices=("devlin", "small-bert"),
+        help="that of Devlin et al. (18 points; the default) or of the smaller models (20 points)",
+    )  # fmt: skip
+    sweep.add_argument(
+        "--grid-set", action="append", default=[], metavar="KEY=VALUE,VALUE",
+        help="values of one setting, in place of or beside those of --grid; may be repeated",
+    )  # fmt: skip
+    sweep.add_argument(
+        "--keep",
+        choices=("best", "all"),
+        default="best",
+        help="whose models stay on the disk (default: best)",
+    )
+
+    glue = _command(commands, "glue", _glue, "every task of GLUE, and the table of the BERT paper", """
+  python -m finetune glue --from bert-base-uncased/ --glue-dir glue_data/
+  python -m finetune glue --from exported/bert-mini --glue-dir glue_data/ --tasks sst2,rte --seeds 5
+  python -m finetune glue template.yaml --from exported/bert-mini --glue-dir glue_data/ --submission out/""")  # fmt: skip
+    _add_config(glue, "settings for all tasks (default: those of Devlin et al.)", optional=True)
+    _add_several(glue)
+    glue.add_argument(
+        "--glue-dir",
+        metavar="DIR",
+        help="GLUE's downloads, with folders CoLA, SST-2, ... (classification.glue_dir)",
+    )
+    glue.add_argument(
+        "--tasks",
+        metavar="NAME,NAME",
+        help="cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli; otherwise all there are",
+    )
+    glue.add_argument(
+        "--submission", type=Path, metavar="DIR",
+        help="predict the official test sets with each task's best run, and write gluebenchmark.com's files",
+    )  # fmt: skip
+
+    evaluate = _command(commands, "evaluate", _evaluate, "official scores on a labelled file", """
+  python -m finetune evaluate runs/sst2
+  python -m finetune evaluate runs/sst2 other.tsv --out scores/""")  # fmt: skip
+    _add_model(evaluate)
+    evaluate.add_argument(
+        "file", nargs="?", metavar="FILE", help="labelled file; otherwise the dev sets of the config"
+    )
+    evaluate.add_argument("--out", type=Path, metavar="DIR", help="folder for metrics.json and predictions")
+
+    predict = _command(commands, "predict", _predict, "predictions for lines of text or JSON", """
+  python -m finetune predict runs/sst2 --text "a lovely film"
+  python -m finetune predict runs/rte --text "A man sleeps." --pair "Somebody rests."
+  python -m finetune predict runs/squad --question "Who wrote it?" --context "It was written by Ann."
+  python -m finetune predict runs/ner texts.jsonl --out spans.jsonl
+  cat texts.txt | python -m finetune predict runs/sst2""")  # fmt: skip
+    _add_model(predict)
+    predict.add_argument(
+        "input", nargs="?", default="-", metavar="FILE", help="lines of text or JSON; - is standard input"
+    )
+    predict.add_argument(
+        "--out", type=Path, metavar="FILE", help="JSON Lines to write; otherwise standard output"
+    )
+    for name, what in (("text", "one text"), ("pair", "its second text"), ("question", "a question"), ("context", "the text to answer from")):  # fmt: skip
+        predict.add_argument(f"--{name}", metavar="TEXT", help=what)
+
+    export = _command(commands, "export", _export, "a model to take along: Hugging Face layout, ONNX", """
+  python -m finetune export runs/sst2 exported/sst2
+  python -m finetune export runs/sst2 exported/sst2 --onnx""")  # fmt: skip
+    export.add_argument("model", type=Path, metavar="MODEL", help="a fine-tuned model, or its run folder")
+    export.add_argument("out", type=Path, metavar="DIR", help="folder to make; an earlier export is replaced")
+    export.add_argument(
+        "--onnx", action="store_true", help="also write model.onnx (packages: onnx, onnxscript, onnxruntime)"
+    )
+    return parser
+
+
+def _command(
+    commands: Any, name: str, function: Callable[[argparse.Namespace], Any], purpose: str, examples: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=purpose,
+        description=f"{purpose[0].upper()}{purpose[1:]}.",
+        epilog=f"examples:{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=function)
+    return parser
+
+
+def _add_config(
+    parser: argparse.ArgumentParser,
+    what: str = "the task's YAML file, see configs/finetune",
+    optional: bool = False,
+) -> None:
+    parser.add_argument("config", type=Path, metavar="CONFIG", nargs="?" if optional else None, help=what)
+    parser.add_argument(
+        "--from", dest="start_from", type=Path, metavar="DIR",
+        help="checkpoint to start from: a released one, an export or a run (start_from)",
+    )  # fmt: skip
+    parser.add_argument("--workers", type=int, metavar="N", help="worker processes (scheduling.workers)")
+    parser.add_argument(
+        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting; may be repeated"
+    )
+
+
+def _add_several(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--seeds",
+        type=_count,
+        metavar="N",
+        help="this many runs, with seed, seed + 1, ..., each in a folder of its own",
+    )
+    parser.add_argument(
+        "--parallel", type=_count, default=0, metavar="N",
+        help="runs at once (default: one a GPU, or one a machine without GPUs)",
+    )  # fmt: skip
+    parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError
+    return number
+
+
+_count.__name__ = "whole number above 0"  # what argparse calls it
+
+
+def _add_model(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", type=Path, metavar="MODEL", help="a fine-tuned model, or its run folder")
+    parser.add_argument(
+        "--precision", choices=("bf16", "fp32"), default="bf16", help="of the arithmetic (default: bf16)"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

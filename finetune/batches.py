@@ -1,0 +1,189 @@
+"""Labelled windows as unpadded micro-batches: which example comes when, and who computes it (laws 1 to 3)."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from finetune.task import Windows
+from finetune.text import ragged
+from pretrain.batches.loader import deal
+from pretrain.batches.order import draw, permute, root_key
+from pretrain.errors import InputError
+
+
+@dataclass(frozen=True)
+class LabelledBatch:
+    """What one forward pass of one rank sees: S windows of E examples end to end in T tokens, by ascending length."""
+
+    input_ids: Tensor  # int64 [T]
+    token_types: Tensor  # int64 [T]
+    positions: Tensor  # int64 [T]
+    cu_seqlens: Tensor  # int32 [S + 1]
+    token_keys: Tensor  # int32 [T], the seed of dropout
+    rows: Tensor  # int64 [R], ascending: token rows that the head sees
+    sequence: Tensor  # int64 [R], the window (0 .. S-1) of each of these rows
+    owners: Tensor  # int64 [S], the example (0 .. E-1) of each window
+    labels: Tensor  # [R] or [R, C], see `finetune.task.Objective`
+    weights: Tensor  # fp32 [R]
+    lengths: tuple[int, ...]  # tokens of each window, ascending
+    asked: np.ndarray  # int64 [R], the rows' numbers in the set (`Windows.asked`)
+
+    def to(self, device: torch.device) -> LabelledBatch:
+        if self.input_ids.device == device:
+            return self
+        moved = {
+            name: value.to(device, non_blocking=True)
+            for name, value in vars(self).items()
+            if isinstance(value, Tensor)
+        }
+        return dataclasses.replace(self, **moved)
+
+
+@dataclass(frozen=True)
+class LabelledStep:
+    """One rank's share of one optimizer step, with the global weight that normalises the loss (law 3)."""
+
+    micro_batches: tuple[LabelledBatch, ...]  # the same number on every rank
+    sequences: int  # examples over all ranks
+    tokens: int  # over all ranks
+    weight: float  # over all ranks
+    epoch: int  # of the first example
+
+    def to(self, device: torch.device) -> LabelledStep:
+        return dataclasses.replace(
+            self, micro_batches=tuple(batch.to(device) for batch in self.micro_batches)
+        )
+
+
+class Batches:
+    """Cuts steps out of a set of windows, anywhere in the endless sequence of shuffled passes over its examples.
+
+    Example number i of that sequence is a pure function of (seed, i), so the data's state is one integer (law 1).
+
+    Args:
+        windows: the set.
+        seed: decides the order and dropout.
+        budget: most tokens of a micro-batch.
+        rank, world_size: this worker among all.
+    """
+
+    def __init__(self, windows: Windows, *, seed: int, budget: int, rank: int, world_size: int) -> None:
+        self.windows, self.budget = windows, budget
+        self.rank, self.world_size = rank, world_size
+        self._lengths_F = np.diff(windows.starts)
+        self._asked_of = np.searchsorted(
+            windows.asked, windows.starts
+        )  # [F + 1], offset of each window's rows
+        numbers, self._first = np.unique(windows.examples, return_index=True)
+        self.examples = len(numbers)
+        self._windows_of = np.append(self._first, len(windows))  # [N + 1]
+        self._tokens_N = np.add.reduceat(self._lengths_F, self._first) if self.examples else self._lengths_F
+        self._order_key, self._dropout_key = draw(root_key("finetune", seed), np.arange(2))
+
+    def check(self, where: str) -> None:
+        """Raise `InputError` where an example does not fit into a micro-batch."""
+        largest = int(self._tokens_N.max(initial=0))
+        # Where the examples of a step do not come out even, two must fit (`deal`).
+        room = self.budget if self.world_size == 1 else self.budget // 2
+        if largest > room:
+            raise InputError(
+                f"{where}: an example has {largest} tokens in all its windows, but a micro-batch has place for {room}. Raise "
+                "engine.micro_batch_tokens, or lower max_windows."
+            )
+
+    def step(self, first: int, count: int) -> LabelledStep:
+        """Examples number `first` to `first + count - 1` of the sequence, this rank's part of them."""
+        numbers = np.arange(first, first + count)
+        passes, slots = np.divmod(numbers, self.examples)
+        members = permute(slots, self.examples, draw(self._order_key, passes))
+        keys = draw(self._dropout_key, numbers)
+        dealt = deal(self._tokens_N[members], self.world_size, self.budget)
+        weights = self._weights_of(self._windows_in(members)[0])
+        return LabelledStep(
+            tuple(self._batch(members[own], keys[own]) for own in dealt[self.rank :: self.world_size]),
+            sequences=count,
+            tokens=int(self._tokens_N[members].sum()),
+            weight=float(weights.sum()),
+            epoch=int(passes[0]),
+        )
+
+    def largest(self) -> LabelledStep:
+        """One micro-batch of the longest examples, as full as the budget allows."""
+        by_length = np.argsort(-self._tokens_N, kind="stable")
+        fitting = max(
+            1, int(np.searchsorted(np.cumsum(self._tokens_N[by_length]), self.budget, side="right"))
+        )
+        members = by_length[:fitting]
+        batch = self._batch(members, draw(self._dropout_key, members))
+        weight = float(batch.weights.sum())
+        return LabelledStep(
+            (batch,), len(members), int(self._tokens_N[members].sum()), weight or 1.0, epoch=0
+        )
+
+    def every_window(self) -> Iterator[LabelledBatch]:
+        """All windows once over all ranks, by length; every rank yields the same number of batches.
+
+        A rank that has nothing left repeats the last batch: workers must run the same number of forward passes.
+        """
+        by_length = np.argsort(self._lengths_F, kind="stable")
+        batches, begin = [], 0
+        while begin < len(by_length):
+            # Ascending lengths: as many as fit when all are as long as the last.
+            tokens = np.cumsum(self._lengths_F[by_length[begin:]])
+            end = begin + max(1, int(np.searchsorted(tokens, self.budget, side="right")))
+            batches.append(by_length[begin:end])
+            begin = end
+        for turn in range(0, len(batches), self.world_size):
+            members = batches[min(turn + self.rank, len(batches) - 1)]
+            owners = np.arange(len(members))
+            yield self._make(members, owners, np.zeros(len(members), np.uint64))
+
+    def _batch(self, members: np.ndarray, keys: np.ndarray) -> LabelledBatch:
+        """The micro-batch of whole examples; `keys` uint64 [E]."""
+        windows, owners = self._windows_in(members)
+        order = np.argsort(self._lengths_F[windows], kind="stable")
+        windows, owners = windows[order], owners[order]
+        # Windows of one example must not share their draws.
+        keys_S = draw(keys[owners], windows - self._windows_of[members[owners]])
+        return self._make(windows, owners, keys_S)
+
+    def _windows_in(self, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(windows, owner of each) of the examples `members`."""
+        counts = self._windows_of[members + 1] - self._windows_of[members]
+        return ragged(self._windows_of[members], counts), np.repeat(np.arange(len(members)), counts)
+
+    def _weights_of(self, windows: np.ndarray) -> np.ndarray:
+        begins = self._asked_of[windows]
+        return self.windows.weights[ragged(begins, self._asked_of[windows + 1] - begins)]
+
+    def _make(self, windows: np.ndarray, owners: np.ndarray, keys_S: np.ndarray) -> LabelledBatch:
+        lengths = self._lengths_F[windows]
+        tokens = ragged(self.windows.starts[windows], lengths)
+        starts = np.concatenate([[0], np.cumsum(lengths)])
+        positions = np.arange(len(tokens)) - np.repeat(starts[:-1], lengths)
+        begins, ends = self._asked_of[windows], self._asked_of[windows + 1]
+        asked = ragged(begins, ends - begins)
+        sequence = np.repeat(np.arange(len(windows)), ends - begins)
+        rows = self.windows.asked[asked] - self.windows.starts[windows][sequence] + starts[sequence]
+        token_keys = draw(np.repeat(keys_S, lengths), positions).astype(np.uint32).view(np.int32)
+        labels = self.windows.labels[asked]
+        return LabelledBatch(
+            input_ids=torch.from_numpy(self.windows.ids[tokens].astype(np.int64)),
+            token_types=torch.from_numpy(self.windows.types[tokens].astype(np.int64)),
+            positions=torch.from_numpy(positions),
+            cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
+            token_keys=torch.from_numpy(token_keys),
+            rows=torch.from_numpy(rows),
+            sequence=torch.from_numpy(sequence),
+            owners=torch.from_numpy(owners),
+            labels=torch.from_numpy(labels),
+            weights=torch.from_numpy(self.windows.weights[asked]),
+            lengths=tuple(lengths.tolist()),
+            asked=asked,
+        )

@@ -1,0 +1,190 @@
+"""One YAML file is one fine-tuning: a checkpoint to start from, one task, and how it is trained."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, model_validator
+
+from finetune.tasks.classification import ClassificationSettings
+from finetune.tasks.entities import EntitiesSettings
+from finetune.tasks.questions import QuestionsSettings
+from pretrain import settings
+from pretrain.config import Checkpointing, Engine, Optimizer, Run
+from pretrain.settings import Section
+
+TASKS = ("classification", "entities", "questions")
+
+PRESETS: dict[str, dict[str, Any]] = {
+    # Devlin et al. 2019, appendix A.3; the grid's middle. google-research/bert run_classifier.py: warm-up a tenth.
+    "devlin": {"examples_per_step": 32, "learning_rate": 3e-5, "epochs": 3.0, "warmup_share": 0.1},
+    # Mosbach et al. 2021, "On the stability of fine-tuning BERT", section 6: a small rate, warm-up, bias
+    # correction (which torch's AdamW always has) and 20 epochs even for small sets.
+    "stable": {"examples_per_step": 16, "learning_rate": 2e-5, "epochs": 20.0, "warmup_share": 0.1},
+    # Zhang et al. 2021, "Revisiting few-sample BERT fine-tuning", section 5: top layers drawn anew.
+    "few-sample": {
+        "examples_per_step": 16, "learning_rate": 2e-5, "epochs": 10.0, "warmup_share": 0.1,
+        "layer_decay": 0.95, "reinitialised_layers": 1, "reinitialise_pooler": True,
+    },
+    # google-research/bert README.md, the 24 smaller models: 4 epochs at a rate from 3e-4 to 3e-5.
+    "small-bert": {"examples_per_step": 32, "learning_rate": 1e-4, "epochs": 4.0, "warmup_share": 0.1},
+    # Liu et al. 2019, appendix C; fairseq examples/roberta/README.glue.md.
+    "roberta": {"examples_per_step": 16, "learning_rate": 2e-5, "epochs": 10.0, "warmup_share": 0.06},
+}  # fmt: skip
+
+GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
+    # Devlin et al. 2019, appendix A.3.
+    "devlin": {
+        "training.examples_per_step": (16, 32),
+        "training.learning_rate": (5e-5, 3e-5, 2e-5),
+        "training.epochs": (2.0, 3.0, 4.0),
+    },
+    # google-research/bert README.md.
+    "small-bert": {
+        "training.examples_per_step": (8, 16, 32, 64, 128),
+        "training.learning_rate": (3e-4, 1e-4, 5e-5, 3e-5),
+        "training.epochs": (4.0,),
+    },
+}
+
+
+class Training(Section):
+    """How long and how fast. `preset` fills whatever is not given."""
+
+    preset: Literal["devlin", "stable", "few-sample", "small-bert", "roberta"] = "devlin"
+    examples_per_step: int = Field(
+        default=0, ge=0, description="Examples per optimizer step over all workers."
+    )
+    learning_rate: float = Field(default=0.0, ge=0, description="Peak learning rate.")
+    epochs: float = Field(default=0.0, ge=0, description="Passes over the training set.")
+    steps: int = Field(default=0, ge=0, description="Optimizer steps; more than 0 goes before epochs.")
+    warmup_share: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Share of the steps over which the rate rises from 0 to its peak.",
+    )
+    decay: Literal["linear", "constant"] = "linear"
+    layer_decay: float = Field(
+        default=1.0, gt=0, le=1,
+        description="Each layer's rate is this share of the rate of the layer above it; 1 is the same for all.",
+    )  # fmt: skip
+    reinitialised_layers: int = Field(default=0, ge=0, description="Top layers to draw anew.")
+    reinitialise_pooler: bool = Field(default=False, description="Draw the pooler anew as well.")
+    patience: int = Field(
+        default=0, ge=0,
+        description="Stop after so many evaluations in a row without a better score; 0 goes to the end.",
+    )  # fmt: skip
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        preset = values.get("preset", "devlin")
+        chosen = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
+        given = {
+            key: value for key, value in values.items() if value != 0 or key in ("warmup_share", "patience")
+        }
+        return {**chosen, **given}
+
+    @model_validator(mode="after")
+    def _check(self) -> Training:
+        for name in ("examples_per_step", "learning_rate", "epochs"):
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} must be more than 0")
+        return self
+
+
+class Evaluations(Section):
+    every_epochs: float = Field(
+        default=1.0,
+        gt=0,
+        description="Passes over the training set between two evaluations; 0.5 is twice a pass.",
+    )
+
+
+class FinetuneConfig(Run):
+    """Everything a fine-tuning is."""
+
+    start_from: str = Field(
+        default="",
+        description="Folder of the checkpoint: a released one, an export or a run. --from gives it too.",
+    )
+    random_weights: bool = Field(
+        default=False, description="Take only shape and tokenizer from start_from; weights are drawn anew."
+    )
+    max_length: int = Field(
+        default=128,
+        ge=8,
+        description="Tokens of a window, special tokens included. Longer texts take several.",
+    )
+    classification: ClassificationSettings | None = None
+    entities: EntitiesSettings | None = None
+    questions: QuestionsSettings | None = None
+    training: Training = Training()
+    evaluation: Evaluations = Evaluations()
+    optimizer: Optimizer = Optimizer()
+    engine: Engine = Engine()
+    checkpoint: Checkpointing = Checkpointing(keep_last=1)
+
+    @model_validator(mode="after")
+    def _check_task(self) -> FinetuneConfig:
+        given = [name for name in TASKS if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = " and ".join(given) or "none of them"
+            raise ValueError(
+                f"{given[1] if given else 'name'} - exactly one task is needed, one of {', '.join(TASKS)}; found {found}"
+            )
+        if self.max_length > self.engine.micro_batch_tokens:
+            raise ValueError(
+                f"engine.micro_batch_tokens ({self.engine.micro_batch_tokens}) is smaller than max_length ({self.max_length})"
+            )
+        if self.training.examples_per_step < self.scheduling.workers:
+            raise ValueError(
+                f"training.examples_per_step ({self.training.examples_per_step}) is smaller than scheduling.workers "
+                f"({self.scheduling.workers}); every worker needs an example"
+            )
+        return self
+
+    @property
+    def task_name(self) -> str:
+        """The section that is given: classification, entities or questions."""
+        return next(name for name in TASKS if getattr(self, name) is not None)
+
+    def total_steps(self, examples: int) -> int:
+        """Optimizer steps over a training set of so many examples."""
+        passes = math.ceil(examples * self.training.epochs / self.training.examples_per_step)
+        return self.training.steps or max(1, passes)
+
+    def evaluate_every_steps(self, examples: int) -> int:
+        return max(1, round(examples * self.evaluation.every_epochs / self.training.examples_per_step))
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> FinetuneConfig:
+    """The fine-tuning described by the YAML file `path` with `key.path=value` overrides."""
+    return settings.load(path, FinetuneConfig, overrides)
+
+
+# What may differ between a run and its continuation.
+_FREE_ON_RESUME = (
+    "run_dir",
+    "scheduling",
+    "tracking",
+    "checkpoint",
+    "start_from",
+    "engine.zero_stage",
+    "engine.micro_batch_tokens",
+    "engine.activation_checkpointing",
+    "engine.compile",
+    "engine.max_bad_steps",
+    "training.patience",
+)
+
+
+def changed_for_resume(before: FinetuneConfig, after: FinetuneConfig) -> list[str]:
+    """Dotted names of the settings that differ although a resumed run must keep them, with both values."""
+    return settings.differences(before, after, free=_FREE_ON_RESUME)

@@ -1,0 +1,174 @@
+"""Three labelled sets that the demo's embedded corpus carries in itself: nothing is downloaded, nobody annotated.
+
+packages  which package a passage of documentation comes from
+names     code names in prose: what the author had put between backticks, which are taken away
+returns   the words that say what a function returns
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+import warnings
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.corpus.docstrings import find_modules, running_text
+from pretrain.files import atomic_open
+
+PACKAGES = 6
+_MOST_MODULES = 250  # of a package: enough text, read in seconds
+_DEV_SHARE = 0.2
+_CODE = re.compile(r"``?(?P<code>[A-Za-z_][\w.]*)(?:\(\))?``?")
+_RETURN = re.compile(
+    r"\breturns? (?P<what>(?:an?|the|true|whether|all|each|number)\b[^.;:()\n]{3,80})[.;]", re.IGNORECASE
+)
+
+
+@dataclass(frozen=True)
+class _Docstring:
+    package: str
+    module: str
+    name: str  # of the function; empty for a module or class
+    text: str
+
+
+def write_sets(folder: Path, *, train: int = 1600, dev: int = 400) -> dict[str, dict[str, int]]:
+    """Write {packages,names,returns}-{train,dev}.jsonl into `folder`: at most so many examples in each; their numbers.
+
+    Modules are held out whole, by a hash of their path, so that no text is on both sides.
+    """
+    makers = {"packages": _packages, "names": _names, "returns": _returns}
+    docstrings = list(_docstrings())
+    counts: dict[str, dict[str, int]] = {}
+    for kind, make in makers.items():
+        records = make(docstrings)
+        counts[kind] = {}
+        for split, most in (("train", train), ("dev", dev)):
+            chosen = sorted(
+                (record for record in records if _is_held_out(record["document"]) == (split == "dev")),
+                key=lambda record: _hash(json.dumps(record, sort_keys=True)),
+            )[:most]
+            with atomic_open(folder / f"{kind}-{split}.jsonl", "w") as file:
+                for record in chosen:
+                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
+            counts[kind][split] = len(chosen)
+    return counts
+
+
+def _packages(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
+    """Passages of the packages, as many of each."""
+    passages: dict[str, dict[str, str]] = defaultdict(dict)
+    for one in docstrings:
+        for paragraph in running_text(one.text):
+            if len(paragraph.split()) >= 12:
+                passages[one.package].setdefault(paragraph, one.module)
+    share = min(map(len, passages.values()), default=0)
+    return [
+        {"text": text, "label": package, "document": module}
+        for package in sorted(passages)
+        for text, module in sorted(passages[package].items(), key=lambda item: _hash(item[0]))[:share]
+    ]
+
+
+def _names(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
+    """Paragraphs in which an author set one to six code names between backticks."""
+    records: dict[str, dict[str, Any]] = {}
+    for one in docstrings:
+        for paragraph in one.text.split("\n\n"):
+            flat = " ".join(paragraph.split())
+            if (
+                not 40 <= len(flat) <= 400
+                or flat.count("`") > 24
+                or ">>>" in flat
+                or "::" in flat
+                or ":`" in flat
+            ):
+                continue
+            text, entities = _without_backticks(flat)
+            if 1 <= len(entities) <= 6 and "`" not in text:
+                records.setdefault(text, {"text": text, "entities": entities, "document": one.module})
+    return list(records.values())
+
+
+def _without_backticks(text: str) -> tuple[str, list[dict[str, Any]]]:
+    out, at, entities = "", 0, []
+    for match in _CODE.finditer(text):
+        out += text[at : match.start()]
+        entities.append({"start": len(out), "end": len(out) + len(match["code"]), "type": "CODE"})
+        out += match["code"]
+        at = match.end()
+    return out + text[at:], entities
+
+
+def _returns(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
+    """Functions whose documentation says in one phrase what comes back."""
+    records: dict[str, dict[str, Any]] = {}
+    for one in docstrings:
+        if not one.name or one.name.startswith("_"):
+            continue
+        context = " ".join(" ".join(running_text(one.text)).split()[:120])
+        match = _RETURN.search(context)
+        if match is None or len(match["what"].split()) > 14:
+            continue
+        question = f"What does {one.name.replace('_', ' ')} return?"
+        records.setdefault(
+            context,
+            {
+                "id": _hash(one.module + one.name)[:12],
+                "question": question,
+                "context": context,
+                "answers": {"text": [match["what"]], "answer_start": [match.start("what")]},
+                "document": one.module,
+            },
+        )
+    unique = {record["id"]: record for record in records.values()}
+    return list(unique.values())
+
+
+def _docstrings() -> Iterator[_Docstring]:
+    """The docstrings of the largest packages, the standard library among them, from some of the modules of each."""
+    by_package: dict[str, list[str]] = defaultdict(list)
+    for path in find_modules(""):
+        by_package[_package(path)].append(path)
+    largest = sorted(by_package, key=lambda package: (-len(by_package[package]), package))[:PACKAGES]
+    for path in (
+        path for package in largest for path in sorted(by_package[package], key=_hash)[:_MOST_MODULES]
+    ):
+        source = Path(path).read_bytes()
+        if b'"""' not in source:
+            continue
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # invalid escapes in other people's files
+                tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            continue
+        package = _package(path)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+                text = ast.get_docstring(node)
+                if text:
+                    name = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
+                    yield _Docstring(package, path, name, text)
+
+
+def _package(path: str) -> str:
+    """The top-level package of a file, or `python` for the standard library."""
+    parts = Path(path).parts
+    return (
+        parts[parts.index("site-packages") + 1].removesuffix(".py") if "site-packages" in parts else "python"
+    )
+
+
+def _is_held_out(document: str) -> bool:
+    return int(_hash(Path(document).name + Path(document).parent.name)[:8], 16) < _DEV_SHARE * 2**32
+
+
+def _hash(text: str) -> str:
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

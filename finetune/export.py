@@ -1,0 +1,169 @@
+"""A fine-tuned model to take along: its Hugging Face folder, and with it the same model as ONNX."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import shutil
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.saved import load_saved, model_folder
+from pretrain.errors import InputError, MachineError
+from pretrain.files import MANIFEST, read_manifest, verify_manifest
+
+if TYPE_CHECKING:
+    import torch
+
+    from finetune.padded import PaddedModel
+
+ONNX = "model.onnx"
+OPSET = 23  # the newest that torch.onnx of torch 2.11 to 2.13 writes; onnxruntime 1.31 runs it
+_PACKAGES = ("onnx", "onnxscript", "onnxruntime")
+_README = "README.md"
+_HEADING = "\n## ONNX\n"
+
+
+def export(model: Path, out: Path, *, onnx: bool = False) -> str:
+    """Copy a fine-tuned model, with `onnx` adding `ONNX`; returns what was written, for the terminal.
+
+    Args:
+        model: the model's folder, or its run folder.
+        out: folder to make; an earlier export there is replaced once the new one is whole.
+
+    Raises:
+        InputError: the model is damaged, or `out` is something else than an export.
+        MachineError: what `onnx` needs is not installed, or computes something else.
+    """
+    folder = model_folder(model)
+    _expect_export(out, folder)
+    if onnx:
+        _expect_packages()
+    names = verify_manifest(folder)["files"]
+    from pretrain.checkpoint.weight_files import whole_folder
+
+    written = f"{out}: in the Hugging Face layout"
+    with whole_folder(out) as aside:
+        for path in folder.iterdir():
+            if path.name in names:  # what was verified
+                shutil.copyfile(path, aside / path.name)
+        if onnx:
+            written += f"; {ONNX}: {_add_onnx(folder, aside)}"
+    return written
+
+
+def write_onnx(model: PaddedModel, path: Path) -> float:
+    """Write `model` as ONNX and run it in onnxruntime: the largest difference of its logits from torch's.
+
+    Inputs are int64 [batch_size, sequence_length]. Weights of more than 1.5 GiB lie in a file beside `path`.
+
+    Raises:
+        MachineError: the logits differ by more than rounding.
+    """
+    import torch
+
+    axes: list[Any] = [{0: "batch_size", 1: "sequence_length"}]
+    # The others have the same shape; naming its axes again makes torch complain.
+    axes += [dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)] * (len(model.inputs) - 1)
+    with _silence():
+        program = torch.onnx.export(
+            model, _example(model, [7, 7]), dynamo=True, opset_version=OPSET, dynamic_shapes=tuple(axes),
+            input_names=model.inputs, output_names=model.outputs, verbose=False,
+        )  # fmt: skip
+        assert program is not None
+        for node in program.model.graph.all_nodes():
+            node.metadata_props.clear()  # which line of which file of this machine it came from
+        program.save(path)
+    return _difference(model, path)
+
+
+def _add_onnx(folder: Path, aside: Path) -> str:
+    """Put `ONNX`, and words on it in the card, beside the model in `aside`; returns what the terminal says of it."""
+    from finetune.padded import PaddedModel
+    from finetune.tasks import make_task
+    from pretrain.checkpoint.released import read_released
+
+    saved = load_saved(folder)
+    model = PaddedModel(read_released(folder), make_task(saved.config, saved.state).head).eval()
+    said = f"opset {OPSET}, logits within {write_onnx(model, aside / ONNX):.0e} of torch's"
+    inputs, outputs = (", ".join(f"`{name}`" for name in names) for names in (model.inputs, model.outputs))
+    card = (folder / _README).read_text(encoding="utf-8").partition(_HEADING)[0]
+    (aside / _README).write_text(
+        f"{card.rstrip()}\n{_HEADING}\n`{ONNX}` is the same model ({said}). It takes {inputs}, int64 "
+        f"[batch_size, sequence_length], padded on the right, and gives {outputs}.\n",
+        encoding="utf-8",
+    )
+    return said
+
+
+def _difference(model: PaddedModel, path: Path) -> float:
+    """How far onnxruntime's logits are at most from torch's, over sequences of several lengths."""
+    import onnxruntime
+    import torch
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3  # errors
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+    inputs = _example(model, [1, 33, 12])
+    fed = {name: values.numpy() for name, values in zip(model.inputs, inputs, strict=True)}
+    found = [torch.from_numpy(logits) for logits in session.run(list(model.outputs), fed)]
+    with torch.no_grad():
+        expected = model(*inputs)
+    if model.head != "sequence":
+        real = inputs[1].bool()
+        found, expected = [logits[real] for logits in found], [logits[real] for logits in expected]
+    difference = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+    scale = max(1.0, *(float(logits.abs().max()) for logits in expected))
+    if not difference <= 1e-4 * scale:  # NaN is no less wrong
+        raise MachineError(
+            f"{ONNX}: onnxruntime {onnxruntime.__version__} gives logits that are {difference:.1e} away from torch's. "
+            "Nothing was written; install the versions of requirements.lock."
+        )
+    return difference
+
+
+def _example(model: PaddedModel, lengths: list[int]) -> tuple[torch.Tensor, ...]:
+    """Random inputs of `model`: sequences of these lengths, as far as it has positions."""
+    import torch
+
+    draw = torch.Generator().manual_seed(0)
+    vocabulary, positions = len(model.embeddings.word), len(model.embeddings.position)
+    lengths_B = torch.tensor(lengths).clamp_max(positions)
+    size = (len(lengths), int(lengths_B.max()))
+    mask_BL = (torch.arange(size[1]) < lengths_B[:, None]).long()
+    ids_BL, types_BL = (torch.randint(count, size, generator=draw) for count in (vocabulary, 2))
+    return (ids_BL, mask_BL, types_BL)[: len(model.inputs)]
+
+
+def _expect_export(out: Path, folder: Path) -> None:
+    """Refuse to replace the model itself, or a folder whose manifest is that of something else, such as a corpus."""
+    if out.resolve() == folder.resolve():
+        raise InputError(f"{out}: is the model itself. Choose another folder.")
+    if (out / MANIFEST).is_file() and "config.json" not in read_manifest(out)["files"]:
+        raise InputError(f"{out}: exists and is no export. Choose another folder, or remove it.")
+
+
+def _expect_packages() -> None:
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MachineError(
+            f"--onnx: {', '.join(missing)} not installed. Run: {sys.executable} -m pip install {' '.join(missing)}"
+        )
+
+
+@contextlib.contextmanager
+def _silence() -> Iterator[None]:
+    """Keep off the terminal what torch.onnx says of its own parts; the result is compared in any case."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)

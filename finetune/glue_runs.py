@@ -1,0 +1,183 @@
+"""Every task of GLUE that is there, from one checkpoint, and the table of the BERT paper (Devlin et al., table 1)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune import glue, runs
+from finetune.config import FinetuneConfig, load_config
+from finetune.saved import MODEL, PREDICTIONS, write_records
+from finetune.sweep import SUMMARY, count_line, end, summary
+from finetune.trials import Outcome, Trial, run_all, spreads, trial_config
+from pretrain.errors import InputError
+from pretrain.files import MANIFEST, write_json
+
+TEMPLATE = Path(__file__).parent / "templates" / "glue.yaml"
+RESULTS = "glue.json"
+
+
+@dataclass(frozen=True)
+class _Run:
+    task: str
+    trial: Trial
+
+
+def run_glue(
+    path: Path | None, overrides: Sequence[str], *, folder: str = "", tasks: Sequence[str] = (), seeds: int = 1,
+    parallel: int = 0, submission: Path | None = None, dry_run: bool = False,
+) -> None:  # fmt: skip
+    """Fine-tune to GLUE's tasks in `folder`, and print and write the paper's table with our row.
+
+    Args:
+        path: settings of all tasks, without one of its own; None takes those of the paper.
+        folder: GLUE's downloads; empty takes classification.glue_dir of `path`.
+        tasks: names as in `glue.TASKS`; empty takes all whose files are there.
+        submission: folder for the files that gluebenchmark.com takes, of each task's best run by the dev set.
+
+    Raises what `trials.run_all` does, `StoppedError` on a signal, and at the end an error if runs failed.
+    """
+    source = path or TEMPLATE
+    folder = folder or _folder_of(path, overrides)
+    chosen = find_tasks(folder, tasks)
+    configs = {name: _task_config(source, overrides, name, folder) for name in chosen}
+    config = next(iter(configs.values()))
+    plans = {name: runs.plan(one, alone=True) for name, one in configs.items()}
+    # Small sets first: what is wrong shows early.
+    order = sorted(configs, key=lambda name: plans[name].steps)
+    members = [
+        _Run(name, trial)
+        for name in order
+        for trial in _task_trials(configs[name], config.folder, name, plans[name].steps, seeds)
+    ]
+    if dry_run:
+        print(runs.describe(config, plans[chosen[0]]))
+        print(f"\n{len(members)} runs:\n" + "\n".join(f"  {one.trial.config.folder}" for one in members))
+        return
+    print(runs.describe_checkpoint(config, plans[chosen[0]]))
+    for name in order:
+        sets = ", ".join(f"{count:,} in {part}" for part, count in plans[name].held_out.items())
+        print(
+            f"{glue.TASKS[name].title}: {plans[name].examples:,} examples, {sets}; {plans[name].steps:,} steps"
+        )
+    trials = [one.trial for one in members]
+    ran = run_all(config, trials, parallel=parallel)
+    results = glue_results([one.task for one in members], ran.outcomes)
+    write_json(config.folder / SUMMARY, summary(trials, ran.outcomes))
+    write_json(config.folder / RESULTS, {
+        "start_from": config.start_from, "seeds": seeds, "columns": [heading for heading, *_ in glue.COLUMNS],
+        "row": glue.paper_row(results), "results": results,
+    })  # fmt: skip
+    print()
+    print(glue.format_table(results, name=config.name))
+    if seeds > 1:
+        print(f"Our row is the mean over {seeds} seeds; {config.folder / SUMMARY} has every run.")
+    print(f"{config.folder / RESULTS}: {count_line(ran.outcomes)}")
+    if submission is not None and ran.stopped is None:
+        _submit(members, ran.outcomes, submission, config.engine.precision)
+    end(ran)
+
+
+def find_tasks(folder: str, asked: Sequence[str]) -> list[str]:
+    """The tasks to run, in GLUE's order. Raises `InputError` for unknown ones and where files are missing."""
+    unknown = [name for name in asked if name not in glue.TASKS]
+    if unknown:
+        raise InputError(f"--tasks: {unknown[0]} is no task of GLUE; they are {', '.join(glue.TASKS)}.")
+    there = glue.tasks_in(folder)
+    for name in asked:
+        if there.get(name, "missing"):
+            raise InputError(
+                f"--tasks {name}: {there.get(name) or f'{folder}: no folder {glue.TASKS[name].title}'}."
+            )
+    if asked:
+        return [name for name in glue.TASKS if name in asked]
+    for name, missing in there.items():
+        if missing:
+            print(f"{glue.TASKS[name].title}: left out, {missing}")
+    found = [name for name, missing in there.items() if not missing]
+    if not found:
+        raise InputError(
+            f"--glue-dir: {folder}: has no task's train.tsv and dev.tsv. Give the folder with GLUE's downloads "
+            f"({', '.join(task.title for task in glue.TASKS.values())})."
+        )
+    return found
+
+
+def glue_results(
+    tasks: Sequence[str], outcomes: Sequence[Outcome | None]
+) -> dict[str, dict[str, dict[str, float]]]:
+    """task -> set -> score -> mean over the task's runs that came to their end."""
+    found: dict[str, list[Outcome | None]] = {}
+    for name, outcome in zip(tasks, outcomes, strict=True):
+        found.setdefault(name, []).append(outcome)
+    return {
+        name: {
+            part: {score: one.mean for score, one in those.items()}
+            for part, those in spreads(members).items()
+        }
+        for name, members in found.items()
+        if any(member and member.scores for member in members)
+    }
+
+
+def _task_config(source: Path, overrides: Sequence[str], name: str, folder: str) -> FinetuneConfig:
+    places = [f"classification.glue={name}", f"classification.glue_dir={json.dumps(folder)}"]
+    return load_config(source, [*overrides, *places])
+
+
+def _folder_of(path: Path | None, overrides: Sequence[str]) -> str:
+    """classification.glue_dir of the config."""
+    needed = InputError("--glue-dir: name the folder with GLUE's downloads (CoLA, SST-2, ...).")
+    if path is None:
+        raise needed
+    try:
+        config = load_config(path, [*overrides, "classification.glue=cola"])
+    except InputError as error:
+        others = [line for line in str(error).splitlines() if "glue_dir" not in line]
+        raise (InputError("\n".join(others)) if others else needed) from None
+    return config.classification.glue_dir if config.classification else ""
+
+
+def _task_trials(config: FinetuneConfig, folder: Path, name: str, steps: int, seeds: int) -> list[Trial]:
+    title = glue.TASKS[name].title
+    return [
+        Trial(
+            f"{title}, seed {seed}" if seeds > 1 else title,
+            trial_config(config, f"{name}-seed-{seed}", folder=folder / name / f"seed-{seed}", seed=seed),
+            steps,
+            test_sets=False,  # those of the best run alone, if they are wanted
+        )
+        for seed in range(config.seed, config.seed + seeds)
+    ]
+
+
+def _submit(
+    members: Sequence[_Run], outcomes: Sequence[Outcome | None], folder: Path, precision: str
+) -> None:
+    """Predict the official test sets with the best run of every task, and write what GLUE's site takes."""
+    from finetune import load
+
+    best: dict[str, tuple[float, Path]] = {}
+    for one, outcome in zip(members, outcomes, strict=True):
+        score = outcome.score if outcome else None
+        if score is not None and (one.task not in best or score > best[one.task][0]):
+            best[one.task] = (score, one.trial.config.folder)
+    written: list[Path] = []
+    for name, (_, run) in best.items():
+        if not (run / MODEL / MANIFEST).is_file():
+            raise InputError(
+                f"{run / MODEL}: not there any more, so nothing predicts {name}. Remove {run} to train it again."
+            )
+        predictor = load(run, precision="fp32" if precision == "fp32" else "bf16")
+        predictions: dict[str, list[dict[str, Any]]] = {}
+        for part, examples in predictor.task.read_test().items():
+            predictions[part] = predictor.predict(examples)
+            write_records(run / PREDICTIONS / f"{part}.jsonl", predictions[part])
+        written += glue.write_submission(name, predictions, folder)
+    absent = [task.title for name, task in glue.TASKS.items() if name not in best]
+    print(f"{folder}: {', '.join(path.name for path in written) or 'nothing, for want of test sets'}")
+    if absent:
+        print(f"  GLUE's site wants all tasks; missing: {', '.join(absent)}")

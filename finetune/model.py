@@ -1,0 +1,148 @@
+"""The encoder with a task's head, and the loss of each objective.
+
+Shape letters: T tokens, S windows, E examples, R rows that the head sees, C outputs, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from finetune.batches import LabelledBatch
+from finetune.task import Head, Objective
+from pretrain.config import Model
+from pretrain.model.encoder import Encoder
+from pretrain.model.parts import hash_dropout, normal, zeros
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu}
+_HEAD_DROPOUT = 3  # apart from the encoder's own uses of a token's key
+
+
+class Output(NamedTuple):
+    loss: Tensor  # fp32 scalar: sum over rows (or examples, or windows) times their weights
+    logits: Tensor  # [R, C]
+
+
+class TaskModel(Encoder):
+    """A backbone with one task head.
+
+    Args:
+        shape: sizes and dropout of the encoder.
+        vocabulary_size: rows of the word embeddings.
+        head: which head.
+        objective: which loss.
+        outputs: C.
+        activation: of the sequence head, a name in `ACTIVATIONS`.
+        compile, activation_checkpointing: as `Encoder`.
+    """
+
+    def __init__(
+        self, shape: Model, vocabulary_size: int, head: Head, objective: Objective, outputs: int, activation: str,
+        *, compile: bool = False, activation_checkpointing: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(
+            shape, vocabulary_size, compile=compile, activation_checkpointing=activation_checkpointing
+        )
+        self.loss = LOSSES[head, objective]
+        self.every_row = head == "spans"
+        self.head = (
+            SequenceHead(shape, outputs, activation) if head == "sequence" else RowHead(shape, outputs)
+        )
+
+    def forward(self, batch: LabelledBatch) -> Output:
+        """Loss and logits of one micro-batch."""
+        rows = None if self.every_row else batch.rows
+        logits_RC = self.head(self.encode(batch, rows), batch.token_keys[batch.rows])
+        return Output(self.loss(logits_RC.float(), batch), logits_RC)
+
+
+class SequenceHead(nn.Module):
+    """dense, activation, dropout, out: BERT's pooler and classifier, and what other families have in their place."""
+
+    def __init__(self, shape: Model, outputs: int, activation: str) -> None:
+        super().__init__()
+        self.dropout, self.activation = shape.hidden_dropout, ACTIVATIONS[activation]
+        self.dense_weight, self.dense_bias = (
+            normal(shape.init_std, shape.hidden, shape.hidden),
+            zeros(shape.hidden),
+        )
+        self.out_weight, self.out_bias = normal(shape.init_std, outputs, shape.hidden), zeros(outputs)
+
+    def forward(self, hidden_RH: Tensor, keys_R: Tensor) -> Tensor:
+        """[R, C]"""
+        pooled_RH = self.activation(F.linear(hidden_RH, self.dense_weight, self.dense_bias))
+        dropped_RH = hash_dropout(pooled_RH, keys_R, _HEAD_DROPOUT, self.dropout if self.training else 0.0)
+        return F.linear(dropped_RH, self.out_weight, self.out_bias)
+
+
+class RowHead(nn.Module):
+    """dropout, out at each row."""
+
+    def __init__(self, shape: Model, outputs: int) -> None:
+        super().__init__()
+        self.dropout = shape.hidden_dropout
+        self.out_weight, self.out_bias = normal(shape.init_std, outputs, shape.hidden), zeros(outputs)
+
+    def forward(self, hidden_RH: Tensor, keys_R: Tensor) -> Tensor:
+        """[R, C]"""
+        dropped_RH = hash_dropout(hidden_RH, keys_R, _HEAD_DROPOUT, self.dropout if self.training else 0.0)
+        return F.linear(dropped_RH, self.out_weight, self.out_bias)
+
+
+def pool(logits_RC: Tensor, batch: LabelledBatch) -> tuple[Tensor, Tensor, Tensor]:
+    """(mean logits of each example's windows [E, C], its labels [E] or [E, C], its weight [E])."""
+    example_R = batch.owners[batch.sequence]
+    count = int(batch.owners.max()) + 1
+    windows_E = torch.bincount(example_R, minlength=count)
+    sums_EC = logits_RC.new_zeros(count, logits_RC.shape[1]).index_add(0, example_R, logits_RC)
+    labels_E = batch.labels.new_zeros(count, *batch.labels.shape[1:])
+    labels_E[example_R] = batch.labels  # the same for all windows of an example
+    weights_E = batch.weights.new_zeros(count).index_add(0, example_R, batch.weights)
+    return sums_EC / windows_E[:, None], labels_E, weights_E
+
+
+def class_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
+    return (F.cross_entropy(logits_RC, batch.labels.long(), reduction="none") * batch.weights).sum()
+
+
+def pooled_class_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
+    logits_EC, labels_E, weights_E = pool(logits_RC, batch)
+    return (F.cross_entropy(logits_EC, labels_E.long(), reduction="none") * weights_E).sum()
+
+
+def labels_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
+    logits_EC, labels_EC, weights_E = pool(logits_RC, batch)
+    losses_EC = F.binary_cross_entropy_with_logits(logits_EC, labels_EC.float(), reduction="none")
+    return (losses_EC.mean(1) * weights_E).sum()
+
+
+def value_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
+    values_E1, labels_E, weights_E = pool(logits_RC, batch)
+    return ((values_E1[:, 0] - labels_E.float()).square() * weights_E).sum()
+
+
+def span_loss(logits_R2: Tensor, batch: LabelledBatch) -> Tensor:
+    """Start and end each as one choice among a window's rows."""
+    starts = batch.cu_seqlens[:-1].long()  # every token of a window asks
+    windows = len(starts)
+    tops_S2 = logits_R2.detach().new_full((windows, 2), -torch.inf)
+    index_R2 = batch.sequence[:, None].expand(-1, 2)
+    tops_S2 = tops_S2.scatter_reduce(0, index_R2, logits_R2.detach(), "amax")
+    shifted_R2 = logits_R2 - tops_S2[batch.sequence]
+    sums_S2 = shifted_R2.new_zeros(windows, 2).index_add(0, batch.sequence, shifted_R2.exp())
+    log_probabilities_R2 = shifted_R2 - sums_S2.log()[batch.sequence]
+    losses_S2 = -torch.zeros_like(sums_S2).index_add(0, batch.sequence, log_probabilities_R2 * batch.labels)
+    return (losses_S2.mean(1) * batch.weights[starts]).sum()
+
+
+LOSSES: dict[tuple[Head, Objective], Callable[[Tensor, LabelledBatch], Tensor]] = {
+    ("sequence", "classes"): pooled_class_loss,
+    ("sequence", "labels"): labels_loss,
+    ("sequence", "value"): value_loss,
+    ("tokens", "classes"): class_loss,
+    ("spans", "span"): span_loss,
+}

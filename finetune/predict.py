@@ -1,0 +1,110 @@
+"""Using a fine-tuned model: predictions for records as they come, and scores on labelled files."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from finetune.batches import Batches
+from finetune.model import TaskModel
+from finetune.saved import load_saved, model_folder
+from finetune.tasks import make_task
+from finetune.text import TextEncoder
+from finetune.train import predict
+from pretrain.checkpoint.layouts import HEAD_ACTIVATION
+from pretrain.checkpoint.released import read_released
+from pretrain.checkpoint.tokenizer import read_tokenizer
+from pretrain.errors import InputError
+
+MOST_RECORDS = 512  # predicted at a time; the first ones come sooner
+
+_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+class Predictor:
+    """A fine-tuned model, ready to be called.
+
+    Args:
+        folder: the model, or its run folder.
+        precision: bf16 or fp32.
+        micro_batch_tokens: most tokens of a forward pass; 0 takes what it was trained with.
+        compile: fuse the layers with torch.compile: a minute at first, then faster.
+    """
+
+    def __init__(
+        self,
+        folder: Path | str,
+        *,
+        precision: str = "bf16",
+        micro_batch_tokens: int = 0,
+        compile: bool = False,
+    ) -> None:
+        folder = model_folder(Path(folder))
+        saved = load_saved(folder)
+        self.config, self.scores = saved.config, saved.scores
+        self.task = make_task(saved.config, saved.state)
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._budget = micro_batch_tokens or saved.config.engine.micro_batch_tokens
+        released = read_released(folder)
+        self.encoder = TextEncoder(
+            read_tokenizer(folder), saved.config.max_length, segments=released.token_types > 1
+        )
+        model = TaskModel(
+            released.model, len(released.backbone["embeddings.word"]), self.task.head, self.task.objective,
+            self.task.outputs, HEAD_ACTIVATION[released.family], compile=compile,
+        )  # fmt: skip
+        head = {f"head.{name}": tensor for name, tensor in released.head.items()}
+        model.load_state_dict({**released.backbone, **head})
+        self.model = model.eval().to(self.device, _DTYPES[precision])
+
+    def __call__(self, records: str | Mapping[str, Any] | Sequence[Any]) -> Any:
+        """The prediction for one text or record, or a list of them for a list. Keys as in the README."""
+        if isinstance(records, str | Mapping):
+            return next(self.stream([records]))
+        return list(self.stream(records))
+
+    def stream(
+        self, records: Iterable[str | Mapping[str, Any]], where: str = "record"
+    ) -> Iterator[dict[str, Any]]:
+        """Predictions in the order of `records`, which are taken in small portions as they come."""
+        numbered, size = enumerate(records, 1), 1
+        while portion := list(itertools.islice(numbered, size)):
+            examples = [self.task.example(record, f"{where}:{number}") for number, record in portion]
+            for (_, record), made in zip(portion, self.predict(examples), strict=True):
+                identity = {"id": record["id"]} if isinstance(record, Mapping) and "id" in record else {}
+                yield {**identity, **made}
+            size = min(2 * size, MOST_RECORDS)
+
+    def predict(self, examples: Sequence[Any]) -> list[dict[str, Any]]:
+        """Predictions for the task's own examples."""
+        windows = self.task.windows(examples, self.encoder, training=False)
+        batches = Batches(windows, seed=0, budget=self._budget, rank=0, world_size=1)
+        with torch.inference_mode():
+            logits = predict(self.model, batches, self.task.outputs, self.device)
+        return self.task.decode(examples, windows, logits)
+
+    def evaluate(self, path: str) -> tuple[dict[str, float], dict[str, Any], list[dict[str, Any]]]:
+        """(scores, details, predictions) on a labelled file of the same form as the dev file."""
+        examples = self.task.read_file(path)
+        predictions = self.predict(examples)
+        return self.task.score(examples, predictions), self.task.details(examples, predictions), predictions
+
+
+def read_records(lines: Iterable[str], where: str) -> Iterator[str | dict[str, Any]]:
+    """Each line's JSON object, or the line itself where it does not begin with a brace."""
+    for number, line in enumerate(lines, 1):
+        text = line.rstrip("\n")
+        if not text.lstrip().startswith("{"):
+            yield text
+            continue
+        try:
+            yield json.loads(text)
+        except ValueError as error:
+            raise InputError(
+                f"{where}:{number}: not valid JSON ({error}). One object or one text a line."
+            ) from None

@@ -1,0 +1,162 @@
+"""A fine-tuning as the command line sees it: what is checked before a worker starts, and what is said at the end."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune.config import FinetuneConfig, changed_for_resume
+from finetune.saved import MODEL, PREDICTIONS, SCORES, load_saved, model_folder, write_records
+from finetune.tasks import make_task
+from pretrain import preflight
+from pretrain.errors import InputError
+from pretrain.files import MANIFEST, write_json
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known before training."""
+
+    examples: int
+    held_out: dict[str, int]
+    labels: tuple[str, ...]
+    steps: int
+    fates: str  # of the checkpoint's tensors
+    family: str
+    parameters: int
+
+
+def is_finished(config: FinetuneConfig, resume: bool) -> bool:
+    """Whether the run folder holds a finished model; one that is not to be resumed is refused."""
+    finished = (config.folder / MODEL / MANIFEST).is_file()
+    if finished and not resume:
+        raise InputError(
+            f"{config.folder}: already holds a finished model. Choose another name or run_dir, or remove it."
+        )
+    return finished
+
+
+def plan(config: FinetuneConfig, alone: bool) -> Plan:
+    """Read the files and the checkpoint; everything of the user's that is wrong comes out here, in seconds.
+
+    Raises `InputError` and `MachineError`.
+    """
+    if not config.start_from:
+        raise InputError(
+            "--from: name the folder of a checkpoint to start from (or set start_from in the config)."
+        )
+    task = make_task(config)
+    examples = task.read_train()
+    held_out = task.read_held_out()
+    if not alone and not config.scheduling.address:
+        from cluster.driver import nodes_fit
+
+        cores = len(os.sched_getaffinity(0))
+        nodes_fit([(cores, 0)], config.scheduling.workers, config.scheduling.cpus_per_worker, "this machine")
+    from pretrain.checkpoint.released import fate_table, read_released
+    from pretrain.checkpoint.tokenizer import read_tokenizer
+
+    released = read_released(Path(config.start_from))
+    read_tokenizer(Path(config.start_from))
+    return Plan(
+        examples=len(examples),
+        held_out={name: len(members) for name, members in held_out.items()},
+        labels=task.labels,
+        steps=config.total_steps(len(examples)),
+        fates=fate_table(released.fates),
+        family=released.family,
+        parameters=sum(tensor.numel() for tensor in released.backbone.values()),
+    )
+
+
+def describe_start(config: FinetuneConfig, plan: Plan) -> str:
+    """What a run begins with, for the terminal."""
+    sets = ", ".join(f"{count:,} in {name}" for name, count in plan.held_out.items()) or "none held out"
+    shown = ", ".join(plan.labels[:8]) + (", ..." if len(plan.labels) > 8 else "")
+    lines = [
+        describe_checkpoint(config, plan),
+        f"{config.task_name}: {plan.examples:,} examples to train on, {sets}; {plan.steps:,} steps",
+    ]
+    if plan.labels:
+        lines.append(f"  {len(plan.labels)} labels: {shown}")
+    return "\n".join(lines)
+
+
+def describe_checkpoint(config: FinetuneConfig, plan: Plan) -> str:
+    """Whose weights a run begins with, and what becomes of each."""
+    lines = [
+        f"{config.start_from}: {plan.family}, {plan.parameters / 1e6:.1f} M parameters"
+        + (", weights drawn anew" if config.random_weights else ""),
+        *(f"  {line}" for line in plan.fates.splitlines()),
+    ]
+    return "\n".join(lines)
+
+
+def describe(config: FinetuneConfig, plan: Plan) -> str:
+    """The dry run: the resolved config and what a run would begin with."""
+    from pretrain.settings import dump
+
+    settings = "\n".join(f"  {line}" for line in dump(config).splitlines())
+    return f"Resolved config\n{settings}\n\n{describe_start(config, plan)}"
+
+
+def begin(config: FinetuneConfig, resume: bool, command: Sequence[str]) -> None:
+    """Check the run folder and write config and environment into it."""
+    preflight.check_run_folder(config, resume, changed_for_resume)
+    preflight.record_run(config, command)
+
+
+def summary(config: FinetuneConfig) -> str:
+    """Scores and places, after training."""
+    saved = load_saved(config.folder)
+    lines = [f"{name}: {_scores(values)}" for name, values in saved.scores.items()]
+    lines.append(
+        f"{config.folder / MODEL}: finished. Next: python -m finetune predict {config.folder} --text ..."
+    )
+    return "\n".join(lines)
+
+
+def evaluate(model: Path, file: str | None, out: Path | None, precision: str) -> str:
+    """Score the model, write metrics.json and predictions, and say the scores."""
+    from finetune import load
+
+    folder = model_folder(model)
+    predictor = load(folder, precision=precision)
+    sets = {Path(file).stem: predictor.task.read_file(file)} if file else predictor.task.read_held_out()
+    if not sets:
+        raise InputError(f"{folder}: its config names no dev set. Give a labelled file.")
+    out = out or folder.parent / "evaluation"
+    result: dict[str, Any] = {}
+    lines = []
+    for name, examples in sets.items():
+        predictions = predictor.predict(examples)
+        scores = predictor.task.score(examples, predictions)
+        result[name] = {
+            "scores": scores,
+            "details": predictor.task.details(examples, predictions),
+            "file": file,
+        }
+        write_records(out / PREDICTIONS / f"{name}.jsonl", predictions)
+        lines.append(f"{name}: {_scores(scores)}")
+    write_json(out / "metrics.json", result)
+    return "\n".join([*lines, f"{out}: metrics.json and predictions written"])
+
+
+def _scores(scores: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
+
+
+__all__ = [
+    "SCORES",
+    "Plan",
+    "begin",
+    "describe",
+    "describe_start",
+    "evaluate",
+    "is_finished",
+    "plan",
+    "summary",
+]

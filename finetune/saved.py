@@ -1,0 +1,152 @@
+"""A fine-tuned model on disk: a Hugging Face folder that also holds `finetune.json`, which says how to use it.
+
+runs/NAME/model/       config.json model.safetensors tokenizer.json ... README.md finetune.json manifest.json
+runs/NAME/scores.json  scores of every held-out set, and which step they are of
+runs/NAME/predictions/SET.jsonl
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from finetune.config import FinetuneConfig
+from pretrain.errors import InputError
+from pretrain.files import atomic_open, write_json
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from finetune.task import Task
+    from pretrain.checkpoint.released import Released
+    from pretrain.config import Model
+
+MODEL = "model"
+SETTINGS = "finetune.json"
+SCORES = "scores.json"
+PREDICTIONS = "predictions"
+FORMAT = 1
+
+_PROBLEM = {
+    "classes": "single_label_classification",
+    "labels": "multi_label_classification",
+    "value": "regression",
+}
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What `finetune.json` says."""
+
+    config: FinetuneConfig
+    state: dict[str, Any]  # of the task
+    scores: dict[str, dict[str, float]]
+
+
+def save_model(
+    config: FinetuneConfig, task: Task[Any], released: Released, weights: Mapping[str, Tensor], shape: Model, *,
+    step: int, scores: dict[str, dict[str, float]], predictions: dict[str, list[dict[str, Any]]],
+    details: dict[str, Any], training_examples: int,
+) -> None:  # fmt: skip
+    """Write model, scores and predictions into the run folder; the model comes last and says that all is there."""
+    from finetune.card import model_card
+    from pretrain.checkpoint.released import write_released
+
+    for name, records in predictions.items():
+        write_records(config.folder / PREDICTIONS / f"{name}.jsonl", records)
+    write_json(
+        config.folder / SCORES, {"metric": task.metric, "step": step, "scores": scores, "details": details}
+    )
+    settings = {
+        "format": FORMAT,
+        "config": config.model_dump(mode="json"),
+        "state": task.state(),
+        "scores": scores,
+    }
+    write_released(
+        config.folder / MODEL,
+        family=released.family,
+        model=shape,
+        backbone={name: tensor for name, tensor in weights.items() if not name.startswith("head.")},
+        head={
+            name.removeprefix("head."): tensor for name, tensor in weights.items() if name.startswith("head.")
+        },
+        purpose=task.head,
+        config={**_kept(released.config), **_labels(task)},
+        tokenizer=Path(config.start_from),
+        card=model_card(
+            config,
+            task,
+            family=released.family,
+            shape=shape,
+            step=step,
+            scores=scores,
+            details=details,
+            parameters=sum(tensor.numel() for tensor in weights.values()),
+            examples={
+                "train": training_examples,
+                **{name: len(records) for name, records in predictions.items()},
+            },
+        ),
+        extra={SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False)},
+    )
+
+
+def load_saved(folder: Path) -> Saved:
+    """The settings of the model in `folder`; a run folder stands for the model in it."""
+    path = model_folder(folder) / SETTINGS
+    try:
+        values = json.loads(path.read_text(encoding="utf-8"))
+        return Saved(FinetuneConfig.model_validate(values["config"]), values["state"], values["scores"])
+    except (ValueError, KeyError) as error:
+        raise InputError(
+            f"{path}: damaged ({' '.join(str(error).split())[:200]}). Fine-tune again."
+        ) from None
+
+
+def model_folder(folder: Path) -> Path:
+    """Where the fine-tuned model lies: `folder` itself, or the `model` of a run folder."""
+    for place in (folder, folder / MODEL):
+        if (place / SETTINGS).is_file():
+            return place
+    raise InputError(
+        f"{folder / SETTINGS}: not found. Give a fine-tuned model or its run folder, such as runs/my-task."
+    )
+
+
+def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
+    """JSON Lines, atomically."""
+    with atomic_open(path, "w") as file:
+        for record in records:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+
+
+# Of the checkpoint that was started from, these would be wrong of the new model.
+_STALE = (
+    "architectures",
+    "id2label",
+    "label2id",
+    "num_labels",
+    "problem_type",
+    "finetuning_task",
+    "_name_or_path",
+)
+
+
+def _kept(config: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in config.items() if key not in _STALE}
+
+
+def _labels(task: Task[Any]) -> dict[str, Any]:
+    """config.json's label maps; transformers counts outputs by them, so a single number is one label too."""
+    if task.head == "spans":
+        return {}
+    names = task.labels or tuple(f"LABEL_{n}" for n in range(task.outputs))
+    maps = {
+        "id2label": {str(n): name for n, name in enumerate(names)},
+        "label2id": {name: n for n, name in enumerate(names)},
+    }
+    return maps | ({"problem_type": _PROBLEM[task.objective]} if task.head == "sequence" else {})

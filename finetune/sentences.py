@@ -1,0 +1,384 @@
+"""Sentences with or without entities, from CoNLL columns, JSON lines, or one record or text of a user's.
+
+Columns: a line per word, a blank line (or one of blanks and tabs alone) between sentences, `-DOCSTART-` between
+documents. The first line of a word tells whether columns are parted by tabs or by runs of blanks.
+
+JSON lines, one object for each sentence, with `document` (text or a number) where several belong together:
+
+    {"tokens": ["Ann", "left"], "tags": ["B-PER", "O"]}
+    {"text": "Ann left", "entities": [{"start": 0, "end": 3, "type": "PER"}]}
+
+`labels` and `ner_tags` stand for `tags`, `spans` for `entities`, and an entity's `label` for its `type`, as other
+tools write them. Characters are Unicode code points. Without tags or entities a sentence is unlabelled.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import itertools
+import json
+import lzma
+import re
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finetune.words import cut_words, joined
+from pretrain.errors import InputError
+
+_COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_BROKEN = (OSError, EOFError, lzma.LZMAError, zlib.error)
+_LINES = (".jsonl", ".ndjson", ".json")
+_TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")
+_SURROGATES = re.compile("[\ud800-\udfff]")
+_BLANKS = re.compile("[ \t]+")
+_LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z]+)*:")
+
+
+@dataclass(frozen=True, eq=False)
+class Sentence:
+    """W words, and the tag of each where they are known."""
+
+    words: Sequence[str]
+    tags: Sequence[str] | None  # [W]; None: nobody has said
+    source: str  # a file, or whatever names a single record
+    line: int = 0  # the record's, or the first word's where `lined`; 0 where there are no lines
+    lined: bool = False  # a line for each word
+    text: str | None = None  # None: the words joined by blanks
+    offsets: np.ndarray | None = None  # int64 [W, 2], places of the words in `text`
+    document: Sequence[Sequence[str]] = ()  # words of all sentences of its document, its own among them
+    place: int = 0  # which of them it is
+
+    def __post_init__(self) -> None:
+        if not self.document:
+            object.__setattr__(self, "document", [self.words])
+
+    def where(self, word: int = 0) -> str:
+        """File and line of a word, for messages."""
+        return f"{self.source}:{self.line + word * self.lined}" if self.line else self.source
+
+    def characters(self) -> tuple[str, np.ndarray]:
+        """The text, and int64 [W, 2]: the first character of each word, and the one behind its last."""
+        if self.text is not None and self.offsets is not None:
+            return self.text, self.offsets
+        return " ".join(self.words), joined(list(self.words))
+
+
+@dataclass
+class Remarks:
+    """What was odd in a file without being wrong: how often, and where first."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    places: dict[str, str] = field(default_factory=dict)
+
+    def add(self, what: str, where: str, count: int = 1) -> None:
+        self.counts[what] += count
+        self.places.setdefault(what, where)
+
+    def lines(self) -> list[str]:
+        return [
+            f"{self.places[what]}: {what}" + (f"; {count} in all, this is the first" if count > 1 else "")
+            for what, count in self.counts.items()
+        ]
+
+
+def read_sentences(
+    path: Path | str,
+    remarks: Remarks,
+    *,
+    token_column: int = 0,
+    label_column: int = -1,
+    encoding: str = "utf-8",
+) -> list[Sentence]:
+    """The sentences of a file, plain or compressed (.gz, .bz2, .xz): .jsonl as records, anything else as columns.
+
+    Tags are as the file has them. Either all sentences have some or none has.
+
+    Raises:
+        InputError: no such file, other bytes than `encoding` has, ragged columns, a record of another form,
+            spans that do not fit their text, no sentence at all.
+    """
+    path = Path(path).expanduser()
+    lines = _read_text(path, encoding).split("\n")  # not splitlines: U+2028 and others may be words
+    suffix = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
+    if suffix.lower() in _LINES:
+        sentences = _read_records(str(path), lines, remarks)
+    else:
+        sentences = _read_columns(str(path), lines, token_column, label_column, remarks)
+    if not sentences:
+        raise InputError(f"{path}: no sentence in it. Give a file with at least one.")
+    return sentences
+
+
+def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks) -> Sentence:
+    """A sentence from plain text or one JSON object, as above.
+
+    Raises:
+        InputError: neither text nor tokens; tags that are not as many as the tokens; an entity that does not fit
+            the text, or that overlaps another.
+    """
+    if isinstance(record, str):
+        record = {"text": record}
+    if not isinstance(record, Mapping):
+        raise InputError(
+            f'{where}: {_shown(record)} is no object; expected {{"text": ...}} or {{"tokens": [...]}}.'
+        )
+    entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
+    if "tokens" in record and ("text" not in record or (tags is not None and entities is None)):
+        return _from_tokens(record["tokens"], tags, where)
+    if "text" in record:
+        return _from_text(record["text"], entities, where, remarks)
+    raise InputError(
+        f'{where}: neither "text" nor "tokens"; it has {", ".join(map(str, list(record)[:10])) or "nothing"}.'
+    )
+
+
+# ---------------------------------------------------------------- columns
+
+
+def _read_columns(
+    path: str, lines: list[str], token_column: int, label_column: int, remarks: Remarks
+) -> list[Sentence]:
+    width, tabs = 0, False
+    sentences: list[Sentence] = []
+    document: list[Sequence[str]] = []
+    words: list[str] = []
+    tags: list[str] | None = []
+    tokens_at = labels_at = 0
+    for number, line in enumerate([*lines, ""], 1):
+        line = line.rstrip(" \t\r")
+        if not line or line.startswith("-DOCSTART-"):
+            if words:
+                document.append(words)
+                first, place = number - len(words), len(document) - 1
+                sentences.append(
+                    Sentence(words, tags, path, first, lined=True, document=document, place=place)
+                )
+                words, tags = [], None if tags is None else []
+            if line:
+                document = []
+            continue
+        if not width:
+            tabs = "\t" in line
+        # Not split() without an argument: a no-break space may be a word.
+        fields = line.split("\t") if tabs else _BLANKS.split(line.strip(" \t"))
+        if len(fields) != width:
+            if width:
+                raise InputError(_ragged(path, number, len(fields), width, tabs))
+            width = len(fields)
+            tokens_at = _column(path, number, "token_column", token_column, width)
+            labels_at = _column(path, number, "label_column", label_column, width)
+            tags = None if labels_at == tokens_at else []
+        words.append(fields[tokens_at])
+        if tags is not None:
+            tags.append(fields[labels_at])
+    return _without_language(sentences, remarks)
+
+
+def _column(path: str, line: int, name: str, wanted: int, width: int) -> int:
+    if not -width <= wanted < width:
+        raise InputError(
+            f"{path}:{line}: {width} column{'s' if width > 1 else ''}, numbered from 0, and {name} is {wanted}. "
+            f"Set {name} to one of them; -1 is the last."
+        )
+    return wanted % width
+
+
+def _ragged(path: str, line: int, found: int, width: int, tabs: bool) -> str:
+    separator = "a tab" if tabs else "blanks"
+    return (
+        f"{path}:{line}: {found} column{'s' if found > 1 else ''}, parted by {separator}, where the first line of "
+        f"the file has {width}. Give each word's line as many, and leave a line empty between sentences."
+    )
+
+
+def _without_language(sentences: list[Sentence], remarks: Remarks) -> list[Sentence]:
+    """WikiANN's files (Pan et al. 2017) put the language before each word, `en:Paris`; every one, or it is text."""
+    if not sentences or not (found := _LANGUAGE.match(sentences[0].words[0])):
+        return sentences
+    prefix = found[0]
+    if not all(word.startswith(prefix) and word != prefix for one in sentences for word in one.words):
+        return sentences
+    remarks.add(
+        f"every word begins with {prefix!r}, as in WikiANN's files; it is taken off", sentences[0].where()
+    )
+    for one in sentences:
+        # In place, since the documents hold the same lists.
+        one.words[:] = [word[len(prefix) :] for word in one.words]  # pyright: ignore[reportIndexIssue]
+    return sentences
+
+
+# ---------------------------------------------------------------- records
+
+
+def _read_records(path: str, lines: list[str], remarks: Remarks) -> list[Sentence]:
+    sentences: list[Sentence] = []
+    documents: dict[Any, list[Sequence[str]]] = {}
+    for number, line in enumerate(lines, 1):
+        if not line or line.isspace():
+            continue
+        where = f"{path}:{number}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{where}: not JSON ({error}). Write one object on each line.") from None
+        one = sentence(record, where, remarks)
+        document = documents.setdefault(document_of(record, where, number), [])
+        document.append(one.words)
+        sentences.append(
+            Sentence(
+                one.words, one.tags, path, number, False, one.text, one.offsets, document, len(document) - 1
+            )
+        )
+    labelled = [one.tags is not None for one in sentences]
+    if any(labelled) and not all(labelled):
+        raise InputError(
+            f"{sentences[labelled.index(False)].where()}: neither tags nor entities, as {sentences[labelled.index(True)].where()} "
+            f'has them. Write "entities": [] where there are none.'
+        )
+    return sentences
+
+
+def document_of(record: Mapping[str, Any] | str, where: str, otherwise: Any) -> Any:
+    """What tells a record's document from others: its `document`, else `otherwise`, which is its own alone."""
+    name = record.get("document") if isinstance(record, Mapping) else None
+    if name is None:
+        return (otherwise,)
+    if not isinstance(name, str | int):
+        raise InputError(f"{where}: document is {_shown(name)}; expected text or a number.")
+    return str(name)
+
+
+def _from_tokens(tokens: Any, tags: Any, where: str) -> Sentence:
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise InputError(f"{where}: tokens is {_shown(tokens)}; expected a list of texts.")
+    words = [_whole(token) for token in tokens]
+    if tags is None:
+        return Sentence(words, None, where)
+    if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+        raise InputError(
+            f"{where}: tags is {_shown(tags)}; expected a list of texts such as B-PER and O. "
+            f"Write the names where there are numbers."
+        )
+    if len(tags) != len(words):
+        raise InputError(f"{where}: {len(words)} tokens and {len(tags)} tags. Give each token one tag.")
+    return Sentence(words, tags, where)
+
+
+def _from_text(text: Any, entities: Any, where: str, remarks: Remarks) -> Sentence:
+    if not isinstance(text, str):
+        raise InputError(f"{where}: text is {_shown(text)}; expected text.")
+    text = _whole(text)
+    offsets = cut_words(text)
+    words = [text[begin:end] for begin, end in offsets.tolist()]
+    tags = (
+        None if entities is None else _tags_of(_spans(entities, text, where), text, offsets, where, remarks)
+    )
+    return Sentence(words, tags, where, text=text, offsets=offsets)
+
+
+def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
+    """(first character, the one behind the last, type), in order; they fit the text and do not overlap."""
+    if not isinstance(entities, list):
+        raise InputError(f"{where}: entities is {_shown(entities)}; expected a list.")
+    spans = []
+    for number, entity in enumerate(entities):
+        name = f"{where}: entity {number}"
+        form = '{"start": 0, "end": 3, "type": "PER"}'
+        if not isinstance(entity, Mapping):
+            raise InputError(f"{name} is {_shown(entity)}; expected {form}.")
+        kind = entity.get("type", entity.get("label"))
+        begin, end = entity.get("start"), entity.get("end")
+        if not isinstance(kind, str) or not kind or type(begin) is not int or type(end) is not int:
+            raise InputError(f"{name} is {_shown(entity)}; expected {form}.")
+        if not 0 <= begin < end <= len(text):
+            raise InputError(
+                f"{name} is from {begin} to {end}, and the text has {len(text)} characters. Count Unicode "
+                f"characters from 0; `end` is the one behind the last."
+            )
+        said = entity.get("text")
+        if isinstance(said, str) and _whole(said) != text[begin:end]:
+            raise InputError(
+                f"{name} is {_shown(said)}, but {begin} to {end} of the text is {_shown(text[begin:end])}. "
+                f"Count Unicode characters from 0, not bytes; `end` is the one behind the last."
+            )
+        spans.append((begin, end, kind))
+    spans.sort()
+    for (begin, end, kind), (other_begin, other_end, other) in itertools.pairwise(spans):
+        if other_begin < end:
+            raise InputError(
+                f"{where}: entities {kind} from {begin} to {end} and {other} from {other_begin} to {other_end} "
+                f"overlap. A word can have one tag: keep one of them."
+            )
+    return spans
+
+
+def _tags_of(
+    spans: list[tuple[int, int, str]], text: str, offsets: np.ndarray, where: str, remarks: Remarks
+) -> list[str]:
+    """IOB2 tags of the words at `offsets`. A word is in the entity that has the first of its characters in any."""
+    tags = ["O"] * len(offsets)
+    begins, ends = offsets[:, 0], offsets[:, 1]
+    taken = 0
+    for begin, end, kind in spans:
+        first = int(np.searchsorted(ends, begin, "right"))
+        behind = int(np.searchsorted(begins, end, "left"))
+        if first >= behind:
+            raise InputError(
+                f"{where}: the entity {kind} from {begin} to {end} is {_shown(text[begin:end])}, which has no word in it."
+            )
+        if begins[first] < begin or ends[behind - 1] > end:
+            remarks.add(
+                f"the entity {_shown(text[begin:end])} begins or ends inside of a word; such entities count as the "
+                f"whole words they touch",
+                where,
+            )
+        first = max(first, taken)
+        for word in range(first, behind):
+            tags[word] = f"I-{kind}" if word > first else f"B-{kind}"
+        taken = behind
+    return tags
+
+
+# ---------------------------------------------------------------- text
+
+
+def _read_text(path: Path, encoding: str) -> str:
+    if not path.is_file():
+        raise InputError(
+            f"{path}: {'a folder, not a file' if path.is_dir() else 'not found'}. Check the path."
+        )
+    try:
+        with _COMPRESSED.get(path.suffix, open)(path, "rb") as file:
+            raw: Any = file.read()
+    except _BROKEN as error:
+        raise InputError(f"{path}: cannot be read ({str(error) or type(error).__name__}).") from None
+    is_utf8 = encoding.lower().replace("_", "-") in ("utf-8", "utf8")
+    try:
+        return raw.decode("utf-8-sig" if is_utf8 else encoding)
+    except UnicodeDecodeError as error:
+        line = raw.count(b"\n", 0, error.start) + 1
+        raise InputError(
+            f"{path}:{line}: byte {error.start} (0x{raw[error.start]:02x}) is not {encoding.upper()}. "
+            f"Save the file as UTF-8, or set `encoding`, such as latin-1."
+        ) from None
+
+
+def _whole(text: str) -> str:
+    """JSON may escape half a character ("\\ud83d"), which no encoding can write; as long as before."""
+    return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def _first_of(record: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((record[name] for name in names if record.get(name) is not None), None)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

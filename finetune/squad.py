@@ -1,0 +1,373 @@
+"""Span questions from files: SQuAD's nested JSON of v1.1 and v2.0, and flat records as the Hugging Face hub has them.
+
+Nested (rajpurkar.github.io/SQuAD-explorer), one file:
+
+    {"version": "v2.0", "data": [{"title": "", "paragraphs": [{"context": "", "qas": [
+        {"id": "", "question": "", "answers": [{"text": "", "answer_start": 0}], "is_impossible": false}]}]}]}
+
+Flat, one object per line (.jsonl) or a list of them, also below "data" (.json):
+
+    {"id": "", "question": "", "context": "", "answers": {"text": [""], "answer_start": [0]}}
+    {"id": "", "question": "", "context": "", "answers": [{"text": "", "answer_start": 0}]}
+
+The form is told by its keys: "version" holds anything in the wild ("1.0" in SQuADShifts, "KorQuAD_v1.0"), and says
+nothing of it. No answers (`[]`) means that the context does not answer the question. Characters are Unicode code
+points, as SQuAD counts them.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import logging
+import lzma
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from pretrain.errors import InputError
+
+logger = logging.getLogger(__name__)
+
+_COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+_LINES = (".jsonl", ".ndjson")
+_SHOWN = 3  # faults that a message quotes
+_FORMS = (
+    'a SQuAD file ({"data": [{"paragraphs": [{"context", "qas"}]}]}) or flat records '
+    '({"id", "question", "context", "answers"})'
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A stretch of the context; `start` is the number of its first character."""
+
+    text: str
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question on a context. answers: () where the context has none, None where nobody has said."""
+
+    id: str
+    text: str
+    context: str
+    answers: tuple[Answer, ...] | None = None
+
+
+def read(path: str, *, labelled: bool) -> list[Question]:
+    """The questions of a file (.json, .jsonl, also .gz, .bz2, .xz); questions on one context share its string.
+
+    Answers are not compared with the context here, see `without_bad_answers`.
+
+    Raises:
+        InputError: the file cannot be read, is not UTF-8, not JSON, of another form or empty; two questions have
+            the same id; `labelled`, and a question does not say its answers.
+    """
+    records = _lines(path) if _plain_suffix(path) in _LINES else _document(path)
+    questions: list[Question] = []
+    places: dict[str, str] = {}
+    contexts: dict[str, str] = {}
+    for place, record, context in records:
+        question = _question(record, context, place, labelled=labelled)
+        if question.id in places:
+            raise InputError(
+                f"{place}: id {question.id!r} was used before, in {places[question.id]}. Predictions are told "
+                f"apart by their ids: give each question its own."
+            )
+        places[question.id] = place
+        shared = contexts.setdefault(question.context, question.context)
+        questions.append(replace(question, context=shared))
+    if not questions:
+        raise InputError(f"{path}: has no questions in it. Name {_FORMS}.")
+    return questions
+
+
+def from_record(record: Any, place: str) -> Question:
+    """An unlabelled question from one object of the user's; without an id it is called by its `place`."""
+    if not isinstance(record, Mapping):
+        raise InputError(
+            f"{place}: found {_kind(record)}; a span question needs a context to look in: "
+            f'{{"question": "...", "context": "..."}}.'
+        )
+    bare = {key: value for key, value in record.items() if key != "answers"}
+    return _question({"id": place, **bare}, record.get("context"), place, labelled=False)
+
+
+def without_bad_answers(
+    questions: Sequence[Question], path: str, policy: Literal["stop", "skip"], *, training: bool
+) -> list[Question]:
+    """`questions` whose answers stand in the context where they say they stand.
+
+    With "skip", bad answers are left out of a training set, and so are questions that have no other; a set to
+    score on keeps them, because the scorers look at the texts alone. Either way their number is logged.
+
+    Raises:
+        InputError: policy is "stop" and an answer does not stand where it says; how many, and the first ones.
+    """
+    faults = [
+        f"question {question.id}: {fault}"
+        for question in questions
+        for answer in question.answers or ()
+        if (fault := _fault(question.context, answer, training=training))
+    ]
+    if not faults:
+        return list(questions)
+    total = sum(len(question.answers or ()) for question in questions)
+    found = f"{path}: {len(faults)} of {total} answers do not stand at their answer_start ({_first(faults)})"
+    if policy == "stop":
+        raise InputError(
+            f"{found}. Mend answer_start, which counts characters (Unicode code points) from 0, or go on without "
+            f"them with bad_answers: skip."
+        )
+    if not training:
+        logger.warning("%s; kept, because scores compare texts only.", found)
+        return list(questions)
+    good = [_with_good_answers(question) for question in questions]
+    kept = [question for question in good if question is not None]
+    logger.warning("%s; left out, and with them %d questions.", found, len(questions) - len(kept))
+    if not kept:
+        raise InputError(f"{path}: no question is left without its bad answers ({_first(faults)}).")
+    return kept
+
+
+# ---------------------------------------------------------------- answers
+
+
+def _with_good_answers(question: Question) -> Question | None:
+    """The question with those answers that stand in its context; None if it had answers and keeps none."""
+    answers = question.answers or ()
+    good = tuple(answer for answer in answers if not _fault(question.context, answer, training=True))
+    if len(good) == len(answers):
+        return question
+    return replace(question, answers=good) if good else None
+
+
+def _fault(context: str, answer: Answer, *, training: bool) -> str:
+    """What stands at the place of the answer instead of it; "" if all is well."""
+    text, start = answer.text, answer.start
+    if training and not text.strip():
+        return f"the answer {text!r} has nothing to point at"
+    found = context[start : start + len(text)] if start >= 0 else ""
+    if found == text:
+        return ""
+    said = f"{_shown(text)} at {start}, where the context of {len(context)} characters has {_shown(found)}"
+    places = [context.rfind(text, 0, max(start, 0) + len(text)), context.find(text, max(start, 0))]
+    if nearest := sorted((abs(place - start), place) for place in places if place >= 0):
+        return f"{said}; it stands at {nearest[0][1]}"
+    if "".join(text.split()) == "".join(found.split()):
+        return f"{said}; only white space differs"
+    return f"{said}; it stands nowhere in it"
+
+
+# ---------------------------------------------------------------- files
+
+
+def _document(path: str) -> Iterator[tuple[str, Any, Any]]:
+    """(place, record, context) for every question of a .json file."""
+    text = _text(path)
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError as error:
+        hint = ' One object per line is called ".jsonl".' if error.msg == "Extra data" else ""
+        raise InputError(
+            f"{path}:{error.lineno}: not JSON, {error.msg} at column {error.colno}.{hint}"
+        ) from None
+    except RecursionError:
+        raise InputError(f"{path}: too deeply nested to be {_FORMS}.") from None
+    items = document.get("data") if isinstance(document, dict) else document
+    if not isinstance(items, list):
+        found = f"an object of {_keys(document)}" if isinstance(document, dict) else _kind(document)
+        raise InputError(f"{path}: found {found}; expected {_FORMS}.")
+    name = "data" if isinstance(document, dict) else "record"
+    for number, item in enumerate(items):
+        place = f"{path}: {name}[{number}]"
+        if not isinstance(item, dict):
+            raise InputError(f"{place}: found {_kind(item)}; expected {_FORMS}.")
+        if "paragraphs" in item:
+            yield from _article(item, place)
+        elif "question" in item and "context" in item:
+            yield place, {"id": str(number + 1), **item}, item["context"]
+        else:
+            raise InputError(f"{place}: found an object of {_keys(item)}; expected {_FORMS}.")
+
+
+def _article(article: dict[str, Any], place: str) -> Iterator[tuple[str, Any, Any]]:
+    for number, paragraph in enumerate(_list(article, "paragraphs", place)):
+        inner = f"{place}.paragraphs[{number}]"
+        if not isinstance(paragraph, dict):
+            raise InputError(f"{inner}: found {_kind(paragraph)}; expected context and qas.")
+        for count, record in enumerate(_list(paragraph, "qas", inner)):
+            yield f"{inner}.qas[{count}]", record, paragraph.get("context")
+
+
+def _lines(path: str) -> Iterator[tuple[str, Any, Any]]:
+    """(place, record, context) for every line of a .jsonl file that is not blank."""
+    # Not splitlines: JSON may hold U+2028 and its like unescaped.
+    for number, line in enumerate(_text(path).split("\n"), 1):
+        if not line or line.isspace():
+            continue
+        place = f"{path}:{number}"
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise InputError(
+                f"{place}: not JSON, {error.msg} at column {error.colno}. A .jsonl file has one object per line."
+            ) from None
+        except RecursionError:
+            raise InputError(f"{place}: too deeply nested to be a question.") from None
+        if not isinstance(record, dict) or "question" not in record or "context" not in record:
+            found = f"an object of {_keys(record)}" if isinstance(record, dict) else _kind(record)
+            hint = ' A nested SQuAD file is called ".json".' if "data" in (record or ()) else ""
+            raise InputError(
+                f"{place}: found {found}; expected a flat record with id, question, context and answers.{hint}"
+            )
+        yield place, {"id": str(number), **record}, record["context"]
+
+
+def _text(path: str) -> str:
+    file = Path(path).expanduser()
+    try:
+        if file.suffix in _COMPRESSED:
+            with _COMPRESSED[file.suffix](file) as stream:
+                raw = stream.read()
+        else:
+            raw = file.read_bytes()
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise InputError(f"{path}: cannot be read ({reason}). Check the path.") from None
+    except (EOFError, lzma.LZMAError, zlib.error) as error:
+        raise InputError(f"{path}: cannot be unpacked ({error}). Fetch it again.") from None
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        at = error.start + len(raw) - len(error.object)  # the error does not count a byte-order mark
+        line = raw[:at].count(b"\n") + 1
+        raise InputError(
+            f"{path}:{line}: byte {raw[at]:#04x} at {at} is not UTF-8. Save the file as UTF-8."
+        ) from None
+    if not text.strip():
+        raise InputError(f"{path}: is empty. Name {_FORMS}.")
+    return text
+
+
+# ---------------------------------------------------------------- records
+
+
+def _question(record: Any, context: Any, place: str, *, labelled: bool) -> Question:
+    if not isinstance(record, Mapping):
+        raise InputError(f"{place}: found {_kind(record)}; expected id, question and answers.")
+    identity = record.get("id")
+    if isinstance(identity, int) and not isinstance(identity, bool):
+        identity = str(identity)
+    place_of = f"{place} (id {identity})" if isinstance(identity, str) and identity != place else place
+    text = _string(record.get("question"), "question", place_of)
+    return Question(
+        id=_string(identity, "id", place),
+        text=text,
+        context=_string(context, "context", place_of),
+        answers=_answers(record, place_of, labelled=labelled),
+    )
+
+
+def _answers(record: Mapping[str, Any], place: str, *, labelled: bool) -> tuple[Answer, ...] | None:
+    found = record.get("answers")
+    if found is None:
+        if not labelled:
+            return None
+        raise InputError(
+            f"{place}: has no answers. A set to learn from or to score on needs them; where the context has no "
+            f"answer, say answers: []."
+        )
+    if isinstance(found, dict):
+        found = _rows(found, place)
+    if not isinstance(found, list):
+        raise InputError(f'{place}: answers is {_kind(found)}; expected [{{"text", "answer_start"}}].')
+    answers = tuple(_answer(item, place) for item in found)
+    impossible = record.get("is_impossible")
+    if impossible is not None and bool(impossible) == bool(answers):
+        raise InputError(
+            f"{place}: is_impossible is {json.dumps(impossible)}, but there are {len(answers)} answers. "
+            f"Mend the one or the other."
+        )
+    return answers
+
+
+def _rows(columns: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
+    """[{"text", "answer_start"}] from {"text": [], "answer_start": []}."""
+    texts, starts = columns.get("text"), columns.get("answer_start")
+    if not isinstance(texts, list) or not isinstance(starts, list):
+        raise InputError(
+            f'{place}: answers is an object of {_keys(columns)}; expected {{"text": [...], "answer_start": [...]}}.'
+        )
+    if len(texts) != len(starts):
+        raise InputError(
+            f"{place}: answers has {len(texts)} text and {len(starts)} answer_start; expected as many of each."
+        )
+    return [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
+
+
+def _answer(item: Any, place: str) -> Answer:
+    if not isinstance(item, dict):
+        raise InputError(f'{place}: an answer is {_kind(item)}; expected {{"text", "answer_start"}}.')
+    start = item.get("answer_start")
+    if not isinstance(start, int) or isinstance(start, bool):
+        raise InputError(f"{place}: answer_start is {_kind(start)}; expected the number of a character.")
+    return Answer(_string(item.get("text"), "the text of an answer", place), start)
+
+
+def _string(value: Any, name: str, place: str) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{place}: {name} is {_kind(value)}; expected text.")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"{place}: character {error.start} of {name} is half a surrogate pair "
+                f"(\\u{ord(value[error.start]):04x}), which no encoding can write. Mend it."
+            ) from None
+    return value
+
+
+def _list(holder: dict[str, Any], key: str, place: str) -> list[Any]:
+    value = holder.get(key)
+    if not isinstance(value, list):
+        raise InputError(f"{place}: {key} is {_kind(value)}; expected a list.")
+    return value
+
+
+def _plain_suffix(path: str) -> str:
+    """The suffix without a compression's: `.json` of `a.json.gz`."""
+    file = Path(path)
+    return (Path(file.stem).suffix if file.suffix in _COMPRESSED else file.suffix).lower()
+
+
+# ---------------------------------------------------------------- wording
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "missing"
+    if isinstance(value, str):
+        return f"text ({_shown(value)})"
+    if isinstance(value, bool | int | float):
+        return json.dumps(value)
+    return f"a list of {len(value)}" if isinstance(value, list) else "an object"
+
+
+def _keys(mapping: Mapping[str, Any]) -> str:
+    return ", ".join(list(mapping)[:8]) or "no keys"
+
+
+def _shown(text: str) -> str:
+    """Text in quotes, short enough for a message."""
+    return repr(text if len(text) <= 40 else f"{text[:37]}...")
+
+
+def _first(faults: Sequence[str]) -> str:
+    return "; ".join(faults[:_SHOWN]) + ("; ..." if len(faults) > _SHOWN else "")

@@ -1,0 +1,164 @@
+"""Text to token ids with the places they came from, for any tokenizer of the BERT family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from tokenizers import Tokenizer
+
+_CHUNK = 4096  # texts handed to the tokenizer at a time: its encodings take 100 times the memory of their ids
+
+
+@dataclass(frozen=True)
+class Column:
+    """N texts (or words) as tokens, end to end, without special tokens."""
+
+    ids: np.ndarray  # int32 [T]
+    starts: np.ndarray  # int64 [N + 1], token offset of each text
+    offsets: (
+        np.ndarray
+    )  # int32 [T, 2], first character of each token in its text, and the one behind its last
+
+
+class TextEncoder:
+    """A tokenizer, and how it sets one text or two between special tokens.
+
+    Args:
+        tokenizer: with its post-processor; truncation and padding are switched off.
+        max_length: most tokens of a window, special tokens included.
+        segments: whether the model tells a first text from a second; else all tokens are of type 0.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, max_length: int, *, segments: bool = True) -> None:
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self.tokenizer = tokenizer
+        self.max_length, self.segments = max_length, segments
+        # Two texts of one token each show where the special tokens stand, whatever the family.
+        pair = tokenizer.encode("a", "a")
+        special = np.array(pair.special_tokens_mask, bool)
+        ids = np.array(pair.ids, np.int32)
+        ordinary = np.flatnonzero(~special)
+        first, second = int(ordinary[0]), int(ordinary[-1])
+        self.prefix, self.between, self.suffix = ids[:first], ids[first + 1 : second], ids[second + 1 :]
+        # Byte-level BPE: a word inside a text is another token than the word at its beginning.
+        alone, inside = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", " a"))
+        self._begins_with_space = alone != inside
+
+    def room(self, *, pair: bool) -> int:
+        """Tokens of text that a window has place for, of both texts together."""
+        return self.max_length - len(self.prefix) - len(self.suffix) - (len(self.between) if pair else 0)
+
+    def encode(self, texts: Sequence[str], *, offsets: bool = True) -> Column:
+        """Texts as they are, in the tokenizer's own threads; without `offsets`, a quarter sooner, these are all 0."""
+        return _join(
+            [
+                encoding
+                for first in range(0, len(texts), _CHUNK)
+                for encoding in self._encode_chunk(list(texts[first : first + _CHUNK]), offsets)
+            ]
+        )
+
+    def encode_words(self, words: Sequence[str]) -> Column:
+        """Words that stand alone, each a text of its own; the tokens of a distinct word are worked out once.
+
+        As `is_pretokenized` of the Hugging Face tokenizers (for byte-level BPE with `add_prefix_space`).
+        """
+        numbers: dict[str, int] = {}  # np.unique sorts objects, which takes ten times as long
+        inverse = np.fromiter(
+            (numbers.setdefault(word, len(numbers)) for word in words), np.int64, len(words)
+        )
+        texts = [f" {word}" if self._begins_with_space else word for word in numbers]
+        column = self.encode(texts)
+        lengths = np.diff(column.starts)[inverse]
+        rows = ragged(column.starts[inverse], lengths)
+        offsets = column.offsets[rows]
+        if self._begins_with_space:
+            offsets = np.maximum(offsets - 1, 0)
+        return Column(column.ids[rows], np.concatenate([[0], np.cumsum(lengths)]), offsets)
+
+    def _encode_chunk(self, texts: list[str], offsets: bool) -> list[tuple[np.ndarray, np.ndarray]]:
+        if not offsets:
+            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+            ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
+            return [(one, np.zeros((len(one), 2), np.int32)) for one in ids]
+        encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [
+            (np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int32).reshape(-1, 2))
+            for encoding in encodings
+        ]
+
+
+@dataclass(frozen=True)
+class Framed:
+    """F windows with special tokens around their texts."""
+
+    ids: np.ndarray  # int32 [T]
+    types: np.ndarray  # uint8 [T], 1 from the second text on
+    starts: np.ndarray  # int64 [F + 1]
+    first: np.ndarray  # int64 [F], row of the first text's first token
+    second: (
+        np.ndarray
+    )  # int64 [F], row of the second text's first token; that of the suffix where there is none
+
+
+Slices = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""(ids int32 [T], begin int64 [F], length int64 [F]): a stretch of a column for each of F windows."""
+
+
+def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> Framed:
+    """Windows made of `first`, or of `first` and `second`, as the tokenizer frames one text or two."""
+    count = len(first[1])
+    pieces = [_constant(encoder.prefix, count), first]
+    if second is not None:
+        pieces += [_constant(encoder.between, count), second]
+    pieces.append(_constant(encoder.suffix, count))
+    lengths_PF = np.stack([length for _, _, length in pieces])
+    starts = np.concatenate([[0], np.cumsum(lengths_PF.sum(0))])
+    begins_PF = starts[:-1] + np.cumsum(lengths_PF, 0) - lengths_PF
+    ids = np.empty(starts[-1], np.int32)
+    for (source, begin, length), at in zip(pieces, begins_PF, strict=True):
+        ids[ragged(at, length)] = source[ragged(begin, length)]
+    types = np.zeros(len(ids), np.uint8)
+    if second is not None and encoder.segments:
+        types[ragged(begins_PF[3], lengths_PF[3] + lengths_PF[4])] = 1
+    return Framed(ids, types, starts, begins_PF[1], begins_PF[3] if second is not None else begins_PF[2])
+
+
+def slide(
+    lengths: np.ndarray, room: np.ndarray | int, overlap: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut texts into overlapping windows: (text number, begin, length), int64 [F] each.
+
+    A text of at most `room` tokens is one window (also an empty one); of a longer one, each window begins
+    `room - overlap` tokens after the one before, and the last ends where the text ends (google-research/bert
+    run_squad.py, convert_examples_to_features).
+    """
+    room = np.broadcast_to(np.asarray(room, np.int64), lengths.shape)
+    stride = np.maximum(room - overlap, 1)
+    counts = 1 + np.maximum(0, -(-(lengths - room) // stride))
+    text = np.repeat(np.arange(len(lengths)), counts)
+    number = np.arange(len(text)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begin = number * stride[text]
+    return text, begin, np.minimum(room[text], lengths[text] - begin)
+
+
+def ragged(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """int64: begins[0], begins[0] + 1, ... for lengths[0] items, then likewise from begins[1], and so on."""
+    ends = np.cumsum(lengths)
+    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(begins - ends + lengths, lengths)
+
+
+def _constant(ids: np.ndarray, count: int) -> Slices:
+    return ids, np.zeros(count, np.int64), np.full(count, len(ids), np.int64)
+
+
+def _join(encoded: list[tuple[np.ndarray, np.ndarray]]) -> Column:
+    lengths = [len(ids) for ids, _ in encoded]
+    return Column(
+        ids=np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in encoded)]),
+        starts=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
+        offsets=np.concatenate([np.zeros((0, 2), np.int32), *(offsets for _, offsets in encoded)]),
+    )

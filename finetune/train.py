@@ -1,0 +1,371 @@
+"""Fine-tuning, seen from one worker: checkpoint, task, engine and the one loop put together.
+
+`main` runs the same in one process, under torchrun and under Ray (cluster/run.py).
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from finetune.batches import Batches, LabelledBatch, LabelledStep
+from finetune.config import FinetuneConfig, Training
+from finetune.model import Output, TaskModel
+from finetune.saved import MODEL, save_model
+from finetune.task import Task, Windows
+from finetune.tasks import make_task
+from finetune.text import TextEncoder
+from pretrain import loop
+from pretrain.checkpoint import store
+from pretrain.checkpoint.layouts import HEAD_ACTIVATION
+from pretrain.checkpoint.released import Released, read_released
+from pretrain.checkpoint.tokenizer import read_tokenizer
+from pretrain.config import Model
+from pretrain.engine import Engine
+from pretrain.errors import InputError
+from pretrain.estimate import encoder_flops
+from pretrain.optim import make_optimizer, parameter_groups
+from pretrain.session import choose_device, matmul_peak, newest_checkpoint, process_group
+from pretrain.tracking import Tracker, quiet_logging
+from pretrain.worker import Worker
+
+logger = logging.getLogger(__name__)
+
+
+def main(payload: dict[str, Any], worker: Worker) -> None:
+    """Train `payload["config"]` (a dumped FinetuneConfig), from the newest checkpoint with `payload["resume"]`.
+
+    Test sets are predicted at the end unless `payload["test_sets"]` is there and false.
+    Ends with the best model, its scores and predictions in the run folder, or raises one of `pretrain.errors`.
+    """
+    config = FinetuneConfig.model_validate(payload["config"])
+    quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
+    with process_group(worker):
+        device = choose_device(config.engine, worker)
+        torch.manual_seed(config.seed)
+        task = make_task(config)
+        examples = task.read_train()
+        released = read_released(Path(config.start_from))
+        model = make_model(config, task, released)
+        weights = model.state_dict()
+        engine = Engine(
+            model,
+            lambda named: make_optimizer(
+                config.optimizer, layered_groups(config, named, released.model.layers)
+            ),
+            config.engine,
+        )
+        # DeepSpeed takes its master weights from a rounded copy.
+        engine.load(_FreshState(weights), 0)
+        del weights
+        _train(config, task, examples, released, engine, worker, device, payload)
+        engine.close()
+
+
+def make_model(config: FinetuneConfig, task: Task[Any], released: Released) -> TaskModel:
+    """The model to begin with: the checkpoint's weights, and drawn ones for what it has not."""
+    model = TaskModel(
+        _shape(config, released), len(released.backbone["embeddings.word"]), task.head, task.objective, task.outputs,
+        HEAD_ACTIVATION[released.family], compile=config.engine.compile,
+        activation_checkpointing=config.engine.activation_checkpointing,
+    )  # fmt: skip
+    if not config.random_weights:
+        model.load_state_dict(_initial(config.training, task, released, model), strict=False)
+    return model
+
+
+def layered_groups(
+    config: FinetuneConfig, named: Sequence[tuple[str, Tensor]], layers: int
+) -> list[dict[str, Any]]:
+    """Optimizer groups, one pair for each depth whose rate differs (Howard and Ruder 2018, discriminative rates)."""
+    decay = config.training.layer_decay
+    if decay == 1:
+        return parameter_groups(named, config.optimizer.weight_decay)
+    groups: list[dict[str, Any]] = []
+    for depth in range(layers + 2):  # embeddings, layers, head
+        members = [(name, parameter) for name, parameter in named if _depth(name, layers) == depth]
+        share = decay ** (layers + 1 - depth)
+        groups += [
+            {**group, "rate_share": share}
+            for group in parameter_groups(members, config.optimizer.weight_decay)
+        ]
+    return groups
+
+
+def predict(
+    forward: Callable[[LabelledBatch], Output], batches: Batches, outputs: int, device: torch.device,
+    gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+) -> np.ndarray:  # fmt: skip
+    """float32 [R, C]: the logits of every row that a set asks for, on all ranks."""
+    mine: list[tuple[np.ndarray, np.ndarray]] = []
+    for batch in batches.every_window():
+        logits = forward(batch.to(device)).logits
+        mine.append((batch.asked, logits.float().cpu().numpy()))
+    logits = np.zeros((len(batches.windows.asked), outputs), np.float32)
+    for part in gather(mine):
+        for asked, values in part:
+            logits[asked] = values
+    return logits
+
+
+class Finetuning:
+    """Labelled examples as a `loop.Task`."""
+
+    def __init__(
+        self, config: FinetuneConfig, task: Task[Any], examples: list[Any], encoder: TextEncoder, shape: Model,
+        engine: Engine, device: torch.device,
+    ) -> None:  # fmt: skip
+        self.config, self.task, self.encoder = config, task, encoder
+        self._shape, self._engine, self._device = shape, engine, device
+        self.training_examples = len(examples)
+        self.held_out = task.read_held_out()
+        self._batches = self._cut(task.windows(examples, encoder, training=True), config.seed)
+        self._batches.check(f"{config.task_name}, training set")
+        self._held_out_windows = {name: self._windows(members) for name, members in self.held_out.items()}
+        self.total_steps = config.total_steps(self._batches.examples)
+        self._stalled = 0.0
+
+    def batches(self, start_step: int) -> Iterator[LabelledStep]:
+        count = self.config.training.examples_per_step
+        for step in range(start_step, self.total_steps):
+            began = time.perf_counter()
+            made = self._batches.step(step * count, count).to(self._device)
+            self._stalled += time.perf_counter() - began
+            yield made
+
+    def largest(self) -> LabelledStep:
+        return self._batches.largest().to(self._device)
+
+    def loss(self, output: Output, step: LabelledStep) -> Tensor:
+        return output.loss / step.weight
+
+    def totals(self, output: Output) -> Tensor:
+        return output.loss[None]
+
+    def counts(self, step: LabelledStep) -> Tensor:
+        return torch.tensor([step.weight], dtype=torch.float64)
+
+    def flops(self, micro_batch: LabelledBatch) -> float:
+        return encoder_flops(self._shape, micro_batch.lengths, len(micro_batch.rows))
+
+    def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
+        return {"loss": totals[0] / counts[0]}
+
+    def evaluate(self, engine: Engine) -> dict[str, float]:
+        scores: dict[str, float] = {}
+        for number, name in enumerate(self.held_out):
+            predictions, loss = self.predictions(name, tune=number == 0)
+            if engine.rank == 0:
+                found = {"loss": loss, **self.task.score(self.held_out[name], predictions)}
+                scores |= found if number == 0 else {f"{name}/{key}": value for key, value in found.items()}
+        return engine.gather_objects(scores)[0]
+
+    def predictions(self, name: str, *, tune: bool) -> tuple[list[dict[str, Any]], float]:
+        """Rank 0: the predictions on a held-out set, and the mean loss; nothing on other ranks.
+
+        `tune` lets the task choose on this set what it chooses, and the predictions follow that.
+        """
+        return self._predict(self.held_out[name], self._held_out_windows[name], tune=tune)
+
+    def predictions_on(self, examples: list[Any]) -> list[dict[str, Any]]:
+        """Rank 0: the predictions on any set."""
+        return self._predict(examples, self._windows(examples), tune=False)[0]
+
+    def to_minimise(self, means: dict[str, float]) -> float:
+        return -means[self.task.metric]
+
+    def validation_set(self) -> str:
+        return next(iter(self.held_out), "")
+
+    def stalled_seconds(self) -> float:
+        return self._stalled
+
+    def _windows(self, examples: list[Any]) -> Windows:
+        return self.task.windows(examples, self.encoder, training=False)
+
+    def _cut(self, windows: Windows, seed: int) -> Batches:
+        engine = self._engine
+        return Batches(
+            windows, seed=seed, budget=self.config.engine.micro_batch_tokens, rank=engine.rank,
+            world_size=engine.world_size,
+        )  # fmt: skip
+
+    def _predict(
+        self, examples: list[Any], windows: Windows, *, tune: bool
+    ) -> tuple[list[dict[str, Any]], float]:
+        engine, losses = self._engine, [0.0, 0.0]
+
+        def forward(batch: LabelledBatch) -> Output:
+            output = engine.forward(batch)
+            losses[0] += float(output.loss)
+            losses[1] += float(batch.weights.sum())
+            return output
+
+        engine.module.eval()
+        with torch.no_grad():
+            logits = predict(
+                forward, self._cut(windows, 0), self.task.outputs, self._device, engine.gather_objects
+            )
+        engine.module.train()
+        if engine.rank:
+            return [], 0.0
+        predictions = self.task.decode(examples, windows, logits)
+        if tune:
+            self.task.tune(examples, predictions)
+            predictions = self.task.decode(examples, windows, logits)
+        return predictions, losses[0] / (losses[1] or 1.0)
+
+
+def _train(
+    config: FinetuneConfig, task: Task[Any], examples: list[Any], released: Released, engine: Engine, worker: Worker,
+    device: torch.device, payload: Mapping[str, Any],
+) -> None:  # fmt: skip
+    checkpoints = config.folder / "checkpoints"
+    progress, run_id = loop.Progress(), None
+    found = newest_checkpoint(checkpoints, engine) if payload["resume"] else None
+    if found is not None:
+        state = loop.restore(engine, found)
+        progress, run_id = loop.Progress.from_state(state), state["run_id"]
+        logger.info("resumed from %s", found)
+    encoder = TextEncoder(
+        read_tokenizer(Path(config.start_from)), config.max_length, segments=released.token_types > 1
+    )
+    job = Finetuning(config, task, examples, encoder, _shape(config, released), engine, device)
+    tracker = Tracker(
+        config, config.folder, run_id=run_id, step=progress.step, job_type="finetune", enabled=worker.rank == 0,
+        card={"examples": len(examples), "labels": list(task.labels)},
+    )  # fmt: skip
+    extra_state = {"run_id": tracker.run_id, "config": config.model_dump(mode="json")}
+    try:
+        if progress.step < job.total_steps and not progress.stopped_early:
+            loop.rehearse(engine, job, progress, checkpoints, extra_state)
+            evaluations = config.evaluate_every_steps(len(examples))
+            loop.fit(
+                engine, job,
+                loop.Plan(
+                    total_steps=job.total_steps,
+                    learning_rate=lambda step: learning_rate(config.training, step, job.total_steps),
+                    log_every_steps=config.tracking.log_every_steps,
+                    evaluate_every_steps=evaluations,
+                    checkpoint_every_steps=min(evaluations, config.checkpoint.every_steps),
+                    keep_last=config.checkpoint.keep_last,
+                    max_bad_steps=config.engine.max_bad_steps,
+                    peak_flops=matmul_peak(engine),
+                    patience=config.training.patience,
+                ),
+                progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,
+                stop_requested=worker.stop_requested,
+            )  # fmt: skip
+        _finish(config, job, released, engine, tracker, test_sets=payload.get("test_sets", True))
+    finally:
+        tracker.close()
+
+
+def _finish(
+    config: FinetuneConfig,
+    job: Finetuning,
+    released: Released,
+    engine: Engine,
+    tracker: Tracker,
+    *,
+    test_sets: bool,
+) -> None:
+    """Bring back the best checkpoint, score and predict with it, save it as a model, and drop the checkpoints."""
+    checkpoints = config.folder / "checkpoints"
+    best = store.best(checkpoints) or store.newest(checkpoints) if engine.rank == 0 else None
+    name = engine.gather_objects(best and best.name)[0]
+    if name is None:
+        raise InputError(f"{checkpoints}: holds no complete checkpoint. Begin the run anew.")
+    state = loop.restore(engine, checkpoints / name)
+    scores, predictions, details = {}, {}, {}
+    for number, (split, examples) in enumerate(job.held_out.items()):
+        made, _ = job.predictions(split, tune=number == 0)
+        if engine.rank == 0:
+            predictions[split] = made
+            scores[split] = job.task.score(examples, made)
+            details[split] = job.task.details(examples, made)
+    for split, examples in job.task.read_test().items() if test_sets else ():
+        predictions[split] = job.predictions_on(examples)
+    if engine.rank == 0:
+        save_model(
+            config, job.task, released, store.read_weights(checkpoints / name), _shape(config, released),
+            step=state["step"], scores=scores, predictions=predictions, details=details,
+            training_examples=job.training_examples,
+        )  # fmt: skip
+        tracker.log_artifact(config.folder / MODEL)
+        shutil.rmtree(checkpoints)
+    engine.barrier()
+
+
+def learning_rate(training: Training, step: int, total_steps: int) -> float:
+    """The rate of the 0-based `step`: linear warm-up from 0, then linear decay to 0 (or none)."""
+    warm_up = round(training.warmup_share * total_steps)
+    if step < warm_up:
+        return training.learning_rate * step / warm_up
+    if training.decay == "constant":
+        return training.learning_rate
+    return training.learning_rate * (total_steps - step) / max(1, total_steps - warm_up)
+
+
+class _FreshState:
+    """A model's own weights as what `Engine.load` reads, with moments of zero."""
+
+    def __init__(self, weights: Mapping[str, Tensor]) -> None:
+        self._weights = {name: weight.detach().clone().view(-1) for name, weight in weights.items()}
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
+        return self._weights[name][start : start + numel] if kind == "weight" else torch.zeros(numel)
+
+
+def _shape(config: FinetuneConfig, released: Released) -> Model:
+    shape = released.model
+    if config.max_length > shape.max_positions:
+        raise InputError(
+            f"max_length: {config.max_length}, but {config.start_from} has {shape.max_positions} positions. Lower it to that."
+        )
+    return shape
+
+
+def _initial(training: Training, task: Task[Any], released: Released, model: nn.Module) -> dict[str, Tensor]:
+    """The checkpoint's tensors that this model begins with."""
+    first_anew = released.model.layers - training.reinitialised_layers
+    state = {
+        name: tensor
+        for name, tensor in released.backbone.items()
+        if not name.startswith("layers.") or int(name.split(".")[1]) < first_anew
+    }
+    names = (
+        ["dense_weight", "dense_bias"] if task.head == "sequence" and not training.reinitialise_pooler else []
+    )
+    if _same_outputs(task, released):
+        names += ["out_weight", "out_bias"]
+    wanted = model.state_dict()
+    for name in names:
+        tensor = released.head.get(name)
+        if tensor is not None and tensor.shape == wanted[f"head.{name}"].shape:
+            state[f"head.{name}"] = tensor
+    return state
+
+
+def _same_outputs(task: Task[Any], released: Released) -> bool:
+    """Whether the checkpoint's own head says the very same labels (or is a span head)."""
+    names = {int(number): name for number, name in (released.config.get("id2label") or {}).items()}
+    if task.head == "spans":
+        return any(
+            name.endswith("ForQuestionAnswering") for name in released.config.get("architectures") or ()
+        )
+    return bool(names) and tuple(names[n] for n in sorted(names)) == task.labels
+
+
+def _depth(name: str, layers: int) -> int:
+    if name.startswith("embeddings."):
+        return 0
+    return int(name.split(".")[1]) + 1 if name.startswith("layers.") else layers + 1

@@ -1,0 +1,295 @@
+"""Several fine-tunings of one command: which are over, which are still to run, and what they came to.
+
+Each has its run folder below that of the command. What is there decides: a finished run is not run again, one that
+diverged would diverge again, any other goes on from its checkpoint.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from finetune.config import FinetuneConfig, changed_for_resume, load_config
+from finetune.saved import MODEL, SCORES
+from finetune.trials_view import View
+from pretrain import preflight
+from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.files import MANIFEST, write_json
+
+FAILED = "failed.json"  # of a run that diverged
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One fine-tuning among several."""
+
+    label: str
+    config: FinetuneConfig
+    steps: int
+    test_sets: bool = True  # whether to predict them at the end
+
+    @property
+    def examples(self) -> int:
+        """Examples it sees, over all passes: what the time left is told by."""
+        return self.steps * self.config.training.examples_per_step
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a trial came to: scores, or why there are none."""
+
+    metric: str = ""  # the score that counts, of the first set
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # set -> name -> share of 1
+    error: RunError | None = None
+    degenerate: str = ""  # why the run has learnt nothing although it came to its end
+
+    @property
+    def score(self) -> float | None:
+        """`metric` on the first held-out set; None for a failed run and without such a set."""
+        first = next(iter(self.scores.values()), {})
+        return first.get(self.metric)
+
+
+@dataclass(frozen=True)
+class Ran:
+    """All trials in their order; None for those that are still to run, which `stopped` says why."""
+
+    outcomes: list[Outcome | None]
+    stopped: RunError | None = None
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Statistics of a score over runs; `deviation` is the sample's (n - 1), None for a single run."""
+
+    runs: int
+    mean: float
+    deviation: float | None
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        if not values:
+            return None
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        return cls(len(values), statistics.fmean(values), deviation, min(values), max(values))
+
+
+def trial_config(config: FinetuneConfig, label: str, *, folder: Path, seed: int) -> FinetuneConfig:
+    """`config` as one of several runs: its own name, folder and seed, and one W&B group with the others.
+
+    Args:
+        label: what tells it from the others, of a-z, 0-9 and '-'.
+    """
+    return config.model_copy(
+        update={
+            "name": f"{config.name[: max(1, 62 - len(label))]}-{label}"[:63],
+            "run_dir": str(folder),
+            "seed": seed,
+            "tracking": config.tracking.model_copy(update={"group": config.tracking.group or config.name}),
+        }
+    )
+
+
+def run_all(
+    config: FinetuneConfig,
+    trials: Sequence[Trial],
+    *,
+    parallel: int = 0,
+    ended: Callable[[list[Outcome | None]], None] = lambda outcomes: None,
+) -> Ran:
+    """Run what is not over yet, and say on the terminal how it goes; `config.folder` is the folder of them all.
+
+    `ended` is called with all outcomes whenever a trial has ended. Retries, CPUs and the cluster are those of
+    `config.scheduling`; `parallel` as in `cluster.trials.run_trials`.
+
+    Raises:
+        InputError: a run folder holds a run with other settings, or another process works on them.
+        MachineError: Ray cannot start, or has no room.
+    """
+    check_alone(config)
+    with preflight.only_run(config.folder):
+        outcomes = [read_outcome(trial) for trial in trials]
+        pending = [number for number, outcome in enumerate(outcomes) if outcome is None]
+        for number, trial in enumerate(trials):
+            if number in pending:
+                preflight.check_run_folder(trial.config, True, changed_for_resume)
+                preflight.record_run(trial.config, [sys.executable, *sys.orig_argv[1:]])
+        if not pending:
+            return Ran(outcomes)
+        return _run(config, trials, outcomes, pending, parallel, ended)
+
+
+def check_alone(config: FinetuneConfig) -> None:
+    if config.scheduling.workers > 1:
+        raise InputError(
+            f"scheduling.workers: {config.scheduling.workers}, but each of several runs is one process. "
+            "Leave --workers out; --parallel says how many run at once."
+        )
+
+
+def read_outcome(trial: Trial) -> Outcome | None:
+    """What the run folder says; None where the run is still to run or to go on.
+
+    Raises `InputError` when what is over was run with other settings.
+    """
+    folder = trial.config.folder
+    if (folder / FAILED).is_file():
+        _check_same(trial.config)
+        return Outcome(error=DivergedError(_read(folder / FAILED)["message"]))
+    # A model may be gone to spare the disk; checkpoints go last, when all else is there.
+    finished = (folder / MODEL / MANIFEST).is_file() or (
+        (folder / SCORES).is_file() and not (folder / "checkpoints").exists()
+    )
+    if not finished:
+        return None
+    _check_same(trial.config)
+    said = _read(folder / SCORES)
+    return Outcome(said["metric"], said["scores"], degenerate=degenerate(said))
+
+
+def degenerate(said: dict[str, Any]) -> str:
+    """Why a run has failed by Mosbach et al. 2021, section 3, from its scores.json; empty if it has not.
+
+    A classifier of single labels whose accuracy on the first held-out set is no higher than that of its most
+    frequent class.
+    """
+    confusion = next(iter(said["details"].values()), {}).get("confusion")
+    if not confusion:
+        return ""
+    counts: list[list[int]] = confusion["counts"]  # [true][predicted]
+    right = sum(row[number] for number, row in enumerate(counts))
+    most = max(range(len(counts)), key=lambda number: sum(counts[number]))
+    if right > sum(counts[most]):
+        return ""
+    share = sum(counts[most]) / sum(map(sum, counts))
+    return f"no better than always {confusion['labels'][most]} ({share:.4f})"
+
+
+def spreads(outcomes: Iterable[Outcome | None]) -> dict[str, dict[str, Spread]]:
+    """Statistics of every score of every set over the runs that have it."""
+    values: dict[str, dict[str, list[float]]] = {}
+    for outcome in outcomes:
+        for part, scores in (outcome.scores if outcome else {}).items():
+            for name, value in scores.items():
+                if math.isfinite(value):
+                    values.setdefault(part, {}).setdefault(name, []).append(value)
+    return {
+        part: {name: spread for name, those in scores.items() if (spread := Spread.of(those))}
+        for part, scores in values.items()
+    }
+
+
+def failure(outcomes: Sequence[Outcome | None]) -> RunError | None:
+    """What a command ends with when runs failed: their common class, with its exit code, else `MachineError`."""
+    errors = [outcome.error for outcome in outcomes if outcome and outcome.error]
+    if not errors:
+        return None
+    kinds = {type(error) for error in errors}
+    kind = kinds.pop() if len(kinds) == 1 else MachineError
+    number = f"{len(errors)} of {len(outcomes)} runs" if len(outcomes) > 1 else "the run"
+    return kind(
+        f"{number} failed; the reasons are above. The same command runs them again, but for those that diverged."
+    )
+
+
+def as_data(trial: Trial, outcome: Outcome | None) -> dict[str, Any]:
+    """A run as summary.json has it."""
+    return {
+        "label": trial.label,
+        "folder": str(trial.config.folder),
+        "seed": trial.config.seed,
+        "scores": outcome.scores if outcome else {},
+        "degenerate": (outcome.degenerate if outcome else "") or None,
+        "error": " ".join(str(outcome.error).split()) if outcome and outcome.error else None,
+        "over": outcome is not None,
+    }
+
+
+def _run(
+    config: FinetuneConfig, trials: Sequence[Trial], outcomes: list[Outcome | None], pending: list[int],
+    parallel: int, ended: Callable[[list[Outcome | None]], None],
+) -> Ran:  # fmt: skip
+    from cluster.run import STOP_FILE
+    from cluster.trials import Event, run_trials
+    from cluster.trials import Trial as Task
+
+    told = [(trial.label, trial.config.folder, trial.examples, trial.steps) for trial in trials]
+    view = View(told, pending, config.folder / STOP_FILE)
+
+    def poll(events: list[Event]) -> None:
+        for event in events:
+            number = pending[event.trial]
+            if event.kind != "ended":
+                view.started(number, again=event.kind == "restarted")
+            elif isinstance(event.error, StoppedError):
+                view.stopped(number)
+            else:
+                outcomes[number] = _end(trials[number], event.error)
+                view.ended(number, outcomes[number])
+                ended(outcomes)
+        view.draw()
+
+    stopped = None
+    with view:
+        try:
+            run_trials(
+                "finetune.train:main",
+                [
+                    Task(trials[number].config.folder, {
+                        "config": trials[number].config.model_dump(mode="json"), "resume": True,
+                        "test_sets": trials[number].test_sets,
+                    })
+                    for number in pending
+                ],
+                name=config.name,
+                run_dir=config.folder,
+                poll=poll,
+                parallel=parallel,
+                cpus_per_trial=config.scheduling.cpus_per_worker,
+                address=config.scheduling.address,
+                max_failures=config.scheduling.max_failures,
+            )  # fmt: skip
+        except StoppedError as error:
+            stopped = StoppedError(f"{' '.join(str(error).split())} The same command goes on.")
+    return Ran(outcomes, stopped)
+
+
+def _end(trial: Trial, error: RunError | None) -> Outcome:
+    if isinstance(error, DivergedError):
+        write_json(trial.config.folder / FAILED, {"message": str(error)})
+    if error is not None:
+        return Outcome(error=error)
+    return read_outcome(trial) or Outcome(
+        error=MachineError(f"{trial.config.folder}: its model is not there. Run the same command again.")
+    )
+
+
+def _check_same(config: FinetuneConfig) -> None:
+    path = config.folder / preflight.CONFIG_FILE
+    if not path.is_file():
+        return
+    before = load_config(path)
+    others = changed_for_resume(before, config)
+    if Path(before.start_from).resolve() != Path(config.start_from).resolve():
+        others.append(f"start_from ({before.start_from} -> {config.start_from})")
+    if others:
+        raise InputError(
+            f"{path}: was run with other settings: {', '.join(others)}. Choose another name or run_dir, or remove it."
+        )
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(
+            f"{path}: damaged ({error}). Remove {path.parent}; the run is then run again."
+        ) from None

@@ -1,0 +1,173 @@
+"""The tokenizer of a released model, from whichever of its files there are."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+
+from pretrain.checkpoint.weight_files import read_json
+from pretrain.config import load_config
+from pretrain.corpus.vocabulary import SPECIAL_TOKENS, bert_tokenizer
+from pretrain.errors import InputError
+from pretrain.files import write_json
+
+# Besides tokenizer.json and tokenizer_config.json, which `copy_tokenizer` writes itself.
+_COPIED = ("vocab.txt", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json",
+           "sentencepiece.bpe.model")  # fmt: skip
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The tokenizer of a released model's folder or of a run of ours, truncation and padding off.
+
+    From tokenizer.json, or vocab.txt (WordPiece), or vocab.json and merges.txt (RoBERTa's bytes). Casing is what
+    tokenizer_config.json says (do_lower_case, strip_accents, tokenize_chinese_chars), else what tokenizer.json has, else
+    cased where vocab.txt has entries with capital letters. transformers agrees but where nothing is said: there it
+    lower-cases cased models too.
+
+    Raises:
+        InputError: none of these files is there, or one is damaged.
+    """
+    folder = tokenizer_folder(folder)
+    settings = _settings(folder)
+    if (folder / "tokenizer.json").is_file():
+        tokenizer = _from_json(folder / "tokenizer.json", settings)
+    elif (folder / "vocab.txt").is_file():
+        tokenizer = _from_vocabulary(folder / "vocab.txt", settings)
+    elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        tokenizer = _from_merges(folder, settings)
+    else:
+        raise InputError(
+            f"{folder}: has no tokenizer: neither tokenizer.json, nor vocab.txt, nor vocab.json with merges.txt. "
+            "Put the model's own beside it."
+        )
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """Where a model's tokenizer lies: with its corpus for a run folder of ours, else in `folder` itself."""
+    if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+        return Path(load_config(folder / "config.yaml").corpus.dir)
+    return folder
+
+
+def copy_tokenizer(folder: Path, out: Path, *, tokenizer_class: str, max_positions: int) -> None:
+    """Write the tokenizer of `folder` into `out` so that transformers reads the same one.
+
+    Args:
+        tokenizer_class: transformers' class, where tokenizer_config.json names none.
+        max_positions: tokens at most, likewise.
+    """
+    tokenizer = read_tokenizer(folder)
+    folder = tokenizer_folder(folder)
+    for name in _COPIED:
+        if (folder / name).is_file():
+            shutil.copyfile(folder / name, out / name)
+    (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+    settings = {"tokenizer_class": tokenizer_class, **_settings(folder)}
+    settings["model_max_length"] = min(settings.get("model_max_length", max_positions), max_positions)
+    normalizer: Any = tokenizer.normalizer
+    if isinstance(normalizer, normalizers.BertNormalizer):
+        settings |= {flag: getattr(normalizer, name) for flag, name in _CASING.items()}
+    write_json(out / "tokenizer_config.json", settings)
+
+
+# tokenizer_config.json's flags and the fields of tokenizers' BertNormalizer.
+_CASING = {
+    "do_lower_case": "lowercase",
+    "strip_accents": "strip_accents",
+    "tokenize_chinese_chars": "handle_chinese_chars",
+}
+
+
+def _settings(folder: Path) -> dict[str, Any]:
+    path = folder / "tokenizer_config.json"
+    return read_json(path) if path.is_file() else {}
+
+
+def _casing(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: settings[flag] for flag, name in _CASING.items() if flag in settings}
+
+
+def _from_json(path: Path, settings: dict[str, Any]) -> Tokenizer:
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise InputError(f"{path}: not a tokenizer.json ({error}). Download it again.") from None
+    normalizer: Any = tokenizer.normalizer
+    if isinstance(normalizer, normalizers.BertNormalizer):
+        for name, value in _casing(settings).items():
+            setattr(normalizer, name, value)
+        tokenizer.normalizer = normalizer
+    return tokenizer
+
+
+def _from_vocabulary(path: Path, settings: dict[str, Any]) -> Tokenizer:
+    # Only "\n" ends a token: others that Python calls line ends may be tokens themselves.
+    tokens = [line.rstrip("\r") for line in _read_text(path).removesuffix("\n").split("\n")]
+    repeated = [token for token, count in Counter(tokens).items() if count > 1]
+    if repeated:
+        raise InputError(
+            f"{path}: token {repeated[0]!r} stands there twice. Every line must be a token of its own."
+        )
+    missing = [token for token in SPECIAL_TOKENS if token not in tokens]
+    if missing:
+        raise InputError(f"{path}: {', '.join(missing)} missing. BERT needs {' '.join(SPECIAL_TOKENS)}.")
+    cased = any(token != token.lower() for token in tokens if not re.fullmatch(r"\[.*\]|<.*>", token))
+    casing = {"lowercase": not cased, **_casing(settings)}
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    return bert_tokenizer(vocabulary, normalizers.BertNormalizer(**casing))
+
+
+def _from_merges(folder: Path, settings: dict[str, Any]) -> Tokenizer:
+    """transformers' models/roberta/tokenization_roberta.py; `<mask>` takes the blank before it, as released."""
+    try:
+        vocabulary, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
+        tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise InputError(
+            f"{folder}: vocab.json and merges.txt are damaged ({error}). Download them again."
+        ) from None
+    specials = {
+        name: _content(settings.get(f"{name}_token", default)) for name, default in _ROBERTA_SPECIALS.items()
+    }
+    missing = [token for token in specials.values() if token not in vocabulary]
+    if missing:
+        raise InputError(
+            f"{folder / 'vocab.json'}: has no {', '.join(missing)}. Give the vocabulary of RoBERTa."
+        )
+    prefix_space = bool(settings.get("add_prefix_space", False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(
+        [
+            AddedToken(token, special=True, normalized=False, lstrip=name == "mask")
+            for name, token in specials.items()
+        ]
+    )
+    sep, cls = specials["sep"], specials["cls"]
+    tokenizer.post_processor = processors.RobertaProcessing(
+        (sep, vocabulary[sep]), (cls, vocabulary[cls]), trim_offsets=True, add_prefix_space=prefix_space
+    )
+    return tokenizer
+
+
+_ROBERTA_SPECIALS = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>", "mask": "<mask>"}
+
+
+def _content(token: Any) -> str:
+    """A special token as tokenizer_config.json writes it: its text, or an object that has it."""
+    return token["content"] if isinstance(token, dict) else str(token)
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read ({error}). Download it again.") from None

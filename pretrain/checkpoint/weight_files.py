@@ -1,0 +1,179 @@
+"""The files that hold a released model's tensors, read without unpickling anything else; and folders made whole."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pretrain.errors import InputError
+from pretrain.files import MANIFEST, disk_errors, fsync_folder, sha256_file, write_manifest
+
+WEIGHTS = "model.safetensors"
+_KNOWN = (WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
+
+
+def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
+    """(the file, all tensors in it by name) of safetensors or torch weights, in one file or in shards.
+
+    Taken is the first there is of model.safetensors, its index, pytorch_model.bin, its index, or else the only file of
+    torch's that the folder has. Where the folder has a manifest, as ours do, the files must be the ones it names.
+
+    Raises:
+        InputError: nothing to read, or what there is is damaged, incomplete or holds more than tensors.
+    """
+    path = next((folder / name for name in _KNOWN if (folder / name).is_file()), None) or _only_torch_file(
+        folder
+    )
+    if path.name.endswith(".index.json"):
+        return path, _read_shards(path)
+    return path, _read_file(path)
+
+
+@contextlib.contextmanager
+def whole_folder(out: Path) -> Iterator[Path]:
+    """A folder to fill that then becomes `out`, with a manifest; an earlier one with a manifest is replaced.
+
+    A failure leaves `out` as it was.
+    """
+    if out.exists() and not (out / MANIFEST).is_file() and any(out.iterdir()):
+        raise InputError(f"{out}: exists and is no export. Choose another folder, or remove it.")
+    aside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
+    with disk_errors(out):
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            aside.mkdir(parents=True)
+            yield aside
+            for path in aside.iterdir():
+                _fsync_file(path)
+            write_manifest(aside, {"format": 1})
+            _replace_folder(aside, out)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+
+
+def save_weights(tensors: dict[str, Tensor], path: Path) -> None:
+    """Write contiguous tensors that share no storage as safetensors; the system's errors stay `OSError`."""
+    try:
+        # Without this entry transformers 4.x refuses the file.
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        # safetensors wraps the operating system's error in words; give it back its number.
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else 0, str(error)) from error
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file of a stranger; `InputError` where it is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise InputError(f"{path}: not found. Give a folder with a released model.") from None
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read as JSON ({error}). Download it again.") from None
+    if not isinstance(value, dict):
+        raise InputError(f"{path}: holds no JSON object. Download it again.")
+    return value
+
+
+def _only_torch_file(folder: Path) -> Path:
+    found = [path for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth", ".ckpt")]
+    if len(found) == 1:
+        return found[0]
+    several = f"; has {', '.join(path.name for path in found)}, and only one may be there" if found else ""
+    raise InputError(
+        f"{folder}: has none of {', '.join(_KNOWN)}, nor a TensorFlow checkpoint{several}. "
+        "Give a folder with config.json and the weights."
+    )
+
+
+def _read_shards(index: Path) -> dict[str, Tensor]:
+    shards: dict[str, set[str]] = {}
+    weight_map = read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise InputError(f"{index}: has no weight_map. Download it again.")
+    for name, file in weight_map.items():
+        # A stranger's index must not lead out of its folder.
+        if not isinstance(file, str) or Path(file).name != file:
+            raise InputError(f"{index}: names the file {file!r}; only files beside it are read.")
+        shards.setdefault(file, set()).add(name)
+    tensors: dict[str, Tensor] = {}
+    for file, names in sorted(shards.items()):
+        if not (index.parent / file).is_file():
+            raise InputError(
+                f"{index.parent / file}: not found, though {index.name} names it. Download it too."
+            )
+        shard = _read_file(index.parent / file)
+        if absent := sorted(names - shard.keys()):
+            raise InputError(f"{index.parent / file}: has no {absent[0]}, though {index.name} says so.")
+        tensors |= shard
+    return tensors
+
+
+def _read_file(path: Path) -> dict[str, Tensor]:
+    _check_manifest(path)
+    if path.suffix == ".safetensors":
+        try:
+            return load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise InputError(f"{path}: damaged ({error}). Download or export it again.") from None
+    try:
+        # Law 5: nothing but tensors and plain containers is unpickled.
+        content = torch.load(path, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch raises whatever the bytes lead it to
+        reason = str(error).strip().split("\n")[0]
+        raise InputError(
+            f"{path}: cannot be read as plain tensors ({reason}). Download it again, or convert it to safetensors."
+        ) from None
+    return _unwrapped(content, path)
+
+
+def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
+    """The tensors of a training checkpoint: NVIDIA's and fairseq's lie under "model", Lightning's under "state_dict"."""
+    for key in ("model", "state_dict", "module"):
+        if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
+            content = content[key]
+    tensors = content.items() if isinstance(content, Mapping) else ()
+    found = {name: tensor for name, tensor in tensors if isinstance(name, str) and isinstance(tensor, Tensor)}
+    if not found:
+        raise InputError(f"{path}: holds no tensors by name. Give the weights of a model.")
+    return found
+
+
+def _check_manifest(path: Path) -> None:
+    """Refuse a file that differs from what a manifest of ours beside it says; a stranger's manifest.json says nothing."""
+    if not path.with_name(MANIFEST).is_file():
+        return
+    manifest = read_json(path.with_name(MANIFEST))
+    files = manifest.get("files")
+    if "format" not in manifest or not isinstance(files, dict):
+        return
+    if sha256_file(path) != files.get(path.name, {}).get("sha256"):
+        raise InputError(f"{path}: its SHA-256 differs from the manifest's; altered. Export again.")
+
+
+def _fsync_file(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _replace_folder(aside: Path, out: Path) -> None:
+    """Rename `aside` to `out`; what was there is moved away first and removed last."""
+    fsync_folder(aside)
+    old = out.with_name(f".{out.name}.{secrets.token_hex(4)}.old")
+    if out.exists():
+        out.rename(old)
+    aside.rename(out)
+    fsync_folder(out.parent)
+    shutil.rmtree(old, ignore_errors=True)

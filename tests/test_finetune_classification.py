@@ -1,0 +1,771 @@
+"""Classification: files in, windows, predictions and scores out; scores equal scikit-learn's and scipy's."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import scipy.stats
+import sklearn.metrics
+import sklearn.utils.class_weight
+from corpora import make_vocabulary, write_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from finetune.metrics import classification as metrics
+from finetune.pairs import cut_pairs
+from finetune.tables import Layout, read_dataset, read_table
+from finetune.task import Windows
+from finetune.tasks.classification import Classification, ClassificationSettings, Example
+from finetune.text import TextEncoder, ragged
+from pretrain.errors import InputError
+from pretrain.settings import load
+
+WORDS = ["word11", "word12", "word13", "word14", "word16", "word17", "word18", "word19", "word21", "word22"]
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, make_vocabulary(200))
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., str]:
+    def write(name: str, content: str | bytes | list[Any]) -> str:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, list):
+            content = "".join(json.dumps(record) + "\n" for record in content)
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+        return str(path)
+
+    return write
+
+
+def task(**values: Any) -> Classification:
+    return Classification(ClassificationSettings(**values))
+
+
+def sayings(*labels: Any, **more: Any) -> list[dict[str, Any]]:
+    return [
+        {"text": f"{WORDS[n % 10]} {WORDS[n % 7]}", "label": label, **more} for n, label in enumerate(labels)
+    ]
+
+
+# ---------------------------------------------------------------- scores
+
+
+@given(st.integers(2, 5).flatmap(lambda c: st.lists(st.tuples(st.integers(0, c - 1), st.integers(0, c - 1)),
+                                                    min_size=1, max_size=30)))  # fmt: skip
+@settings(max_examples=150, deadline=None)
+def test_class_scores_equal_sklearns(pairs: list[tuple[int, int]]) -> None:
+    true, predicted = np.array(pairs).T
+    classes = 5
+    matrix = metrics.confusion(true, predicted, classes)
+    counts = metrics.class_counts(matrix)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert matrix.tolist() == sklearn.metrics.confusion_matrix(true, predicted, labels=range(5)).tolist()
+        of_each: Any = sklearn.metrics.precision_recall_fscore_support(true, predicted, labels=range(classes))
+        precision, recall, f1, support = of_each
+        assert counts.precision == pytest.approx(precision, abs=1e-12)
+        assert counts.recall == pytest.approx(recall, abs=1e-12)
+        assert counts.f1 == pytest.approx(f1, abs=1e-12)
+        assert counts.true.tolist() == list(support)
+        assert metrics.accuracy(matrix) == pytest.approx(sklearn.metrics.accuracy_score(true, predicted))
+        assert metrics.matthews(matrix) == pytest.approx(sklearn.metrics.matthews_corrcoef(true, predicted), abs=1e-12)  # fmt: skip
+        for average in ("macro", "micro"):
+            wanted = sklearn.metrics.f1_score(true, predicted, average=average)
+            found = counts.macro_f1(present=True) if average == "macro" else counts.micro_f1
+            assert found == pytest.approx(wanted, abs=1e-12)
+
+
+@pytest.mark.parametrize("true", [[0, 1, 1], [0, 0, 0], [1, 1, 1]])
+@pytest.mark.parametrize("predicted", [[0, 0, 0], [1, 1, 1]])
+def test_constant_predictions_score_as_sklearn_says(true: list[int], predicted: list[int]) -> None:
+    matrix = metrics.confusion(np.array(true), np.array(predicted), 2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert metrics.matthews(matrix) == sklearn.metrics.matthews_corrcoef(true, predicted)
+        assert metrics.class_counts(matrix).f1[1] == sklearn.metrics.f1_score(true, predicted, pos_label=1)
+
+
+def test_matthews_of_a_million_examples_does_not_overflow() -> None:
+    matrix = np.array([[600_000, 400_000], [300_000, 700_000]]) * 1000
+    small = matrix // 100_000_000
+    assert metrics.matthews(matrix) == pytest.approx(metrics.matthews(small))
+
+
+@given(st.lists(st.tuples(*[st.booleans()] * 6), min_size=1, max_size=20))
+@settings(max_examples=100, deadline=None)
+def test_scores_of_sets_equal_sklearns(rows: list[tuple[bool, ...]]) -> None:
+    true, predicted = np.array(rows)[:, :3], np.array(rows)[:, 3:]
+    counts = metrics.label_counts(true, predicted)
+    for average, found in (("micro", counts.micro_f1), ("macro", counts.macro_f1(present=False))):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            wanted = sklearn.metrics.f1_score(true, predicted, average=average)
+        assert found == pytest.approx(wanted, abs=1e-12)
+    assert metrics.subset_accuracy(true, predicted) == sklearn.metrics.accuracy_score(true, predicted)
+
+
+# Tenths, so that there are ties; both signs.
+_VALUES = st.lists(st.tuples(st.integers(-30, 30), st.integers(-30, 30)), min_size=2, max_size=30)
+
+
+@given(_VALUES)
+@settings(max_examples=150, deadline=None)
+def test_correlations_equal_scipys(pairs: list[tuple[int, int]]) -> None:
+    true, predicted = np.array(pairs).T / 10
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        wanted = [scipy.stats.pearsonr(true, predicted)[0], scipy.stats.spearmanr(true, predicted)[0]]
+    found = [metrics.pearson(true, predicted), metrics.spearman(true, predicted)]
+    # scipy: NaN where one is constant; see the module's docstring.
+    assert found == pytest.approx(np.nan_to_num(np.array(wanted, float)).tolist(), abs=1e-9)
+    assert metrics.ranks(true).tolist() == scipy.stats.rankdata(true).tolist()
+
+
+def test_correlation_with_a_constant_is_nothing_and_with_huge_values_something() -> None:
+    assert metrics.pearson(np.array([1.0, 2.0]), np.array([3.0, 3.0])) == 0
+    assert metrics.spearman(np.array([1.0]), np.array([3.0])) == 0
+    assert metrics.pearson(np.array([1.0, 2, 4]) * 1e200, np.array([1.0, 2, 4]) * 1e-200) == pytest.approx(1)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def test_every_format_gives_the_same_columns(write: Callable[..., str], tmp_path: Path) -> None:
+    rows = [("pos", 'He said "no", twice'), ("neg", "a\u2028b\x85c é"), ("pos", " blanks ")]
+    records = [{"label": label, "text": text} for label, text in rows]
+    tsv = "text\tid\tlabel\n" + "".join(f"{text}\t{n}\t{label}\r\n" for n, (label, text) in enumerate(rows))
+    quoted = "".join('{},"{}"\n'.format(label, text.replace('"', '""')) for label, text in rows)
+    paths = [
+        write("a.tsv", tsv),
+        write("bom.tsv", "\ufeff" + tsv.rstrip()),
+        write("a.csv", "label,text\r\n\r\n" + quoted),
+        write("a.csv.gz", gzip.compress(("label,text\n" + quoted).encode())),
+        write("a.jsonl", records),
+        write("lines.json", records),
+        write("a.json", json.dumps(records, indent=1)),
+    ]
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
+    for path in [*paths, str(tmp_path / "a.parquet")]:
+        table = read_table(path, ["text", "label"])
+        assert list(zip(table.columns["label"], table.columns["text"], strict=True)) == rows, path
+    numbered = read_table(write("n.csv", quoted), [1, 0], layout=Layout(header=False))
+    assert numbered.columns[1] == [text for _, text in rows]
+    latin = write("x.data", "NUM:dist How far is it ?\nHUM:ind Who was Señor  X ?\n".encode("latin-1"))
+    table = read_table(latin, ["label", "text"], layout=Layout("lines", encoding="latin-1"))
+    assert table.columns == {
+        "label": ["NUM:dist", "HUM:ind"],
+        "text": ["How far is it ?", "Who was Señor  X ?"],
+    }
+
+
+def test_places_are_lines_also_behind_quoted_line_ends(write: Callable[..., str]) -> None:
+    table = read_table(write("a.csv", 'text,label\n"one\ntwo",a\n\nthree,b\n'), ["text", "label"])
+    assert [table.where(row).rpartition(":")[2] for row in range(2)] == ["2", "5"]
+    tsv = read_table(write("a.tsv", 'text\tlabel\n"one\ta\n\nthree\tb\n'), ["text", "label"])
+    assert [tsv.where(row).rpartition(":")[2] for row in range(2)] == ["2", "4"]
+    assert tsv.columns["text"] == ['"one', "three"]
+
+
+def test_a_field_of_more_than_128_kb_is_read(write: Callable[..., str]) -> None:
+    text = "x" * 1_000_000
+    assert read_table(write("a.csv", f'text,label\n"{text}",a\n'), ["text"]).columns["text"] == [text]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.csv", "text,label\na,b\na,b,c\n", "a.csv:3: 3 columns where the header has 2. Quote texts"),
+        ("a.tsv", "text\tlabel\na\n", "a.tsv:2: 1 columns where the header has 2. Set `quoting: standard`"),
+        ("a.tsv", b"text\tlabel\nok\tx\nb\xe4d\ty\n", "a.tsv:3: byte 17 (0xe4) is not UTF-8"),
+        ("a.csv", "", "a.csv: empty file"),
+        ("a.csv", "\n \n", "a.csv: empty file"),
+        ("a.csv", 'text,label\na,b\n"open,b\nc,d\n', "a.csv:3: not CSV (unexpected end of data)"),
+        ("a.csv", "sentence,label\na,b\n", "a.csv:1: no column 'text'; it has sentence, label"),
+        ("a.csv", "text,label,text\na,b,c\n", "a.csv:1: column 'text' stands there 2 times"),
+        ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', "a.jsonl:2: not JSON"),
+        ("a.jsonl", '{"text": "a", "label": 1}\n{"txt": "a", "label": 1}\n', "a.jsonl:2: no 'text'; it has txt"),
+        ("a.jsonl", "[1, 2]\n", "a.jsonl:1: [1, 2], not an object"),
+        ("a.json", '[{"text": "a", "label": 1}, 3]', "a.json: record 2: 3, not an object"),
+        ("a.json", '{\n"train": []\n}', "a.json:1: no 'text'; it has train"),
+        ("a.parquet", "no", "a.parquet: not a Parquet file"),
+        ("a.csv.gz", "no", "a.csv.gz: cannot be read (Not a gzipped file"),
+        ("a.txt", "a b", "a.txt: its suffix '.txt' says no format"),
+    ],
+)  # fmt: skip
+def test_bad_files_are_named_with_their_line(
+    write: Callable[..., str], name: str, content: Any, message: str
+) -> None:
+    path = write(name, content)
+    with pytest.raises(InputError) as error:
+        read_table(path, ["text", "label"])
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_other_bad_files(write: Callable[..., str], tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"none\.csv: not found"):
+        read_table(tmp_path / "none.csv", ["text"])
+    with pytest.raises(InputError, match=r"a folder, not a file"):
+        read_table(write("d.parquet/a", "") and tmp_path / "d.parquet", ["text"])
+    with pytest.raises(InputError, match=r"b\.csv:1: no column 2; its rows have 2, numbered from 0"):
+        read_table(write("b.csv", "a,b\n"), [2], layout=Layout(header=False))
+    with pytest.raises(InputError, match=r"t\.lst:2: a label without a text"):
+        read_table(write("t.lst", "a b c\nd\n"), ["text"], layout=Layout("lines"))
+    bad = pa.array([b"ok", b"\xff"], pa.binary()).view(pa.string())
+    pq.write_table(pa.table({"text": bad}), tmp_path / "bad.parquet")
+    with pytest.raises(InputError, match=r"bad\.parquet: row 2: bytes that are not UTF-8"):
+        read_table(tmp_path / "bad.parquet", ["text"])
+
+
+def test_data_sets_keep_the_names_and_order_of_their_classes(tmp_path: Path) -> None:
+    import datasets
+
+    features = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["spam", "ham", "eggs"])}
+    )
+    train = datasets.Dataset.from_dict({"text": ["a", "b"], "label": [1, 0]}, features=features)
+    test = datasets.Dataset.from_dict({"text": ["c"], "label": [-1]}, features=features)
+    datasets.DatasetDict({"train": train, "test": test}).save_to_disk(tmp_path / "saved")
+    train.to_parquet(tmp_path / "a.parquet")
+    saved = task(dataset=str(tmp_path / "saved"), test="test")
+    assert [example.label for example in saved.read_train()] == ["ham", "spam"]
+    assert saved.labels == ("spam", "ham", "eggs")
+    assert [example.label for example in saved.read_test()["test"]] == [None]
+    assert saved.read_file(str(tmp_path / "a.parquet"))[0].label == "ham"
+    bare = datasets.DatasetDict({"train": train, "test": test.remove_columns("label")})
+    bare.save_to_disk(tmp_path / "bare")
+    unlabelled = task(dataset=str(tmp_path / "bare"), test="test").read_test()["test"]
+    assert [(example.text, example.label) for example in unlabelled] == [("c", None)]
+    parquet = task(train=str(tmp_path / "a.parquet"))
+    parquet.read_train()
+    assert parquet.labels == saved.labels
+    with pytest.raises(InputError, match=r"no split 'dev'; it has train, test"):
+        task(dataset=str(tmp_path / "saved"), dev="dev").read_held_out()
+    train.save_to_disk(tmp_path / "one")
+    with pytest.raises(InputError, match="has no splits, so no 'test'"):
+        read_dataset(str(tmp_path / "one"), ["text"], split="test")
+    with pytest.raises(InputError, match=r"classification\.revision: empty"):
+        task(dataset="some/name").read_train()
+
+
+def test_a_data_set_of_the_hub_is_read_at_its_revision(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    asked: list[Any] = []
+
+    def load_dataset(*arguments: Any, **more: Any) -> Any:
+        asked.append((arguments, more))
+        names = datasets.Features(
+            {"sentence": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
+        )
+        rows = {"sentence": ["a", "b"], "label": [1, 0]}
+        return datasets.Dataset.from_dict(rows, features=names).to_iterable_dataset()
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    hub = task(dataset="a/b", subset="c", revision="abc", train="train[:2]", text_column="sentence")
+    assert [(example.text, example.label) for example in hub.read_train()] == [("a", "yes"), ("b", "no")]
+    assert asked == [(("a/b", "c"), {"split": "train[:2]", "revision": "abc", "streaming": True})]
+
+
+# ---------------------------------------------------------------- labels
+
+
+def test_labels_are_sorted_by_number_if_all_are_and_kept_by_name(write: Callable[..., str]) -> None:
+    path = write("a.jsonl", sayings(10, 9, 2.0, 10))
+    numbers = task(train=path)
+    assert [example.label for example in numbers.read_train()] == ["10", "9", "2", "10"]
+    assert numbers.labels == ("2", "9", "10")
+    named = task(train=path, label_names=("two", "nine", "ten"))
+    assert [example.label for example in named.read_train()] == ["ten", "nine", "two", "ten"]
+    words = task(train=write("b.jsonl", sayings("b", True, "a", 10)))
+    words.read_train()
+    assert words.labels == ("10", "a", "b", "true")
+    fixed = task(train=path, labels=("10", "9", "2", "1"))
+    assert fixed.labels == ("10", "9", "2", "1")
+    # A trained model knows its labels without the files.
+    state = json.loads(json.dumps(named.state()))
+    again = Classification(ClassificationSettings(train="gone.jsonl", dev=path), state)
+    assert again.labels == ("two", "nine", "ten")
+    assert again.read_held_out()["dev"][0].label == "ten"
+
+
+def test_labels_are_known_whichever_set_is_read_first(write: Callable[..., str]) -> None:
+    train, dev = write("a.jsonl", sayings("a", "b")), write("b.jsonl", sayings("b"))
+    assert [example.label for example in task(train=train, dev=dev).read_held_out()["dev"]] == ["b"]
+    assert task(train=train).outputs == 2
+
+
+@pytest.mark.parametrize("values", [{}, {"label_separator": ";"}])
+def test_sets_of_labels(write: Callable[..., str], values: dict[str, str]) -> None:
+    cells = ["b; a", "", "a;a "] if values else ['["b", "a"]', "", '["a", "a"]']
+    path = write("a.tsv", "text\tlabel\n" + "".join(f"x\t{cell}\n" for cell in cells))
+    multi = task(train=path, problem_type="multi_label", **values)
+    examples = multi.read_train()
+    assert [example.label for example in examples] == [("b", "a"), (), ("a",)]
+    assert (multi.labels, multi.outputs, multi.objective) == (("a", "b"), 2, "labels")
+    lists = task(train=write("a.jsonl", sayings(["b", "a"], [], ["a"])), problem_type="multi_label")
+    assert [example.label for example in lists.read_train()] == [("b", "a"), (), ("a",)]
+
+
+@pytest.mark.parametrize(
+    ("train", "dev", "values", "message"),
+    [
+        (sayings("a", "b"), sayings("b", "c"), {}, "dev.jsonl:2: label 'c' is not among those of the training set"),
+        (sayings("positive", "b"), sayings("positiv"), {}, "did you mean 'positive'?"),
+        (sayings("a", "b"), [], {}, "dev.jsonl: empty file"),
+        (sayings("a", "a"), None, {}, "train.jsonl: every example has the label 'a'"),
+        (sayings("a", "a"), None, {"labels": ("a", "b")}, "train.jsonl: every example has the label 'a'"),
+        (sayings("a", "b", "d"), None, {"labels": ("a", "b")}, "train.jsonl:3: label 'd' is not among"),
+        (sayings("a", None), None, {}, "train.jsonl:2: label is empty"),
+        (sayings("a", " "), None, {}, "train.jsonl:2: label is ' '"),
+        (sayings("a", ["b"]), None, {}, "train.jsonl:2: label is ['b']"),
+        (sayings("a", "b"), None, {"label_names": ("x",)}, "label_names: 1 names, but"),
+        (sayings("a", "b"), None, {"positive": "c"}, "classification.positive: 'c' is no label; known: a, b"),
+        (sayings("a", "b", "c"), None, {"metric": "f1"}, "classification.metric: f1 needs two classes"),
+        ([{"text": None, "label": "a"}], None, {"labels": ("a", "b")}, "train.jsonl:1: the text is empty, not text"),
+        ([{"text": 7, "label": "a"}], None, {"labels": ("a", "b")}, "train.jsonl:1: the text is 7, not text"),
+        ([{"text": "x\ud83d", "label": "a"}], None, {"labels": ("a", "b")},
+         "train.jsonl:1: the text has half of a surrogate pair at character 1 (\\ud83d)"),
+        (sayings("a", "b", pair=None), None, {"pair_column": "pair"}, "train.jsonl:1: the second text is empty"),
+        (sayings("a", "b"), None, {"pair_column": "pair"}, "train.jsonl:1: no 'pair'; it has text, label"),
+        (sayings("a,b"), None, {"problem_type": "multi_label"}, "labels 'a,b': not a JSON list. Write one, or set"),
+        (sayings(3), None, {"problem_type": "multi_label"}, "train.jsonl:1: labels 3: not a JSON list"),
+        (sayings([]), None, {"problem_type": "multi_label"}, "no example has a label"),
+        (sayings(1, "x"), None, {"problem_type": "regression"}, "train.jsonl:2: label is 'x', not a number"),
+        (sayings(1, "nan"), None, {"problem_type": "regression"}, "train.jsonl:2: label is 'nan', not a number"),
+        (sayings(True), None, {"problem_type": "regression"}, "train.jsonl:1: label is True, not a number"),
+        (sayings(2, 2), None, {"problem_type": "regression"}, "every example has the label 2.0. Give"),
+        (sayings("a", "b"), None, {"dev_share": 1e-9}, "of 2 examples holds none out. Raise it"),
+        (sayings("a", "b"), None, {"dev_share": 1 - 1e-9}, "leaves nothing to train on. Lower it"),
+    ],
+)  # fmt: skip
+def test_bad_labels_and_sets_are_named(
+    write: Callable[..., str], train: Any, dev: Any, values: dict[str, Any], message: str
+) -> None:
+    if dev is not None:
+        values = {**values, "dev": write("dev.jsonl", dev)}
+    bad = task(train=write("train.jsonl", train), **values)
+    with pytest.raises(InputError) as error:
+        _read_both(bad)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def _read_both(bad: Classification) -> None:
+    bad.read_train()
+    bad.read_held_out()
+
+
+def test_a_header_without_rows_is_an_empty_split(write: Callable[..., str]) -> None:
+    train = write("a.csv", "text,label\na,x\nb,y\n")
+    with pytest.raises(InputError, match=r"b\.csv: no examples"):
+        task(train=train, dev=write("b.csv", "text,label\n")).read_held_out()
+
+
+def test_a_test_set_may_have_labels_or_none(write: Callable[..., str]) -> None:
+    train = write("a.csv", "text,label\na,x\nb,y\n")
+    for content, wanted in (("text\nc\n", None), ("text,label\nc,\n", None), ("text,label\nc,x\n", "x")):
+        part = task(train=train, test=write("t.csv", content))
+        assert [example.label for example in part.read_test()["test"]] == [wanted]
+    with pytest.raises(InputError, match=r"t\.csv:3: label is empty"):
+        task(train=train, test=write("t.csv", "text,label\nc,x\nd,\n")).read_test()
+
+
+def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -> None:
+    records = [{"text": f"{n % 50}", "label": "ab"[n % 2]} for n in range(200)]
+    whole = task(train=write("a.jsonl", records), dev_share=0.3)
+    train, dev = whole.read_train(), whole.read_held_out()["dev"]
+    assert len(train) + len(dev) == 200
+    assert 30 < len(dev) < 90
+    assert not {example.text for example in train} & {example.text for example in dev}
+    turned = task(train=write("b.jsonl", records[::-1]), dev_share=0.3)
+    assert {example.text for example in turned.read_held_out()["dev"]} == {example.text for example in dev}
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ("{}", "train: one of train, dataset and glue is needed"),
+        ("{glue: rte}", "glue_dir: glue needs the folder"),
+        ("{glue: rte, glue_dir: x, train: y}", "only one of glue, dataset and train"),
+        ("{glue: rte, glue_dir: x, dev: y}", "leave dev and test out"),
+        ("{glue: rte, glue_dir: x, problem_type: regression}", "labels: glue has its own"),
+        ("{glue: rte, glue_dir: x, metric: f1}", "metric: 'f1' is not a score here; known: accuracy"),
+        ("{train: x, dev: y, dev_share: 0.1}", "dev_share: there is a dev set"),
+        ("{train: x, encoding: utf-88}", "encoding: 'utf-88' is unknown"),
+        ("{train: x, delimiter: ', '}", "delimiter: ', ' is more than one character"),
+        ("{train: x, header: false}", "text_column: 'text', but without a header"),
+        ("{train: x, labels: [a, a]}", "labels: one stands there twice"),
+        ("{train: x, labels: [a]}", "labels: one class alone"),
+        ("{train: x, labels: [a, b], label_names: [c]}", "label_names: 1 names for 2 labels"),
+        ("{train: x, labels: [a, b], problem_type: regression}", "labels: regression has none"),
+        (
+            "{train: x, class_weights: balanced, problem_type: multi_label}",
+            "class_weights: only single_label",
+        ),
+        ("{train: x, metric: pearson}", "metric: 'pearson' is not a score here"),
+        ("{train: x, pair_colum: y}", "did you mean pair_column?"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(write: Callable[..., str], lines: str, message: str) -> None:
+    with pytest.raises(InputError) as error:
+        load(write("a.yaml", lines), ClassificationSettings)
+    assert message in str(error.value)
+
+
+def test_every_setting_is_described() -> None:
+    assert all(field.description for field in ClassificationSettings.model_fields.values())
+    numbered = ClassificationSettings(train="x", header=False, text_column=1, label_column=0)
+    assert (numbered.text_column, numbered.pair_column) == (1, "")
+
+
+# ---------------------------------------------------------------- windows
+
+
+def two_classes(**values: Any) -> Classification:
+    return task(train="unread.jsonl", labels=("a", "b"), **values)
+
+
+def shown(windows: Windows, window: int, segment: int) -> list[int]:
+    """The tokens of one window's segment, special tokens (ids under 5) left out."""
+    rows = slice(windows.starts[window], windows.starts[window + 1])
+    ids, types = windows.ids[rows], windows.types[rows]
+    return ids[(types == segment) & (ids >= 5)].tolist()
+
+
+def test_short_texts_and_pairs_are_framed_as_the_tokenizer_does(tokenizer: Tokenizer) -> None:
+    encoder = TextEncoder(tokenizer, 16)
+    pairs = two_classes(pair_column="pair")
+    examples = [
+        Example("word11 word12", "word13", "b", ""),
+        Example("", "word14", "a", ""),
+        Example("word16", "", "b", ""),
+    ]
+    windows = pairs.windows(examples, encoder, training=True)
+    for n, example in enumerate(examples):
+        wanted = tokenizer.encode(example.text, example.pair)
+        rows = slice(windows.starts[n], windows.starts[n + 1])
+        assert windows.ids[rows].tolist() == wanted.ids
+        assert windows.types[rows].tolist() == wanted.type_ids
+    assert windows.labels.tolist() == [1, 0, 1]
+    assert windows.labels.dtype == np.int64
+    assert windows.asked.tolist() == windows.starts[:-1].tolist()
+    single = two_classes().windows(examples[:1], encoder, training=False)
+    assert single.ids.tolist() == tokenizer.encode("word11 word12").ids
+
+
+_LENGTHS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=8)
+
+
+@given(_LENGTHS, st.integers(4, 30), st.data())
+@settings(max_examples=200, deadline=None)
+def test_windows_of_pairs_show_every_token_of_both(
+    lengths: list[tuple[int, int]], room: int, data: st.DataObject
+) -> None:
+    overlap = data.draw(st.integers(0, room // 2 - 1))
+    sizes = np.array(lengths, np.int64).reshape(-1, 2)
+    pair, *stretches = cut_pairs(sizes[:, 0], sizes[:, 1], room, overlap)
+    assert (np.diff(pair) >= 0).all()
+    assert set(pair.tolist()) == set(range(len(sizes)))
+    assert (stretches[1] + stretches[3] <= room).all()
+    for n, both in enumerate(lengths):
+        of = pair == n
+        for side, size in enumerate(both):
+            begin, length = stretches[2 * side][of], stretches[2 * side + 1][of]
+            assert set(ragged(begin, length).tolist()) == set(range(size))
+            assert (np.diff(begin) >= 0).all()  # both texts go forward together
+            if min(both) <= room // 2 and size == min(both) and both[0] != both[1]:
+                assert set(length.tolist()) == {size}  # the shorter stands whole everywhere
+        if sum(both) <= room:
+            assert of.sum() == 1
+
+
+def test_two_long_texts_go_on_at_the_same_pace() -> None:
+    pair, begin_a, length_a, begin_b, length_b = cut_pairs(np.array([100]), np.array([40]), 20, 0)
+    assert len(pair) == 10
+    assert begin_a.tolist() == list(range(0, 100, 10))
+    assert begin_b.tolist() == [0, 0, 0, 10, 10, 20, 20, 20, 30, 30]
+    assert set(length_a.tolist()) == set(length_b.tolist()) == {10}
+
+
+def test_windows_of_one_example_share_its_label_and_weight(
+    tokenizer: Tokenizer, write: Callable[..., str]
+) -> None:
+    long = " ".join(WORDS * 4)
+    records = [
+        {"text": text, "label": label} for text, label in ((long, "a"), ("word11", "a"), ("word12", "b"))
+    ]
+    balanced = task(train=write("a.jsonl", records), class_weights="balanced")
+    examples = balanced.read_train()
+    windows = balanced.windows(examples, TextEncoder(tokenizer, 16), training=True)
+    assert np.bincount(windows.examples).tolist() == [4, 1, 1]
+    wanted = sklearn.utils.class_weight.compute_sample_weight("balanced", [e.label for e in examples])
+    assert np.bincount(windows.examples, windows.weights) == pytest.approx(wanted)
+    assert windows.weights.dtype == np.float32
+    # Also when only a part is asked for: the weights are those of the training set.
+    part = balanced.windows(examples[2:], TextEncoder(tokenizer, 16), training=True)
+    assert part.weights == pytest.approx(wanted[2:])
+    scored = balanced.windows(examples, TextEncoder(tokenizer, 16), training=False)
+    assert np.bincount(scored.examples, scored.weights) == pytest.approx([1, 1, 1])
+    tokens = [token for n in range(4) for token in shown(windows, n, 0)]
+    assert set(tokens) == {tokenizer.token_to_id(word) for word in WORDS}
+
+
+def test_a_class_without_examples_weighs_one_and_is_said(write: Callable[..., str], caplog: Any) -> None:
+    absent = task(
+        train=write("a.jsonl", sayings("a", "a", "c")), labels=("a", "b", "c"), class_weights="balanced"
+    )
+    absent.read_train()
+    assert absent._class_weights is not None
+    assert absent._class_weights.tolist() == [0.75, 1.0, 1.5]
+    assert "no example of b" in caplog.text
+
+
+def test_a_text_of_a_megabyte_works_and_training_says_what_it_leaves_out(
+    tokenizer: Tokenizer, caplog: Any
+) -> None:
+    rng = np.random.default_rng(0)
+    text = " ".join(rng.choice(WORDS, 1_000_000 // 7 + 1))
+    assert len(text) > 1_000_000
+    examples = [Example("word11", None, "a", ""), Example(text, None, "b", "")]
+    encoder = TextEncoder(tokenizer, 128)
+    every = two_classes(overlap=0).windows(examples, encoder, training=False)
+    assert not caplog.records
+    tokens = [token for n in range(1, len(every)) for token in shown(every, n, 0)]
+    assert tokens == tokenizer.encode(text, add_special_tokens=False).ids
+    trained = two_classes(overlap=0, max_windows=5).windows(examples, encoder, training=True)
+    assert trained.examples.tolist() == [0, 1, 1, 1, 1, 1]
+    places = [
+        next(n for n in range(1, len(every)) if shown(every, n, 0) == shown(trained, k, 0))
+        for k in range(1, 6)
+    ]
+    last = len(every) - 1
+    assert places == np.linspace(1, last, 5).round().astype(int).tolist()
+    assert (
+        f"1 of 2 texts are longer than 5 windows (max_windows): training sees 5 of their {last}"
+        in caplog.text
+    )
+
+
+def test_training_may_see_one_window_alone(tokenizer: Tokenizer) -> None:
+    examples = [Example(" ".join(WORDS * 3), None, "a", ""), Example("word11", None, "b", "")]
+    windows = two_classes(max_windows=1).windows(examples, TextEncoder(tokenizer, 12), training=True)
+    assert [shown(windows, n, 0) for n in range(2)] == [
+        tokenizer.encode(" ".join(WORDS), add_special_tokens=False).ids,
+        tokenizer.encode("word11", add_special_tokens=False).ids,
+    ]
+
+
+def test_an_overlap_of_half_a_window_is_refused(tokenizer: Tokenizer) -> None:
+    examples = [Example("word11", None, "a", "")]
+    with pytest.raises(
+        InputError, match=r"classification\.overlap: 7 must be less than half of the 14 tokens"
+    ):
+        two_classes(overlap=7).windows(examples, TextEncoder(tokenizer, 16), training=False)
+    with pytest.raises(InputError, match="max_length: windows have room for 3 tokens"):
+        two_classes().windows(examples, TextEncoder(tokenizer, 5), training=False)
+
+
+def test_labels_have_the_form_of_the_objective(tokenizer: Tokenizer) -> None:
+    encoder = TextEncoder(tokenizer, 16)
+    multi = two_classes(problem_type="multi_label")
+    windows = multi.windows(
+        [Example("x", None, ("b",), ""), Example("x", None, (), "")], encoder, training=True
+    )
+    assert windows.labels.tolist() == [[0, 1], [0, 0]]
+    assert windows.labels.dtype == np.float32
+    value = task(train="unread.jsonl", problem_type="regression")
+    windows = value.windows(
+        [Example("x", None, 2.5, ""), Example("x", None, None, "")], encoder, training=False
+    )
+    assert windows.labels.tolist() == [2.5, 0]
+    assert (windows.labels.dtype, value.outputs, value.labels) == (np.float32, 1, ())
+    assert two_classes().windows([Example("x", None, None, "")], encoder, training=False).labels.tolist() == [
+        0
+    ]
+    nothing = two_classes().windows([], encoder, training=False)
+    assert len(nothing) == 0
+    assert two_classes().decode([], nothing, np.zeros((0, 2), np.float32)) == []
+
+
+# ---------------------------------------------------------------- predictions
+
+
+def windowed(counts: list[int]) -> Windows:
+    """Windows as `decode` needs them: `counts` of each example."""
+    examples = np.repeat(np.arange(len(counts)), counts)
+    nothing = np.zeros(0)
+    return Windows(nothing, nothing, nothing, examples, nothing, nothing, nothing, {})
+
+
+def some(count: int, label: Any = None) -> list[Example]:
+    return [Example("x", None, label, "")] * count
+
+
+def test_logits_of_an_examples_windows_are_averaged() -> None:
+    logits = np.array([[0, 1], [4, 0], [2, -1], [-1, 3]], np.float32)
+    windows = windowed([3, 1])
+    made = two_classes().decode(some(2), windows, logits)
+    chances = np.exp([2.0, 0.0]) / np.exp([2.0, 0.0]).sum()
+    assert made[0] == {
+        "label": "a",
+        "score": pytest.approx(chances[0]),
+        "scores": {"a": pytest.approx(chances[0]), "b": pytest.approx(chances[1])},
+    }
+    assert [one["label"] for one in made] == ["a", "b"]
+    multi = two_classes(problem_type="multi_label").decode(some(2), windows, logits)
+    assert multi[0]["labels"] == ["a", "b"]
+    assert multi[0]["scores"] == {"a": pytest.approx(1 / (1 + np.exp(-2))), "b": 0.5}
+    value = task(train="unread.jsonl", problem_type="regression").decode(some(2), windows, logits[:, :1])
+    assert value == [{"value": 2.0}, {"value": -1.0}]
+    json.dumps([made, multi, value])
+    with warnings.catch_warnings(record=True) as caught:
+        far = two_classes(problem_type="multi_label").decode(some(1), windowed([1]), np.array([[1e4, -1e4]]))
+    assert far[0]["scores"] == {"a": 1.0, "b": 0.0}
+    assert not caught
+
+
+def predicted(*labels: str) -> list[dict[str, Any]]:
+    return [{"label": label, "score": 1.0, "scores": {}} for label in labels]
+
+
+def test_scores_and_details_of_two_classes(write: Callable[..., str]) -> None:
+    two = two_classes()
+    examples = [*some(3, "a"), *some(2, "b")]
+    made = predicted("a", "b", "a", "b", "a")
+    true, found = [0, 0, 0, 1, 1], [0, 1, 0, 1, 0]
+    scores = two.score(examples, made)
+    assert scores["f1"] == pytest.approx(sklearn.metrics.f1_score(true, found, pos_label=1))
+    assert two_classes(positive="a").score(examples, made)["f1"] == pytest.approx(2 / 3)
+    assert scores["accuracy"] == 0.6
+    assert scores["matthews"] == pytest.approx(sklearn.metrics.matthews_corrcoef(true, found))
+    assert two.metric in scores
+    details = two.details(examples, made)
+    assert details["confusion"] == {"labels": ["a", "b"], "counts": [[2, 1], [1, 1]]}
+    assert details["by_type"]["b"] == {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 2}
+    json.dumps(details)
+    assert two.score(some(1), made[:1]) == {} == two.details(some(1), made[:1])
+
+
+def test_scores_and_details_of_values() -> None:
+    value = task(train="unread.jsonl", problem_type="regression")
+    examples = [example for label in (1.0, 2.0, 4.0) for example in some(1, label)]
+    made = [{"value": 2.0}, {"value": 1.0}, {"value": 5.0}]
+    scores = value.score(examples, made)
+    assert scores["pearson"] == pytest.approx(scipy.stats.pearsonr([1, 2, 4], [2, 1, 5])[0])
+    assert scores[value.metric] == pytest.approx((scores["pearson"] + scores["spearman"]) / 2)
+    assert value.details(examples, made) == {"mean_absolute_error": 1.0, "mean_squared_error": 1.0}
+
+
+def test_the_threshold_is_tuned_on_the_dev_set_and_kept() -> None:
+    multi = two_classes(problem_type="multi_label")
+    examples = [*some(2, ("a",)), *some(2, ())]
+    made = [{"labels": [], "scores": {"a": a, "b": 0.1}} for a in (0.4, 0.3, 0.2, 0.05)]
+    assert multi.score(examples, made)["micro_f1"] == 0
+    multi.tune(examples, made)
+    assert multi.threshold == pytest.approx(0.25)
+    scores = multi.score(examples, made)
+    assert (scores["micro_f1"], scores["macro_f1"], scores["subset_accuracy"]) == (1.0, 0.5, 1.0)
+    again = Classification(multi.settings, json.loads(json.dumps(multi.state())))
+    assert again.threshold == multi.threshold
+    assert again.details(examples, made)["threshold"] == multi.threshold
+    fixed = two_classes(problem_type="multi_label", threshold=0.6)
+    fixed.tune(examples, made)
+    assert fixed.threshold == 0.6
+    # Of equally good ones (2 / 3 above 0.3 and above 0.05) the nearest to 0.5.
+    made = [{"scores": {"a": a, "b": 0.01}} for a in (0.4, 0.2, 0.3, 0.25, 0.05)]
+    multi.tune([*some(2, ("a",)), *some(3, ())], made)
+    assert multi.threshold == pytest.approx(0.35)
+    # Where nothing is better than 0.5, it stays.
+    sure = [{"labels": [], "scores": {"a": a, "b": 0.1}} for a in (0.9, 0.8, 0.2, 0.05)]
+    multi.tune(examples, sure)
+    assert multi.threshold == 0.5
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=12))  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_no_threshold_is_better_than_the_tuned_one(rows: list[tuple[bool, bool, int, int]]) -> None:
+    for metric in ("micro_f1", "macro_f1", "subset_accuracy"):
+        multi = two_classes(problem_type="multi_label", metric=metric)
+        examples = [
+            Example("x", None, tuple(n for n, on in zip("ab", row[:2], strict=True) if on), "")
+            for row in rows
+        ]
+        made = [{"scores": {"a": row[2] / 20, "b": row[3] / 20}} for row in rows]
+        multi.tune(examples, made)
+        best = multi.score(examples, made)[metric]
+        for threshold in np.arange(0.025, 1, 0.05):
+            multi.threshold = float(threshold)
+            # All labels (below every probability) and none (above) are no thresholds to choose.
+            values = {value for row in rows for value in row[2:]}
+            if min(values) / 20 < threshold < max(values) / 20:
+                assert multi.score(examples, made)[metric] <= best + 1e-12
+
+
+def test_a_threshold_among_many_rare_labels_is_found() -> None:
+    rng = np.random.default_rng(0)
+    chances = rng.uniform(0, 0.01, (5000, 2))  # most are far below what matters
+    chances[:40, 0] = np.linspace(0.2, 0.4, 40)
+    examples = [*some(20, ()), *some(20, ("a",)), *some(4960, ())]
+    multi = two_classes(problem_type="multi_label")
+    multi.tune(examples, [{"scores": {"a": a, "b": b}} for a, b in chances.tolist()])
+    assert (
+        multi.score(examples, [{"scores": {"a": a, "b": b}} for a, b in chances.tolist()])["micro_f1"] > 0.97
+    )
+
+
+def test_values_far_from_one_are_said(write: Callable[..., str], caplog: Any) -> None:
+    task(train=write("a.jsonl", sayings(1000, 250000)), problem_type="regression").read_train()
+    assert "values spread by 1.24e+05" in caplog.text
+    caplog.clear()
+    task(train=write("b.jsonl", sayings(1, 5)), problem_type="regression").read_train()
+    assert not caplog.records
+
+
+def test_records_and_texts_of_the_users() -> None:
+    single = two_classes(text_column="sentence")
+    assert single.example("plain", "stdin:1").text == "plain"
+    assert single.example({"sentence": "a", "id": 3}, "stdin:1").text == "a"
+    assert single.example({"text": "a"}, "stdin:1").text == "a"
+    pairs = two_classes(pair_column="hypothesis")
+    assert pairs.example({"text": "a", "hypothesis": "b"}, "").pair == "b"
+    assert pairs.example({"text": "a", "pair": "b"}, "").pair == "b"
+    for made, record, message in (
+        (single, {"txt": "a"}, "stdin:1: no 'text'; it has txt"),
+        (single, {}, "stdin:1: no 'text'; it has nothing"),
+        (single, {"text": 3}, "stdin:1: 'text' is 3, not text"),
+        (single, {"text": "a", "pair": "b"}, "trained on single texts"),
+        (pairs, "a", 'one text where a pair is needed. Give {"text": ..., "pair": ...}'),
+        (pairs, {"text": "a"}, "stdin:1: no 'pair'; it has text"),
+    ):
+        with pytest.raises(InputError) as error:
+            made.example(record, "stdin:1")
+        assert message in str(error.value)
+
+
+def test_nothing_heavy_is_loaded_for_the_settings() -> None:
+    import subprocess
+    import sys
+
+    code = (
+        "import sys, finetune.tasks.classification; "
+        "print([m for m in ('torch', 'pyarrow', 'datasets', 'mwparserfromhell') if m in sys.modules])"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"

@@ -1,0 +1,829 @@
+"""Named entities: files of every form in, every word asked once, spans out."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import string
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+
+from finetune.metrics import entities as metrics
+from finetune.sentences import Sentence
+from finetune.task import Windows
+from finetune.tasks.entities import Entities, EntitiesSettings
+from finetune.text import TextEncoder
+from finetune.words import cut_words, joined
+from pretrain.corpus.vocabulary import SPECIAL_TOKENS, bert_tokenizer
+from pretrain.errors import InputError
+from pretrain.settings import load
+
+NOTHING = "\u200b"  # a zero-width space: a word of it becomes no token
+
+
+def make_encoder(max_length: int) -> TextEncoder:
+    """Every word is its letters: `cat` is c ##a ##t."""
+    letters = string.ascii_lowercase + string.digits
+    entries = [*SPECIAL_TOKENS, *letters, *(f"##{one}" for one in letters), *string.punctuation]
+    vocabulary = {entry: number for number, entry in enumerate(entries)}
+    return TextEncoder(bert_tokenizer(vocabulary, normalizers.BertNormalizer(lowercase=True)), max_length)
+
+
+def make_task(types: str = "PER LOC", **options: Any) -> Entities:
+    return Entities(EntitiesSettings(**options), {"types": types.split(), "scheme": "iob2"})
+
+
+def write(path: Path, text: str) -> str:
+    path.write_bytes(text.encode())
+    return str(path)
+
+
+def write_records(path: Path, *records: Any) -> str:
+    return write(path, "".join(json.dumps(record) + "\n" for record in records))
+
+
+def read(path: str, **options: Any) -> list[Sentence]:
+    return Entities(EntitiesSettings(train=path, **options)).read_train()
+
+
+def text_of(windows: Windows, encoder: TextEncoder, number: int) -> list[str]:
+    ids = windows.ids[windows.starts[number] : windows.starts[number + 1]]
+    return [str(encoder.tokenizer.id_to_token(one)) for one in ids.tolist()]
+
+
+def logits_of(windows: Windows, labels: np.ndarray, classes: int, certainty: float = 9.0) -> np.ndarray:
+    logits = np.zeros((len(windows.asked), classes), np.float32)
+    logits[np.arange(len(labels)), labels] = certainty
+    return logits
+
+
+# ---------------------------------------------------------------- columns
+
+
+IN_SCHEMES = {
+    "iob1": "I-PER I-PER O I-LOC B-LOC I-PER",
+    "iob2": "B-PER I-PER O B-LOC B-LOC B-PER",
+    "bioes": "B-PER E-PER O S-LOC S-LOC S-PER",
+    "bilou": "B-PER L-PER O U-LOC U-LOC U-PER",
+}
+
+
+@pytest.mark.parametrize("scheme", IN_SCHEMES)
+def test_every_scheme_becomes_iob2(tmp_path, scheme):
+    lines = [f"w{number} {tag}" for number, tag in enumerate(IN_SCHEMES[scheme].split())]
+    task = Entities(EntitiesSettings(train=write(tmp_path / "a.conll", "\n".join(lines))))
+    (one,) = task.read_train()
+    assert one.tags == IN_SCHEMES["iob2"].split()
+    assert task.state() == {"types": ["LOC", "PER"], "scheme": scheme.replace("bilou", "bioes")}
+    assert task.labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
+    assert task.outputs == 5
+    assert not task.remarks
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Ann B-PER\nleft O\n\nBob B-PER\n",
+        "Ann B-PER\nleft O\n\nBob B-PER",  # no line end at the end
+        "\n\nAnn B-PER\nleft O\n\n\n\nBob B-PER\n\n",
+        "Ann\tB-PER\nleft\tO\n\t\nBob\tB-PER\n",  # WNUT-17: a lone tab between sentences
+        "Ann\tB-PER\nleft\tO\n \t \nBob\tB-PER\n",
+        "Ann B-PER\r\nleft O\r\n\r\nBob B-PER\r\n",
+        "\ufeffAnn B-PER\nleft O\n\nBob B-PER\n",  # a byte order mark
+        "Ann   NNP\t I-NP B-PER \nleft VBD B-VP O\n\nBob NNP\tI-NP B-PER\n".replace("\t", " "),
+        "-DOCSTART- -X- O O\n\nAnn NNP I-NP B-PER\nleft VBD B-VP O\n\nBob NNP I-NP B-PER\n",
+        "-DOCSTART-\n\nAnn\tB-PER\nleft\tO\n-DOCSTART-\tO\nBob\tB-PER\n",
+    ],
+)
+def test_columns_of_every_form(tmp_path, text):
+    sentences = read(write(tmp_path / "a.conll", text))
+    assert [one.words for one in sentences] == [["Ann", "left"], ["Bob"]]
+    assert [one.tags for one in sentences] == [["B-PER", "O"], ["B-PER"]]
+    last = next(number for number, line in enumerate(text.split("\n"), 1) if line.startswith("Bob"))
+    assert sentences[1].where() == f"{tmp_path}/a.conll:{last}"
+
+
+def test_white_space_of_other_alphabets_is_a_word_and_no_line_end(tmp_path):
+    (one,) = read(write(tmp_path / "a.txt", "\u00a0 O\na\u2028b O\n\x85c B-PER\n"))
+    assert one.words == ["\u00a0", "a\u2028b", "\x85c"]
+    (one,) = read(write(tmp_path / "a.tsv", "New York\tB-LOC\n\u3000\tO\n"))  # a blank within a tab's column
+    assert one.words == ["New York", "\u3000"]
+
+
+def test_columns_and_encoding_are_chosen(tmp_path):
+    (tmp_path / "a.txt").write_bytes("B-X Zürich 1 B-LOC y\n".encode("latin-1"))
+    (one,) = read(str(tmp_path / "a.txt"), token_column=1, label_column=-2, encoding="latin-1")
+    assert (one.words, one.tags) == (["Zürich"], ["B-LOC"])
+
+
+def test_compressed_files_are_read(tmp_path):
+    (tmp_path / "a.conll.gz").write_bytes(gzip.compress(b"Ann B-PER\n"))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(b'{"tokens": ["Ann"], "tags": ["B-PER"]}\n'))
+    for name in ("a.conll.gz", "a.jsonl.gz"):
+        assert read(str(tmp_path / name))[0].tags == ["B-PER"]
+
+
+def test_wikianns_language_is_taken_off_and_told(tmp_path):
+    task = Entities(EntitiesSettings(train=write(tmp_path / "a.txt", "en:Ann\tB-PER\nen::\tO\n\nen:it\tO\n")))
+    assert [one.words for one in task.read_train()] == [["Ann", ":"], ["it"]]
+    assert len(task.remarks) == 1
+    assert "every word begins with 'en:'" in task.remarks[0]
+    assert read(write(tmp_path / "b.txt", "re:Ann\tB-PER\nleft\tO\n"))[0].words == ["re:Ann", "left"]
+
+
+def test_gold_that_breaks_its_scheme_is_read_as_conlleval_does_and_told(tmp_path):
+    text = "a B-PER\nb O\nc I-PER\nd I-LOC\n\ne B-LOC\nf I-LOC\n\ng B-LOC\nh B-PER\n"
+    task = Entities(EntitiesSettings(train=write(tmp_path / "a.conll", text)))
+    assert task.read_train()[0].tags == ["B-PER", "O", "B-PER", "B-LOC"]
+    assert task.remarks == [
+        f"{tmp_path}/a.conll:3: a tag that does not follow iob2; read as conlleval reads it; 2 in all, this is the first"
+    ]
+
+
+# ---------------------------------------------------------------- records
+
+
+def test_records_of_tokens_and_of_text(tmp_path):
+    path = write_records(
+        tmp_path / "a.jsonl",
+        {"tokens": ["Ann", "left"], "tags": ["B-PER", "O"]},
+        {"tokens": ["Ann"], "ner_tags": ["B-PER"], "id": 7},
+        {"text": "Go, Ann B.!", "entities": [{"start": 4, "end": 10, "type": "PER", "text": "Ann B."}]},
+        {"text": "in \U0001f600Rome", "spans": [{"start": 4, "end": 8, "label": "LOC"}]},
+        {"text": "nothing", "entities": []},
+        {"text": "", "entities": []},
+    )
+    sentences = read(path)
+    assert [list(one.words) for one in sentences[2:4]] == [
+        ["Go", ",", "Ann", "B", ".", "!"],
+        ["in", "\U0001f600", "Rome"],
+    ]
+    assert [one.tags for one in sentences] == [
+        ["B-PER", "O"],
+        ["B-PER"],
+        ["O", "O", "B-PER", "I-PER", "I-PER", "O"],
+        ["O", "O", "B-LOC"],
+        ["O"],
+        [],
+    ]
+    assert sentences[3].where(2) == f"{path}:4"
+
+
+def test_tags_of_records_follow_the_scheme_and_spans_need_not(tmp_path):
+    path = write_records(tmp_path / "a.jsonl", {"tokens": ["a", "b"], "tags": ["I-PER", "B-PER"]})
+    task = Entities(EntitiesSettings(train=path))
+    assert task.read_train()[0].tags == ["B-PER", "B-PER"]
+    spans = [{"start": 0, "end": 3, "type": "PER"}]
+    assert task.read_file(write_records(tmp_path / "b.jsonl", {"text": "Ann B", "entities": spans}))[
+        0
+    ].tags == ["B-PER", "O"]
+    assert not task.remarks
+
+
+def test_boundaries_inside_of_words_are_counted(tmp_path):
+    cut = {"text": "in NYCity now", "entities": [{"start": 3, "end": 5, "type": "LOC"}]}
+    two = {
+        "text": "RomeParis",
+        "entities": [{"start": 0, "end": 4, "type": "LOC"}, {"start": 4, "end": 9, "type": "X"}],
+    }
+    blanks = {"text": " Ann ", "entities": [{"start": 0, "end": 5, "type": "PER"}]}
+    task = Entities(
+        EntitiesSettings(
+            train=write_records(tmp_path / "a.jsonl", blanks, cut, cut, two), labels=("PER", "LOC", "X")
+        )
+    )
+    assert [one.tags for one in task.read_train()] == [
+        ["B-PER"],
+        ["O", "B-LOC", "O"],
+        ["O", "B-LOC", "O"],
+        ["B-LOC"],
+    ]
+    assert [remark.partition(": the entity")[0] for remark in task.remarks] == [
+        f"{tmp_path}/a.jsonl:{line}" for line in (2, 4, 4)
+    ]
+    assert "2 in all" in task.remarks[0]
+
+
+def test_half_a_surrogate_pair_keeps_its_place():
+    task, encoder = make_task(), make_encoder(16)
+    one = task.example({"text": "x \ud83d Ann"}, "line 1")
+    windows = task.windows([one], encoder, training=False)
+    (prediction,) = task.decode([one], windows, logits_of(windows, np.array([0, 1]), 5))
+    assert prediction["entities"][0]["start"] == 4
+    json.dumps(prediction, ensure_ascii=False).encode()
+
+
+# ---------------------------------------------------------------- what is wrong in files
+
+GOOD = "Ann B-PER\nleft O\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        (
+            "Ann B-PER\nleft\n",
+            {},
+            r"a.txt:2: 1 column, parted by blanks, where the first line of the file has 2\.",
+        ),
+        ("Ann\tB-PER\n\nleft it\tO\tx\n", {}, r"a.txt:3: 3 columns, parted by a tab, where .* has 2\."),
+        ("", {}, r"a.txt: no sentence in it"),
+        ("\n-DOCSTART- O\n\n", {}, r"a.txt: no sentence in it"),
+        ("Ann O\n\nleft O\n", {}, r"a.txt: no entity in 2 sentences, only O"),
+        ("Ann O\n", {"labels": ("PER",)}, r"a.txt: no entity in 1 sentences, only O"),
+        ("Ann\nleft\n", {}, r"a.txt:1: no labels\. Give columns"),
+        ("Ann NNP\n", {}, r"a.txt:1: 'NNP' is no tag; expected O, or a prefix and a type"),
+        ("Ann B-PER\nleft B-\n", {}, r"a.txt:2: 'B-' is no tag"),
+        ("Ann B-PER\nRome S-LOC\n", {"scheme": "iob2"}, r"a.txt:2: a tag of bioes, where the scheme is iob2"),
+        (
+            "Ann B-PER\nRome B-LOC\n",
+            {"labels": ("PER",)},
+            r"a.txt:2: the type 'LOC' is not among those set in labels \(PER\)",
+        ),
+        (GOOD, {"label_column": 2}, r"a.txt:1: 2 columns, numbered from 0, and label_column is 2\."),
+        (GOOD, {"token_column": -3}, r"a.txt:1: 2 columns, numbered from 0, and token_column is -3\."),
+    ],
+)
+def test_bad_columns(tmp_path, text, options, message):
+    with pytest.raises(InputError, match=message) as caught:
+        read(write(tmp_path / "a.txt", text), **options)
+    assert "\n" not in str(caught.value)
+
+
+SPAN = {"start": 0, "end": 3, "type": "PER"}
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ([1], r"a.jsonl:2: \[1\] is no object; expected"),
+        ({"id": 1}, r'a.jsonl:2: neither "text" nor "tokens"; it has id\.'),
+        ({"tokens": "Ann", "tags": ["O"]}, r'a.jsonl:2: tokens is "Ann"; expected a list of texts'),
+        ({"tokens": ["Ann"], "tags": [1]}, r"a.jsonl:2: tags is \[1\]; expected a list of texts such as B-PER"),
+        ({"tokens": ["Ann"], "tags": []}, r"a.jsonl:2: 1 tokens and 0 tags"),
+        ({"tokens": ["Ann"], "tags": ["PER"]}, r"a.jsonl:2: 'PER' is no tag"),
+        ({"tokens": ["Ann"]}, r"a.jsonl:2: neither tags nor entities, as .*a.jsonl:1 has them"),
+        ({"text": 5, "entities": []}, r"a.jsonl:2: text is 5; expected text"),
+        ({"text": "Ann", "entities": {}}, r"a.jsonl:2: entities is \{\}; expected a list"),
+        ({"text": "Ann", "entities": [[0, 3]]}, r"a.jsonl:2: entity 0 is \[0, 3\]; expected"),
+        ({"text": "Ann", "entities": [{"start": 0, "end": 3}]}, r"a.jsonl:2: entity 0 is .*; expected"),
+        ({"text": "Ann", "entities": [SPAN | {"end": "3"}]}, r"a.jsonl:2: entity 0 is .*; expected"),
+        ({"text": "Ann", "entities": [SPAN | {"end": 4}]}, r"entity 0 is from 0 to 4, and the text has 3 characters"),
+        ({"text": "Ann", "entities": [SPAN | {"start": -1}]}, r"entity 0 is from -1 to 3, and the text has 3"),
+        ({"text": "Ann", "entities": [SPAN | {"start": 3}]}, r"entity 0 is from 3 to 3"),
+        ({"text": "é Ann", "entities": [SPAN | {"start": 2, "end": 5}, SPAN | {"text": "Ann"}]}, r'entity 1 is "Ann", but 0 to 3 of the text is "é A"'),
+        ({"text": "Ann B", "entities": [SPAN | {"end": 5, "type": "X"}, SPAN]}, r"entities PER from 0 to 3 and X from 0 to 5 overlap"),
+        ({"text": "Ann    ", "entities": [SPAN | {"start": 4, "end": 6}]}, r"the entity PER from 4 to 6 is \"  \", which has no word"),
+        ({"text": "Ann", "entities": [SPAN], "document": [1]}, r"a.jsonl:2: document is \[1\]; expected text or a number"),
+    ],
+)  # fmt: skip
+def test_bad_records(tmp_path, record, message):
+    path = write_records(tmp_path / "a.jsonl", {"text": "Ann", "entities": [SPAN]}, record)
+    with pytest.raises(InputError, match=message) as caught:
+        read(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_bad_bytes_and_missing_files(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"Ann B-PER\nZ\xfcrich B-LOC\n")
+    with pytest.raises(InputError, match=r"a.txt:2: byte 11 \(0xfc\) is not UTF-8\. .*`encoding`"):
+        read(str(tmp_path / "a.txt"))
+    (tmp_path / "a.jsonl").write_bytes(b'{"tokens": ["Z\xfcrich"], "tags": ["O"]}')
+    with pytest.raises(InputError, match=r"a.jsonl:1: byte 14"):
+        read(str(tmp_path / "a.jsonl"))
+    (tmp_path / "b.jsonl").write_bytes(b'{"tokens": \n')
+    with pytest.raises(InputError, match=r"b.jsonl:1: not JSON"):
+        read(str(tmp_path / "b.jsonl"))
+    (tmp_path / "a.gz").write_bytes(b"Ann B-PER\n")
+    with pytest.raises(InputError, match=r"c.json:1: \[1\] is no object"):
+        read(write(tmp_path / "c.json", "[1]"))
+    with pytest.raises(InputError, match=r"a.gz: cannot be read"):
+        read(str(tmp_path / "a.gz"))
+    with pytest.raises(InputError, match=r"nowhere: not found"):
+        read(str(tmp_path / "nowhere"))
+    with pytest.raises(InputError, match=r": a folder, not a file"):
+        read(str(tmp_path))
+    with pytest.raises(InputError, match=r"train: empty\."):
+        read("")
+
+
+def test_other_files_are_held_to_the_training_set(tmp_path):
+    train, dev = write(tmp_path / "train", GOOD), write(tmp_path / "dev", "it O\nRome B-LOC\n")
+    task = Entities(EntitiesSettings(train=train, dev=dev))
+    with pytest.raises(
+        InputError, match=r"dev:2: the type 'LOC' is not among those of the training set \(PER\)"
+    ):
+        task.read_held_out()  # reads the training set by itself
+    with pytest.raises(InputError, match=r"dev:2: the type 'LOC'"):
+        task.read_file(dev)
+    with pytest.raises(InputError, match=r"dev: no entity in 1 sentences"):
+        Entities(EntitiesSettings(train=train, dev=write(tmp_path / "dev", "it O\n"))).read_held_out()
+    with pytest.raises(InputError, match=r"dev: no sentence"):
+        Entities(EntitiesSettings(train=train, dev=write(tmp_path / "dev", ""))).read_held_out()
+    assert Entities(EntitiesSettings(train=train)).read_held_out() == {}
+    assert Entities(EntitiesSettings(train=train)).read_test() == {}
+
+
+def test_test_files_need_no_labels(tmp_path):
+    settings = EntitiesSettings(
+        train=write(tmp_path / "train", GOOD), test=write(tmp_path / "test", "Ann\nB\n\nC\n")
+    )
+    task = Entities(settings)
+    (one, two) = task.read_test()["test"]
+    assert (one.words, one.tags, two.words) == (["Ann", "B"], None, ["C"])
+    windows = task.windows([one, two], make_encoder(16), training=False)
+    assert windows.labels.tolist() == [0, 0, 0]
+    predictions = task.decode([one, two], windows, logits_of(windows, np.array([1, 0, 0]), 3))
+    with pytest.raises(InputError, match=r"test:1: no labels, so nothing to score"):
+        task.score([one, two], predictions)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("labels: [O, B-PER, I-PER]", "'O'; expected types without prefixes"),
+        ("labels: [B-PER, I-PER]", "'B-PER'; expected types without prefixes"),
+        ("labels: [PER, PER]", "'PER'; expected types"),
+        ("encoding: utf-9", "'utf-9' is no encoding that Python knows"),
+        ("document_context: -1", "-1 tokens of context; expected true, false or a number"),
+        ("scheme: bio", "scheme is 'bio'; expected one of"),
+    ],
+)
+def test_bad_settings(tmp_path, line, message):
+    path = write(tmp_path / "a.yaml", f"train: a\n{line}\n")
+    with pytest.raises(InputError, match=message):
+        load(path, EntitiesSettings)
+
+
+def test_settings_are_described_and_loaded(tmp_path):
+    assert all(field.description for field in EntitiesSettings.model_fields.values())
+    path = write(tmp_path / "a.yaml", "document_context: 64\nlabels: [PER]\n")
+    assert load(path, EntitiesSettings).document_context == 64
+    assert (
+        load(write(tmp_path / "b.yaml", "document_context: true\n"), EntitiesSettings).document_context
+        is True
+    )
+
+
+# ---------------------------------------------------------------- windows
+
+
+words = st.one_of(
+    st.text("abc", min_size=1, max_size=6),
+    st.sampled_from([NOTHING, "\x00", "", "%", "Ä", "\U0001f600", "a-b"]),
+)
+
+
+@st.composite
+def laid_out(draw: st.DrawFn) -> tuple[list[Sentence], int, Any, int]:
+    """Sentences of documents with tags, in any order and some of them twice; max_length, context, overlap."""
+    sentences = []
+    for number in range(draw(st.integers(1, 3))):
+        document = draw(st.lists(st.lists(words, max_size=12), min_size=1, max_size=4))
+        for place, one in enumerate(document):
+            tags = draw(
+                st.lists(
+                    st.sampled_from(["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]),
+                    min_size=len(one),
+                    max_size=len(one),
+                )
+            )
+            sentences.append(Sentence(one, tags, f"document {number}", document=document, place=place))
+    chosen = draw(st.lists(st.sampled_from(sentences), min_size=1, max_size=8))
+    context = draw(st.sampled_from([False, True, 0, 1, 5]))
+    return chosen, draw(st.integers(3, 24)), context, draw(st.integers(0, 12))
+
+
+@settings(deadline=None, max_examples=300)
+@given(laid_out())
+def test_every_word_is_asked_once_at_its_first_token(case):
+    sentences, max_length, context, overlap = case
+    task, encoder = make_task(document_context=context, overlap=overlap), make_encoder(max_length)
+    windows = task.windows(sentences, encoder, training=False)
+    tokens = {
+        word: encoder.tokenizer.encode(word, add_special_tokens=False).ids
+        for one in sentences
+        for word in one.words
+    }
+    lengths = np.diff(windows.starts)
+    assert lengths.min() >= 2
+    assert lengths.max() <= max_length
+    assert (windows.ids[windows.starts[:-1]] == encoder.prefix).all()
+    assert (windows.ids[windows.starts[1:] - 1] == encoder.suffix).all()
+    assert (np.diff(windows.asked) > 0).all()
+    assert (np.unique(windows.examples) == np.arange(len(sentences))).all()
+    assert (windows.types == 0).all()
+    assert (windows.weights == 1).all()
+    of = np.searchsorted(windows.starts, windows.asked, "right") - 1
+    assert (windows.asked > windows.starts[of]).all()
+    assert (windows.asked < windows.starts[of + 1] - 1).all()
+    asked = [
+        (int(windows.examples[window]), int(word))
+        for window, word in zip(of, windows.extra["word"], strict=True)
+    ]
+    assert sorted(asked) == [
+        (number, place)
+        for number, one in enumerate(sentences)
+        for place, word in enumerate(one.words)
+        if tokens[word]
+    ]
+    for (number, place), row, label in zip(asked, windows.asked, windows.labels, strict=True):
+        one = sentences[number]
+        assert windows.ids[row] == tokens[one.words[place]][0]
+        assert task.labels[label] == one.tags[place]  # pyright: ignore[reportOptionalSubscript]
+    for window, number in enumerate(windows.examples):
+        one = sentences[number]
+        own = [token for word in one.words for token in tokens[word]]
+        seen = windows.ids[windows.starts[window] + 1 : windows.starts[window + 1] - 1].tolist()
+        if len(own) <= max_length - 2 and not context:
+            assert seen == own
+        elif len(own) > max_length - 2:
+            assert len(seen) == max_length - 2
+
+
+def test_in_training_every_window_is_an_example_and_empty_ones_are_left_out():
+    task, encoder = make_task(), make_encoder(8)
+    examples = [
+        Sentence([], [], "1"),
+        Sentence([*"abcdefgh"], ["B-PER"] * 8, "2"),
+        Sentence([NOTHING], ["O"], "3"),
+    ]
+    asked = task.windows(examples, encoder, training=False)
+    windows = task.windows(examples, encoder, training=True)
+    assert asked.examples.tolist() == [0, 1, 1, 2]
+    assert windows.examples.tolist() == [0, 1]
+    assert windows.extra["word"].tolist() == asked.extra["word"].tolist() == list(range(8))
+    assert windows.labels.tolist() == [1] * 8
+
+
+@pytest.mark.parametrize("overlap", [0, 8, 64])
+def test_a_sentence_of_3000_words_with_windows_of_64(overlap):
+    random = np.random.default_rng(0)
+    names = ["".join(random.choice(list("abcd"), random.integers(1, 5))) for _ in range(3000)]
+    labels = random.integers(0, 5, 3000)
+    task, encoder = make_task(overlap=overlap), make_encoder(64)
+    one = Sentence(names, [task.labels[label] for label in labels], "it")
+    windows = task.windows([one], encoder, training=False)
+    assert sorted(windows.extra["word"].tolist()) == list(range(3000))
+    # By hand: of all windows that hold a word's first token, the one with most on its shorter side.
+    token = np.concatenate([[0], np.cumsum([len(name) for name in names])])
+    begins = [  # a window's tokens are a stretch of the text's: where its first asked word says
+        int(token[windows.extra["word"][rows[0]]] - (windows.asked[rows[0]] - windows.starts[window] - 1))
+        for window in range(len(windows))
+        if len(
+            rows := np.flatnonzero(
+                (windows.asked > windows.starts[window]) & (windows.asked < windows.starts[window + 1])
+            )
+        )
+    ]
+    ends = [begin + int(length) - 2 for begin, length in zip(begins, np.diff(windows.starts), strict=True)]
+    assert (begins[0], ends[-1]) == (0, token[-1])
+    of = np.searchsorted(windows.starts, windows.asked, "right") - 1
+    for window, word in zip(of.tolist(), windows.extra["word"].tolist(), strict=True):
+        margins = [
+            min(
+                token[word] - begin if begin > 0 else np.inf,
+                end - token[word + 1] if end < token[-1] else np.inf,
+            )
+            if begin <= token[word] < end
+            else -np.inf
+            for begin, end in zip(begins, ends, strict=True)
+        ]
+        assert margins[window] == max(margins)
+        assert margins[window] >= min(overlap, 62 // 4) - 4  # no word is longer than 4
+    predictions = task.decode([one], windows, logits_of(windows, windows.labels, 5))
+    assert predictions[0]["tags"] == one.tags
+    assert task.score([one], predictions)["accuracy"] == 1.0
+
+
+def test_context_is_that_of_the_document(tmp_path):
+    lines = ["-DOCSTART- O", "", "aa O", "", "b B-PER", "c O", "", "dd O", "-DOCSTART- O", "", "e O"]
+    path = write(tmp_path / "a.conll", "\n".join(lines))
+    encoder = make_encoder(32)
+
+    def shown(context: Any, max_length: int = 32) -> list[str]:
+        task = Entities(EntitiesSettings(train=path, document_context=context))
+        windows = task.windows(task.read_train(), make_encoder(max_length), training=True)
+        assert windows.extra["word"].tolist() == [0, 0, 1, 0, 0]
+        return [" ".join(text_of(windows, encoder, number)[1:-1]) for number in range(len(windows))]
+
+    assert shown(False) == ["a ##a", "b c", "d ##d", "e"]
+    assert shown(0) == shown(False)
+    assert shown(True) == ["a ##a b c d ##d"] * 3 + ["e"]
+    assert shown(1) == ["a ##a b", "b c", "c d ##d", "e"]  # `dd` has two tokens, and words stay whole
+    assert shown(2) == ["a ##a b c", "a ##a b c d ##d", "b c d ##d", "e"]
+    # Room for four: `b c` has two to spare, but no whole word goes in at either side; `aa` has nothing before it.
+    assert shown(True, 6) == ["a ##a b c", "b c", "b c d ##d", "e"]
+
+
+def test_documents_of_records(tmp_path):
+    records = [
+        {"tokens": [word], "tags": ["B-PER"], "document": name}
+        for word, name in zip("abcd", [1, 2, 1, None], strict=True)
+    ]
+    task = Entities(
+        EntitiesSettings(train=write_records(tmp_path / "a.jsonl", *records), document_context=True)
+    )
+    sentences, encoder = task.read_train(), make_encoder(16)
+    windows = task.windows([sentences[2], sentences[1], sentences[3]], encoder, training=False)
+    assert [text_of(windows, encoder, number)[1:-1] for number in range(3)] == [["a", "c"], ["b"], ["d"]]
+    made = [
+        task.example({"text": word, "document": name}, "x")
+        for word, name in zip("abcde", [5, 5, 6, None, None], strict=True)
+    ]
+    windows = task.windows(made, encoder, training=False)
+    assert [text_of(windows, encoder, number)[1:-1] for number in range(5)] == [
+        ["a", "b"],
+        ["a", "b"],
+        ["c"],
+        ["d"],
+        ["e"],
+    ]
+
+
+def test_a_sentence_given_twice_is_asked_twice():
+    task, encoder = make_task(document_context=True), make_encoder(3)
+    one = Sentence(["ab"], None, "it")  # two tokens, so two windows
+    windows = task.windows([one, one], encoder, training=False)
+    assert windows.examples.tolist() == [0, 1]
+    assert windows.extra["word"].tolist() == [0, 0]
+
+
+def test_windows_too_short_for_a_word_are_refused():
+    with pytest.raises(InputError, match="windows of 2 tokens hold no word"):
+        make_task().windows([Sentence(["a"], None, "it")], make_encoder(2), training=False)
+
+
+def test_a_word_without_tokens_is_outside_and_scored():
+    task, encoder = make_task(), make_encoder(8)
+    one = Sentence([NOTHING, "ann", NOTHING, "\U0001f600"], ["B-PER", "B-PER", "I-PER", "O"], "it")
+    windows = task.windows([one], encoder, training=False)
+    assert windows.extra["word"].tolist() == [1, 3]
+    assert text_of(windows, encoder, 0)[-2] == "[UNK]"
+    (prediction,) = task.decode([one], windows, logits_of(windows, np.array([1, 2]), 5))
+    assert prediction["tags"] == ["O", "B-PER", "O", "I-PER"]
+    assert [entity["text"] for entity in prediction["entities"]] == ["ann", "\U0001f600"]
+    scores = task.score([one], [prediction])
+    assert scores["accuracy"] == 0.25
+    assert (scores["precision"], scores["recall"]) == (0.0, 0.0)
+
+
+def test_byte_level_bpe_asks_at_the_first_token_too():
+    from tokenizers import models, processors
+
+    vocabulary = {
+        token: number for number, token in enumerate(["<s>", "</s>", "<unk>", "Ġ", "a", "b", "Ġa", ","])
+    }
+    tokenizer = Tokenizer(models.BPE(vocabulary, [("Ġ", "a")], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 1), ("<s>", 0), add_prefix_space=False)
+    encoder, task = TextEncoder(tokenizer, 16), make_task()
+    one = task.example("ab, a", "it")
+    windows = task.windows([one], encoder, training=False)
+    assert text_of(windows, encoder, 0) == ["<s>", "Ġa", "b", "Ġ", ",", "Ġa", "</s>"]
+    assert windows.asked.tolist() == [1, 3, 5]
+
+
+# ---------------------------------------------------------------- predictions
+
+
+def test_predictions_are_spans_of_the_original_text():
+    task, encoder = make_task(), make_encoder(32)
+    text = "  Über\u00a0\U0001f600 Ann-Li Bo\u0308,\nRome"
+    one = task.example(text, "it")
+    assert list(one.words) == ["Über", "\U0001f600", "Ann", "-", "Li", "Bo\u0308", ",", "Rome"]
+    windows = task.windows([one], encoder, training=False)
+    tags = ["O", "O", "B-PER", "I-PER", "I-PER", "I-PER", "O", "B-LOC"]
+    logits = logits_of(windows, np.array([task.labels.index(tag) for tag in tags]), 5)
+    logits[2] *= 0.1
+    (prediction,) = task.decode([one], windows, logits)
+    sure, unsure = (np.exp(x) / (np.exp(x) + 4) for x in (9.0, 0.9))
+    assert prediction["tags"] == tags
+    assert prediction["entities"] == [
+        {
+            "type": "PER",
+            "text": "Ann-Li Bo\u0308",
+            "score": pytest.approx((3 * sure + unsure) / 4),
+            "start": 9,
+            "end": 19,
+            "first_word": 2,
+            "last_word": 5,
+        },
+        {
+            "type": "LOC",
+            "text": "Rome",
+            "score": pytest.approx(sure),
+            "start": 21,
+            "end": 25,
+            "first_word": 7,
+            "last_word": 7,
+        },
+    ]
+    for entity in prediction["entities"]:
+        assert text[entity["start"] : entity["end"]] == entity["text"]
+    json.dumps(prediction)
+
+
+def test_tokens_are_joined_by_blanks():
+    task = make_task()
+    one = task.example({"tokens": ["go", "", "New", "York", "!"], "tags": "ignored"}, "it")
+    windows = task.windows([one], make_encoder(16), training=False)
+    (prediction,) = task.decode([one], windows, logits_of(windows, np.array([0, 3, 4, 0]), 5))
+    (entity,) = prediction["entities"]
+    assert entity["text"] == "New York"
+    assert "go  New York !"[entity["start"] : entity["end"]] == "New York"
+    assert one.tags is None
+
+
+@settings(deadline=None, max_examples=50)
+@given(laid_out(), st.integers(0, 1000))
+def test_any_logits_decode_to_their_most_probable_tags(case, seed):
+    sentences, max_length, context, overlap = case
+    task = make_task(document_context=context, overlap=overlap)
+    windows = task.windows(sentences, make_encoder(max_length), training=False)
+    logits = np.random.default_rng(seed).normal(size=(len(windows.asked), 5)).astype(np.float32) * 3
+    predictions = task.decode(sentences, windows, logits)
+    expected = [["O"] * len(one.words) for one in sentences]
+    of = windows.examples[np.searchsorted(windows.starts, windows.asked, "right") - 1]
+    for row, (number, word) in enumerate(zip(of, windows.extra["word"], strict=True)):
+        expected[number][word] = task.labels[int(np.argmax(logits[row]))]
+    assert [prediction["tags"] for prediction in predictions] == expected
+    for one, prediction in zip(sentences, predictions, strict=True):
+        spans = metrics.find(metrics.tagged([prediction["tags"]], ["PER", "LOC"]))
+        found = [(e["first_word"], e["last_word"] + 1, e["type"]) for e in prediction["entities"]]
+        assert found == [
+            (first, behind, ("PER", "LOC")[kind])
+            for first, behind, kind in zip(
+                spans.first.tolist(), spans.behind.tolist(), spans.types.tolist(), strict=True
+            )
+        ]
+        text = " ".join(one.words)
+        for entity in prediction["entities"]:
+            assert text[entity["start"] : entity["end"]] == entity["text"]
+            assert entity["text"] == " ".join(one.words[entity["first_word"] : entity["last_word"] + 1])
+            assert 0.2 <= entity["score"] <= 1
+    scores = task.score(sentences, predictions)
+    gold = [list(one.tags or ()) for one in sentences]
+    assert scores["f1"] == metrics.compare(gold, expected).overall["f1"]
+    assert scores["strict_f1"] == metrics.compare(gold, expected, "iob2").overall["f1"]
+
+
+def test_scores_and_details_by_hand():
+    task = make_task()
+    gold = [Sentence(["a", "b", "c"], ["B-PER", "I-PER", "B-LOC"], "1"), Sentence(["d"], ["O"], "2")]
+    predictions = [{"tags": ["B-PER", "I-PER", "I-LOC"]}, {"tags": ["B-PER"]}]
+    assert task.score(gold, predictions) == {
+        "precision": pytest.approx(2 / 3),
+        "recall": 1.0,
+        "f1": pytest.approx(0.8),
+        "macro_f1": pytest.approx((2 / 3 + 1) / 2),
+        "strict_precision": 0.5,
+        "strict_recall": 0.5,
+        "strict_f1": 0.5,
+        "accuracy": 0.5,
+    }
+    assert set(task.score(gold, predictions)) >= {
+        "f1",
+        "macro_f1",
+        "strict_f1",
+        "accuracy",
+    }  # what `metric` may be
+    details = task.details(gold, predictions)
+    assert details["types"]["LOC"] == {"precision": 1.0, "recall": 1.0, "f1": 1.0, "support": 1}
+    assert (details["sentences"], details["words"], details["entities"]) == (2, 4, 2)
+    json.dumps(details)
+
+
+def test_a_trained_task_comes_back_from_its_state(tmp_path):
+    path = write(tmp_path / "train", "a I-PER\nb I-LOC\nc B-LOC\n")
+    task = Entities(EntitiesSettings(train=path))
+    task.read_train()
+    state = json.loads(json.dumps(task.state()))
+    (tmp_path / "train").unlink()
+    again = Entities(EntitiesSettings(train=path, metric="strict_f1"), state)
+    assert again.labels == task.labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
+    assert again.state() == task.state() == {"types": ["LOC", "PER"], "scheme": "iob1"}
+    assert again.metric == "strict_f1"
+    assert again.read_file(write(tmp_path / "other", "a I-PER\nb O\n"))[0].tags == ["B-PER", "O"]
+    assert not again.remarks
+
+
+def test_set_labels_keep_their_order(tmp_path):
+    task = Entities(EntitiesSettings(train=write(tmp_path / "a", GOOD), labels=("PER", "LOC")))
+    task.read_train()
+    assert task.labels == ("O", "B-PER", "I-PER", "B-LOC", "I-LOC")
+    assert EntitiesSettings(labels=("B-cell", "E-mail")).labels == ("B-cell", "E-mail")
+
+
+@pytest.mark.parametrize("record", ["", " \n", {"text": ""}, {"tokens": []}, {"tokens": [NOTHING]}])
+def test_nothing_predicts_nothing(record):
+    task, encoder = make_task(), make_encoder(8)
+    examples = [task.example(record, "it"), task.example("Ann", "it")]
+    windows = task.windows(examples, encoder, training=False)
+    assert windows.examples.tolist() == [0, 1]
+    predictions = task.decode(examples, windows, logits_of(windows, np.array([1]), 5))
+    assert predictions[0] == {"entities": [], "tags": ["O"] * len(examples[0].words)}
+    assert predictions[1]["tags"] == ["B-PER"]
+
+
+def test_no_examples_at_all():
+    task = make_task()
+    windows = task.windows([], make_encoder(8), training=False)
+    assert (len(windows), len(windows.asked)) == (0, 0)
+    assert task.decode([], windows, np.zeros((0, 5), np.float32)) == []
+
+
+def test_records_of_another_form_are_refused():
+    task = make_task()
+    for record, message in [
+        ({"words": []}, 'line 3: neither "text" nor "tokens"'),
+        ({}, "line 3: neither"),
+        (7, "line 3: 7 is no object"),
+    ]:
+        with pytest.raises(InputError, match=message):
+            task.example(record, "line 3")  # pyright: ignore[reportArgumentType]
+
+
+def test_a_text_of_a_megabyte_is_predicted_whole():
+    random = np.random.default_rng(0)
+    lengths = random.integers(1, 9, 200_000)
+    text = " ".join("abcdefgh"[:length] for length in lengths)
+    text += ", " + "x" * 100_000  # one word of 100 kB is one [UNK]
+    assert len(text) > 1_000_000
+    task, encoder = make_task(), make_encoder(512)
+    began = time.process_time()
+    one = task.example(text, "it")
+    windows = task.windows([one], encoder, training=False)
+    labels = random.integers(0, 5, len(windows.asked))
+    (prediction,) = task.decode([one], windows, logits_of(windows, labels, 5))
+    assert time.process_time() - began < 10
+    assert len(windows.asked) == len(one.words) == len(prediction["tags"]) == 200_002
+    assert np.diff(windows.starts).max() == 512
+    for entity in prediction["entities"][::1000]:
+        assert text[entity["start"] : entity["end"]] == entity["text"]
+
+
+# ---------------------------------------------------------------- words of a text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Don't!", "Don|'|t|!"),
+        ("5€ on U.S.-China", "5|€|on|U|.|S|.|-|China"),
+        ("नमस्ते दुनिया", "नमस्ते|दुनिया"),  # vowel signs are marks, not letters
+        ("e\u0301a \u0301b", "e\u0301a|\u0301b"),
+        ("东京tower", "东|京|tower"),
+        ("❤\ufe0f👩\u200d👩x", "❤\ufe0f|👩\u200d|👩|x"),
+        ("a\u200bb\u200b c\x00d", "a\u200bb\u200b|c\x00d"),
+        ("\ufeffAnn\u00a0Li\u3000\u2028x\ty", "\ufeffAnn|Li|x|y"),
+        (" \n ", ""),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_words_of_a_text(text, expected):
+    assert "|".join(text[begin:end] for begin, end in cut_words(text).tolist()) == expected
+
+
+@settings(deadline=None)
+@given(  # few alphabets: theirs is of an older Unicode, and has a gap in the rarest ideographs
+    st.text(
+        st.characters(categories=["L", "N", "P", "Zs"], max_codepoint=0x5FF)
+        | st.characters(min_codepoint=0x4E00, max_codepoint=0x9FFF),
+        max_size=30,
+    )
+)
+def test_words_of_letters_and_punctuation_are_those_of_berts_pre_tokeniser(text):
+    pieces = pre_tokenizers.BertPreTokenizer().pre_tokenize_str(
+        normalizers.BertNormalizer(clean_text=False, strip_accents=False, lowercase=False).normalize_str(text)
+    )
+    assert [text[begin:end] for begin, end in cut_words(text).tolist()] == [piece for piece, _ in pieces]
+
+
+@settings(deadline=None)
+@given(st.text(max_size=40))
+def test_words_cover_whatever_is_not_white_space(text):
+    offsets = cut_words(text)
+    assert (offsets[:, 1] > offsets[:, 0]).all()
+    assert (offsets[1:, 0] >= offsets[:-1, 1]).all()
+    outside = set(range(len(text))) - {at for begin, end in offsets.tolist() for at in range(begin, end)}
+    assert all(text[at].isspace() for at in outside)
+    assert not any(
+        text[at].isspace() and text[at] not in "\x1c\x1d\x1e\x1f"
+        for begin, end in offsets.tolist()
+        for at in range(begin, end)
+    )
+
+
+def test_joined_words():
+    names = ["a", "", "\U0001f600b"]
+    text = " ".join(names)
+    assert [text[begin:end] for begin, end in joined(names).tolist()] == names
+    assert joined([]).shape == (0, 2)

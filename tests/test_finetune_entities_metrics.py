@@ -1,0 +1,262 @@
+"""Entity scores: equal to seqeval in both modes and to conlleval, on tags of every kind, ill-formed ones too."""
+
+from __future__ import annotations
+
+import warnings
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from seqeval.metrics import accuracy_score, classification_report
+from seqeval.scheme import IOB2, IOBES
+
+from finetune.metrics import entities as metrics
+from finetune.metrics.entities import Spans, compare, detect, find, slips, tagged, write
+
+TYPES = ("-PER", "-LOC", "-a-b")
+BARE = (*TYPES, "")  # seqeval calls the type of a bare prefix `_`
+
+
+def tags_of(prefixes: str, types: tuple[str, ...] = TYPES) -> st.SearchStrategy[str]:
+    inside = st.builds("{}{}".format, st.sampled_from(prefixes), st.sampled_from(types))
+    return st.one_of(st.just("O"), inside, inside)
+
+
+def pairs_of(
+    prefixes: str, types: tuple[str, ...] = TYPES
+) -> st.SearchStrategy[list[tuple[list[str], list[str]]]]:
+    """Sentences as (gold, predicted), half of the predicted tags right."""
+    tag = tags_of(prefixes, types)
+    word = st.tuples(tag, tag, st.booleans()).map(lambda one: (one[0], one[0] if one[2] else one[1]))
+    sentence = st.lists(word, max_size=12).map(lambda words: ([w[0] for w in words], [w[1] for w in words]))
+    return st.lists(sentence, min_size=1, max_size=5)
+
+
+def split(pairs: list[tuple[list[str], list[str]]]) -> tuple[list[list[str]], list[list[str]]]:
+    return [gold for gold, _ in pairs], [predicted for _, predicted in pairs]
+
+
+def seqeval_report(gold: list[list[str]], predicted: list[list[str]], **mode: object) -> dict:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of scores over nothing
+        return classification_report(gold, predicted, output_dict=True, **mode)  # pyright: ignore
+
+
+def assert_equal_to_seqeval(counts: metrics.Counts, report: dict) -> None:
+    by_type = {
+        name: scores
+        for name, scores in report.items()
+        if name not in ("micro avg", "macro avg", "weighted avg")
+    }
+    assert set(counts.by_type) == set(by_type)
+    for name, scores in by_type.items():
+        ours = counts.by_type[name]
+        assert ours["support"] == scores["support"]
+        for ours_name, name_there in (("precision", "precision"), ("recall", "recall"), ("f1", "f1-score")):
+            assert ours[ours_name] == pytest.approx(scores[name_there])
+            assert counts.overall[ours_name] == pytest.approx(report["micro avg"][name_there])
+    assert counts.macro_f1 == pytest.approx(report["macro avg"]["f1-score"])
+
+
+# ---------------------------------------------------------------- seqeval
+
+
+@settings(deadline=None, max_examples=150)
+@given(pairs_of("BIES", BARE))
+def test_default_mode_is_seqevals(pairs):
+    gold, predicted = split(pairs)
+    if any(
+        tag != "O" for sentence in gold + predicted for tag in sentence
+    ):  # seqeval's report fails without any
+        assert_equal_to_seqeval(compare(gold, predicted), seqeval_report(gold, predicted))
+    if any(gold):
+        truth = tagged(gold)
+        ours = metrics.accuracy(truth, tagged(predicted, truth.names))
+        assert ours == pytest.approx(accuracy_score(gold, predicted))
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    st.one_of(
+        st.tuples(st.just("iob2"), pairs_of("BI", BARE)), st.tuples(st.just("bioes"), pairs_of("BIES", BARE))
+    )
+)
+def test_strict_modes_are_seqevals(case):
+    rule, pairs = case
+    gold, predicted = split(pairs)
+    counts = compare(gold, predicted, rule)
+    if counts.gold.sum() + counts.predicted.sum():
+        scheme = {"iob2": IOB2, "bioes": IOBES}[rule]
+        assert_equal_to_seqeval(counts, seqeval_report(gold, predicted, mode="strict", scheme=scheme))
+
+
+def test_the_modes_differ_where_seqevals_readme_says_so():
+    gold, predicted = [["B-NP", "I-NP", "O"]], [["I-NP", "I-NP", "O"]]
+    assert compare(gold, predicted).overall["f1"] == 1.0
+    assert compare(gold, predicted, "iob2").overall["f1"] == 0.0
+
+
+# ---------------------------------------------------------------- conlleval
+
+
+def conlleval(gold: list[list[str]], predicted: list[list[str]]) -> dict[str, list[int]]:
+    """{type or "": [gold, predicted, correct]} as the Perl script counts them in one pass over lines.
+
+    A line of O stands for the blank one between sentences. A chunk is right if both begin on the same line with
+    the same type, go on together, and end on the same line.
+    """
+
+    def parts(tag: str) -> tuple[str, str]:
+        prefix, _, kind = tag.partition("-")
+        return prefix, kind
+
+    def ends(before: tuple[str, str], now: tuple[str, str]) -> bool:
+        return before[0] in "BI" and (now[0] in "BO" or before[1] != now[1])
+
+    def begins(before: tuple[str, str], now: tuple[str, str]) -> bool:
+        return now[0] == "B" or (now[0] == "I" and (before[0] == "O" or before[1] != now[1]))
+
+    counts: dict[str, list[int]] = {}
+    lines = [
+        line for g, p in zip(gold, predicted, strict=True) for line in [*zip(g, p, strict=True), ("O", "O")]
+    ]
+    right = False
+    before_g = before_p = ("O", "")
+    for now_g, now_p in ((parts(g), parts(p)) for g, p in lines):
+        ends_g, ends_p = ends(before_g, now_g), ends(before_p, now_p)
+        if right and ends_g and ends_p:
+            counts[before_g[1]][2] += 1
+        if ends_g or ends_p:
+            right = False
+        begins_g, begins_p = begins(before_g, now_g), begins(before_p, now_p)
+        if begins_g:
+            counts.setdefault(now_g[1], [0, 0, 0])[0] += 1
+        if begins_p:
+            counts.setdefault(now_p[1], [0, 0, 0])[1] += 1
+        if begins_g and begins_p and now_g[1] == now_p[1]:
+            right = True
+        elif begins_g or begins_p:
+            right = False
+        before_g, before_p = now_g, now_p
+    return counts
+
+
+@settings(deadline=None, max_examples=200)
+@given(pairs_of("BI"))
+def test_counts_are_those_of_conlleval(pairs):
+    gold, predicted = split(pairs)
+    counts = compare(gold, predicted)
+    ours = {
+        name: [int(of[place]) for of in (counts.gold, counts.predicted, counts.correct)]
+        for place, name in enumerate(counts.names)
+        if counts.gold[place] or counts.predicted[place]
+    }
+    assert ours == conlleval(gold, predicted)
+
+
+def test_counts_by_hand():
+    gold = [["B-PER", "I-PER", "O", "B-LOC"], ["B-LOC", "B-LOC", "I-PER"]]
+    predicted = [["B-PER", "I-PER", "I-PER", "B-LOC"], ["I-LOC", "B-LOC", "B-PER"]]
+    counts = compare(gold, predicted)
+    # PER: the first is a word too long. LOC: all three. PER at the end: begins by its type in gold.
+    assert counts.names == ("PER", "LOC")
+    assert (counts.gold.tolist(), counts.predicted.tolist()) == ([2, 3], [2, 3])
+    assert counts.correct.tolist() == [1, 3]
+    assert counts.overall == {"precision": 0.8, "recall": 0.8, "f1": pytest.approx(0.8)}
+    assert counts.by_type["PER"] == {"precision": 0.5, "recall": 0.5, "f1": 0.5, "support": 2}
+
+
+def test_an_entity_does_not_go_on_into_the_next_sentence():
+    spans = find(tagged([["B-PER"], [], ["I-PER", "I-PER"]]))
+    assert (spans.first.tolist(), spans.behind.tolist()) == ([0, 1], [1, 3])
+
+
+@pytest.mark.parametrize("rule", ["conlleval", "iob2", "bioes"])
+def test_nothing_to_find_scores_zero(rule):
+    for gold in ([["O", "O"]], [[]], []):
+        assert compare(gold, gold, rule).overall == {"precision": 0.0, "recall": 0.0, "f1": 0.0}
+        assert compare(gold, gold, rule).macro_f1 == 0.0
+    assert metrics.accuracy(tagged([]), tagged([])) == 0.0
+
+
+def test_what_cannot_be_scored_is_refused():
+    with pytest.raises(ValueError, match="not of the same sentences"):
+        compare([["O", "O"]], [["O"], ["O"]])
+    with pytest.raises(ValueError, match="'X-PER' is not a tag"):
+        tagged([["X-PER"]])
+    with pytest.raises(ValueError, match="'' is not a tag"):
+        tagged([[""]])
+    with pytest.raises(ValueError, match="'Org' is not a tag"):
+        tagged([["Org"]])
+    with pytest.raises(ValueError, match="which iob2 has not"):
+        find(tagged([["S-PER"]]), "iob2")
+
+
+# ---------------------------------------------------------------- schemes
+
+
+@st.composite
+def entities(draw: st.DrawFn) -> tuple[Spans, np.ndarray]:
+    """Entities of some sentences, neighbours of the same type among them, and where the sentences begin."""
+    starts, first, behind, types, word = [0], [], [], [], 0
+    for _ in range(draw(st.integers(1, 4))):
+        for gap, length, kind in draw(
+            st.lists(st.tuples(st.integers(0, 2), st.integers(1, 4), st.integers(0, 1)), max_size=4)
+        ):
+            word += gap
+            first.append(word)
+            word += length
+            behind.append(word)
+            types.append(kind)
+        word += draw(st.integers(0, 2))
+        starts.append(word)
+    return Spans(np.array(first, int), np.array(behind, int), np.array(types, int)), np.array(starts)
+
+
+@settings(deadline=None)
+@given(entities(), st.sampled_from(["iob1", "iob2", "bioes"]))
+def test_every_scheme_gives_back_what_was_written(case, scheme):
+    spans, starts = case
+    prefixes = write(spans, starts, scheme)
+    types = np.full(len(prefixes), -1)
+    for first, behind, kind in zip(spans.first, spans.behind, spans.types, strict=True):
+        types[first:behind] = kind
+    tags = metrics.Tagged(prefixes, types, starts, ("PER", "LOC"))
+    for rule in (
+        ("conlleval", "iob2")
+        if scheme == "iob2"
+        else ("conlleval", "bioes")
+        if scheme == "bioes"
+        else ("conlleval",)
+    ):
+        found = find(tags, rule)
+        assert found.first.tolist() == spans.first.tolist()
+        assert found.behind.tolist() == spans.behind.tolist()
+        assert found.types.tolist() == spans.types.tolist()
+    assert len(slips(tags, scheme)) == 0
+
+
+@pytest.mark.parametrize(
+    ("tags", "scheme"),
+    [
+        ("I-PER I-PER O I-LOC B-LOC", "iob1"),
+        ("I-PER", "iob1"),
+        ("B-PER I-PER O B-LOC B-LOC", "iob2"),
+        ("O O", "iob2"),
+        ("B-PER E-PER O", "bioes"),
+        ("O S-PER", "bioes"),
+        ("B-PER O B-PER I-PER O B-LOC O I-LOC", "iob2"),  # one slip of four
+    ],
+)
+def test_the_scheme_is_seen(tags, scheme):
+    assert detect(tagged([tags.split()])) == scheme
+
+
+def test_slips_are_found_where_they_are():
+    assert slips(tagged([["B-PER", "O", "I-PER"], ["I-PER"]]), "iob2").tolist() == [2, 3]
+    assert slips(tagged([["B-PER", "B-PER"]]), "iob1").tolist() == [0]
+    assert (
+        slips(tagged([["I-PER"], ["I-PER", "B-PER"]]), "iob1").tolist() == []
+    )  # sentences part them already
+    assert slips(tagged([["B-PER", "I-PER", "O", "S-PER"]]), "bioes").tolist() == [1]

@@ -1,0 +1,481 @@
+"""Fine-tuned models taken along: equal logits in transformers and onnxruntime, whole folders, and the model card."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from corpora import SPECIALS, write_tokenizer
+from tiny_checkpoints import make_bert, write_reviews
+from torch import Tensor
+
+import finetune
+from finetune import export as exports
+from finetune.__main__ import main
+from finetune.batches import Batches, LabelledBatch
+from finetune.card import model_card
+from finetune.config import FinetuneConfig
+from finetune.model import TaskModel
+from finetune.padded import PaddedModel
+from finetune.saved import save_model
+from finetune.task import Head, Objective, Task, Windows
+from finetune.tasks import make_task
+from pretrain.checkpoint.layouts import HEAD_ACTIVATION
+from pretrain.checkpoint.released import Released, read_released, write_released
+from pretrain.config import Model
+from pretrain.errors import InputError, MachineError
+from pretrain.files import verify_manifest
+
+transformers: Any = pytest.importorskip("transformers")
+
+ROWS = 60
+LENGTHS = (1, 5, 18, 9)
+SIZES = {
+    "vocab_size": ROWS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+    "max_position_embeddings": 20,
+}  # fmt: skip
+CONFIGS: dict[str, Any] = {
+    "bert": lambda **more: transformers.BertConfig(**SIZES, **more),
+    "distilbert": lambda **more: transformers.DistilBertConfig(
+        vocab_size=ROWS, dim=16, n_layers=2, n_heads=2, hidden_dim=24, max_position_embeddings=20, **more
+    ),
+    "roberta": lambda **more: transformers.RobertaConfig(
+        **{**SIZES, "max_position_embeddings": 22, "type_vocab_size": 1}, **more
+    ),
+    "electra": lambda **more: transformers.ElectraConfig(**SIZES, embedding_size=12, **more),
+}
+CLASSES = {
+    "sequence": "AutoModelForSequenceClassification",
+    "tokens": "AutoModelForTokenClassification",
+    "spans": "AutoModelForQuestionAnswering",
+}
+OBJECTIVES: dict[Head, Objective] = {"sequence": "classes", "tokens": "classes", "spans": "span"}
+ALL = [(family, head) for family in CONFIGS for head in OBJECTIVES]
+
+
+def make_released(folder: Path, family: str, head: Head) -> Released:
+    """A model of transformers whose parameters are all random, as we read it."""
+    torch.manual_seed(0)
+    labels = {} if head == "spans" else {"id2label": {0: "none", 1: "some", 2: "all"}}
+    theirs = getattr(transformers, CLASSES[head]).from_config(CONFIGS[family](**labels))
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    theirs.save_pretrained(folder)
+    return read_released(folder)
+
+
+def make_batch(released: Released, head: Head) -> LabelledBatch:
+    """One window of each of `LENGTHS`, of which the head sees the first token, or all."""
+    starts = np.concatenate([[0], np.cumsum(LENGTHS)])
+    draw = np.random.default_rng(0)
+    asked = starts[:-1] if head == "sequence" else np.arange(starts[-1])
+    types = draw.integers(0, 2 if released.token_types > 1 else 1, starts[-1])
+    windows = Windows(
+        ids=draw.integers(5, ROWS, starts[-1]).astype(np.int32), types=types.astype(np.uint8), starts=starts,
+        examples=np.arange(len(LENGTHS)), asked=asked, extra={}, weights=np.ones(len(asked), np.float32),
+        labels=np.zeros((len(asked), 2), np.uint8) if head == "spans" else np.zeros(len(asked), np.int64),
+    )  # fmt: skip
+    (batch,) = Batches(windows, seed=0, budget=100, rank=0, world_size=1).every_window()
+    return batch
+
+
+def pad(batch: LabelledBatch, names: tuple[str, ...]) -> dict[str, Tensor]:
+    """int64 [B, L] each; padding is filled with ids that would show."""
+    sequences, longest = len(batch.lengths), max(batch.lengths)
+    real = torch.arange(longest) < torch.tensor(batch.lengths)[:, None]
+    ids = torch.full((sequences, longest), 7).masked_scatter(real, batch.input_ids)
+    types = torch.zeros(sequences, longest, dtype=torch.long).masked_scatter(real, batch.token_types)
+    values = {"input_ids": ids, "attention_mask": real.long(), "token_type_ids": types}
+    return {name: values[name] for name in names}
+
+
+def rows_of(outputs: list[Tensor], inputs: dict[str, Tensor], head: Head) -> Tensor:
+    """[R, C] from what a padded model gives."""
+    if head == "sequence":
+        return outputs[0]
+    logits_BLC = torch.stack(outputs, -1) if head == "spans" else outputs[0]
+    return logits_BLC[inputs["attention_mask"].bool()]
+
+
+def task_logits(released: Released, head: Head, batch: LabelledBatch) -> Tensor:
+    """[R, C] of the model that is trained."""
+    model = TaskModel(
+        released.model, len(released.backbone["embeddings.word"]), head, OBJECTIVES[head],
+        len(released.head["out_weight"]), HEAD_ACTIVATION[released.family],
+    )  # fmt: skip
+    state = {f"head.{name}": tensor for name, tensor in released.head.items()}
+    model.load_state_dict({**released.backbone, **state})
+    with torch.no_grad():
+        return model.eval()(batch).logits
+
+
+@pytest.mark.parametrize(("family", "head"), ALL)
+def test_the_written_model_and_the_padded_one_give_our_logits(
+    family: str, head: Head, tmp_path: Path
+) -> None:
+    released = make_released(tmp_path / "theirs", family, head)
+    batch = make_batch(released, head)
+    expected = task_logits(released, head, batch)
+    assert expected.std() > 0.1
+    write_tokenizer(tmp_path, [*SPECIALS, *"abc"])
+    write_released(
+        tmp_path / "out", family=family, model=released.model, backbone=released.backbone, head=released.head,
+        purpose=head, config=released.config, tokenizer=tmp_path, card="",
+    )  # fmt: skip
+    padded = PaddedModel(read_released(tmp_path / "out"), head)
+    assert ("token_type_ids" in padded.inputs) == (family in ("bert", "electra"))
+    inputs = pad(batch, padded.inputs)
+    theirs = getattr(transformers, CLASSES[head]).from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        plain, output = padded(**inputs), theirs(**inputs)
+    torch.testing.assert_close(rows_of(list(plain), inputs, head), expected, atol=1e-5, rtol=0)
+    found = [output[name] for name in padded.outputs]
+    torch.testing.assert_close(rows_of(found, inputs, head), expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("family", "head"),
+    [pytest.param(*each, marks=[] if each[0] == "bert" else [pytest.mark.slow]) for each in ALL],
+)
+def test_onnxruntime_gives_our_logits(family: str, head: Head, tmp_path: Path) -> None:
+    import onnx
+    import onnxruntime
+
+    released = make_released(tmp_path, family, head)
+    model = PaddedModel(released, head).eval()
+    assert exports.write_onnx(model, tmp_path / "model.onnx") < 1e-5
+    session: Any = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    assert [(value.name, value.type, value.shape) for value in session.get_inputs()] == [
+        (name, "tensor(int64)", ["batch_size", "sequence_length"]) for name in model.inputs
+    ]
+    assert tuple(value.name for value in session.get_outputs()) == model.outputs
+    batch = make_batch(released, head)
+    inputs = pad(batch, model.inputs)
+    fed = {name: values.numpy() for name, values in inputs.items()}
+    found = [torch.from_numpy(logits) for logits in session.run(None, fed)]
+    expected = task_logits(released, head, batch)
+    torch.testing.assert_close(rows_of(found, inputs, head), expected, atol=1e-5, rtol=0)
+    # One sequence alone, and one of nothing but padding.
+    one = session.run(None, {name: values[:1, :1] for name, values in fed.items()})
+    torch.testing.assert_close(torch.from_numpy(one[0]).flatten(), found[0][0].flatten()[: one[0].size])
+    assert np.isfinite(session.run(None, {**fed, "attention_mask": 0 * fed["attention_mask"]})[0]).all()
+    onnx.checker.check_model(tmp_path / "model.onnx", full_check=True)
+    assert str(Path(exports.__file__).parent).encode() not in (tmp_path / "model.onnx").read_bytes()
+    model.out.out_bias += torch.nn.functional.one_hot(torch.tensor(1), len(model.out.out_bias))
+    with pytest.raises(MachineError, match=r"gives logits that are 1\.0e\+00 away from torch's"):
+        exports._difference(model, tmp_path / "model.onnx")
+
+
+# ---- folders
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished run, its model not trained."""
+    folder = tmp_path_factory.mktemp("runs")
+    make_bert(folder / "bert")
+    files = write_reviews(folder)
+    config = FinetuneConfig.model_validate(
+        {
+            "name": "reviews", "run_dir": str(folder / "reviews"), "start_from": str(folder / "bert"),
+            "max_length": 32, "classification": files,
+        }
+    )  # fmt: skip
+    task = make_task(config)
+    examples, held_out = task.read_train(), task.read_held_out()
+    released = read_released(folder / "bert")
+    torch.manual_seed(1)
+    model = TaskModel(
+        released.model,
+        len(released.backbone["embeddings.word"]),
+        task.head,
+        task.objective,
+        task.outputs,
+        "tanh",
+    )
+    predictions = {"dev": [{"label": "negative"} for _ in held_out["dev"]]}
+    save_model(
+        config, task, released, model.state_dict(), released.model, step=7, predictions=predictions,
+        scores={"dev": task.score(held_out["dev"], predictions["dev"])}, training_examples=len(examples),
+        details={"dev": task.details(held_out["dev"], predictions["dev"])},
+    )  # fmt: skip
+    return folder / "reviews"
+
+
+def test_an_export_is_the_model_whole(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "model" / "notes.txt").write_text("nothing of the model's")
+    assert main(["export", str(run), str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out == f"{tmp_path / 'out'}: in the Hugging Face layout\n"
+    assert verify_manifest(tmp_path / "out") == verify_manifest(run / "model")
+    (run / "model" / "notes.txt").unlink()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {
+        path.name for path in (run / "model").iterdir()
+    }
+    texts = ["the film was good", "the book was very bad"]
+    assert finetune.load(tmp_path / "out")(texts) == finetune.load(run)(texts)
+    assert main(["export", str(tmp_path / "out"), str(tmp_path / "again")]) == 0
+    assert main(["export", str(run), str(tmp_path / "again")]) == 0  # an earlier one is replaced
+
+
+def test_an_export_with_onnx_says_so_in_its_card(
+    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["export", str(run / "model"), str(tmp_path / "out"), "--onnx"]) == 0
+    said = capfd.readouterr()
+    assert said.err == ""  # torch.onnx is silent
+    assert said.out.count("\n") == 1
+    assert "model.onnx: opset 23, logits within" in said.out
+    assert set(verify_manifest(tmp_path / "out")["files"]) == {
+        *verify_manifest(run / "model")["files"],
+        "model.onnx",
+    }
+    card = (tmp_path / "out" / "README.md").read_text(encoding="utf-8")
+    assert card.startswith((run / "model" / "README.md").read_text(encoding="utf-8").rstrip())
+    assert card.count("## ONNX") == 1
+    assert "`input_ids`, `attention_mask`, `token_type_ids`" in card
+
+
+def test_a_damaged_model_is_refused(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run / "model", tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    content = bytearray(weights.read_bytes())
+    content[-1] ^= 1
+    weights.write_bytes(content)
+    with pytest.raises(InputError, match=r"model\.safetensors: its SHA-256 differs"):
+        exports.export(tmp_path / "model", tmp_path / "out")
+    weights.unlink()
+    with pytest.raises(InputError, match=r"model\.safetensors: missing"):
+        exports.export(tmp_path / "model", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_nothing_else_is_overwritten(run: Path, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="is the model itself"):
+        exports.export(run, run / "model")
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "precious.txt").write_text("mine")
+    with pytest.raises(InputError, match="exists and is no export"):
+        exports.export(run, tmp_path / "notes")
+    # A corpus or a checkpoint has a manifest too.
+    (tmp_path / "notes" / "manifest.json").write_text(
+        json.dumps({"format": 1, "files": {"precious.txt": {}}})
+    )
+    with pytest.raises(InputError, match="exists and is no export"):
+        exports.export(run, tmp_path / "notes")
+    assert (tmp_path / "notes" / "precious.txt").read_text() == "mine"
+    with pytest.raises(InputError, match=r"finetune\.json: not found"):
+        exports.export(tmp_path / "notes", tmp_path / "out")
+
+
+def test_onnx_that_cannot_be_made_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(exports, "_PACKAGES", ("onnx", "no_such_package"))
+        with pytest.raises(MachineError, match=r"^--onnx: no_such_package not installed\. Run: .* install"):
+            exports.export(run, tmp_path / "out", onnx=True)
+
+    def differs(*_: Any) -> float:
+        raise MachineError("logits differ")
+
+    monkeypatch.setattr(exports, "write_onnx", differs)
+    with pytest.raises(MachineError, match="logits differ"):
+        exports.export(run, tmp_path / "out", onnx=True)
+    assert list(tmp_path.iterdir()) == []
+
+
+# ---- cards
+
+
+def render(config: dict[str, Any], predictions: list[dict[str, Any]], *, scored: bool = True) -> str:
+    """The card of a model that made these predictions on the dev set."""
+    made = FinetuneConfig.model_validate({"name": "it", "start_from": "released/bert", **config})
+    task: Task[Any] = make_task(made)
+    train, dev = task.read_train(), task.read_held_out()["dev"]
+    return model_card(
+        made, task, family="bert", shape=Model(size="mini"), parameters=12345, step=300,
+        examples={"train": len(train), "dev": len(dev)},
+        scores={"dev": task.score(dev, predictions)} if scored else {},
+        details={"dev": task.details(dev, predictions)} if scored else {},
+    )  # fmt: skip
+
+
+def metadata(card: str) -> dict[str, Any]:
+    """The front matter, which the hub's own library must understand."""
+    from huggingface_hub import ModelCard
+
+    values = yaml.safe_load(card.split("---\n")[1])
+    parsed: Any = ModelCard(card).data
+    assert parsed.library_name == "transformers"
+    assert parsed.pipeline_tag == values["pipeline_tag"]
+    assert len(parsed.eval_results or []) == sum(
+        len(result["metrics"]) for entry in values.get("model-index", []) for result in entry["results"]
+    )
+    return values
+
+
+def tables(card: str) -> list[list[list[str]]]:
+    """The Markdown tables by rows and cells; a row must have as many cells as its head, and blank lines be around."""
+    found: list[list[list[str]]] = []
+    before = ""
+    for line in card.splitlines():
+        if line.startswith("|"):
+            cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+            if not before.startswith("|"):
+                assert before == "", line
+                found.append([])
+            found[-1].append(cells)
+            assert len(cells) == len(found[-1][0]), line
+        else:
+            assert not before.startswith("|") or line == "", line
+        before = line
+    assert "\n\n\n" not in card
+    return found
+
+
+def write_lines(path: Path, rows: list[Any]) -> str:
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows), encoding="utf-8")
+    return str(path)
+
+
+def labelled(path: Path, labels: list[Any]) -> str:
+    return write_lines(path, [{"text": f"text {n}", "label": label} for n, label in enumerate(labels)])
+
+
+def test_the_card_of_a_classifier(tmp_path: Path) -> None:
+    truth = ["a|b", "c", "c", "a|b", "d"]
+    files = {
+        "train": labelled(tmp_path / "train.jsonl", truth),
+        "dev": labelled(tmp_path / "dev.jsonl", truth),
+    }
+    predicted = [{"label": label} for label in ("a|b", "c", "d", "c", "d")]
+    card = render({"classification": files}, predicted)
+    sets, scores, confusion, types = tables(card)
+    assert sets[2:] == [
+        ["train", files["train"].replace("_", "\\_"), "5"],
+        ["dev", files["dev"].replace("_", "\\_"), "5"],
+    ]
+    assert scores[0] == ["", "dev"]
+    assert ["accuracy", "0.6000"] in scores
+    assert confusion[0] == ["", "a\\|b", "c", "d"]
+    assert confusion[2:] == [["**a\\|b**", "1", "1", "0"], ["**c**", "0", "1", "1"], ["**d**", "0", "0", "1"]]
+    assert types[3] == ["c", "0.5000", "0.5000", "0.5000", "2"]
+    assert "best one by `accuracy` on `dev`" in card
+    values = metadata(card)
+    assert values["pipeline_tag"] == "text-classification"
+    assert "base_model" not in values
+    (result,) = values["model-index"][0]["results"]
+    assert result["dataset"] == {"name": "dev.jsonl", "type": "it", "split": "dev"}
+    assert {"type": "accuracy", "name": "accuracy", "value": 0.6} in result["metrics"]
+
+
+def test_a_large_matrix_becomes_its_most_frequent_mistakes(tmp_path: Path) -> None:
+    labels = [f"label{n:02}" for n in range(30)]
+    files = {
+        "train": labelled(tmp_path / "train.jsonl", labels),
+        "dev": labelled(tmp_path / "dev.jsonl", labels),
+    }
+    card = render({"classification": files}, [{"label": labels[n // 2]} for n in range(30)])
+    mistakes = tables(card)[2]
+    assert len(mistakes) == 2 + 20
+    assert mistakes[2] == ["label01", "label00", "1"]
+    assert "a matrix of 30 labels" in card
+
+
+def test_the_cards_of_sets_of_labels_and_of_values(tmp_path: Path) -> None:
+    sets = {
+        "train": labelled(tmp_path / "a", [["x"], ["x", "y"]]),
+        "dev": labelled(tmp_path / "b", [["x"], ["y"]]),
+    }
+    more = {"problem_type": "multi_label", "format": "jsonl"}
+    chances = [{"scores": {"x": 0.9, "y": 0.2}}, {"scores": {"x": 0.7, "y": 0.8}}]
+    card = render({"classification": {**sets, **more}}, chances)
+    assert tables(card)[2][2:] == [
+        ["x", "0.5000", "1.0000", "0.6667", "1"],
+        ["y", "1.0000", "1.0000", "1.0000", "1"],
+    ]
+    assert "threshold: 0.5000 (dev)." in card
+    metadata(card)
+    sets = {"train": labelled(tmp_path / "c", [1.0, 2.0]), "dev": labelled(tmp_path / "d", [1.0, 2.5, 3.0])}
+    values = [{"value": value} for value in (1.0, 2.0, 3.5)]
+    card = render({"classification": {**sets, "problem_type": "regression", "format": "jsonl"}}, values)
+    assert "mean absolute error: 0.3333, mean squared error: 0.1667 (dev)." in card
+    assert metadata(card)["metrics"] == ["pearsonr", "spearmanr"]
+
+
+def test_the_card_of_a_tagger(tmp_path: Path) -> None:
+    rows = [{"tokens": ["Ann", "saw", "Rome"], "tags": ["B-PER", "O", "B-LOC"]}]
+    files = {name: write_lines(tmp_path / f"{name}.jsonl", rows) for name in ("train", "dev")}
+    card = render({"entities": files}, [{"tags": ["B-PER", "O", "O"]}])
+    assert tables(card)[2][2:] == [
+        ["LOC", "0.0000", "0.0000", "0.0000", "1"],
+        ["PER", "1.0000", "1.0000", "1.0000", "1"],
+    ]
+    assert "sentences: 1, words: 3, entities: 2 (dev)." in card
+    values = metadata(card)
+    assert values["pipeline_tag"] == "token-classification"
+    assert {"type": "recall", "name": "recall", "value": 0.5} in values["model-index"][0]["results"][0][
+        "metrics"
+    ]
+
+
+def test_the_card_of_an_answerer(tmp_path: Path) -> None:
+    def row(number: int, *answers: str) -> dict[str, Any]:
+        context = "It was Ann who wrote it."
+        starts = [context.index(answer) for answer in answers]
+        given = {"text": list(answers), "answer_start": starts}
+        return {"id": str(number), "question": "Who?", "context": context, "answers": given}
+
+    rows = [row(1, "Ann"), row(2, "Ann who wrote"), row(3)]
+    files = {name: write_lines(tmp_path / f"{name}.jsonl", rows) for name in ("train", "dev")}
+    predictions = [
+        {"id": str(n), "best_non_empty": "Ann", "no_answer_score": score, "windows": n}
+        for n, score in ((1, -5.0), (2, -4.0), (3, 2.0))
+    ]
+    card = render({"questions": {**files, "threshold": 0.0}}, predictions)
+    kinds = tables(card)[2]
+    assert kinds[2:4] == [["HasAns", "0.5000", "0.7500", "2"], ["NoAns", "1.0000", "1.0000", "1"]]
+    assert ["windows: 3", "1.0000", "1.0000", "1"] in kinds
+    assert ["total", "3"] in tables(card)[1]
+    assert ["NoAns\\_total", "1"] in tables(card)[1]
+    assert "threshold: 0.0000 (dev)." in card
+    values = metadata(card)
+    assert values["pipeline_tag"] == "question-answering"
+    names = {metric["name"] for metric in values["model-index"][0]["results"][0]["metrics"]}
+    assert names == {"exact", "f1"}  # neither totals nor thresholds
+
+
+def test_what_the_hub_knows_is_named(tmp_path: Path) -> None:
+    files = {name: labelled(tmp_path / f"{name}.jsonl", ["x", "y"]) for name in ("train", "dev")}
+    cache = (
+        "/data/hub/models--google-bert--bert-base-uncased/snapshots/86b5e0934494bd15c9632b12f734a8a67f723594"
+    )
+    given = {"classification": files, "start_from": cache}
+    predictions = [{"label": "x"}, {"label": "x"}]
+    assert metadata(render(given, predictions))["base_model"] == "google-bert/bert-base-uncased"
+    assert "base_model" not in metadata(render({**given, "random_weights": True}, predictions))
+    card = render(given, predictions, scored=False)
+    assert "model-index" not in metadata(card)
+    assert "this model has not been scored" in card
+    assert len(tables(card)) == 1
+    folder = tmp_path / "glue" / "RTE"
+    folder.mkdir(parents=True)
+    for split in ("train", "dev"):
+        rows = ["0\ta\tb\tentailment", "1\tc\td\tnot_entailment"]
+        (folder / f"{split}.tsv").write_text("\n".join(["index\tsentence1\tsentence2\tlabel", *rows, ""]))
+    glue = {"classification": {"glue": "rte", "glue_dir": str(tmp_path / "glue")}}
+    card = render(glue, [{"label": "entailment"}, {"label": "entailment"}])
+    values = metadata(card)
+    assert values["datasets"] == ["nyu-mll/glue"]
+    assert values["model-index"][0]["results"][0]["dataset"] == {
+        "name": "GLUE RTE", "type": "nyu-mll/glue", "config": "rte", "split": "validation",
+    }  # fmt: skip
+    assert 'model({"text": "A man sleeps.", "pair": "Somebody rests."})' in card

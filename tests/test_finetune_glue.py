@@ -1,0 +1,335 @@
+"""GLUE: the nine tasks' official file forms, their scores, submissions, and the paper's table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from finetune import glue
+from finetune.tasks.classification import Classification, ClassificationSettings
+from pretrain.errors import InputError
+
+# One small file of each official form: (name, header, rows). Quotes are characters, and texts may begin with one.
+_NLI = "index\tsentence1\tsentence2"
+_MNLI = "index\tpromptID\tpairID\tgenre\tp1\tp2\tp3\tp4\tsentence1\tsentence2"
+_PAIRS = "index\t#1 ID\t#2 ID\t#1 String\t#2 String"
+FILES: dict[str, dict[str, str]] = {
+    "CoLA": {
+        "train.tsv": 'gj04\t1\t\t"One" is fine.\ngj04\t0\t*\tOne fine "is.\n',
+        "dev.tsv": "gj04\t0\t*\tBad one.\n",
+        "test.tsv": "index\tsentence\n0\tBill whistled.\n",
+    },
+    "SST-2": {
+        "train.tsv": "sentence\tlabel\n\"one fine film . \t1\nno wit , only gags \t0\n",
+        "dev.tsv": "sentence\tlabel\nbleak \t0\n",
+        "test.tsv": "index\tsentence\n0\tuneasy mishmash .\n",
+    },
+    "MRPC": {
+        "train.tsv": '\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n1\t1\t2\tHe "said .\tHe said .\r\n0\t3\t4\tA\tB\r\n',
+        "dev.tsv": "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t5\t6\tC\tC\n",
+        "test.tsv": f"{_PAIRS}\n0\t7\t8\tD\tE\n",
+    },
+    "STS-B": {
+        "train.tsv": (
+            "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
+            '0\tg\tf\t2012\t1\tn\tn\tA "plane.\tAn air plane.\t5.000\n1\tg\tf\t2012\t2\tn\tn\tA\tB\t3.800\n'
+        ),
+        "dev.tsv": (
+            "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\tscore\n"
+            "0\tg\tf\t2012\t0\tn\tn\tA man.\tA hat.\t4.750\n"
+        ),
+        "test.tsv": (
+            "index\tgenre\tfilename\tyear\told_index\tsource1\tsource2\tsentence1\tsentence2\n"
+            "0\tg\tf\t2012\t0\tn\tn\tA girl.\tA boy.\n"
+        ),
+    },
+    "QQP": {
+        "train.tsv": (
+            "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n"
+            '0\t1\t2\tHow "so?\tWhy?\t1\n1\t3\t4\ttorn\n2\t5\t6\tWho?\tWhat?\t0\n'
+        ),
+        "dev.tsv": "id\tqid1\tqid2\tquestion1\tquestion2\tis_duplicate\n0\t1\t2\tHow?\tWhy?\t0\n",
+        "test.tsv": "id\tquestion1\tquestion2\n0\tWhere?\tWhen?\n",
+    },
+    "MNLI": {
+        "train.tsv": (
+            f"{_MNLI}\tlabel1\tgold_label\n"
+            "0\t1\t2\tfiction\t(\t(\t(\t(\tOne.\tTwo.\tneutral\tneutral\n"
+            '1\t1\t2\tfiction\t(\t(\t(\t(\t"One.\tTwo.\tneutral\tcontradiction\n'
+        ),
+        "dev_matched.tsv": (
+            f"{_MNLI}\tlabel1\tlabel2\tlabel3\tlabel4\tlabel5\tgold_label\n"
+            "0\t1\t2\tfiction\t(\t(\t(\t(\tOne.\tTwo.\tneutral\tneutral\tneutral\tneutral\tneutral\tentailment\n"
+        ),
+        "dev_mismatched.tsv": (
+            f"{_MNLI}\tlabel1\tlabel2\tlabel3\tlabel4\tlabel5\tgold_label\n"
+            "0\t1\t2\tverbatim\t(\t(\t(\t(\tOne.\tTwo.\tneutral\tneutral\tneutral\tneutral\tneutral\tneutral\n"
+        ),
+        "test_matched.tsv": f"{_MNLI}\n0\t1\t2\tfiction\t(\t(\t(\t(\tFive.\tSix.\n",
+        "test_mismatched.tsv": f"{_MNLI}\n0\t1\t2\tverbatim\t(\t(\t(\t(\tSeven.\tEight.\n",
+    },
+    "QNLI": {
+        "train.tsv": (
+            "index\tquestion\tsentence\tlabel\n0\tWho?\t\"He.\tentailment\n1\tWho?\tIt.\tnot_entailment\n"
+        ),
+        "dev.tsv": "index\tquestion\tsentence\tlabel\n0\tWho?\tHe.\tentailment\n",
+        "test.tsv": "index\tquestion\tsentence\n0\tWho?\tHe.\n",
+    },
+    "RTE": {
+        "train.tsv": f"{_NLI}\tlabel\n0\tA\tB\tnot_entailment\n1\tA\tA\tentailment\n",
+        "dev.tsv": f"{_NLI}\tlabel\n0\tA\tB\tnot_entailment\n",
+        "test.tsv": f"{_NLI}\n0\tA\tB\n",
+    },
+    "WNLI": {
+        "train.tsv": f"{_NLI}\tlabel\n0\tA\tB\t1\n1\tA\tA\t0\n",
+        "dev.tsv": f"{_NLI}\tlabel\n0\tA\tB\t1\n",
+        "test.tsv": f"{_NLI}\n0\tA\tB\n",
+    },
+}  # fmt: skip
+
+TRAIN = {
+    "cola": [('"One" is fine.', None, "acceptable"), ('One fine "is.', None, "unacceptable")],
+    "sst2": [('"one fine film . ', None, "positive"), ("no wit , only gags ", None, "negative")],
+    "mrpc": [('He "said .', "He said .", "equivalent"), ("A", "B", "not_equivalent")],
+    "stsb": [('A "plane.', "An air plane.", 5.0), ("A", "B", 3.8)],
+    "qqp": [('How "so?', "Why?", "duplicate"), ("Who?", "What?", "not_duplicate")],
+    "mnli": [("One.", "Two.", "neutral"), ('"One.', "Two.", "contradiction")],
+    "qnli": [("Who?", '"He.', "entailment"), ("Who?", "It.", "not_entailment")],
+    "rte": [("A", "B", "not_entailment"), ("A", "A", "entailment")],
+    "wnli": [("A", "B", "entailment"), ("A", "A", "not_entailment")],
+}
+DEV = {
+    "cola": "unacceptable", "sst2": "negative", "mrpc": "equivalent", "stsb": 4.75, "qqp": "not_duplicate",
+    "mnli": "entailment", "qnli": "entailment", "rte": "not_entailment", "wnli": "entailment",
+}  # fmt: skip
+
+
+@pytest.fixture
+def downloads(tmp_path: Path) -> Path:
+    for folder, files in FILES.items():
+        (tmp_path / folder).mkdir()
+        for name, content in files.items():
+            (tmp_path / folder / name).write_text(content, encoding="utf-8", newline="")
+    return tmp_path
+
+
+def task(name: str, folder: Path, **more: Any) -> Classification:
+    return Classification(
+        ClassificationSettings.model_validate({"glue": name, "glue_dir": str(folder), **more})
+    )
+
+
+@pytest.mark.parametrize("name", list(glue.TASKS))
+def test_the_official_files_are_read(downloads: Path, name: str) -> None:
+    one = task(name, downloads)
+    found = [(example.text, example.pair, example.label) for example in one.read_train()]
+    assert found == TRAIN[name]
+    held_out, tests = one.read_held_out(), one.read_test()
+    assert list(held_out) == (["dev_matched", "dev_mismatched"] if name == "mnli" else ["dev"])
+    assert next(iter(held_out.values()))[0].label == DEV[name]
+    assert list(tests) == (["test_matched", "test_mismatched"] if name == "mnli" else ["test"])
+    for examples in tests.values():
+        assert [example.label for example in examples] == [None]
+        assert (examples[0].pair is None) == (name in ("cola", "sst2"))
+    dev = "dev_mismatched.tsv" if name == "mnli" else "dev.tsv"
+    again = one.read_file(str(downloads / glue.TASKS[name].title / dev))
+    assert again == list(held_out.values())[-1]
+
+
+def test_labels_have_the_order_of_released_checkpoints(downloads: Path) -> None:
+    # As the ClassLabel features of `datasets`' glue have them.
+    assert task("mnli", downloads).labels == ("entailment", "neutral", "contradiction")
+    assert task("rte", downloads).labels == ("entailment", "not_entailment")
+    assert task("wnli", downloads).labels == ("not_entailment", "entailment")
+    assert task("mrpc", downloads).labels == ("not_equivalent", "equivalent")
+    assert (task("stsb", downloads).outputs, task("stsb", downloads).objective) == (1, "value")
+
+
+def test_torn_rows_are_left_out_of_qqp_alone_and_said(downloads: Path, caplog: Any) -> None:
+    task("qqp", downloads).read_train()
+    assert "QQP/train.tsv: 1 torn rows are left out, the first is" in caplog.text
+    assert "train.tsv:3" in caplog.text
+    with (downloads / "RTE" / "train.tsv").open("a") as file:
+        file.write("2\ttorn\n")
+    with pytest.raises(InputError, match=r"RTE/train\.tsv:4: 2 columns where the header has 4"):
+        task("rte", downloads).read_train()
+    with (downloads / "QQP" / "test.tsv").open("a") as file:
+        file.write("1\ttorn\n")
+    with pytest.raises(InputError, match=r"QQP/test\.tsv:3: 2 columns"):  # its rows are numbered
+        task("qqp", downloads).read_test()
+
+
+@pytest.mark.parametrize("folder", ["sst-2", "SST", "Sst2"])
+def test_folders_and_files_in_any_letter_case(downloads: Path, folder: str) -> None:
+    (downloads / "SST-2").rename(downloads / "x")
+    (downloads / "x").rename(downloads / folder)
+    (downloads / folder / "train.tsv").rename(downloads / folder / "Train.TSV")
+    assert len(task("sst2", downloads).read_train()) == 2
+    assert len(task("sst2", downloads / folder).read_train()) == 2  # the task's own folder
+
+
+def test_missing_folders_and_files_are_named(downloads: Path) -> None:
+    with pytest.raises(InputError, match=r"glue_dir: .*nowhere: no such folder"):
+        task("rte", downloads / "nowhere").read_train()
+    (downloads / "RTE" / "train.tsv").unlink()
+    with pytest.raises(InputError, match=r"found no train\.tsv of RTE in .*RTE\. Download it\."):
+        task("rte", downloads).read_train()
+    (downloads / "MNLI" / "dev_mismatched.tsv").unlink()
+    with pytest.raises(InputError, match=r"found no dev_mismatched\.tsv of MNLI"):
+        task("mnli", downloads).read_held_out()
+    (downloads / "QNLI").rename(downloads / "other")
+    with pytest.raises(InputError, match=r"no folder QNLI; it has CoLA, MNLI, MRPC, QQP, RTE"):
+        task("qnli", downloads).read_train()
+    with pytest.raises(InputError, match=r"dev_share: CoLA has an official dev set"):
+        task("cola", downloads, dev_share=0.1).read_train()
+
+
+def test_an_unknown_label_is_named_by_the_official_ones(downloads: Path) -> None:
+    with (downloads / "MNLI" / "dev_matched.tsv").open("a") as file:
+        file.write("1" + "\tx" * 14 + "\t-\n")
+    with pytest.raises(
+        InputError, match=r"dev_matched\.tsv:3: label '-' .* known: entailment, neutral, contradiction"
+    ):
+        task("mnli", downloads).read_held_out()
+
+
+def test_mrpc_as_microsoft_gives_it(downloads: Path) -> None:
+    folder = downloads / "MRPC"
+    rows = ["\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String"]
+    rows += [f"{n % 2}\t{n}\t{n + 1}\tText {n}\tOther" for n in range(40)]
+    for name in ("train.tsv", "dev.tsv", "test.tsv"):
+        (folder / name).unlink()
+    for part in ("train", "test"):
+        (folder / f"msr_paraphrase_{part}.txt").write_text("\r\n".join(rows), encoding="utf-8", newline="")
+    whole = task("mrpc", downloads)
+    assert len(whole.read_train()) == len(whole.read_test()["test"]) == 40
+    with pytest.raises(InputError, match=r"found no dev\.tsv of MRPC .* or set dev_share"):
+        whole.read_held_out()
+    parted = task("mrpc", downloads, dev_share=0.25)
+    assert len(parted.read_train()) + len(parted.read_held_out()["dev"]) == 40
+    # GLUE's dev set is a part of Microsoft's training set, and must not be trained on.
+    (folder / "dev_ids.tsv").write_text("3\t4\n9\t10\n")
+    by_ids = task("mrpc", downloads)
+    dev = by_ids.read_held_out()["dev"]
+    assert [(example.text, example.label) for example in dev] == [
+        ("Text 3", "equivalent"),
+        ("Text 9", "equivalent"),
+    ]
+    assert dev[0].where.endswith("msr_paraphrase_train.txt:5")
+    assert len(by_ids.read_train()) == 38
+    (folder / "dev.tsv").write_text("\n".join([rows[0], rows[6]]) + "\n", encoding="utf-8")
+    assert len(task("mrpc", downloads).read_train()) == 39
+
+
+@pytest.mark.parametrize(
+    ("name", "scores", "metric"),
+    [
+        ("cola", {"matthews", "accuracy"}, "matthews"),
+        ("mrpc", {"accuracy", "f1", "accuracy_and_f1"}, "accuracy_and_f1"),
+        ("qqp", {"accuracy", "f1", "accuracy_and_f1"}, "accuracy_and_f1"),
+        ("stsb", {"pearson", "spearman", "pearson_and_spearman"}, "pearson_and_spearman"),
+        *((name, {"accuracy"}, "accuracy") for name in ("sst2", "mnli", "qnli", "rte", "wnli")),
+    ],
+)
+def test_the_official_scores(downloads: Path, name: str, scores: set[str], metric: str) -> None:
+    one = task(name, downloads)
+    examples = one.read_train()
+    made = [
+        {"value": example.label} if name == "stsb" else {"label": example.label, "scores": {}}
+        for example in examples
+    ]
+    assert one.score(examples, made) == dict.fromkeys(scores, pytest.approx(1.0))
+    assert one.metric == metric
+
+
+def test_f1_is_that_of_paraphrases(downloads: Path) -> None:
+    one = task("mrpc", downloads)
+    examples = one.read_train() * 2  # equivalent, not, equivalent, not
+    made = [{"label": label} for label in ("equivalent", "equivalent", "not_equivalent", "not_equivalent")]
+    made[2] = {"label": "equivalent"}
+    scores = one.score(examples, made)
+    assert (scores["accuracy"], scores["f1"]) == (0.75, pytest.approx(0.8))
+    assert scores["accuracy_and_f1"] == pytest.approx(0.775)
+
+
+# ---------------------------------------------------------------- submission
+
+
+def test_submissions_have_the_official_form(tmp_path: Path, caplog: Any) -> None:
+    def written(name: str, made: list[Any], part: str = "test") -> tuple[str, bytes]:
+        (path,) = glue.write_submission(name, {part: made}, tmp_path / "out")
+        return path.name, path.read_bytes()
+
+    labels: Callable[..., list[Any]] = lambda *names: [{"label": name} for name in names]  # noqa: E731
+    assert written("cola", labels("acceptable", "unacceptable")) == (
+        "CoLA.tsv", b"index\tprediction\n0\t1\n1\t0\n",
+    )  # fmt: skip
+    assert "CoLA.tsv: 2 predictions, but the official test set has 1063 rows" in caplog.text
+    assert written("qnli", labels("not_entailment"))[1] == b"index\tprediction\n0\tnot_entailment\n"
+    assert written("wnli", labels("entailment", "not_entailment"))[1].split()[3::2] == [b"1", b"0"]
+    assert written("mnli", labels("neutral"), "test_matched") == (
+        "MNLI-m.tsv", b"index\tprediction\n0\tneutral\n",
+    )  # fmt: skip
+    assert written("mnli", labels("neutral"), "diagnostic")[0] == "AX.tsv"
+    values = [{"value": value} for value in (-0.5, 2.71828, 7.0)]
+    assert written("stsb", values) == ("STS-B.tsv", b"index\tprediction\n0\t0.000\n1\t2.718\n2\t5.000\n")
+    caplog.clear()
+    written("wnli", labels("entailment") * 146)
+    assert not caplog.records
+    with pytest.raises(InputError, match="GLUE takes no predictions of 'dev'; it takes test_matched"):
+        glue.write_submission("mnli", {"dev": []}, tmp_path)
+
+
+def test_predictions_of_every_test_set_can_be_submitted(downloads: Path) -> None:
+    (downloads / "diagnostic").mkdir()
+    (downloads / "diagnostic" / "diagnostic.tsv").write_text(f"{_NLI}\n0\tX\tY\n")
+    names = set()
+    for name in glue.TASKS:
+        one = task(name, downloads)
+        made = {
+            part: [{"value": 1.0} if name == "stsb" else {"label": one.labels[0]} for _ in examples]
+            for part, examples in one.read_test().items()
+        }
+        names |= {path.name for path in glue.write_submission(name, made, downloads / "out")}
+    assert names == {
+        "CoLA.tsv", "SST-2.tsv", "MRPC.tsv", "STS-B.tsv", "QQP.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "QNLI.tsv",
+        "RTE.tsv", "WNLI.tsv", "AX.tsv",
+    }  # fmt: skip
+    assert task("mnli", downloads).read_test()["diagnostic"][0].text == "X"
+
+
+# ---------------------------------------------------------------- the paper's table
+
+
+def test_the_papers_averages_come_out() -> None:
+    table = glue.format_table({})
+    base, large, ours = table.splitlines()[2:5]
+    assert base.split("|")[-3].strip() == "79.6"  # Devlin et al., table 1
+    assert large.split("|")[-3].strip() == "82.1"
+    assert ours.split("|")[2].strip() == "–"
+    assert "0 of 9 columns; missing: MNLI-m, MNLI-mm, QQP" in table
+
+
+def test_our_row_has_the_papers_scores_and_is_averaged_over_what_there_is() -> None:
+    results = {
+        "mnli": {"dev_matched": {"accuracy": 0.8}, "dev_mismatched": {"accuracy": 0.7}},
+        "mrpc": {"dev": {"accuracy": 0.1, "f1": 0.9, "accuracy_and_f1": 0.5}},
+        "stsb": {"dev": {"pearson": 0.1, "spearman": 0.85}},
+        "wnli": {"dev": {"accuracy": 0.56}},
+    }
+    assert glue.paper_row(results) == [pytest.approx(80), pytest.approx(70), *[None] * 4, 85, 90, None]
+    table = glue.format_table(results, name="mine")
+    ours = next(line for line in table.splitlines() if "mine, dev" in line).split("|")
+    assert [cell.strip() for cell in ours[-3:-1]] == ["81.2", "81.2"]
+    base = next(line for line in table.splitlines() if "BERT-Base" in line).split("|")
+    # The paper's over the same four columns: (84.6 + 83.4 + 85.8 + 88.9) / 4.
+    assert [cell.strip() for cell in base[-3:-1]] == ["79.6", "85.7"]
+    assert "4 of 9 columns; missing: QQP, QNLI, SST-2, CoLA, RTE" in table
+    full = {
+        task: {"dev": {"accuracy": 0.5, "f1": 0.5, "matthews": 0.5, "spearman": 0.5}} for task in glue.TASKS
+    }
+    full["mnli"] = results["mnli"]
+    assert "9 of 9 columns." in glue.format_table(full)

@@ -1,0 +1,169 @@
+"""Task heads: losses and logits equal to those of transformers' models with the same weights, over padded batches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tiny_checkpoints import make_bert
+
+from finetune.batches import Batches, LabelledBatch
+from finetune.model import TaskModel
+from finetune.task import Head, Objective, Windows
+from pretrain.checkpoint.released import read_released
+
+LENGTHS = [5, 9, 12, 7]
+OUTPUTS = {"sequence": 3, "tokens": 5, "spans": 2}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_bert(tmp_path_factory.mktemp("bert"))
+
+
+def ours(checkpoint: Path, head: Head, objective: Objective, outputs: int) -> TaskModel:
+    released = read_released(checkpoint)
+    model = TaskModel(
+        released.model, len(released.backbone["embeddings.word"]), head, objective, outputs, "tanh"
+    )
+    drawn = {
+        name: torch.randn_like(p) * 0.1 for name, p in model.state_dict().items() if name.startswith("head.")
+    }
+    model.load_state_dict({**released.backbone, **drawn})
+    return model.eval()
+
+
+def theirs(checkpoint: Path, name: str, model: TaskModel, outputs: int) -> Any:
+    import transformers
+
+    peer = getattr(transformers, f"BertFor{name}").from_pretrained(checkpoint, num_labels=outputs).eval()
+    state = {key.removeprefix("head."): value for key, value in model.state_dict().items()}
+    layer = peer.qa_outputs if name == "QuestionAnswering" else peer.classifier
+    layer.load_state_dict({"weight": state["out_weight"], "bias": state["out_bias"]})
+    if "dense_weight" in state:
+        peer.bert.pooler.dense.load_state_dict({"weight": state["dense_weight"], "bias": state["dense_bias"]})
+    return peer
+
+
+def make_batch(labels: np.ndarray, asked: np.ndarray, weights: np.ndarray | None = None) -> LabelledBatch:
+    """One micro-batch of `LENGTHS`, one window an example, in this order of labels."""
+    starts = np.concatenate([[0], np.cumsum(LENGTHS)])
+    draw = np.random.default_rng(0)
+    windows = Windows(
+        ids=draw.integers(5, 40, starts[-1]).astype(np.int32), types=draw.integers(0, 2, starts[-1]).astype(np.uint8),
+        starts=starts, examples=np.arange(len(LENGTHS)), asked=asked, labels=labels, extra={},
+        weights=np.ones(len(asked), np.float32) if weights is None else weights,
+    )  # fmt: skip
+    (batch,) = Batches(windows, seed=0, budget=100, rank=0, world_size=1).every_window()
+    return batch
+
+
+def padded(batch: LabelledBatch) -> dict[str, torch.Tensor]:
+    rows = [slice(a, b) for a, b in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)]
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        "input_ids": pad([batch.input_ids[r] for r in rows], batch_first=True),
+        "token_type_ids": pad([batch.token_types[r] for r in rows], batch_first=True),
+        "attention_mask": pad(
+            [torch.ones(r.stop - r.start, dtype=torch.long) for r in rows], batch_first=True
+        ),
+    }
+
+
+FIRST = np.concatenate([[0], np.cumsum(LENGTHS)])[:-1]
+ALL = np.arange(sum(LENGTHS))
+
+
+@pytest.mark.parametrize(
+    ("objective", "problem", "labels"),
+    [
+        ("classes", "single_label_classification", np.array([2, 0, 1, 2])),
+        (
+            "labels",
+            "multi_label_classification",
+            np.array([[1, 0, 1], [0, 0, 0], [1, 1, 1], [0, 1, 0]], np.float32),
+        ),
+        ("value", "regression", np.array([0.5, -1.0, 2.0, 3.0], np.float32)),
+    ],
+)
+def test_sequence_losses_are_those_of_transformers(
+    checkpoint: Path, objective: Objective, problem: str, labels: np.ndarray
+) -> None:
+    outputs = 1 if objective == "value" else 3
+    model = ours(checkpoint, "sequence", objective, outputs)
+    peer = theirs(checkpoint, "SequenceClassification", model, outputs)
+    peer.config.problem_type = problem
+    batch = make_batch(labels, FIRST)
+    with torch.no_grad():
+        output, expected = model(batch), peer(**padded(batch), labels=batch.labels)
+    torch.testing.assert_close(output.logits, expected.logits, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(output.loss / 4, expected.loss, rtol=1e-5, atol=1e-6)
+
+
+def test_tags_are_those_of_transformers(checkpoint: Path) -> None:
+    model = ours(checkpoint, "tokens", "classes", 5)
+    peer = theirs(checkpoint, "TokenClassification", model, 5)
+    asked = ALL[ALL % 3 == 1]
+    batch = make_batch(asked % 5, asked)
+    labels = torch.full((len(LENGTHS), max(LENGTHS)), -100)
+    labels[batch.sequence, batch.positions[batch.rows]] = batch.labels
+    with torch.no_grad():
+        output, expected = model(batch), peer(**padded(batch), labels=labels)
+    torch.testing.assert_close(
+        output.logits, expected.logits[batch.sequence, batch.positions[batch.rows]], rtol=1e-5, atol=1e-6
+    )
+    torch.testing.assert_close(output.loss / len(asked), expected.loss, rtol=1e-5, atol=1e-6)
+
+
+def test_spans_are_those_of_transformers(checkpoint: Path) -> None:
+    model = ours(checkpoint, "spans", "span", 2)
+    peer = theirs(checkpoint, "QuestionAnswering", model, 2)
+    labels, begins, ends = np.zeros((len(ALL), 2), np.uint8), [2, 0, 4, 6], [3, 0, 11, 6]
+    labels[FIRST + begins, 0] = labels[FIRST + ends, 1] = 1
+    weights = np.isin(ALL, FIRST).astype(np.float32)
+    batch = make_batch(labels, ALL, weights)
+    order = np.argsort(LENGTHS, kind="stable")
+    with torch.no_grad():
+        output = model(batch)
+        # Without what lies beyond a window: transformers' softmax runs over padding too, unless it is told.
+        expected = peer(**padded(batch))
+    mask = padded(batch)["attention_mask"] == 0
+    losses = [
+        torch.nn.functional.cross_entropy(
+            logits.masked_fill(mask, -torch.inf), torch.tensor(np.array(answers)[order])
+        )
+        for logits, answers in ((expected.start_logits, begins), (expected.end_logits, ends))
+    ]
+    torch.testing.assert_close(output.loss / 4, sum(losses) / 2, rtol=1e-5, atol=1e-6)
+
+
+def test_windows_of_an_example_are_averaged_before_the_loss(checkpoint: Path) -> None:
+    """Two windows of one example: cross-entropy of the mean logits, with the example's whole weight."""
+    model = ours(checkpoint, "sequence", "classes", 3)
+    starts = np.array([0, 5, 11, 15])
+    windows = Windows(
+        ids=np.arange(5, 20, dtype=np.int32), types=np.zeros(15, np.uint8), starts=starts, extra={},
+        examples=np.array([0, 0, 1]), asked=starts[:-1], labels=np.array([2, 2, 0]),
+        weights=np.array([0.75, 0.75, 1.0], np.float32),
+    )  # fmt: skip
+    batches = Batches(windows, seed=0, budget=100, rank=0, world_size=1)
+    (each,) = batches.every_window()
+    with torch.no_grad():
+        logits = model(each).logits[np.argsort(each.asked)]
+        loss = sum(model(batch).loss for batch in batches.step(0, 2).micro_batches)
+    means = torch.stack([(logits[0] + logits[1]) / 2, logits[2]])
+    expected = torch.nn.functional.cross_entropy(means, torch.tensor([2, 0]), reduction="none")
+    torch.testing.assert_close(loss, 1.5 * expected[0] + expected[1])
+
+
+def test_the_span_loss_has_a_right_gradient(checkpoint: Path) -> None:
+    from finetune.model import span_loss
+
+    labels = np.zeros((len(ALL), 2), np.uint8)
+    labels[FIRST] = 1
+    batch = make_batch(labels, ALL, np.isin(ALL, FIRST).astype(np.float32))
+    logits = torch.randn(len(ALL), 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: span_loss(x, batch), (logits,))

@@ -1,0 +1,859 @@
+"""Span questions: files, windows, answers, thresholds. The reference behaviours are written again, slowly, below."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+import math
+import unicodedata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from corpora import make_vocabulary, write_tokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+
+from finetune.squad import Answer, Question, read
+from finetune.task import Task, Windows
+from finetune.tasks.questions import Questions, QuestionsSettings, _has_most_context
+from finetune.text import TextEncoder
+from pretrain.errors import InputError
+from pretrain.settings import load
+
+# A tokenizer with a vocabulary of letters: `cat` is c ##a ##t, what is not ASCII is [UNK].
+
+
+@pytest.fixture(scope="session")
+def tokenizer(tmp_path_factory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(folder, make_vocabulary(120))
+    return Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+@pytest.fixture(scope="session")
+def encoder(tokenizer) -> TextEncoder:
+    return TextEncoder(tokenizer, 32)
+
+
+@pytest.fixture(scope="session")
+def cased() -> Tokenizer:
+    """WordPiece that changes nothing in the text."""
+    words = [*make_vocabulary(120), *"éü中京", "##\u0301", "##\ufe0f"]
+    tokenizer = Tokenizer(models.WordPiece({word: n for n, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=False, strip_accents=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", 3), ("[CLS]", 2))
+    return tokenizer
+
+
+@pytest.fixture(scope="session")
+def bytewise() -> Tokenizer:
+    """A byte-level BPE without merges, as RoBERTa has it: several tokens for one character."""
+    words = ["<s>", "<pad>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({word: n for n, word in enumerate(words)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0), add_prefix_space=False)
+    return tokenizer
+
+
+def task(state: dict[str, Any] | None = None, **given: Any) -> Questions:
+    return Questions(QuestionsSettings(**{"stride": 5, "max_question_tokens": 8, **given}), state)
+
+
+def ask(
+    context: str, answer: str | None = None, start: int | None = None, text: str = "who", id: str = "1"
+) -> Question:
+    """A question; answer None is none known, "" is none in the context."""
+    if not answer:
+        return Question(id, text, context, None if answer is None else ())
+    return Question(id, text, context, (Answer(answer, context.index(answer) if start is None else start),))
+
+
+def nested(*questions: Question, **more: Any) -> dict[str, Any]:
+    qas = [
+        {
+            "id": one.id,
+            "question": one.text,
+            **(
+                {}
+                if one.answers is None
+                else {"answers": [{"text": a.text, "answer_start": a.start} for a in one.answers]}
+            ),
+        }
+        for one in questions
+    ]
+    paragraphs = [{"context": one.context, "qas": [qa]} for one, qa in zip(questions, qas, strict=True)]
+    return {"version": "1.1", "data": [{"title": "t", "paragraphs": paragraphs}], **more}
+
+
+def write(path: Path, content: Any) -> str:
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif isinstance(content, str):
+        path.write_text(content, encoding="utf-8")
+    else:
+        path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+    return str(path)
+
+
+CAT = ask("The cat sat.", "cat", text="Who sat?", id="a")
+DOG = ask("The cat sat.", "", text="Who ran?", id="b")
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_forms_read_alike(tmp_path):
+    flat = [
+        {
+            "id": "a",
+            "question": "Who sat?",
+            "context": "The cat sat.",
+            "answers": {"text": ["cat"], "answer_start": [4]},
+        },
+        {"id": "b", "question": "Who ran?", "context": "The cat sat.", "answers": []},
+    ]
+    lines = "\n\n".join(map(json.dumps, flat)) + "\n"
+    files = [
+        write(tmp_path / "nested.json", nested(CAT, DOG)),
+        write(tmp_path / "list.json", flat),
+        write(tmp_path / "data.json", {"version": "x", "data": flat}),
+        write(tmp_path / "lines.jsonl", lines),
+        write(tmp_path / "bom.JSONL", b"\xef\xbb\xbf" + lines.encode()),
+        write(tmp_path / "packed.jsonl.gz", gzip.compress(lines.encode())),
+    ]
+    for file in files:
+        assert read(file, labelled=True) == [CAT, DOG], file
+    first, second = read(files[3], labelled=True)
+    assert first.context is second.context
+
+
+def test_odd_but_right(tmp_path):
+    record = {
+        "question": "a\u2028b\u0085?",
+        "context": "x\u2028y\r z",
+        "answers": [{"text": "y\r z", "answer_start": 2}],
+    }
+    lines = (
+        json.dumps(record, ensure_ascii=False)
+        + "\r\n"
+        + json.dumps({**record, "id": 7, "is_impossible": False})
+    )
+    with (tmp_path / "a.jsonl").open("w", encoding="utf-8", newline="") as file:
+        file.write(lines)
+    found = read(str(tmp_path / "a.jsonl"), labelled=True)
+    assert [one.id for one in found] == ["1", "7"]
+    assert found[0].text == "a\u2028b\u0085?"
+    assert found[0].answers == (Answer("y\r z", 2),)
+    unlabelled = read(write(tmp_path / "b.json", nested(ask("The cat."))), labelled=False)
+    assert unlabelled[0].answers is None
+
+
+def good(**change: Any) -> str:
+    record = {"id": "q", "question": "Who?", "context": "The cat.", "answers": [], **change}
+    return json.dumps({key: value for key, value in record.items() if value != "left out"})
+
+
+LINES = [
+    ("", r"a.jsonl: is empty. Name a SQuAD file"),
+    ("\n \n", r"a.jsonl: is empty"),
+    (b'{"id": "1",\n "\xff', r"a.jsonl:2: byte 0xff at 14 is not UTF-8. Save the file as UTF-8"),
+    (b'\xef\xbb\xbf\n"\xff', r"a.jsonl:2: byte 0xff at 5 is not UTF-8"),
+    (good() + "\n{", r"a.jsonl:2: not JSON, .* at column 2. A .jsonl file has one object per line"),
+    ("[" * 200_000, r"a.jsonl:1: too deeply nested|a.jsonl:1: not JSON"),
+    ("[1]", r"a.jsonl:1: found a list of 1; expected a flat record"),
+    (json.dumps(nested(CAT)), r'a.jsonl:1: found an object of version, data; .* A nested SQuAD file is called "\.json"'),
+    (good(context="left out"), r"a.jsonl:1: found an object of id, question, answers; expected a flat record"),
+    (good(context=None), r"a.jsonl:1 \(id q\): context is missing; expected text"),
+    (good(question=3), r"a.jsonl:1 \(id q\): question is 3; expected text"),
+    (good(id=["x"]), r"a.jsonl:1: id is a list of 1; expected text"),
+    (good(id=True), r"a.jsonl:1: id is true; expected text"),
+    (good(answers="left out"), r"a.jsonl:1 \(id q\): has no answers. .* say answers: \[\]"),
+    (good(answers="cat"), r"answers is text \('cat'\); expected \[\{"),
+    (good(answers=["cat"]), r"an answer is text \('cat'\); expected \{"),
+    (good(answers={"text": ["cat"]}), r"answers is an object of text; expected"),
+    (good(answers={"text": ["cat"], "answer_start": []}), r"answers has 1 text and 0 answer_start"),
+    (good(answers=[{"text": "cat"}]), r"answer_start is missing; expected the number of a character"),
+    (good(answers=[{"text": "cat", "answer_start": "4"}]), r"answer_start is text \('4'\)"),
+    (good(answers=[{"text": None, "answer_start": 4}]), r"the text of an answer is missing"),
+    (good(is_impossible=False), r"a.jsonl:1 \(id q\): is_impossible is false, but there are 0 answers"),
+    (good(is_impossible=True, answers=[{"text": "cat", "answer_start": 4}]), r"is_impossible is true, but there are 1"),
+    (good() + "\n\n" + good(), r"a.jsonl:3: id 'q' was used before, in .*a.jsonl:1. .* give each question its own"),
+    (good(context="ab\ud83dc"), r"a.jsonl:1 \(id q\): character 2 of context is half a surrogate pair \(\\ud83d\)"),
+]  # fmt: skip
+
+DOCUMENTS = [
+    ("{", r"a.json:1: not JSON, .* at column 2"),
+    (good() + "\n" + good(), r'a.json:2: not JSON, Extra data at column 1. One object per line is called ".jsonl"'),
+    ("3", r"a.json: found 3; expected a SQuAD file .* or flat records"),
+    ('{"version": "1.1", "data": []}', r"a.json: has no questions in it"),
+    ('{"data": [{"title": "", "paragraphs": []}]}', r"a.json: has no questions in it"),
+    ('{"Data": []}', r"a.json: found an object of Data; expected a SQuAD file"),  # TriviaQA
+    ('{"data": [{"story": "", "questions": [], "answers": []}]}', r"data\[0\]: found an object of story, questions, answers; expected"),  # CoQA
+    ('{"data": {"a": 1}}', r"a.json: found an object of data; expected"),
+    ("[3]", r"a.json: record\[0\]: found 3; expected"),
+    ('{"data": [{"paragraphs": {}}]}', r"a.json: data\[0\]: paragraphs is an object; expected a list"),
+    ('{"data": [{"paragraphs": [3]}]}', r"data\[0\].paragraphs\[0\]: found 3; expected context and qas"),
+    ('{"data": [{"paragraphs": [{"context": ""}]}]}', r"data\[0\].paragraphs\[0\]: qas is missing; expected a list"),
+    ('{"data": [{"paragraphs": [{"context": "", "qas": ["x"]}]}]}', r"qas\[0\]: found text \('x'\)"),
+    ('{"data": [{"paragraphs": [{"qas": [{"id": "i", "question": ""}]}]}]}', r"qas\[0\] \(id i\): context is missing"),
+    ('{"data": [{"paragraphs": [{"context": "", "qas": [{"question": ""}]}]}]}', r"qas\[0\]: id is missing"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [("a.jsonl", *one) for one in LINES] + [("a.json", *one) for one in DOCUMENTS],
+)
+def test_bad_files(tmp_path, name, content, message):
+    with pytest.raises(InputError, match=message) as raised:
+        read(write(tmp_path / name, content), labelled=True)
+    assert "\n" not in str(raised.value)
+
+
+def test_files_that_are_not_there(tmp_path):
+    with pytest.raises(InputError, match=r"none.json: cannot be read \(No such file or directory\)"):
+        read(str(tmp_path / "none.json"), labelled=True)
+    for name in ("a.json.gz", "a.json.xz"):
+        with pytest.raises(InputError, match=r"a.json...: cannot be (read|unpacked) \(.+\)"):
+            read(write(tmp_path / name, b"no archive"), labelled=True)
+    packed = gzip.compress(json.dumps(nested(CAT)).encode())
+    with pytest.raises(InputError, match=r"cannot be unpacked .* Fetch it again"):
+        read(write(tmp_path / "cut.json.gz", packed[:-9]), labelled=True)
+    with pytest.raises(InputError, match=r"questions.train is empty. Name a file"):
+        task().read_train()
+    assert task().read_held_out() == task().read_test() == {}
+
+
+def test_bad_answers(tmp_path, caplog):
+    bad = [
+        CAT,
+        ask("The cat sat.", "cat", 5, id="late"),
+        ask("The  cat sat.", "The cat", 0, id="blank"),
+        ask("The cat sat.", "dog", 99, id="far"),
+        ask("The cat sat.", "The", -12, id="negative"),
+        Question("both", "who", "The cat sat.", (Answer("sat", 7), Answer("sat", 8))),
+        ask("The cat sat.", " ", 3, id="white"),
+    ]  # fmt: skip
+    file = write(tmp_path / "train.json", nested(*bad))
+    shown = (
+        r"train.json: 6 of 8 answers do not stand at their answer_start \(question late: 'cat' at 5, where the context "
+        r"of 12 characters has 'at '; it stands at 4; question blank: 'The cat' at 0, .* has 'The  ca'; "
+        r"it stands nowhere in it; question far: 'dog' at 99, .* has ''; it stands nowhere in it; \.\.\.\)"
+    )
+    with pytest.raises(InputError, match=shown + r". Mend answer_start, .* bad_answers: skip") as raised:
+        task(train=file).read_train()
+    assert "\n" not in str(raised.value)
+    with caplog.at_level(logging.WARNING):
+        kept = task(train=file, bad_answers="skip").read_train()
+    assert [(one.id, one.answers) for one in kept] == [
+        ("a", (Answer("cat", 4),)),
+        ("both", (Answer("sat", 8),)),
+    ]
+    assert "6 of 8 answers" in caplog.text
+    assert "left out, and with them 5 questions" in caplog.text
+    # To score on, texts alone are compared: leaving any out would not be the official score.
+    held_out = task(dev=file, bad_answers="skip").read_held_out()["dev"]
+    assert [len(one.answers or ()) for one in held_out] == [1, 1, 1, 1, 1, 2, 1]
+    with pytest.raises(InputError, match="5 of 8 answers"):
+        task(dev=file).read_held_out()
+    only = write(tmp_path / "only.json", nested(bad[1]))
+    with pytest.raises(InputError, match=r"only.json: no question is left without its bad answers"):
+        task(train=only, bad_answers="skip").read_train()
+
+
+def test_only_white_space_differs(tmp_path):
+    file = write(tmp_path / "a.json", nested(ask("a\u00a0b c", "a b", 0)))
+    with pytest.raises(InputError, match=r"'a b' at 0, .* has 'a\\xa0b'; only white space differs"):
+        task(train=file).read_train()
+
+
+def test_unanswerable_follows_the_training_set(tmp_path):
+    v1, v2 = write(tmp_path / "1.json", nested(CAT)), write(tmp_path / "2.json", nested(CAT, DOG))
+    one = task(train=v1, dev=v2, metric="exact")
+    one.read_train()
+    assert (one.unanswerable, one.metric, one.state()["unanswerable"]) == (False, "exact_match", False)
+    with pytest.raises(
+        InputError, match=r"2.json: 1 of 2 questions have no answer, first b, but the training set has"
+    ):
+        one.read_held_out()
+    two = task(train=v2, dev=v1, metric="exact")
+    two.read_train()
+    assert (two.unanswerable, two.metric) == (True, "exact")
+    assert two.read_held_out() == {"dev": [CAT]}
+    with pytest.raises(InputError, match=r"but unanswerable is false. Set unanswerable: true"):
+        task(train=v2, unanswerable=False).read_train()
+    trained = task(two.state(), test=v1)
+    assert trained.unanswerable
+    assert trained.read_test() == {"test": [CAT]}
+    forced = task(one.state(), unanswerable=True)
+    assert forced.read_file(v2) == [CAT, DOG]
+    # A released model, never trained here: the labelled set decides.
+    released = task(test=write(tmp_path / "3.json", nested(ask("The cat."))))
+    released.read_test()
+    released.read_file(v2)
+    assert released.unanswerable
+
+
+def test_settings_from_yaml(tmp_path):
+    path = tmp_path / "a.yaml"
+    path.write_text("train: a.json\nunanswerable: true\nthreshold: -1.5\n")
+    assert load(path, QuestionsSettings).unanswerable is True
+    assert Questions(load(path, QuestionsSettings), {"threshold": 2.0}).threshold == -1.5
+    path.write_text("unanswerable: maybe\n")
+    with pytest.raises(
+        InputError, match=r"a.yaml:1: unanswerable is 'maybe'; expected one of 'auto', True or False"
+    ):
+        load(path, QuestionsSettings)
+    assert all(field.description for field in QuestionsSettings.model_fields.values())
+
+
+def test_example():
+    assert task().example({"question": "who", "context": "The cat."}, "here:3") == Question(
+        "here:3", "who", "The cat."
+    )
+    assert task().example({"id": 5, "question": "w", "context": "c", "answers": "?"}, "x").id == "5"
+    with pytest.raises(
+        InputError, match=r'here: found text \(\'who\'\); a span question needs a context .*"context"'
+    ):
+        task().example("who", "here")
+    with pytest.raises(InputError, match=r"here: context is missing; expected text"):
+        task().example({"question": "who"}, "here")
+
+
+# ---------------------------------------------------------------- windows
+
+
+def window(windows: Windows, number: int) -> slice:
+    return slice(int(windows.starts[number]), int(windows.starts[number + 1]))
+
+
+letters = st.text("abc  .", max_size=60)
+
+
+@given(st.lists(st.tuples(letters, st.text("abc ", max_size=8)), max_size=4), st.integers(0, 12))
+@settings(max_examples=60, deadline=None)
+def test_windows_are_those_of_the_tokenizer(tokenizer, encoder, made, stride):
+    """With `only_second` truncation and a stride, tokenizers cut a pair as run_qa.py does."""
+    questions = [ask(context, text=text, id=str(number)) for number, (context, text) in enumerate(made)]
+    windows = task(stride=stride).windows(questions, encoder, training=False)
+    reference = Tokenizer.from_str(tokenizer.to_str())
+    reference.enable_truncation(32, stride=stride, strategy="only_second")
+    expected = []
+    for number, (context, text) in enumerate(made):
+        encoding = reference.encode(text.strip(), context)
+        expected += [(number, part.ids, part.type_ids) for part in (encoding, *encoding.overflowing)]
+    found = [
+        (
+            int(example),
+            windows.ids[window(windows, number)].tolist(),
+            windows.types[window(windows, number)].tolist(),
+        )
+        for number, example in enumerate(windows.examples)
+    ]
+    assert found == expected
+    assert windows.asked.tolist() == list(range(len(windows.ids)))
+    assert (windows.ids.dtype, windows.types.dtype, windows.starts.dtype) == (np.int32, np.uint8, np.int64)
+    assert not windows.labels.any()  # nobody has said the answers
+    assert not windows.weights.any()
+
+
+def test_labels(encoder):
+    context = "aaaa bbbb cccc dddd eeee ffff gggg"  # 28 tokens, one a letter
+    made = [
+        ask(context, "cccc", id="1"),
+        ask(context, "", id="2"),
+        ask(context, "bbb", 6, id="3"),
+        ask("ab", "b", id="4"),
+    ]
+    windows = task(max_question_tokens=4).windows(made, encoder, training=True)
+    # who is 3 tokens: 26 of the context in a window; the second begins 21 further on.
+    assert windows.examples.tolist() == [0, 0, 1, 1, 2, 2, 3]
+    assert np.diff(windows.starts).tolist() == [32, 13, 32, 13, 32, 13, 8]
+    context_row = 5  # behind [CLS] w ##h ##o [SEP]
+    expected = [
+        (context_row + 8, context_row + 11),
+        (0, 0),
+        (0, 0),
+        (0, 0),
+        (context_row + 5, context_row + 7),
+        (0, 0),
+        (6, 6),
+    ]
+    for number, places in enumerate(expected):
+        labels = windows.labels[window(windows, number)]
+        assert (labels.sum(0) == 1).all()
+        assert tuple(labels.argmax(0)) == places
+    assert windows.labels.dtype == np.uint8
+    assert np.flatnonzero(windows.weights).tolist() == windows.starts[:-1].tolist()
+    assert (windows.weights[windows.starts[:-1]] == 1).all()
+    assert windows.weights.dtype == np.float32
+
+
+def test_an_answer_must_be_whole_in_its_window(encoder):
+    context = "abcdefghij" * 5  # 50 tokens in windows of 26, at 0, 21 and 42
+    for start, length, holds in (
+        (24, 2, [1, 1, 0]),
+        (25, 2, [0, 1, 0]),
+        (20, 2, [1, 0, 0]),
+        (20, 7, [0, 0, 0]),
+    ):
+        question = Question("1", "who", context, (Answer(context[start : start + length], start),))
+        windows = task().windows([question], encoder, training=True)
+        assert [1 - int(windows.labels[first, 0]) for first in windows.starts[:-1]] == holds
+        assert [1 - int(windows.labels[first, 1]) for first in windows.starts[:-1]] == holds
+
+
+def test_answers_longer_than_the_overlap(encoder, caplog):
+    context = "abcdefghij" * 5
+    made = [Question(str(n), "who", context, (Answer(context[20 : 20 + n], 20),)) for n in (5, 7, 30)] + [DOG]
+    with caplog.at_level(logging.WARNING):
+        task().windows(made, encoder, training=True)
+    assert (
+        "2 answers stand in no window as a whole and are learnt as having none; first question 7."
+        in caplog.text
+    )
+    caplog.clear()
+    task().windows([made[0], DOG], encoder, training=True)
+    assert not caplog.text
+
+
+def test_long_questions_are_cut_and_that_is_said(encoder, caplog):
+    made = [
+        ask("cat", "cat", text="abcdefghijkl", id="long"),
+        ask("cat", "cat", text="  abcdefgh ", id="just"),
+    ]
+    with caplog.at_level(logging.WARNING):
+        windows = task().windows(made, encoder, training=True)
+    assert np.diff(windows.starts).tolist() == [14, 14]
+    assert windows.ids[:14].tolist() == windows.ids[14:].tolist()
+    assert (
+        "1 of 2 questions are longer than max_question_tokens 8 and were cut; the longest, long, has 12."
+        in caplog.text
+    )
+
+
+def test_blanks_around_a_question_are_no_tokens(bytewise):
+    windows = task().windows(
+        [ask("cat", text=" who\n"), ask("cat", text="who")], TextEncoder(bytewise, 32), training=True
+    )
+    assert windows.ids[window(windows, 0)].tolist() == windows.ids[window(windows, 1)].tolist()
+
+
+def test_windows_too_short(encoder):
+    with pytest.raises(
+        InputError, match=r"a window of 32 tokens has place for 29 .* set stride to at most 10\."
+    ) as raised:
+        task(stride=21).windows([CAT], encoder, training=True)
+    task(stride=20).windows([CAT], encoder, training=True)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(InputError, match=r"set max_question_tokens to at most 7 and stride to at most 7"):
+        task(max_question_tokens=29).windows([CAT], encoder, training=True)
+
+
+def test_an_answer_without_a_token_is_not_learnt_from(encoder, caplog):
+    made = [Question("1", "who", "ab \u0301 c", (Answer("\u0301", 3),)), ask("ab", "ab", id="2")]
+    with caplog.at_level(logging.WARNING):
+        windows = task().windows(made, encoder, training=True)
+    assert windows.weights[windows.starts[:-1]].tolist() == [0, 1]
+    assert (
+        r"1 answers have no token of their own and are not learnt from; first '\u0301' of question 1."
+        in caplog.text
+    )
+
+
+# ---------------------------------------------------------------- answers
+
+
+def decoded(questions: list[Question], encoder: TextEncoder, **given: Any) -> list[dict[str, Any]]:
+    """Predictions of a model that has learnt the labels by heart."""
+    one = task(unanswerable=True, **given)
+    windows = one.windows(questions, encoder, training=False)
+    return one.decode(questions, windows, windows.labels.astype(np.float32) * 9)
+
+
+UNICODE = [
+    ("Le café est là.", "café", "composed"),
+    ("Le cafe\u0301 est la\u0300", "cafe\u0301", "decomposed"),
+    ("Le cafe\u0301 est la\u0300", "la\u0300", "decomposed at the end"),
+    ("北京是中国的首都。", "中国", "Chinese"),
+    ("東京タワーは高い", "東", "Japanese"),
+    ("I saw \U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466 today", "\U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466", "joined emoji"),
+    ("so \U0001f44d\U0001f3fd good", "\U0001f44d\U0001f3fd", "emoji of a skin colour"),
+    ("I \u2764\ufe0f it", "\u2764\ufe0f", "variation selector"),
+    ("\U0001d518\U0001d52b\U0001d526 code page", "code", "behind the basic plane"),
+    ("ab\x00cd\x07 ef\u200bgh", "ef\u200bgh", "control characters"),
+    ("ab\x00cd\x07 ef", "ab\x00cd", "NUL"),
+    ("\u202bשָׁלוֹם\u202c עולם", "שָׁלוֹם", "right to left"),
+    ("مَرْحَبًا بالعالم", "مَرْحَبًا", "Arabic with vowels"),
+    ("यह हिन्दी है", "हिन्दी", "Devanagari"),
+    ("\u1112\u1161\u11ab\u1100\u1173\u11af 한글", "\u1112\u1161\u11ab\u1100\u1173\u11af", "Hangul letters"),
+    ("가 한글 나", "한글", "Hangul syllables"),
+    ("die ﬁnale Straße İzmir ﷺ ẞ", "İzmir", "longer in lower case"),
+    ("a\u0301\u0323\u0308\u0304 b", "a\u0301\u0323\u0308\u0304", "many marks"),
+    ("\ufeffab cd\u00a0ef", "cd\u00a0ef", "mark of byte order and a fixed blank"),
+    ("x\u3000y\u2003z", "y", "wide blanks"),
+    ("soft\u00adhyphen here", "soft\u00adhyphen", "soft hyphen"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["tokenizer", "cased", "bytewise"])
+@pytest.mark.parametrize(("context", "answer"), [one[:2] for one in UNICODE], ids=[one[2] for one in UNICODE])
+def test_answers_are_stretches_of_any_text(request, kind, context, answer):
+    encoder = TextEncoder(request.getfixturevalue(kind), 128)
+    question = ask(context, answer)
+    (found,) = decoded([question], encoder)
+    assert found["answer"] == answer
+    assert context[found["start"] : found["end"]] == answer
+    assert found["start"] == context.index(answer)
+
+
+@given(
+    st.text(st.characters(codec="utf-8"), max_size=30),
+    st.integers(0, 29),
+    st.integers(1, 30),
+    st.integers(0, 2),
+)
+@settings(max_examples=300, deadline=None)
+def test_offsets_in_any_text(tokenizer, cased, bytewise, context, start, length, kind):
+    answer = context[start : start + length]
+    if not answer.strip():
+        return
+    encoder = TextEncoder((tokenizer, cased, bytewise)[kind], 160)
+    question = Question("1", "who", context, (Answer(answer, start),))
+    windows = task(unanswerable=True, max_answer_tokens=999).windows([question], encoder, training=True)
+    offsets, length_of = windows.extra["offsets"], int(windows.extra["context_length"][0])
+    covering = [
+        number
+        for number, (begin, end) in enumerate(offsets.tolist())
+        if begin < start + len(answer) and end > start
+    ]
+    if not covering:
+        assert not windows.weights.any()
+        return
+    first, last = windows.labels.argmax(0) - int(windows.extra["context_row"][0])
+    assert (first, last) == (covering[0], covering[-1])
+    assert len(offsets) == length_of
+    (found,) = decoded([question], encoder, max_answer_tokens=999)
+    assert found["answer"] == context[found["start"] : found["end"]]
+    assert found["answer"] == found["answer"].strip()
+    # Nothing but marks is added to what the tokens cover, and only white space is left out of it.
+    begin, end = int(offsets[first, 0]), int(offsets[last, 1])
+    assert not context[begin : found["start"]].strip()
+    if found["end"] < end:
+        assert not context[found["end"] : end].strip()
+    assert all(unicodedata.category(character)[0] == "M" for character in context[end : found["end"]])
+
+
+def test_blanks_that_belong_to_a_token_are_no_part_of_answers():
+    words = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġc"]
+    model = models.BPE({word: n for n, word in enumerate(words)}, [("Ġ", "c")])
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 1), ("<s>", 0), trim_offsets=False)
+    assert tokenizer.encode("ab c").offsets[-2] == (2, 4)
+    (found,) = decoded([ask("ab c  ", "c")], TextEncoder(tokenizer, 32))
+    assert (found["answer"], found["start"], found["end"]) == ("c", 3, 4)
+    assert all(entry["text"] == entry["text"].strip() for entry in found["nbest"])
+
+
+# ---- the reference: google-research/bert run_squad.py, write_predictions, with this project's choices
+
+
+def owners(windows: Windows, example: int) -> dict[int, int]:
+    """The window with most context around each token of the example's context."""
+    spans = []
+    for number in np.flatnonzero(windows.examples == example):
+        begin = int(windows.extra["context_token"][number])
+        spans.append((int(number), begin, begin + int(windows.extra["context_length"][number]) - 1))
+    best: dict[int, tuple[float, int]] = {}
+    for number, begin, end in spans:
+        for token in range(begin, end + 1):
+            score = min(token - begin, end - token) + 0.01 * (end - begin + 1)
+            if token not in best or score > best[token][0]:
+                best[token] = (score, number)
+    return {token: number for token, (_, number) in best.items()}
+
+
+def answers_of(
+    windows: Windows, logits: np.ndarray, example: int, n: int, longest: int
+) -> list[tuple[float, int, int]]:
+    """(score, start, end) of what the best `n` starts and ends of each window make."""
+    owner = owners(windows, example)
+    offsets = windows.extra["offsets"]
+    found = []
+    for number in np.flatnonzero(windows.examples == example):
+        row, token = int(windows.extra["context_row"][number]), int(windows.extra["context_token"][number])
+        size = int(windows.extra["context_length"][number])
+        starts = [at for at in range(size) if owner[token + at] == number]
+        starts = sorted(starts, key=lambda at: -logits[row + at, 0])[:n]
+        ends = sorted(range(size), key=lambda at: -logits[row + at, 1])[:n]
+        for start in starts:
+            for end in ends:
+                if start <= end < start + longest:
+                    score = float(logits[row + start, 0]) + float(logits[row + end, 1])
+                    found.append((score, int(offsets[token + start, 0]), int(offsets[token + end, 1])))
+    return found
+
+
+def twin(
+    one: Questions, question: Question, example: int, windows: Windows, logits: np.ndarray
+) -> dict[str, Any]:
+    n, longest = one.settings.n_best, one.settings.max_answer_tokens
+    cls = windows.starts[:-1][windows.examples == example]
+    null = min(float(logits[row, 0]) + float(logits[row, 1]) for row in cls)
+    # Where no start goes with an end: of all the starts and ends there are.
+    found = answers_of(windows, logits, example, n, longest) or answers_of(
+        windows, logits, example, 999, longest
+    )
+    found.sort(key=lambda entry: -entry[0])
+    if one.unanswerable:
+        found.append((null, 0, 0))
+        found.sort(key=lambda entry: -entry[0])
+    best, seen = [], set()
+    for score, begin, end in found:
+        text = question.context[begin:end]
+        if len(best) < n and text not in seen:
+            seen.add(text)
+            best.append((score, begin, end, text))
+    if one.unanswerable and "" not in seen:
+        best.append((null, 0, 0, ""))
+    weights = [math.exp(score - best[0][0]) for score, *_ in best]
+    first = next(entry for entry in best if entry[3])
+    difference = null - first[0] if one.unanswerable else 0.0
+    answer = (null, 0, 0, "") if one.unanswerable and difference > one.threshold else first
+    nbest = [
+        {"text": text, "start": begin, "end": end, "probability": weight / sum(weights)}
+        for (_, begin, end, text), weight in zip(best, weights, strict=True)
+    ]
+    return {
+        "id": question.id,
+        "answer": answer[3],
+        "start": answer[1],
+        "end": answer[2],
+        "score": next(entry["probability"] for entry in nbest if entry["text"] == answer[3]),
+        "no_answer_score": difference,
+        "best_non_empty": first[3],
+        "nbest": nbest,
+        "windows": int((windows.examples == example).sum()),
+    }
+
+
+@given(st.lists(st.integers(0, 150), max_size=5), st.integers(0, 18), st.integers(20, 32))
+@settings(max_examples=60, deadline=None)
+def test_each_token_belongs_to_the_window_with_most_context(tokenizer, lengths, stride, size):
+    questions = [ask("a" * length) for length in lengths]  # of one length often: their context is one
+    stride = min(stride, size - 12)
+    windows = task(stride=stride).windows(questions, TextEncoder(tokenizer, size), training=False)
+    sizes = windows.extra["context_length"]
+    found = _has_most_context(windows.examples, windows.extra["context_token"], sizes)
+    expected = []
+    for example in range(len(questions)):
+        owner = owners(windows, example)
+        for number in np.flatnonzero(windows.examples == example):
+            begin = int(windows.extra["context_token"][number])
+            expected += [owner[token] == number for token in range(begin, begin + int(sizes[number]))]
+    assert found.tolist() == expected
+
+
+@given(
+    st.lists(st.text("ab .", min_size=1, max_size=90).filter(str.strip), min_size=1, max_size=4),
+    st.integers(0, 2**32),
+    st.integers(2, 6),
+    st.integers(1, 9),
+    st.integers(0, 18),
+    st.booleans(),
+    st.sampled_from([3, 1000]),
+)
+@settings(max_examples=80, deadline=None)
+def test_decoding_equals_twin(encoder, contexts, seed, n_best, longest, stride, unanswerable, levels):
+    questions = [ask(context, id=str(number)) for number, context in enumerate(contexts)]
+    one = task(
+        n_best=n_best, max_answer_tokens=longest, stride=stride, unanswerable=unanswerable, threshold=0.5
+    )
+    windows = one.windows(questions, encoder, training=False)
+    random = np.random.default_rng(seed)
+    logits = (random.integers(0, levels, (len(windows.asked), 2)) * (4 / levels)).astype(
+        np.float32
+    )  # with ties
+    found = one.decode(questions, windows, logits)
+    for number, question in enumerate(questions):
+        expected = twin(one, question, number, windows, logits)
+        nbest = [{**entry, "probability": pytest.approx(entry["probability"])} for entry in expected["nbest"]]
+        assert found[number] == {
+            **expected,
+            "nbest": nbest,
+            "score": pytest.approx(expected["score"]),
+            "no_answer_score": pytest.approx(expected["no_answer_score"], abs=1e-9),
+        }
+    json.dumps(found, allow_nan=False)
+
+
+def test_in_pieces_as_in_one(encoder, monkeypatch):
+    questions = [ask("ab cd " * number, id=str(number)) for number in (1, 9, 0, 30, 4)]
+    one = task(unanswerable=True)
+    windows = one.windows(questions, encoder, training=False)
+    logits = np.random.default_rng(1).normal(size=(len(windows.asked), 2)).astype(np.float32)
+    whole = one.decode(questions, windows, logits)
+    monkeypatch.setattr("finetune.tasks.questions._CELLS", 1)
+    assert one.decode(questions, windows, logits) == whole
+
+
+def test_no_answer_scores_are_the_least_over_windows(encoder):
+    question = ask("ab cd ef gh " * 6)
+    one = task(unanswerable=True, threshold=3.0)
+    windows = one.windows([question], encoder, training=False)
+    assert len(windows) == 3
+    logits = np.zeros((len(windows.asked), 2), np.float32)
+    logits[windows.starts[:-1]] = [[9, 9], [2, 2], [7, 0]]
+    (found,) = one.decode([question], windows, logits)
+    assert found["no_answer_score"] == 4.0
+    assert (found["answer"], found["start"], found["end"]) == ("", 0, 0)
+    assert found["best_non_empty"]
+    one.threshold = 4.0  # not more than the threshold
+    assert one.decode([question], windows, logits)[0]["answer"] == found["best_non_empty"]
+    always = task(unanswerable=False).decode([question], windows, logits)[0]
+    assert (always["answer"], always["no_answer_score"]) == (found["best_non_empty"], 0.0)
+    assert all(entry["text"] for entry in always["nbest"])
+
+
+@pytest.mark.parametrize("unanswerable", [True, False])
+@pytest.mark.parametrize("context", ["", " \n", "\u0301\x00"])
+def test_contexts_without_a_token(encoder, context, unanswerable):
+    one = task(unanswerable=unanswerable)
+    questions = [ask(context, id="1"), ask("ab", id="2")]
+    for asked in (questions, questions[:1]):
+        windows = one.windows(asked, encoder, training=False)
+        found = one.decode(asked, windows, np.ones((len(windows.asked), 2), np.float32))
+        assert (found[0]["answer"], found[0]["best_non_empty"], found[0]["score"]) == ("", "", 1.0)
+        json.dumps(found, allow_nan=False)
+    assert found[0]["nbest"] == [{"text": "", "start": 0, "end": 0, "probability": 1.0}]
+
+
+def test_one_best_still_knows_the_best_answer(encoder):
+    one = task(unanswerable=True, n_best=1, threshold=100.0)
+    windows = one.windows([ask("ab")], encoder, training=False)
+    logits = np.zeros((len(windows.asked), 2), np.float32)
+    logits[0] = 5
+    (found,) = one.decode([ask("ab")], windows, logits)
+    assert found["answer"] == found["best_non_empty"] == "a"
+    assert [entry["text"] for entry in found["nbest"]] == ["", "a"]
+
+
+def test_nothing_asked(encoder):
+    one = task(unanswerable=True)
+    windows = one.windows([], encoder, training=False)
+    assert len(windows) == 0
+    assert one.decode([], windows, np.zeros((0, 2), np.float32)) == []
+
+
+def test_a_context_of_a_megabyte(encoder, cased):
+    context = "m0ngers. " * 116_600 + "the cat sat"  # two tokens a word
+    question = ask(context, "cat")
+    assert len(context) > 1 << 20
+    encoder = TextEncoder(cased, 384)
+    one = task(unanswerable=True, stride=128)
+    windows = one.windows([question, CAT], encoder, training=True)
+    assert len(windows) > 900
+    predictions = one.decode([question, CAT], windows, windows.labels.astype(np.float32))
+    assert (predictions[0]["start"], predictions[0]["answer"]) == (context.index("cat"), "cat")
+    assert predictions[1]["answer"] == "cat"
+
+
+# ---------------------------------------------------------------- scores
+
+
+def predictions(*made: tuple[str, str, float]) -> list[dict[str, Any]]:
+    """(id, best non-empty answer, no-answer score) as `decode` has them at threshold 0."""
+    return [
+        {
+            "id": id,
+            "answer": "" if score > 0 else best,
+            "best_non_empty": best,
+            "no_answer_score": score,
+            "windows": 1,
+        }
+        for id, best, score in made
+    ]
+
+
+def test_the_threshold_is_tuned_kept_and_used(encoder):
+    examples = [ask("the cat", "cat", id="1"), ask("the dog", "dog", id="2"), ask("the ox", "", id="3")]
+    made = predictions(("1", "cat", 1.0), ("2", "dog", 2.5), ("3", "ox", 4.0))
+    one = task(unanswerable=True)
+    assert one.score(examples, made)["f1"] == pytest.approx(1 / 3)
+    one.tune(examples, made)
+    assert one.state() == {"unanswerable": True, "threshold": 2.5}
+    scores = one.score(examples, made)
+    assert (scores["exact"], scores["f1"], scores["best_f1"], scores["best_f1_thresh"]) == (1, 1, 1, 2.5)
+    assert (scores["HasAns_total"], scores["NoAns_total"], scores["total"]) == (2, 1, 3)
+    assert json.loads(json.dumps(one.state())) == one.state()
+    # The same threshold decodes.
+    again = task(one.state())
+    windows = again.windows([CAT], encoder, training=False)
+    logits = windows.labels.astype(np.float32)
+    logits[0] = [2.25, 2.25]
+    assert again.decode([CAT], windows, logits)[0]["no_answer_score"] == 2.5
+    assert again.decode([CAT], windows, logits)[0]["answer"] == "cat"
+    logits[0] = [2.5, 2.25]
+    assert again.decode([CAT], windows, logits)[0]["answer"] == ""
+    # The settings' own threshold is left alone.
+    fixed = task(one.state(), threshold=0.25)
+    fixed.tune(examples, made)
+    assert fixed.threshold == 0.25
+    always = task(unanswerable=False)
+    always.tune(examples[:2], made)
+    assert always.threshold == 0.0
+
+
+def test_the_threshold_is_tuned_for_the_metric():
+    examples = [ask("a cat sat", "cat", id="1"), ask("dog", "", id="2")]
+    made = predictions(("1", "cat sat", 1.0), ("2", "dog", 3.0))
+    for metric, threshold in (("f1", 1.0), ("exact", 0.0)):
+        one = task(unanswerable=True, metric=metric)
+        one.tune(examples, made)
+        assert one.threshold == threshold
+
+
+def test_scores_of_version_1():
+    examples = [ask("the cat", "cat", id="1"), ask("the dog", "dog", id="2")]
+    one = task(unanswerable=False)
+    assert one.score(examples, predictions(("1", "the cat", 7.0))) == {"exact_match": 0.5, "f1": 0.5}
+    with pytest.raises(InputError, match="none of the questions has a prediction"):
+        one.score(examples, predictions(("x", "cat", 0.0)))
+
+
+def test_details():
+    examples = [
+        ask("the cat", "cat", id="1"),
+        Question("2", "w", "one two three", (Answer("one two three", 0), Answer("one two", 0))),
+        ask("the ox", "", id="3"),
+    ]
+    made = predictions(
+        ("1", "cat", -1.0), ("2", "one two three four", -1.0), ("3", "ox", -1.0), ("4", "", 0.0)
+    )
+    found = task(unanswerable=True).details(examples, made)
+    assert found["answerable"] == {
+        "HasAns": {"exact": 0.5, "f1": pytest.approx((1 + 6 / 7) / 2), "total": 2},
+        "NoAns": {"exact": 0.0, "f1": 0.0, "total": 1},
+    }
+    assert list(found["answer_words"]) == ["0", "1", "2"]
+    assert found["windows"]["1"]["total"] == 3
+    assert found["threshold"] == 0.0
+    json.dumps(found)
+
+
+def test_it_is_a_task():
+    one: Task[Question] = task()
+    assert (one.kind, one.head, one.objective, one.labels, one.outputs) == (
+        "questions",
+        "spans",
+        "span",
+        (),
+        2,
+    )
+    assert one.metric == "f1"

@@ -1,0 +1,240 @@
+"""Whole fine-tuning runs: exact resume, any number of workers, the best checkpoint, and the model that comes out."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from tiny_checkpoints import make_bert, write_reviews
+
+import finetune
+from finetune.__main__ import main
+from finetune.config import PRESETS, FinetuneConfig, Training
+from finetune.train import layered_groups, learning_rate
+from pretrain.errors import RunError
+from pretrain.files import verify_manifest
+from pretrain.worker import Worker
+from tests.distributed import run_workers
+
+
+def settings(root: Path, name: str, **changes: Any) -> dict[str, Any]:
+    """A fine-tuning of 30 steps in fp32 that logs every step and evaluates three times."""
+    values: dict[str, Any] = {
+        "name": name,
+        "run_dir": str(root / name),
+        "start_from": str(root / "bert"),
+        "max_length": 32,
+        "classification": {"train": str(root / "train.jsonl"), "dev": str(root / "dev.jsonl")},
+        "training": {"examples_per_step": 16, "learning_rate": 1e-2, "epochs": 3.0},
+        "engine": {"precision": "fp32", "compile": False, "micro_batch_tokens": 160, "zero_stage": 1},
+        "tracking": {"log_every_steps": 1, "wandb": "off"},
+    }
+    for key, value in changes.items():
+        section, _, last = key.rpartition("__")
+        (values.setdefault(section, {}) if section else values)[last] = value
+    return values
+
+
+@dataclass
+class StopsAt(Worker):
+    step: int = 0
+    _asked: int = 0
+
+    def stop_requested(self) -> bool:
+        self._asked += 1
+        return self._asked == self.step
+
+
+def starts(given: list[tuple[dict[str, Any], bool, int]]) -> list[str]:
+    """Starts (config, resume, step to stop at) one after another on this worker; the error of each, or ''."""
+    from finetune import train
+
+    outcomes = []
+    for config, resume, stop_at in given:
+        rank, size = dist.get_rank(), dist.get_world_size()
+        try:
+            train.main({"config": config, "resume": resume}, StopsAt(rank, size, rank, size, step=stop_at))
+            outcomes.append("")
+        except RunError as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    return outcomes
+
+
+def records(folder: Path, split: str = "train") -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("split", "train") == split]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of one worker (whole, stopped and resumed, patient, at ZeRO 3, from random weights) and of two."""
+    root = tmp_path_factory.mktemp("finetune")
+    make_bert(root / "bert")
+    write_reviews(root, train=160, dev=40)
+    cut = settings(root, "cut")
+    outcomes = run_workers(
+        1, starts,
+        [
+            (settings(root, "whole"), False, 0),
+            (cut, False, 7), (cut, True, 0),
+            (settings(root, "zero3", engine__zero_stage=3), False, 0),
+            (settings(root, "patient", training__patience=1, training__learning_rate=1e-9), False, 0),
+            (settings(root, "drawn", random_weights=True, training__epochs=1.0), False, 0),
+        ],
+    )[0]  # fmt: skip
+    assert [outcome[:31] for outcome in outcomes] == ["", "StoppedError: stopped at step 7", *[""] * 4]
+    assert run_workers(2, starts, [(settings(root, "two"), False, 0)]) == [[""], [""]]
+    return root
+
+
+def test_a_resumed_run_ends_in_the_same_bits(root: Path) -> None:
+    whole, cut = root / "whole", root / "cut"
+    assert [(r["step"], r["loss"]) for r in records(cut)] == [(r["step"], r["loss"]) for r in records(whole)]
+    assert (cut / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("other", ["two", "zero3"])
+def test_losses_do_not_depend_on_workers_or_stage(root: Path, other: str) -> None:
+    expected = [r["loss"] for r in records(root / "whole")]
+    assert len(expected) == 30
+    assert [r["loss"] for r in records(root / other)] == pytest.approx(expected, rel=1e-4)
+    assert [r["accuracy"] for r in records(root / other, "validation")] == [
+        r["accuracy"] for r in records(root / "whole", "validation")
+    ]
+
+
+def test_it_learns_and_keeps_the_best_evaluation(root: Path) -> None:
+    scores = json.loads((root / "whole/scores.json").read_text())
+    evaluated = {r["step"]: r["accuracy"] for r in records(root / "whole", "validation")}
+    assert sorted(evaluated) == [10, 20, 30]
+    assert scores["scores"]["dev"]["accuracy"] == evaluated[scores["step"]] == max(evaluated.values()) > 0.9
+
+
+def test_a_finished_run_holds_a_proven_model_and_no_checkpoints(root: Path) -> None:
+    assert not (root / "whole/checkpoints").exists()
+    listed = verify_manifest(root / "whole/model")["files"]
+    assert {"finetune.json", "model.safetensors", "config.json", "README.md"} <= listed.keys()
+
+
+def test_patience_ends_a_run_that_gains_nothing(root: Path) -> None:
+    assert [r["step"] for r in records(root / "patient", "validation")] == [10, 20]
+    assert records(root / "patient")[-1]["step"] == 20
+
+
+def test_random_weights_start_elsewhere(root: Path) -> None:
+    assert records(root / "drawn")[0]["loss"] != records(root / "whole")[0]["loss"]
+
+
+def test_the_model_predicts_what_was_scored(root: Path) -> None:
+    model = finetune.load(root / "whole", precision="fp32")
+    rows = [json.loads(line) for line in (root / "dev.jsonl").read_text().splitlines()]
+    kept = [json.loads(line) for line in (root / "whole/predictions/dev.jsonl").read_text().splitlines()]
+    made = model([row["text"] for row in rows])
+    assert [one["label"] for one in made] == [one["label"] for one in kept]
+    assert [one["score"] for one in made] == pytest.approx([one["score"] for one in kept], abs=1e-5)
+    assert model(rows[0]["text"])["label"] == made[0]["label"]
+
+
+def test_transformers_gives_the_same_probabilities(root: Path) -> None:
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(root / "whole/model")
+    peer = AutoModelForSequenceClassification.from_pretrained(root / "whole/model").eval()
+    texts = ["the film was good and great", "the book was awful"]
+    with torch.no_grad():
+        expected = peer(**tokenizer(texts, padding=True, return_tensors="pt")).logits.softmax(-1)
+    made = finetune.load(root / "whole", precision="fp32")(texts)
+    for one, row in zip(made, expected.tolist(), strict=True):
+        assert one["scores"] == pytest.approx(
+            {peer.config.id2label[n]: value for n, value in enumerate(row)}, abs=1e-5
+        )
+
+
+def test_predictions_stream_in_order(root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    source = tmp_path / "texts.jsonl"
+    source.write_text("the film was good\n" + json.dumps({"id": "b", "text": "awful"}) + "\nthe plot\n")
+    assert main(["predict", str(root / "whole"), str(source)]) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line.get("id") for line in lines] == [None, "b", None]
+    assert {line["label"] for line in lines} <= {"positive", "negative"}
+
+
+def test_evaluate_writes_the_scores_of_training(
+    root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["evaluate", str(root / "whole"), "--out", str(tmp_path / "out"), "--precision", "fp32"]) == 0
+    measured = json.loads((tmp_path / "out/metrics.json").read_text())
+    kept = json.loads((root / "whole/scores.json").read_text())["scores"]["dev"]
+    assert measured["dev"]["scores"] == pytest.approx(kept)
+    assert "accuracy" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["predict", "nowhere", "--text", "a"], "nowhere/finetune.json: not found"),
+        (["finetune", "{config}"], "already holds a finished model"),
+        (["finetune", "{config}", "--set", "name=other", "--from", "nowhere"], "nowhere: no such folder"),
+        (["finetune", "{config}", "--set", "name=other", "--set", "max_length=96"], "max_length: 96, but .* has 64 positions"),
+        (["finetune", "{config}", "--set", "trainng.epochs=2"], "did you mean training"),
+        (["finetune", "{config}", "--set", "entities.train=x"], "exactly one task is needed"),
+        (["finetune", "{config}", "--workers", "17"], "every worker needs an example"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_told_in_a_line(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+) -> None:
+    import re
+
+    import yaml
+
+    values = settings(root, "whole")
+    if "name=other" in arguments:
+        del values["run_dir"]
+    config = tmp_path / "task.yaml"
+    config.write_text(yaml.safe_dump(values))
+    given = [part.format(config=config) for part in arguments]
+    assert main([*given, "--no-ray"] if given[0] == "finetune" and "17" not in given else given) == 2
+    assert re.search(message, capsys.readouterr().err)
+
+
+def test_layers_learn_slower_the_deeper_they_lie() -> None:
+    config = FinetuneConfig.model_validate(
+        {"name": "x", "classification": {"train": "x"}, "training": {"layer_decay": 0.5}}
+    )
+    names = [
+        "embeddings.word",
+        "layers.0.qkv_weight",
+        "layers.0.qkv_bias",
+        "layers.1.ffn_in_weight",
+        "head.out_weight",
+    ]
+    groups = layered_groups(config, [(name, torch.zeros(2)) for name in names], 2)
+    assert {name: group["rate_share"] for group in groups for name in group["names"]} == dict(
+        zip(names, [0.125, 0.25, 0.25, 0.5, 1.0], strict=True)
+    )
+    assert {name: group["weight_decay"] for group in groups for name in group["names"]}[
+        "layers.0.qkv_bias"
+    ] == 0
+
+
+def test_the_rate_rises_and_falls_as_transformers_has_it() -> None:
+    from transformers import get_linear_schedule_with_warmup
+
+    training = Training(learning_rate=1.0)
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    schedule = get_linear_schedule_with_warmup(optimizer, 5, 50)
+    for step in range(50):
+        assert learning_rate(training, step, 50) == pytest.approx(schedule.get_last_lr()[0])
+        optimizer.step()
+        schedule.step()
+
+
+def test_presets_fill_what_is_not_given() -> None:
+    training = Training.model_validate({"preset": "stable", "epochs": 5.0})
+    assert (training.epochs, training.learning_rate) == (5.0, PRESETS["stable"]["learning_rate"])

@@ -1,0 +1,643 @@
+"""Released checkpoints in and out: hidden states and logits equal transformers', every fate named, every refusal."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from corpora import SPECIALS, write_tokenizer
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pretrain import files
+from pretrain.batches.loader import MicroBatch
+from pretrain.bench.contestants import pad
+from pretrain.checkpoint.layouts import BERT, HEAD_ACTIVATION, read_config
+from pretrain.checkpoint.released import (
+    Fate,
+    Released,
+    assemble,
+    fate_table,
+    read_released,
+    their_tensors,
+    write_released,
+)
+from pretrain.config import Model, RunConfig
+from pretrain.errors import InputError
+from pretrain.model.encoder import Encoder
+from pretrain.model.heads import PretrainingModel
+from tests.batches_by_hand import make_batch
+
+transformers: Any = pytest.importorskip("transformers")
+
+ROWS = 101
+LENGTHS = (5, 9, 9, 30)
+BERT_SIZES = {
+    "vocab_size": ROWS, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "intermediate_size": 48, "max_position_embeddings": 40,
+}  # fmt: skip
+ROBERTA_SIZES = {**BERT_SIZES, "max_position_embeddings": 42, "type_vocab_size": 1, "layer_norm_eps": 0.01}
+CONFIGS: dict[str, Callable[..., Any]] = {
+    "bert": lambda **more: transformers.BertConfig(**BERT_SIZES, **more),
+    "distilbert": lambda **more: transformers.DistilBertConfig(
+        vocab_size=ROWS, dim=32, n_layers=3, n_heads=4, hidden_dim=48, max_position_embeddings=40, **more
+    ),
+    "roberta": lambda **more: transformers.RobertaConfig(**ROBERTA_SIZES, **more),
+    "roberta with two types": lambda **more: transformers.RobertaConfig(
+        **{**ROBERTA_SIZES, "type_vocab_size": 2}, **more
+    ),
+    "xlm-roberta": lambda **more: transformers.XLMRobertaConfig(**ROBERTA_SIZES, **more),
+    "electra": lambda **more: transformers.ElectraConfig(**BERT_SIZES, embedding_size=24, **more),
+    "electra as wide": lambda **more: transformers.ElectraConfig(**BERT_SIZES, embedding_size=32, **more),
+}
+CLASSES = {
+    "sequence": "AutoModelForSequenceClassification",
+    "tokens": "AutoModelForTokenClassification",
+    "spans": "AutoModelForQuestionAnswering",
+}
+
+
+def make_theirs(kind: str, config: Any) -> Any:
+    """A model of transformers whose parameters are all random, so that no two could be swapped unseen."""
+    torch.manual_seed(0)
+    model = getattr(transformers, kind).from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def save(model: Any, folder: Path, **options: Any) -> Path:
+    model.save_pretrained(folder, **options)
+    return folder
+
+
+def batch_of(released: Released) -> MicroBatch:
+    batch = make_batch(LENGTHS, ROWS)
+    return (
+        batch
+        if released.token_types == 2
+        else MicroBatch(**{**vars(batch), "token_types": 0 * batch.token_types})
+    )
+
+
+def inputs_of(batch: MicroBatch, released: Released) -> dict[str, Tensor]:
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if released.token_types == 2 else [])]
+    return {name: pad(batch)[name] for name in names}
+
+
+def hidden_states(released: Released, batch: MicroBatch) -> Tensor:
+    encoder = Encoder(released.model, len(released.backbone["embeddings.word"])).eval()
+    encoder.load_state_dict(released.backbone)
+    with torch.no_grad():
+        return encoder.encode(batch)
+
+
+def assert_equals(released: Released, theirs: Any) -> None:
+    """Our encoder's hidden states are those of transformers' base model."""
+    batch = batch_of(released)
+    ours = hidden_states(released, batch)
+    inputs = inputs_of(batch, released)
+    with torch.no_grad():
+        states = theirs.base_model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
+    assert states.std() > 0.3
+    torch.testing.assert_close(ours, states, atol=2e-5, rtol=0)
+    assert all(
+        tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in released.backbone.values()
+    )
+
+
+def our_logits(released: Released, purpose: str) -> Tensor:
+    """[sequences or tokens, labels], by the head as its description says."""
+    batch = batch_of(released)
+    states, head = hidden_states(released, batch), released.head
+    if purpose == "sequence":
+        activation = {"tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu}[HEAD_ACTIVATION[released.family]]
+        states = activation(
+            F.linear(states[batch.cu_seqlens[:-1].long()], head["dense_weight"], head["dense_bias"])
+        )
+    return F.linear(states, head["out_weight"], head["out_bias"])
+
+
+def their_logits(theirs: Any, released: Released, purpose: str) -> Tensor:
+    inputs = inputs_of(batch_of(released), released)
+    with torch.no_grad():
+        output = theirs(**inputs)
+    if purpose == "sequence":
+        return output.logits
+    logits = (
+        torch.stack([output.start_logits, output.end_logits], -1) if purpose == "spans" else output.logits
+    )
+    return logits[inputs["attention_mask"].bool()]
+
+
+# ---- families
+
+
+@pytest.mark.parametrize("family", CONFIGS)
+@pytest.mark.parametrize("purpose", CLASSES)
+def test_every_family_comes_in_and_goes_out_with_equal_logits(
+    family: str, purpose: str, tmp_path: Path
+) -> None:
+    labels = {} if purpose == "spans" else {"id2label": {0: "none", 1: "some", 2: "all"}}
+    theirs = make_theirs(CLASSES[purpose], CONFIGS[family](**labels))
+    released = read_released(save(theirs, tmp_path / "theirs"))
+    assert released.family == family.replace("xlm-", "").split()[0]
+    assert released.model.max_positions == 40
+    assert released.model.embedding == (24 if family == "electra" else 0)
+    assert_equals(released, theirs)
+    assert set(released.head) == {"out_weight", "out_bias"} | (
+        {"dense_weight", "dense_bias"} if purpose == "sequence" else set()
+    )
+    expected = their_logits(theirs, released, purpose)
+    torch.testing.assert_close(our_logits(released, purpose), expected, atol=2e-5, rtol=0)
+
+    write_tokenizer(tmp_path, [*SPECIALS, *"abc"])
+    write_released(
+        tmp_path / "out",
+        family=released.family,
+        model=released.model,
+        backbone=released.backbone,
+        head=released.head,
+        purpose=purpose,
+        config={**released.config, "problem_type": "single_label_classification"},
+        tokenizer=tmp_path,
+        card="# a card\n",
+    )
+    files.verify_manifest(tmp_path / "out")
+    kind = getattr(transformers, CLASSES[purpose])
+    written, report = kind.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert type(written) is type(theirs)
+    torch.testing.assert_close(their_logits(written, released, purpose), expected, atol=1e-6, rtol=0)
+    assert written.config.id2label == theirs.config.id2label
+    assert written.config.problem_type == "single_label_classification"
+    again = read_released(tmp_path / "out")
+    assert again.model == released.model
+    for name, tensor in {**released.backbone, **released.head}.items():
+        assert torch.equal({**again.backbone, **again.head}[name], tensor), name
+
+
+@pytest.mark.parametrize("family", ["bert", "distilbert", "roberta"])
+def test_masked_language_models_keep_their_head(family: str, tmp_path: Path) -> None:
+    theirs = make_theirs("AutoModelForMaskedLM", CONFIGS[family]())
+    released = read_released(save(theirs, tmp_path))
+    model = PretrainingModel(released.model, ROWS, next_sentence=False).eval()
+    model.load_state_dict({**released.backbone, **released.pretraining})
+    batch = batch_of(released)
+    inputs = inputs_of(batch, released)
+    with torch.no_grad():
+        logits = theirs(**inputs).logits[inputs["attention_mask"].bool()][batch.masked_rows]
+        torch.testing.assert_close(model.masked_logits(batch), logits, atol=5e-5, rtol=0)
+
+
+def test_electra_discriminators_lose_only_the_head_that_is_not_ours(tmp_path: Path) -> None:
+    theirs = make_theirs("AutoModelForPreTraining", CONFIGS["electra"]())
+    released = read_released(save(theirs, tmp_path))
+    assert_equals(released, theirs)
+    left_out = {fate.name for fate in released.fates if fate.fate.startswith("left out")}
+    assert left_out == {name for name in load_file(tmp_path / "model.safetensors") if "discriminator" in name}
+
+
+def test_what_fine_tuning_adds_to_token_types_survives(tmp_path: Path) -> None:
+    """DistilBERT has no such table and RoBERTa one row, but ours are trained all the same."""
+    write_tokenizer(tmp_path, [*SPECIALS, *"abc"])
+    for family in ("distilbert", "roberta"):
+        theirs = make_theirs(CLASSES["tokens"], CONFIGS[family]())
+        read = read_released(save(theirs, tmp_path / family))
+        read.backbone["embeddings.token_type"][0] += torch.linspace(-1, 1, 32)
+        write_released(
+            tmp_path / "out", family=family, model=read.model, backbone=read.backbone, head=read.head,
+            purpose="tokens", config=read.config, tokenizer=tmp_path, card="",
+        )  # fmt: skip
+        written = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out")
+        expected = our_logits(read, "tokens")
+        torch.testing.assert_close(their_logits(written, read, "tokens"), expected, atol=2e-5, rtol=0)
+        assert (expected - their_logits(theirs, read, "tokens")).abs().max() > 0.1
+
+
+# ---- spellings and files of BERT
+
+
+@pytest.fixture(scope="module")
+def theirs() -> Any:
+    return make_theirs("AutoModelForPreTraining", CONFIGS["bert"]())
+
+
+def spell(tensors: dict[str, Tensor], pattern: str, replacement: str) -> dict[str, Tensor]:
+    return {re.sub(pattern, replacement, name): tensor for name, tensor in tensors.items()}
+
+
+def as_safetensors(tensors: dict[str, Tensor], folder: Path) -> None:
+    save_file(tensors, folder / "model.safetensors")
+
+
+def as_nvidia(tensors: dict[str, Tensor], folder: Path) -> None:
+    """DeepLearningExamples: "model", DataParallel's prefix, LinearActivation, an optimizer beside."""
+    tensors = spell(tensors, r"(intermediate|pooler|transform)\.dense\.", r"\1.dense_act.")
+    tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"]
+    content = {"model": spell(tensors, "^", "module."), "optimizer": {"state": {0: {"step": 1}}}, "epoch": 3}
+    torch.save(content, folder / "ckpt_8601.pt")
+    (folder / "config.json").rename(folder / "bert_config.json")
+
+
+def as_2018(tensors: dict[str, Tensor], folder: Path) -> None:
+    """pytorch-pretrained-bert: TensorFlow's names of LayerNorm, no model_type, constants among the weights."""
+    tensors = spell(
+        spell(tensors, r"LayerNorm\.weight", "LayerNorm.gamma"), r"LayerNorm\.bias", "LayerNorm.beta"
+    )
+    tensors["bert.embeddings.position_ids"] = torch.arange(40)[None]
+    tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"]
+    torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
+    config = json.loads((folder / "config.json").read_text())
+    del config["model_type"], config["architectures"], config["layer_norm_eps"]
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def as_sentence_encoder(tensors: dict[str, Tensor], folder: Path) -> None:
+    """sentence-transformers: the base model alone, without its prefix."""
+    bare = {
+        name.removeprefix("bert."): tensor for name, tensor in tensors.items() if name.startswith("bert.")
+    }
+    as_safetensors(bare, folder)
+
+
+def as_tied_the_other_way(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Of two tensors that share their storage safetensors keeps one, and not always the same."""
+    tensors = spell(tensors, "^cls.predictions.bias$", "cls.predictions.decoder.bias")
+    as_safetensors(
+        spell(tensors, "^bert.embeddings.word_embeddings.weight$", "cls.predictions.decoder.weight"), folder
+    )
+
+
+def as_bin_shards(tensors: dict[str, Tensor], folder: Path) -> None:
+    places = {name: f"pytorch_model-{number % 3:05d}.bin" for number, name in enumerate(sorted(tensors))}
+    for shard in set(places.values()):
+        torch.save({name: tensors[name] for name in tensors if places[name] == shard}, folder / shard)
+    index = {"metadata": {"total_size": 1}, "weight_map": places}
+    (folder / "pytorch_model.bin.index.json").write_text(json.dumps(index))
+
+
+def as_safetensors_shards(tensors: dict[str, Tensor], folder: Path) -> None:
+    """transformers' own sharding."""
+    model = transformers.BertForPreTraining(transformers.BertConfig.from_pretrained(folder))
+    model.load_state_dict(tensors, strict=False)
+    model.tie_weights()
+    model.save_pretrained(folder, max_shard_size="20KB")
+    assert len(list(folder.glob("model-*.safetensors"))) > 3
+
+
+SPELLINGS = [
+    as_safetensors, as_nvidia, as_2018, as_sentence_encoder, as_tied_the_other_way, as_bin_shards,
+    as_safetensors_shards,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("write", SPELLINGS)
+def test_every_spelling_and_file_of_bert(write: Callable[..., None], theirs: Any, tmp_path: Path) -> None:
+    tensors = load_file(save(theirs, tmp_path) / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    write(tensors, tmp_path)
+    released = read_released(tmp_path)
+    assert_equals(released, theirs)
+    torch.testing.assert_close(released.head["dense_weight"], theirs.bert.pooler.dense.weight)
+    heads = {
+        name for name in PretrainingModel(released.model, ROWS).state_dict() if name.startswith("heads.")
+    }
+    assert set(released.pretraining) == (set() if write is as_sentence_encoder else heads)
+    filled = [fate.fate for fate in released.fates if not fate.fate.startswith("left out")]
+    named = {fate.replace("head.dense", "heads.pooler") for fate in filled} - {
+        "heads.pooler_weight",
+        "heads.pooler_bias",
+    }
+    assert named == (released.backbone.keys() | released.pretraining.keys()) - {
+        "heads.pooler_weight",
+        "heads.pooler_bias",
+    }
+    reasons = {fate.fate for fate in released.fates} - set(filled)
+    expected = {
+        as_nvidia: {"left out: tied to embeddings.word"},
+        as_2018: {"left out: tied to embeddings.word", "left out: a constant: 0, 1, 2, ..."},
+    }
+    assert reasons == expected.get(write, set())
+
+
+def test_half_precision_is_widened(theirs: Any, tmp_path: Path) -> None:
+    tensors = {
+        name: tensor.bfloat16()
+        for name, tensor in load_file(save(theirs, tmp_path) / "model.safetensors").items()
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    released = read_released(tmp_path)
+    word = released.backbone["embeddings.word"]
+    assert word.dtype == torch.float32
+    assert torch.equal(word, tensors["bert.embeddings.word_embeddings.weight"].float())
+
+
+def test_a_padded_vocabulary_stays_as_it_is(theirs: Any, tmp_path: Path) -> None:
+    """NVIDIA pads to a multiple of 8 and leaves the config's number alone."""
+    tensors = load_file(save(theirs, tmp_path) / "model.safetensors")
+    for name in ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias"):
+        tensors[name] = torch.cat([tensors[name], torch.zeros(3, *tensors[name].shape[1:])])
+    save_file(tensors, tmp_path / "model.safetensors")
+    released = read_released(tmp_path)
+    assert (
+        len(released.backbone["embeddings.word"]) == len(released.pretraining["heads.mlm_bias"]) == ROWS + 3
+    )
+    write_tokenizer(tmp_path, [*SPECIALS, *"abc"])
+    write_released(
+        tmp_path / "out", family="bert", model=released.model, backbone=released.backbone,
+        head={"out_weight": torch.ones(2, 32), "out_bias": torch.ones(2)}, purpose="spans", config=released.config,
+        tokenizer=tmp_path, card="",
+    )  # fmt: skip
+    written = transformers.AutoModelForQuestionAnswering.from_pretrained(tmp_path / "out")
+    assert written.config.vocab_size == ROWS + 3
+
+
+# ---- fates
+
+
+def test_the_table_of_fates_is_short_and_names_what_is_left_out(theirs: Any, tmp_path: Path) -> None:
+    tensors = load_file(save(theirs, tmp_path) / "model.safetensors")
+    more = {f"adapters.{number}.down": torch.zeros(1) for number in range(2)}
+    extra = {**more, "embeddings.position_ids": torch.arange(40)[None], "cls.predictions.decoder.weight": tensors[
+        "bert.embeddings.word_embeddings.weight"].clone()}  # fmt: skip
+    save_file({**tensors, **extra}, tmp_path / "model.safetensors")
+    released = read_released(tmp_path)
+    assert {fate.name: fate.shape for fate in released.fates} == {
+        name: tuple(tensor.shape) for name, tensor in {**tensors, **extra}.items()
+    }
+    assert sorted(fate_table(released.fates).split("\n")) == sorted([
+        "bert.embeddings.*          5 tensors -> embeddings.*",
+        "bert.encoder.layer.0-2.*  48 tensors -> layers.*",
+        "bert.pooler.dense.*        2 tensors -> head.dense.*",
+        "cls.predictions.*          5 tensors -> heads.mlm.*",
+        "cls.seq_relationship.*     2 tensors -> heads.nsp.*",
+        "adapters.0-1.down: 2 tensors left out: nothing that the encoder or its heads have",
+        "embeddings.position_ids: 1 tensor left out: a constant: 0, 1, 2, ...",
+        "cls.predictions.decoder.weight: 1 tensor left out: tied to embeddings.word",
+    ])  # fmt: skip
+
+
+def test_many_names_are_cut_and_none_is_no_table() -> None:
+    fates = [Fate(f"part{letter}", (1,), "left out: why") for letter in "abcdefgh"]
+    assert fate_table(fates) == (
+        "parta, partb, partc, partd, parte, partf and 2 more: 8 tensors left out: why"
+    )
+    assert fate_table([]) == ""
+
+
+SHAPE = read_config(BERT_SIZES).model
+TENSORS = their_tensors(
+    {
+        name.replace("heads.pooler_", "head.dense_"): torch.randn_like(tensor)
+        for name, tensor in PretrainingModel(SHAPE, ROWS).state_dict().items()
+    },
+    BERT,
+)
+
+
+def read_tensors(tensors: dict[str, Tensor], **config: Any) -> Released:
+    return assemble(tensors, read_config({**BERT_SIZES, **config}), {}, where="here")
+
+
+def fate_of(released: Released, name: str) -> str:
+    return {fate.name: fate.fate for fate in released.fates}[name]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("cls.predictions.transform.dense.bias", None, "cls.predictions.transform.dense.bias is missing"),
+        ("cls.predictions.bias", torch.zeros(7), r"heads.mlm_bias would be \[7\]"),
+        ("cls.predictions.decoder.weight", torch.zeros(ROWS, 32), "differs from embeddings.word; an untied"),
+    ],
+)
+def test_a_head_that_is_not_whole_is_left_out_whole(name: str, change: Tensor | None, reason: str) -> None:
+    tensors = {key: tensor for key, tensor in TENSORS.items() if key != name}
+    released = read_tensors({**tensors, **({} if change is None else {name: change})})
+    assert set(released.pretraining) == {
+        "heads.pooler_weight", "heads.pooler_bias", "heads.nsp_weight", "heads.nsp_bias"
+    }  # fmt: skip
+    assert re.search(
+        f"^left out: .*{reason}", fate_of(released, "cls.predictions.transform.LayerNorm.weight")
+    )
+    if "decoder" in name:
+        assert fate_of(released, name) == "left out: its head is not read"
+
+
+def test_a_classifier_of_another_shape_is_left_out() -> None:
+    classifier = {"classifier.weight": torch.ones(3, 33), "classifier.bias": torch.ones(3)}
+    released = read_tensors({**TENSORS, **classifier})
+    assert set(released.head) == {"dense_weight", "dense_bias"}
+    assert fate_of(released, "classifier.bias") == "left out: head.out_weight would be [3, 33]"
+    classifier = {"classifier.weight": torch.ones(3, 32), "classifier.bias": torch.ones(2)}
+    assert fate_of(read_tensors({**TENSORS, **classifier}), "classifier.weight").startswith(
+        "left out: as many"
+    )
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize(
+    "name", [name for name in TENSORS if name.startswith("bert.") and "pooler" not in name]
+)
+def test_a_partly_filled_backbone_is_refused(name: str) -> None:
+    without = {key: tensor for key, tensor in TENSORS.items() if key != name}
+    with pytest.raises(InputError, match=re.escape(f"here: {name} is missing")):
+        read_tensors(without)
+    rows = TENSORS[name][:-1] if "word" not in name else TENSORS[name][:, :-1]
+    with pytest.raises(InputError, match=re.escape(f"here: {name} is {list(rows.shape)} where [")):
+        read_tensors({**TENSORS, name: rows})
+
+
+def test_weights_of_another_config_are_refused() -> None:
+    with pytest.raises(InputError, match=r"layer\.3\.\S* is missing"):
+        read_tensors(TENSORS, num_hidden_layers=4)
+    with pytest.raises(InputError, match=r"layer\.2\.\S*, beyond the 2 layers"):
+        read_tensors(TENSORS, num_hidden_layers=2)
+    with pytest.raises(InputError, match=r"where \[101, 64\] is needed"):
+        read_tensors(TENSORS, hidden_size=64)
+    electra = {
+        name.replace("bert.", "electra."): tensor[..., :24] if "embeddings" in name else tensor
+        for name, tensor in TENSORS.items()
+    }
+    with pytest.raises(InputError, match=r"embeddings_project\.weight is missing"):
+        read_tensors(electra, model_type="electra", embedding_size=24)
+
+
+def test_a_tensor_given_twice_and_quantised_weights_are_refused() -> None:
+    word = TENSORS["bert.embeddings.word_embeddings.weight"]
+    with pytest.raises(InputError, match=r"both are embeddings\.word"):
+        read_tensors({**TENSORS, "embeddings.word_embeddings.weight": word})
+    with pytest.raises(InputError, match=r"word_embeddings.weight is torch.int8; quantised"):
+        read_tensors({**TENSORS, "bert.embeddings.word_embeddings.weight": word.to(torch.int8)})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model_type": "modernbert"}, "model_type is 'modernbert'; bert, distilbert, .* are supported"),
+        ({"hidden_act": "gelu_new"}, "hidden_act is 'gelu_new'; only 'gelu'"),
+        ({"layer_norm_eps": 0}, "greater than 0"),
+        ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),
+        ({"is_decoder": True}, "is_decoder is True"),
+        ({"pruned_heads": {"0": [1]}}, "pruned_heads is"),
+        ({"type_vocab_size": 16}, "type_vocab_size is 16"),
+        ({"hidden_size": None}, "not the config of a model"),
+        ({"num_attention_heads": 5}, "must be a multiple of heads"),
+    ],
+)
+def test_configs_that_are_not_this_encoder_are_refused(
+    change: dict, message: str, theirs: Any, tmp_path: Path
+) -> None:
+    config = json.loads((save(theirs, tmp_path) / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
+    with pytest.raises(InputError, match=message) as error:
+        read_released(tmp_path)
+    assert str(error.value).startswith(f"{tmp_path / 'config.json'}: ")
+
+
+def test_what_is_missing_or_damaged_is_named(theirs: Any, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="no such folder"):
+        read_released(tmp_path / "nowhere")
+    with pytest.raises(InputError, match=r"has no config\.json"):
+        read_released(tmp_path)
+    weights = save(theirs, tmp_path) / "model.safetensors"
+    content = weights.read_bytes()
+    files.write_manifest(tmp_path, {"format": 1})
+    weights.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(InputError, match="SHA-256 differs"):
+        read_released(tmp_path)
+    (tmp_path / "manifest.json").write_text('{"name": "somebody else\'s", "files": {}}')
+    read_released(tmp_path)
+    weights.write_bytes(content[: len(content) // 2])
+    with pytest.raises(InputError, match=r"model\.safetensors: damaged"):
+        read_released(tmp_path)
+    weights.unlink()
+    with pytest.raises(InputError, match=r"has none of model\.safetensors, .* TensorFlow"):
+        read_released(tmp_path)
+    for name in ("a.pt", "b.pt"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(InputError, match=r"has a\.pt, b\.pt, and only one may be there"):
+        read_released(tmp_path)
+    (tmp_path / "b.pt").unlink()
+    with pytest.raises(InputError, match=r"a\.pt: cannot be read as plain tensors"):
+        read_released(tmp_path)
+    torch.save({"epoch": 3}, tmp_path / "a.pt")
+    with pytest.raises(InputError, match="holds no tensors by name"):
+        read_released(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(InputError, match="'num_hidden_layers' is missing"):
+        read_released(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(InputError, match="cannot be read as JSON"):
+        read_released(tmp_path)
+
+
+class Hostile:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+
+def test_a_strangers_pickle_is_not_run(theirs: Any, tmp_path: Path) -> None:
+    save(theirs, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    mark = tmp_path / "was-run"
+    torch.save({**TENSORS, "hostile": Hostile(mark)}, tmp_path / "pytorch_model.bin")
+    with pytest.raises(InputError, match=r"pytorch_model\.bin: cannot be read as plain tensors"):
+        read_released(tmp_path)
+    assert not mark.exists()
+    pickle.loads(pickle.dumps(Hostile(mark)))
+    assert mark.exists()  # it would have
+
+
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [
+        ("../outside.safetensors", "only files beside it are read"),
+        ("/etc/passwd", "only files beside it are read"),
+        (7, "only files beside it are read"),
+        ("absent.safetensors", r"absent\.safetensors: not found"),
+        ("other.safetensors", r"other\.safetensors: has no bert\."),
+    ],
+)
+def test_an_index_leads_nowhere_else(file: Any, message: str, theirs: Any, tmp_path: Path) -> None:
+    folder = save(theirs, tmp_path / "model")
+    (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
+    save_file({"x": torch.zeros(1)}, folder / "other.safetensors")
+    index = {"weight_map": dict.fromkeys(TENSORS, file)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(InputError, match=message):
+        read_released(folder)
+
+
+def test_writing_refuses_what_does_not_fit(tmp_path: Path) -> None:
+    released = read_tensors(TENSORS)
+    common: dict[str, Any] = {
+        "family": "bert", "model": SHAPE, "backbone": released.backbone, "tokenizer": tmp_path, "card": "",
+    }  # fmt: skip
+    head = {"out_weight": torch.ones(3, 32), "out_bias": torch.ones(3)}
+    with pytest.raises(ValueError, match="needs dense_bias, dense_weight"):
+        write_released(tmp_path / "out", **common, head=head, purpose="sequence", config={})
+    with pytest.raises(ValueError, match="names 2 labels where the head has 3"):
+        write_released(
+            tmp_path / "out", **common, head=head, purpose="tokens",
+            config={"id2label": {0: "a", 1: "b"}, "pad_token_id": 0},
+        )  # fmt: skip
+    with pytest.raises(InputError, match="has no tokenizer"):
+        write_released(tmp_path / "out", **common, head=head, purpose="tokens", config={})
+    assert not (tmp_path / "out").exists()
+    assert not list(tmp_path.iterdir())
+    # Whatever the config that was read said of another code is not passed on.
+    write_tokenizer(tmp_path, [*SPECIALS, *"abc"])
+    stale = {
+        "auto_map": {"AutoModel": "evil.Model"},
+        "torch_dtype": "float16",
+        "hidden_size": 7,
+        "num_labels": 9,
+    }
+    write_released(tmp_path / "out", **common, head=head, purpose="tokens", config=stale)
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert not {"auto_map", "torch_dtype", "num_labels"} & set(config)
+    assert (config["hidden_size"], config["dtype"], config["pad_token_id"]) == (32, "float32", 0)
+    assert config["id2label"] == {"0": "LABEL_0", "1": "LABEL_1", "2": "LABEL_2"}
+
+
+# ---- what the encoder got for it
+
+
+def test_pretraining_refuses_embeddings_of_another_width() -> None:
+    run: dict[str, Any] = {
+        "name": "x",
+        "corpus": {"dir": "x"},
+        "phases": [{"sequence_length": 32, "global_sequences": 4, "steps": 1, "peak_learning_rate": 1e-3}],
+    }
+    with pytest.raises(ValueError, match=r"model\.embedding \(128\) is for released models"):
+        RunConfig.model_validate({**run, "model": {"size": "mini", "embedding": 128}})
+    RunConfig.model_validate({**run, "model": {"size": "mini", "embedding": 256, "layer_norm_eps": 1e-5}})
+
+
+def test_projected_embeddings_and_eps_survive_training_and_checkpointing() -> None:
+    """Gradients reach the projection, and recomputing the layers changes nothing."""
+    shape = Model.model_validate({**SHAPE.model_dump(), "embedding": 24, "layer_norm_eps": 0.01})
+    batch, found = make_batch(LENGTHS, ROWS), []
+    for checkpointing in (False, True):
+        torch.manual_seed(0)
+        encoder = Encoder(shape, ROWS, activation_checkpointing=checkpointing)
+        (encoder.encode(batch) * torch.linspace(-1, 1, 32)).sum().backward()
+        found.append({name: p.grad for name, p in encoder.named_parameters()})
+        assert all(gradient is not None and gradient.abs().max() > 0 for gradient in found[-1].values())
+    torch.testing.assert_close(found[0], found[1])
+    assert found[0]["embeddings.project_weight"].shape == (32, 24)

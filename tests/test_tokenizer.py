@@ -1,0 +1,166 @@
+"""A released model's tokenizer, from each of its kinds of files, gives the ids that transformers' AutoTokenizer gives."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corpora import SPECIALS, write_tokenizer
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
+
+from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer
+from pretrain.errors import InputError
+
+transformers: Any = pytest.importorskip("transformers")
+
+LETTERS = [
+    *"abcdefghijklmnopqrstuvwxyzé.,!'中文",
+    *(f"##{letter}" for letter in "abcdefghijklmnopqrstuvwxyzé"),
+]
+UNCASED = [*SPECIALS, "[unused0]", *LETTERS, "the", "cat"]
+CASED = [*UNCASED, "The", *"THC"]
+TEXTS = [
+    "The cat sat.", "Café, CAFÉ!", "it's 中文 here", "", " [MASK]  the\tcat ", "a" * 120, "the <mask> and <s>",
+    "\u2028the\x00cat\x85", "Ünïcödé 1234",
+]  # fmt: skip
+
+
+def write_files(folder: Path, vocabulary: list[str] | None, **settings: Any) -> Path:
+    if vocabulary:
+        (folder / "vocab.txt").write_text("".join(f"{token}\n" for token in vocabulary), encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    if settings:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def assert_equals_transformers(folder: Path, tokenizer: Tokenizer, texts: list[str] = TEXTS) -> None:
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for text in texts:
+        assert tokenizer.encode(text).ids == theirs(text)["input_ids"], text
+    ours, pair = tokenizer.encode("the cat", "the"), theirs("the cat", "the", return_token_type_ids=True)
+    assert ours.ids == pair["input_ids"]
+    assert len(set(ours.ids)) > 3
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "settings"),
+    [
+        (UNCASED, {}),
+        (UNCASED, {"do_lower_case": True}),
+        (CASED, {"do_lower_case": False}),
+        (CASED, {"do_lower_case": True}),
+        (CASED, {"do_lower_case": False, "tokenize_chinese_chars": False}),
+        (UNCASED, {"do_lower_case": True, "strip_accents": False}),
+    ],
+)
+@pytest.mark.parametrize("json_too", [False, True])
+def test_word_pieces(vocabulary: list[str], settings: dict, json_too: bool, tmp_path: Path) -> None:
+    write_files(tmp_path, vocabulary, **settings)
+    if json_too:  # lower-cases whatever the settings say, which decide
+        write_tokenizer(tmp_path, vocabulary)
+        (tmp_path / "vocab.txt").unlink()
+        write_files(tmp_path, None, **settings)
+    assert_equals_transformers(tmp_path, read_tokenizer(tmp_path))
+
+
+def test_a_vocabulary_alone_tells_its_casing(tmp_path: Path) -> None:
+    write_files(tmp_path, CASED)
+    assert read_tokenizer(tmp_path).encode("The the").tokens == ["[CLS]", "The", "the", "[SEP]"]
+    write_files(tmp_path, UNCASED)  # [unused0] and [CLS] have capital letters too
+    assert read_tokenizer(tmp_path).encode("The the").tokens == ["[CLS]", "the", "the", "[SEP]"]
+
+
+def test_a_cased_tokenizer_json_stays_cased_without_a_word_about_it(tmp_path: Path) -> None:
+    """Where transformers 4 and 5 lower-case: BertTokenizer's default is to."""
+    write_tokenizer(tmp_path, CASED)
+    description = json.loads((tmp_path / "tokenizer.json").read_text())
+    description["normalizer"]["lowercase"] = False
+    (tmp_path / "tokenizer.json").write_text(json.dumps(description))
+    (tmp_path / "tokenizer_config.json").unlink()
+    tokenizer = read_tokenizer(tmp_path)
+    assert tokenizer.encode("The the").tokens == ["[CLS]", "The", "the", "[SEP]"]
+    # What we write says so, and transformers then agrees.
+    (tmp_path / "out").mkdir()
+    copy_tokenizer(tmp_path, tmp_path / "out", tokenizer_class="BertTokenizer", max_positions=40)
+    assert_equals_transformers(tmp_path / "out", tokenizer)
+
+
+@pytest.mark.parametrize("prefix_space", [False, True])
+@pytest.mark.parametrize("kind", ["files", "json"])
+def test_robertas_bytes(kind: str, prefix_space: bool, tmp_path: Path) -> None:
+    trained = ByteLevelBPETokenizer()
+    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trained.train_from_iterator(
+        [*TEXTS, *["the cat sat"] * 9], 320, special_tokens=specials, show_progress=False
+    )
+    trained.save_model(str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "roberta"}))
+    mask = {"__type": "AddedToken", "content": "<mask>", "lstrip": True, "normalized": False, "special": True}
+    settings = {"add_prefix_space": prefix_space, "mask_token": mask}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer = read_tokenizer(tmp_path)
+    if kind == "json":
+        tokenizer.save(str(tmp_path / "tokenizer.json"))
+        for name in ("vocab.json", "merges.txt"):
+            (tmp_path / name).unlink()
+        tokenizer = read_tokenizer(tmp_path)
+    assert_equals_transformers(tmp_path, tokenizer)
+    # The blank before it belongs to <mask>, as in the released tokenizer.json.
+    encoded = tokenizer.encode("the <mask>")
+    assert encoded.ids[-2] == tokenizer.token_to_id("<mask>")
+    assert encoded.tokens[-3] != "Ġ"
+    (tmp_path / "out").mkdir()
+    copy_tokenizer(tmp_path, tmp_path / "out", tokenizer_class="RobertaTokenizer", max_positions=40)
+    assert_equals_transformers(tmp_path / "out", tokenizer)
+
+
+def test_truncation_and_padding_are_switched_off(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, UNCASED)
+    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    tokenizer.enable_truncation(6)
+    tokenizer.enable_padding(length=64)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert len(read_tokenizer(tmp_path).encode("the " * 20).ids) == 22
+
+
+def test_what_is_copied_keeps_its_settings(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, UNCASED)  # says 512
+    (tmp_path / "special_tokens_map.json").write_text("{}")
+    (tmp_path / "out").mkdir()
+    copy_tokenizer(tmp_path, tmp_path / "out", tokenizer_class="ElectraTokenizer", max_positions=40)
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert (settings["model_max_length"], settings["tokenizer_class"]) == (40, "BertTokenizer")
+    assert settings["do_lower_case"] is True
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt"
+    ]  # fmt: skip
+
+
+def test_refusals(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has no tokenizer: neither"):
+        read_tokenizer(tmp_path)
+    (tmp_path / "vocab.txt").write_text("[PAD]\na\na\n")
+    with pytest.raises(InputError, match="'a' stands there twice"):
+        read_tokenizer(tmp_path)
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\na\n")
+    with pytest.raises(InputError, match=r"\[SEP\], \[MASK\] missing"):
+        read_tokenizer(tmp_path)
+    (tmp_path / "vocab.txt").write_bytes(b"\xff\n")
+    with pytest.raises(InputError, match=r"vocab\.txt: cannot be read"):
+        read_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(InputError, match="not a tokenizer"):
+        read_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").unlink()
+    (tmp_path / "vocab.txt").unlink()
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    for vocabulary, message in (
+        ('{"a": 0}', "are damaged"),
+        ('{"a": 0, "b": 1, "ab": 2}', r"has no <s>, <pad>"),
+    ):
+        (tmp_path / "vocab.json").write_text(vocabulary)
+        with pytest.raises(InputError, match=message):
+            read_tokenizer(tmp_path)

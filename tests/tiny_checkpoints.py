@@ -1,0 +1,55 @@
+"""Small released checkpoints, made with transformers, and small labelled sets to fine-tune them on."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+WORDS = ["good", "bad", "fine", "poor", "great", "awful", "film", "book", "plot", "end", "very", "not", "a", "the", "was", "is", "it", "and", "or"]
+SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def make_bert(folder: Path, *, hidden: int = 32, layers: int = 2, positions: int = 64) -> Path:
+    """A BertModel with random weights and a vocabulary of `WORDS` and letters."""
+    import torch
+    from transformers import BertConfig, BertModel
+
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    entries = [*SPECIALS, *WORDS, *letters, *(f"##{letter}" for letter in letters), *".,?!0123456789"]
+    vocabulary = list(dict.fromkeys(entries))
+    torch.manual_seed(0)
+    shape = BertConfig(
+        vocab_size=len(vocabulary), hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=2,
+        intermediate_size=2 * hidden, max_position_embeddings=positions,
+    )  # fmt: skip
+    BertModel(shape).save_pretrained(folder)
+    (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(
+        json.dumps({"do_lower_case": True, "tokenizer_class": "BertTokenizer"})
+    )
+    return folder
+
+
+def write_reviews(folder: Path, *, train: int = 40, dev: int = 12) -> dict[str, str]:
+    """train.jsonl and dev.jsonl of sentences whose first adjective decides the label; their paths."""
+    import random
+
+    draw = random.Random(0)
+    paths = {}
+    for split, count in (("train", train), ("dev", dev)):
+        rows: list[dict[str, Any]] = []
+        for _ in range(count):
+            label = draw.choice(["positive", "negative"])
+            adjective = draw.choice(
+                ["good", "fine", "great"] if label == "positive" else ["bad", "poor", "awful"]
+            )
+            tail = " ".join(draw.choices(WORDS[6:], k=draw.randint(1, 12)))
+            rows.append(
+                {"text": f"the {draw.choice(['film', 'book'])} was {adjective} {tail}", "label": label}
+            )
+        path = folder / f"{split}.jsonl"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+        paths[split] = str(path)
+    return paths

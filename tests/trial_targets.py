@@ -1,0 +1,31 @@
+"""What Ray Tune runs in the tests of cluster.trials; each call leaves its traces in the working directory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+from pretrain.errors import DivergedError
+from pretrain.worker import Worker
+
+
+def trial(payload: dict[str, Any], worker: Worker) -> None:
+    """Do as `payload["do"]` says: meet the others, be killed at first, diverge, or have a bug."""
+    do, trace = payload["do"], Path(f"starts-{payload['name']}")
+    before = trace.read_text().count("\n") if trace.exists() else 0
+    with trace.open("a") as file:
+        file.write(f"{worker.threads} {os.getpid()}\n")
+    if do == "meet":
+        deadline = time.monotonic() + 120
+        while not Path(f"starts-{payload['other']}").exists():
+            assert time.monotonic() < deadline, "nobody else came"
+            time.sleep(0.05)
+    elif do == "die once" and before == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    elif do == "diverge":
+        raise DivergedError("step 3: loss is NaN.")
+    elif do == "bug":
+        raise ZeroDivisionError("a bug\nin two lines")
