@@ -7,7 +7,6 @@ trials it tells in a file of events.
 from __future__ import annotations
 
 import json
-import logging
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,6 @@ from cluster.worker import error_from
 from pretrain.errors import MachineError, RunError, StoppedError
 
 EVENTS = "events.jsonl"
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)

@@ -73,6 +73,11 @@ def run_glue(
     })  # fmt: skip
     print()
     print(glue.format_table(results, name=config.name))
+    for name in results.keys() - {task for _, task, _, _ in glue.COLUMNS}:
+        value = results[name].get("dev", {}).get(glue.TASKS[name].metric)
+        print(
+            f"{glue.TASKS[name].title}, which that table leaves out: {glue.TASKS[name].metric} {100 * (value or 0):.1f}"
+        )
     if seeds > 1:
         print(f"Our row is the mean over {seeds} seeds; {config.folder / SUMMARY} has every run.")
     print(f"{config.folder / RESULTS}: {count_line(ran.outcomes)}")

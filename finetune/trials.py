@@ -237,6 +237,8 @@ def _run(
                 ended(outcomes)
         view.draw()
 
+    if len(pending) < len(trials):
+        print(f"  {len(trials) - len(pending)} of {len(trials)} were over before")
     stopped = None
     with view:
         try:

@@ -44,11 +44,12 @@ class View:
         self._running: dict[int, float] = {}  # number -> clock at its start
         self._left = list(pending)
         self._ended, self._failed = len(runs) - len(pending), 0
-        self._began = self._said = time.monotonic()
+        self._said = time.monotonic()
         self._live: Live | None = None
         # What was done in earlier calls says nothing of the pace.
         self._before = {number: self._seen(number) for number in pending}
         self._done = 0.0  # examples seen by runs of this call that have ended
+        self._first: tuple[float, float] | None = None  # (clock, examples seen) when some were first heard of
 
     def __enter__(self) -> View:
         if self._console.is_terminal:
@@ -90,13 +91,19 @@ class View:
             self._said = time.monotonic()
 
     def seconds_left(self) -> float | None:
-        """By the examples seen a second since the beginning; None until there are some."""
+        """By the examples seen a second since they were first heard of; None until that can be said."""
         seen = {number: self._seen(number) for number in self._left}
         done = self._done + sum(seen[number] - self._before[number] for number in self._left)
         if done <= 0:
             return None
+        now = time.monotonic()
+        if self._first is None:
+            self._first = now, done
+        began, at_first = self._first
+        if done <= at_first:
+            return None
         left = sum(self._runs[number][2] - seen[number] for number in self._left)
-        return left * (time.monotonic() - self._began) / done
+        return left * (now - began) / (done - at_first)
 
     def _seen(self, number: int) -> float:
         _, folder, examples, steps = self._runs[number]

@@ -19,7 +19,7 @@ import yaml
 from rich.console import Console
 
 from cluster.trials import Event, share_out
-from finetune import glue, glue_runs, sweep, trials
+from finetune import glue, glue_runs, sweep, trials, trials_view
 from finetune.config import GRIDS, FinetuneConfig
 from finetune.sweep import Point, expand, parse_grid, rank, to_drop
 from finetune.trials import Outcome, Spread, Trial, degenerate, failure
@@ -98,11 +98,14 @@ def scores(folder: Path) -> dict[str, float]:
 # ---------------------------------------------------------------- whole commands
 
 
-def test_seeds_finish_or_fail_and_what_is_done_is_not_run_again(work: Path) -> None:
+def test_seeds_finish_or_fail_and_what_is_done_is_not_run_again(
+    work: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Seeds 0 and 1 finish; seed 2 finds a damaged file in its folder, a mistake of the user's."""
     (work / "runs/tiny/seed-2").mkdir(parents=True)
     (work / "runs/tiny/seed-2/metrics.jsonl").write_text("damaged\n{}\n")
-    first = finetune(work, "finetune", "tiny.yaml", "--seeds", "3")
+    at_once = str(min(2, len(os.sched_getaffinity(0))))
+    first = finetune(work, "finetune", "tiny.yaml", "--seeds", "3", "--parallel", at_once)
     assert first.returncode == InputError.exit_code, first.stderr + first.stdout
     assert "1 of 3 runs failed" in first.stderr
     assert "seed 2  failed: runs/tiny/seed-2/metrics.jsonl:1: not a JSON object." in first.stdout
@@ -127,18 +130,18 @@ def test_seeds_finish_or_fail_and_what_is_done_is_not_run_again(work: Path) -> N
 
     # Again, the two that are done: neither Ray nor training.
     before = times(work / "runs/tiny")
-    second = finetune(work, "finetune", "tiny.yaml", "--seeds", "2")
-    assert second.returncode == 0, second.stderr
-    assert "2 runs, 2 done, 0 failed" in second.stdout
+    monkeypatch.chdir(work)
+    sweep.run_seeds(sweep.load_config("tiny.yaml"), 2)
+    out = capsys.readouterr().out
+    assert "2 runs, 2 done, 0 failed" in out
     mean = statistics.mean(one["accuracy"] for one in found)
-    assert f"{mean:.4f}" in next(line for line in second.stdout.splitlines() if line.startswith("mean"))
+    assert f"{mean:.4f}" in next(line for line in out.splitlines() if line.split()[:1] == ["mean"])
     after = times(work / "runs/tiny")
     assert {path for path in after if after[path] != before.get(path)} <= {"summary.json", ".", ".lock"}
 
     # Other settings under the same name are refused.
-    third = finetune(work, "finetune", "tiny.yaml", "--seeds", "2", "--set", "training.epochs=2")
-    assert third.returncode == InputError.exit_code
-    assert "training.epochs (1.0 -> 2)" in third.stderr or "training.epochs (1.0 -> 2.0)" in third.stderr
+    with pytest.raises(InputError, match=r"training\.epochs \(1\.0 -> 2\.0\)"):
+        sweep.run_seeds(sweep.load_config("tiny.yaml", ["training.epochs=2.0"]), 2)
 
 
 def times(folder: Path) -> dict[str, int]:
@@ -484,7 +487,7 @@ def test_runs_are_followed_on_the_terminal(
     assert ran.outcomes[3] is None
     assert "The same command goes on" in str(ran.stopped)
     out = capsys.readouterr().out
-    assert "1 of 4 done · seed 0: step 2/4, loss 0.500 · 0:0" in out
+    assert "1 of 4 done · seed 0: step 2/4, loss 0.500\n" in out
     assert "seed 0  crashed, starting it again" in out
     assert "seed 0  accuracy 0.7000" in out
     assert "seed 2  failed: step 3: loss is NaN. second line\n" in out
@@ -499,6 +502,39 @@ def test_runs_are_followed_on_the_terminal(
     ran = trials.run_all(config, members)
     assert again == [3]
     assert isinstance(failure(ran.outcomes), DivergedError)
+
+
+def test_time_left_goes_by_the_examples_since_the_first_were_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two runs of 100 and 300 examples; the first was at 20 in an earlier call."""
+    folders = [tmp_path / "a", tmp_path / "b"]
+    clock = [0.0]
+    monkeypatch.setattr(trials_view.time, "monotonic", lambda: clock[0])
+
+    def seen(folder: Path, step: int) -> None:
+        folder.mkdir(exist_ok=True)
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": step, "loss": 0.5}) + "\n")
+
+    seen(folders[0], 2)
+    view = trials_view.View(
+        [("a", folders[0], 100, 10), ("b", folders[1], 300, 10)], [0, 1], tmp_path / "stop"
+    )
+    view.started(0, again=False)
+    clock[0] = 50.0  # start-up
+    assert view.seconds_left() is None
+    seen(folders[0], 4)
+    assert view.seconds_left() is None
+    clock[0] = 60.0
+    seen(folders[0], 6)
+    assert view.seconds_left() == pytest.approx((40 + 300) * 10 / 20)
+    clock[0] = 80.0
+    view.ended(0, done(0.5))
+    view.started(1, again=False)
+    assert view.seconds_left() == pytest.approx(300 * 30 / 60)
+    clock[0] = 90.0
+    seen(folders[1], 5)
+    assert view.seconds_left() == pytest.approx(150 * 40 / 210)
 
 
 def write_outcome(folder: Path, accuracy: float) -> None:
