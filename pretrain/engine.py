@@ -28,10 +28,9 @@ from torch import Tensor, nn
 
 from pretrain.config import Engine as EngineSettings
 from pretrain.memory import hold_freed_memory, return_freed_memory, share_one_heap
-from pretrain.optim import Lamb, Segment, cut_segments, number_tensors
+from pretrain.optim import Lamb, Segment, cut_segments, number_tensors, square_sum
 
 _STEPS_NEVER = 1 << 60
-_NORM_ENTRIES = 1 << 20  # cast to fp64 at a time on CPU; CUDA casts in its registers
 # Gradients on their way between workers. Bigger ones save no time and are copied three times on that way.
 _BUCKET_ENTRIES = 10_000_000
 
@@ -260,13 +259,10 @@ class Engine:
         finite it asks in another pass and another collective.
         """
         wrapper = self._deepspeed.optimizer
-        most = _NORM_ENTRIES if self.device.type == "cpu" else 1 << 62
 
         def norm() -> Tensor:
             gradients = (x.reshape(-1) for group in wrapper.averaged_gradients.values() for x in group)
-            pieces = (piece for gradient in gradients for piece in gradient.split(most))
-            norms = [torch.linalg.vector_norm(piece, dtype=torch.float64) for piece in pieces]
-            return self.sum_over_workers(torch.stack(norms).square().sum()).sqrt()
+            return self.sum_over_workers(torch.stack([square_sum(x) for x in gradients]).sum()).sqrt()
 
         if self.settings.zero_stage == 3:
             wrapper._get_norm_groups = lambda: [norm()]

@@ -102,7 +102,9 @@ class Plan:
     keep_last: int
     max_bad_steps: int
     peak_flops: float  # measured matmul peak of all workers together, FLOP/s
-    patience: int = 0  # evaluations in a row without a gain after which training ends; 0 goes to the last step
+    patience: int = (
+        0  # evaluations in a row without a gain after which training ends; 0 goes to the last step
+    )
 
 
 @dataclass

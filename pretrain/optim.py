@@ -211,8 +211,8 @@ class Lamb(torch.optim.Optimizer):
         device = next(p.device for group in self.param_groups for p in group["params"])
         squares = torch.zeros(2, count, dtype=torch.float64, device=device)
         for _, weights, update, tensor_id in adapted:
-            squares[0, tensor_id] += _square_sum(weights)
-            squares[1, tensor_id] += _square_sum(update)
+            squares[0, tensor_id] += square_sum(weights)
+            squares[1, tensor_id] += square_sum(update)
         self._reduce(squares.view(-1))
         weight_norms, update_norms = squares.sqrt()
         measurable = (weight_norms > 0) & (update_norms > 0)
@@ -272,9 +272,9 @@ def _parts(name: str) -> int:
     return _STACKED.get(name.rpartition(".")[2], 1)
 
 
-def _square_sum(values: Tensor) -> Tensor:
-    """Sum of squares of `values` [n] fp32, as an fp64 scalar."""
+def square_sum(values: Tensor) -> Tensor:
+    """Sum of squares of `values` [n], as an fp64 scalar."""
     whole = values.numel() // _NORM_ROW * _NORM_ROW
-    rows = torch.linalg.vector_norm(values[:whole].view(-1, _NORM_ROW), dim=1).double()
-    rest = torch.linalg.vector_norm(values[whole:]).double()
+    rows = torch.linalg.vector_norm(values[:whole].view(-1, _NORM_ROW), dim=1, dtype=torch.float32).double()
+    rest = torch.linalg.vector_norm(values[whole:], dtype=torch.float32).double()
     return rows.square().sum() + rest.square()

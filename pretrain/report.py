@@ -81,7 +81,9 @@ def _finetuned(run: _Run) -> list[dict[str, Any]]:
                 f"{result['metric']}, {result['dev']:,} held-out examples",
                 # A score of 0 is told by its figure; a bar needs a length.
                 [
-                    Bar(f"{start} weights", max(value, 1e-3), max(value, 1e-3), max(value, 1e-3), kinds[start])
+                    Bar(
+                        f"{start} weights", max(value, 1e-3), max(value, 1e-3), max(value, 1e-3), kinds[start]
+                    )
                     for start, value in result["scores"].items()
                 ],
                 form=lambda value: f"{value:.3f}",

@@ -14,12 +14,12 @@ from pretrain.config import Optimizer, Phase
 from pretrain.optim import (
     Lamb,
     Segment,
-    _square_sum,
     cut_segments,
     learning_rate,
     make_optimizer,
     number_tensors,
     parameter_groups,
+    square_sum,
 )
 from tests.distributed import run_workers
 
@@ -254,7 +254,7 @@ def test_lamb_sharded_over_two_workers_equals_whole(border: int):
 def test_norms_of_long_tensors_are_exact():
     values = torch.rand(3_000_001, generator=torch.Generator().manual_seed(0))
     exact = values.double().square().sum()
-    assert abs(_square_sum(values) / exact - 1) < 1e-6
+    assert abs(square_sum(values) / exact - 1) < 1e-6
 
 
 def transformers_rates(phase: Phase) -> list[float]:

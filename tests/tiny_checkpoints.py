@@ -6,7 +6,27 @@ import json
 from pathlib import Path
 from typing import Any
 
-WORDS = ["good", "bad", "fine", "poor", "great", "awful", "film", "book", "plot", "end", "very", "not", "a", "the", "was", "is", "it", "and", "or"]
+WORDS = [
+    "good",
+    "bad",
+    "fine",
+    "poor",
+    "great",
+    "awful",
+    "film",
+    "book",
+    "plot",
+    "end",
+    "very",
+    "not",
+    "a",
+    "the",
+    "was",
+    "is",
+    "it",
+    "and",
+    "or",
+]
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
