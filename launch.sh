@@ -152,6 +152,9 @@ case $command in
         ;;
     bench)
         set_up bench
+        if [[ ${1:-} == finetune ]]; then
+            PYTHONSAFEPATH=1 exec "$venv/bin/python" -m finetune bench "${@:2}"
+        fi
         PYTHONSAFEPATH=1 exec "$venv/bin/python" -m pretrain bench "$@"
         ;;
     doctor)

@@ -25,6 +25,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             from finetune import demo
 
             return demo.main(argv[1:])
+        if argv[:1] == ["bench"]:
+            from finetune import bench
+
+            return bench.main(argv[1:])
         arguments = _parser().parse_args(argv)
         return arguments.command(arguments) or 0
     except RunError as error:

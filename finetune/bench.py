@@ -1,0 +1,286 @@
+"""`python -m finetune bench`: a fine-tuning by us and by the Hugging Face Trainer, seed by seed in turn.
+
+The peer gets what its users have: transformers' model for the task, `Trainer` with bf16, fused AdamW and dynamic padding,
+the same checkpoint, features, steps, batch and rates. A text that needs several windows is cut to the first one for it, as the
+public scripts do. Both are scored by the same code. Each runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finetune.config import FinetuneConfig, load_config
+from finetune.saved import SCORES
+from pretrain.errors import InputError, MachineError
+from pretrain.settings import dump
+
+OURS, PEER = "ours", "trainer"
+_WARM_UP = 0.1  # share of the steps that speed is not taken from: compilation, allocation
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run the comparison and print a line for each run and the medians, or JSON with `--json`."""
+    parser = argparse.ArgumentParser(prog="bench finetune", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="the task's YAML file")
+    parser.add_argument("--from", dest="start_from", metavar="DIR", help="checkpoint to start from")
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each (default: 3)")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    parser.add_argument("--peer", metavar="RESULT", help=argparse.SUPPRESS)  # this process is the peer
+    options = parser.parse_args(argv)
+    overrides = [
+        *options.set,
+        *([f"start_from={json.dumps(options.start_from)}"] if options.start_from else []),
+    ]
+    config = load_config(options.config, overrides)
+    if options.peer:
+        Path(options.peer).write_text(json.dumps(_train_peer(config)))
+        return 0
+    result = compare(config, options.seeds, quiet=options.json)
+    print(json.dumps(result) if options.json else _summary(result))
+    return 0
+
+
+def compare(config: FinetuneConfig, seeds: int, *, quiet: bool = False) -> dict[str, Any]:
+    """{"ours": [run, ...], "trainer": [run, ...]}, a run being {"score", "examples_per_second", "seconds"}."""
+    runs: dict[str, list[dict[str, Any]]] = {OURS: [], PEER: []}
+    with tempfile.TemporaryDirectory(prefix="bench-finetune-") as folder:
+        for seed in range(config.seed, config.seed + seeds):
+            for kind, run in ((OURS, _run_ours), (PEER, _run_peer)):
+                runs[kind].append(run(config, seed, Path(folder) / f"{kind}-{seed}"))
+                if not quiet:
+                    print(_line(kind, seed, runs[kind][-1]), flush=True)
+    return {"config": config.model_dump(mode="json"), **runs}
+
+
+def _line(kind: str, seed: int, run: dict[str, Any]) -> str:
+    return f"{kind:<8} seed {seed}   {run['metric']} {run['score']:.4f}   {run['examples_per_second']:8.1f} examples/s   {run['seconds']:.0f} s in all"
+
+
+def _summary(result: dict[str, Any]) -> str:
+    lines = []
+    for kind in (OURS, PEER):
+        scores, rates = ([run[key] for run in result[kind]] for key in ("score", "examples_per_second"))
+        spread = f" ± {statistics.stdev(scores):.4f}" if len(scores) > 1 else ""
+        lines.append(
+            f"{kind:<8} {statistics.fmean(scores):.4f}{spread}   {statistics.median(rates):,.1f} examples/s ({min(rates):,.1f}-{max(rates):,.1f})"
+        )
+    pairs = zip(result[OURS], result[PEER], strict=True)
+    ratios = [ours["examples_per_second"] / theirs["examples_per_second"] for ours, theirs in pairs]
+    lines.append(f"ratio    {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+    return "\n".join(lines)
+
+
+def _run_ours(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]:
+    began = time.perf_counter()
+    path = _write(config, seed, folder)
+    _call(["finetune", "finetune", str(path), "--no-ray"])
+    scores = json.loads((folder / SCORES).read_text())
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    training = [record for record in records if "split" not in record]
+    warm = next(record for record in training if record["step"] >= _WARM_UP * training[-1]["step"])
+    last = training[-1]
+    # Where all steps are in one record there is no later pace than that of the whole.
+    examples, seconds = (last[key] - (warm[key] if warm is not last else 0) for key in ("samples", "seconds"))
+    return {
+        "metric": scores["metric"],
+        "score": next(iter(scores["scores"].values()))[scores["metric"]],
+        "examples_per_second": examples / seconds,
+        "seconds": time.perf_counter() - began,
+    }
+
+
+def _run_peer(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]:
+    began = time.perf_counter()
+    path = _write(config, seed, folder)
+    result = folder.with_suffix(".json")
+    _call(["finetune", "bench", str(path), "--peer", str(result)])
+    return {**json.loads(result.read_text()), "seconds": time.perf_counter() - began}
+
+
+def _write(config: FinetuneConfig, seed: int, folder: Path) -> Path:
+    path = folder.with_suffix(".yaml")
+    path.write_text(dump(config.model_copy(update={"seed": seed, "run_dir": str(folder)})))
+    return path
+
+
+def _call(arguments: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-m", *arguments], capture_output=True, text=True)
+    if done.returncode:
+        raise MachineError(f"bench finetune: `{' '.join(arguments)}` failed: {done.stderr.strip()[-400:]}")
+
+
+# ---- the peer, in its own process
+
+
+def _train_peer(config: FinetuneConfig) -> dict[str, Any]:
+    try:
+        import accelerate  # noqa: F401 (the Trainer asks for it when it is made)
+        import transformers
+    except ImportError as error:
+        raise MachineError(f"bench finetune: {error}. Install the extra: pip install -e .[bench].") from None
+    import torch
+
+    from finetune.tasks import make_task
+    from finetune.text import TextEncoder
+    from pretrain.checkpoint.tokenizer import read_tokenizer
+
+    torch.manual_seed(config.seed)
+    task = make_task(config)
+    examples = task.read_train()
+    held_out = next(iter(task.read_held_out().values()), None)
+    if held_out is None:
+        raise InputError("bench finetune: the config names no dev set; scores are compared on one.")
+    encoder = TextEncoder(read_tokenizer(Path(config.start_from)), config.max_length)
+    classes = {
+        "sequence": transformers.AutoModelForSequenceClassification,
+        "tokens": transformers.AutoModelForTokenClassification,
+        "spans": transformers.AutoModelForQuestionAnswering,
+    }
+    given = {} if task.head == "spans" else {"num_labels": task.outputs}
+    model = classes[task.head].from_pretrained(config.start_from, **given)
+    features = _features(task.windows(examples, encoder, training=True), task.head)
+    clock = _make_clock(transformers)
+    settings = config.training
+    trainer = transformers.Trainer(
+        model=model,
+        args=transformers.TrainingArguments(
+            output_dir=str(config.folder / "trainer"), per_device_train_batch_size=settings.examples_per_step,
+            learning_rate=settings.learning_rate, max_steps=config.total_steps(len(examples)),
+            warmup_steps=round(settings.warmup_share * config.total_steps(len(examples))),
+            lr_scheduler_type=settings.decay, weight_decay=config.optimizer.weight_decay,
+            adam_epsilon=config.optimizer.epsilon, max_grad_norm=config.engine.gradient_clip_norm, bf16=True,
+            optim="adamw_torch_fused", save_strategy="no", eval_strategy="no", report_to=[], seed=config.seed,
+            disable_tqdm=True, logging_strategy="no", use_cpu=not torch.cuda.is_available(), per_device_eval_batch_size=32,
+        ),
+        train_dataset=features,  # pyright: ignore[reportArgumentType]
+        data_collator=_collate,
+        callbacks=[clock],
+    )  # fmt: skip
+    trainer.train()
+    windows = task.windows(held_out, encoder, training=False)
+    logits = _predict(model.eval(), windows, task.outputs)
+    predictions = task.decode(held_out, windows, logits)
+    task.tune(held_out, predictions)
+    predictions = task.decode(held_out, windows, logits)
+    return {
+        "metric": task.metric,
+        "score": task.score(held_out, predictions)[task.metric],
+        "examples_per_second": clock.rate(settings.examples_per_step),
+    }
+
+
+def _make_clock(transformers: Any) -> Any:
+    class Clock(transformers.TrainerCallback):
+        """When each step ended."""
+
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            self.ends.append(time.perf_counter())
+
+        def rate(self, batch: int) -> float:
+            first = int(_WARM_UP * len(self.ends))
+            return batch * (len(self.ends) - 1 - first) / (self.ends[-1] - self.ends[first])
+
+    return Clock()
+
+
+def _features(windows: Any, head: str) -> list[dict[str, Any]]:
+    """What a public script makes of each example: lists of ids, types and labels."""
+    features = []
+    asked_of = np.searchsorted(windows.asked, windows.starts)
+    for number in range(len(windows)):
+        if head == "sequence" and number and windows.examples[number] == windows.examples[number - 1]:
+            continue  # truncated
+        begin, end = windows.starts[number], windows.starts[number + 1]
+        rows = slice(asked_of[number], asked_of[number + 1])
+        one = {
+            "input_ids": windows.ids[begin:end].tolist(),
+            "token_type_ids": windows.types[begin:end].tolist(),
+        }
+        labels = windows.labels[rows]
+        if head == "sequence":
+            one["labels"] = labels[0].tolist()
+        elif head == "tokens":
+            tags = np.full(end - begin, -100)
+            tags[windows.asked[rows] - begin] = labels
+            one["labels"] = tags.tolist()
+        else:
+            one["start_positions"], one["end_positions"] = (
+                int(labels[:, column].argmax()) for column in (0, 1)
+            )
+        features.append(one)
+    return features
+
+
+def _collate(features: list[dict[str, Any]]) -> dict[str, Any]:
+    """Padding to the longest of the batch."""
+    import torch
+
+    longest = max(len(one["input_ids"]) for one in features)
+
+    def padded(values: list[list[int]], pad: int) -> torch.Tensor:
+        return torch.tensor([value + [pad] * (longest - len(value)) for value in values])
+
+    ids = [one["input_ids"] for one in features]
+    batch = {
+        "input_ids": padded(ids, 0),
+        "token_type_ids": padded([one["token_type_ids"] for one in features], 0),
+        "attention_mask": padded([[1] * len(value) for value in ids], 0),
+    }
+    for name in ("labels", "start_positions", "end_positions"):
+        if name in features[0]:
+            values = [one[name] for one in features]
+            batch[name] = (
+                padded(values, -100)
+                if isinstance(values[0], list) and name == "labels" and len(values[0]) == len(ids[0])
+                else torch.tensor(values)
+            )
+    return batch
+
+
+def _predict(model: Any, windows: Any, outputs: int) -> np.ndarray:
+    """float32 [R, C] of the asked rows, in bf16 autocast as the Trainer evaluates."""
+    import torch
+
+    logits = np.zeros((len(windows.asked), outputs), np.float32)
+    asked_of = np.searchsorted(windows.asked, windows.starts)
+    order = np.argsort(np.diff(windows.starts), kind="stable")
+    with torch.inference_mode(), torch.autocast(model.device.type, torch.bfloat16):
+        for first in range(0, len(order), 32):
+            members = order[first : first + 32]
+            features = [
+                {
+                    "input_ids": windows.ids[windows.starts[n] : windows.starts[n + 1]].tolist(),
+                    "token_type_ids": windows.types[windows.starts[n] : windows.starts[n + 1]].tolist(),
+                }
+                for n in members
+            ]
+            output = model(**{key: value.to(model.device) for key, value in _collate(features).items()})
+            for place, n in enumerate(members):
+                rows = slice(asked_of[n], asked_of[n + 1])
+                where = windows.asked[rows] - windows.starts[n]
+                if "logits" in output:
+                    values = output.logits[place]
+                    made = values[None] if values.dim() == 1 else values[where]
+                else:
+                    made = torch.stack([output.start_logits[place], output.end_logits[place]], -1)[where]
+                logits[rows] = made.float().cpu().numpy()
+    return logits
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
