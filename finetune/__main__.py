@@ -6,41 +6,41 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.errors import InputError, RunError
+from pretrain.commands import add_command, exit_code, is_alone, is_follower, make_parser, train
+from pretrain.errors import InputError
 
 if TYPE_CHECKING:
     from finetune.config import FinetuneConfig
 
+_TARGET = "finetune.train:main"
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; a `RunError` is told in a line, a bug keeps its traceback."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    """Run one command and return its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
     try:
-        if argv[:1] == ["demo"]:  # its options are those of the pretraining's demo
-            from finetune import demo
-
-            return demo.main(argv[1:])
-        if argv[:1] == ["bench"]:
-            from finetune import bench
-
-            return bench.main(argv[1:])
-        arguments = _parser().parse_args(argv)
-        return arguments.command(arguments) or 0
-    except RunError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 130
+        return exit_code(lambda: _dispatch(given))
     except BrokenPipeError:  # `predict ... | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def _dispatch(argv: list[str]) -> int | None:
+    if argv[:1] == ["demo"]:  # its options are those of the pretraining's demo
+        from finetune import demo
+
+        return demo.main(argv[1:])
+    if argv[:1] == ["bench"]:
+        from finetune import bench
+
+        return bench.main(argv[1:])
+    arguments = _parser().parse_args(argv)
+    return arguments.command(arguments)
 
 
 def _finetune(arguments: argparse.Namespace) -> None:
@@ -50,15 +50,10 @@ def _finetune(arguments: argparse.Namespace) -> None:
         return
     if arguments.parallel:
         raise InputError("--parallel: says how many of several runs go at once. Add --seeds N.")
-    alone = arguments.no_ray or "RANK" in os.environ
-    if os.environ.get("RANK", "0") != "0":  # under torchrun the first worker checks for all
-        _train_here(config, arguments.resume, watched=False)
+    alone = is_alone(config, arguments.no_ray)
+    if is_follower():
+        train(_TARGET, config, arguments.resume, 0, alone=True)
         return
-    if arguments.no_ray and config.scheduling.workers > 1:
-        raise InputError(
-            f"--no-ray: trains in one process, but scheduling.workers is {config.scheduling.workers}. "
-            "Add --workers 1, or start several processes with torchrun."
-        )
     from finetune import runs
     from pretrain import preflight
 
@@ -72,10 +67,7 @@ def _finetune(arguments: argparse.Namespace) -> None:
     print(runs.describe_start(config, plan))
     with preflight.only_run(config.folder):
         runs.begin(config, arguments.resume, [sys.executable, *sys.orig_argv[1:]])
-        if alone:
-            _train_here(config, arguments.resume, watched=True, steps=plan.steps)
-        else:
-            _train_on_ray(config, arguments.resume, plan.steps)
+        train(_TARGET, config, arguments.resume, plan.steps, alone=alone)
     print(runs.summary(config))
 
 
@@ -115,34 +107,6 @@ def _glue(arguments: argparse.Namespace) -> None:
         submission=arguments.submission,
         dry_run=arguments.dry_run,
     )
-
-
-def _train_here(config: FinetuneConfig, resume: bool, watched: bool, steps: int = 0) -> None:
-    from finetune import train
-    from pretrain import tracking
-    from pretrain.worker import Worker
-
-    payload = {"config": config.model_dump(mode="json"), "resume": resume}
-    with tracking.follow(config.folder, steps) if watched else nullcontext():
-        train.main(payload, Worker.from_environment())
-
-
-def _train_on_ray(config: FinetuneConfig, resume: bool, steps: int) -> None:
-    from cluster.run import run
-    from pretrain import tracking
-
-    scheduling = config.scheduling
-    with tracking.follow(config.folder, steps):
-        run(
-            "finetune.train:main",
-            {"config": config.model_dump(mode="json"), "resume": resume},
-            name=config.name,
-            run_dir=config.folder,
-            workers=scheduling.workers,
-            cpus_per_worker=scheduling.cpus_per_worker,
-            address=scheduling.address,
-            max_failures=scheduling.max_failures,
-        )
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
@@ -225,16 +189,13 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m finetune",
-        description="Fine-tune BERT-family checkpoints to classification, named entities and span questions.",
-        epilog="Exit codes: 0 done, 2 your input, 3 the machine or cluster is not fit, 4 training diverged, "
-        "75 stopped but resumable, 130 interrupted.",
-        allow_abbrev=False,
+    parser = make_parser(
+        "python -m finetune",
+        "Fine-tune BERT-family checkpoints to classification, named entities and span questions.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    finetune = _command(commands, "finetune", _finetune, "train a task's model from a checkpoint", """
+    finetune = add_command(commands, "finetune", _finetune, "train a task's model from a checkpoint", """
   python -m finetune finetune configs/finetune/sst2.yaml --from exported/bert-mini
   python -m finetune finetune my-task.yaml --from bert-base-uncased/ --workers 2
   python -m finetune finetune my-task.yaml --set training.preset=stable --resume
@@ -246,7 +207,7 @@ def _parser() -> argparse.ArgumentParser:
         "--no-ray", action="store_true", help="train in this process alone (as under torchrun, without Ray)"
     )
 
-    sweep = _command(commands, "sweep", _sweep, "try a grid of settings, through Ray Tune", """
+    sweep = add_command(commands, "sweep", _sweep, "try a grid of settings, through Ray Tune", """
   python -m finetune sweep my-task.yaml --from bert-base-uncased/
   python -m finetune sweep my-task.yaml --from exported/bert-mini --grid small-bert --parallel 2
   python -m finetune sweep my-task.yaml --grid-set training.learning_rate=1e-5,3e-5 --seeds 3""")  # fmt: skip
@@ -267,7 +228,7 @@ def _parser() -> argparse.ArgumentParser:
         help="whose models stay on the disk (default: best)",
     )
 
-    glue = _command(commands, "glue", _glue, "every task of GLUE, and the table of the BERT paper", """
+    glue = add_command(commands, "glue", _glue, "every task of GLUE, and the table of the BERT paper", """
   python -m finetune glue --from bert-base-uncased/ --glue-dir glue_data/
   python -m finetune glue --from exported/bert-mini --glue-dir glue_data/ --tasks sst2,rte --seeds 5
   python -m finetune glue template.yaml --from exported/bert-mini --glue-dir glue_data/ --submission out/""")  # fmt: skip
@@ -288,7 +249,7 @@ def _parser() -> argparse.ArgumentParser:
         help="predict the official test sets with each task's best run, and write gluebenchmark.com's files",
     )  # fmt: skip
 
-    evaluate = _command(commands, "evaluate", _evaluate, "official scores on a labelled file", """
+    evaluate = add_command(commands, "evaluate", _evaluate, "official scores on a labelled file", """
   python -m finetune evaluate runs/sst2
   python -m finetune evaluate runs/sst2 other.tsv --out scores/""")  # fmt: skip
     _add_model(evaluate)
@@ -297,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--out", type=Path, metavar="DIR", help="folder for metrics.json and predictions")
 
-    predict = _command(commands, "predict", _predict, "predictions for lines of text or JSON", """
+    predict = add_command(commands, "predict", _predict, "predictions for lines of text or JSON", """
   python -m finetune predict runs/sst2 --text "a lovely film"
   python -m finetune predict runs/rte --text "A man sleeps." --pair "Somebody rests."
   python -m finetune predict runs/squad --question "Who wrote it?" --context "It was written by Ann."
@@ -313,7 +274,7 @@ def _parser() -> argparse.ArgumentParser:
     for name, what in (("text", "one text"), ("pair", "its second text"), ("question", "a question"), ("context", "the text to answer from")):  # fmt: skip
         predict.add_argument(f"--{name}", metavar="TEXT", help=what)
 
-    export = _command(commands, "export", _export, "a model to take along: Hugging Face layout, ONNX", """
+    export = add_command(commands, "export", _export, "a model to take along: Hugging Face layout, ONNX", """
   python -m finetune export runs/sst2 exported/sst2
   python -m finetune export runs/sst2 exported/sst2 --onnx""")  # fmt: skip
     export.add_argument("model", type=Path, metavar="MODEL", help="a fine-tuned model, or its run folder")
@@ -321,21 +282,6 @@ def _parser() -> argparse.ArgumentParser:
     export.add_argument(
         "--onnx", action="store_true", help="also write model.onnx (packages: onnx, onnxscript, onnxruntime)"
     )
-    return parser
-
-
-def _command(
-    commands: Any, name: str, function: Callable[[argparse.Namespace], Any], purpose: str, examples: str
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=purpose,
-        description=f"{purpose[0].upper()}{purpose[1:]}.",
-        epilog=f"examples:{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(command=function)
     return parser
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from finetune.task import Windows
 from finetune.text import ragged
-from pretrain.batches.loader import deal
+from pretrain.batches.loader import deal, moved
 from pretrain.batches.order import draw, permute, root_key
 from pretrain.errors import InputError
 
@@ -35,14 +35,7 @@ class LabelledBatch:
     asked: np.ndarray  # int64 [R], the rows' numbers in the set (`Windows.asked`)
 
     def to(self, device: torch.device) -> LabelledBatch:
-        if self.input_ids.device == device:
-            return self
-        moved = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        return dataclasses.replace(self, **moved)
+        return moved(self, device)
 
 
 @dataclass(frozen=True)

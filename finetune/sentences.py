@@ -14,13 +14,9 @@ tools write them. Characters are Unicode code points. Without tags or entities a
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import itertools
 import json
-import lzma
 import re
-import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,11 +25,10 @@ from typing import Any
 
 import numpy as np
 
+from finetune.files import plain_suffix, read_text
 from finetune.words import cut_words, joined
 from pretrain.errors import InputError
 
-_COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-_BROKEN = (OSError, EOFError, lzma.LZMAError, zlib.error)
 _LINES = (".jsonl", ".ndjson", ".json")
 _TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")
 _SURROGATES = re.compile("[\ud800-\udfff]")
@@ -105,9 +100,10 @@ def read_sentences(
             spans that do not fit their text, no sentence at all.
     """
     path = Path(path).expanduser()
-    lines = _read_text(path, encoding).split("\n")  # not splitlines: U+2028 and others may be words
-    suffix = Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix
-    if suffix.lower() in _LINES:
+    lines = read_text(path, encoding, ", or set `encoding`, such as latin-1").split(
+        "\n"
+    )  # not splitlines: U+2028 and others may be words
+    if plain_suffix(path) in _LINES:
         sentences = _read_records(str(path), lines, remarks)
     else:
         sentences = _read_columns(str(path), lines, token_column, label_column, remarks)
@@ -347,27 +343,6 @@ def _tags_of(
 
 
 # ---------------------------------------------------------------- text
-
-
-def _read_text(path: Path, encoding: str) -> str:
-    if not path.is_file():
-        raise InputError(
-            f"{path}: {'a folder, not a file' if path.is_dir() else 'not found'}. Check the path."
-        )
-    try:
-        with _COMPRESSED.get(path.suffix, open)(path, "rb") as file:
-            raw: Any = file.read()
-    except _BROKEN as error:
-        raise InputError(f"{path}: cannot be read ({str(error) or type(error).__name__}).") from None
-    is_utf8 = encoding.lower().replace("_", "-") in ("utf-8", "utf8")
-    try:
-        return raw.decode("utf-8-sig" if is_utf8 else encoding)
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise InputError(
-            f"{path}:{line}: byte {error.start} (0x{raw[error.start]:02x}) is not {encoding.upper()}. "
-            f"Save the file as UTF-8, or set `encoding`, such as latin-1."
-        ) from None
 
 
 def _whole(text: str) -> str:

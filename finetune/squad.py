@@ -17,22 +17,18 @@ points, as SQuAD counts them.
 
 from __future__ import annotations
 
-import bz2
-import gzip
 import json
 import logging
-import lzma
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from finetune.files import plain_suffix, read_text
 from pretrain.errors import InputError
 
 logger = logging.getLogger(__name__)
 
-_COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _LINES = (".jsonl", ".ndjson")
 _SHOWN = 3  # faults that a message quotes
 _FORMS = (
@@ -68,7 +64,7 @@ def read(path: str, *, labelled: bool) -> list[Question]:
         InputError: the file cannot be read, is not UTF-8, not JSON, of another form or empty; two questions have
             the same id; `labelled`, and a question does not say its answers.
     """
-    records = _lines(path) if _plain_suffix(path) in _LINES else _document(path)
+    records = _lines(path) if plain_suffix(Path(path)) in _LINES else _document(path)
     questions: list[Question] = []
     places: dict[str, str] = {}
     contexts: dict[str, str] = {}
@@ -230,26 +226,7 @@ def _lines(path: str) -> Iterator[tuple[str, Any, Any]]:
 
 
 def _text(path: str) -> str:
-    file = Path(path).expanduser()
-    try:
-        if file.suffix in _COMPRESSED:
-            with _COMPRESSED[file.suffix](file) as stream:
-                raw = stream.read()
-        else:
-            raw = file.read_bytes()
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise InputError(f"{path}: cannot be read ({reason}). Check the path.") from None
-    except (EOFError, lzma.LZMAError, zlib.error) as error:
-        raise InputError(f"{path}: cannot be unpacked ({error}). Fetch it again.") from None
-    try:
-        text = raw.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        at = error.start + len(raw) - len(error.object)  # the error does not count a byte-order mark
-        line = raw[:at].count(b"\n") + 1
-        raise InputError(
-            f"{path}:{line}: byte {raw[at]:#04x} at {at} is not UTF-8. Save the file as UTF-8."
-        ) from None
+    text = read_text(Path(path).expanduser())
     if not text.strip():
         raise InputError(f"{path}: is empty. Name {_FORMS}.")
     return text
@@ -339,12 +316,6 @@ def _list(holder: dict[str, Any], key: str, place: str) -> list[Any]:
     if not isinstance(value, list):
         raise InputError(f"{place}: {key} is {_kind(value)}; expected a list.")
     return value
-
-
-def _plain_suffix(path: str) -> str:
-    """The suffix without a compression's: `.json` of `a.json.gz`."""
-    file = Path(path)
-    return (Path(file.stem).suffix if file.suffix in _COMPRESSED else file.suffix).lower()
 
 
 # ---------------------------------------------------------------- wording

@@ -5,7 +5,6 @@ Nothing is skipped and nothing guessed: a row that does not fit is an `InputErro
 
 from __future__ import annotations
 
-import codecs
 import csv
 import io
 import json
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from finetune.files import plain_suffix, read_text
 from pretrain.errors import InputError
 
 Key = str | int
@@ -85,7 +85,7 @@ def read_table(
     kind = layout.format or _format_of(path)
     if kind == "parquet":
         return _read_parquet(path, columns, optional)
-    text = _decode(_read_bytes(path), path, layout.encoding)
+    text = read_text(path, layout.encoding, ", or set `encoding`, such as latin-1")
     if not text.strip():
         raise InputError(f"{path}: empty file. Give a file with at least one row.")
     if kind in ("jsonl", "json"):
@@ -119,7 +119,7 @@ def read_dataset(
                 f"{name}: has no splits, so no {split!r}. Name a folder written by a DatasetDict."
             )
         source = source.model_copy(update={"dataset": str(folder)})
-        dataset = sources._saved_dataset(source)
+        dataset = sources.saved_dataset(source)
         names = dataset.column_names
         found = _known_columns(label, columns, optional, names)
         values = dataset.with_format(None).select_columns(found)[:]
@@ -129,7 +129,7 @@ def read_dataset(
                 f"{where}.revision: empty, and {name} is no folder. A hub data set changes over time; give the "
                 f"commit to read, as shown on https://huggingface.co/datasets/{name}/commits/main"
             )
-        dataset = sources._hub_dataset(source, where)
+        dataset = sources.hub_dataset(source, where)
         rows = list(dataset)
         names = list(rows[0]) if rows else columns
         found = _known_columns(label, columns, optional, names)
@@ -141,40 +141,12 @@ def read_dataset(
 
 
 def _format_of(path: Path) -> Format:
-    from pretrain.corpus.sources import _plain_suffix
-
-    suffix = _plain_suffix(path)
+    suffix = plain_suffix(path)
     if suffix not in _FORMATS:
         raise InputError(
             f"{path}: its suffix {suffix!r} says no format. Set `format`, or name it one of {', '.join(_FORMATS)}."
         )
     return _FORMATS[suffix]
-
-
-def _read_bytes(path: Path) -> bytes:
-    from pretrain.corpus.sources import _BROKEN, _one_line, _open
-
-    if not path.is_file():
-        raise InputError(
-            f"{path}: {'a folder, not a file' if path.is_dir() else 'not found'}. Check the path."
-        )
-    try:
-        with _open(path) as file:
-            return file.read()
-    except _BROKEN as error:
-        raise InputError(f"{path}: cannot be read ({_one_line(error)}).") from None
-
-
-def _decode(raw: bytes, path: Path, encoding: str) -> str:
-    is_utf8 = codecs.lookup(encoding).name == "utf-8"
-    try:
-        return raw.decode("utf-8-sig" if is_utf8 else encoding)
-    except UnicodeDecodeError as error:
-        line = raw.count(b"\n", 0, error.start) + 1
-        raise InputError(
-            f"{path}:{line}: byte {error.start} (0x{raw[error.start]:02x}) is not {encoding.upper()}. "
-            f"Save the file as UTF-8, or set `encoding`, such as latin-1."
-        ) from None
 
 
 def _read_delimited(

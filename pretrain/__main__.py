@@ -7,14 +7,16 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from pretrain.errors import InputError, RunError
+from pretrain.commands import add_command, exit_code, is_alone, is_follower, make_parser, train
+from pretrain.errors import InputError
 
 if TYPE_CHECKING:
     from pretrain.config import RunConfig
+
+_TARGET = "pretrain.train:main"
 
 BENCHMARKS = {
     "step": "useful tokens/s of a training step against transformers",
@@ -28,17 +30,9 @@ BENCHMARKS = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit code; a `RunError` is told in a line, a bug keeps its traceback."""
-    argv = list(sys.argv[1:] if argv is None else argv)
-    try:
-        return _dispatch(argv)
-    except RunError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print("error: interrupted", file=sys.stderr)
-        return 130
+    """Run one command and return its exit code."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _dispatch(given))
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -72,15 +66,10 @@ def _pretrain(arguments: argparse.Namespace) -> None:
 
         print(estimate.dry_run(config, on=arguments.on, mean_length=arguments.mean_length))
         return
-    alone = arguments.no_ray or "RANK" in os.environ
-    if os.environ.get("RANK", "0") != "0":  # under torchrun the first worker checks for all
-        _train_here(config, arguments.resume, watched=False)
+    alone = is_alone(config, arguments.no_ray)
+    if is_follower():
+        train(_TARGET, config, arguments.resume, 0, alone=True)
         return
-    if arguments.no_ray and config.scheduling.workers > 1:
-        raise InputError(
-            f"--no-ray: trains in one process, but scheduling.workers is {config.scheduling.workers}. "
-            "Add --workers 1, or start several processes with torchrun."
-        )
     from pretrain import preflight
     from pretrain.config import changed_for_resume
 
@@ -88,10 +77,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     with preflight.only_run(config.folder):
         preflight.check_run_folder(config, arguments.resume, changed_for_resume)
         preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
-        if alone:
-            _train_here(config, arguments.resume, watched=True)
-        else:
-            _train_on_ray(config, arguments.resume)
+        train(_TARGET, config, arguments.resume, config.total_steps, alone=alone)
     print(f"{config.folder}: finished. Next: python -m pretrain export {config.folder} DIR")
 
 
@@ -105,38 +91,6 @@ def _check(config: RunConfig, alone: bool) -> None:
 
         cores = len(os.sched_getaffinity(0))
         nodes_fit([(cores, 0)], config.scheduling.workers, config.scheduling.cpus_per_worker, "this machine")
-
-
-def _payload(config: RunConfig, resume: bool) -> dict[str, Any]:
-    return {"config": config.model_dump(mode="json"), "resume": resume}
-
-
-def _train_here(config: RunConfig, resume: bool, watched: bool) -> None:
-    """Train in this process, alone or as one of torchrun's."""
-    from pretrain import tracking, train
-    from pretrain.worker import Worker
-
-    with tracking.follow(config.folder, config.total_steps) if watched else nullcontext():
-        train.main(_payload(config, resume), Worker.from_environment())
-
-
-def _train_on_ray(config: RunConfig, resume: bool) -> None:
-    """Train in worker processes that Ray starts and restarts."""
-    from cluster.run import run
-    from pretrain import tracking
-
-    scheduling = config.scheduling
-    with tracking.follow(config.folder, config.total_steps):
-        run(
-            "pretrain.train:main",
-            _payload(config, resume),
-            name=config.name,
-            run_dir=config.folder,
-            workers=scheduling.workers,
-            cpus_per_worker=scheduling.cpus_per_worker,
-            address=scheduling.address,
-            max_failures=scheduling.max_failures,
-        )
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -168,22 +122,19 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m pretrain",
-        description="Pretrain BERT-style encoders, from raw text to a checkpoint that transformers loads.",
-        epilog="Exit codes: 0 done, 2 your input, 3 the machine or cluster is not fit, 4 training diverged, "
-        "75 stopped but resumable, 130 interrupted.",
-        allow_abbrev=False,
+    parser = make_parser(
+        "python -m pretrain",
+        "Pretrain BERT-style encoders, from raw text to a checkpoint that transformers loads.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    prepare = _command(commands, "prepare", _prepare, "raw text to vocabulary, token shards and card", """
+    prepare = add_command(commands, "prepare", _prepare, "raw text to vocabulary, token shards and card", """
   python -m pretrain prepare configs/pretrain/bert-mini.yaml
   python -m pretrain prepare configs/pretrain/bert-mini.yaml --dry-run
   python -m pretrain prepare my.yaml --set corpus.dir=/data/wiki --set corpus.processes=8""")  # fmt: skip
     _add_config(prepare, "print what would be read and written, and do nothing")
 
-    pretrain = _command(commands, "pretrain", _pretrain, "train the encoder on a prepared corpus", """
+    pretrain = add_command(commands, "pretrain", _pretrain, "train the encoder on a prepared corpus", """
   python -m pretrain pretrain configs/pretrain/bert-mini.yaml --workers 2
   python -m pretrain pretrain configs/pretrain/bert-mini.yaml --resume
   python -m pretrain pretrain configs/pretrain/bert-large-phase1-phase2.yaml --dry-run --on 8xH100
@@ -205,24 +156,24 @@ def _parser() -> argparse.ArgumentParser:
         help="dry run: mean tokens per sequence; otherwise 0.95 of the phase's length (short pairs alone)",
     )
 
-    export = _command(commands, "export", _export, "write a run's checkpoint in the Hugging Face layout", """
+    export = add_command(commands, "export", _export, "write a run's checkpoint in the Hugging Face layout", """
   python -m pretrain export runs/bert-mini exported/bert-mini
   python -m pretrain export runs/bert-mini exported/best --checkpoint best""")  # fmt: skip
     export.add_argument("run", type=Path, metavar="RUN", help="the run folder, such as runs/bert-mini")
     export.add_argument("out", type=Path, metavar="DIR", help="folder to write")
     export.add_argument("--checkpoint", metavar="NAME", help="a checkpoint of the run; otherwise the newest")
 
-    report = _command(commands, "report", _report, "a run's curves, corpus and fillings as one HTML page", """
+    report = add_command(commands, "report", _report, "a run's curves, corpus and fillings as one HTML page", """
   python -m pretrain report runs/bert-mini
   python -m pretrain report runs/bert-mini --out bert-mini.html""")  # fmt: skip
     report.add_argument("run", type=Path, metavar="RUN", help="the run folder, finished or not")
     report.add_argument("--out", type=Path, metavar="FILE", help="page to write; otherwise RUN/report.html")
 
-    _command(commands, "demo", _bench, "the whole main job on an embedded corpus, ending in a report", """
+    add_command(commands, "demo", _bench, "the whole main job on an embedded corpus, ending in a report", """
   python -m pretrain demo
   python -m pretrain demo --help""")  # fmt: skip
     names = "\n".join(f"  {name:8}  {purpose}" for name, purpose in BENCHMARKS.items())
-    bench = _command(commands, "bench", _bench, "side-by-side measurements against other software", f"""
+    bench = add_command(commands, "bench", _bench, "side-by-side measurements against other software", f"""
   python -m pretrain bench step --help
   python -m pretrain bench all --corpus corpora/wiki --text wiki.txt --quick
   python -m pretrain bench compare before/bench.json after/bench.json
@@ -230,21 +181,6 @@ def _parser() -> argparse.ArgumentParser:
 benchmarks:
 {names}""")  # fmt: skip
     bench.add_argument("name", metavar="NAME", help=", ".join(BENCHMARKS))
-    return parser
-
-
-def _command(
-    commands: Any, name: str, function: Callable[[argparse.Namespace], None], purpose: str, examples: str
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(
-        name,
-        help=purpose,
-        description=f"{purpose[0].upper()}{purpose[1:]}.",
-        epilog=f"examples:{examples}",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.set_defaults(command=function)
     return parser
 
 

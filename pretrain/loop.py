@@ -354,7 +354,10 @@ class _Run(Generic[S]):
         self.clock.leave_out("evaluation", took)
         if means:
             self._judge(self.task.to_minimise(means))
-            self.recorder.log({"step": self.progress.step, "split": "validation", **means, "seconds": took})
+            best = self.progress.evaluations_without_gain == 0
+            self.recorder.log(
+                {"step": self.progress.step, "split": "validation", **means, "best": best, "seconds": took}
+            )
 
     def _judge(self, value: float) -> None:
         progress = self.progress

@@ -458,8 +458,8 @@ class _Progress:
     def _take(self, record: dict[str, Any]) -> None:
         if record.get("split") == "validation":
             loss = record.get("loss")
-            best = loss is not None and loss < self._best
-            self._best = loss if best else self._best
+            best = record.get("best", loss is not None and loss < self._best)
+            self._best = loss if best and loss is not None else self._best
             if self._news:
                 self.console.print(_evaluation_line(record, best))
             return
@@ -609,14 +609,26 @@ def _evaluation_line(record: dict[str, Any], best: bool) -> Text:
     from rich.text import Text
 
     line = Text(f"  step {record.get('step', 0):,} held-out", style="dim", no_wrap=True, overflow="crop")
-    for field, form in (
-        ("mlm_loss", "mlm loss {:.3f}"),
-        ("mlm_accuracy", "mlm {:.1%}"),
-        ("nsp_accuracy", "nsp {:.1%}"),
-    ):
-        if record.get(field) is not None:
-            line.append("  ").append(form.format(record[field]), style="default not dim bold")
+    for name, value in _shown_scores(record):
+        line.append("  ").append(f"{name} {value}", style="default not dim bold")
     return line.append("  best" if best else "", style="default not dim green")
+
+
+_SCORES = {
+    "mlm_loss": ("mlm loss", "{:.3f}"),
+    "mlm_accuracy": ("mlm", "{:.1%}"),
+    "nsp_accuracy": ("nsp", "{:.1%}"),
+}
+_MOST_SCORES = 4
+
+
+def _shown_scores(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and figures of an evaluation: pretraining's own, or the first few of any other task's."""
+    known = {key: shown for key, shown in _SCORES.items() if record.get(key) is not None}
+    if known:
+        return [(name, form.format(record[key])) for key, (name, form) in known.items()]
+    others = [(key, value) for key, value in record.items() if isinstance(value, float) and key != "seconds"]
+    return [(key.replace("_", " "), f"{value:.3f}") for key, value in others[:_MOST_SCORES]]
 
 
 def clock(seconds: float) -> str:

@@ -161,8 +161,8 @@ def good(**change: Any) -> str:
 LINES = [
     ("", r"a.jsonl: is empty. Name a SQuAD file"),
     ("\n \n", r"a.jsonl: is empty"),
-    (b'{"id": "1",\n "\xff', r"a.jsonl:2: byte 0xff at 14 is not UTF-8. Save the file as UTF-8"),
-    (b'\xef\xbb\xbf\n"\xff', r"a.jsonl:2: byte 0xff at 5 is not UTF-8"),
+    (b'{"id": "1",\n "\xff', r"a.jsonl:2: byte 14 \(0xff\) is not UTF-8. Save the file as UTF-8"),
+    (b'\xef\xbb\xbf\n"\xff', r"a.jsonl:2: byte 5 \(0xff\) is not UTF-8"),
     (good() + "\n{", r"a.jsonl:2: not JSON, .* at column 2. A .jsonl file has one object per line"),
     ("[" * 200_000, r"a.jsonl:1: too deeply nested|a.jsonl:1: not JSON"),
     ("[1]", r"a.jsonl:1: found a list of 1; expected a flat record"),
@@ -216,13 +216,13 @@ def test_bad_files(tmp_path, name, content, message):
 
 
 def test_files_that_are_not_there(tmp_path):
-    with pytest.raises(InputError, match=r"none.json: cannot be read \(No such file or directory\)"):
+    with pytest.raises(InputError, match=r"none.json: not found. Check"):
         read(str(tmp_path / "none.json"), labelled=True)
     for name in ("a.json.gz", "a.json.xz"):
-        with pytest.raises(InputError, match=r"a.json...: cannot be (read|unpacked) \(.+\)"):
+        with pytest.raises(InputError, match=r"a.json...: cannot be read \(.+\)"):
             read(write(tmp_path / name, b"no archive"), labelled=True)
     packed = gzip.compress(json.dumps(nested(CAT)).encode())
-    with pytest.raises(InputError, match=r"cannot be unpacked .* Fetch it again"):
+    with pytest.raises(InputError, match=r"cannot be read .* Fetch it again"):
         read(write(tmp_path / "cut.json.gz", packed[:-9]), labelled=True)
     with pytest.raises(InputError, match=r"questions.train is empty. Name a file"):
         task().read_train()

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 import torch
@@ -24,6 +25,9 @@ from pretrain.batches.pairs import Plan, Sampler
 from pretrain.config import RunConfig
 from pretrain.corpus.shards import TokenShards
 from pretrain.errors import InputError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 _PREFETCH_TOKENS = 1 << 22  # of one rank; a token is 28 bytes here, so this is 120 MB
 _BLOCK_TOKENS = 1 << 16  # gathered at a time when whole words are counted
@@ -49,14 +53,19 @@ class MicroBatch:
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on `device`, copied without waiting where the memory is pinned."""
-        if self.input_ids.device == device:
-            return self
-        moved = {
-            name: value.to(device, non_blocking=True)
-            for name, value in vars(self).items()
-            if isinstance(value, Tensor)
-        }
-        return dataclasses.replace(self, **moved)
+        return moved(self, device)
+
+
+B = TypeVar("B", bound="DataclassInstance")
+
+
+def moved(batch: B, device: torch.device) -> B:
+    """A dataclass with its tensors on `device`, copied without waiting where the memory is pinned."""
+    tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    there = {
+        name: value.to(device, non_blocking=True) for name, value in tensors.items() if value.device != device
+    }
+    return dataclasses.replace(batch, **there) if there else batch
 
 
 @dataclass(frozen=True)

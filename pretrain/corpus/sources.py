@@ -196,7 +196,7 @@ def _check_column(source: Source, file: Path, where: str) -> None:
 def _find_dataset(source: Source, where: str) -> list[Input]:
     folder = Path(source.dataset)
     if folder.is_dir():
-        dataset = _saved_dataset(source)
+        dataset = saved_dataset(source)
         if source.text_column not in dataset.column_names:
             raise InputError(
                 f"{where}.text_column: {folder} has no column {source.text_column!r}; "
@@ -209,13 +209,13 @@ def _find_dataset(source: Source, where: str) -> list[Input]:
             f"{where}.revision: empty. A hub data set changes over time; give the commit to read, as shown on "
             f"https://huggingface.co/datasets/{source.dataset}/commits/main"
         )
-    shards = _hub_dataset(source, where).num_shards
+    shards = hub_dataset(source, where).num_shards
     return [
         Input((f"hub:{source.dataset}@{source.revision}#{shard}/{shards}",), 0) for shard in range(shards)
     ]
 
 
-def _saved_dataset(source: Source) -> Any:
+def saved_dataset(source: Source) -> Any:
     import datasets
 
     try:
@@ -229,7 +229,7 @@ def _saved_dataset(source: Source) -> Any:
     return dataset
 
 
-def _hub_dataset(source: Source, where: str) -> Any:
+def hub_dataset(source: Source, where: str) -> Any:
     import datasets
 
     try:
@@ -309,7 +309,7 @@ def _cut_dataset(source: Source, place: tuple[int, int], item: Input) -> Iterato
         shard, shards = item.paths[0].rpartition("#")[2].split("/")
         yield Piece(*place, 0, source, item.paths, int(shard), int(shards))
         return
-    rows = len(_saved_dataset(source))
+    rows = len(saved_dataset(source))
     step = max(1, rows * PIECE_BYTES // max(item.bytes, 1))
     for block, start in enumerate(range(0, max(rows, 1), step)):
         end = min(start + step, rows)
@@ -617,11 +617,11 @@ def _parquet_values(piece: Piece) -> Iterator[Any]:
 def _dataset_values(piece: Piece) -> Iterator[Any]:
     source = piece.config
     if piece.paths and piece.paths[0].startswith("hub:"):
-        dataset = _hub_dataset(source, "huggingface").shard(num_shards=piece.end, index=piece.start)
+        dataset = hub_dataset(source, "huggingface").shard(num_shards=piece.end, index=piece.start)
         for row in dataset:
             yield row[source.text_column]
         return
-    dataset = _saved_dataset(source).select_columns([source.text_column])
+    dataset = saved_dataset(source).select_columns([source.text_column])
     for start in range(piece.start, piece.end, _ROWS_PER_READ):
         yield from dataset[start : min(start + _ROWS_PER_READ, piece.end)][source.text_column]
 

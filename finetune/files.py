@@ -1,0 +1,55 @@
+"""Text files of labelled sets: plain or compressed, in any encoding, and what is wrong with them in a line."""
+
+from __future__ import annotations
+
+import bz2
+import codecs
+import gzip
+import lzma
+import zlib
+from pathlib import Path
+
+from pretrain.errors import InputError
+
+_COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+
+
+def plain_suffix(path: Path) -> str:
+    """The suffix in small letters, without a compression's: `.json` of `a.JSON.gz`."""
+    return (Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix).lower()
+
+
+def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
+    """The whole text of a file (.gz, .bz2 and .xz unpacked), without a byte-order mark.
+
+    Args:
+        path: the file.
+        encoding: a name that Python knows.
+        advice: what else one can do about other bytes than `encoding` has, for the message.
+
+    Raises:
+        InputError: no such file, damaged, or not of this encoding.
+    """
+    if not path.is_file():
+        raise InputError(
+            f"{path}: {'a folder, not a file' if path.is_dir() else 'not found'}. Check the path."
+        )
+    try:
+        with _COMPRESSED.get(path.suffix, open)(path, "rb") as file:
+            raw: bytes = file.read()  # pyright: ignore[reportAssignmentType]
+    except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
+        reason = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
+        raise InputError(f"{path}: cannot be read ({reason}). Fetch it again, or check its rights.") from None
+    mark = (
+        codecs.BOM_UTF8
+        if codecs.lookup(encoding).name == "utf-8" and raw.startswith(codecs.BOM_UTF8)
+        else b""
+    )
+    try:
+        return raw[len(mark) :].decode(encoding)
+    except UnicodeDecodeError as error:
+        at = len(mark) + error.start
+        line = raw.count(b"\n", 0, at) + 1
+        raise InputError(
+            f"{path}:{line}: byte {at} (0x{raw[at]:02x}) is not {encoding.upper()}. Save the file as UTF-8{advice}."
+        ) from None

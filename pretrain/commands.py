@@ -1,0 +1,100 @@
+"""What every command line of the house is made of. Nothing heavy is imported until a command needs it."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+from pretrain.errors import InputError, RunError
+
+if TYPE_CHECKING:
+    from pretrain.config import Run
+
+
+def exit_code(run: Callable[[], int | None]) -> int:
+    """What `run` returns; a `RunError` is told in a line and gives its code, a bug keeps its traceback."""
+    try:
+        return run() or 0
+    except RunError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("error: interrupted", file=sys.stderr)
+        return 130
+
+
+def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog="Exit codes: 0 done, 2 your input, 3 the machine or cluster is not fit, 4 training diverged, "
+        "75 stopped but resumable, 130 interrupted.",
+        allow_abbrev=False,
+    )
+
+
+def add_command(
+    commands: Any, name: str, function: Callable[[argparse.Namespace], Any], purpose: str, examples: str
+) -> argparse.ArgumentParser:
+    """A command with its examples; `function` gets what was given to it."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=purpose,
+        description=f"{purpose[0].upper()}{purpose[1:]}.",
+        epilog=f"examples:{examples}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.set_defaults(command=function)
+    return parser
+
+
+def is_alone(config: Run, no_ray: bool) -> bool:
+    """Whether this process trains, alone or as one of torchrun's; `InputError` where it cannot."""
+    if no_ray and config.scheduling.workers > 1:
+        raise InputError(
+            f"--no-ray: trains in one process, but scheduling.workers is {config.scheduling.workers}. "
+            "Add --workers 1, or start several processes with torchrun."
+        )
+    return no_ray or "RANK" in os.environ
+
+
+def is_follower() -> bool:
+    """Whether this is a process of torchrun's whose first one checks and speaks for all."""
+    return os.environ.get("RANK", "0") != "0"
+
+
+def train(target: str, config: Run, resume: bool, steps: int, *, alone: bool) -> None:
+    """Train to the end: call `target` ("package.module:function") here, or in workers that Ray starts and restarts.
+
+    `steps` is for the live line on the terminal.
+    """
+    from pretrain import tracking
+
+    payload = {"config": config.model_dump(mode="json"), "resume": resume}
+    with nullcontext() if is_follower() else tracking.follow(config.folder, steps):
+        if alone:
+            from pretrain.worker import Worker
+
+            module, function = target.split(":")
+            getattr(importlib.import_module(module), function)(payload, Worker.from_environment())
+            return
+        from cluster.run import run
+
+        scheduling = config.scheduling
+        run(
+            target,
+            payload,
+            name=config.name,
+            run_dir=config.folder,
+            workers=scheduling.workers,
+            cpus_per_worker=scheduling.cpus_per_worker,
+            address=scheduling.address,
+            max_failures=scheduling.max_failures,
+        )
