@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def make_batch(labels: np.ndarray, asked: np.ndarray, weights: np.ndarray | None
 
 
 def padded(batch: LabelledBatch) -> dict[str, torch.Tensor]:
-    rows = [slice(a, b) for a, b in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], strict=True)]
+    rows = [slice(a, b) for a, b in itertools.pairwise(batch.cu_seqlens.tolist())]
     pad = torch.nn.utils.rnn.pad_sequence
     return {
         "input_ids": pad([batch.input_ids[r] for r in rows], batch_first=True),
@@ -73,7 +74,7 @@ def padded(batch: LabelledBatch) -> dict[str, torch.Tensor]:
     }
 
 
-FIRST = np.concatenate([[0], np.cumsum(LENGTHS)])[:-1]
+FIRST = np.cumsum([0, *LENGTHS[:-1]])
 ALL = np.arange(sum(LENGTHS))
 
 
@@ -122,7 +123,7 @@ def test_spans_are_those_of_transformers(checkpoint: Path) -> None:
     model = ours(checkpoint, "spans", "span", 2)
     peer = theirs(checkpoint, "QuestionAnswering", model, 2)
     labels, begins, ends = np.zeros((len(ALL), 2), np.uint8), [2, 0, 4, 6], [3, 0, 11, 6]
-    labels[FIRST + begins, 0] = labels[FIRST + ends, 1] = 1
+    labels[FIRST + np.array(begins), 0] = labels[FIRST + np.array(ends), 1] = 1
     weights = np.isin(ALL, FIRST).astype(np.float32)
     batch = make_batch(labels, ALL, weights)
     order = np.argsort(LENGTHS, kind="stable")

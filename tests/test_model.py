@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.batches.loader import MicroBatch
@@ -16,6 +19,7 @@ from pretrain.config import MAX_WIDTH, Model
 from pretrain.model.attention import (
     ALONG,
     BETWEEN,
+    SCORES_PER_GROUP,
     _keys_to_heads,
     group_sequences,
     grouped_attention,
@@ -174,16 +178,34 @@ def test_attention_dropout_has_the_right_rate_and_gradient() -> None:
     assert (gradient * direction).sum().item() == pytest.approx(difference.item(), rel=2e-3)
 
 
-def test_groups_hold_every_token_once_and_waste_little() -> None:
+def test_groups_hold_every_token_once() -> None:
     lengths = [3, 4, 5, 50, 52, 100, 110, 111, 112]
     boundaries = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    groups = group_sequences(tuple(boundaries), None, torch.device("cpu"))
+    groups = group_sequences(tuple(boundaries), None, 64, torch.device("cpu"))
+    assert len(groups) > 1
     rows = [list(range(sum(lengths)))[group.keys.range] for group in groups]
     assert [row for group in rows for row in group] == list(range(sum(lengths)))
     for group, expected in zip(groups, rows, strict=True):
         assert group.keys.number_GL.flatten()[group.keys.place_T].tolist() == expected
         assert group.keys.number_GL[group.keys.real_GL].tolist() == expected
-    assert sum(group.keys.number_GL.numel() for group in groups) <= 1.12 * sum(lengths)
+
+
+@given(st.lists(st.integers(1, 600), min_size=1, max_size=8), st.integers(1, 16))
+def test_no_other_groups_cost_less(lengths: list[int], heads: int) -> None:
+    """Against all ways to cut a batch, in any order of its sequences."""
+    boundaries = torch.tensor([0, *lengths]).cumsum(0).tolist()
+    groups = group_sequences(tuple(boundaries), None, heads, torch.device("cpu"))
+    chosen = sum(cost(*group.keys.number_GL.shape, heads) for group in groups)
+    ways = []
+    for marks in itertools.product([False, True], repeat=len(lengths) - 1):
+        cuts = [0, *(place + 1 for place, mark in enumerate(marks) if mark), len(lengths)]
+        parts = [lengths[a:b] for a, b in itertools.pairwise(cuts)]
+        ways.append(sum(cost(len(part), max(part), heads) for part in parts))
+    assert chosen == min(ways)
+
+
+def cost(sequences: int, longest: int, heads: int) -> int:
+    return SCORES_PER_GROUP + heads * sequences * longest * (longest + 128)
 
 
 @pytest.mark.parametrize("training", [False, True])

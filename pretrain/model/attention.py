@@ -4,24 +4,24 @@ Shape letters: T tokens of the micro-batch, R of them that ask (queries; all T b
 N heads, D width of a head, H = N * D; inside a group of G sequences padded to L tokens and Q queries, B = G * N.
 
 CUDA in half precision: torch's varlen flash kernel. Everywhere else (CPU, fp32): batched matmuls over groups of
-sequences of nearly the same length, with what lies between the matmuls fused by torch.compile. On CPU that is
+sequences of like lengths, with what lies between the matmuls fused by torch.compile. On CPU that is
 2 to 6 times faster than torch's own fused CPU kernel (BENCHMARKS.md), and it has attention dropout.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# A sequence joins a group as long as it is at most this share shorter than the group's longest.
-MAX_PADDING = 0.1
+# What calling the kernels of one more group costs, in scores that they make in that time (BENCHMARKS.md).
+SCORES_PER_GROUP = 400_000
 # Scores of one batched matmul: 2^20 bf16 entries are 2 MiB, so that they stay in cache from one step to the next.
 SCORES_PER_PIECE = 1 << 20
 
@@ -111,7 +111,7 @@ def program(function: Callable[..., Any], fused: bool) -> Callable[..., Any]:
 
 
 class Group(NamedTuple):
-    """Consecutive sequences of nearly the same length, padded to the longest."""
+    """Consecutive sequences, padded to the longest."""
 
     keys: Padded  # token rows
     queries: Padded  # numbers among the rows that ask
@@ -129,26 +129,41 @@ class Padded(NamedTuple):
 
 @functools.lru_cache(maxsize=256)
 def group_sequences(
-    boundaries: tuple[int, ...], queries: tuple[int, ...] | None, device: torch.device
+    boundaries: tuple[int, ...], queries: tuple[int, ...] | None, heads: int, device: torch.device
 ) -> tuple[Group, ...]:
-    """Cut the sequences between `boundaries` (S + 1 token offsets) into groups.
+    """Cut the sequences between `boundaries` (S + 1 token offsets) into the groups that cost least.
 
-    Any order of the sequences is right; the ascending order of the loader's batches makes the fewest groups.
+    Any order of the sequences is right; the ascending order of the loader's batches makes the cheapest groups.
     `queries` are the like offsets among the rows that ask, None when all do. A group that asks nothing is left out.
     """
-    lengths = [b - a for a, b in itertools.pairwise(boundaries)]
-    groups, begin = [], 0
-    while begin < len(lengths):
-        end, low, high = begin, lengths[begin], lengths[begin]
-        while end < len(lengths) and min(low, lengths[end]) >= (1 - MAX_PADDING) * max(high, lengths[end]):
-            low, high = min(low, lengths[end]), max(high, lengths[end])
-            end += 1
+    groups = []
+    for begin, end in _cheapest_cuts(np.diff(boundaries), heads):
         asking = (boundaries if queries is None else queries)[begin : end + 1]
         if asking[0] < asking[-1]:
             keys = _pad(boundaries[begin : end + 1], device)
             groups.append(Group(keys, _pad(asking, device), torch.where(keys.real_GL, 0.0, -math.inf)))
-        begin = end
     return tuple(groups)
+
+
+def _cheapest_cuts(lengths: np.ndarray, heads: int) -> list[tuple[int, int]]:
+    """(first, behind the last) sequence of each group, in order.
+
+    A group of G sequences padded to L costs its calls and heads * G * L * (L + 128) scores: L for each of its G * L
+    tokens, and as many as 128 for carrying a token of a head of 64 there and back. Exact, by dynamic programming.
+    """
+    count = len(lengths)
+    best, cut = np.zeros(count + 1), np.zeros(count + 1, np.int64)
+    for end in range(1, count + 1):
+        # Of the groups that end here, one for each beginning: its longest and its number of sequences.
+        longest = np.maximum.accumulate(lengths[end - 1 :: -1])[::-1].astype(np.float64)
+        costs = best[:end] + heads * np.arange(end, 0, -1) * longest * (longest + 128)
+        cut[end] = costs.argmin()
+        best[end] = costs[cut[end]] + SCORES_PER_GROUP
+    cuts, end = [], count
+    while end:
+        cuts.append((int(cut[end]), end))
+        end = int(cut[end])
+    return cuts[::-1]
 
 
 def _pad(boundaries: tuple[int, ...], device: torch.device) -> Padded:
@@ -177,7 +192,7 @@ def grouped_attention(
     context_RH = qkv.new_empty(queries, hidden)
     lse_RN = qkv.new_empty(queries, heads, dtype=torch.float32)
     pieces = _pieces(fused)
-    for group in _groups(cu_seqlens, rows):
+    for group in _groups(cu_seqlens, rows, heads):
         q_BQD, k_BLD, v_BLD = _project(pieces, qkv, bias, group, rows, heads)
         keys_BQ = _keys_to_heads(keys, _rows(group, rows), heads) if dropout else None
         mask_BL = group.mask_GL.repeat_interleave(heads, 0)
@@ -202,7 +217,7 @@ def _grouped_attention_backward(
     hidden = qkv.shape[1] // 3
     grad_qkv = torch.empty_like(qkv) if rows is None else torch.zeros_like(qkv)
     pieces = _pieces(fused)
-    for group in _groups(cu_seqlens, rows):
+    for group in _groups(cu_seqlens, rows, heads):
         q_BQD, k_BLD, v_BLD = _project(pieces, qkv, bias, group, rows, heads)
         asking = group.queries
         do_BQD, delta_BQ = pieces.grad_to_heads(
@@ -265,9 +280,9 @@ def _backward(ctx: Any, grad_context: Tensor, _grad_lse: Tensor) -> tuple[Tensor
 grouped_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def _groups(cu_seqlens: Tensor, rows: Tensor | None) -> tuple[Group, ...]:
+def _groups(cu_seqlens: Tensor, rows: Tensor | None, heads: int) -> tuple[Group, ...]:
     queries = None if rows is None else tuple(_query_boundaries(rows, cu_seqlens).tolist())
-    return group_sequences(tuple(cu_seqlens.tolist()), queries, cu_seqlens.device)
+    return group_sequences(tuple(cu_seqlens.tolist()), queries, heads, cu_seqlens.device)
 
 
 def _rows(group: Group, rows: Tensor | None) -> Tensor:
