@@ -72,7 +72,7 @@ def _finetune(arguments: argparse.Namespace) -> None:
 
 
 def _seeds(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
-    from finetune.sweep import run_seeds
+    from finetune.experiments.sweep import run_seeds
 
     if arguments.no_ray or "RANK" in os.environ:
         raise InputError("--seeds: several runs go through Ray. Leave --no-ray and torchrun out.")
@@ -80,7 +80,7 @@ def _seeds(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> None:
-    from finetune.sweep import parse_grid, run_sweep
+    from finetune.experiments.sweep import parse_grid, run_sweep
 
     name = arguments.grid or ("" if arguments.grid_set else "devlin")
     run_sweep(
@@ -95,7 +95,7 @@ def _sweep(arguments: argparse.Namespace) -> None:
 
 
 def _glue(arguments: argparse.Namespace) -> None:
-    from finetune.glue_runs import run_glue
+    from finetune.experiments.glue_runs import run_glue
 
     run_glue(
         arguments.config,

@@ -15,12 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
+from finetune.data.sentences import Sentence
+from finetune.data.words import cut_words, joined
 from finetune.metrics import entities as metrics
-from finetune.sentences import Sentence
 from finetune.task import Windows
 from finetune.tasks.entities import Entities, EntitiesSettings
 from finetune.text import TextEncoder
-from finetune.words import cut_words, joined
 from pretrain.corpus.vocabulary import SPECIAL_TOKENS, bert_tokenizer
 from pretrain.errors import InputError
 from pretrain.settings import load

@@ -19,10 +19,11 @@ import yaml
 from rich.console import Console
 
 from cluster.trials import Event, share_out
-from finetune import glue, glue_runs, sweep, trials, trials_view
 from finetune.config import GRIDS, FinetuneConfig
-from finetune.sweep import Point, expand, parse_grid, rank, to_drop
-from finetune.trials import Outcome, Spread, Trial, degenerate, failure
+from finetune.data import glue
+from finetune.experiments import glue_runs, sweep, trials, trials_view
+from finetune.experiments.sweep import Point, expand, parse_grid, rank, to_drop
+from finetune.experiments.trials import Outcome, Spread, Trial, degenerate, failure
 from pretrain.errors import DivergedError, InputError, MachineError, StoppedError
 
 ROOT = Path(__file__).parent.parent
@@ -476,7 +477,7 @@ def test_runs_are_followed_on_the_terminal(
         raise StoppedError("runs/tiny: stopped with 1 runs to go.")
 
     monkeypatch.setattr("cluster.trials.run_trials", fake)
-    monkeypatch.setattr("finetune.trials_view._PLAIN_SECONDS", 0.0)
+    monkeypatch.setattr("finetune.experiments.trials_view._PLAIN_SECONDS", 0.0)
     seen: list[int] = []
     ran = trials.run_all(
         config, members, parallel=3, ended=lambda outcomes: seen.append(sum(map(bool, outcomes)))

@@ -14,8 +14,18 @@ from typing import TYPE_CHECKING, Any
 
 from finetune import runs
 from finetune.config import GRIDS, FinetuneConfig, load_config
+from finetune.experiments.trials import (
+    Outcome,
+    Ran,
+    Spread,
+    Trial,
+    as_data,
+    failure,
+    run_all,
+    spreads,
+    trial_config,
+)
 from finetune.saved import MODEL
-from finetune.trials import Outcome, Ran, Spread, Trial, as_data, failure, run_all, spreads, trial_config
 from pretrain.errors import InputError, RunError
 from pretrain.files import atomic_open, write_json
 from pretrain.settings import dump

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-    from finetune.trials import Outcome
+    from finetune.experiments.trials import Outcome
 
 _PLAIN_SECONDS = 60.0  # between two lines of progress where there is no terminal
 _SHOWN = 4  # scores on a run's line

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import FinetuneConfig, changed_for_resume, load_config
+from finetune.experiments.trials_view import View
 from finetune.saved import MODEL, SCORES
-from finetune.trials_view import View
 from pretrain import preflight
 from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.files import MANIFEST, write_json

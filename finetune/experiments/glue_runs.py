@@ -8,15 +8,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune import glue, runs
+from finetune import runs
 from finetune.config import FinetuneConfig, load_config
+from finetune.data import glue
+from finetune.experiments.sweep import SUMMARY, count_line, end, summary
+from finetune.experiments.trials import Outcome, Trial, run_all, spreads, trial_config
 from finetune.saved import MODEL, PREDICTIONS, write_records
-from finetune.sweep import SUMMARY, count_line, end, summary
-from finetune.trials import Outcome, Trial, run_all, spreads, trial_config
 from pretrain.errors import InputError
 from pretrain.files import MANIFEST, write_json
 
-TEMPLATE = Path(__file__).parent / "templates" / "glue.yaml"
+TEMPLATE = Path(__file__).parent.parent / "templates" / "glue.yaml"
 RESULTS = "glue.json"
 
 
