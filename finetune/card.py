@@ -130,7 +130,7 @@ def _dataset(config: FinetuneConfig, name: str) -> dict[str, str]:
     """What the hub wants to know of the set `name`; of files its "type" is the run's name, as there is no other."""
     section = config.classification
     if section is not None and section.glue:
-        from finetune.data.glue import TASKS
+        from finetune.sets.glue import TASKS
 
         split = name.replace("dev", "validation")
         title = f"GLUE {TASKS[section.glue].title}"

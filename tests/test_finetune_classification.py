@@ -21,9 +21,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from finetune.data.pairs import cut_pairs
-from finetune.data.tables import Layout, read_dataset, read_table
 from finetune.metrics import classification as metrics
+from finetune.sets.pairs import cut_pairs
+from finetune.sets.tables import Layout, read_dataset, read_table
 from finetune.task import Windows
 from finetune.tasks.classification import Classification, ClassificationSettings, Example
 from finetune.text import TextEncoder, ragged

@@ -15,9 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
-from finetune.data.sentences import Sentence
-from finetune.data.words import cut_words, joined
 from finetune.metrics import entities as metrics
+from finetune.sets.sentences import Sentence
+from finetune.sets.words import cut_words, joined
 from finetune.task import Windows
 from finetune.tasks.entities import Entities, EntitiesSettings
 from finetune.text import TextEncoder

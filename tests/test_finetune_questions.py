@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from finetune.data.squad import Answer, Question, read
+from finetune.sets.squad import Answer, Question, read
 from finetune.task import Task, Windows
 from finetune.tasks.questions import Questions, QuestionsSettings, _has_most_context
 from finetune.text import TextEncoder

@@ -10,10 +10,10 @@ from typing import Any
 
 from finetune import runs
 from finetune.config import FinetuneConfig, load_config
-from finetune.data import glue
 from finetune.experiments.sweep import SUMMARY, count_line, end, summary
 from finetune.experiments.trials import Outcome, Trial, run_all, spreads, trial_config
 from finetune.saved import MODEL, PREDICTIONS, write_records
+from finetune.sets import glue
 from pretrain.errors import InputError
 from pretrain.files import MANIFEST, write_json
 

@@ -13,11 +13,11 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from finetune.data import glue, tables
-from finetune.data.glue import Name as GlueName
-from finetune.data.labels import Label, Problem, listed, ordered, parse, renamed, shown
-from finetune.data.pairs import cut_pairs, spread
 from finetune.metrics import classification as metrics
+from finetune.sets import glue, tables
+from finetune.sets.glue import Name as GlueName
+from finetune.sets.labels import Label, Problem, listed, ordered, parse, renamed, shown
+from finetune.sets.pairs import cut_pairs, spread
 from finetune.task import Head, Objective, Windows
 from finetune.text import Column, Framed, Slices, TextEncoder, frame, slide
 from pretrain.errors import InputError

@@ -16,8 +16,8 @@ from typing import Any, Literal, cast
 import numpy as np
 from pydantic import Field, field_validator
 
-from finetune.data.sentences import Remarks, Sentence, document_of, read_sentences, sentence
 from finetune.metrics import entities as metrics
+from finetune.sets.sentences import Remarks, Sentence, document_of, read_sentences, sentence
 from finetune.task import Head, Objective, Windows
 from finetune.text import Column, TextEncoder, frame, ragged, slide
 from pretrain.errors import InputError

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from finetune.data import squad
-from finetune.data.squad import Question
 from finetune.metrics.squad import Golds, best_threshold, score_v1, score_v2, squad_v1, squad_v2
+from finetune.sets import squad
+from finetune.sets.squad import Question
 from finetune.task import Head, Objective, Windows
 from finetune.text import Column, TextEncoder, frame, ragged, slide
 from pretrain.errors import InputError

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.data.tables import Key, Layout, Table, read_table
+from finetune.sets.tables import Key, Layout, Table, read_table
 from pretrain.errors import InputError
 from pretrain.files import atomic_open
 

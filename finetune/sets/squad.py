@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.data.files import plain_suffix, read_text
+from finetune.sets.files import plain_suffix, read_text
 from pretrain.errors import InputError
 
 logger = logging.getLogger(__name__)

@@ -25,8 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from finetune.data.files import plain_suffix, read_text
-from finetune.data.words import cut_words, joined
+from finetune.sets.files import plain_suffix, read_text
+from finetune.sets.words import cut_words, joined
 from pretrain.errors import InputError
 
 _LINES = (".jsonl", ".ndjson", ".json")

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.data.files import plain_suffix, read_text
+from finetune.sets.files import plain_suffix, read_text
 from pretrain.errors import InputError
 
 Key = str | int
