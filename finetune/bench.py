@@ -126,7 +126,7 @@ def _call(arguments: list[str]) -> None:
 
 def _train_peer(config: FinetuneConfig) -> dict[str, Any]:
     try:
-        import accelerate  # noqa: F401 (the Trainer asks for it when it is made)
+        import accelerate  # noqa: F401 (the Trainer asks for it)  # pyright: ignore[reportMissingImports]
         import transformers
     except ImportError as error:
         raise MachineError(f"bench finetune: {error}. Install the extra: pip install -e .[bench].") from None

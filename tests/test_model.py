@@ -195,7 +195,8 @@ def test_no_other_groups_cost_less(lengths: list[int], heads: int) -> None:
     """Against all ways to cut a batch, in any order of its sequences."""
     boundaries = torch.tensor([0, *lengths]).cumsum(0).tolist()
     groups = group_sequences(tuple(boundaries), None, heads, torch.device("cpu"))
-    chosen = sum(cost(*group.keys.number_GL.shape, heads) for group in groups)
+    shapes = [group.keys.number_GL.shape for group in groups]
+    chosen = sum(cost(shape[0], shape[1], heads) for shape in shapes)
     ways = []
     for marks in itertools.product([False, True], repeat=len(lengths) - 1):
         cuts = [0, *(place + 1 for place, mark in enumerate(marks) if mark), len(lengths)]
