@@ -13,7 +13,7 @@ from finetune.tasks.classification import ClassificationSettings
 from finetune.tasks.entities import EntitiesSettings
 from finetune.tasks.questions import QuestionsSettings
 from pretrain import settings
-from pretrain.config import Checkpointing, Engine, Optimizer, Run
+from pretrain.config import FREE_ON_RESUME, Checkpointing, Engine, Optimizer, Phase, Run
 from pretrain.settings import Section
 
 TASKS = ("classification", "entities", "questions")
@@ -160,6 +160,18 @@ class FinetuneConfig(Run):
         passes = math.ceil(examples * self.training.epochs / self.training.examples_per_step)
         return self.training.steps or max(1, passes)
 
+    def phase(self, examples: int) -> Phase:
+        """The schedule over a training set of so many examples, as pretraining knows it."""
+        training, steps = self.training, self.total_steps(examples)
+        return Phase(
+            sequence_length=self.max_length,
+            global_sequences=training.examples_per_step,
+            steps=steps,
+            peak_learning_rate=training.learning_rate,
+            warmup_steps=round(training.warmup_share * steps),
+            decay=training.decay,
+        )
+
     def evaluate_every_steps(self, examples: int) -> int:
         return max(1, round(examples * self.evaluation.every_epochs / self.training.examples_per_step))
 
@@ -171,16 +183,8 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> FinetuneConf
 
 # What may differ between a run and its continuation.
 _FREE_ON_RESUME = (
-    "run_dir",
-    "scheduling",
-    "tracking",
-    "checkpoint",
+    *FREE_ON_RESUME,
     "start_from",
-    "engine.zero_stage",
-    "engine.micro_batch_tokens",
-    "engine.activation_checkpointing",
-    "engine.compile",
-    "engine.max_bad_steps",
     "training.patience",
 )
 

@@ -52,10 +52,12 @@ class Predictor:
         self._budget = micro_batch_tokens or saved.config.engine.micro_batch_tokens
         released = read_released(folder)
         self.encoder = TextEncoder(
-            read_tokenizer(folder), saved.config.max_length, segments=released.token_types > 1
+            read_tokenizer(folder, released.vocabulary_size),
+            saved.config.max_length,
+            segments=released.token_types > 1,
         )
         model = TaskModel(
-            released.model, len(released.backbone["embeddings.word"]), self.task.head, self.task.objective,
+            released.model, released.vocabulary_size, self.task.head, self.task.objective,
             self.task.outputs, HEAD_ACTIVATION[released.family], compile=compile,
         )  # fmt: skip
         head = {f"head.{name}": tensor for name, tensor in released.head.items()}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import FinetuneConfig, changed_for_resume
-from finetune.saved import MODEL, PREDICTIONS, SCORES, load_saved, model_folder, write_records
+from finetune.saved import MODEL, PREDICTIONS, load_saved, model_folder, write_records
 from finetune.tasks import make_task
 from pretrain import preflight
 from pretrain.errors import InputError
@@ -60,7 +60,7 @@ def plan(config: FinetuneConfig, alone: bool) -> Plan:
     from pretrain.checkpoint.tokenizer import read_tokenizer
 
     released = read_released(Path(config.start_from))
-    read_tokenizer(Path(config.start_from))
+    read_tokenizer(Path(config.start_from), released.vocabulary_size)
     return Plan(
         examples=len(examples),
         held_out={name: len(members) for name, members in held_out.items()},
@@ -147,16 +147,3 @@ def evaluate(model: Path, file: str | None, out: Path | None, precision: str) ->
 
 def _scores(scores: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
-
-
-__all__ = [
-    "SCORES",
-    "Plan",
-    "begin",
-    "describe",
-    "describe_start",
-    "evaluate",
-    "is_finished",
-    "plan",
-    "summary",
-]

@@ -32,7 +32,7 @@ from pretrain.config import Model
 from pretrain.engine import Engine
 from pretrain.errors import InputError
 from pretrain.estimate import encoder_flops
-from pretrain.optim import make_optimizer, parameter_groups
+from pretrain.optim import learning_rate, make_optimizer, parameter_groups
 from pretrain.session import choose_device, matmul_peak, newest_checkpoint, process_group
 from pretrain.tracking import Tracker, quiet_logging
 from pretrain.worker import Worker
@@ -73,7 +73,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
 def make_model(config: FinetuneConfig, task: Task[Any], released: Released) -> TaskModel:
     """The model to begin with: the checkpoint's weights, and drawn ones for what it has not."""
     model = TaskModel(
-        _shape(config, released), len(released.backbone["embeddings.word"]), task.head, task.objective, task.outputs,
+        _shape(config, released), released.vocabulary_size, task.head, task.objective, task.outputs,
         HEAD_ACTIVATION[released.family], compile=config.engine.compile,
         activation_checkpointing=config.engine.activation_checkpointing,
     )  # fmt: skip
@@ -130,7 +130,8 @@ class Finetuning:
         self._batches = self._cut(task.windows(examples, encoder, training=True), config.seed)
         self._batches.check(f"{config.task_name}, training set")
         self._held_out_windows = {name: self._windows(members) for name, members in self.held_out.items()}
-        self.total_steps = config.total_steps(self._batches.examples)
+        self.units = self._batches.examples
+        self.total_steps = config.total_steps(self.units)
         self._stalled = 0.0
 
     def batches(self, start_step: int) -> Iterator[LabelledStep]:
@@ -236,7 +237,9 @@ def _train(
         progress, run_id = loop.Progress.from_state(state), state["run_id"]
         logger.info("resumed from %s", found)
     encoder = TextEncoder(
-        read_tokenizer(Path(config.start_from)), config.max_length, segments=released.token_types > 1
+        read_tokenizer(Path(config.start_from), released.vocabulary_size),
+        config.max_length,
+        segments=released.token_types > 1,
     )
     job = Finetuning(config, task, examples, encoder, _shape(config, released), engine, device)
     tracker = Tracker(
@@ -247,12 +250,13 @@ def _train(
     try:
         if progress.step < job.total_steps and not progress.stopped_early:
             loop.rehearse(engine, job, progress, checkpoints, extra_state)
-            evaluations = config.evaluate_every_steps(len(examples))
+            evaluations = config.evaluate_every_steps(job.units)
+            phase = config.phase(job.units)
             loop.fit(
                 engine, job,
                 loop.Plan(
                     total_steps=job.total_steps,
-                    learning_rate=lambda step: learning_rate(config.training, step, job.total_steps),
+                    learning_rate=lambda step: learning_rate([phase], step),
                     log_every_steps=config.tracking.log_every_steps,
                     evaluate_every_steps=evaluations,
                     checkpoint_every_steps=min(evaluations, config.checkpoint.every_steps),
@@ -303,16 +307,6 @@ def _finish(
         tracker.log_artifact(config.folder / MODEL)
         shutil.rmtree(checkpoints)
     engine.barrier()
-
-
-def learning_rate(training: Training, step: int, total_steps: int) -> float:
-    """The rate of the 0-based `step`: linear warm-up from 0, then linear decay to 0 (or none)."""
-    warm_up = round(training.warmup_share * total_steps)
-    if step < warm_up:
-        return training.learning_rate * step / warm_up
-    if training.decay == "constant":
-        return training.learning_rate
-    return training.learning_rate * (total_steps - step) / max(1, total_steps - warm_up)
 
 
 class _FreshState:

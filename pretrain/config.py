@@ -365,20 +365,24 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     return settings.load(path, RunConfig, overrides)
 
 
-# What may differ between a run and its continuation: nothing here changes which samples are seen or how they
-# are weighed. The corpus itself is compared by its fingerprint, which the checkpoint carries.
-_FREE_ON_RESUME = (
+# What may differ between any run and its continuation: nothing here changes which samples are seen or how they
+# are weighed.
+FREE_ON_RESUME = (
     "run_dir",
-    "corpus",
     "scheduling",
     "tracking",
     "checkpoint",
-    "evaluation.every_steps",
     "engine.zero_stage",
     "engine.micro_batch_tokens",
     "engine.activation_checkpointing",
     "engine.compile",
     "engine.max_bad_steps",
+)
+_FREE_ON_RESUME = (
+    *FREE_ON_RESUME,
+    # Compared by its fingerprint, which the checkpoint carries.
+    "corpus",
+    "evaluation.every_steps",
     # Learning rates: what one lowers after a divergence.
     "phases.*.peak_learning_rate",
     "phases.*.warmup_steps",

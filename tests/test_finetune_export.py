@@ -108,7 +108,7 @@ def rows_of(outputs: list[Tensor], inputs: dict[str, Tensor], head: Head) -> Ten
 def task_logits(released: Released, head: Head, batch: LabelledBatch) -> Tensor:
     """[R, C] of the model that is trained."""
     model = TaskModel(
-        released.model, len(released.backbone["embeddings.word"]), head, OBJECTIVES[head],
+        released.model, released.vocabulary_size, head, OBJECTIVES[head],
         len(released.head["out_weight"]), HEAD_ACTIVATION[released.family],
     )  # fmt: skip
     state = {f"head.{name}": tensor for name, tensor in released.head.items()}
@@ -195,7 +195,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(1)
     model = TaskModel(
         released.model,
-        len(released.backbone["embeddings.word"]),
+        released.vocabulary_size,
         task.head,
         task.objective,
         task.outputs,

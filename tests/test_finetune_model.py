@@ -27,9 +27,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ours(checkpoint: Path, head: Head, objective: Objective, outputs: int) -> TaskModel:
     released = read_released(checkpoint)
-    model = TaskModel(
-        released.model, len(released.backbone["embeddings.word"]), head, objective, outputs, "tanh"
-    )
+    model = TaskModel(released.model, released.vocabulary_size, head, objective, outputs, "tanh")
     drawn = {
         name: torch.randn_like(p) * 0.1 for name, p in model.state_dict().items() if name.startswith("head.")
     }

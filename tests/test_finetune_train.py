@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from tiny_checkpoints import make_bert, write_reviews
 
 import finetune
+from finetune import runs
 from finetune.__main__ import main
 from finetune.config import PRESETS, FinetuneConfig, Training
-from finetune.train import layered_groups, learning_rate
-from pretrain.errors import RunError
+from finetune.train import layered_groups
+from pretrain.errors import InputError
 from pretrain.files import verify_manifest
-from pretrain.worker import Worker
+from pretrain.optim import learning_rate
 from tests.distributed import run_workers
+from tests.starts import Start, make_starts, records, with_changes
 
 
 def settings(root: Path, name: str, **changes: Any) -> dict[str, Any]:
@@ -34,40 +34,13 @@ def settings(root: Path, name: str, **changes: Any) -> dict[str, Any]:
         "engine": {"precision": "fp32", "compile": False, "micro_batch_tokens": 160, "zero_stage": 1},
         "tracking": {"log_every_steps": 1, "wandb": "off"},
     }
-    for key, value in changes.items():
-        section, _, last = key.rpartition("__")
-        (values.setdefault(section, {}) if section else values)[last] = value
-    return values
+    return with_changes(values, changes)
 
 
-@dataclass
-class StopsAt(Worker):
-    step: int = 0
-    _asked: int = 0
-
-    def stop_requested(self) -> bool:
-        self._asked += 1
-        return self._asked == self.step
-
-
-def starts(given: list[tuple[dict[str, Any], bool, int]]) -> list[str]:
-    """Starts (config, resume, step to stop at) one after another on this worker; the error of each, or ''."""
+def starts(given: list[Start]) -> list[str]:
     from finetune import train
 
-    outcomes = []
-    for config, resume, stop_at in given:
-        rank, size = dist.get_rank(), dist.get_world_size()
-        try:
-            train.main({"config": config, "resume": resume}, StopsAt(rank, size, rank, size, step=stop_at))
-            outcomes.append("")
-        except RunError as error:
-            outcomes.append(f"{type(error).__name__}: {error}")
-    return outcomes
-
-
-def records(folder: Path, split: str = "train") -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line.get("split", "train") == split]
+    return make_starts(train.main, given)
 
 
 @pytest.fixture(scope="module")
@@ -80,15 +53,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     outcomes = run_workers(
         1, starts,
         [
-            (settings(root, "whole"), False, 0),
-            (cut, False, 7), (cut, True, 0),
-            (settings(root, "zero3", engine__zero_stage=3), False, 0),
-            (settings(root, "patient", training__patience=1, training__learning_rate=1e-9), False, 0),
-            (settings(root, "drawn", random_weights=True, training__epochs=1.0), False, 0),
+            Start(settings(root, "whole")),
+            Start(cut, stop_at=7), Start(cut, resume=True),
+            Start(settings(root, "zero3", engine__zero_stage=3)),
+            Start(settings(root, "patient", training__patience=1, training__learning_rate=1e-9)),
+            Start(settings(root, "drawn", random_weights=True, training__epochs=1.0)),
         ],
     )[0]  # fmt: skip
     assert [outcome[:31] for outcome in outcomes] == ["", "StoppedError: stopped at step 7", *[""] * 4]
-    assert run_workers(2, starts, [(settings(root, "two"), False, 0)]) == [[""], [""]]
+    assert run_workers(2, starts, [Start(settings(root, "two"))]) == [[""], [""]]
     return root
 
 
@@ -203,6 +176,19 @@ def test_mistakes_are_told_in_a_line(
     assert re.search(message, capsys.readouterr().err)
 
 
+def test_another_models_tokenizer_is_refused_before_training(root: Path, tmp_path: Path) -> None:
+    import shutil
+
+    shutil.copytree(root / "bert", tmp_path / "bert")
+    tokenizer = tmp_path / "bert/vocab.txt"
+    assert tokenizer.is_file()
+    (tmp_path / "bert/tokenizer.json").unlink(missing_ok=True)
+    tokenizer.write_text(tokenizer.read_text() + "".join(f"more{n}\n" for n in range(999)))
+    config = FinetuneConfig.model_validate(settings(root, "larger", start_from=str(tmp_path / "bert")))
+    with pytest.raises(InputError, match="bert: the tokenizer has ids up to"):
+        runs.plan(config, alone=True)
+
+
 def test_layers_learn_slower_the_deeper_they_lie() -> None:
     config = FinetuneConfig.model_validate(
         {"name": "x", "classification": {"train": "x"}, "training": {"layer_decay": 0.5}}
@@ -226,11 +212,13 @@ def test_layers_learn_slower_the_deeper_they_lie() -> None:
 def test_the_rate_rises_and_falls_as_transformers_has_it() -> None:
     from transformers import get_linear_schedule_with_warmup
 
-    training = Training(learning_rate=1.0)
+    config = FinetuneConfig.model_validate(
+        {"name": "x", "classification": {"train": "x"}, "training": {"learning_rate": 1.0, "steps": 50}}
+    )
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
     schedule = get_linear_schedule_with_warmup(optimizer, 5, 50)
     for step in range(50):
-        assert learning_rate(training, step, 50) == pytest.approx(schedule.get_last_lr()[0])
+        assert learning_rate([config.phase(1)], step) == pytest.approx(schedule.get_last_lr()[0])
         optimizer.step()
         schedule.step()
 

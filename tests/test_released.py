@@ -94,7 +94,7 @@ def inputs_of(batch: MicroBatch, released: Released) -> dict[str, Tensor]:
 
 
 def hidden_states(released: Released, batch: MicroBatch) -> Tensor:
-    encoder = Encoder(released.model, len(released.backbone["embeddings.word"])).eval()
+    encoder = Encoder(released.model, released.vocabulary_size).eval()
     encoder.load_state_dict(released.backbone)
     with torch.no_grad():
         return encoder.encode(batch)
@@ -348,9 +348,7 @@ def test_a_padded_vocabulary_stays_as_it_is(theirs: Any, tmp_path: Path) -> None
         tensors[name] = torch.cat([tensors[name], torch.zeros(3, *tensors[name].shape[1:])])
     save_file(tensors, tmp_path / "model.safetensors")
     released = read_released(tmp_path)
-    assert (
-        len(released.backbone["embeddings.word"]) == len(released.pretraining["heads.mlm_bias"]) == ROWS + 3
-    )
+    assert released.vocabulary_size == len(released.pretraining["heads.mlm_bias"]) == ROWS + 3
     write_tokenizer(tmp_path, [*SPECIALS, *"abc"])
     write_released(
         tmp_path / "out", family="bert", model=released.model, backbone=released.backbone,

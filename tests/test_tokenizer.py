@@ -139,6 +139,14 @@ def test_what_is_copied_keeps_its_settings(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_a_tokenizer_with_more_entries_than_the_model_has_rows_is_another_models(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\na\n")
+    for rows in (6, 8):
+        assert read_tokenizer(tmp_path, rows).get_vocab_size() == 6
+    with pytest.raises(InputError, match="ids up to 5, but the model's word embeddings have 5 rows"):
+        read_tokenizer(tmp_path, 5)
+
+
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no tokenizer: neither"):
         read_tokenizer(tmp_path)

@@ -5,25 +5,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 import yaml
 from corpora import make_corpus
 
 from pretrain.config import load_config
-from pretrain.errors import RunError
-from pretrain.worker import Worker
 from tests.distributed import run_workers
+from tests.starts import Start, make_starts, records, with_changes
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6  # over both phases
@@ -50,56 +46,13 @@ def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
         "checkpoint": {"every_steps": 100},
         "tracking": {"log_every_steps": 1, "wandb": "off"},
     }
-    for key, value in changes.items():
-        *sections, last = key.split("__")
-        section = out
-        for name in sections:
-            section = section.setdefault(name, {})
-        section[last] = value
-    return out
-
-
-@dataclass
-class StopsAt(Worker):
-    """A worker that is asked to stop while it takes its `step`-th step."""
-
-    step: int = 0
-    _asked: int = 0
-
-    def stop_requested(self) -> bool:
-        self._asked += 1
-        return self._asked == self.step
-
-
-@dataclass(frozen=True)
-class Start:
-    """One start of `train.main` on every worker."""
-
-    config: dict[str, Any]
-    resume: bool = False
-    stop_at: int = 0
+    return with_changes(out, changes)
 
 
 def starts(given: list[Start]) -> list[str]:
-    """Make the starts one after another on this worker; the kind and text of the error of each, or ''."""
     from pretrain import train
 
-    outcomes = []
-    for start in given:
-        payload = {"config": start.config, "resume": start.resume}
-        rank, size = dist.get_rank(), dist.get_world_size()
-        worker = StopsAt(rank, size, rank, size, step=start.stop_at)
-        try:
-            train.main(payload, worker)
-            outcomes.append("")
-        except RunError as error:
-            outcomes.append(f"{type(error).__name__}: {error}")
-    return outcomes
-
-
-def records(run_dir: Path, split: str = "train") -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line.get("split", "train") == split]
+    return make_starts(train.main, given)
 
 
 def losses(run_dir: Path, split: str = "train") -> list[tuple[int, float]]:

@@ -72,6 +72,11 @@ class Released:
     token_types: int = 2
     pretraining: dict[str, Tensor] = field(default_factory=dict)
 
+    @property
+    def vocabulary_size(self) -> int:
+        """Rows of the word embeddings, padding included."""
+        return len(self.backbone["embeddings.word"])
+
 
 def read_released(folder: Path) -> Released:
     """The model in `folder`: config and weights of a release, or a run (its newest checkpoint), or an export of ours.

@@ -21,7 +21,7 @@ _COPIED = ("vocab.txt", "vocab.json", "merges.txt", "special_tokens_map.json", "
            "sentencepiece.bpe.model")  # fmt: skip
 
 
-def read_tokenizer(folder: Path) -> Tokenizer:
+def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
     """The tokenizer of a released model's folder or of a run of ours, truncation and padding off.
 
     From tokenizer.json, or vocab.txt (WordPiece), or vocab.json and merges.txt (RoBERTa's bytes). Casing is what
@@ -29,8 +29,12 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     cased where vocab.txt has entries with capital letters. transformers agrees but where nothing is said: there it
     lower-cases cased models too.
 
+    Args:
+        folder: the model's.
+        rows: of the model's word embeddings, which may be more than the tokenizer's entries (padding) but not fewer.
+
     Raises:
-        InputError: none of these files is there, or one is damaged.
+        InputError: none of these files is there, one is damaged, or the tokenizer is another model's.
     """
     folder = tokenizer_folder(folder)
     settings = _settings(folder)
@@ -44,6 +48,12 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         raise InputError(
             f"{folder}: has no tokenizer: neither tokenizer.json, nor vocab.txt, nor vocab.json with merges.txt. "
             "Put the model's own beside it."
+        )
+    last = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
+    if rows is not None and last >= rows:
+        raise InputError(
+            f"{folder}: the tokenizer has ids up to {last}, but the model's word embeddings have {rows} rows. Put the "
+            "tokenizer beside it that it was trained with."
         )
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -1,0 +1,67 @@
+"""Whole trainings, started, stopped and resumed in the processes of `tests.distributed`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from pretrain.errors import RunError
+from pretrain.worker import Worker
+
+
+@dataclass(frozen=True)
+class Start:
+    """One start of a training on every worker."""
+
+    config: dict[str, Any]
+    resume: bool = False
+    stop_at: int = 0  # the step, from this start on, in which a stop is asked for
+
+
+def make_starts(main: Callable[[dict[str, Any], Worker], None], given: Sequence[Start]) -> list[str]:
+    """Make the starts one after another on this worker; the kind and text of the error of each, or ''."""
+    outcomes = []
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for start in given:
+        try:
+            main(
+                {"config": start.config, "resume": start.resume},
+                _StopsAt(rank, size, rank, size, step=start.stop_at),
+            )
+            outcomes.append("")
+        except RunError as error:
+            outcomes.append(f"{type(error).__name__}: {error}")
+    return outcomes
+
+
+def with_changes(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Nested `values` with those named as section__key changed, in place."""
+    for key, value in changes.items():
+        *sections, last = key.split("__")
+        section = values
+        for name in sections:
+            section = section.setdefault(name, {})
+        section[last] = value
+    return values
+
+
+def records(run_dir: Path, split: str = "train") -> list[dict[str, Any]]:
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if line.get("split", "train") == split]
+
+
+@dataclass
+class _StopsAt(Worker):
+    """A worker that is asked to stop while it takes its `step`-th step."""
+
+    step: int = 0
+    _asked: int = 0
+
+    def stop_requested(self) -> bool:
+        self._asked += 1
+        return self._asked == self.step
