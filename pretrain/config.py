@@ -267,12 +267,19 @@ class Tracking(Section):
         default="auto", description="auto: online if a key is set."
     )
     project: str = "bertrain"
+    run_id: str = Field(
+        default="", max_length=64, description="W&B's id of the run; empty makes one. A submitted job has its name."
+    )
     group: str = ""
     tags: tuple[str, ...] = ()
 
 
 class Scheduling(Section):
     workers: int = Field(default=1, ge=1, description="Worker processes: one per GPU, or CPU workers.")
+    min_workers: int = Field(
+        default=0, ge=0,
+        description="Go on with as few where nodes are lost, and grow again when they return; 0 means always `workers`.",
+    )  # fmt: skip
     cpus_per_worker: int = Field(
         default=0, ge=0, description="CPU threads per worker; 0 shares the cores out."
     )

@@ -85,7 +85,7 @@ class Tracker:
         job_type: str,
         enabled: bool,
     ) -> None:
-        self.run_id = run_id or f"{config.name}-{secrets.token_hex(4)}"
+        self.run_id = run_id or config.tracking.run_id or f"{config.name}-{secrets.token_hex(4)}"
         self._file = None
         self._wandb = None
         if not enabled:
