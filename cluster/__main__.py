@@ -110,7 +110,7 @@ def _delete(arguments: argparse.Namespace) -> None:
     print(f"{arguments.job}: forgotten; its run folder stays")
 
 
-def _follow(cluster, name: str) -> int:  # noqa: ANN001 (a cluster.jobs.Jobs)
+def _follow(cluster, name: str) -> int:
     """Print what the job prints, to its end; its exit code. Ctrl-C leaves it running."""
     from cluster import jobs
 
@@ -168,18 +168,29 @@ def _parser() -> argparse.ArgumentParser:
   ./launch.sh up --nodes 3 --cpus-per-node 1""")  # fmt: skip
     up.add_argument("--nodes", type=_positive, default=1, metavar="N", help="node processes (default: 1)")
     up.add_argument(
-        "--cpus-per-node", type=_positive, default=0, metavar="N", help="CPUs of each; otherwise the cores, shared out"
+        "--cpus-per-node",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="CPUs of each; otherwise the cores, shared out",
     )
     add_command(commands, "down", _down, "end the cluster that `up` started", "\n  ./launch.sh down")
     add_command(
-        commands, "doctor", _doctor, "what this machine has, what is missing and what to do about it", "\n  ./launch.sh doctor"
+        commands,
+        "doctor",
+        _doctor,
+        "what this machine has, what is missing and what to do about it",
+        "\n  ./launch.sh doctor",
     )
     return parser
 
 
 def _add_address(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--address", default="", metavar="URL", help="the cluster's dashboard; otherwise the one that `up` started here"
+        "--address",
+        default="",
+        metavar="URL",
+        help="the cluster's dashboard; otherwise the one that `up` started here",
     )
 
 

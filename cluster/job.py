@@ -67,7 +67,9 @@ def _await_turn(name: str) -> None:
     try:
         while ahead := _ahead(known, name):
             if stopped:
-                raise StoppedError(f"{name}: stopped while it waited for {', '.join(ahead)}; nothing was begun.")
+                raise StoppedError(
+                    f"{name}: stopped while it waited for {', '.join(ahead)}; nothing was begun."
+                )
             if told != (told := ", ".join(ahead)):
                 print(f"{name}: waits for {told}", flush=True)
             time.sleep(_POLL_SECONDS)
@@ -79,7 +81,9 @@ def _ahead(known: Any, name: str) -> list[str]:
     """The jobs that this one has to wait for; [] when it may begin."""
     from cluster import jobs
 
-    active = [job for job in known.all() if job.status not in jobs.ENDED and "workers" in (job.metadata or {})]
+    active = [
+        job for job in known.all() if job.status not in jobs.ENDED and "workers" in (job.metadata or {})
+    ]
     names = [job.submission_id for job in active]
     if name not in names:
         raise InputError(f"{name}: Ray knows no such job.")

@@ -76,7 +76,9 @@ class Jobs:
     def __init__(self, address: str = "") -> None:
         cluster = local.find() if not address else None
         if not address and cluster is None:
-            raise InputError("No cluster: name one with --address URL, or start one here with ./launch.sh up.")
+            raise InputError(
+                "No cluster: name one with --address URL, or start one here with ./launch.sh up."
+            )
         self.address = address or (cluster.dashboard if cluster else "")
         _check_reachable(self.address)
         if cluster is not None and "RAY_AUTH_TOKEN" not in os.environ:
@@ -178,7 +180,9 @@ class Jobs:
         deadline = time.monotonic() + seconds
         while (job := self.get(name)).status not in ENDED:
             if time.monotonic() > deadline:
-                raise MachineError(f"{name}: is still {job.status.lower()} after {seconds:.0f} s. Ask its `status` again.")
+                raise MachineError(
+                    f"{name}: is still {job.status.lower()} after {seconds:.0f} s. Ask its `status` again."
+                )
             time.sleep(_POLL_SECONDS)
         return job
 
@@ -205,7 +209,9 @@ class Jobs:
         except RunError:
             raise
         except Exception as error:
-            raise MachineError(f"{self.address}: the cluster did not answer as Ray does ({one_line(error)}).") from None
+            raise MachineError(
+                f"{self.address}: the cluster did not answer as Ray does ({one_line(error)})."
+            ) from None
 
 
 def nodes_of(dashboard: str) -> list[dict[str, Any]]:
@@ -216,7 +222,7 @@ def nodes_of(dashboard: str) -> list[dict[str, Any]]:
         found = list_nodes(address=dashboard, timeout=int(_ANSWER_SECONDS), raise_on_missing_output=False)
     except Exception as error:
         raise MachineError(f"{dashboard}: told nothing of its nodes ({one_line(error)}).") from None
-    return [vars(node) for node in found if node.state == "ALIVE"]
+    return [node for node in map(vars, found) if node["state"] == "ALIVE"]
 
 
 def describe(job: JobDetails) -> str:
@@ -281,7 +287,9 @@ def _check_reachable(address: str) -> None:
     """Say in seconds, and not by a traceback, that nothing listens at a URL."""
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InputError(f"--address: {address!r} is no URL of a Ray dashboard, such as http://10.0.0.5:8265.")
+        raise InputError(
+            f"--address: {address!r} is no URL of a Ray dashboard, such as http://10.0.0.5:8265."
+        )
     port = parts.port or {"http": 80, "https": 443}[parts.scheme]
     try:
         socket.create_connection((parts.hostname, port), timeout=_REACH_SECONDS).close()

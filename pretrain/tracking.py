@@ -116,6 +116,15 @@ class Tracker:
         if self._wandb is not None:
             self._wandb.log(wandb_names(record))
 
+    def rewind(self, step: int) -> None:
+        """Drop the records past `step`, which is trained from anew."""
+        if self._file is not None:
+            path = Path(self._file.name)
+            with disk_errors(path):
+                self._file.close()
+                _keep_until(path, step)
+                self._file = path.open("ab", buffering=0)
+
     @property
     def mirrored(self) -> bool:
         """Whether W&B gets what is logged, now or by a later `wandb sync`."""
@@ -159,6 +168,8 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
 
 def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
     """The record under the names of the HF Trainer and Composer; x axis is train/global_step."""
+    if "event" in record:
+        return {_WANDB_TRAIN["step"]: record["step"], f"events/{record['event']}": record.get("rank", 1)}
     evaluation = "split" in record
     names, section = (_WANDB_EVALUATION, "eval") if evaluation else (_WANDB_TRAIN, "train")
     return {names.get(key, f"{section}/{key}"): value for key, value in record.items() if key != "split"}
@@ -224,7 +235,11 @@ def _keep_until(path: Path, step: int) -> None:
     """Rewrite metrics.jsonl, where needed, so that whole records up to `step` are left, in their order."""
     if not path.is_file():
         return
-    lines = [json.dumps(record) for record in read_records(path.parent) if record.get("step", 0) <= step]
+    lines = [
+        json.dumps(record)
+        for record in read_records(path.parent)
+        if "event" in record or record.get("step", 0) <= step
+    ]
     text = "".join(f"{line}\n" for line in lines)
     if text.encode() != path.read_bytes():
         with atomic_open(path, "w") as file:
@@ -456,6 +471,12 @@ class _Progress:
             self._take(record)
 
     def _take(self, record: dict[str, Any]) -> None:
+        if "event" in record:
+            if self._news:
+                self.console.print(
+                    f"  step {record['step']:,}: {record['message']}", style="yellow", markup=False
+                )
+            return
         if record.get("split") == "validation":
             loss = record.get("loss")
             best = record.get("best", loss is not None and loss < self._best)
