@@ -166,6 +166,13 @@ def test_kuberay_follows_the_config(config: Path) -> None:
     assert cluster["authOptions"] == {"mode": "token"}
 
 
+def test_a_run_that_may_shrink_needs_fewer_pods(config: Path) -> None:
+    spec = kuberay(config, "scheduling.min_workers=9")["RayJob"]["spec"]["rayClusterSpec"]
+    assert spec["workerGroupSpecs"][0]["minReplicas"] == 2
+    spec = kuberay(config, "scheduling.min_workers=4")["RayJob"]["spec"]["rayClusterSpec"]
+    assert spec["workerGroupSpecs"][0]["minReplicas"] == 1
+
+
 def test_a_small_run_takes_a_part_of_a_node(config: Path) -> None:
     group = kuberay(config, "scheduling.workers=2")["RayJob"]["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
     assert group["replicas"] == 1

@@ -143,7 +143,7 @@ def _cluster_spec(job: Job, place: Place) -> dict[str, Any]:
             {
                 "groupName": "workers",
                 "replicas": job.nodes,
-                "minReplicas": job.nodes,  # a run has a fixed number of workers
+                "minReplicas": job.min_nodes,
                 "maxReplicas": job.nodes,
                 "rayStartParams": {},
                 "template": _worker_pod(job, place),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,6 +50,7 @@ class Job:
     config: str  # resolved, as YAML
     subcommands: tuple[str, ...]  # of python -m, in order; all but the last only prepare
     nodes: int
+    min_nodes: int  # fewer than `nodes` only where the run may shrink
     workers_per_node: int
     cpus_per_worker: int
     gpus: bool
@@ -109,6 +111,7 @@ def _job(path: Path | str, config: Run, place: Nodes) -> Job:
         if finetunes
         else (*(["pretrain prepare"] if place.prepare else []), "pretrain pretrain"),
         nodes=_nodes(scheduling.workers, per_node),
+        min_nodes=math.ceil((scheduling.min_workers or scheduling.workers) / per_node),
         workers_per_node=per_node,
         cpus_per_worker=cpus,
         gpus=place.gpus,
