@@ -23,7 +23,7 @@ import pytest
 import yaml
 
 from cluster.__main__ import main
-from cluster.manifests import KINDS, render
+from cluster.manifests import KINDS, command, render
 from finetune.config import load_config as load_finetuning
 from pretrain.config import load_config
 from pretrain.errors import InputError
@@ -297,8 +297,8 @@ def test_rayup_opens_nothing(config: Path) -> None:
 
 
 def test_rayup_writes_config_and_script_on_the_head(config: Path, tmp_path: Path) -> None:
-    for command in rayup(config)["head_setup_commands"]:
-        subprocess.run(["bash", "-c", command.replace("/home/bertrain", str(tmp_path))], check=True)
+    for line in rayup(config)["head_setup_commands"]:
+        subprocess.run(["bash", "-c", line.replace("/home/bertrain", str(tmp_path))], check=True)
     assert load_config(tmp_path / "my-run.yaml") == load_config(config)
     check_script((tmp_path / "start.sh").read_text())
 
@@ -491,6 +491,10 @@ def test_a_finetuning_needs_its_checkpoint(finetuning: Path) -> None:
         render("slurm", finetuning, ["start_from="])
     with pytest.raises(InputError, match="only pretraining has a corpus"):
         render("slurm", finetuning, ["place.prepare=true"])
+
+
+def test_the_command_knows_every_kind() -> None:
+    assert command._KINDS == KINDS  # said twice, so that --help imports nothing
 
 
 def test_out_writes_what_would_be_printed(
