@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from cluster.manifests.command import add_to as add_manifest
 from pretrain.commands import add_command, exit_code, make_parser
 from pretrain.errors import InputError
 
@@ -175,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
         help="CPUs of each; otherwise the cores, shared out",
     )
     add_command(commands, "down", _down, "end the cluster that `up` started", "\n  ./launch.sh down")
+    add_manifest(commands)
     add_command(
         commands,
         "doctor",
