@@ -12,6 +12,7 @@ import logging
 import os
 import secrets
 import shutil
+import signal
 import socket
 import sys
 import threading
@@ -20,9 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.run import LOGS, STOP_FILE, end_session, last_line
-from cluster.worker import CRASH, WorkerEnd, enter, error_from, one_line
-from pretrain.errors import MachineError, RunError, StoppedError
+from cluster.group import ROOM_SECONDS, train
+from cluster.nodes import nodes_fit, usable_nodes
+from cluster.run import LOGS, end_session
+from cluster.worker import one_line
+from pretrain.errors import MachineError, RunError
 from pretrain.files import write_json
 
 logger = logging.getLogger(__name__)
@@ -30,7 +33,6 @@ logger = logging.getLogger(__name__)
 _REACH_SECONDS = 3.0  # for the cluster's port to accept a connection
 _ANSWER_SECONDS = 6.0  # for Ray to answer there; together they stay under 10
 _JOIN_SECONDS = 60.0  # for a cluster that answers to let us in
-_ROOM_SECONDS = 60  # for a busy cluster to make room for the workers
 _OBJECT_STORE_BYTES = 100 << 20  # we pass nothing large through Ray; its least is 75 MiB
 
 # Workers train in a thread, and memory that it frees must serve it again (pretrain/memory.py): one heap for all threads.
@@ -44,7 +46,7 @@ _RAY_ENVIRONMENT = {
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
     "RAY_TRAIN_METRICS_ENABLED": "0",
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(_ROOM_SECONDS),
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(ROOM_SECONDS),
     "RAY_USAGE_STATS_ENABLED": "0",
     # After a crash the survivors wait in a collective for the dead; Ray waits this long for them to let go.
     "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "2",
@@ -56,6 +58,11 @@ def main(request_path: str, work: Callable[[dict[str, Any]], None]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     die_with(os.getppid(), request["ray_dir"])
+    # A job that is stopped signals all processes below it; the launcher above us says what comes of it. Ray's import
+    # sets a handler of its own.
+    import ray  # noqa: F401
+
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ.update(_RAY_ENVIRONMENT)
     error: RunError | None = None
     try:
@@ -68,46 +75,18 @@ def main(request_path: str, work: Callable[[dict[str, Any]], None]) -> None:
     _write_outcome(request, error)
 
 
-def nodes_fit(
-    nodes: Sequence[tuple[int, int]], workers: int, cpus_per_worker: int, where: str,
-    setting: str = "scheduling.workers (--workers)",
-) -> int:  # fmt: skip
-    """The CPUs each worker gets, so that `workers` fit on `nodes`, a list of (CPUs, GPUs).
-
-    With GPUs anywhere each worker takes one. `cpus_per_worker` 0 means as many as fit. `where` names the
-    machine or cluster in the `MachineError` that says what there is when they do not fit, and `setting` what to lower.
-    """
-    cpus, gpus = sum(cpu for cpu, _ in nodes), sum(gpu for _, gpu in nodes)
-
-    def room(each: int) -> int:
-        return sum(min(cpu // each, gpu) if gpus else cpu // each for cpu, gpu in nodes)
-
-    if gpus and workers > gpus:
-        raise MachineError(
-            f"{where} has {gpus} GPUs, too few for {workers} workers of one GPU each. "
-            f"Set {setting} to {gpus} or less."
-        )
-    largest = max((cpu for cpu, _ in nodes), default=0)
-    choices = [cpus_per_worker] if cpus_per_worker else range(largest, 0, -1)
-    for each in choices:
-        if room(each) >= workers:
-            return each
-    raise MachineError(
-        f"{where} has {cpus} CPU cores, too few for {workers} workers of {cpus_per_worker or 1} each. "
-        f"Set {setting} or scheduling.cpus_per_worker lower."
-    )
-
-
 def _train(request: dict[str, Any]) -> None:
     """Start or join Ray, run the workers to their end, and leave Ray again."""
 
+    least = request["min_workers"] or request["workers"]
+
     def share_out(nodes: Sequence[tuple[int, int]], where: str) -> None:
-        request["cpus_per_worker"] = nodes_fit(nodes, request["workers"], request["cpus_per_worker"], where)
+        request["cpus_per_worker"] = nodes_fit(nodes, least, request["cpus_per_worker"], where)
 
     if not request["address"]:  # said before torch and Ray are loaded
-        nodes_fit([(_cores(), 0)], request["workers"], request["cpus_per_worker"], _here())
+        nodes_fit([(_cores(), 0)], least, request["cpus_per_worker"], _here())
     with ray_of(request, share_out) as nodes:
-        _retry(request, lambda attempt: _attempt(request, attempt, use_gpu=any(gpu for _, gpu in nodes)))
+        train(request, use_gpu=any(gpu for _, gpu in nodes), keep_logs=lambda: _keep_ray_logs(request))
 
 
 @contextlib.contextmanager
@@ -125,8 +104,7 @@ def ray_of(
 
     if request["address"]:
         join_ray(request["address"], lambda error: _write_outcome(request, error))
-        resources = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-        nodes = [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in resources]
+        nodes = [(node.cpus, node.gpus) for node in usable_nodes()]
         share_out(nodes, f"the cluster at {request['address']}")
     else:
         nodes = [(_cores(), torch.cuda.device_count())]
@@ -157,7 +135,7 @@ def _start_ray(request: dict[str, Any]) -> None:
     try:
         ray.init(
             address="local",
-            num_cpus=request["workers"] * request["cpus_per_worker"],
+            num_cpus=min(_cores(), request["workers"] * request["cpus_per_worker"]),
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
             log_to_driver=False,
@@ -219,95 +197,6 @@ def _limit(seconds: float, last_word: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         timer.cancel()
-
-
-def _retry(request: dict[str, Any], attempt: Callable[[int], None]) -> None:
-    """Call `attempt` until it returns or raises a `RunError`, at most 1 + max_failures times."""
-    stop_file = Path(request["run_dir"]) / STOP_FILE
-    for number in range(request["max_failures"] + 1):
-        try:
-            return attempt(number)
-        except _Crash as crash:
-            logger.warning("start %d ended in a crash of worker %d: %s", number + 1, crash.rank, crash.reason)
-            last = crash
-            _keep_ray_logs(request)
-            request["payload"]["resume"] = True
-        if stop_file.exists():
-            raise StoppedError(
-                f"{request['run_dir']}: worker {last.rank} crashed while stopping ({last.reason}). "
-                "--resume continues from the newest checkpoint."
-            )
-    log = Path(request["run_dir"]) / LOGS / f"worker-{last.rank}.log"
-    raise MachineError(
-        f"{log}: worker {last.rank} crashed ({last.reason}) and all max_failures={request['max_failures']} "
-        f"restarts are used up. Its log ends with: {last_line(log)!r}. "
-        "Mend the cause and run the same command with --resume."
-    )
-
-
-class _Crash(Exception):
-    """A worker ended in a way that a restart may cure."""
-
-    def __init__(self, rank: int, reason: str):
-        super().__init__(rank, reason)
-        self.rank = rank
-        self.reason = reason
-
-
-def _attempt(request: dict[str, Any], attempt: int, use_gpu: bool) -> None:
-    """One start of all workers through Ray Train, to their end."""
-    from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
-    from ray.train.torch import TorchConfig, TorchTrainer
-
-    resources = {"CPU": request["cpus_per_worker"], **({"GPU": 1} if use_gpu else {})}
-    storage = f"{request['run_dir']}/{LOGS}/ray-train" if request["address"] else request["ray_dir"]
-    trainer = TorchTrainer(
-        enter,
-        train_loop_config={**request, "attempt": attempt},
-        torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
-        scaling_config=ScalingConfig(
-            num_workers=request["workers"], use_gpu=use_gpu, resources_per_worker=resources
-        ),
-        run_config=RunConfig(
-            name=f"{request['name']}-{attempt}",
-            storage_path=storage,
-            # Retries are ours: Ray would retry the user's own mistakes too, and not tell the workers.
-            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
-        ),
-    )
-    started = time.monotonic()
-    try:
-        end = trainer.fit().return_value
-    except WorkerGroupError as error:
-        raise _cause(error.worker_failures) from None
-    except ControllerError as error:
-        if "Timeout" not in type(error.controller_failure).__name__:
-            raise _Crash(0, one_line(error.controller_failure)) from None
-        raise MachineError(
-            f"The cluster made no room for {request['workers']} workers of {resources} "
-            f"within {_ROOM_SECONDS} s. Wait until it is less busy, or set scheduling.workers lower."
-        ) from None
-    finally:
-        logger.info("start %d ran %.1f s", attempt + 1, time.monotonic() - started)
-    if end is not None:
-        raise error_from(end)
-
-
-def _cause(failures: dict[int, Exception]) -> Exception:
-    """What to raise for a failed start: the first worker's `RunError`, else the crash that felled the others.
-
-    A worker that is gone comes before one that only lost its peer.
-    """
-    ends = sorted((rank, error) for rank, error in failures.items() if isinstance(error, WorkerEnd))
-    for _, end in ends:
-        if end.kind != CRASH:
-            return error_from({"kind": end.kind, "message": end.message})
-    gone = [rank for rank, error in sorted(failures.items()) if not isinstance(error, WorkerEnd)]
-    if gone:
-        logger.error("worker %d: %s", gone[0], failures[gone[0]])
-        return _Crash(gone[0], "its process died (killed, or out of memory)")
-    rank, end = ends[0]
-    return _Crash(rank, end.message)
 
 
 def _write_outcome(request: dict[str, Any], error: RunError | None) -> None:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from cluster import local
-from cluster.driver import choose_token, nodes_fit
+from cluster.driver import choose_token
+from cluster.nodes import nodes_fit
 from cluster.worker import one_line
 from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 

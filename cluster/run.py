@@ -29,6 +29,7 @@ from pretrain.errors import InputError, MachineError, StoppedError
 from pretrain.files import disk_errors
 
 STOP_FILE = "stop"
+RESTART_FILE = "restart"  # the workers are to save and end, and will be started again
 LOGS = "logs"
 RAY_LOG = "ray.log"
 
@@ -49,6 +50,7 @@ def run(
     cpus_per_worker: int = 0,
     address: str = "",
     max_failures: int = 0,
+    min_workers: int = 0,
 ) -> None:
     """Call `target` ("package.module:function") with (payload, Worker) in `workers` processes, to its end.
 
@@ -56,11 +58,12 @@ def run(
     same there. Their output goes to `run_dir`/logs/worker-<rank>.log and Ray's to `run_dir`/logs/ray.log.
     `address` ("host:port") joins that Ray cluster, which must see the same files; empty starts a Ray of our
     own on this machine, closed to others and gone when this returns. `cpus_per_worker` 0 shares out the
-    cores.
+    cores. With `min_workers` there are as many from it to `workers` as the cluster holds, fewer when nodes are lost or
+    drained and more when they return.
 
     A `RunError` raised in a worker is raised here, same class and message, and never retried. Any other end
-    of a worker restarts all of them with payload["resume"] = True, at most `max_failures` times; then a
-    `MachineError` names the worker's log and its last line. SIGTERM or SIGINT to this process creates
+    of a worker restarts all of them with payload["resume"] = True, at most `max_failures` times without a new
+    checkpoint; then a `MachineError` names the worker's log and its last line. SIGTERM or SIGINT to this process creates
     `run_dir`/stop and waits for the workers to end themselves; a second SIGINT ends everything at once. Call
     from the main thread: elsewhere Python allows no signal handlers, and signals keep their old meaning.
 
@@ -76,6 +79,7 @@ def run(
             "cpus_per_worker": cpus_per_worker,
             "address": address,
             "max_failures": max_failures,
+            "min_workers": min_workers,
         },
         run_dir=run_dir,
     )

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cluster.driver import main, nodes_fit, ray_of
+from cluster.driver import main, ray_of
+from cluster.nodes import nodes_fit
 from cluster.run import STOP_FILE, drive
 from cluster.worker import error_from
 from pretrain.errors import MachineError, RunError, StoppedError

@@ -21,6 +21,7 @@ _ERRORS: dict[str, type[RunError]] = {
     kind.__name__: kind for kind in (RunError, InputError, MachineError, DivergedError, StoppedError)
 }
 CRASH = "crash"
+NODES = "nodes"  # in the run's logs: a file for each worker with the id of its node
 
 
 class WorkerEnd(Exception):
@@ -67,7 +68,9 @@ def enter(request: dict[str, Any]) -> dict[str, str] | None:
         local_world_size=context.get_local_world_size(),
         threads=request["cpus_per_worker"],
         stop_file=run_dir / "stop",
+        restart_file=run_dir / "restart",
     )
+    _tell_node(run_dir, context)
     try:
         if worker.stop_requested():
             # Seen by this rank alone: raised, so that Ray ends the others too.
@@ -87,6 +90,20 @@ def enter(request: dict[str, Any]) -> dict[str, str] | None:
         sys.stdout.flush()
         sys.stderr.flush()
     return None
+
+
+def _tell_node(run_dir: Path, context: Any) -> None:
+    import ray
+
+    folder = run_dir / "logs" / NODES
+    if context.get_world_rank() == 0 and folder.is_dir():
+        for path in folder.iterdir():
+            if path.name.isdigit() and int(path.name) >= context.get_world_size():
+                path.unlink(missing_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / str(context.get_world_rank())).write_text(
+        ray.get_runtime_context().get_node_id(), encoding="utf-8"
+    )
 
 
 def enter_trial(config: dict[str, int], request: dict[str, Any]) -> dict[str, str]:

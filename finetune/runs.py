@@ -52,7 +52,7 @@ def plan(config: FinetuneConfig, alone: bool) -> Plan:
     examples = task.read_train()
     held_out = task.read_held_out()
     if not alone and not config.scheduling.address:
-        from cluster.driver import nodes_fit
+        from cluster.nodes import nodes_fit
 
         cores = len(os.sched_getaffinity(0))
         nodes_fit([(cores, 0)], config.scheduling.workers, config.scheduling.cpus_per_worker, "this machine")

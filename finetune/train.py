@@ -250,6 +250,7 @@ def _train(
         config, config.folder, run_id=run_id, step=progress.step, job_type="finetune", enabled=worker.rank == 0,
         card={"examples": len(examples), "labels": list(task.labels)},
     )  # fmt: skip
+    tracker.log_events(payload.get("events", ()), progress.step)
     extra_state = {"run_id": tracker.run_id, "config": config.model_dump(mode="json")}
     try:
         if progress.step < job.total_steps and not progress.stopped_early:

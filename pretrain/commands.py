@@ -97,4 +97,5 @@ def train(target: str, config: Run, resume: bool, steps: int, *, alone: bool) ->
             cpus_per_worker=scheduling.cpus_per_worker,
             address=scheduling.address,
             max_failures=scheduling.max_failures,
+            min_workers=scheduling.min_workers,
         )

@@ -18,7 +18,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -115,6 +115,11 @@ class Tracker:
                 rest = rest[self._file.write(rest) :]
         if self._wandb is not None:
             self._wandb.log(wandb_names(record))
+
+    def log_events(self, events: Iterable[dict[str, Any]], step: int) -> None:
+        """Record what happened before this start, such as the crash that it follows: "event", "time" and "message"."""
+        for event in events:
+            self.log({**event, "step": step})
 
     def rewind(self, step: int) -> None:
         """Drop the records past `step`, which is trained from anew."""

@@ -51,17 +51,17 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
             lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.optimizer.weight_decay)),
             config.engine,
         )  # fmt: skip
-        _train(config, shards, held_out, engine, worker, device, bool(payload["resume"]))
+        _train(config, shards, held_out, engine, worker, device, payload)
         engine.close()
 
 
 def _train(
     config: RunConfig, shards: TokenShards, held_out: TokenShards, engine: Engine, worker: Worker,
-    device: torch.device, resume: bool,
+    device: torch.device, payload: dict[str, Any],
 ) -> None:  # fmt: skip
     checkpoints = config.folder / "checkpoints"
     progress, run_id = loop.Progress(), None
-    found = newest_checkpoint(checkpoints, engine) if resume else None
+    found = newest_checkpoint(checkpoints, engine) if payload["resume"] else None
     if found is not None:
         _check_state(store.read_state(found), found, config, shards)
         state = loop.restore(engine, found)
@@ -72,6 +72,7 @@ def _train(
         config, config.folder, run_id=run_id, step=progress.step, card={"corpus_card": _card(config)}, job_type="pretrain",
         enabled=worker.rank == 0,
     )  # fmt: skip
+    tracker.log_events(payload.get("events", ()), progress.step)
     task = Pretraining(config, shards, held_out, engine, device)
     extra_state = {
         "run_id": tracker.run_id,

@@ -24,11 +24,13 @@ class Worker:
     local_world_size: int = 1
     threads: int = 0  # CPU threads for torch; 0 leaves torch alone
     stop_file: Path | None = None  # its existence asks for a stop
+    restart_file: Path | None = None  # likewise, of who will start the workers again
     _signalled: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
 
     def stop_requested(self) -> bool:
-        """True once this process saw SIGTERM or SIGINT, or the stop file exists. Cheap: one stat."""
-        return self._signalled.is_set() or (self.stop_file is not None and self.stop_file.exists())
+        """True once this process saw SIGTERM or SIGINT, or one of the files exists. Cheap: two stats."""
+        files = (self.stop_file, self.restart_file)
+        return self._signalled.is_set() or any(file is not None and file.exists() for file in files)
 
     def listen(self) -> None:
         """Take SIGTERM and the first SIGINT as a wish to stop; a second SIGINT ends the process at once.

@@ -18,8 +18,9 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster import doctor
-from cluster.driver import _cause, _Crash, _retry, nodes_fit
+from cluster import doctor, group
+from cluster.group import _cause, _Crash
+from cluster.nodes import Node, nodes_fit
 from cluster.run import _Signals, end_session, last_line, run
 from cluster.worker import CRASH, WorkerEnd, error_from, one_line
 from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
@@ -312,11 +313,22 @@ def _request(folder: Path, max_failures: int) -> dict[str, Any]:
         "run_dir": str(folder),
         "ray_dir": str(folder / "ray"),
         "max_failures": max_failures,
+        "workers": 2,
+        "min_workers": 0,
+        "cpus_per_worker": 1,
+        "address": "",
         "payload": {"resume": False},
     }
 
 
-def test_retries_count_and_resume(tmp_path: Path) -> None:
+def _train(monkeypatch: pytest.MonkeyPatch, request: dict[str, Any], attempt: Callable[[int], None]) -> None:
+    """`group.train` on a machine of two cores, with `attempt` for Ray's part."""
+    monkeypatch.setattr(group, "usable_nodes", lambda: [Node("here", 2, 0, False)])
+    monkeypatch.setattr(group, "_attempt", lambda request, number, workers, use_gpu: attempt(number))
+    group.train(request, use_gpu=False, keep_logs=lambda: None)
+
+
+def test_retries_count_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     request = _request(tmp_path, 2)
 
@@ -324,19 +336,33 @@ def test_retries_count_and_resume(tmp_path: Path) -> None:
         seen.append((number, request["payload"]["resume"]))
         raise _Crash(3, "killed")
 
-    with pytest.raises(MachineError, match=r"worker-3\.log: worker 3 crashed \(killed\)"):
-        _retry(request, attempt)
+    with pytest.raises(MachineError, match=r"worker-3\.log: worker 3: killed, and all max_failures=2"):
+        _train(monkeypatch, request, attempt)
     assert seen == [(0, False), (1, True), (2, True)]
 
 
-def test_crash_while_stopping_is_a_stop(tmp_path: Path) -> None:
+def test_crashes_with_a_new_checkpoint_between_them_are_not_counted_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attempt(number: int) -> None:
+        if number == 7:
+            return
+        checkpoint = tmp_path / f"checkpoints/step-{number:08d}"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").touch()
+        raise _Crash(0, "killed")
+
+    _train(monkeypatch, _request(tmp_path, 1), attempt)
+
+
+def test_crash_while_stopping_is_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def attempt(number: int) -> None:
         assert number == 0
         (tmp_path / "stop").touch()
         raise _Crash(0, "killed")
 
     with pytest.raises(StoppedError, match="crashed while stopping"):
-        _retry(_request(tmp_path, 5), attempt)
+        _train(monkeypatch, _request(tmp_path, 5), attempt)
 
 
 def test_last_line(tmp_path: Path) -> None:

@@ -1,0 +1,98 @@
+"""The machines of a cluster: which are fit for work, and how many workers they hold. Ray is asked only where it is joined."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pretrain.errors import MachineError
+
+_CONNECT_SECONDS = 1.0
+
+
+@dataclass(frozen=True)
+class Node:
+    """A living node of the cluster that this process has joined."""
+
+    id: str
+    cpus: int
+    gpus: int
+    draining: bool  # it is to go soon
+
+
+def nodes_fit(
+    nodes: Sequence[tuple[int, int]], workers: int, cpus_per_worker: int, where: str,
+    setting: str = "scheduling.workers (--workers)",
+) -> int:  # fmt: skip
+    """The CPUs each worker gets, so that `workers` fit on `nodes`, a list of (CPUs, GPUs).
+
+    With GPUs anywhere each worker takes one. `cpus_per_worker` 0 means as many as fit. `where` names the
+    machine or cluster in the `MachineError` that says what there is when they do not fit, and `setting` what to lower.
+    """
+    cpus, gpus = sum(cpu for cpu, _ in nodes), sum(gpu for _, gpu in nodes)
+
+    def room(each: int) -> int:
+        return sum(min(cpu // each, gpu) if gpus else cpu // each for cpu, gpu in nodes)
+
+    if gpus and workers > gpus:
+        raise MachineError(
+            f"{where} has {gpus} GPUs, too few for {workers} workers of one GPU each. "
+            f"Set {setting} to {gpus} or less."
+        )
+    largest = max((cpu for cpu, _ in nodes), default=0)
+    choices = [cpus_per_worker] if cpus_per_worker else range(largest, 0, -1)
+    for each in choices:
+        if room(each) >= workers:
+            return each
+    raise MachineError(
+        f"{where} has {cpus} CPU cores, too few for {workers} workers of {cpus_per_worker or 1} each. "
+        f"Set {setting} or scheduling.cpus_per_worker lower."
+    )
+
+
+def most_that_fit(nodes: Sequence[tuple[int, int]], low: int, high: int, cpus_per_worker: int) -> int:
+    """How many of `low` to `high` workers find room on `nodes`, a list of (CPUs, GPUs); 0 where not even `low` do."""
+    for workers in range(high, low - 1, -1):
+        with contextlib.suppress(MachineError):
+            nodes_fit(nodes, workers, cpus_per_worker, "")
+            return workers
+    return 0
+
+
+def usable_nodes() -> list[Node]:
+    """Nodes that live and answer. Ray itself takes some seconds to notice that one is lost."""
+    import ray
+
+    draining = _draining()
+    found = []
+    for node in ray.nodes():
+        if node["Alive"] and _answers(node["NodeManagerAddress"], node["NodeManagerPort"]):
+            resources = node["Resources"]
+            found.append(
+                Node(
+                    node["NodeID"],
+                    int(resources.get("CPU", 0)),
+                    int(resources.get("GPU", 0)),
+                    node["NodeID"] in draining,
+                )
+            )
+    return found
+
+
+def _draining() -> set[str]:
+    """Ids of the nodes that are announced to go: by `ray drain-node`, an autoscaler or a spot notice."""
+    from ray._private.worker import global_worker
+
+    client: Any = global_worker.gcs_client  # pyright: ignore[reportAttributeAccessIssue]
+    ids = client.get_draining_nodes(timeout=_CONNECT_SECONDS)
+    return {key.hex() if isinstance(key, bytes) else str(key) for key in ids}
+
+
+def _answers(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection((host, port), timeout=_CONNECT_SECONDS).close()
+        return True
+    return False
