@@ -157,11 +157,25 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
     return records
 
 
+def is_training(record: dict[str, Any]) -> bool:
+    """Whether a record is of training steps, and not of an evaluation or an event."""
+    return "split" not in record and "event" not in record
+
+
 def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
-    """The record under the names of the HF Trainer and Composer; x axis is train/global_step."""
+    """The record under the names of the HF Trainer and Composer; x axis is train/global_step.
+
+    A list, such as of one number per worker, becomes one name for each. An event becomes a 1 under its kind.
+    """
+    if "event" in record:
+        named = {"train/global_step": record.get("step"), f"events/{record['event']}": 1}
+        return {**named, "events/message": record.get("message", "")}
     evaluation = "split" in record
     names, section = (_WANDB_EVALUATION, "eval") if evaluation else (_WANDB_TRAIN, "train")
-    return {names.get(key, f"{section}/{key}"): value for key, value in record.items() if key != "split"}
+    named = {names.get(key, f"{section}/{key}"): value for key, value in record.items() if key != "split"}
+    for name in [name for name, value in named.items() if isinstance(value, list)]:
+        named.update({f"{name}/{number}": one for number, one in enumerate(named.pop(name))})
+    return named
 
 
 def quiet_logging(log_file: Path) -> None:
@@ -221,10 +235,17 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Rewrite metrics.jsonl, where needed, so that whole records up to `step` are left, in their order."""
+    """Rewrite metrics.jsonl, where needed, so that whole records up to `step` are left, in their order.
+
+    Events past it are left too, for a run that goes on: that it was set back does not undo what happened.
+    """
     if not path.is_file():
         return
-    lines = [json.dumps(record) for record in read_records(path.parent) if record.get("step", 0) <= step]
+    lines = [
+        json.dumps(record)
+        for record in read_records(path.parent)
+        if record.get("step", 0) <= step or ("event" in record and step >= 0)
+    ]
     text = "".join(f"{line}\n" for line in lines)
     if text.encode() != path.read_bytes():
         with atomic_open(path, "w") as file:
@@ -462,6 +483,7 @@ class _Progress:
             self._best = loss if best and loss is not None else self._best
             if self._news:
                 self.console.print(_evaluation_line(record, best))
+        if not is_training(record):
             return
         self.last = record
         if self._news:
