@@ -90,7 +90,7 @@ class Tracker:
         self._wandb = None
         if not enabled:
             return
-        mode = _wandb_mode(config)
+        mode = wandb_mode(config.tracking.wandb)
         path = run_dir / METRICS
         with disk_errors(path):
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -255,9 +255,8 @@ def _keep_until(path: Path, step: int) -> None:
 # ---- W&B
 
 
-def _wandb_mode(config: Run) -> str:
-    """online, offline or off; `auto` obeys WANDB_MODE and otherwise goes online where a key is set."""
-    mode = config.tracking.wandb
+def wandb_mode(mode: str) -> str:
+    """online, offline or off for `tracking.wandb`; `auto` obeys WANDB_MODE and otherwise goes online with a key."""
     if mode == "auto":
         asked = os.environ.get("WANDB_MODE", "")
         if asked in ("disabled", "dryrun", "offline"):
@@ -269,6 +268,13 @@ def _wandb_mode(config: Run) -> str:
             "Set WANDB_API_KEY, run `wandb login`, or choose tracking.wandb: offline."
         )
     return mode
+
+
+def wandb_entity() -> str:
+    """Whose runs these are: WANDB_ENTITY, or what W&B has as the default of the key's owner."""
+    import wandb
+
+    return os.environ.get("WANDB_ENTITY") or wandb.Api(timeout=round(_INIT_SECONDS)).default_entity or ""
 
 
 def _wandb_key_set() -> bool:

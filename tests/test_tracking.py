@@ -306,7 +306,7 @@ class TestWandb:
         monkeypatch.setenv("NETRC", "nowhere")
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        assert tracking._wandb_mode(make_config(wandb=setting)) == mode
+        assert tracking.wandb_mode(setting) == mode
 
     def test_online_without_a_key_is_the_users_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
