@@ -178,6 +178,10 @@ class TestPage:
         Page(html).assert_stands_alone()
         assert data_of(run / "dashboard.html")["marks"][0]["message"] == HOSTILE
         assert "alert(1)" in workspace.read(run / "dashboard.json").name
+        (filtered,) = json.loads((run / "dashboard.json").read_text())["spec"]["section"]["runSets"][0][
+            "filters"
+        ]["filters"]
+        assert filtered["value"] == [HOSTILE]
 
     def test_what_a_rollback_takes_back_is_not_drawn(self, tmp_path: Path) -> None:
         records = [
@@ -260,6 +264,10 @@ class TestRefusals:
         assert find_folder("mini") == Path("runs/mini")
         with pytest.raises(InputError, match="other: is no folder, and neither is runs/other"):
             find_folder("other")
+
+    def test_the_page_cannot_take_the_place_of_the_workspace(self, run: Path) -> None:
+        with pytest.raises(InputError, match=r"page\.json: is where the workspace goes"):
+            dashboard.write_dashboard(str(run), run / "page.json")
 
     def test_another_file_in_the_place_is_refused(self, run: Path) -> None:
         (run / "dashboard.json").write_text('{"mine": 1}')

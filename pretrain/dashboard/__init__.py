@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pretrain.dashboard import page, workspace
 from pretrain.dashboard.runs import RunRecords, find_folder, read_runs
+from pretrain.errors import InputError
 
 _FOLLOW_SECONDS = 10
 
@@ -17,10 +18,12 @@ def write_dashboard(name: str, out: Path | None = None, *, follow: bool = False)
 
     With `follow` the page is written anew every 10 s and a browser loads it anew, until all runs are over.
 
-    Raises `InputError` where there is no such run or it has no record.
+    Raises `InputError` where there is no such run, it has no record, or `out` ends in .json.
     """
     folder = find_folder(name)
     out = out or folder / "dashboard.html"
+    if out.suffix == ".json":
+        raise InputError(f"{out}: is where the workspace goes. Name the page something.html.")
     runs = read_runs(folder)
     following = follow and not _over(runs)
     page.write(folder, runs, out, refresh_seconds=_FOLLOW_SECONDS if following else 0)

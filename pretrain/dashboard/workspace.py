@@ -55,15 +55,14 @@ def make(runs: Sequence[RunRecords], entity: str) -> Workspace:
     """The workspace of `runs`: their panels, in W&B's names, and no other runs."""
     from wandb_workspaces import workspaces
 
-    config = runs[0].config
-    tracking = config.get("tracking") or {}
-    group = str(tracking.get("group") or runs[0].name)
     several = len(runs) > 1
+    groups = list(dict.fromkeys(_tracking(run).get("group") or run.name for run in runs))
+    name = ", ".join(groups[:3]) if several else runs[0].name
     return workspaces.Workspace(
-        # The library takes much that is not ASCII for emojis, which it refuses.
-        name=f"{group if several else runs[0].name} dashboard".encode("ascii", "ignore").decode(),
+        # The library refuses emojis, and takes signs such as < for some.
+        name=re.sub(r"[^\w .,:()/-]", "", f"{name} dashboard"),
         entity=entity,
-        project=str(tracking.get("project") or "bertrain"),
+        project=_tracking(runs[0]).get("project") or "bertrain",
         auto_generate_panels=False,
         sections=_sections(runs),
         settings=workspaces.WorkspaceSettings(x_axis=_STEP, max_runs=max(10, len(runs))),
@@ -71,7 +70,7 @@ def make(runs: Sequence[RunRecords], entity: str) -> Workspace:
             # A run's name in W&B is its own and eight digits.
             query="" if several else f"^{re.escape(runs[0].name)}-[0-9a-f]{{8}}$",
             regex_query=not several,
-            filters=f'Metric("Group") == {group!r}',
+            filters=f'Metric("Group") in {_literal(groups)}',
         ),
     )
 
@@ -86,6 +85,16 @@ def read(path: Path) -> Workspace:
         raise InputError(
             f"{path}: is no W&B workspace ({type(error).__name__}). Remove it, or name another file."
         ) from None
+
+
+def _tracking(run: RunRecords) -> dict[str, str]:
+    """The run's settings of tracking, as its config has them."""
+    return run.config.get("tracking") or {}
+
+
+def _literal(texts: list[str]) -> str:
+    """`texts` for a filter, whose parser would make <= of < within quotes too."""
+    return repr(texts).replace("<", r"\x3c").replace(">", r"\x3e")
 
 
 def _sections(runs: Sequence[RunRecords]) -> list[Any]:
@@ -153,7 +162,7 @@ def _cell(text: object) -> str:
 
 def _is_online(run: RunRecords) -> bool:
     """Whether the run's own records go to W&B from here: what is offline or off has no workspace there."""
-    asked = (run.config.get("tracking") or {}).get("wandb", "auto")
+    asked = _tracking(run).get("wandb", "auto")
     return asked in ("auto", "online") and wandb_mode("auto") == "online"
 
 
