@@ -22,6 +22,7 @@ usage() {
   glue     [CONFIG]          every task of GLUE in --glue-dir, and the table of the BERT paper
   report   RUN               curves, corpus card and filled-in masks of a run as one HTML page
   dashboard RUN              curves, events and scores as one HTML page and a W&B workspace; --follow
+  manifest KIND CONFIG       kuberay, rayup or slurm: what a real cluster needs to run it; --out FILE
   doctor                     what this machine has and what is missing
   bench    NAME              measurements beside other systems; `all` of them, `compare` two of its results
   test     [pytest args]     lint, types and tests; with arguments only pytest, with them
@@ -158,9 +159,9 @@ case $command in
         fi
         PYTHONSAFEPATH=1 exec "$venv/bin/python" -m pretrain bench "$@"
         ;;
-    doctor)
+    doctor | manifest)
         set_up base
-        PYTHONSAFEPATH=1 exec "$venv/bin/python" -m cluster doctor "$@"
+        PYTHONSAFEPATH=1 exec "$venv/bin/python" -m cluster "$command" "$@"
         ;;
     test)
         set_up test

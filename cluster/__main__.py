@@ -1,21 +1,205 @@
-"""The command line: python -m cluster doctor."""
+"""The command line: python -m cluster COMMAND. Ray is imported only where a command needs it."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.manifests.command import add_to as add_manifest
+from pretrain.commands import add_command, exit_code, make_parser
+from pretrain.errors import InputError
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
-    parser = argparse.ArgumentParser(prog="python -m cluster")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    commands.add_parser("doctor", help="what this machine has, what is missing and what to do about it")
-    parser.parse_args()
+    given = list(sys.argv[1:] if argv is None else argv)
+    return exit_code(lambda: _dispatch(given))
 
+
+def _dispatch(argv: list[str]) -> int:
+    arguments = _parser().parse_args(argv)
+    return arguments.command(arguments) or 0
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
     from cluster import doctor
 
     return doctor.main()
+
+
+def _up(arguments: argparse.Namespace) -> None:
+    from cluster import local
+
+    cluster = local.up(arguments.nodes, arguments.cpus_per_node)
+    print(
+        f"{len(cluster.nodes)} nodes of {cluster.nodes[0].cpus} CPUs; jobs at {cluster.dashboard}, workers at "
+        f"{cluster.address}\nIts token lies in {cluster.token_file}, for you alone. "
+        "Next: ./launch.sh submit -- pretrain CONFIG"
+    )
+
+
+def _down(arguments: argparse.Namespace) -> None:
+    from cluster import local
+
+    cluster = local.down()
+    print(f"{len(cluster.nodes)} nodes ended" if cluster else "no cluster runs here")
+
+
+def _submit(arguments: argparse.Namespace) -> int:
+    from cluster import jobs
+    from cluster.submission import read_job
+
+    job = read_job(arguments.run, folder=arguments.dir or Path.cwd(), workers=arguments.workers)
+    cluster = jobs.Jobs(arguments.address)
+    cluster.submit(job)
+    if not arguments.follow:
+        print(f"{job.name}: submitted to {cluster.address}. Watch it with ./launch.sh logs -f {job.name}")
+        return 0
+    return _follow(cluster, job.name)
+
+
+def _status(arguments: argparse.Namespace) -> None:
+    from cluster import jobs
+
+    print(jobs.describe(jobs.Jobs(arguments.address).get(arguments.job)))
+
+
+def _list(arguments: argparse.Namespace) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from cluster import jobs
+
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for column in ("job", "kind", "state", "submitted", "progress"):
+        table.add_column(column, overflow="fold")
+    for job in jobs.Jobs(arguments.address).all():
+        metadata = job.metadata or {}
+        table.add_row(
+            job.submission_id, metadata.get("bertrain", "other"), jobs.state(job), jobs.clock(job.start_time),
+            "".join(jobs.progress(Path(metadata.get("run_dir", "/nowhere")))),
+        )  # fmt: skip
+    if table.row_count:
+        Console().print(table)
+    else:
+        print("no jobs")
+
+
+def _logs(arguments: argparse.Namespace) -> int:
+    from cluster import jobs
+
+    cluster = jobs.Jobs(arguments.address)
+    if arguments.follow:
+        return _follow(cluster, arguments.job)
+    sys.stdout.write(cluster.log(arguments.job))
+    return 0
+
+
+def _stop(arguments: argparse.Namespace) -> None:
+    from cluster import jobs
+
+    job = jobs.Jobs(arguments.address).stop(arguments.job)
+    print(f"{arguments.job}: {jobs.state(job)}")
+
+
+def _delete(arguments: argparse.Namespace) -> None:
+    from cluster import jobs
+
+    jobs.Jobs(arguments.address).delete(arguments.job)
+    print(f"{arguments.job}: forgotten; its run folder stays")
+
+
+def _follow(cluster, name: str) -> int:
+    """Print what the job prints, to its end; its exit code. Ctrl-C leaves it running."""
+    from cluster import jobs
+
+    try:
+        for piece in cluster.follow(name):
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+        job = cluster.wait(name)
+    except KeyboardInterrupt:
+        print(f"\n{name}: goes on. `stop {name}` ends it, `logs -f {name}` shows it again.", file=sys.stderr)
+        return 130
+    print(f"{name}: {jobs.state(job)}", file=sys.stderr)
+    return jobs.exit_code(job)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("python -m cluster", "Clusters: start one here, submit jobs to one, check one.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    submit = add_command(commands, "submit", _submit, "run a config on a cluster, or continue its run", """
+  ./launch.sh submit -- pretrain configs/pretrain/bert-mini.yaml
+  ./launch.sh submit --address http://10.0.0.5:8265 --workers 4-8 --follow -- pretrain my.yaml --set seed=1
+  ./launch.sh submit -- finetune configs/finetune/sst2.yaml --from runs/bert-mini""")  # fmt: skip
+    _add_address(submit)
+    submit.add_argument("--workers", metavar="N|MIN-MAX", help="worker processes, or a range to keep within")
+    submit.add_argument("--follow", action="store_true", help="print what the job prints, to its end")
+    submit.add_argument(
+        "--dir", type=Path, metavar="FOLDER",
+        help="folder on the cluster, shared by its machines, that relative paths start from; otherwise this one",
+    )  # fmt: skip
+    submit.add_argument(
+        "run", nargs="+", metavar="-- COMMAND CONFIG [--set KEY=VALUE]... [--from DIR]",
+        help="pretrain, finetune or prepare, and what it is given",
+    )  # fmt: skip
+
+    for name, function, purpose in (
+        ("status", _status, "how far a job is"),
+        ("stop", _stop, "have a job save a checkpoint and end, and wait for it"),
+        ("delete", _delete, "forget a job that has ended; its run folder stays"),
+    ):
+        parser_of = add_command(commands, name, function, purpose, f"\n  ./launch.sh {name} bert-mini")
+        _add_address(parser_of)
+        parser_of.add_argument("job", metavar="JOB", help="the run's name")
+
+    logs = add_command(commands, "logs", _logs, "what a job has printed", "\n  ./launch.sh logs -f bert-mini")
+    _add_address(logs)
+    logs.add_argument("-f", "--follow", action="store_true", help="go on to its end")
+    logs.add_argument("job", metavar="JOB", help="the run's name")
+
+    listing = add_command(commands, "list", _list, "all jobs of a cluster", "\n  ./launch.sh list")
+    _add_address(listing)
+
+    up = add_command(commands, "up", _up, "start a cluster of node processes on this machine", """
+  ./launch.sh up
+  ./launch.sh up --nodes 3 --cpus-per-node 1""")  # fmt: skip
+    up.add_argument("--nodes", type=_positive, default=1, metavar="N", help="node processes (default: 1)")
+    up.add_argument(
+        "--cpus-per-node",
+        type=_positive,
+        default=0,
+        metavar="N",
+        help="CPUs of each; otherwise the cores, shared out",
+    )
+    add_command(commands, "down", _down, "end the cluster that `up` started", "\n  ./launch.sh down")
+    add_manifest(commands)
+    add_command(
+        commands,
+        "doctor",
+        _doctor,
+        "what this machine has, what is missing and what to do about it",
+        "\n  ./launch.sh doctor",
+    )
+    return parser
+
+
+def _add_address(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--address",
+        default="",
+        metavar="URL",
+        help="the cluster's dashboard; otherwise the one that `up` started here",
+    )
+
+
+def _positive(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise InputError(f"{text}: a whole number from 1 is wanted.")
+    return int(text)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from finetune.tasks.classification import ClassificationSettings
 from finetune.tasks.entities import EntitiesSettings
 from finetune.tasks.questions import QuestionsSettings
 from pretrain import settings
-from pretrain.config import FREE_ON_RESUME, Checkpointing, Engine, Optimizer, Phase, Run
+from pretrain.config import FREE_ON_RESUME, Checkpointing, Engine, Guard, Optimizer, Phase, Run
 from pretrain.settings import Section
 
 TASKS = ("classification", "entities", "questions")
@@ -130,6 +130,8 @@ class FinetuneConfig(Run):
     optimizer: Optimizer = Optimizer()
     engine: Engine = Engine()
     checkpoint: Checkpointing = Checkpointing(keep_last=1)
+    # The losses of a few examples leap by nature.
+    guard: Guard = Guard(spike_sigmas=0)
 
     @model_validator(mode="after")
     def _check_task(self) -> FinetuneConfig:

@@ -33,7 +33,7 @@ from pretrain.engine import Engine
 from pretrain.errors import InputError
 from pretrain.estimate import encoder_flops
 from pretrain.optim import learning_rate, make_optimizer, parameter_groups
-from pretrain.session import choose_device, matmul_peak, newest_checkpoint, process_group
+from pretrain.session import choose_device, matmul_peak, newest_checkpoint, process_group, watched
 from pretrain.tracking import Tracker, quiet_logging
 from pretrain.worker import Worker
 
@@ -134,13 +134,17 @@ class Finetuning:
         self.total_steps = config.total_steps(self.units)
         self._stalled = 0.0
 
-    def batches(self, start_step: int) -> Iterator[LabelledStep]:
+    def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[LabelledStep]:
         count = self.config.training.examples_per_step
-        for step in range(start_step, self.total_steps):
+        behind = sum(passed for _, passed in passed_over)
+        for step in range(start_step + behind, self.total_steps + behind):
             began = time.perf_counter()
             made = self._batches.step(step * count, count).to(self._device)
             self._stalled += time.perf_counter() - began
             yield made
+
+    def pass_over(self, step: int, count: int) -> list[tuple[int, int]]:
+        return [(step, count)]
 
     def largest(self) -> LabelledStep:
         return self._batches.largest().to(self._device)
@@ -252,22 +256,26 @@ def _train(
             loop.rehearse(engine, job, progress, checkpoints, extra_state)
             evaluations = config.evaluate_every_steps(job.units)
             phase = config.phase(job.units)
-            loop.fit(
-                engine, job,
-                loop.Plan(
-                    total_steps=job.total_steps,
-                    learning_rate=lambda step: learning_rate([phase], step),
-                    log_every_steps=config.tracking.log_every_steps,
-                    evaluate_every_steps=evaluations,
-                    checkpoint_every_steps=min(evaluations, config.checkpoint.every_steps),
-                    keep_last=config.checkpoint.keep_last,
-                    max_bad_steps=config.engine.max_bad_steps,
-                    peak_flops=matmul_peak(engine),
-                    patience=config.training.patience,
-                ),
-                progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,
-                stop_requested=worker.stop_requested,
-            )  # fmt: skip
+            plan = loop.Plan(
+                total_steps=job.total_steps,
+                learning_rate=lambda step: learning_rate([phase], step),
+                log_every_steps=config.tracking.log_every_steps,
+                evaluate_every_steps=evaluations,
+                checkpoint_every_steps=min(evaluations, config.checkpoint.every_steps),
+                keep_last=config.checkpoint.keep_last,
+                max_bad_steps=config.engine.max_bad_steps,
+                peak_flops=matmul_peak(engine),
+                patience=config.training.patience,
+                guard=config.guard,
+                straggler_factor=config.tracking.straggler_factor,
+                background_saving=config.checkpoint.background,
+                retry_seconds=config.checkpoint.retry_seconds,
+            )
+            with watched(config, engine):
+                loop.fit(
+                    engine, job, plan, progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,
+                    stop_requested=worker.stop_requested,
+                )  # fmt: skip
         _finish(config, job, released, engine, tracker, test_sets=payload.get("test_sets", True))
     finally:
         tracker.close()

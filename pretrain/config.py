@@ -252,6 +252,15 @@ class Checkpointing(Section):
     keep_last: int = Field(
         default=2, ge=1, description="Newest checkpoints kept; the best by validation loss is kept besides."
     )
+    background: bool = Field(
+        default=True,
+        description="Copy in memory and write while training goes on: 12 bytes per parameter over all workers more.",
+    )
+    retry_seconds: float = Field(
+        default=60.0,
+        ge=0,
+        description="How long to try again where the storage fails; a full disk only once.",
+    )
 
 
 class Evaluation(Section):
@@ -261,18 +270,43 @@ class Evaluation(Section):
     )
 
 
+class Guard(Section):
+    """What is done about training that goes wrong: back to the last checkpoint, past the data that did it."""
+
+    spike_sigmas: float = Field(
+        default=10.0, ge=0,
+        description="A loss so many standard deviations over the last 64 steps' median is a spike; 0 looks for none.",
+    )  # fmt: skip
+    spike_share: float = Field(
+        default=0.2, ge=0, description="It must be over the median by this share of it, too."
+    )
+    max_rollbacks: int = Field(default=3, ge=0, description="After so many the run stops (exit 4).")
+
+
 class Tracking(Section):
     log_every_steps: int = Field(default=10, ge=1)
+    straggler_factor: float = Field(
+        default=1.5, gt=1, description="A worker so many times slower than the others' median is named."
+    )
     wandb: Literal["auto", "offline", "online", "off"] = Field(
         default="auto", description="auto: online if a key is set."
     )
     project: str = "bertrain"
+    run_id: str = Field(
+        default="",
+        max_length=64,
+        description="W&B's id of the run; empty makes one. A submitted job has its name.",
+    )
     group: str = ""
     tags: tuple[str, ...] = ()
 
 
 class Scheduling(Section):
     workers: int = Field(default=1, ge=1, description="Worker processes: one per GPU, or CPU workers.")
+    min_workers: int = Field(
+        default=0, ge=0,
+        description="Go on with as few where nodes are lost, and grow again when they return; 0 means always `workers`.",
+    )  # fmt: skip
     cpus_per_worker: int = Field(
         default=0, ge=0, description="CPU threads per worker; 0 shares the cores out."
     )
@@ -282,6 +316,11 @@ class Scheduling(Section):
     cluster: str = Field(
         default="", description="What --dry-run tells the time for without --on, such as 8xH100."
     )
+    hang_seconds: float = Field(
+        default=8.0, ge=0,
+        description="Standstill after which the workers are restarted; ten times the longest of late where that is more. "
+        "0 never does.",
+    )  # fmt: skip
     max_failures: int = Field(
         default=3, ge=0, description="Worker failures survived by restarting from a checkpoint."
     )
@@ -296,6 +335,7 @@ class Run(Section):
     optimizer: Optimizer = Optimizer()
     engine: Engine = Engine()
     checkpoint: Checkpointing = Checkpointing()
+    guard: Guard = Guard()
     tracking: Tracking = Tracking()
     scheduling: Scheduling = Scheduling()
 
@@ -372,6 +412,7 @@ FREE_ON_RESUME = (
     "scheduling",
     "tracking",
     "checkpoint",
+    "guard",
     "engine.zero_stage",
     "engine.micro_batch_tokens",
     "engine.activation_checkpointing",

@@ -66,6 +66,23 @@ class FragmentReader(Protocol):
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor: ...  # fp32 [numel]
 
 
+@dataclass(frozen=True)
+class SideGroup:
+    """All ranks in a process group of their own, on CPU; what `pretrain.checkpoint.store` needs of a group."""
+
+    rank: int
+    world_size: int
+    _group: Any
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """One small JSON-like value of each rank, on every rank."""
+        if self.world_size == 1:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
+
 class Engine:
     """A model under DeepSpeed ZeRO.
 
@@ -91,6 +108,7 @@ class Engine:
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         self.settings = settings
+        self.beat: Callable[[], None] = lambda: None  # called as the engine comes on
         # DeepSpeed's fp32 stage 0 neither clips with a norm we can see nor notices NaN: there we do both.
         self._bare = settings.zero_stage == 0 and settings.precision == "fp32"
         named = list(model.named_parameters())
@@ -117,6 +135,7 @@ class Engine:
 
     def forward(self, batch: Any) -> Any:
         """The module's output for one micro-batch."""
+        self.beat()
         return self._deepspeed(batch)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -204,6 +223,12 @@ class Engine:
             return [value]
         dist.all_gather_object(gathered, value)
         return gathered
+
+    def side_group(self) -> SideGroup:
+        """The same ranks for another thread: its collectives do not meet those of training."""
+        return SideGroup(
+            self.rank, self.world_size, dist.new_group(backend="gloo") if self.world_size > 1 else None
+        )
 
     def peak_memory_bytes(self) -> int:
         """The most memory this worker has held: device memory on CUDA, resident set elsewhere."""

@@ -128,6 +128,7 @@ def memory_bytes(config: RunConfig, stage: int, workers: int, device: Device = "
     activations   saved for the backward pass of one micro-batch, and the working space of one layer
     logits        scores of the masked tokens and their gradient
     copies        gradients on their way between workers, and what DeepSpeed copies to take a step
+    checkpoint    the copy that is written in the background (CPU; on CUDA it lies in the host's memory)
     process       the interpreter and its libraries (CPU)
     """
     size = vocabulary_size(config)
@@ -147,6 +148,7 @@ def memory_bytes(config: RunConfig, stage: int, workers: int, device: Device = "
         "activations": activations,
         "logits": logits,
         "copies": copies,
+        "checkpoint": 12 * p // workers if config.checkpoint.background and device == "cpu" else 0,
         "process": _PROCESS_BYTES + config.engine.compile * _COMPILER_BYTES if device == "cpu" else 0,
     }
 

@@ -10,7 +10,7 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -19,9 +19,14 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint import store
+from pretrain.checkpoint.saver import Saver
+from pretrain.config import Guard
 from pretrain.engine import Engine, StepResult
 from pretrain.errors import DivergedError, InputError, MachineError, StoppedError
+from pretrain.guard import REMEMBERED, is_spike
 from pretrain.memory import return_freed_memory
+from pretrain.rank_times import RankTimes
+from pretrain.session import newest_checkpoint
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +50,15 @@ S = TypeVar("S", bound=Step)
 class Task(Protocol[S]):
     """What is trained. Totals are sums over micro-batches, made comparable by `metrics` (law 3)."""
 
-    def batches(self, start_step: int) -> Iterator[S]:
-        """The steps from the 0-based `start_step` on, to the end of training."""
+    def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[S]:
+        """The steps from the 0-based `start_step` on, to the end of training.
+
+        `passed_over` has (step, count): from this step on, so many steps' worth of data lie behind that were not used.
+        """
+        ...
+
+    def pass_over(self, step: int, count: int) -> list[tuple[int, int]]:
+        """What `passed_over` gets so that the data of `count` steps from `step` on is not used."""
         ...
 
     def largest(self) -> S:
@@ -102,6 +114,10 @@ class Plan:
     keep_last: int
     max_bad_steps: int
     peak_flops: float  # measured matmul peak of all workers together, FLOP/s
+    guard: Guard
+    straggler_factor: float
+    background_saving: bool
+    retry_seconds: float
     patience: int = (
         0  # evaluations in a row without a gain after which training ends; 0 goes to the last step
     )
@@ -136,19 +152,24 @@ class Progress:
     lowest: float | None = None  # of what the task minimises, over all evaluations
     evaluations_without_gain: int = 0
     stopped_early: bool = False
+    recent: list[float] = field(default_factory=list)  # losses of the last steps, for `guard.is_spike`
+    rollbacks: int = 0
+    passed_over: list[tuple[int, int]] = field(default_factory=list)  # see `Task.batches`
     window: Window = field(default_factory=Window)  # since the last record
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
         """As a checkpoint's state.json has it."""
         values = {name: state[name] for name in cls.__dataclass_fields__}
-        return cls(**{**values, "window": Window(**values["window"])})
+        passed_over = [(step, count) for step, count in state["passed_over"]]
+        return cls(**{**values, "passed_over": passed_over, "window": Window(**values["window"])})
 
 
 class Recorder(Protocol):
     """Where numbers go; `pretrain.tracking.Tracker` is one."""
 
     def log(self, record: dict[str, Any]) -> None: ...
+    def rewind(self, step: int) -> None: ...
 
 
 def fit(
@@ -170,32 +191,12 @@ def fit(
         MachineError: a checkpoint could not be written; earlier ones are untouched.
     """
     run = _Run(engine, task, plan, progress, checkpoints, extra_state, recorder)
-    engine.module.train()
-    steps = task.batches(progress.step)
-    run.clock.lap()
-    for step in steps:
-        stop = run.train_step(step, stop_requested())
-        progress.step += 1
-        last = progress.step == plan.total_steps
-        if last or progress.step % plan.log_every_steps == 0:
-            run.log()
-        if last or progress.step % plan.evaluate_every_steps == 0:
-            run.evaluate()
-            progress.stopped_early = 0 < plan.patience <= progress.evaluations_without_gain
-            last = last or progress.stopped_early
-        if progress.bad_in_a_row >= plan.max_bad_steps:
-            if progress.window.tokens:  # not just logged
-                run.log()
-            run.stop_diverged()
-        if last or stop or progress.step % plan.checkpoint_every_steps == 0:
-            run.save()
-        if progress.stopped_early:
-            return
-        if stop and not last:
-            raise StoppedError(
-                f"stopped at step {progress.step} of {plan.total_steps}; checkpoint "
-                f"{store.name_of(progress.step)} is saved. Continue with --resume."
-            )
+    try:
+        while run.train(stop_requested):
+            run.roll_back()
+    finally:
+        run.saver.settle()
+    run.saver.wait()
 
 
 def rehearse(
@@ -207,7 +208,9 @@ def rehearse(
     """
     checkpoint = checkpoints / store.name_of(progress.step)
     if checkpoint not in store.list_checkpoints(checkpoints):
-        _save(engine, progress, checkpoints, extra_state)
+        store.save(
+            checkpoints, progress.step, engine.fragments(), _state(engine, progress, extra_state), engine
+        )
     engine.module.train()
     step = task.largest()
     try:
@@ -271,10 +274,46 @@ class _Run(Generic[S]):
     ) -> None:  # fmt: skip
         self.engine, self.task, self.plan, self.progress = engine, task, plan, progress
         self.checkpoints, self.extra_state, self.recorder = checkpoints, extra_state, recorder
+        self.saver = Saver(
+            checkpoints, engine.side_group(), keep_last=plan.keep_last, background=plan.background_saving,
+            retry_seconds=plan.retry_seconds,
+        )  # fmt: skip
         self.clock = _Clock()
+        self.rank_times = RankTimes(engine, plan.straggler_factor)
         self.stalled_before = task.stalled_seconds()
         self.norm = 0.0
+        self.wrong = ""  # why the last `train` ended, if not well
         self.validation: tuple[int, float] | None = None
+
+    def train(self, stop_requested: Callable[[], bool]) -> bool:
+        """Train to the end; True where something went wrong, which `wrong` says, and a rollback may mend it."""
+        progress, plan = self.progress, self.plan
+        self.engine.module.train()
+        steps = self.task.batches(progress.step, progress.passed_over)
+        self.clock.lap()
+        for step in steps:
+            stop = self.train_step(step, stop_requested())
+            progress.step += 1
+            last = progress.step == plan.total_steps
+            if self.wrong:
+                return True
+            if last or progress.step % plan.log_every_steps == 0:
+                self.log()
+            if last or progress.step % plan.evaluate_every_steps == 0:
+                self.evaluate()
+                progress.stopped_early = 0 < plan.patience <= progress.evaluations_without_gain
+                last = last or progress.stopped_early
+            if last or stop or progress.step % plan.checkpoint_every_steps == 0:
+                self.save()
+            if progress.stopped_early:
+                return False
+            if stop and not last:
+                self.saver.wait()
+                raise StoppedError(
+                    f"stopped at step {progress.step} of {plan.total_steps}; checkpoint "
+                    f"{store.name_of(progress.step)} is saved. Continue with --resume."
+                )
+        return False
 
     def train_step(self, step: S, stop_here: bool) -> bool:
         """One optimizer step; returns whether any rank asks for a stop."""
@@ -282,7 +321,8 @@ class _Run(Generic[S]):
         totals: Tensor | None = None
         flops = 0.0
         for number, micro_batch in enumerate(step.micro_batches):
-            output = engine.forward(micro_batch)
+            with self.rank_times.forward():
+                output = engine.forward(micro_batch)
             engine.backward(task.loss(output, step), last=number == len(step.micro_batches) - 1)
             part = task.totals(output).detach()
             totals = part if totals is None else totals + part
@@ -291,10 +331,16 @@ class _Run(Generic[S]):
         rate = self.plan.learning_rate(progress.step)
         result = engine.step(rate)
         stalled = task.stalled_seconds()
-        mine = torch.tensor([float(stop_here), flops, stalled - self.stalled_before], dtype=torch.float64)
+        mine = torch.tensor(
+            [float(stop_here), float(self.saver.failed), flops, stalled - self.stalled_before],
+            dtype=torch.float64,
+        )
+        self.rank_times.waited += stalled - self.stalled_before
         self.stalled_before = stalled
         shared = engine.sum_over_workers(torch.cat([totals.double().cpu(), mine]))
-        *sums, stop, all_flops, all_stalled = shared.tolist()
+        *sums, stop, failed, all_flops, all_stalled = shared.tolist()
+        if failed:
+            self.saver.wait()  # raises on every rank
         self._count(step, result, sums, rate)
         progress.window.flops += all_flops
         progress.window.stalled += all_stalled / engine.world_size
@@ -314,9 +360,19 @@ class _Run(Generic[S]):
         if not all(map(math.isfinite, sums)) or (not result.applied and scale <= 1):
             progress.bad_in_a_row += 1
             logger.warning("step %d: loss or gradient is not finite; skipped", progress.step + 1)
+            if progress.bad_in_a_row >= self.plan.max_bad_steps:
+                self.wrong = (
+                    f"{progress.bad_in_a_row} steps in a row up to step {progress.step + 1} had a loss or gradient that is "
+                    "not finite"
+                )
             return
         progress.bad_in_a_row = 0
-        progress.window.add(sums, self.task.counts(step).tolist())
+        counts = self.task.counts(step).tolist()
+        loss = self.task.metrics(sums, counts)["loss"]
+        if is_spike(progress.recent, loss, self.plan.guard):
+            self.wrong = f"the loss of step {progress.step + 1} leapt to {loss:.4g}"
+        progress.recent = [*progress.recent, loss][-REMEMBERED:]
+        progress.window.add(sums, counts)
 
     def log(self) -> None:
         progress, engine, window = self.progress, self.engine, self.progress.window
@@ -337,6 +393,7 @@ class _Run(Generic[S]):
                 "data_stall_fraction": window.stalled / seconds,
                 "seconds": progress.seconds,
                 **{f"{name}_seconds": apart for name, apart in self.clock.apart.items()},
+                **self.rank_times.lap(self.recorder, progress.step),
                 "skipped_steps": progress.skipped_steps,
                 "memory_bytes": engine.peak_memory_bytes(),
             }
@@ -376,26 +433,46 @@ class _Run(Generic[S]):
             "validation_loss": self.validation[1] if current and self.validation else None,
             "validation_set": self.task.validation_set(),
         }
-        _save(self.engine, self.progress, self.checkpoints, state)
-        if self.engine.rank == 0:
-            store.prune(self.checkpoints, self.plan.keep_last)
+        self.saver.save(
+            self.progress.step, self.engine.fragments(), _state(self.engine, self.progress, state)
+        )
         self.clock.leave_out("checkpoint", time.perf_counter() - began)
 
-    def stop_diverged(self) -> None:
-        last = store.newest(self.checkpoints) if self.engine.rank == 0 else None
-        name = self.engine.gather_objects(last and last.name)[0]
-        raise DivergedError(
-            f"{self.plan.max_bad_steps} steps in a row up to step {self.progress.step} had a loss or gradient that is "
-            f"not finite. The last good checkpoint is {name}; lower phases.N.peak_learning_rate and --resume from it."
-        )
+    def roll_back(self) -> None:
+        """Go back to the last checkpoint and pass over the data since; `DivergedError` where that was tried enough."""
+        progress, plan = self.progress, self.plan
+        if progress.window.tokens:  # not just logged
+            self.log()
+        self.saver.wait()
+        checkpoint = newest_checkpoint(self.checkpoints, self.engine)
+        name = checkpoint.name if checkpoint else "none"
+        if checkpoint is None or progress.rollbacks >= plan.guard.max_rollbacks:
+            raise DivergedError(
+                f"{self.wrong}, after {progress.rollbacks} rollbacks. The last good checkpoint is {name}; lower the "
+                "learning rate and --resume from it."
+            )
+        found = Progress.from_state(restore(self.engine, checkpoint))
+        first, count = found.step, progress.step - found.step
+        logger.warning("%s: back to %s, past the data of %d steps", self.wrong, name, count)
+        event = {
+            "event": "rollback", "step": first, "from_step": progress.step, "passed_over_steps": count, "time": time.time(),
+            "message": f"{self.wrong}: back to {name}, past the data of {count} steps",
+        }  # fmt: skip
+        found.rollbacks = progress.rollbacks + 1
+        found.passed_over = [*found.passed_over, *self.task.pass_over(first, count)]
+        for name in Progress.__dataclass_fields__:
+            setattr(progress, name, getattr(found, name))
+        self.wrong = ""
+        self.recorder.rewind(first)
+        self.recorder.log(event)
 
 
-def _save(engine: Engine, progress: Progress, checkpoints: Path, extra_state: dict[str, Any]) -> None:
-    state = {
+def _state(engine: Engine, progress: Progress, extra_state: dict[str, Any]) -> dict[str, Any]:
+    """What state.json has."""
+    return {
         **dataclasses.asdict(progress),
         "updates": engine.updates(),
         "scaler": engine.scaler_state(),
         "shapes": {name: list(shape) for name, shape in engine.shapes.items()},
         **extra_state,
     }
-    store.save(checkpoints, progress.step, engine.fragments(), state, engine)

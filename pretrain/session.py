@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 from pretrain.checkpoint import store
 from pretrain.config import Engine as EngineSettings
+from pretrain.config import Run
 from pretrain.engine import Engine, end_process_group
 from pretrain.errors import MachineError
+from pretrain.watchdog import Watchdog
 from pretrain.worker import Worker
 
 
@@ -60,6 +62,18 @@ def newest_checkpoint(checkpoints: Path, engine: Engine) -> Path | None:
         found = store.newest(checkpoints, set_aside=True)
     name = engine.gather_objects(found and found.name)[0]
     return checkpoints / name if name else None
+
+
+@contextlib.contextmanager
+def watched(config: Run, engine: Engine) -> Iterator[None]:
+    """Training that is ended, for whoever restarts it, when it stands still (`pretrain.watchdog`)."""
+    logs = config.folder / "logs"
+    watchdog = Watchdog(
+        engine.rank, engine.world_size, logs, config.scheduling.hang_seconds, compiles=config.engine.compile
+    )
+    with watchdog:
+        engine.beat = watchdog.beat
+        yield
 
 
 def matmul_peak(engine: Engine) -> float:

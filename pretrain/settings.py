@@ -42,9 +42,16 @@ def load(path: Path | str, kind: type[S], overrides: Sequence[str] = ()) -> S:
     return source.validate()
 
 
-def dump(settings: Section) -> str:
-    """Resolved settings as YAML that `load` reads back to equal ones."""
-    return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=110)
+def names(path: Path | str) -> set[str]:
+    """The names that stand first in the YAML file `path`, whatever it describes; `InputError` where it cannot be read."""
+    values = _parse(_read(Path(path)), str(path))[1]
+    return set(map(str, values)) if isinstance(values, dict) else set()
+
+
+def dump(settings: Section, exclude: set[str] | None = None) -> str:
+    """Resolved settings, but for the sections in `exclude`, as YAML that `load` reads back to equal ones."""
+    values = settings.model_dump(mode="json", exclude=exclude)
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=110)
 
 
 def differences(before: Section, after: Section, *, free: Sequence[str]) -> list[str]:
@@ -337,6 +344,7 @@ _EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
     "tuple_type": lambda ctx: "a list",
     "dict_type": lambda ctx: "a section of `key: value` lines",
     "model_type": lambda ctx: "a section of `key: value` lines",
+    "string_pattern_mismatch": lambda ctx: f"text like {ctx['pattern']}",
     "too_short": lambda ctx: f"at least {ctx['min_length']} item",
     "greater_than": lambda ctx: f"more than {ctx['gt']:g}",
     "greater_than_equal": lambda ctx: f"at least {ctx['ge']:g}",

@@ -85,7 +85,7 @@ class Tracker:
         job_type: str,
         enabled: bool,
     ) -> None:
-        self.run_id = run_id or f"{config.name}-{secrets.token_hex(4)}"
+        self.run_id = run_id or config.tracking.run_id or f"{config.name}-{secrets.token_hex(4)}"
         self._file = None
         self._wandb = None
         if not enabled:
@@ -115,6 +115,15 @@ class Tracker:
                 rest = rest[self._file.write(rest) :]
         if self._wandb is not None:
             self._wandb.log(wandb_names(record))
+
+    def rewind(self, step: int) -> None:
+        """Drop the records past `step`, which is trained from anew."""
+        if self._file is not None:
+            path = Path(self._file.name)
+            with disk_errors(path):
+                self._file.close()
+                _keep_until(path, step)
+                self._file = path.open("ab", buffering=0)
 
     @property
     def mirrored(self) -> bool:
@@ -165,10 +174,10 @@ def is_training(record: dict[str, Any]) -> bool:
 def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
     """The record under the names of the HF Trainer and Composer; x axis is train/global_step.
 
-    A list, such as of one number per worker, becomes one name for each. An event becomes a 1 under its kind.
+    A list, with a number for each rank, becomes a name for each. An event becomes its rank, or 1, under its kind.
     """
     if "event" in record:
-        named = {"train/global_step": record.get("step"), f"events/{record['event']}": 1}
+        named = {_WANDB_TRAIN["step"]: record.get("step"), f"events/{record['event']}": record.get("rank", 1)}
         return {**named, "events/message": record.get("message", "")}
     evaluation = "split" in record
     names, section = (_WANDB_EVALUATION, "eval") if evaluation else (_WANDB_TRAIN, "train")
@@ -483,13 +492,18 @@ class _Progress:
             self._take(record)
 
     def _take(self, record: dict[str, Any]) -> None:
+        if "event" in record:
+            if self._news:
+                self.console.print(
+                    f"  step {record['step']:,}: {record['message']}", style="yellow", markup=False
+                )
+            return
         if record.get("split") == "validation":
             loss = record.get("loss")
             best = record.get("best", loss is not None and loss < self._best)
             self._best = loss if best and loss is not None else self._best
             if self._news:
                 self.console.print(_evaluation_line(record, best))
-        if not is_training(record):
             return
         self.last = record
         if self._news:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from pretrain.errors import InputError
 from pretrain.estimate import executed_flops, micro_batch_tokens
 from pretrain.model.heads import Losses, PretrainingModel
 from pretrain.optim import learning_rate, make_optimizer, parameter_groups
-from pretrain.session import choose_device, matmul_peak, newest_checkpoint, process_group
+from pretrain.session import choose_device, matmul_peak, newest_checkpoint, process_group, watched
 from pretrain.tracking import Tracker, quiet_logging
 from pretrain.worker import Worker
 
@@ -90,11 +90,16 @@ def _train(
                 keep_last=config.checkpoint.keep_last,
                 max_bad_steps=config.engine.max_bad_steps,
                 peak_flops=matmul_peak(engine),
+                guard=config.guard,
+                straggler_factor=config.tracking.straggler_factor,
+                background_saving=config.checkpoint.background,
+                retry_seconds=config.checkpoint.retry_seconds,
             )
-            loop.fit(
-                engine, task, plan, progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,
-                stop_requested=worker.stop_requested,
-            )  # fmt: skip
+            with watched(config, engine):
+                loop.fit(
+                    engine, task, plan, progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,
+                    stop_requested=worker.stop_requested,
+                )  # fmt: skip
         if worker.rank == 0 and tracker.mirrored:
             hf.export_run(config.folder, config.folder / "export")
             tracker.log_artifact(config.folder / "export")
@@ -128,16 +133,29 @@ class Pretraining:
                 held_out, config, number, rank=engine.rank, world_size=engine.world_size
             )
 
-    def batches(self, start_step: int) -> Iterator[StepBatch]:
+    def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[StepBatch]:
         first_phase, phase_step = self._config.phase_at(start_step)
+        # Data that a phase passed over puts off its later data, and no other phase's.
+        behind = [0] * len(self._config.phases)
+        for step, count in passed_over:
+            behind[self._config.phase_at(step)[0]] += count
         for number in range(first_phase, len(self._config.phases)):
-            self._open_loader(number, phase_step)
+            self._open_loader(number, phase_step + behind[number])
             assert self._loader is not None
             for _, step in zip(
                 range(phase_step, self._config.phases[number].steps), self._loader, strict=False
             ):
                 yield step.to(self._device)
             phase_step = 0
+
+    def pass_over(self, step: int, count: int) -> list[tuple[int, int]]:
+        found = []
+        while count:
+            number, within = self._config.phase_at(step)
+            here = min(count, self._config.phases[number].steps - within)
+            found.append((step, here))
+            step, count = step + here, count - here
+        return found
 
     def largest(self) -> StepBatch:
         length = max(phase.sequence_length for phase in self._config.phases)

@@ -52,7 +52,7 @@ def with_changes(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str
 
 def records(run_dir: Path, split: str = "train") -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if line.get("split", "train") == split]
+    return [line for line in lines if "event" not in line and line.get("split", "train") == split]
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,11 +19,12 @@ from hypothesis import strategies as st
 from finetune import saved
 from finetune.experiments import trials
 from pretrain import __main__ as command_line
-from pretrain import dashboard, loop, tracking
+from pretrain import dashboard, loop, tracking, train
 from pretrain.dashboard import curves, workspace
 from pretrain.dashboard.panels import PANELS, panels_for
 from pretrain.dashboard.runs import FAILED, SCORES, find_folder, read_runs
 from pretrain.errors import InputError
+from pretrain.rank_times import RankTimes
 
 HOSTILE = "</script><script>alert(1)</script> | [x](y) \u2028 'q\""
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -63,7 +66,7 @@ def charts_of(page: Path) -> dict[str, list[dict[str, Any]]]:
 def run(tmp_path: Path) -> Path:
     records = [
         training(10), training(20, grad_norm=None), {"event": "restart", "step": 23, "time": 1e9, "message": HOSTILE},
-        training(30, step_seconds=[0.5, 0.75], wait_seconds=[0.0, 0.25]),
+        training(30, rank_forward_seconds=[0.5, 0.75], rank_wait_seconds=[0.0, 0.25]),
         {"step": 30, "split": "validation", "loss": 7.5, "mlm_loss": 7.0, "mlm_accuracy": 0.2, "best": True, "seconds": 1.0},
     ]  # fmt: skip
     phases = [{"steps": 20, "sequence_length": 128}, {"steps": 40, "sequence_length": 512}]
@@ -72,19 +75,23 @@ def run(tmp_path: Path) -> Path:
 
 class TestPanels:
     def test_every_metric_is_one_that_a_run_writes(self) -> None:
-        """Against the record that the loop makes, and against what the tracker's readers were written for."""
+        """Against the record that the loop makes of what pretraining and the ranks give it."""
         written: list[dict[str, Any]] = []
-        fake: Any = SimpleNamespace(
-            progress=loop.Progress(step=1, window=loop.Window(totals=[1.0], counts=[1.0])), plan=SimpleNamespace(peak_flops=1.0),
-            engine=SimpleNamespace(peak_memory_bytes=lambda: 1, world_size=1, sum_over_workers=lambda it: it),
-            task=SimpleNamespace(metrics=lambda totals, counts: {"loss": 1.0}), recorder=SimpleNamespace(log=written.append),
-            clock=loop._Clock(), rate=0.1, epoch=0, norm=1.0,
+        engine: Any = SimpleNamespace(
+            peak_memory_bytes=lambda: 1, world_size=1, rank=0, device=torch.device("cpu"), sum_over_workers=lambda it: it
         )  # fmt: skip
-        loop._Run.log(fake)
-        pretraining = {"mlm_loss", "nsp_loss", "mlm_accuracy", "nsp_accuracy"}
-        by_worker = {"step_seconds", "wait_seconds"}
-        shown = {metric for panel in PANELS for metric in panel.metrics}
-        assert shown <= set(written[0]) | pretraining | by_worker
+        task: Any = SimpleNamespace(_config=SimpleNamespace(pairs=SimpleNamespace(next_sentence=True)))
+        run: Any = SimpleNamespace(
+            progress=loop.Progress(step=1, window=loop.Window(totals=[1.0] * 4, counts=[1.0] * 2)), engine=engine,
+            task=SimpleNamespace(metrics=functools.partial(train.Pretraining.metrics, task)),
+            plan=SimpleNamespace(peak_flops=1.0), recorder=SimpleNamespace(log=written.append), clock=loop._Clock(),
+            rank_times=RankTimes(engine, 2.0), rate=0.1, epoch=0, norm=1.0,
+        )  # fmt: skip
+        loop._Run.log(run)
+        (record,) = written
+        assert {metric for panel in PANELS for metric in panel.metrics} <= set(record)
+        by_rank = {metric for panel in PANELS if panel.kind == "ranks" for metric in panel.metrics}
+        assert by_rank == {metric for metric, value in record.items() if isinstance(value, list)}
 
     def test_scores_are_what_else_an_evaluation_has(self) -> None:
         records = [
@@ -132,13 +139,13 @@ class TestCurves:
         assert set(curve.low) == {1.0}
         assert curve.not_finite == 2
 
-    def test_many_workers_are_three_curves(self, tmp_path: Path) -> None:
+    def test_many_ranks_are_three_curves(self, tmp_path: Path) -> None:
         records = [
-            training(1, step_seconds=[float(n) for n in range(16)]),
-            training(2, step_seconds=[1.0] * 15),
+            training(1, rank_forward_seconds=[float(n) for n in range(16)]),
+            training(2, rank_forward_seconds=[1.0] * 15),
         ]
         (run,) = read_runs(write_run(tmp_path / "r", records))
-        (panel,) = [panel for panel in PANELS if panel.metrics == ("step_seconds",)]
+        (panel,) = [panel for panel in PANELS if panel.metrics == ("rank_forward_seconds",)]
         found = {curve.name: curve.y for curve in curves.curves(panel, [run])}
         assert found == {
             "slowest of 16": [15.0, 1.0],
@@ -158,8 +165,8 @@ class TestPage:
         ]  # fmt: skip
         assert charts["Gradient norm before clipping"][0]["y"] == [1.5, None, 1.5]
         assert charts["Gradient norm before clipping"][0]["not_finite"] == 1
-        assert [(one["name"], one["y"]) for one in charts["Time of a step by worker"]] == [
-            ("worker 0", [0.5]), ("worker 1", [0.75]),
+        assert [(one["name"], one["y"]) for one in charts["Time of a forward pass by rank"]] == [
+            ("rank 0", [0.5]), ("rank 1", [0.75]),
         ]  # fmt: skip
         marks = [(mark["kind"], mark["step"]) for mark in data_of(page)["marks"]]
         assert marks == [("restart", 23), ("phase", 20)]
@@ -285,10 +292,16 @@ class TestWorkspace:
         names = {title: [one.name for one in getattr(plot, "y", [])] for title, plot in plots.items()}
         assert names["Loss"] == ["train/loss", "eval/loss"]
         assert names["Useful tokens per second"] == ["throughput/tokens_per_sec"]
-        assert names["Time of a step by worker"] == ["train/step_seconds/0", "train/step_seconds/1"]
+        assert names["Time of a forward pass by rank"] == [
+            "train/rank_forward_seconds/0",
+            "train/rank_forward_seconds/1",
+        ]
         assert "events/restart" in names["Events"]
         assert re.fullmatch(again.runset_settings.query, "mini-0a1b2c3d")
         assert not re.fullmatch(again.runset_settings.query, "mini-2-0a1b2c3d")
+        (run / "config.yaml").write_text(json.dumps({"name": "mini", "tracking": {"run_id": "mini-7"}}))
+        dashboard.write_dashboard(str(run))
+        assert re.fullmatch(workspace.read(path).runset_settings.query, "mini-7")
 
     def test_saved_twice_it_is_one_and_holds_no_key(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WANDB_MODE", "online")

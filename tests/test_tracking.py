@@ -203,8 +203,8 @@ class TestWandb:
         }  # fmt: skip
 
     def test_a_list_is_a_name_for_each_worker_and_an_event_a_mark(self) -> None:
-        assert wandb_names({"step": 10, "step_seconds": [0.5, 0.75]}) == {
-            "train/global_step": 10, "train/step_seconds/0": 0.5, "train/step_seconds/1": 0.75,
+        assert wandb_names({"step": 10, "rank_forward_seconds": [0.5, 0.75]}) == {
+            "train/global_step": 10, "train/rank_forward_seconds/0": 0.5, "train/rank_forward_seconds/1": 0.75,
         }  # fmt: skip
         assert wandb_names({"event": "restart", "step": 10, "time": 1.0, "message": "worker 1 died"}) == {
             "train/global_step": 10, "events/restart": 1, "events/message": "worker 1 died",

@@ -18,6 +18,7 @@ import re
 import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -60,8 +61,10 @@ class HeldFragment(Protocol):
 class Group(Protocol):
     """The workers that save together; `pretrain.engine.Engine` is one."""
 
-    rank: int
-    world_size: int
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world_size(self) -> int: ...
 
     def gather_objects(self, value: Any) -> list[Any]: ...
 
@@ -79,19 +82,64 @@ def step_of(checkpoint: Path) -> int:
     return int(match[1])
 
 
+@dataclass(frozen=True)
+class Shard:
+    """What one rank writes of a checkpoint: fp32 tensors by "<kind>|<parameter>|<start>", and what they are."""
+
+    tensors: dict[str, Tensor]
+    entries: list[dict[str, Any]]  # name, start, numel, kinds
+
+    @property
+    def bytes(self) -> int:
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+
 def save(
     folder: Path, step: int, fragments: Iterable[HeldFragment], state: dict[str, Any], group: Group
 ) -> Path:
-    """Write the checkpoint of `step` into `folder`; every rank calls this. Returns its path.
+    """Write the checkpoint of `step` into `folder`, as `write` does; every rank calls this. Returns its path."""
+    return write(folder, step, take_shard(fragments, group), state, group)
 
-    Each rank writes and hashes what it holds (of what all hold, its even share); rank 0 writes the state and, when
-    all is on disk, the manifest, and renames the folder to its name. A failure on any rank, such as a full disk,
-    is raised on every rank as `MachineError`, and what was half-written is removed.
+
+def take_shard(
+    fragments: Iterable[HeldFragment], group: Group, copy: Callable[[str, Tensor], Tensor] = lambda _, x: x
+) -> Shard:
+    """What this rank writes: all that it alone holds and, of what all hold, its even share.
+
+    `copy` gets each tensor's key and a view of the optimizer's own, which the next step changes.
+    """
+    tensors: dict[str, Tensor] = {}
+    entries = []
+    for fragment in fragments:
+        share = _share(fragment, group)
+        if share.start == share.stop:
+            continue
+        start = fragment.start + share.start
+        for kind, tensor in fragment.tensors.items():
+            key = f"{kind}|{fragment.name}|{start}"
+            tensors[key] = copy(key, tensor[share].detach())
+        entries.append(
+            {
+                "name": fragment.name,
+                "start": start,
+                "numel": share.stop - share.start,
+                "kinds": list(fragment.tensors),
+            }
+        )
+    return Shard(tensors, entries)
+
+
+def write(folder: Path, step: int, shard: Shard, state: dict[str, Any], group: Group) -> Path:
+    """Write the checkpoint of `step` into `folder`; every rank calls this with its shard. Returns its path.
+
+    Each rank writes and hashes its own; rank 0 writes the state and, when all is on disk, the manifest, and renames
+    the folder to its name. A failure on any rank, such as a full disk, is raised on every rank as `MachineError`,
+    and what was half-written is removed.
     """
     final = folder / name_of(step)
     aside = folder / f".{final.name}.tmp"
     try:
-        shards = _agree(group, lambda: _write_shard(aside, fragments, group))
+        shards = _agree(group, lambda: _write_shard(aside, shard, group))
         _agree(group, lambda: _publish(aside, final, shards, state) if group.rank == 0 else None)
     except RunError:
         if group.rank == 0:
@@ -251,34 +299,15 @@ class _Piece(NamedTuple):
     file: str
 
 
-def _write_shard(aside: Path, fragments: Iterable[HeldFragment], group: Group) -> dict[str, Any]:
+def _write_shard(aside: Path, shard: Shard, group: Group) -> dict[str, Any]:
     """Write this rank's tensors; returns what the manifest says of the file."""
     name = f"rank-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
-    tensors: dict[str, Tensor] = {}
-    entries = []
-    for fragment in fragments:
-        share = _share(fragment, group)
-        numel = share.stop - share.start
-        if numel == 0:
-            continue
-        start = fragment.start + share.start
-        for kind, tensor in fragment.tensors.items():
-            tensors[f"{kind}|{fragment.name}|{start}"] = tensor[share].detach().cpu()
-        entries.append(
-            {
-                "name": fragment.name,
-                "start": start,
-                "numel": numel,
-                "file": name,
-                "kinds": list(fragment.tensors),
-            }
-        )
     path = aside / name
     with disk_errors(path):
         aside.mkdir(parents=True, exist_ok=True)
-        _preflight(path, sum(t.numel() * t.element_size() for t in tensors.values()))
+        _preflight(path, shard.bytes)
         try:
-            save_file(tensors, path)
+            save_file({key: tensor.cpu() for key, tensor in shard.tensors.items()}, path)
         except SafetensorError as error:
             # The library wraps the system's error; a full disk must come out as one.
             if "No space left" in str(error) or "os error 28" in str(error):
@@ -286,7 +315,12 @@ def _write_shard(aside: Path, fragments: Iterable[HeldFragment], group: Group) -
             raise
         with path.open("rb") as file:
             os.fsync(file.fileno())
-    return {"file": name, "bytes": path.stat().st_size, "sha256": sha256_file(path), "fragments": entries}
+    return {
+        "file": name,
+        "bytes": path.stat().st_size,
+        "sha256": sha256_file(path),
+        "fragments": [{**entry, "file": name} for entry in shard.entries],
+    }
 
 
 def _share(fragment: HeldFragment, group: Group) -> slice:

@@ -14,7 +14,7 @@ from pretrain.dashboard.runs import RunRecords
 BUCKETS = 800
 """Most points of a curve; one of more records is cut into so many stretches of equal numbers of steps."""
 
-_MOST_WORKERS = 8  # with a curve each; of more, the fastest, the median and the slowest are shown
+_MOST_RANKS = 8  # with a curve each; of more, the fastest, the median and the slowest are shown
 _DIGITS = 6
 
 
@@ -26,7 +26,7 @@ class Curve:
     """
 
     name: str
-    kind: str  # training, held-out or worker
+    kind: str  # training, held-out or rank
     x: list[int]
     y: list[float | None]
     low: list[float | None]
@@ -39,8 +39,8 @@ def curves(panel: Panel, runs: Sequence[RunRecords]) -> list[Curve]:
     if len(runs) > 1:
         return _one_each(panel, runs)
     (run,) = runs
-    if panel.kind == "workers":
-        return [curve for metric in panel.metrics for curve in _by_worker(run, metric)]
+    if panel.kind == "ranks":
+        return [curve for metric in panel.metrics for curve in _by_rank(run, metric)]
     shown = []
     for metric in panel.metrics:
         for kind, records in (("training", run.training), ("held-out", run.evaluations)):
@@ -70,7 +70,7 @@ def thin(name: str, kind: str, x: Sequence[int], y: Sequence[float | None], most
 def _one_each(panel: Panel, runs: Sequence[RunRecords]) -> list[Curve]:
     """The panel's first metric of every run: on held-out examples where it is measured there."""
     metric = panel.metrics[0]
-    if panel.kind == "workers":
+    if panel.kind == "ranks":
         return []
     held_out = any(metric in record for run in runs for record in run.evaluations)
     kind = "held-out" if held_out else "training"
@@ -78,23 +78,23 @@ def _one_each(panel: Panel, runs: Sequence[RunRecords]) -> list[Curve]:
     return [curve for curve in shown if curve]
 
 
-def _by_worker(run: RunRecords, metric: str) -> list[Curve]:
+def _by_rank(run: RunRecords, metric: str) -> list[Curve]:
     records = [record for record in run.training if isinstance(record.get(metric), list) and record[metric]]
     if not records:
         return []
     x = [record["step"] for record in records]
-    workers = max(len(record[metric]) for record in records)
-    if workers <= _MOST_WORKERS:
+    ranks = max(len(record[metric]) for record in records)
+    if ranks <= _MOST_RANKS:
         return [
-            thin(f"worker {number}", "worker", x, [_item(record[metric], number) for record in records])
-            for number in range(workers)
+            thin(f"rank {number}", "rank", x, [_item(record[metric], number) for record in records])
+            for number in range(ranks)
         ]
     ordered = [sorted(record[metric], key=lambda value: value or 0.0) for record in records]
     places = {"slowest": -1, "median": None, "fastest": 0}
     return [
         thin(
-            f"{name} of {workers}",
-            "worker",
+            f"{name} of {ranks}",
+            "rank",
             x,
             [one[len(one) // 2 if place is None else place] for one in ordered],
         )

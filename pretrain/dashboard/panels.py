@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-Kind = Literal["curve", "workers", "scores"]
+Kind = Literal["curve", "ranks", "scores"]
 Unit = Literal["nats", "share", "tokens/s", "s", "bytes", "steps", ""]
 
 
@@ -14,8 +14,8 @@ Unit = Literal["nats", "share", "tokens/s", "s", "bytes", "steps", ""]
 class Panel:
     """One chart over the steps of a run.
 
-    `metrics` are keys of metrics.jsonl. A `curve` shows those of training and of evaluations, `workers` a list with
-    a number for each worker, and `scores` whatever the evaluations of a fine-tuning are measured by.
+    `metrics` are keys of metrics.jsonl. A `curve` shows those of training and of evaluations, `ranks` a list with
+    a number for each rank, and `scores` whatever the evaluations of a fine-tuning are measured by.
     """
 
     title: str
@@ -38,8 +38,8 @@ PANELS = (
     Panel("Share of the matmul peak", ("peak_fraction",), "share", "Speed"),
     Panel("Share of time waiting for batches", ("data_stall_fraction",), "share", "Speed"),
     Panel("Evaluations and checkpoints", ("evaluation_seconds", "checkpoint_seconds"), "s", "Speed"),
-    Panel("Time of a step by worker", ("step_seconds",), "s", "Workers", "workers"),
-    Panel("Time waiting for batches by worker", ("wait_seconds",), "s", "Workers", "workers"),
+    Panel("Time of a forward pass by rank", ("rank_forward_seconds",), "s", "Workers", "ranks"),
+    Panel("Time waiting for batches by rank", ("rank_wait_seconds",), "s", "Workers", "ranks"),
     Panel("Peak memory of worker 0", ("memory_bytes",), "bytes", "Workers"),
     Panel("Steps skipped for NaN or infinity", ("skipped_steps",), "steps", "Workers"),
 )

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
 _STEP = "train/global_step"
-_MOST_WORKERS = 32  # with a curve each
+_MOST_RANKS = 32  # with a curve each
 
 
 def write(runs: Sequence[RunRecords], path: Path) -> str:
@@ -67,8 +67,7 @@ def make(runs: Sequence[RunRecords], entity: str) -> Workspace:
         sections=_sections(runs),
         settings=workspaces.WorkspaceSettings(x_axis=_STEP, max_runs=max(10, len(runs))),
         runset_settings=workspaces.RunsetSettings(
-            # A run's name in W&B is its own and eight digits.
-            query="" if several else f"^{re.escape(runs[0].name)}-[0-9a-f]{{8}}$",
+            query="" if several else _query(runs[0]),
             regex_query=not several,
             filters=f'Metric("Group") in {_literal(groups)}',
         ),
@@ -90,6 +89,12 @@ def read(path: Path) -> Workspace:
 def _tracking(run: RunRecords) -> dict[str, str]:
     """The run's settings of tracking, as its config has them."""
     return run.config.get("tracking") or {}
+
+
+def _query(run: RunRecords) -> str:
+    """What finds the run in W&B: the id that was given to it, or its name and eight digits."""
+    given = _tracking(run).get("run_id")
+    return f"^{re.escape(given)}$" if given else f"^{re.escape(run.name)}-[0-9a-f]{{8}}$"
 
 
 def _literal(texts: list[str]) -> str:
@@ -130,7 +135,7 @@ def _names(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
         for records in itertools.chain.from_iterable((run.training, run.evaluations) for run in runs):
             last = next((record for record in reversed(records) if record.get(metric) is not None), {})
             value = last.get(metric)
-            one = {metric: value[:_MOST_WORKERS] if isinstance(value, list) else value}
+            one = {metric: value[:_MOST_RANKS] if isinstance(value, list) else value}
             if last:
                 names.update(dict.fromkeys(wandb_names({**one, "split": ""} if "split" in last else one)))
     return list(names)

@@ -1,0 +1,311 @@
+"""Jobs on a Ray cluster, from the client's side: submit, status, logs, stop, list, delete.
+
+A run's name is its id everywhere: Ray's submission id, the run folder's name and the id in W&B. So a run cannot be
+started twice at once, and submitting it again continues it. What the cluster does with a job is in `cluster.job`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from cluster import local
+from cluster.driver import choose_token, nodes_fit
+from cluster.worker import one_line
+from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+
+if TYPE_CHECKING:
+    from ray.job_submission import JobDetails, JobSubmissionClient
+
+KINDS = ("pretrain", "finetune", "prepare")
+ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
+
+_REACH_SECONDS = 3.0
+_ANSWER_SECONDS = 5.0
+_POLL_SECONDS = 0.5
+_MEANING = {
+    InputError.exit_code: "your input; see its log",
+    MachineError.exit_code: "the machine or cluster was not fit; see its log",
+    DivergedError.exit_code: "training diverged; see its log",
+    StoppedError.exit_code: "stopped, its state is saved; submit it again to go on",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run to submit.
+
+    Attributes:
+        kind: pretrain, finetune or prepare.
+        name: the run's id.
+        config: the resolved settings, as JSON has them.
+        run_dir: the run folder.
+        folder: working directory on the cluster, which relative paths of the config start from.
+        workers: at least and at most so many.
+        cpus_per_worker: 0 where the cluster's are shared out.
+    """
+
+    kind: str
+    name: str
+    config: dict[str, Any]
+    run_dir: Path
+    folder: Path
+    workers: tuple[int, int]
+    cpus_per_worker: int
+
+
+class Jobs:
+    """The jobs of one cluster.
+
+    Args:
+        address: URL of the cluster's dashboard, such as http://10.0.0.5:8265; empty takes the local one of `up`.
+
+    Raises:
+        InputError: no URL; no local cluster; the token is missing or wrong.
+        MachineError: nothing answers there.
+    """
+
+    def __init__(self, address: str = "") -> None:
+        cluster = local.find() if not address else None
+        if not address and cluster is None:
+            raise InputError(
+                "No cluster: name one with --address URL, or start one here with ./launch.sh up."
+            )
+        self.address = address or (cluster.dashboard if cluster else "")
+        _check_reachable(self.address)
+        if cluster is not None and "RAY_AUTH_TOKEN" not in os.environ:
+            local.use_token(cluster)
+        elif address:
+            choose_token(address)
+        from ray.job_submission import JobSubmissionClient
+
+        self._client: JobSubmissionClient = JobSubmissionClient(self.address)
+        with self._answers():
+            self._client.get_version()
+            self._client.list_jobs()  # the version is told to anyone
+
+    def submit(self, job: Job) -> None:
+        """Start the run, or continue it where it was begun; it goes on when this process has ended.
+
+        Raises:
+            InputError: it runs or waits already.
+            MachineError: its workers would never fit on the cluster.
+        """
+        before = self.find(job.name)
+        if before is not None and before.status not in ENDED:
+            raise InputError(
+                f"{job.name}: is {before.status.lower()} already on {self.address}. Watch it with `logs -f {job.name}`, "
+                f"end it with `stop {job.name}`, or choose another name."
+            )
+        nodes = [
+            (int(node["resources_total"].get("CPU", 0)), int(node["resources_total"].get("GPU", 0)))
+            for node in nodes_of(self.address)
+        ]
+        needed = 1 if job.kind == "prepare" else job.workers[0]
+        nodes_fit(nodes, needed, job.cpus_per_worker, f"the cluster at {self.address}")
+        with self._answers():
+            if before is not None:
+                self._client.delete_job(job.name)
+            try:
+                self._client.submit_job(
+                    submission_id=job.name,
+                    entrypoint="python -m cluster.job",
+                    metadata=_metadata(job),
+                    # Of the supervisor, who gives the driver so long for a last checkpoint; Ray's own default is 3 s.
+                    runtime_env={"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(local.STOP_SECONDS)}},
+                )
+            except RuntimeError as error:
+                if "already exists" in str(error):
+                    raise InputError(f"{job.name}: was submitted by another at this moment.") from None
+                raise
+
+    def find(self, name: str) -> JobDetails | None:
+        """The job of this name; None where there is none."""
+        return next((job for job in self.all() if job.submission_id == name), None)
+
+    def get(self, name: str) -> JobDetails:
+        """The job of this name; `InputError` where there is none."""
+        job = self.find(name)
+        if job is None:
+            known = ", ".join(str(job.submission_id) for job in self.all()) or "none"
+            raise InputError(f"{name}: no such job on {self.address}. There are: {known}.")
+        return job
+
+    def all(self) -> list[JobDetails]:
+        """Jobs by the time of their submission; Ray's other drivers are left out."""
+        with self._answers():
+            found = [job for job in self._client.list_jobs() if job.submission_id]
+        return sorted(found, key=lambda job: job.start_time or 0)
+
+    def log(self, name: str) -> str:
+        """All that the job has printed."""
+        self.get(name)
+        with self._answers():
+            return self._client.get_job_logs(name)
+
+    def follow(self, name: str) -> Iterator[str]:
+        """What the job prints, piece by piece, to its end."""
+        import asyncio
+
+        self.get(name)
+        pieces = self._client.tail_job_logs(name)
+        loop = asyncio.new_event_loop()
+        try:
+            while True:
+                try:
+                    yield loop.run_until_complete(pieces.__anext__())  # type: ignore[arg-type]
+                except StopAsyncIteration:
+                    return
+        finally:
+            loop.close()
+
+    def stop(self, name: str, seconds: float = local.STOP_SECONDS) -> JobDetails:
+        """Ask the job to save a checkpoint and end, and wait for that; a job that has ended stays as it is."""
+        job = self.get(name)
+        if job.status not in ENDED:
+            with self._answers():
+                self._client.stop_job(name)
+        return self.wait(name, seconds)
+
+    def wait(self, name: str, seconds: float = float("inf")) -> JobDetails:
+        """The job when it has ended; `MachineError` after so many seconds."""
+        deadline = time.monotonic() + seconds
+        while (job := self.get(name)).status not in ENDED:
+            if time.monotonic() > deadline:
+                raise MachineError(
+                    f"{name}: is still {job.status.lower()} after {seconds:.0f} s. Ask its `status` again."
+                )
+            time.sleep(_POLL_SECONDS)
+        return job
+
+    def delete(self, name: str) -> None:
+        """Forget a job that has ended; its run folder stays."""
+        job = self.get(name)
+        if job.status not in ENDED:
+            raise InputError(f"{name}: is {job.status.lower()}. End it with `stop {name}` first.")
+        with self._answers():
+            self._client.delete_job(name)
+
+    @contextlib.contextmanager
+    def _answers(self) -> Iterator[None]:
+        """What Ray's client raises, as one line of ours."""
+        from ray.exceptions import AuthenticationError
+
+        try:
+            yield
+        except AuthenticationError:
+            raise InputError(
+                f"{self.address}: the cluster refuses this token. Put the cluster's own into RAY_AUTH_TOKEN_PATH (a file "
+                "of mode 0600) or ~/.ray/auth_token."
+            ) from None
+        except RunError:
+            raise
+        except Exception as error:
+            raise MachineError(
+                f"{self.address}: the cluster did not answer as Ray does ({one_line(error)})."
+            ) from None
+
+
+def nodes_of(dashboard: str) -> list[dict[str, Any]]:
+    """The living nodes, by the dashboard: node_id, node_ip, resources_total and more. The token must be set."""
+    from ray.util.state import list_nodes
+
+    try:
+        found = list_nodes(address=dashboard, timeout=int(_ANSWER_SECONDS), raise_on_missing_output=False)
+    except Exception as error:
+        raise MachineError(f"{dashboard}: told nothing of its nodes ({one_line(error)}).") from None
+    return [node for node in map(vars, found) if node["state"] == "ALIVE"]
+
+
+def describe(job: JobDetails) -> str:
+    """One job for the terminal: its state, what that means, and how far its run is."""
+    lines = [f"{job.submission_id}: {state(job)}"]
+    lines.append(f"  submitted {clock(job.start_time)}, {_duration(job)}")
+    metadata = job.metadata or {}
+    if "run_dir" in metadata:
+        lines.append(f"  run folder {metadata['run_dir']}")
+        lines += [f"  {line}" for line in progress(Path(metadata["run_dir"]))]
+    return "\n".join(lines)
+
+
+def state(job: JobDetails) -> str:
+    """Ray's word for the job's state, and ours for its exit code."""
+    word = str(job.status.value).lower()
+    code = job.driver_exit_code
+    if word == "failed" and code is not None:
+        return f"failed with exit code {code}: {_MEANING.get(code, 'crashed; see its log')}"
+    if word == "failed" and job.message:
+        return f"failed: {' '.join(job.message.split())[:200]}"
+    return word
+
+
+def exit_code(job: JobDetails) -> int:
+    """The code of a process that followed the job to its end."""
+    if job.status == "SUCCEEDED":
+        return 0
+    if job.status == "STOPPED":
+        return StoppedError.exit_code
+    return job.driver_exit_code or MachineError.exit_code
+
+
+def progress(run_dir: Path) -> list[str]:
+    """How far a run is by its folder; [] where that cannot be seen from here."""
+    from pretrain.tracking import is_training, read_records
+
+    try:
+        records = read_records(run_dir)
+    except (RunError, OSError):
+        return []
+    last = next((record for record in reversed(records) if is_training(record)), None)
+    if last is None:
+        return []
+    loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
+    return [f"step {last['step']:,}, loss {loss}, {last['tokens_per_second']:,.0f} tokens/s"]
+
+
+def _metadata(job: Job) -> dict[str, str]:
+    """All that `cluster.job` needs, so nothing is uploaded and nothing need be found."""
+    return {
+        "bertrain": job.kind,
+        "config": json.dumps(job.config, separators=(",", ":")),
+        "folder": str(job.folder),
+        "run_dir": str(job.folder / job.run_dir),
+        "workers": str(job.workers[0]),
+        "cpus_per_worker": str(job.cpus_per_worker),
+    }
+
+
+def _check_reachable(address: str) -> None:
+    """Say in seconds, and not by a traceback, that nothing listens at a URL."""
+    parts = urlsplit(address)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise InputError(
+            f"--address: {address!r} is no URL of a Ray dashboard, such as http://10.0.0.5:8265."
+        )
+    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    try:
+        socket.create_connection((parts.hostname, port), timeout=_REACH_SECONDS).close()
+    except OSError as error:
+        raise MachineError(
+            f"No cluster answers at {address} ({one_line(error)}). Check --address, and that this machine is let in."
+        ) from None
+
+
+def clock(milliseconds: int | None) -> str:
+    """A time of Ray's in this machine's zone."""
+    return time.strftime("%F %T", time.localtime((milliseconds or 0) / 1000))
+
+
+def _duration(job: JobDetails) -> str:
+    end = (job.end_time or time.time() * 1000) / 1000
+    seconds = max(0, int(end - (job.start_time or 0) / 1000))
+    hours, rest = divmod(seconds, 3600)
+    return f"{'ran' if job.status in ENDED else 'for'} {hours}:{rest // 60:02}:{rest % 60:02}"

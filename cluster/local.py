@@ -1,0 +1,243 @@
+"""A Ray cluster on this machine, of several node processes: for trying jobs, failures and elasticity without a real one.
+
+It is closed to whoever has not its token, keeps to this machine, and is ended by the ids of its own processes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cluster.run import end_session, environment, last_line
+from pretrain.errors import InputError, MachineError
+from pretrain.files import write_json
+
+_UP_SECONDS = 60.0
+_OBJECT_STORE_BYTES = 100 << 20
+# How long a job that is stopped may take for its last checkpoint before Ray kills it (Ray's own: 3 s).
+STOP_SECONDS = 600
+
+# Of every process of the cluster; jobs and workers inherit it.
+_ENVIRONMENT = {
+    "RAY_AUTH_MODE": "token",
+    "RAY_CHDIR_TO_TRIAL_DIR": "0",
+    "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
+    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
+    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
+    "RAY_TRAIN_METRICS_ENABLED": "0",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "2",
+}
+
+
+@dataclass(frozen=True)
+class Node:
+    """One `ray start --block`, leader of a session of its own."""
+
+    pid: int
+    started: float  # as psutil tells it, so that a reused pid is not taken for ours
+    cpus: int
+
+    def is_alive(self) -> bool:
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(self.pid)
+            return process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE
+        return False
+
+
+@dataclass(frozen=True)
+class LocalCluster:
+    """What `up` leaves for the other commands to find."""
+
+    folder: str  # Ray's session and the token, of mode 0700
+    address: str  # host:port of the GCS, for scheduling.address
+    dashboard: str  # URL for jobs
+    nodes: tuple[Node, ...]
+
+    @property
+    def token_file(self) -> Path:
+        return Path(self.folder) / "token"
+
+
+def up(nodes: int, cpus_per_node: int) -> LocalCluster:
+    """Start a cluster of so many node processes with so many CPUs each (0: the machine's, shared out).
+
+    Raises:
+        InputError: one runs already.
+        MachineError: it did not start.
+    """
+    running = find()
+    if running is not None:
+        raise InputError(
+            f"up: a cluster of {len(running.nodes)} nodes runs already ({running.dashboard}). End it with `down` first."
+        )
+    cores = len(os.sched_getaffinity(0))
+    cpus = cpus_per_node or max(1, cores // nodes)
+    folder = Path(tempfile.mkdtemp(prefix="bertrain-", dir="/tmp"))  # mode 0700; sockets need a short path
+    _write_token(folder / "token")
+    _use_token_file(folder / "token")  # Ray reads it while it is imported
+    host, port, dashboard_port = _own_address(), *_free_ports(2)
+    cluster = LocalCluster(str(folder), f"{host}:{port}", f"http://127.0.0.1:{dashboard_port}", ())
+    _write(cluster)
+    try:
+        head = _start_node(
+            cluster,
+            [
+                "--head", f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}",
+                f"--temp-dir={folder}", "--include-dashboard=true",
+            ],
+            cpus,
+        )  # fmt: skip
+        cluster = _with(cluster, head)
+        _await(cluster, lambda: _listens(host, port) and _listens("127.0.0.1", dashboard_port))
+        for _ in range(nodes - 1):
+            cluster = _with(cluster, _start_node(cluster, [f"--address={cluster.address}"], cpus))
+        _await(cluster, lambda: len(alive_nodes(cluster)) == nodes)
+    except BaseException:
+        down()
+        raise
+    return cluster
+
+
+def add_node(cluster: LocalCluster, cpus: int) -> LocalCluster:
+    """One more node process."""
+    return _with(cluster, _start_node(cluster, [f"--address={cluster.address}"], cpus))
+
+
+def down() -> LocalCluster | None:
+    """End the local cluster's own processes and remove its folder; None where there is none."""
+    cluster = _read()
+    if cluster is None:
+        return None
+    for node in reversed(cluster.nodes):
+        # Its session outlives a node that was killed: raylet and workers are children of the first process.
+        if node.is_alive() or not psutil.pid_exists(node.pid):
+            end_session(node.pid)
+    shutil.rmtree(cluster.folder, ignore_errors=True)
+    _state_file().unlink(missing_ok=True)
+    return cluster
+
+
+def find() -> LocalCluster | None:
+    """The local cluster whose head runs."""
+    cluster = _read()
+    return cluster if cluster and cluster.nodes and cluster.nodes[0].is_alive() else None
+
+
+def use_token(cluster: LocalCluster) -> None:
+    """Make this process's Ray speak to the local cluster; before `ray` is imported."""
+    _use_token_file(cluster.token_file)
+
+
+def alive_nodes(cluster: LocalCluster) -> list[dict[str, Any]]:
+    """What the dashboard says of the living nodes: node_id, node_ip, resources_total."""
+    from cluster.jobs import nodes_of
+
+    with contextlib.suppress(MachineError):
+        return nodes_of(cluster.dashboard)
+    return []
+
+
+def _use_token_file(path: Path) -> None:
+    os.environ.pop("RAY_AUTH_TOKEN", None)
+    os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path))
+
+
+def _start_node(cluster: LocalCluster, arguments: list[str], cpus: int) -> Node:
+    folder = Path(cluster.folder)
+    with (folder / "nodes.log").open("ab") as log:
+        child = subprocess.Popen(
+            [
+                sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block",
+                "--disable-usage-stats", f"--num-cpus={cpus}", f"--object-store-memory={_OBJECT_STORE_BYTES}",
+                *arguments,
+            ],
+            env={
+                **environment(), **_ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(cluster.token_file),
+                # A job's command is `python`, which must be this one.
+                "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            },
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
+        )  # fmt: skip
+    return Node(child.pid, psutil.Process(child.pid).create_time(), cpus)
+
+
+def _with(cluster: LocalCluster, node: Node) -> LocalCluster:
+    grown = LocalCluster(cluster.folder, cluster.address, cluster.dashboard, (*cluster.nodes, node))
+    _write(grown)
+    return grown
+
+
+def _await(cluster: LocalCluster, ready: Any) -> None:
+    deadline = time.monotonic() + _UP_SECONDS
+    log = Path(cluster.folder) / "nodes.log"
+    while not ready():
+        dead = [node for node in cluster.nodes if not node.is_alive()]
+        if dead or time.monotonic() > deadline:
+            why = "ended" if dead else f"did not come up within {_UP_SECONDS:.0f} s"
+            raise MachineError(
+                f"up: a node {why}; its last line: {last_line(log)!r}. ./launch.sh doctor checks the machine."
+            )
+        time.sleep(0.2)
+
+
+def _listens(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection((host, port), timeout=1).close()
+        return True
+    return False
+
+
+def _own_address() -> str:
+    """The address that Ray gives its nodes here: it replaces 127.0.0.1 by the host's own."""
+    from ray.util import get_node_ip_address
+
+    return get_node_ip_address()
+
+
+def _free_ports(count: int) -> list[int]:
+    probes = [socket.socket() for _ in range(count)]
+    try:
+        for probe in probes:
+            probe.bind(("", 0))
+        return [probe.getsockname()[1] for probe in probes]
+    finally:
+        for probe in probes:
+            probe.close()
+
+
+def _write_token(path: Path) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w") as file:
+        file.write(secrets.token_hex(32))
+
+
+def _state_file() -> Path:
+    home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
+    return Path(home) / "bertrain" / "cluster.json"
+
+
+def _write(cluster: LocalCluster) -> None:
+    _state_file().parent.mkdir(parents=True, exist_ok=True)
+    write_json(_state_file(), asdict(cluster))
+
+
+def _read() -> LocalCluster | None:
+    try:
+        values = json.loads(_state_file().read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return LocalCluster(**{**values, "nodes": tuple(Node(**node) for node in values["nodes"])})

@@ -1,0 +1,44 @@
+"""python -m cluster manifest: the manifest of a run, printed or written to a file."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from pretrain.commands import add_command
+from pretrain.files import atomic_open, disk_errors
+
+_KINDS = ("kuberay", "rayup", "slurm")
+
+
+def add_to(commands: Any) -> None:
+    """Add `manifest` to the subcommands of a parser."""
+    parser = add_command(commands, "manifest", _manifest, "what a real cluster needs to run a config", """
+  python -m cluster manifest kuberay my.yaml --set place.image=registry/bertrain:1 --out my-run.yaml
+  python -m cluster manifest kuberay my.yaml --set place.kind=RayCluster --set place.queue=training
+  python -m cluster manifest rayup my.yaml --set place.file_system=fs-0123456789abcdef0
+  python -m cluster manifest slurm my.yaml --set scheduling.workers=16 --set place.partition=gpu
+
+Settings below place. say where it runs; cluster/manifests/{kuberay,rayup,slurm}.py describe them.""")  # fmt: skip
+    parser.add_argument("kind", choices=_KINDS, metavar="KIND", help=", ".join(_KINDS))
+    parser.add_argument("config", type=Path, metavar="CONFIG", help="of a pretraining or a fine-tuning")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; otherwise standard output")
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="override a setting of the config or of the place; may be repeated",
+    )
+
+
+def _manifest(arguments: argparse.Namespace) -> None:
+    from cluster.manifests import render
+
+    text = render(arguments.kind, arguments.config, arguments.set)
+    if arguments.out is None:
+        print(text, end="")
+        return
+    with disk_errors(arguments.out), atomic_open(arguments.out, "w") as file:
+        file.write(text)

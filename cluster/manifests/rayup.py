@@ -1,0 +1,185 @@
+"""`ray up` on AWS: a cluster config that starts the image of the Containerfile on EC2 nodes around one EFS."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Any
+
+from pydantic import Field
+
+from cluster.manifests.run import Job, Nodes
+from cluster.manifests.text import as_yaml
+
+_HOME, _USER = "/home/bertrain", 1000  # of the Containerfile
+_TOKEN = f"{_HOME}/.ray/auth_token"
+_PORT = 6379
+
+
+class Place(Nodes):
+    """Where a run goes on AWS."""
+
+    file_system: str = Field(
+        pattern=r"^fs-[0-9a-f]+$",
+        description="EFS that all nodes mount, such as fs-0123456789abcdef0: --set place.file_system=ID.",
+    )
+    region: str = Field(default="us-west-2", description="AWS region.")
+    zone: str = Field(default="", description="Availability zone, such as us-west-2a; empty takes any.")
+    instance: str = Field(default="p4d.24xlarge", description="EC2 type of the worker nodes; workers_per_node is its GPUs.")  # fmt: skip
+    head_instance: str = Field(
+        default="m6i.2xlarge", description="EC2 type of the head, which trains nothing."
+    )
+    machine_image: str = Field(
+        default="",
+        description="AMI with Docker and NVIDIA's driver; empty takes Ray's choice for the region.",
+    )
+    disk_gib: int = Field(default=200, ge=50, description="Disk of each node.")
+    spot: bool = Field(default=False, description="Spot instances for the workers; a lost one costs the steps since the last checkpoint.")  # fmt: skip
+    security_group: str = Field(
+        default="",
+        pattern=r"^(sg-[0-9a-f]+)?$",
+        description="Group of all nodes; it must let them reach each other and EFS. Empty makes one open for SSH only.",
+    )
+    private: bool = Field(
+        default=False,
+        description="Nodes without public addresses; then call `ray up` from within the network.",
+    )
+    netrc: str = Field(
+        default="",
+        description="Your netrc with W&B's key, copied to the nodes; empty leaves W&B offline there.",
+    )
+    image: str = Field(
+        default="bertrain:latest", description="What cluster/manifests/Containerfile builds, in a registry."
+    )
+    storage: str = Field(
+        default="/shared", pattern=r"^/", description="Where EFS is mounted; the run starts there."
+    )
+
+
+def render(job: Job, place: Place) -> str:
+    """The cluster config, with the run's config and command in its head's home folder."""
+    start = [
+        "ray stop",
+        f"ulimit -n 65536; ray start --head --port={_PORT} --num-cpus=0 --num-gpus=0 --dashboard-host=127.0.0.1 "
+        "--autoscaling-config=~/ray_bootstrap_config.yaml",
+    ]
+    join = [
+        "ray stop",
+        f"ulimit -n 65536; ray start --address=$RAY_HEAD_IP:{_PORT} --num-gpus={job.gpus_per_node}",
+    ]
+    cluster = {
+        "cluster_name": job.name,
+        "max_workers": job.nodes,
+        "provider": _provider(place),
+        "auth": {"ssh_user": "ubuntu"},
+        "docker": _docker(place),
+        # The token never stands in this file: Ray copies yours to every node.
+        "file_mounts": {
+            _TOKEN: "~/.ray/auth_token",
+            **({f"{_HOME}/.netrc": place.netrc} if place.netrc else {}),
+        },
+        "initialization_commands": _mount(place),
+        "setup_commands": [f"chmod 600 {_TOKEN}"],
+        "head_setup_commands": [
+            _write(f"{_HOME}/{job.name}.yaml", job.config),
+            _write(f"{_HOME}/start.sh", _start_script(job, place)),
+        ],
+        "available_node_types": {
+            "head": {"resources": {}, "node_config": _node(place, place.head_instance, spot=False)},
+            "workers": {
+                "resources": {},  # as AWS tells them of the instance type
+                "min_workers": job.nodes,
+                "max_workers": job.nodes,
+                "node_config": _node(place, place.instance, spot=place.spot),
+            },
+        },
+        "head_node_type": "head",
+        "head_start_ray_commands": start,
+        "worker_start_ray_commands": join,
+    }
+    return as_yaml([cluster], _header(job))
+
+
+def _header(job: Job) -> str:
+    return f"""
+{job.name} on {job.nodes} nodes of {job.workers_per_node} workers on AWS. Needs boto3, and a token of yours:
+  (umask 077; ray get-auth-token --generate >/dev/null)
+  ray up FILE
+  ray exec FILE 'bash ~/start.sh'        # again after a stop or a failure: it resumes
+  ray dashboard FILE                     # through SSH; no port but SSH is open to the outside
+  ray down FILE
+"""
+
+
+def _provider(place: Place) -> dict[str, Any]:
+    return {
+        "type": "aws",
+        "region": place.region,
+        **({"availability_zone": place.zone} if place.zone else {}),
+        "cache_stopped_nodes": False,
+        "use_internal_ips": place.private,
+    }
+
+
+def _docker(place: Place) -> dict[str, Any]:
+    return {
+        "image": place.image,
+        "container_name": "bertrain",
+        "run_options": [
+            "--ulimit nofile=65536:65536",
+            "--cap-drop ALL",
+            "--security-opt no-new-privileges",
+            f"--volume {place.storage}:{place.storage}",
+            f"--env RAY_AUTH_MODE=token --env RAY_AUTH_TOKEN_PATH={_TOKEN}",
+            "--env RAY_USAGE_STATS_ENABLED=0",
+        ],
+    }
+
+
+def _mount(place: Place) -> list[str]:
+    """On each node, outside the container: EFS by NFS with the options that AWS recommends."""
+    source = f"{place.file_system}.efs.{place.region}.amazonaws.com:/"
+    options = "nfsvers=4.1,rsize=1048576,wsize=1048576,hard,timeo=600,retrans=2,noresvport"
+    folder = shlex.quote(place.storage)
+    return [
+        "command -v mount.nfs4 >/dev/null || (sudo apt-get update && sudo apt-get install -y nfs-common)",
+        f"sudo mkdir -p {folder}",
+        f"mountpoint -q {folder} || sudo mount -t nfs4 -o {options} {source} {folder}",
+        f"sudo chown {_USER}:{_USER} {folder}",
+    ]
+
+
+def _node(place: Place, instance: str, *, spot: bool) -> dict[str, Any]:
+    disk = {"VolumeSize": place.disk_gib, "VolumeType": "gp3", "Encrypted": True}
+    return {
+        "InstanceType": instance,
+        **({"ImageId": place.machine_image} if place.machine_image else {}),
+        **({"SecurityGroupIds": [place.security_group]} if place.security_group else {}),
+        **({"InstanceMarketOptions": {"MarketType": "spot"}} if spot else {}),
+        "BlockDeviceMappings": [{"DeviceName": "/dev/sda1", "Ebs": disk}],
+        # IMDSv2, so that no fetched URL can be made to tell the node's credentials.
+        "MetadataOptions": {"HttpTokens": "required"},
+    }
+
+
+def _write(path: str, text: str) -> str:
+    """A shell command that writes a file."""
+    return f"printf %s {shlex.quote(text)} >{path}"
+
+
+def _start_script(job: Job, place: Place) -> str:
+    address = f"127.0.0.1:{_PORT}"
+    commands = "\n".join(job.commands(f"{_HOME}/{job.name}.yaml", address))
+    return f"""#!/bin/bash
+# The run, from its newest checkpoint if there is one.
+set -euo pipefail
+cd {shlex.quote(place.storage)}
+export PYTHONSAFEPATH=1
+# `ray up` returns when the head is there; the others take minutes more.
+until python -c "import ray, sys
+ray.init('{address}', log_to_driver=False)
+sys.exit(sum(node['Alive'] for node in ray.nodes()) < {job.nodes + 1})" 2>/dev/null; do
+    echo "waiting for {job.nodes} nodes"
+    sleep 10
+done
+{commands}
+"""

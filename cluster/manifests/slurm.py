@@ -1,0 +1,133 @@
+"""SLURM: one sbatch script that starts Ray on the job's nodes with `ray symmetric-run` and gives itself back."""
+
+from __future__ import annotations
+
+import shlex
+
+from pydantic import Field
+
+from cluster.manifests.run import Job, Nodes
+
+_WORD = r"^[\w.,:@/+-]*$"  # what an #SBATCH line takes without quotes
+
+
+class Place(Nodes):
+    """Where a run goes on SLURM."""
+
+    partition: str = Field(default="", pattern=_WORD, description="Partition; empty takes SLURM's default.")
+    account: str = Field(
+        default="", pattern=_WORD, description="Account to charge; empty takes your default."
+    )
+    qos: str = Field(default="", pattern=_WORD, description="Quality of service; empty takes the default.")
+    constraint: str = Field(default="", pattern=_WORD, description="Feature that the nodes must have, such as h100.")  # fmt: skip
+    time_limit: str = Field(
+        default="24:00:00",
+        pattern=r"^(\d+-)?\d+(:\d\d){0,2}$",
+        description="Time of one start; at its end the run saves a checkpoint and is queued again.",
+    )
+    storage: str = Field(
+        default=".", description="Folder that all nodes see; the run starts there. A dot is where sbatch was called."
+    )  # fmt: skip
+    environment: str = Field(
+        default="source .venv/bin/activate",
+        description="Shell line that puts this project's python on the path.",
+    )
+
+
+def render(job: Job, place: Place) -> str:
+    """The sbatch script, with the config in it."""
+    return f"{_options(job, place)}\n{_setup(job, place)}\n{_start(job)}\n{_end()}"
+
+
+def _options(job: Job, place: Place) -> str:
+    options = {
+        "job-name": job.name,
+        "partition": place.partition,
+        "account": place.account,
+        "qos": place.qos,
+        "constraint": place.constraint,
+        "nodes": job.nodes,
+        "ntasks-per-node": 1,
+        "cpus-per-task": job.workers_per_node * job.cpus_per_worker,
+        "gpus-per-node": job.gpus_per_node or "",
+        "mem": 0,
+        "time": place.time_limit,
+        "signal": f"B:TERM@{place.grace_seconds}",
+        "output": f"{job.name}-%j.log",
+        "open-mode": "append",
+    }
+    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value != ""]
+    gpus = f" with {job.gpus_per_node} GPUs" if job.gpus else ""
+    return f"""#!/bin/bash
+# {job.name} on {job.nodes} nodes{gpus}. Submit with sbatch FILE; to stop for good, touch {job.folder}/stop or scancel.
+# Whole nodes, because `ray stop`, with which `ray symmetric-run` ends, ends every Ray of this user on them.
+#SBATCH --exclusive
+#SBATCH --requeue
+{chr(10).join(lines)}
+set -euo pipefail
+"""
+
+
+def _setup(job: Job, place: Place) -> str:
+    config = job.config.rstrip("\n")
+    return f"""cd {shlex.quote(place.storage)}
+# shellcheck disable=SC1091
+{place.environment}
+run={shlex.quote(job.folder)}
+mkdir -p "$run"
+rm -f "$run/exit-code"
+cat >"$run/submitted.yaml" <<'CONFIG'
+{config}
+CONFIG
+
+# A token of this start alone; who has it may run code on these nodes.
+(umask 077 && rm -f "$run/ray-token" && python -c 'import secrets; print(secrets.token_hex(32), end="")' >"$run/ray-token")
+RAY_AUTH_TOKEN_PATH=$(realpath "$run/ray-token")
+export RAY_AUTH_TOKEN_PATH RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 PYTHONSAFEPATH=1
+export RAY_TMPDIR=/tmp/ray-$SLURM_JOB_ID RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
+
+# This script runs on the first node, which becomes the head. Some machines know their own name as 127.0.1.1.
+head=$(getent ahostsv4 "$(hostname)" | awk '$1 !~ /^127\\./ {{ print $1; exit }}')
+[[ -n $head ]] || head=$(hostname -I | awk '{{ print $1 }}')
+address=$head:$((20000 + SLURM_JOB_ID % 10000))
+"""
+
+
+def _start(job: Job) -> str:
+    commands = " && ".join(job.commands('"$1"', '"$2"'))
+    gpus = f" --num-gpus={job.gpus_per_node}" if job.gpus else " --num-gpus=0"
+    cpus = job.workers_per_node * job.cpus_per_worker
+    return f"""# SLURM's warning before the time limit reaches this script alone; the file `stop` asks the run for a checkpoint.
+warned='' interrupted=''
+trap 'warned=1 interrupted=1; touch "$run/stop"' TERM
+
+# The run's own exit code goes through a file, because srun tells the highest of all nodes, and the others end with Ray.
+# shellcheck disable=SC2016
+srun --kill-on-bad-exit=0 --wait=60 ray symmetric-run --address "$address" --min-nodes {job.nodes} --num-cpus={cpus}{gpus} -- \\
+    bash -c 'code=0; ({commands}) || code=$?; echo "$code" >"$0"; exit "$code"' \\
+    "$run/exit-code" "$run/submitted.yaml" "$address" &
+"""
+
+
+def _end() -> str:
+    return """code=0
+while :; do
+    interrupted='' code=0
+    wait $! || code=$?
+    [[ -n $interrupted ]] || break # else the signal ended `wait`, not the run
+done
+if [[ -s $run/exit-code ]]; then
+    code=$(<"$run/exit-code")
+else # `ray symmetric-run` ends with 0 where Ray did not start
+    echo "error: the run did not begin; what srun and Ray said is above." >&2
+    ((code != 0)) || code=3
+fi
+rm -f "$run/ray-token"
+srun rm -rf "$RAY_TMPDIR" || true
+
+# 75: stopped with everything saved. Without a warning it was stopped by hand and stays so.
+if [[ $code == 75 && -n $warned ]]; then
+    scontrol requeue "$SLURM_JOB_ID"
+fi
+exit "$code"
+"""

@@ -1,0 +1,86 @@
+"""What a user types after `submit --`, read and checked here, before anything is sent."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cluster.jobs import KINDS, Job
+from pretrain.errors import InputError
+
+if TYPE_CHECKING:
+    from pretrain.config import Run
+
+_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+# Settings by these names hold what others must not see; they belong into the environment of the cluster.
+_SECRET = re.compile(r"(_|^)(key|token|secret|password)s?$", re.IGNORECASE)
+
+
+def read_job(arguments: Sequence[str], *, folder: Path, workers: str | None) -> Job:
+    """The job of `pretrain|finetune|prepare CONFIG [--set KEY=VALUE]... [--from DIR]`.
+
+    Raises `InputError` for anything in it that would end the run before its first step and can be seen from here.
+    """
+    options = _parser().parse_args(list(arguments))
+    overrides = list(options.set)
+    if workers is not None:
+        overrides += _workers(workers)
+    config = _load(options, overrides)
+    name = config.name if options.kind != "prepare" else f"prepare-{config.name}"[:63]
+    values = config.model_dump(mode="json")
+    if not config.tracking.run_id and options.kind != "prepare":
+        values["tracking"]["run_id"] = config.name
+    _refuse_secrets(values)
+    scheduling = config.scheduling
+    return Job(
+        options.kind, name, values, config.folder, folder.absolute(),
+        (scheduling.min_workers or scheduling.workers, scheduling.workers), scheduling.cpus_per_worker,
+    )  # fmt: skip
+
+
+def _load(options: argparse.Namespace, overrides: list[str]) -> Run:
+    if options.kind == "finetune":
+        from finetune.config import load_config as load
+
+        if options.start_from:
+            overrides.append(f"start_from={json.dumps(options.start_from)}")
+        return load(options.config, overrides)
+    from pretrain.config import load_config
+
+    if options.start_from:
+        raise InputError(f"--from: is for finetune, not for {options.kind}.")
+    return load_config(options.config, overrides)
+
+
+def _workers(text: str) -> list[str]:
+    match = _RANGE.fullmatch(text)
+    low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 1 <= low <= high:
+        raise InputError(f"--workers: {text!r} is neither a number from 1 nor a range such as 2-4.")
+    return [f"scheduling.workers={high}", f"scheduling.min_workers={low if low < high else 0}"]
+
+
+def _refuse_secrets(values: Any, path: str = "") -> None:
+    """A config is kept in job records, logs and checkpoints, where no key may lie."""
+    if isinstance(values, dict):
+        for key, value in values.items():
+            where = f"{path}.{key}" if path else str(key)
+            if _SECRET.search(str(key)) and isinstance(value, str) and value:
+                raise InputError(
+                    f"{where}: looks like a secret, and a config is kept in logs, job records and checkpoints. Set it in "
+                    "the environment of the cluster's machines."
+                )
+            _refuse_secrets(value, where)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="submit --", allow_abbrev=False)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("config", type=Path, metavar="CONFIG")
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--from", dest="start_from", metavar="DIR")
+    return parser

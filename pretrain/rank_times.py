@@ -1,0 +1,97 @@
+"""How long each rank computes and waits for data: who holds up the others (law 7).
+
+Steps take all ranks equally long, since they wait for one another; forward passes do not (but in ZeRO 3, which gathers
+weights in them), so these tell the ranks apart.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import statistics
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from pretrain.engine import Engine
+    from pretrain.loop import Recorder
+
+logger = logging.getLogger(__name__)
+
+_RECORDS = 3
+_NOISE_SECONDS = 0.005  # of a forward pass
+
+
+class RankTimes:
+    """Seconds of this rank since the last record, brought together with the others' for each record.
+
+    Args:
+        engine: the ranks.
+        factor: a rank so many times slower than the others' median is a straggler.
+    """
+
+    def __init__(self, engine: Engine, factor: float) -> None:
+        self._engine, self._factor = engine, factor
+        self._seconds, self._passes = 0.0, 0
+        self._events: list[tuple[Any, Any]] = []  # CUDA: begun and ended
+        self._slow_for: dict[int, int] = {}  # ranks that are slow, and for how many records in a row
+        self.waited = 0.0  # for batches
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """One forward pass of this rank."""
+        self._passes += 1
+        if self._engine.device.type == "cuda":
+            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begun.record()
+            yield
+            ended.record()
+            self._events.append((begun, ended))
+            return
+        began = time.perf_counter()
+        yield
+        self._seconds += time.perf_counter() - began
+
+    def lap(self, recorder: Recorder, step: int) -> dict[str, list[float]]:
+        """Per rank, for the record of `step`: mean seconds of a forward pass, and seconds waited for data since the last.
+
+        A rank that is a straggler in three records in a row is named in the log and by an event. Every rank calls this.
+        """
+        engine = self._engine
+        if self._events:
+            torch.cuda.synchronize()
+            self._seconds = sum(begun.elapsed_time(ended) for begun, ended in self._events) / 1000
+        table = torch.zeros(2, engine.world_size, dtype=torch.float64)
+        table[:, engine.rank] = torch.tensor([self._seconds / max(1, self._passes), self.waited])
+        engine.sum_over_workers(table)
+        self._seconds, self._passes, self.waited = 0.0, 0, 0.0
+        self._events.clear()
+        forward, waited = table.tolist()
+        self._name_stragglers(forward, recorder, step)
+        return {"rank_forward_seconds": forward, "rank_wait_seconds": waited}
+
+    def _name_stragglers(self, forward: list[float], recorder: Recorder, step: int) -> None:
+        slow = find_stragglers(forward, self._factor)
+        self._slow_for = {rank: self._slow_for.get(rank, 0) + 1 for rank in slow}
+        for rank in sorted(rank for rank, records in self._slow_for.items() if records == _RECORDS):
+            message = (
+                f"rank {rank} takes {slow[rank]:.1f} times as long as the others' median for a forward pass"
+            )
+            logger.warning("step %d: %s", step, message)
+            recorder.log(
+                {"event": "straggler", "step": step, "rank": rank, "time": time.time(), "message": message}
+            )
+
+
+def find_stragglers(seconds: list[float], factor: float) -> dict[int, float]:
+    """Ranks that take at least `factor` times the median of the others and some milliseconds, with how many times."""
+    found = {}
+    for rank, mine in enumerate(seconds):
+        others = [*seconds[:rank], *seconds[rank + 1 :]]
+        usual = statistics.median(others) if others else 0.0
+        if usual > 0 and mine >= factor * usual + _NOISE_SECONDS:
+            found[rank] = mine / usual
+    return found

@@ -1,0 +1,515 @@
+"""Manifests: valid by the schemas of those who read them, true to the config, and without secrets."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from cluster.__main__ import main
+from cluster.manifests import KINDS, command, render
+from finetune.config import load_config as load_finetuning
+from pretrain.config import load_config
+from pretrain.errors import InputError
+
+ROOT = Path(__file__).parent.parent
+KUBERAY = json.loads((Path(__file__).parent / "schemas" / "kuberay.json").read_text())
+LOCK = (ROOT / "requirements.lock").read_text()
+
+PRETRAINING = """
+name: my-run
+corpus: {dir: corpora/x, sources: [{kind: books, path: "it's/*.txt", licence: none}]}
+phases: [{sequence_length: 128, global_sequences: 256, steps: 10, peak_learning_rate: 1e-3}]
+scheduling: {workers: 16, cpus_per_worker: 6}
+"""
+FINETUNING = """
+name: my-task
+start_from: exported/bert
+classification: {train: train.csv, dev: dev.csv, text_column: text, label_column: label}
+scheduling: {workers: 4}
+"""
+NEEDED = {"kuberay": [], "rayup": ["place.file_system=fs-0123abcd"], "slurm": []}
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yaml"
+    path.write_text(PRETRAINING)
+    return path
+
+
+@pytest.fixture
+def finetuning(tmp_path: Path) -> Path:
+    path = tmp_path / "task.yaml"
+    path.write_text(FINETUNING)
+    return path
+
+
+def kuberay(config: Path, *overrides: str) -> dict[str, dict[str, Any]]:
+    """The documents of a KubeRay manifest by kind."""
+    return {one["kind"]: one for one in yaml.safe_load_all(render("kuberay", config, overrides))}
+
+
+def rayup(config: Path, *overrides: str) -> dict[str, Any]:
+    return yaml.safe_load(render("rayup", config, [*NEEDED["rayup"], *overrides]))
+
+
+# KubeRay
+
+
+def pod_templates(value: Any) -> Iterator[dict[str, Any]]:
+    """Every pod template within a RayJob or RayCluster."""
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        if key in ("template", "submitterPodTemplate"):
+            yield item
+        elif isinstance(item, dict | list):
+            yield from pod_templates(item)
+
+
+def check_kuberay(documents: dict[str, dict[str, Any]]) -> None:
+    """Raise where the API server would refuse a document, or drop a field of it."""
+    version = kubernetes_validate.latest_version()
+    for kind, document in documents.items():
+        if not kind.startswith("Ray"):
+            kubernetes_validate.validate(document, version, strict=True)
+            continue
+        jsonschema.validate(document, KUBERAY)
+        for template in pod_templates(document["spec"]):
+            pod = {
+                "apiVersion": "v1",
+                "kind": "PodTemplate",
+                "metadata": {"name": "any"},
+                "template": template,
+            }
+            if "containers" not in template["spec"]:
+                raise AssertionError("a pod without containers")
+            kubernetes_validate.validate(pod, version, strict=True)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["place.kind=RayCluster"],
+        ["place.queue=training", "place.time_limit_seconds=86400", "place.prepare=true"],
+        ["place.redis_address=redis:6379", "place.redis_secret=redis", "place.operator_namespace=kuberay"],
+        ["place.gpus=false", "place.start_limit_seconds=0", "place.node_selector={pool: cpu}"],
+    ],
+)
+def test_kuberay_is_valid(config: Path, overrides: list[str]) -> None:
+    documents = kuberay(config, *overrides)
+    check_kuberay(documents)
+    assert len(documents) == 3
+    assert len(list(pod_templates(documents.get("RayJob", {"spec": {}})["spec"]))) in (0, 3)
+
+
+def set_at(document: Any, path: str, value: Any) -> None:
+    *keys, last = path.split("/")
+    for key in keys:
+        document = document[int(key) if key.isdecimal() else key]
+    document[last] = value
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [
+        ("RayJob/spec/shutdownAfterJobFinish", True),
+        ("RayJob/spec/backoffLimit", "3"),
+        ("RayJob/spec/rayClusterSpec/authOptions/mode", "tokens"),
+        ("RayJob/spec/rayClusterSpec/gcsFaultToleranceOptions", {}),
+        ("RayJob/spec/rayClusterSpec/headGroupSpec/rayStartParams/num-cpus", 0),
+        ("RayJob/spec/rayClusterSpec/workerGroupSpecs/0/minReplica", 2),
+        ("RayJob/spec/rayClusterSpec/workerGroupSpecs/0/template/spec/toleration", []),
+        ("RayJob/spec/rayClusterSpec/workerGroupSpecs/0/template/spec/containers/0/lifecycle/preStop/exe", {}),
+        ("RayJob/spec/submitterPodTemplate/spec/containers/0/securityContext/capabilities/drops", ["ALL"]),
+        ("NetworkPolicy/spec/policyType", ["Ingress"]),
+        ("ConfigMap/data/number", 1),
+    ],
+)  # fmt: skip
+def test_a_wrong_field_fails(config: Path, path: str, value: Any) -> None:
+    documents = copy.deepcopy(kuberay(config))
+    set_at(documents, path, value)
+    with pytest.raises((jsonschema.ValidationError, kubernetes_validate.ValidationError)):
+        check_kuberay(documents)
+
+
+def test_kuberay_follows_the_config(config: Path) -> None:
+    job = kuberay(config, "scheduling.workers=12", "place.workers_per_node=4")["RayJob"]
+    cluster = job["spec"]["rayClusterSpec"]
+    group = cluster["workerGroupSpecs"][0]
+    limits = group["template"]["spec"]["containers"][0]["resources"]["limits"]
+    assert job["metadata"]["name"] == "my-run"
+    assert (group["replicas"], group["minReplicas"], group["maxReplicas"]) == (3, 3, 3)
+    assert limits == {
+        "cpu": "25",
+        "memory": "128Gi",
+        "nvidia.com/gpu": "4",
+    }  # 4 workers of 6, and the command
+    assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
+    assert f"ray=={cluster['rayVersion']}\n" in LOCK
+    assert cluster["authOptions"] == {"mode": "token"}
+
+
+def test_a_run_that_may_shrink_needs_fewer_pods(config: Path) -> None:
+    spec = kuberay(config, "scheduling.min_workers=9")["RayJob"]["spec"]["rayClusterSpec"]
+    assert spec["workerGroupSpecs"][0]["minReplicas"] == 2
+    spec = kuberay(config, "scheduling.min_workers=4")["RayJob"]["spec"]["rayClusterSpec"]
+    assert spec["workerGroupSpecs"][0]["minReplicas"] == 1
+
+
+def test_a_small_run_takes_a_part_of_a_node(config: Path) -> None:
+    group = kuberay(config, "scheduling.workers=2")["RayJob"]["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]
+    assert group["replicas"] == 1
+    assert group["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "2"
+
+
+def test_the_config_map_holds_the_run(config: Path, tmp_path: Path) -> None:
+    """What the pods read is the run of the config, with nothing of the place in it."""
+    written = tmp_path / "written.yaml"
+    written.write_text(kuberay(config, "phases.0.steps=7")["ConfigMap"]["data"]["config.yaml"])
+    assert load_config(written) == load_config(config, ["phases.0.steps=7"])
+
+
+def test_a_queue_holds_the_job_back(config: Path) -> None:
+    for kind in ("RayJob", "RayCluster"):
+        queued = kuberay(config, "place.queue=training", f"place.kind={kind}")[kind]
+        assert queued["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "training"
+        assert queued["spec"]["suspend"] is True
+        assert kuberay(config, f"place.kind={kind}")[kind]["spec"]["suspend"] is False
+
+
+def test_where_the_heads_state_lies(config: Path) -> None:
+    def environment(*overrides: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        spec = kuberay(config, *overrides)["RayJob"]["spec"]["rayClusterSpec"]
+        head = spec["headGroupSpec"]["template"]["spec"]["containers"][0]
+        return spec, {one["name"]: one.get("value") for one in head["env"]}
+
+    spec, embedded = environment()
+    assert embedded["RAY_gcs_storage"] == "rocksdb"
+    assert "gcsFaultToleranceOptions" not in spec
+    spec, external = environment("place.redis_address=redis:6379", "place.redis_secret=redis")
+    assert "RAY_gcs_storage" not in external
+    assert spec["gcsFaultToleranceOptions"]["redisPassword"]["valueFrom"]["secretKeyRef"]["name"] == "redis"
+
+
+def test_pods_are_contained(config: Path) -> None:
+    """What the restricted profile of Kubernetes asks for, and time for a checkpoint."""
+    documents = kuberay(config, "place.grace_seconds=120")
+    for template in pod_templates(documents["RayJob"]["spec"]):
+        pod = template["spec"]
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert pod["automountServiceAccountToken"] is False
+        container = pod["containers"][0]
+        assert container["securityContext"] == {
+            "allowPrivilegeEscalation": False,
+            "capabilities": {"drop": ["ALL"]},
+        }
+        if container["name"] != "ray-job-submitter":
+            assert pod["terminationGracePeriodSeconds"] > 120
+        # The policy selects every pod of the run by the label that it also lets in.
+        policy = documents["NetworkPolicy"]["spec"]
+        assert policy["podSelector"]["matchLabels"].items() <= template["metadata"]["labels"].items()
+        assert policy["ingress"][0]["from"] == [{"podSelector": policy["podSelector"]}]
+
+
+def test_stopping_a_pod_asks_for_a_checkpoint_and_waits(config: Path, tmp_path: Path) -> None:
+    (tmp_path / "runs/my-run").mkdir(parents=True)
+    data = kuberay(config, f"place.storage={tmp_path}")["ConfigMap"]["data"]
+    program(
+        tmp_path / "bin", "pgrep", f"test ! -e {tmp_path}/asked && touch {tmp_path}/asked\n"
+    )  # one second of work
+    began = time.monotonic()
+    subprocess.run(
+        ["bash", "-c", data["stop.sh"]], env=with_programs(tmp_path / "bin"), check=True, timeout=20
+    )
+    assert (tmp_path / "runs/my-run/stop").exists()
+    assert time.monotonic() - began >= 1
+
+
+# ray up
+
+
+@pytest.fixture(scope="module")
+def ray_schema() -> dict[str, Any]:
+    """Ray's own, found without importing Ray."""
+    spec = importlib.util.find_spec("ray")
+    assert spec is not None
+    assert spec.origin is not None
+    return json.loads((Path(spec.origin).parent / "autoscaler" / "ray-schema.json").read_text())
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [[], ["place.spot=true", "place.private=true", "place.zone=us-west-2a", "place.security_group=sg-1a",
+          "place.machine_image=ami-1", "place.netrc=~/.netrc", "place.prepare=true"]],
+)  # fmt: skip
+def test_rayup_is_valid(config: Path, ray_schema: dict[str, Any], overrides: list[str]) -> None:
+    cluster = rayup(config, *overrides)
+    jsonschema.validate(cluster, ray_schema)
+    assert cluster["head_node_type"] in cluster["available_node_types"]
+
+
+@pytest.mark.parametrize(
+    ("path", "value"),
+    [("max_worker", 2), ("auth/ssh_usr", "me"), ("docker/images", "x"), ("available_node_types/workers/minimum", 1),
+     ("max_workers", "2")],
+)  # fmt: skip
+def test_a_wrong_field_of_rayup_fails(
+    config: Path, ray_schema: dict[str, Any], path: str, value: Any
+) -> None:
+    cluster = rayup(config)
+    set_at(cluster, path, value)
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(cluster, ray_schema)
+
+
+def test_rayup_follows_the_config(config: Path) -> None:
+    cluster = rayup(config)
+    workers = cluster["available_node_types"]["workers"]
+    assert cluster["cluster_name"] == "my-run"
+    assert (workers["min_workers"], workers["max_workers"], cluster["max_workers"]) == (2, 2, 2)
+    assert any("fs-0123abcd.efs.us-west-2" in command for command in cluster["initialization_commands"])
+
+
+def test_rayup_opens_nothing(config: Path) -> None:
+    cluster = rayup(config)
+    assert "security_group" not in cluster["provider"]  # Ray's own lets SSH in and nothing else
+    assert "--dashboard-host=127.0.0.1" in cluster["head_start_ray_commands"][-1]
+    assert any("RAY_AUTH_MODE=token" in option for option in cluster["docker"]["run_options"])
+    assert list(cluster["file_mounts"].values()) == ["~/.ray/auth_token"]
+
+
+def test_rayup_writes_config_and_script_on_the_head(config: Path, tmp_path: Path) -> None:
+    for line in rayup(config)["head_setup_commands"]:
+        subprocess.run(["bash", "-c", line.replace("/home/bertrain", str(tmp_path))], check=True)
+    assert load_config(tmp_path / "my-run.yaml") == load_config(config)
+    check_script((tmp_path / "start.sh").read_text())
+
+
+# SLURM and all scripts
+
+
+def check_script(text: str) -> None:
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+    if shellcheck := shutil.which("shellcheck"):
+        found = subprocess.run([shellcheck, "-"], input=text, text=True, capture_output=True)
+        assert found.returncode == 0, found.stdout
+
+
+@pytest.mark.parametrize("overrides", [[], ["place.prepare=true", "place.gpus=false"], ["run_dir=two words"]])
+def test_scripts_are_clean(config: Path, overrides: list[str]) -> None:
+    data = kuberay(config, *overrides)["ConfigMap"]["data"]
+    for text in (render("slurm", config, overrides), data["start.sh"], data["stop.sh"]):
+        check_script(text)
+
+
+def test_slurm_follows_the_config(config: Path) -> None:
+    script = render(
+        "slurm", config, ["place.partition=gpu", "place.time_limit=2-00:00:00", "place.workers_per_node=4"]
+    )
+    options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", script, re.MULTILINE))
+    wanted = {"job-name": "my-run", "nodes": "4", "gpus-per-node": "4", "cpus-per-task": "24",
+              "partition": "gpu", "time": "2-00:00:00", "signal": "B:TERM@300"}  # fmt: skip
+    assert options.items() >= wanted.items()
+    assert "account" not in options
+    assert "--min-nodes 4 --num-cpus=24 --num-gpus=4" in script
+
+
+@pytest.mark.skipif(
+    not shutil.which("sbatch") or subprocess.run(["scontrol", "ping"], capture_output=True).returncode != 0,
+    reason="no SLURM here",
+)
+def test_slurm_accepts_it(config: Path, tmp_path: Path) -> None:
+    overrides = ["scheduling.workers=1", "scheduling.cpus_per_worker=1", "place.gpus=false"]
+    (tmp_path / "job.sh").write_text(render("slurm", config, overrides))
+    tried = subprocess.run(["sbatch", "--test-only", tmp_path / "job.sh"], capture_output=True, text=True)
+    assert tried.returncode == 0, tried.stderr
+
+
+def program(folder: Path, name: str, lines: str) -> None:
+    """A stand-in for a program of that name."""
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(f"#!/bin/bash\n{lines}")
+    (folder / name).chmod(0o755)
+
+
+def with_programs(folder: Path, **more: str) -> dict[str, str]:
+    return {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}", **more}
+
+
+@pytest.fixture
+def slurm_job(config: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
+    """Starts the script as SLURM would, `lines` being the run; what was called comes into tmp_path/calls."""
+    folder, calls = tmp_path / "bin", tmp_path / "calls"
+    place = [f"place.storage={tmp_path}", "place.environment=cd .", "place.grace_seconds=30"]
+    (tmp_path / "job.sh").write_text(render("slurm", config, place))
+    program(folder, "srun", 'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
+    program(folder, "scontrol", f'echo scontrol "$@" >>{calls}\n')
+
+    def start(lines: str, ray: str = 'until [[ $1 == -- ]]; do shift; done\nexec "${@:2}"\n') -> Any:
+        program(folder, "ray", f'echo "$@" >>{calls}\n{ray}')
+        secret = f'[[ $1 != -c ]] || exec {sys.executable} "$@"\n'
+        program(folder, "python", f'{secret}echo "$@" >>{calls}\n{lines}')
+        environment = with_programs(folder, SLURM_JOB_ID="4711")
+        return subprocess.Popen(["bash", tmp_path / "job.sh"], env=environment)
+
+    return start
+
+
+def test_slurm_runs_and_tells_the_exit_code(slurm_job: Any, tmp_path: Path) -> None:
+    token = "cp -p runs/my-run/ray-token seen\n"
+    assert slurm_job(f"{token}exit 4\n").wait(20) == 4
+    calls = (tmp_path / "calls").read_text()
+    assert re.search(r"^symmetric-run --address [\d.]+:24711 --min-nodes 2 ", calls)
+    assert re.search(
+        r"pretrain pretrain runs/my-run/submitted.yaml --set scheduling.address=[\d.]+:24711 --resume", calls
+    )
+    assert "scontrol" not in calls
+    assert (tmp_path / "seen").stat().st_mode & 0o777 == 0o600
+    assert re.fullmatch("[0-9a-f]{64}", (tmp_path / "seen").read_text())
+    assert not (tmp_path / "runs/my-run/ray-token").exists()
+
+
+@pytest.mark.parametrize(("warned", "queued"), [(True, True), (False, False)])
+def test_slurm_queues_itself_again_after_a_warning_only(
+    slurm_job: Any, tmp_path: Path, warned: bool, queued: bool
+) -> None:
+    wait = "touch begun\nuntil [[ -e runs/my-run/stop ]]; do sleep 0.05; done\nsleep 0.3\nexit 75\n"
+    job = slurm_job(wait)
+    while not (tmp_path / "begun").exists():
+        assert job.poll() is None
+        time.sleep(0.02)
+    if warned:
+        job.send_signal(signal.SIGTERM)
+    else:
+        (tmp_path / "runs/my-run/stop").touch()
+    assert job.wait(20) == 75
+    assert ("scontrol requeue 4711" in (tmp_path / "calls").read_text()) == queued
+
+
+def test_slurm_without_ray_is_no_success(slurm_job: Any) -> None:
+    """`ray symmetric-run` ends with 0 where `ray start` failed."""
+    assert slurm_job("exit 0\n", ray="exit 0\n").wait(20) == 3
+
+
+# All kinds
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_commands_are_ours(config: Path, finetuning: Path, kind: str) -> None:
+    """Every command line in a manifest is one that its parser takes, and resumes."""
+    import finetune.__main__ as finetune_main
+    import pretrain.__main__ as pretrain_main
+
+    parsers = {"pretrain": pretrain_main._parser, "finetune": finetune_main._parser}
+    for path, count in ((config, 2), (finetuning, 1)):
+        given = [*NEEDED[kind], *(["place.prepare=true"] if path == config else [])]
+        found = re.findall(r"python -m (pretrain|finetune) ((?:pretrain|prepare|finetune) [^&)\n]*)", render(kind, path, given))  # fmt: skip
+        assert len(found) == count
+        for package, line in found:
+            arguments = parsers[package]().parse_args(shlex.split(line.replace("'", "")))
+            assert arguments.set[0].startswith("scheduling.address=")
+        assert arguments.resume
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_secret_gets_into_a_manifest(config: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    for name in ("WANDB_API_KEY", "RAY_AUTH_TOKEN", "HF_TOKEN"):
+        monkeypatch.setenv(name, "canary-5f1e")
+    text = render(kind, config, NEEDED[kind])
+    assert "canary-5f1e" not in text
+    assert "kind: Secret" not in text
+    for document in yaml.safe_load_all(text) if kind == "kuberay" else []:
+        for template in pod_templates(document.get("spec", {})):
+            for variable in template["spec"]["containers"][0].get("env", []):
+                assert ("value" in variable) != bool(re.search("KEY|TOKEN|PASSWORD", variable["name"]))
+
+
+def test_a_finetuning_is_known_by_its_keys(finetuning: Path, tmp_path: Path) -> None:
+    data = kuberay(finetuning)["ConfigMap"]["data"]
+    assert "python -m finetune finetune" in data["start.sh"]
+    written = tmp_path / "written.yaml"
+    written.write_text(data["config.yaml"])
+    assert load_finetuning(written) == load_finetuning(finetuning, ["scheduling.cpus_per_worker=8"])
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("configs/*/*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configs_have_manifests(path: Path) -> None:
+    start = ["start_from=/shared/bert"] if path.parent.name == "finetune" else []
+    for kind in KINDS:
+        assert render(kind, path, [*NEEDED[kind], *start])
+
+
+def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["cluster", "manifest", *map(str, arguments)])
+    return main()
+
+
+@pytest.mark.parametrize(
+    ("kind", "overrides", "told"),
+    [
+        ("kuberay", ["place.imag=x"], "place.imag is not a known setting; did you mean image?"),
+        ("kuberay", ["name=9lives"], "name: '9lives' must begin with a letter"),
+        ("kuberay", ["scheduling.workers=9"], "multiple of place.workers_per_node (8)"),
+        ("kuberay", ["phases.0.step=1"], "phases.0.step is not a known setting; did you mean"),
+        ("kuberay", ["place.storage=shared"], "place.storage is 'shared'; expected text like ^/"),
+        ("rayup", [], "place.file_system is missing. EFS"),
+        ("slurm", ["place.partition=a b"], "place.partition is 'a b'; expected text like"),
+    ],
+)
+def test_bad_input_is_one_line(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+    kind: str, overrides: list[str], told: str,
+) -> None:  # fmt: skip
+    code = run_command(monkeypatch, kind, config, *[word for one in overrides for word in ("--set", one)])
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.out == ""
+    assert told in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_a_finetuning_needs_its_checkpoint(finetuning: Path) -> None:
+    with pytest.raises(InputError, match="start_from is empty"):
+        render("slurm", finetuning, ["start_from="])
+    with pytest.raises(InputError, match="only pretraining has a corpus"):
+        render("slurm", finetuning, ["place.prepare=true"])
+
+
+def test_the_command_knows_every_kind() -> None:
+    assert command._KINDS == KINDS  # said twice, so that --help imports nothing
+
+
+def test_out_writes_what_would_be_printed(
+    config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run_command(monkeypatch, "slurm", config) == 0
+    assert run_command(monkeypatch, "slurm", config, "--out", tmp_path / "job.sh") == 0
+    assert (tmp_path / "job.sh").read_text() == capsys.readouterr().out
+
+
+def test_the_container_file_takes_its_versions_from_the_lock() -> None:
+    text = (ROOT / "cluster/manifests/Containerfile").read_text()
+    installs = re.findall(r"pip install .*", text)
+    assert installs
+    assert all("--constraint requirements.lock" in line for line in installs)
+    assert not re.search(r"\w==\d", text)
+    assert re.search(r"FROM python:3\.1[0-3]-", text)  # requires-python
+    assert "--uid 1000" in text  # runAsUser of the pods
