@@ -21,6 +21,7 @@ usage() {
   sweep    CONFIG            a grid of settings; --grid devlin or small-bert, --grid-set KEY=VALUE,VALUE
   glue     [CONFIG]          every task of GLUE in --glue-dir, and the table of the BERT paper
   report   RUN               curves, corpus card and filled-in masks of a run as one HTML page
+  dashboard RUN              curves, events and scores as one HTML page and a W&B workspace; --follow
   manifest KIND CONFIG       kuberay, rayup or slurm: what a real cluster needs to run it; --out FILE
   doctor                     what this machine has and what is missing
   bench    NAME              measurements beside other systems; `all` of them, `compare` two of its results
@@ -134,7 +135,7 @@ case $command in
         set_up base
         PYTHONSAFEPATH=1 exec "$venv/bin/python" -m finetune demo "$@"
         ;;
-    prepare | pretrain | report)
+    prepare | pretrain | report | dashboard)
         set_up base
         PYTHONSAFEPATH=1 exec "$venv/bin/python" -m pretrain "$command" "$@"
         ;;

@@ -259,13 +259,13 @@ def exit_code(job: JobDetails) -> int:
 
 def progress(run_dir: Path) -> list[str]:
     """How far a run is by its folder; [] where that cannot be seen from here."""
-    from pretrain.tracking import read_records
+    from pretrain.tracking import is_training, read_records
 
     try:
         records = read_records(run_dir)
     except (RunError, OSError):
         return []
-    last = next((record for record in reversed(records) if "loss" in record and "split" not in record), None)
+    last = next((record for record in reversed(records) if is_training(record)), None)
     if last is None:
         return []
     loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"

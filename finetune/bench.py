@@ -24,6 +24,7 @@ from finetune.config import FinetuneConfig, load_config
 from finetune.saved import SCORES
 from pretrain.errors import InputError, MachineError
 from pretrain.settings import dump
+from pretrain.tracking import is_training, read_records
 
 OURS, PEER = "ours", "trainer"
 _WARM_UP = 0.1  # share of the steps that speed is not taken from: compilation, allocation
@@ -87,8 +88,7 @@ def _run_ours(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]
     path = _write(config, seed, folder)
     _call(["finetune", "finetune", str(path), "--no-ray"])
     scores = json.loads((folder / SCORES).read_text())
-    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    training = [record for record in records if "split" not in record]
+    training = [record for record in read_records(folder) if is_training(record)]
     warm = next(record for record in training if record["step"] >= _WARM_UP * training[-1]["step"])
     last = training[-1]
     # Where all steps are in one record there is no later pace than that of the whole.

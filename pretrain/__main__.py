@@ -107,6 +107,12 @@ def _report(arguments: argparse.Namespace) -> None:
     print(f"{report.summary(arguments.run)}\n\n{path.resolve().as_uri()}")
 
 
+def _dashboard(arguments: argparse.Namespace) -> None:
+    from pretrain import dashboard
+
+    print(dashboard.write_dashboard(arguments.run, arguments.out, follow=arguments.follow))
+
+
 def _bench(arguments: argparse.Namespace) -> None:
     names = ", ".join(BENCHMARKS)
     raise InputError(f"bench: {arguments.name!r} is not a benchmark; choose from {names}.")
@@ -168,6 +174,20 @@ def _parser() -> argparse.ArgumentParser:
   python -m pretrain report runs/bert-mini --out bert-mini.html""")  # fmt: skip
     report.add_argument("run", type=Path, metavar="RUN", help="the run folder, finished or not")
     report.add_argument("--out", type=Path, metavar="FILE", help="page to write; otherwise RUN/report.html")
+
+    dashboard = add_command(commands, "dashboard", _dashboard, "a run's curves and events as HTML page and W&B workspace", """
+  python -m pretrain dashboard bert-mini
+  python -m pretrain dashboard runs/glue --out glue.html
+  python -m pretrain dashboard runs/bert-mini --follow""")  # fmt: skip
+    dashboard.add_argument(
+        "run", metavar="RUN", help="run folder, folder of several runs, or name below runs/"
+    )
+    dashboard.add_argument(
+        "--out", type=Path, metavar="FILE", help="page to write; otherwise RUN/dashboard.html"
+    )
+    dashboard.add_argument(
+        "--follow", action="store_true", help="write the page anew every 10 s until the run is over"
+    )
 
     add_command(commands, "demo", _bench, "the whole main job on an embedded corpus, ending in a report", """
   python -m pretrain demo

@@ -23,7 +23,7 @@ from pretrain.errors import InputError
 from pretrain.fillings import Filling, fill, held_out_sentences, read_vocabulary
 from pretrain.pages import write_page
 from pretrain.settings import dump
-from pretrain.tracking import clock, read_records
+from pretrain.tracking import clock, is_training, read_records
 
 SENTENCES = 10
 FINETUNED = "finetuned.json"
@@ -113,7 +113,7 @@ class _Run:
             )
         config = load_config(folder / "config.yaml")
         records = read_records(folder)
-        training = [record for record in records if "split" not in record]
+        training = [record for record in records if is_training(record)]
         if not training:
             raise InputError(f"{folder}/metrics.jsonl: has no training step yet. Train first.")
         return cls(

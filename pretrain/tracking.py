@@ -90,7 +90,7 @@ class Tracker:
         self._wandb = None
         if not enabled:
             return
-        mode = _wandb_mode(config)
+        mode = wandb_mode(config.tracking.wandb)
         path = run_dir / METRICS
         with disk_errors(path):
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -171,13 +171,25 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
     return records
 
 
+def is_training(record: dict[str, Any]) -> bool:
+    """Whether a record is of training steps, and not of an evaluation or an event."""
+    return "split" not in record and "event" not in record
+
+
 def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
-    """The record under the names of the HF Trainer and Composer; x axis is train/global_step."""
+    """The record under the names of the HF Trainer and Composer; x axis is train/global_step.
+
+    A list, with a number for each rank, becomes a name for each. An event becomes its rank, or 1, under its kind.
+    """
     if "event" in record:
-        return {_WANDB_TRAIN["step"]: record["step"], f"events/{record['event']}": record.get("rank", 1)}
+        named = {_WANDB_TRAIN["step"]: record.get("step"), f"events/{record['event']}": record.get("rank", 1)}
+        return {**named, "events/message": record.get("message", "")}
     evaluation = "split" in record
     names, section = (_WANDB_EVALUATION, "eval") if evaluation else (_WANDB_TRAIN, "train")
-    return {names.get(key, f"{section}/{key}"): value for key, value in record.items() if key != "split"}
+    named = {names.get(key, f"{section}/{key}"): value for key, value in record.items() if key != "split"}
+    for name in [name for name, value in named.items() if isinstance(value, list)]:
+        named.update({f"{name}/{number}": one for number, one in enumerate(named.pop(name))})
+    return named
 
 
 def quiet_logging(log_file: Path) -> None:
@@ -237,13 +249,16 @@ def _parse(line: bytes) -> dict[str, Any] | None:
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Rewrite metrics.jsonl, where needed, so that whole records up to `step` are left, in their order."""
+    """Rewrite metrics.jsonl, where needed, so that whole records up to `step` are left, in their order.
+
+    Events past it are left too, for a run that goes on: that it was set back does not undo what happened.
+    """
     if not path.is_file():
         return
     lines = [
         json.dumps(record)
         for record in read_records(path.parent)
-        if "event" in record or record.get("step", 0) <= step
+        if record.get("step", 0) <= step or ("event" in record and step >= 0)
     ]
     text = "".join(f"{line}\n" for line in lines)
     if text.encode() != path.read_bytes():
@@ -254,9 +269,8 @@ def _keep_until(path: Path, step: int) -> None:
 # ---- W&B
 
 
-def _wandb_mode(config: Run) -> str:
-    """online, offline or off; `auto` obeys WANDB_MODE and otherwise goes online where a key is set."""
-    mode = config.tracking.wandb
+def wandb_mode(mode: str) -> str:
+    """online, offline or off for `tracking.wandb`; `auto` obeys WANDB_MODE and otherwise goes online with a key."""
     if mode == "auto":
         asked = os.environ.get("WANDB_MODE", "")
         if asked in ("disabled", "dryrun", "offline"):
@@ -268,6 +282,13 @@ def _wandb_mode(config: Run) -> str:
             "Set WANDB_API_KEY, run `wandb login`, or choose tracking.wandb: offline."
         )
     return mode
+
+
+def wandb_entity() -> str:
+    """Whose runs these are: WANDB_ENTITY, or what W&B has as the default of the key's owner."""
+    import wandb
+
+    return os.environ.get("WANDB_ENTITY") or wandb.Api(timeout=round(_INIT_SECONDS)).default_entity or ""
 
 
 def _wandb_key_set() -> bool:

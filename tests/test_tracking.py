@@ -166,6 +166,16 @@ class TestMetricsFile:
         start(tmp_path, run_id="tiny-1", step=15).close()
         assert steps(tmp_path) == list(range(1, 16))
 
+    def test_a_resumed_run_keeps_the_events_past_its_checkpoint(self, tmp_path: Path) -> None:
+        tracker = start(tmp_path)
+        for record in ({"step": 10}, {"step": 20}, {"event": "restart", "step": 20}):
+            tracker.log(record)
+        tracker.close()
+        start(tmp_path, run_id="tiny-1", step=10).close()
+        assert read_records(tmp_path) == [{"step": 10}, {"event": "restart", "step": 20}]
+        start(tmp_path).close()
+        assert read_records(tmp_path) == []
+
     def test_a_full_disk_is_told_in_one_line(self, tmp_path: Path) -> None:
         tracker = start(tmp_path)
         assert tracker._file is not None
@@ -190,6 +200,14 @@ class TestWandb:
         evaluation = {"step": 10, "split": "validation", "loss": 3.0, "mlm_accuracy": 0.5, "seconds": 2.0}
         assert wandb_names(evaluation) == {
             "train/global_step": 10, "eval/loss": 3.0, "eval/mlm_accuracy": 0.5, "eval/runtime": 2.0,
+        }  # fmt: skip
+
+    def test_a_list_is_a_name_for_each_worker_and_an_event_a_mark(self) -> None:
+        assert wandb_names({"step": 10, "rank_forward_seconds": [0.5, 0.75]}) == {
+            "train/global_step": 10, "train/rank_forward_seconds/0": 0.5, "train/rank_forward_seconds/1": 0.75,
+        }  # fmt: skip
+        assert wandb_names({"event": "restart", "step": 10, "time": 1.0, "message": "worker 1 died"}) == {
+            "train/global_step": 10, "events/restart": 1, "events/message": "worker 1 died",
         }  # fmt: skip
 
     def test_an_offline_run_holds_everything(self, tmp_path: Path) -> None:
@@ -288,7 +306,7 @@ class TestWandb:
         monkeypatch.setenv("NETRC", "nowhere")
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        assert tracking._wandb_mode(make_config(wandb=setting)) == mode
+        assert tracking.wandb_mode(setting) == mode
 
     def test_online_without_a_key_is_the_users_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

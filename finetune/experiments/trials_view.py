@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.tracking import METRICS, clock
+from pretrain.tracking import METRICS, clock, is_training
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -161,6 +161,6 @@ def _last_record(folder: Path) -> dict[str, Any]:
             record = json.loads(line)
         except ValueError:  # torn, or cut by the seek
             continue
-        if isinstance(record, dict) and "split" not in record:
+        if isinstance(record, dict) and is_training(record):
             return record
     return {}

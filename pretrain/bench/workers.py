@@ -21,6 +21,7 @@ from pretrain.bench.contestants import BARE, Contestant, Entry, bench_config
 from pretrain.config import RunConfig
 from pretrain.errors import InputError, MachineError
 from pretrain.settings import dump
+from pretrain.tracking import is_training, read_records
 
 _WINDOW = 10  # steps
 
@@ -108,8 +109,7 @@ def _product(run: Path, way: dict[str, Any], options: argparse.Namespace) -> flo
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise MachineError(f"bench workers: {way['name']} failed: {done.stderr.strip()[-300:]}")
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    windows = [line["tokens_per_second"] for line in lines if "tokens_per_second" in line]
+    windows = [record["tokens_per_second"] for record in read_records(run) if is_training(record)]
     return statistics.median(windows[1:])
 
 

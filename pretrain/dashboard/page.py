@@ -1,0 +1,213 @@
+"""The dashboard as one HTML page that needs nothing else: curves as data, drawn by a script of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from pretrain.dashboard.curves import BUCKETS, curves
+from pretrain.dashboard.panels import Panel, panels_for
+from pretrain.dashboard.runs import RunRecords, Score, read_scores
+from pretrain.pages import write_page
+from pretrain.report import short
+from pretrain.tracking import clock
+
+_GRAVE = ("rollback", "hang")
+_MOST_SCORES = 5  # of a fine-tuning in the table beside the one that counts
+
+
+def write(folder: Path, runs: Sequence[RunRecords], out: Path, *, refresh_seconds: int = 0) -> Path:
+    """Write the dashboard of `runs`, which were read from `folder`, to the file `out`, atomically, and return it.
+
+    With `refresh_seconds` a browser loads the page anew so often.
+    """
+    scores = read_scores(folder)
+    charts = list(_charts(runs))
+    return write_page(
+        out,
+        "dashboard.html.j2",
+        name=runs[0].name if len(runs) == 1 else folder.resolve().name,
+        folder=folder,
+        runs=runs,
+        state=_state(runs),
+        tiles=_tiles(runs[0]) if len(runs) == 1 else _tiles_of_many(runs, scores),
+        sections=[
+            (section, list(members))
+            for section, members in itertools.groupby(enumerate(charts), lambda one: one[1]["section"])
+        ],
+        events=list(_events(runs)),
+        scores=[*map(_score_row, scores), *_mean_rows(scores)],
+        data={
+            "charts": charts,
+            "marks": [*_events(runs), *_phases(runs)],
+            "low": min(record["step"] for run in runs for record in run.records),
+            "high": max(record["step"] for run in runs for record in run.records),
+        },
+        updated=max(run.updated for run in runs),
+        buckets=BUCKETS if any(curve["low"] for chart in charts for curve in chart["curves"]) else None,
+        refresh_seconds=refresh_seconds,
+    )
+
+
+# ---- charts and marks
+
+
+def _charts(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
+    for panel in panels_for(record for run in runs for record in run.records):
+        shown = [dataclasses.asdict(curve) for curve in curves(panel, runs)]
+        if shown:
+            title = _title(panel, shown[0]["kind"]) if len(runs) > 1 else panel.title
+            yield {"title": title, "unit": panel.unit, "section": panel.section, "curves": shown}
+
+
+def _title(panel: Panel, kind: str) -> str:
+    """What is shown of several runs: one metric, of evaluations where it is measured there."""
+    if panel.kind == "scores" or len(panel.metrics) > 1:
+        return f"{panel.title}: {panel.metrics[0].replace('_', ' ')}"
+    return f"{panel.title}, held-out" if kind == "held-out" else panel.title
+
+
+def _events(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
+    """What happened to the runs, by time."""
+    events = [(run, event) for run in runs for event in run.events]
+    for run, event in sorted(events, key=lambda one: one[1].get("time") or 0.0):
+        kind = str(event["event"])
+        yield {
+            "step": event["step"],
+            "kind": kind,
+            "colour": "--grave" if kind in _GRAVE else "--event",
+            "time": _moment(event.get("time")),
+            "message": str(event.get("message") or ""),
+            "run": run.label if len(runs) > 1 else "",
+        }
+
+
+def _phases(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
+    """The steps at which a single run goes over to its next phase."""
+    if len(runs) > 1:
+        return
+    step = 0
+    for phase, following in itertools.pairwise(runs[0].config.get("phases") or []):
+        step += int(phase["steps"])
+        lengths = f"sequence length {phase['sequence_length']}, then {following['sequence_length']}"
+        yield {"step": step, "kind": "phase", "colour": "--soft", "time": "", "message": lengths, "run": ""}
+
+
+# ---- the header
+
+
+def _state(runs: Sequence[RunRecords]) -> str:
+    if len(runs) > 1:
+        states = [run.state for run in runs]
+        counts = {state: states.count(state) for state in dict.fromkeys(states)}
+        return f"{len(runs)} runs: " + ", ".join(f"{count} {state}" for state, count in counts.items())
+    (run,) = runs
+    total = f" of {run.total_steps:,}" if run.total_steps else ""
+    return f"{run.state.capitalize()} at step {run.step:,}{total}"
+
+
+def _tiles(run: RunRecords) -> list[tuple[str, str, str]]:
+    """(label, figure, note) of what one wants to know first."""
+    tiles = [*_held_out_tiles(run)]
+    rates = _values(run, "tokens_per_second")
+    peaks, stalls = _values(run, "peak_fraction"), _values(run, "data_stall_fraction")
+    if rates:
+        peak = f"median; {statistics.median(peaks):.1%} of the matmul peak" if peaks else "median"
+        tiles.append(("useful tokens/s", f"{statistics.median(rates):,.0f}", peak))
+    if stalls:
+        tiles.append(("waiting for batches", f"{statistics.median(stalls):.2%}", "of the time, median"))
+    last = run.training[-1] if run.training else {}
+    if last.get("tokens"):
+        tiles.append(("tokens trained on", short(last["tokens"]), f"in {run.step:,} steps"))
+    if last.get("seconds"):
+        tiles.append(("time of training", clock(last["seconds"]), _time_left(run, last["seconds"])))
+    counts = {kind: sum(event["event"] == kind for event in run.events) for kind in ("restart", "rollback")}
+    if run.events:
+        others = len(run.events) - sum(counts.values())
+        told = f"rollbacks: {counts['rollback']}, other events: {others}"
+        tiles.append(("restarts", str(counts["restart"]), told))
+    return tiles
+
+
+def _held_out_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
+    forms = {"mlm_loss": ("masked-token loss", "{:.3f}"), "mlm_accuracy": ("masked-token accuracy", "{:.1%}")}
+    if not run.evaluations:
+        return
+    last = run.evaluations[-1]
+    shown = {key: form for key, form in forms.items() if last.get(key) is not None}
+    if not shown:  # a fine-tuning's
+        names = [
+            name for panel in panels_for(run.evaluations) if panel.kind == "scores" for name in panel.metrics
+        ]
+        shown = {name: (name.replace("_", " "), "{:.4f}") for name in names[:2] if last.get(name) is not None}
+    for key, (label, form) in shown.items():
+        yield label, form.format(last[key]), f"held-out, step {last['step']:,}"
+
+
+def _time_left(run: RunRecords, seconds: float) -> str:
+    if run.total_steps is None or run.step >= run.total_steps:
+        return "over all starts"
+    left = seconds / run.step * (run.total_steps - run.step)
+    return f"{clock(left)} left at this pace"
+
+
+def _tiles_of_many(runs: Sequence[RunRecords], scores: Sequence[Score]) -> list[tuple[str, str, str]]:
+    tiles = [("runs", str(len(runs)), _state(runs).partition(": ")[2])]
+    values = [score.values[score.metric] for score in scores if score.metric in score.values]
+    metrics = {score.metric for score in scores if score.values}
+    if values and len(metrics) == 1:
+        note = f"mean of {len(values)}, {min(values):.4f} to {max(values):.4f}"
+        tiles.append((metrics.pop().replace("_", " "), f"{statistics.fmean(values):.4f}", note))
+    seconds = [value for run in runs for value in _values(run, "seconds")[-1:]]
+    if seconds:
+        tiles.append(("time of training", clock(sum(seconds)), "of all runs together"))
+    return tiles
+
+
+def _values(run: RunRecords, metric: str) -> list[float]:
+    return [record[metric] for record in run.training if record.get(metric) is not None]
+
+
+# ---- tables
+
+
+def _score_row(score: Score) -> dict[str, str]:
+    others = [(name, value) for name, value in score.values.items() if name not in (score.metric, "loss")]
+    value = score.values.get(score.metric)
+    return {
+        "label": score.label,
+        "part": score.part,
+        "metric": score.metric.replace("_", " "),
+        "value": "" if value is None else f"{value:.4f}",
+        "others": score.remark
+        or ", ".join(f"{name.replace('_', ' ')} {value:.4f}" for name, value in others[:_MOST_SCORES]),
+    }
+
+
+def _mean_rows(scores: Sequence[Score]) -> Iterator[dict[str, str]]:
+    """A row for the runs of each folder that have the same score, such as those of several seeds."""
+    together: dict[tuple[str, str, str], list[float]] = {}
+    for score in scores:
+        if score.metric in score.values:
+            key = (score.label.rpartition("/")[0], score.part, score.metric)
+            together.setdefault(key, []).append(score.values[score.metric])
+    for (place, part, metric), values in together.items():
+        if len(values) > 1:
+            yield {
+                "label": f"{place or 'all'}, mean of {len(values)}",
+                "part": part,
+                "metric": metric.replace("_", " "),
+                "value": f"{statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f}",
+                "others": f"from {min(values):.4f} to {max(values):.4f}",
+            }
+
+
+def _moment(seconds: Any) -> str:
+    if not isinstance(seconds, int | float):
+        return ""
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%d %b %Y, %H:%M UTC")

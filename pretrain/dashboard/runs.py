@@ -1,0 +1,169 @@
+"""What a dashboard is made from: one run folder, or a folder of several, as plain records.
+
+Run folders of pretraining and of fine-tuning are read alike, by what lies in them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pretrain.errors import InputError
+from pretrain.tracking import METRICS, is_training, read_records
+
+# What a fine-tuning leaves: its scores, or word of why there are none.
+SCORES = "scores.json"
+FAILED = "failed.json"
+
+_DEPTH = 3  # of run folders below that of several: glue/TASK/seed-N
+
+
+@dataclass(frozen=True)
+class RunRecords:
+    """One run folder. `label` tells it from the others beside it."""
+
+    folder: Path
+    label: str
+    config: dict[str, Any]
+    training: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    events: list[dict[str, Any]]
+
+    @property
+    def name(self) -> str:
+        return str(self.config.get("name") or self.folder.resolve().name)
+
+    @property
+    def records(self) -> Iterator[dict[str, Any]]:
+        """Of training and of evaluations."""
+        yield from self.training
+        yield from self.evaluations
+
+    @property
+    def step(self) -> int:
+        return self.training[-1]["step"] if self.training else 0
+
+    @property
+    def total_steps(self) -> int | None:
+        """None for a fine-tuning that is not over: it follows from the training set."""
+        phases = self.config.get("phases")
+        if phases:
+            return sum(int(phase["steps"]) for phase in phases)
+        return self.step if (self.folder / SCORES).is_file() else None
+
+    @property
+    def state(self) -> str:
+        """finished, diverged, stopped or not finished."""
+        if (self.folder / FAILED).is_file():
+            return "diverged"
+        if self.total_steps is not None and self.step >= self.total_steps:
+            return "finished"
+        stops = [event for event in self.events if event["event"] == "stop"]
+        return "stopped" if stops and stops[-1].get("step", 0) >= self.step else "not finished"
+
+    @property
+    def updated(self) -> float:
+        """When the last record was written, in seconds of the epoch."""
+        return (self.folder / METRICS).stat().st_mtime
+
+
+@dataclass(frozen=True)
+class Score:
+    """One held-out set of one fine-tuning; without values where the run failed."""
+
+    label: str
+    part: str
+    metric: str  # the score that counts
+    values: dict[str, float]
+    step: int | None
+    remark: str = ""
+
+
+def find_folder(name: str) -> Path:
+    """The folder `name`, or runs/`name`; `InputError` where there is neither."""
+    for folder in (Path(name), Path("runs", name)):
+        if folder.is_dir():
+            return folder
+    raise InputError(f"{name}: is no folder, and neither is runs/{name}. Name a run folder or a run.")
+
+
+def read_runs(folder: Path) -> list[RunRecords]:
+    """The run in `folder`, or, where it has none of its own, those below it, in the order of their paths.
+
+    Raises `InputError` where there is none, none has a record yet, or a metrics.jsonl is damaged.
+    """
+    paths = [folder / METRICS] if (folder / METRICS).is_file() else _below(folder, METRICS)
+    if not paths:
+        raise InputError(f"{folder}: has no {METRICS}, and no folder below it has. Name a run folder.")
+    runs = [_read_run(path.parent, folder) for path in paths]
+    runs = [run for run in runs if run.training or run.evaluations]
+    if not runs:
+        raise InputError(f"{paths[0]}: has no record yet. Wait for the first, or train.")
+    return runs
+
+
+def read_scores(folder: Path) -> list[Score]:
+    """The scores of every fine-tuning in or below `folder`, in the order of their paths."""
+    paths = [path for name in (SCORES, FAILED) for path in _below(folder, name)]
+    return [score for path in sorted(paths) for score in _read_scores(path, folder)]
+
+
+def _below(folder: Path, name: str) -> list[Path]:
+    return sorted(path for depth in range(_DEPTH) for path in folder.glob("*/" * depth + name))
+
+
+def _read_run(folder: Path, top: Path) -> RunRecords:
+    records = read_records(folder)
+    return RunRecords(
+        folder,
+        _label(folder, top),
+        _read_config(folder / "config.yaml"),
+        _ascending([record for record in records if is_training(record)]),
+        _ascending([record for record in records if record.get("split") == "validation"]),
+        [record for record in records if "event" in record and isinstance(record.get("step"), int)],
+    )
+
+
+def _label(folder: Path, top: Path) -> str:
+    return folder.name if folder == top else folder.relative_to(top).as_posix()
+
+
+def _ascending(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Without what a rollback has taken back: records whose steps come once more later on."""
+    kept: list[dict[str, Any]] = []
+    for record in records:
+        if not isinstance(record.get("step"), int):
+            continue
+        while kept and kept[-1]["step"] >= record["step"]:
+            kept.pop()
+        kept.append(record)
+    return kept
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]}). Restore it.") from None
+    return config if isinstance(config, dict) else {}
+
+
+def _read_scores(path: Path, top: Path) -> Iterator[Score]:
+    try:
+        said = json.loads(path.read_text(encoding="utf-8"))
+        if path.name == FAILED:
+            yield Score(_label(path.parent, top), "", "", {}, None, str(said["message"]))
+            return
+        for part, values in said["scores"].items():
+            yield Score(_label(path.parent, top), part, said["metric"], values, said.get("step"))
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise InputError(
+            f"{path}: damaged ({error!r}). Restore it, or remove it and run the same command again."
+        ) from None

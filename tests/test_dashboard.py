@@ -1,0 +1,346 @@
+"""The dashboard: one list of panels, as a page that stands alone and as a W&B workspace that can be read again."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from html_page import Page
+from hypothesis import given
+from hypothesis import strategies as st
+
+from finetune import saved
+from finetune.experiments import trials
+from pretrain import __main__ as command_line
+from pretrain import dashboard, loop, tracking, train
+from pretrain.dashboard import curves, workspace
+from pretrain.dashboard.panels import PANELS, panels_for
+from pretrain.dashboard.runs import FAILED, SCORES, find_folder, read_runs
+from pretrain.errors import InputError
+from pretrain.rank_times import RankTimes
+
+HOSTILE = "</script><script>alert(1)</script> | [x](y) \u2028 'q\""
+KEY = "0123456789abcdef0123456789abcdef01234567"
+
+
+@pytest.fixture(autouse=True)
+def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_API_KEY", KEY)
+
+
+def training(step: int, **others: Any) -> dict[str, Any]:
+    return {
+        "step": step, "epoch": 0, "samples": 8 * step, "tokens": 900 * step, "loss": 9 - step / 100, "mlm_loss": 8.0,
+        "nsp_loss": 0.7, "mlm_accuracy": 0.1, "nsp_accuracy": 0.5, "lr": 1e-3, "grad_norm": 1.5,
+        "tokens_per_second": 2000.0, "peak_fraction": 0.4, "data_stall_fraction": 0.01, "seconds": float(step),
+        "evaluation_seconds": 0.0, "checkpoint_seconds": 0.0, "skipped_steps": 0, "memory_bytes": 10**9, **others,
+    }  # fmt: skip
+
+
+def write_run(folder: Path, records: list[dict[str, Any]], **config: Any) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "config.yaml").write_text(json.dumps({"name": folder.name, **config}))
+    return folder
+
+
+def data_of(page: Path) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.S)
+    assert found
+    return json.loads(found[1])
+
+
+def charts_of(page: Path) -> dict[str, list[dict[str, Any]]]:
+    return {chart["title"]: chart["curves"] for chart in data_of(page)["charts"]}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    records = [
+        training(10), training(20, grad_norm=None), {"event": "restart", "step": 23, "time": 1e9, "message": HOSTILE},
+        training(30, rank_forward_seconds=[0.5, 0.75], rank_wait_seconds=[0.0, 0.25]),
+        {"step": 30, "split": "validation", "loss": 7.5, "mlm_loss": 7.0, "mlm_accuracy": 0.2, "best": True, "seconds": 1.0},
+    ]  # fmt: skip
+    phases = [{"steps": 20, "sequence_length": 128}, {"steps": 40, "sequence_length": 512}]
+    return write_run(tmp_path / "mini", records, phases=phases)
+
+
+class TestPanels:
+    def test_every_metric_is_one_that_a_run_writes(self) -> None:
+        """Against the record that the loop makes of what pretraining and the ranks give it."""
+        written: list[dict[str, Any]] = []
+        engine: Any = SimpleNamespace(
+            peak_memory_bytes=lambda: 1, world_size=1, rank=0, device=torch.device("cpu"), sum_over_workers=lambda it: it
+        )  # fmt: skip
+        task: Any = SimpleNamespace(_config=SimpleNamespace(pairs=SimpleNamespace(next_sentence=True)))
+        run: Any = SimpleNamespace(
+            progress=loop.Progress(step=1, window=loop.Window(totals=[1.0] * 4, counts=[1.0] * 2)), engine=engine,
+            task=SimpleNamespace(metrics=functools.partial(train.Pretraining.metrics, task)),
+            plan=SimpleNamespace(peak_flops=1.0), recorder=SimpleNamespace(log=written.append), clock=loop._Clock(),
+            rank_times=RankTimes(engine, 2.0), rate=0.1, epoch=0, norm=1.0,
+        )  # fmt: skip
+        loop._Run.log(run)
+        (record,) = written
+        assert {metric for panel in PANELS for metric in panel.metrics} <= set(record)
+        by_rank = {metric for panel in PANELS if panel.kind == "ranks" for metric in panel.metrics}
+        assert by_rank == {metric for metric, value in record.items() if isinstance(value, list)}
+
+    def test_scores_are_what_else_an_evaluation_has(self) -> None:
+        records = [
+            training(1),
+            {"step": 1, "split": "validation", "loss": 1.0, "f1": 0.5, "best": True, "seconds": 1},
+        ]
+        (scores,) = [panel for panel in panels_for(records) if panel.kind == "scores"]
+        assert scores.metrics == ("f1",)
+        assert "scores" not in {panel.kind for panel in panels_for([training(1)])}
+
+    def test_files_of_a_fine_tuning_are_named_as_there(self) -> None:
+        assert (SCORES, FAILED) == (saved.SCORES, trials.FAILED)
+
+
+class TestCurves:
+    @given(
+        st.lists(st.one_of(st.none(), st.floats(-1e6, 1e6)), min_size=1, max_size=300),
+        st.integers(1, 40),
+        st.integers(1, 7),
+    )
+    def test_a_stretch_keeps_its_least_and_most(
+        self, values: list[float | None], most: int, apart: int
+    ) -> None:
+        steps = [7 + apart * number for number in range(len(values))]
+        curve = curves.thin("a", "training", steps, values, most)
+        finite = [value for value in values if value is not None]
+        assert len(curve.x) <= most or len(values) <= most
+        assert curve.x == sorted(set(curve.x))
+        assert curve.not_finite == len(values) - len(finite)
+        low, high = (those or curve.y for those in (curve.low, curve.high))
+        for ours, theirs, pick in ((low, finite, min), (high, finite, max)):
+            shown = [value for value in ours if value is not None]
+            assert bool(shown) == bool(theirs)
+            if theirs:
+                assert pick(shown) == pytest.approx(pick(theirs), rel=1e-5)
+
+    def test_one_spike_in_a_hundred_thousand_is_there(self) -> None:
+        values: list[float | None] = [1.0] * 100_000
+        values[54_321], values[60_000], values[70_000] = 9.0, math.nan, None
+        curve = curves.thin("a", "training", range(10, 1_000_010, 10), values)
+        assert len(curve.x) == curves.BUCKETS
+        spike = curve.high.index(9.0)
+        assert abs(curve.x[spike] - 543_220) < 1_000_000 / curves.BUCKETS
+        assert sum(value == 9.0 for value in curve.high) == 1
+        assert set(curve.low) == {1.0}
+        assert curve.not_finite == 2
+
+    def test_many_ranks_are_three_curves(self, tmp_path: Path) -> None:
+        records = [
+            training(1, rank_forward_seconds=[float(n) for n in range(16)]),
+            training(2, rank_forward_seconds=[1.0] * 15),
+        ]
+        (run,) = read_runs(write_run(tmp_path / "r", records))
+        (panel,) = [panel for panel in PANELS if panel.metrics == ("rank_forward_seconds",)]
+        found = {curve.name: curve.y for curve in curves.curves(panel, [run])}
+        assert found == {
+            "slowest of 16": [15.0, 1.0],
+            "median of 16": [8.0, 1.0],
+            "fastest of 16": [0.0, 1.0],
+        }
+
+
+class TestPage:
+    def test_stands_alone_and_says_nothing_but_the_records(self, run: Path) -> None:
+        dashboard.write_dashboard(str(run))
+        page = run / "dashboard.html"
+        Page(page.read_text()).assert_stands_alone()
+        charts = charts_of(page)
+        assert [(one["name"], one["x"], one["y"]) for one in charts["Loss"]] == [
+            ("training", [10, 20, 30], [8.9, 8.8, 8.7]), ("held-out", [30], [7.5]),
+        ]  # fmt: skip
+        assert charts["Gradient norm before clipping"][0]["y"] == [1.5, None, 1.5]
+        assert charts["Gradient norm before clipping"][0]["not_finite"] == 1
+        assert [(one["name"], one["y"]) for one in charts["Time of a forward pass by rank"]] == [
+            ("rank 0", [0.5]), ("rank 1", [0.75]),
+        ]  # fmt: skip
+        marks = [(mark["kind"], mark["step"]) for mark in data_of(page)["marks"]]
+        assert marks == [("restart", 23), ("phase", 20)]
+        text = Page(page.read_text()).text
+        for expected in ("Not finished at step 30 of 60", "7.000", "2,000", "0:30 left at this pace"):
+            assert expected in text, expected
+
+    def test_strangers_text_stays_text(self, tmp_path: Path) -> None:
+        records = [training(1), {"event": HOSTILE, "step": 1, "message": HOSTILE}]
+        run = write_run(tmp_path / "<b>&", records, phases=[{"steps": 5, "sequence_length": 8}])
+        (run / "config.yaml").write_text(json.dumps({"name": HOSTILE, "tracking": {"group": HOSTILE}}))
+        dashboard.write_dashboard(str(run))
+        html = (run / "dashboard.html").read_text()
+        assert "alert(1)" in html
+        assert "<script>alert" not in html
+        Page(html).assert_stands_alone()
+        assert data_of(run / "dashboard.html")["marks"][0]["message"] == HOSTILE
+        assert "alert(1)" in workspace.read(run / "dashboard.json").name
+        (filtered,) = json.loads((run / "dashboard.json").read_text())["spec"]["section"]["runSets"][0][
+            "filters"
+        ]["filters"]
+        assert filtered["value"] == [HOSTILE]
+
+    def test_what_a_rollback_takes_back_is_not_drawn(self, tmp_path: Path) -> None:
+        records = [
+            training(10),
+            training(20, loss=99.0),
+            training(30),
+            {"event": "rollback", "step": 30},
+            training(20),
+        ]
+        run = write_run(tmp_path / "r", records)
+        dashboard.write_dashboard(str(run))
+        assert charts_of(run / "dashboard.html")["Loss"][0]["y"] == [8.9, 8.8]
+
+    def test_runs_beside_each_other_and_their_scores(self, tmp_path: Path) -> None:
+        for seed, accuracy in enumerate((0.5, 0.75)):
+            evaluation = {
+                "step": 2,
+                "split": "validation",
+                "loss": 1.0,
+                "accuracy": accuracy,
+                "f1": 0.1,
+                "seconds": 1.0,
+            }
+            folder = write_run(tmp_path / "glue" / "rte" / f"seed-{seed}", [training(2), evaluation])
+            said = {
+                "metric": "accuracy",
+                "step": 2,
+                "scores": {"dev": {"accuracy": accuracy, "f1": 0.1}},
+                "details": {},
+            }
+            (folder / SCORES).write_text(json.dumps(said))
+        failed = write_run(tmp_path / "glue" / "rte" / "seed-2", [training(1)])
+        (failed / FAILED).write_text(json.dumps({"message": HOSTILE}))
+        dashboard.write_dashboard(str(tmp_path / "glue"))
+        page = tmp_path / "glue" / "dashboard.html"
+        charts = charts_of(page)
+        assert [one["name"] for one in charts["Loss, held-out"]] == ["rte/seed-0", "rte/seed-1"]
+        assert [one["y"] for one in charts["Scores on held-out examples: accuracy"]] == [[0.5], [0.75]]
+        text = Page(page.read_text()).text
+        for expected in ("3 runs: 2 finished, 1 diverged", "rte, mean of 2", "0.6250 ± 0.1768", "alert(1)"):
+            assert expected in text, expected
+
+    def test_a_torn_last_line_is_left_out(self, run: Path) -> None:
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write('{"step": 40, "lo')
+        dashboard.write_dashboard(str(run))
+        assert charts_of(run / "dashboard.html")["Loss"][0]["x"] == [10, 20, 30]
+
+    def test_follow_ends_with_the_run(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        page, seen = run / "dashboard.html", []
+
+        def sleep(seconds: float) -> None:
+            seen.append('http-equiv="refresh"' in page.read_text())
+            with (run / "metrics.jsonl").open("a") as file:
+                file.write(json.dumps(training(60)) + "\n")
+
+        monkeypatch.setattr(dashboard.time, "sleep", sleep)
+        dashboard.write_dashboard(str(run), follow=True)
+        assert seen == [True]
+        assert 'http-equiv="refresh"' not in page.read_text()
+        assert "Finished at step 60 of 60" in page.read_text()
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("records", "expected"), [("", "has no record yet"), ('{"event": "restart", "step": 0}\n', "has no record yet"), (None, "has no metrics")]
+    )  # fmt: skip
+    def test_nothing_to_show_is_one_line(
+        self, tmp_path: Path, capsys: pytest.CaptureFixture[str], records: str | None, expected: str
+    ) -> None:
+        if records is not None:
+            (tmp_path / "metrics.jsonl").write_text(records)
+        assert command_line.main(["dashboard", str(tmp_path)]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert expected in line
+
+    def test_a_name_is_looked_for_below_runs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("runs/mini").mkdir(parents=True)
+        assert find_folder("mini") == Path("runs/mini")
+        with pytest.raises(InputError, match="other: is no folder, and neither is runs/other"):
+            find_folder("other")
+
+    def test_the_page_cannot_take_the_place_of_the_workspace(self, run: Path) -> None:
+        with pytest.raises(InputError, match=r"page\.json: is where the workspace goes"):
+            dashboard.write_dashboard(str(run), run / "page.json")
+
+    def test_another_file_in_the_place_is_refused(self, run: Path) -> None:
+        (run / "dashboard.json").write_text('{"mine": 1}')
+        with pytest.raises(InputError, match=r"dashboard\.json: is no W&B workspace"):
+            dashboard.write_dashboard(str(run))
+
+
+class TestWorkspace:
+    def test_can_be_read_again_and_has_the_panels_in_wandbs_names(self, run: Path) -> None:
+        dashboard.write_dashboard(str(run))
+        path = run / "dashboard.json"
+        again = workspace.read(path)
+        assert workspace._as_data(again) == json.loads(path.read_text())
+        plots = {getattr(plot, "title", ""): plot for one in again.sections for plot in one.panels}
+        names = {title: [one.name for one in getattr(plot, "y", [])] for title, plot in plots.items()}
+        assert names["Loss"] == ["train/loss", "eval/loss"]
+        assert names["Useful tokens per second"] == ["throughput/tokens_per_sec"]
+        assert names["Time of a forward pass by rank"] == [
+            "train/rank_forward_seconds/0",
+            "train/rank_forward_seconds/1",
+        ]
+        assert "events/restart" in names["Events"]
+        assert re.fullmatch(again.runset_settings.query, "mini-0a1b2c3d")
+        assert not re.fullmatch(again.runset_settings.query, "mini-2-0a1b2c3d")
+        (run / "config.yaml").write_text(json.dumps({"name": "mini", "tracking": {"run_id": "mini-7"}}))
+        dashboard.write_dashboard(str(run))
+        assert re.fullmatch(workspace.read(path).runset_settings.query, "mini-7")
+
+    def test_saved_twice_it_is_one_and_holds_no_key(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WANDB_MODE", "online")
+        monkeypatch.setattr(workspace, "wandb_entity", lambda: "we")
+        saved_as: list[str] = []
+
+        def save(self: Any) -> None:
+            saved_as.append(self._internal_name)
+            self._internal_name, self._internal_id = "nw-abc-v", "id"
+
+        from wandb_workspaces.workspaces import Workspace
+
+        monkeypatch.setattr(Workspace, "save", save)
+        monkeypatch.setattr(Workspace, "url", property(lambda self: "https://wandb.example/we"))
+        assert "https://wandb.example/we" in dashboard.write_dashboard(str(run))
+        dashboard.write_dashboard(str(run))
+        assert saved_as == ["", "nw-abc-v"]
+        for name in ("dashboard.json", "dashboard.html"):
+            assert KEY not in (run / name).read_text()
+
+    def test_a_refusal_leaves_the_file_and_tells_no_key(
+        self, run: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refuse() -> str:
+            raise ConnectionError(f"401 for {KEY}")
+
+        monkeypatch.setenv("WANDB_MODE", "online")
+        monkeypatch.setattr(workspace, "wandb_entity", refuse)
+        said = dashboard.write_dashboard(str(run))
+        assert "W&B did not take it (ConnectionError: 401 for ...)" in said
+        assert workspace.read(run / "dashboard.json").entity == ""
+
+    def test_a_run_that_is_kept_offline_stays_so(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("WANDB_MODE", "online")
+        monkeypatch.setattr(workspace, "wandb_entity", lambda: pytest.fail("asked W&B"))
+        (run / "config.yaml").write_text(json.dumps({"name": "mini", "tracking": {"wandb": "offline"}}))
+        dashboard.write_dashboard(str(run))
+
+
+def test_a_report_and_the_live_line_pass_over_events(run: Path) -> None:
+    kinds = [tracking.is_training(record) for record in tracking.read_records(run)]
+    assert kinds == [True, True, False, True, False]
