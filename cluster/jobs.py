@@ -76,6 +76,10 @@ class Jobs:
 
     def __init__(self, address: str = "") -> None:
         cluster = local.find() if not address else None
+        # Of the supervisor, who gives the driver so long for a last checkpoint; Ray's own default is 3 s. A cluster of
+        # ours has it set, and workers without a special environment start sooner.
+        wait = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(local.STOP_SECONDS)}}
+        self._runtime_env = {} if cluster else wait
         if not address and cluster is None:
             raise InputError(
                 "No cluster: name one with --address URL, or start one here with ./launch.sh up."
@@ -120,8 +124,7 @@ class Jobs:
                     submission_id=job.name,
                     entrypoint="python -m cluster.job",
                     metadata=_metadata(job),
-                    # Of the supervisor, who gives the driver so long for a last checkpoint; Ray's own default is 3 s.
-                    runtime_env={"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(local.STOP_SECONDS)}},
+                    runtime_env=self._runtime_env,
                 )
             except RuntimeError as error:
                 if "already exists" in str(error):

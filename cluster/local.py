@@ -33,13 +33,9 @@ STOP_SECONDS = 600
 # Of every process of the cluster; jobs and workers inherit it.
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
-    "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "2",
+    "MALLOC_ARENA_MAX": "1",  # as cluster.driver gives it to workers of its own
 }
 
 
