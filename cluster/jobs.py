@@ -32,6 +32,7 @@ ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
 _REACH_SECONDS = 3.0
 _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.5
+_AGENT_SECONDS = 20.0
 _MEANING = {
     InputError.exit_code: "your input; see its log",
     MachineError.exit_code: "the machine or cluster was not fit; see its log",
@@ -119,6 +120,11 @@ class Jobs:
         with self._answers():
             if before is not None:
                 self._client.delete_job(job.name)
+            self._submit(job)
+
+    def _submit(self, job: Job) -> None:
+        deadline = time.monotonic() + _AGENT_SECONDS
+        while True:
             try:
                 self._client.submit_job(
                     submission_id=job.name,
@@ -126,10 +132,14 @@ class Jobs:
                     metadata=_metadata(job),
                     runtime_env=self._runtime_env,
                 )
+                return
             except RuntimeError as error:
                 if "already exists" in str(error):
                     raise InputError(f"{job.name}: was submitted by another at this moment.") from None
-                raise
+                # A cluster that has just come up has no agent for jobs yet.
+                if "No available agent" not in str(error) or time.monotonic() > deadline:
+                    raise
+            time.sleep(_POLL_SECONDS)
 
     def find(self, name: str) -> JobDetails | None:
         """The job of this name; None where there is none."""
