@@ -83,7 +83,7 @@ class Cluster:
         sessions = {node["pid"] for node in self.described["nodes"]}
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
-                above = {process.pid, os.getsid(process.pid), *(parent.pid for parent in process.parents())}
+                above = {process.pid, os.getsid(process.pid), *(one.pid for one in process.parents())}
                 if above & sessions and process.status() != psutil.STATUS_ZOMBIE:
                     found[process.pid] = process
         return list(found.values())
