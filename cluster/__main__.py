@@ -33,10 +33,10 @@ def _up(arguments: argparse.Namespace) -> None:
     from cluster import local
 
     if arguments.join:
-        cluster = local.join(arguments.cpus_per_node)
+        cluster = local.join(arguments.cpus_per_node, arguments.host)
         print(f"one more node of {cluster.nodes[-1].cpus} CPUs at {cluster.address}")
         return
-    cluster = local.up(arguments.nodes, arguments.cpus_per_node)
+    cluster = local.up(arguments.nodes, arguments.cpus_per_node, arguments.host)
     print(
         f"{len(cluster.nodes)} nodes of {cluster.nodes[0].cpus} CPUs; jobs at {cluster.dashboard}, workers at "
         f"{cluster.address}\nIts token lies in {cluster.token_file}, for you alone. "
@@ -178,6 +178,9 @@ def _parser() -> argparse.ArgumentParser:
         default=0,
         metavar="N",
         help="CPUs of each; otherwise the cores, shared out",
+    )
+    up.add_argument(
+        "--host", default="", metavar="IP", help="this machine's address that the nodes of others reach it at"
     )
     up.add_argument("--join", action="store_true", help="add a node to the cluster that runs here already")
     add_command(commands, "down", _down, "end the cluster that `up` started", "\n  ./launch.sh down")

@@ -23,7 +23,7 @@ from typing import Any
 
 from cluster.group import train
 from cluster.nodes import nodes_fit, usable_nodes
-from cluster.run import LOGS, end_session
+from cluster.run import LOGS, RAY_FOLDER, end_session
 from cluster.worker import one_line
 from pretrain.errors import MachineError, RunError
 from pretrain.files import write_json
@@ -128,7 +128,7 @@ def _start_ray(request: dict[str, Any]) -> None:
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
             log_to_driver=False,
-            _temp_dir=request["ray_dir"],
+            _temp_dir=f"{request['ray_dir']}/{RAY_FOLDER}",
         )
     except Exception as error:
         logger.exception("ray.init")
@@ -205,7 +205,7 @@ def _write_outcome(request: dict[str, Any], error: RunError | None) -> None:
 
 def _keep_ray_logs(request: dict[str, Any]) -> None:
     """Copy our own Ray's logs beside the run's, where they outlive it."""
-    source = Path(request["ray_dir"]) / "session_latest" / LOGS
+    source = Path(request["ray_dir"]) / RAY_FOLDER / "session_latest" / LOGS
     kept = Path(request["run_dir"]) / LOGS / "ray"
     with contextlib.suppress(OSError, shutil.Error):
         shutil.rmtree(kept, ignore_errors=True)

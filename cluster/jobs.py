@@ -33,6 +33,7 @@ _REACH_SECONDS = 3.0
 _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 _AGENT_SECONDS = 20.0
+_GHOST_SECONDS = 2.0
 _MEANING = {
     InputError.exit_code: "your input; see its log",
     MachineError.exit_code: "the machine or cluster was not fit; see its log",
@@ -206,6 +207,12 @@ class Jobs:
             raise InputError(f"{name}: is {job.status.lower()}. End it with `stop {name}` first.")
         with self._answers():
             self._client.delete_job(name)
+            # A supervisor whose end Ray notices only now writes its job anew.
+            deadline = time.monotonic() + _GHOST_SECONDS
+            while time.monotonic() < deadline:
+                time.sleep(_POLL_SECONDS)
+                if self.find(name) is not None:
+                    self._client.delete_job(name)
 
     @contextlib.contextmanager
     def _answers(self) -> Iterator[None]:

@@ -18,15 +18,16 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import psutil
 
-from cluster.run import end_session, environment, last_line
+from cluster.run import RAY_FOLDER, end_session, environment, last_line
 from pretrain.errors import InputError, MachineError
 from pretrain.files import write_json
 
 _UP_SECONDS = 60.0
+_ANSWER_SECONDS = 3.0
+_ALIVE = 0  # GcsNodeInfo.GcsNodeState of Ray's protocol
 _OBJECT_STORE_BYTES = 100 << 20
 # How long a job that is stopped may take for its last checkpoint before Ray kills it (Ray's own: 3 s).
 STOP_SECONDS = 600
@@ -69,8 +70,10 @@ class LocalCluster:
         return Path(self.folder) / "token"
 
 
-def up(nodes: int, cpus_per_node: int) -> LocalCluster:
+def up(nodes: int, cpus_per_node: int, host: str = "") -> LocalCluster:
     """Start a cluster of so many node processes with so many CPUs each (0: the machine's, shared out).
+
+    `host` is the address of this machine at which other machines reach its nodes; empty takes the one that Ray finds.
 
     Raises:
         InputError: one runs already.
@@ -86,7 +89,7 @@ def up(nodes: int, cpus_per_node: int) -> LocalCluster:
     folder = Path(tempfile.mkdtemp(prefix="bertrain-", dir="/tmp"))  # mode 0700; sockets need a short path
     _write_token(folder / "token")
     _use_token_file(folder / "token")  # Ray reads it while it is imported
-    host, port, dashboard_port = _own_address(), *_free_ports(2)
+    host, port, dashboard_port = host or _own_address(), *_free_ports(2)
     cluster = LocalCluster(str(folder), f"{host}:{port}", f"http://127.0.0.1:{dashboard_port}", ())
     _write(cluster)
     try:
@@ -94,32 +97,31 @@ def up(nodes: int, cpus_per_node: int) -> LocalCluster:
             cluster,
             [
                 "--head", f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}",
-                f"--temp-dir={folder}", "--include-dashboard=true",
+                f"--temp-dir={folder}/{RAY_FOLDER}", "--include-dashboard=true",
             ],
-            cpus,
+            cpus, host,
         )  # fmt: skip
         cluster = _with(cluster, head)
         _await(cluster, lambda: _listens(host, port) and _listens("127.0.0.1", dashboard_port))
         for _ in range(nodes - 1):
-            cluster = _with(cluster, _start_node(cluster, [f"--address={cluster.address}"], cpus))
-        _await(cluster, lambda: len(alive_nodes(cluster)) == nodes)
+            cluster = _with(cluster, _start_node(cluster, [f"--address={cluster.address}"], cpus, host))
+        _await(cluster, lambda: _alive_nodes(cluster) == nodes)
     except BaseException:
         down()
         raise
     return cluster
 
 
-def join(cpus: int) -> LocalCluster:
-    """One more node process for the cluster that runs here, with so many CPUs (0: as its first)."""
+def join(cpus: int, host: str = "") -> LocalCluster:
+    """One more node process for the cluster that runs here, with so many CPUs (0: as its first), at `host`, as for `up`."""
     cluster = find()
     if cluster is None:
         raise InputError("up --join: no cluster runs here. Start one with ./launch.sh up.")
     use_token(cluster)
-    before = len(alive_nodes(cluster))
-    cluster = _with(
-        cluster, _start_node(cluster, [f"--address={cluster.address}"], cpus or cluster.nodes[0].cpus)
-    )
-    _await(cluster, lambda: len(alive_nodes(cluster)) > before, cluster.nodes[-1:])
+    before = _alive_nodes(cluster)
+    arguments, host = [f"--address={cluster.address}"], host or cluster.address.rpartition(":")[0]
+    cluster = _with(cluster, _start_node(cluster, arguments, cpus or cluster.nodes[0].cpus, host))
+    _await(cluster, lambda: _alive_nodes(cluster) > before, cluster.nodes[-1:])
     return cluster
 
 
@@ -148,13 +150,14 @@ def use_token(cluster: LocalCluster) -> None:
     _use_token_file(cluster.token_file)
 
 
-def alive_nodes(cluster: LocalCluster) -> list[dict[str, Any]]:
-    """What the dashboard says of the living nodes: node_id, node_ip, resources_total."""
-    from cluster.jobs import nodes_of
+def _alive_nodes(cluster: LocalCluster) -> int:
+    """How many nodes the cluster has, by its control store; 0 where that does not answer yet. The token must be set."""
+    from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
 
-    with contextlib.suppress(MachineError):
-        return nodes_of(cluster.dashboard)
-    return []
+    with contextlib.suppress(Exception):
+        nodes = GcsClient(address=cluster.address).get_all_node_info(timeout=_ANSWER_SECONDS)
+        return sum(node.state == _ALIVE for node in nodes.values())
+    return 0
 
 
 def _use_token_file(path: Path) -> None:
@@ -162,7 +165,7 @@ def _use_token_file(path: Path) -> None:
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path))
 
 
-def _start_node(cluster: LocalCluster, arguments: list[str], cpus: int) -> Node:
+def _start_node(cluster: LocalCluster, arguments: list[str], cpus: int, host: str) -> Node:
     folder = Path(cluster.folder)
     with (folder / "nodes.log").open("ab") as log:
         child = subprocess.Popen(
@@ -170,6 +173,7 @@ def _start_node(cluster: LocalCluster, arguments: list[str], cpus: int) -> Node:
                 sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block",
                 f"--dashboard-agent-listen-port={_free_ports(1)[0]}",  # its default is one for the whole machine
                 "--disable-usage-stats", f"--num-cpus={cpus}", f"--object-store-memory={_OBJECT_STORE_BYTES}",
+                f"--node-ip-address={host}",
                 *arguments,
             ],
             env={

@@ -35,8 +35,10 @@ RAY_LOG = "ray.log"
 
 _POLL_SECONDS = 0.25
 
-# Ray keeps unix sockets below its temporary folder, and their paths may have 107 bytes.
-_LONGEST_TEMPORARY_FOLDER = 40
+# Ray opens its temporary folder to all (mode 0777), so it gets one within a private folder.
+RAY_FOLDER = "ray"
+# It keeps unix sockets there, and their paths may have 107 bytes.
+_LONGEST_TEMPORARY_FOLDER = 36
 _PROJECT = Path(__file__).resolve().parent.parent
 
 
