@@ -112,20 +112,25 @@ class Jobs:
         ]
         needed = 1 if job.kind == "prepare" else job.workers[0]
         nodes_fit(nodes, needed, job.cpus_per_worker, f"the cluster at {self.address}")
-        with self._answers():
-            if before is not None:
+        if before is not None:
+            with self._answers():
                 self._client.delete_job(job.name)
+        # The supervisor gives the driver so long for a last checkpoint; Ray's own default is 3 s.
+        self.start(job.name, "cluster.job", _metadata(job), stop_seconds=local.STOP_SECONDS)
+
+    def start(self, name: str, module: str, metadata: dict[str, str], *, stop_seconds: int) -> None:
+        """Have `python -m MODULE` run on the cluster under a name of which there is no job; `InputError` where there is."""
+        with self._answers():
             try:
                 self._client.submit_job(
-                    submission_id=job.name,
-                    entrypoint="python -m cluster.job",
-                    metadata=_metadata(job),
-                    # Of the supervisor, who gives the driver so long for a last checkpoint; Ray's own default is 3 s.
-                    runtime_env={"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(local.STOP_SECONDS)}},
+                    submission_id=name,
+                    entrypoint=f"python -m {module}",
+                    metadata=metadata,
+                    runtime_env={"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(stop_seconds)}},
                 )
             except RuntimeError as error:
                 if "already exists" in str(error):
-                    raise InputError(f"{job.name}: was submitted by another at this moment.") from None
+                    raise InputError(f"{name}: was submitted by another at this moment.") from None
                 raise
 
     def find(self, name: str) -> JobDetails | None:

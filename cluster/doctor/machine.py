@@ -1,0 +1,436 @@
+"""One machine: what it has (`look`, which measures), and what that is worth (`rows`, which only judges)."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import netrc
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from cluster.doctor.rows import FAIL, PASS, WARN, Row, below
+from cluster.worker import one_line
+
+NONE = "none"
+
+_GIB = 1 << 30
+_MATMUL = 2048  # square; large enough to reach the peak, small enough for any machine
+_MATMUL_SECONDS = 0.5
+_LOADER_SECONDS = 0.5
+_COMPILE_SECONDS = 20.0
+_OLD_LOCK_SECONDS = 600.0  # no single op of DeepSpeed compiles for so long
+_PACKAGES = ("bertrain", "cluster", "pretrain", "finetune")
+_NEEDED = ("torch", "gloo", "DeepSpeed", "Ray", "bertrain")
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Room in a folder, and what is wished for: under `wanted` it is tight, under `least` nothing works."""
+
+    what: str
+    path: str
+    free: int  # bytes; so below
+    wanted: int
+    least: int
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a worker computes on, with its measured matrix products in FLOP/s."""
+
+    name: str
+    kind: str  # devices of one kind should be equally fast
+    bf16: float
+    fp32: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was found on one machine."""
+
+    system: str
+    cores: int
+    load: float  # runnable processes, mean of the last minute
+    memory: int  # bytes of the machine or container; so below
+    memory_free: int
+    disks: tuple[Disk, ...]
+    versions: Mapping[str, str]
+    compiler: str
+    headers: str
+    compile_error: str  # what a small extension for Python could not be made for
+    ops: Mapping[str, bool]  # DeepSpeed's: whether they could be compiled here
+    built_ops: tuple[str, ...]
+    old_locks: tuple[str, ...]  # of compilations that are over
+    gpu_files: int  # devices that the driver shows, whatever torch sees
+    gpus: int  # that torch sees
+    visible: str | None  # CUDA_VISIBLE_DEVICES
+    devices: tuple[Device, ...]  # measured ones; so below
+    sequences_per_second: float  # of one worker's loader
+
+
+# ---------------------------------------------------------------- looking
+
+
+def look(folder: Path, threads: int = 0, measure: bool = True) -> Facts:
+    """Look at this machine, and with `measure` see for some 3 s how fast it is.
+
+    `folder` is where runs would lie; 0 threads is torch's choice.
+    """
+    import torch
+
+    from pretrain.bench import loader
+
+    load, (memory, free) = psutil.getloadavg()[0], _memory()
+    if threads:
+        torch.set_num_threads(threads)
+    compiler, headers, error = _compile()
+    ops, built = _deepspeed_ops()
+    return Facts(
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cores=len(os.sched_getaffinity(0)),
+        load=load,
+        memory=memory,
+        memory_free=free,
+        disks=_disks(folder),
+        versions=versions(),
+        compiler=compiler,
+        headers=headers,
+        compile_error=error,
+        ops=ops,
+        built_ops=built,
+        old_locks=_old_locks(),
+        gpu_files=len(list(Path("/dev").glob("nvidia[0-9]*"))),
+        gpus=torch.cuda.device_count(),
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        devices=_devices() if measure else (),
+        sequences_per_second=loader.rate(_LOADER_SECONDS) if measure else 0.0,
+    )
+
+
+def versions() -> dict[str, str]:
+    """What must be the same wherever workers run; what cannot be imported is "none" with the reason."""
+    found = {"Python": platform.python_version()}
+    try:
+        import torch
+
+        nccl = torch.distributed.is_nccl_available()
+        found |= {
+            "torch": torch.__version__,
+            "CUDA": torch.version.cuda or NONE,
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if nccl else NONE,  # pyright: ignore[reportAttributeAccessIssue]
+            "gloo": "in torch" if torch.distributed.is_gloo_available() else NONE,
+        }
+    except Exception as error:  # a broken library raises what it likes
+        found |= {"torch": f"{NONE}: {one_line(error)}", "CUDA": NONE, "NCCL": NONE, "gloo": NONE}
+    return {**found, "DeepSpeed": _deepspeed_version(), "Ray": _ray_version(), "bertrain": _own_version()}
+
+
+def _deepspeed_version() -> str:
+    try:
+        from pretrain.engine import deepspeed_ops
+
+        deepspeed_ops()
+        return importlib.metadata.version("deepspeed")
+    except Exception as error:
+        return f"{NONE}: {one_line(error)}"
+
+
+def _ray_version() -> str:
+    try:
+        import ray
+
+        return ray.__version__
+    except Exception as error:
+        return f"{NONE}: {one_line(error)}"
+
+
+def _own_version() -> str:
+    """Version and a digest of our sources: two checkouts may bear one version."""
+    digest, root = hashlib.sha256(), Path(__file__).parents[2]
+    for package in _PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    try:
+        version = importlib.metadata.version("bertrain")
+    except importlib.metadata.PackageNotFoundError:
+        version = "not installed"  # nodes may have it on PYTHONPATH alone
+    return f"{version}, sources {digest.hexdigest()[:8]}"
+
+
+def _memory() -> tuple[int, int]:
+    """Total and free bytes: the machine's, or of its container where that has less."""
+    machine = psutil.virtual_memory()
+    limit, used = _container_memory()
+    return min(machine.total, limit), min(machine.available, max(0, limit - used))
+
+
+def _container_memory() -> tuple[int, int]:
+    """Limit and use by the kernel's control groups, of version 2 or 1; without the file cache, which gives way."""
+    for folder, limit, used, cache in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            words = (Path(folder) / "memory.stat").read_text().split()
+            cached = int(dict(zip(words[::2], words[1::2], strict=True))[cache])
+            return int((Path(folder) / limit).read_text()), int((Path(folder) / used).read_text()) - cached
+        except (OSError, ValueError, KeyError):  # no such version, or "max": no limit
+            continue
+    return sys.maxsize, 0
+
+
+def _disks(folder: Path) -> tuple[Disk, ...]:
+    places = [
+        # A corpus of a few GB, its shards and three checkpoints of BERT-Base.
+        ("disk", folder, 10 * _GIB, _GIB),
+        ("disk, temporary", Path(tempfile.gettempdir()), _GIB, _GIB // 4),
+        # Ray's objects, for which it asks 75 MiB at least, and NCCL's buffers.
+        ("shared memory", Path("/dev/shm"), _GIB // 4, _GIB // 12),
+    ]
+    return tuple(
+        Disk(what, str(path), shutil.disk_usage(path).free, wanted, least)
+        for what, path, wanted, least in places
+        if path.is_dir()
+    )
+
+
+def _compile() -> tuple[str, str, str]:
+    """Compiler, Python's header file, and why both together make no extension, as torch.compile makes them."""
+    compiler = shutil.which("g++") or shutil.which("c++") or ""
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    headers = str(header) if header.exists() else ""
+    if not (compiler and headers):
+        return compiler, headers, ""
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "probe.cpp"
+        source.write_text(
+            "#include <Python.h>\n#include <cmath>\n#include <vector>\n"
+            'extern "C" double probe(double x) { return std::vector<double>{std::sqrt(x)}[0]; }\n'
+        )
+        command = [compiler, "-shared", "-fPIC", "-fopenmp", f"-I{header.parent}", str(source), "-o", f"{source}.so"]  # fmt: skip
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return compiler, headers, one_line(error)
+    lines = done.stderr.strip().splitlines()
+    error = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
+    return compiler, headers, error if done.returncode else ""
+
+
+def _deepspeed_ops() -> tuple[dict[str, bool], tuple[str, ...]]:
+    try:
+        from pretrain.engine import deepspeed_ops
+
+        return deepspeed_ops()
+    except Exception:  # told by its version
+        return {}, ()
+
+
+def _old_locks() -> tuple[str, ...]:
+    """Lock files of compilations that ended without removing them: the next one would wait for ever."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    old = time.time() - _OLD_LOCK_SECONDS
+    return tuple(str(path) for path in root.glob("**/lock") if path.stat().st_mtime < old)
+
+
+def _devices() -> tuple[Device, ...]:
+    import torch
+
+    threads = torch.get_num_threads()
+    found = [_measured(f"CPU, {threads} threads", f"CPU with {threads} threads", "cpu")]
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        name = f"GPU {number}, {properties.name}, {properties.total_memory / _GIB:.0f} GiB"
+        found.append(_measured(name, properties.name, f"cuda:{number}"))
+    return tuple(found)
+
+
+def _measured(name: str, kind: str, device: str) -> Device:
+    import torch
+
+    return Device(name, kind, _matmul_flops(device, torch.bfloat16), _matmul_flops(device, torch.float32))
+
+
+def _matmul_flops(device: str, dtype: object) -> float:
+    """The best rate of matrix products in half a second; 2 n^3 operations each."""
+    import torch
+
+    size = _MATMUL if device == "cpu" else 4 * _MATMUL
+    a = torch.randn(size, size, device=device).to(dtype)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    out = torch.mm(a, a)
+    best, deadline = float("inf"), time.perf_counter() + _MATMUL_SECONDS
+    while time.perf_counter() < deadline:
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        torch.mm(a, a, out=out)
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best
+
+
+# ---------------------------------------------------------------- judging
+
+
+def rows_here(facts: Facts) -> list[Row]:
+    """What there is to say of this machine alone, in the order of the table."""
+    return [Row("system", facts.system), *judge_versions(facts.versions), *rows(facts)]
+
+
+def rows(facts: Facts, where: str = "") -> list[Row]:
+    """What can differ from node to node; versions are compared elsewhere."""
+    found = [
+        judge_load(facts.cores, facts.load),
+        judge_memory(facts.memory, facts.memory_free),
+        *map(judge_disk, facts.disks),
+        judge_compiler(facts.compiler, facts.headers, facts.compile_error),
+        judge_ops(facts.ops, facts.built_ops, facts.old_locks),
+        judge_gpus(facts.gpu_files, facts.gpus, facts.versions, facts.visible),
+        *map(judge_matmul, facts.devices),
+        *([judge_loader(facts.sequences_per_second, facts.devices)] if facts.devices else []),
+    ]
+    return [Row(row.what, row.found, row.mark, row.advice, where) for row in found]
+
+
+def judge_versions(found: Mapping[str, str]) -> list[Row]:
+    """A row for each library: there, or not."""
+    advice = "Run ./launch.sh doctor, which sets up .venv; where it has, remove .venv and run it again."
+    rows = []
+    for name, version in found.items():
+        if name == "Python":
+            right = (3, 10) <= tuple(map(int, version.split(".")[:2])) < (3, 14)
+            rows.append(Row(name, version, PASS if right else FAIL, "Use Python 3.10 to 3.13."))
+        else:
+            lacks = name in _NEEDED and version.startswith(NONE)
+            rows.append(Row(name, version, FAIL if lacks else PASS, advice))
+    return rows
+
+
+def judge_load(cores: int, load: float) -> Row:
+    advice = "Other programs are at work here: what is measured below is less than this machine can do."
+    return Row("cores", f"{cores}, load {load:.1f}", WARN if load > cores / 2 else PASS, advice)
+
+
+def judge_memory(total: int, free: int) -> Row:
+    mark = below(free, 4 * _GIB, _GIB)
+    advice = "Under 4 GiB is little even for a small model; close other programs."
+    return Row("memory", f"{total / _GIB:.0f} GiB, {free / _GIB:.1f} free", mark, advice)
+
+
+def judge_disk(disk: Disk) -> Row:
+    other = {
+        "disk": "or work in another folder",
+        "disk, temporary": "or set TMPDIR to another folder",
+        "shared memory": "or give the container more (docker run --shm-size)",
+    }[disk.what]
+    advice = f"Free {disk.wanted / _GIB:g} GiB, {other}."
+    mark = below(disk.free, disk.wanted, disk.least)
+    return Row(disk.what, f"{disk.free / _GIB:.1f} GiB free on {disk.path}", mark, advice)
+
+
+def judge_compiler(compiler: str, headers: str, error: str) -> Row:
+    rest = ", or set engine.compile: false."
+    if not compiler:
+        return Row("C++ compiler", NONE, FAIL, f"Install g++ (apt-get install g++){rest}")
+    if not headers:
+        advice = f"torch.compile needs Python.h (apt-get install python3-dev){rest}"
+        return Row("C++ compiler", f"{compiler}, but no Python.h", FAIL, advice)
+    if error:
+        return Row("C++ compiler", f"{compiler} makes no extension: {error}", FAIL, f"Mend it{rest}")
+    return Row("C++ compiler", f"{compiler} makes an extension for Python")
+
+
+def judge_ops(ops: Mapping[str, bool], built: tuple[str, ...], old_locks: tuple[str, ...]) -> Row:
+    """DeepSpeed's compiled ops. We need none; `engine.deepspeed` may ask for some, which are compiled then."""
+    could = [name for name, can in ops.items() if can]
+    found = f"{len(built)} of {len(ops)} built, {len(could)} can be compiled here; our engine needs none"
+    if not ops:
+        return Row(
+            "DeepSpeed ops", "not known: DeepSpeed cannot be imported", WARN, "See the row of DeepSpeed."
+        )
+    if old_locks:
+        advice = (
+            f"Remove {old_locks[0]}, if nothing compiles there: whatever needs that op waits for it for ever."
+        )
+        return Row(
+            "DeepSpeed ops", f"{found}; {len(old_locks)} compilations were left unfinished", WARN, advice
+        )
+    return Row("DeepSpeed ops", found)
+
+
+def judge_gpus(files: int, count: int, found: Mapping[str, str], visible: str | None) -> Row:
+    """Whether torch sees (`count`) the GPUs that the driver shows (`files`), and can join them."""
+    if count and found["NCCL"] == NONE:
+        return Row("GPUs", f"{count}, but torch has no NCCL", FAIL, "Install a torch with NCCL.")
+    if count:
+        return Row("GPUs", str(count))
+    if not files:
+        return Row("GPUs", "none: workers train on the CPU")
+    if visible is not None:
+        return Row(
+            "GPUs", f"{files}, hidden by CUDA_VISIBLE_DEVICES={visible}", WARN, "Unset it to train on them."
+        )
+    advice = (
+        f"This torch ({found['torch']}) is made for CPUs; install one for CUDA."
+        if found["CUDA"] == NONE
+        else f"The driver does not serve CUDA {found['CUDA']} (nvidia-smi tells which it does): renew it."
+    )
+    return Row("GPUs", f"{files} that torch cannot use", FAIL, advice)
+
+
+def judge_matmul(device: Device) -> Row:
+    found = f"{device.bf16 / 1e9:,.0f} GFLOP/s in bf16, {device.fp32 / 1e9:,.0f} in fp32"
+    mark = WARN if device.bf16 < 0.9 * device.fp32 else PASS
+    advice = "bf16 is emulated on this processor: set engine.precision: fp32."
+    return Row("matmul", f"{found} ({device.name})", mark, advice)
+
+
+def judge_loader(rate: float, devices: tuple[Device, ...]) -> Row:
+    """Batches of one worker against what its device could take of BERT-Base, if it did nothing but matrix products."""
+    wanted = max(device.bf16 for device in devices) / _flops_per_sequence()
+    found = f"{rate:,.0f} sequences/s of 128 for one worker"
+    advice = (
+        f"A worker could take {wanted:,.0f} of BERT-Base: faster cores are needed, or other programs closed."
+    )
+    return Row("loader", found, WARN if rate < wanted else PASS, advice)
+
+
+def _flops_per_sequence() -> float:
+    from pretrain.bench.loader import VOCABULARY_SIZE
+    from pretrain.config import Corpus, Model, Phase, RunConfig
+    from pretrain.estimate import executed_flops
+
+    phase = Phase(sequence_length=128, global_sequences=1, steps=1, peak_learning_rate=1e-4)
+    config = RunConfig(name="doctor", corpus=Corpus(dir="nowhere"), model=Model(size="base"), phases=(phase,))
+    return executed_flops(config, VOCABULARY_SIZE, [128], round(0.15 * 128))
+
+
+def wandb_key() -> Row:
+    key = (
+        "present" if _has_wandb_key() else f"{NONE}: runs are recorded offline, `wandb sync` sends them later"
+    )
+    return Row("W&B key", key)
+
+
+def _has_wandb_key() -> bool:
+    """Whether wandb would find a key in the environment or in netrc. The key itself is never read out."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    try:
+        return "api.wandb.ai" in netrc.netrc().hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
