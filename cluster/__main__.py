@@ -35,6 +35,10 @@ def _doctor(arguments: argparse.Namespace) -> int:
 def _up(arguments: argparse.Namespace) -> None:
     from cluster import local
 
+    if arguments.join:
+        cluster = local.join(arguments.cpus_per_node)
+        print(f"one more node of {cluster.nodes[-1].cpus} CPUs at {cluster.address}")
+        return
     cluster = local.up(arguments.nodes, arguments.cpus_per_node)
     print(
         f"{len(cluster.nodes)} nodes of {cluster.nodes[0].cpus} CPUs; jobs at {cluster.dashboard}, workers at "
@@ -178,6 +182,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="N",
         help="CPUs of each; otherwise the cores, shared out",
     )
+    up.add_argument("--join", action="store_true", help="add a node to the cluster that runs here already")
     add_command(commands, "down", _down, "end the cluster that `up` started", "\n  ./launch.sh down")
     add_manifest(commands)
     doctor = add_command(

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.group import ROOM_SECONDS, train
+from cluster.group import train
 from cluster.nodes import nodes_fit, usable_nodes
 from cluster.run import LOGS, end_session
 from cluster.worker import one_line
@@ -35,21 +35,13 @@ _ANSWER_SECONDS = 6.0  # for Ray to answer there; together they stay under 10
 _JOIN_SECONDS = 60.0  # for a cluster that answers to let us in
 _OBJECT_STORE_BYTES = 100 << 20  # we pass nothing large through Ray; its least is 75 MiB
 
-# Workers train in a thread, and memory that it frees must serve it again (pretrain/memory.py): one heap for all threads.
+# Memory that a worker's thread frees must serve the others again (pretrain/memory.py): one heap for all threads.
 _ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
-# Set in the driver, from where Ray hands them to its controller and workers.
+# Set in the driver, from where Ray hands them to its workers.
 _RAY_ENVIRONMENT = {
     **_ONE_HEAP,
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
-    "RAY_TRAIN_ENABLE_PREEMPTION_WATCHER": "0",  # an actor that only a cluster that drains nodes needs
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
-    "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.2",
-    "RAY_TRAIN_METRICS_ENABLED": "0",
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(ROOM_SECONDS),
     "RAY_USAGE_STATS_ENABLED": "0",
-    # After a crash the survivors wait in a collective for the dead; Ray waits this long for them to let go.
-    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "2",
 }
 
 
@@ -58,10 +50,7 @@ def main(request_path: str, work: Callable[[dict[str, Any]], None]) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     request = json.loads(Path(request_path).read_text(encoding="utf-8"))
     die_with(os.getppid(), request["ray_dir"])
-    # A job that is stopped signals all processes below it; the launcher above us says what comes of it. Ray's import
-    # sets a handler of its own.
-    import ray  # noqa: F401
-
+    # A job that is stopped signals all processes below it; the launcher above us says what comes of it.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ.update(_RAY_ENVIRONMENT)
     error: RunError | None = None
@@ -100,14 +89,14 @@ def ray_of(
     """
     choose_token(request["address"])  # Ray reads it while it is imported
     import ray
-    import torch
 
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the import has set a handler of its own
     if request["address"]:
         join_ray(request["address"], lambda error: _write_outcome(request, error))
         nodes = [(node.cpus, node.gpus) for node in usable_nodes()]
         share_out(nodes, f"the cluster at {request['address']}")
     else:
-        nodes = [(_cores(), torch.cuda.device_count())]
+        nodes = [(_cores(), _gpus())]
         share_out(nodes, _here())
         _start_ray(request)
     try:
@@ -174,11 +163,21 @@ def join_ray(address: str, last_word: Callable[[MachineError], None]) -> None:
             ray.init(
                 address=address,
                 log_to_driver=False,
-                runtime_env={"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}},
+                runtime_env=_runtime_env(),
             )
     except Exception as error:
         logger.exception("ray.init")
         raise MachineError(f"Ray at {address} did not let us in ({one_line(error)}). {advice}") from None
+
+
+def _runtime_env() -> dict[str, Any]:
+    """Where the workers find this project. In a job they do by the cluster's own environment, as the job did; and
+    workers without a special environment start sooner."""
+    return (
+        {}
+        if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
+        else {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}
+    )
 
 
 @contextlib.contextmanager
@@ -219,6 +218,15 @@ def _log(request: dict[str, Any]) -> Path:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0))
+
+
+def _gpus() -> int:
+    """GPUs of this machine that torch sees; torch is not loaded where there are none."""
+    if not any(Path("/dev").glob("nvidia[0-9]*")):
+        return 0
+    import torch
+
+    return torch.cuda.device_count()
 
 
 def _here() -> str:

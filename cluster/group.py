@@ -12,12 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from cluster.members import MemberError, Members, NoRoomError
 from cluster.nodes import Node, most_that_fit, usable_nodes
 from cluster.run import LOGS, RESTART_FILE, STOP_FILE, last_line
-from cluster.worker import CRASH, NODES, WorkerEnd, enter, error_from, one_line
+from cluster.worker import CRASH, WorkerEnd, error_from, one_line
 from pretrain.errors import MachineError, StoppedError
 from pretrain.files import MANIFEST
-from pretrain.watchdog import HANG_FILE
+from pretrain.worker import HANG_FILE
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ def train(request: dict[str, Any], *, use_gpu: bool, keep_logs: Callable[[], Non
         (run_dir / RESTART_FILE).unlink(missing_ok=True)
         with _Overseer(request, workers) as overseer:
             try:
-                return _attempt(request, attempt, workers, use_gpu)
+                return _attempt(request, attempt, workers, use_gpu, overseer.watch)
             except _Crash as crash:
                 reason = _hang(run_dir, since=overseer.began) or f"worker {crash.rank}: {crash.reason}"
                 logger.warning("start %d ended in a crash, %s", attempt + 1, reason)
@@ -51,10 +52,13 @@ def train(request: dict[str, Any], *, use_gpu: bool, keep_logs: Callable[[], Non
                 if failures > request["max_failures"]:
                     raise _used_up(run_dir, crash.rank, reason, request["max_failures"]) from None
                 event = "hang" if "rank" in reason else "restart"
-            except _NoRoom:
+            except NoRoomError:
                 failures += 1
                 if not request["min_workers"] or failures > request["max_failures"]:
-                    raise
+                    raise MachineError(
+                        f"The cluster made no room for {workers} workers of {request['cpus_per_worker']} CPUs within "
+                        f"{ROOM_SECONDS} s. Wait until it is less busy, or set scheduling.workers lower."
+                    ) from None
                 event, reason = "restart", "nodes went while the workers were started"
             except StoppedError:
                 if overseer.reason is None or (run_dir / STOP_FILE).exists():
@@ -98,12 +102,17 @@ class _Overseer:
         self.began = time.time()
         self._request, self._workers = request, workers
         self._run_dir = Path(request["run_dir"])
+        self._nodes: set[str] = set()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._look, name="overseer", daemon=True)
 
-    def __enter__(self) -> _Overseer:
+    def watch(self, nodes: set[str]) -> None:
+        """The workers run on the nodes of these ids."""
+        self._nodes = nodes
         if self._request["address"]:  # a Ray of our own has one node, which stays
             self._thread.start()
+
+    def __enter__(self) -> _Overseer:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -119,8 +128,7 @@ class _Overseer:
             except Exception as error:  # a head that is away for a while
                 logger.warning("the nodes cannot be asked for: %s", one_line(error))
                 continue
-            ours = _nodes_of(self._run_dir)
-            if any(node.draining and node.id in ours for node in nodes):
+            if any(node.draining and node.id in self._nodes for node in nodes):
                 self._ask("a node is drained")
                 return
             looks = looks + 1 if self._may_grow(nodes) else 0
@@ -138,13 +146,6 @@ class _Overseer:
         self.reason = reason
         logger.info("%s: the workers are to save and end", reason)
         (self._run_dir / RESTART_FILE).touch()
-
-
-def _nodes_of(run_dir: Path) -> set[str]:
-    """Ids of the nodes that the workers last started on."""
-    with contextlib.suppress(OSError):
-        return {path.read_text(encoding="utf-8") for path in (run_dir / LOGS / NODES).iterdir()}
-    return set()
 
 
 def _newest_step(run_dir: Path) -> int:
@@ -185,43 +186,24 @@ class _Crash(Exception):
         self.reason = reason
 
 
-class _NoRoom(MachineError):
-    """What there seemed to be is taken or gone."""
-
-
-def _attempt(request: dict[str, Any], attempt: int, workers: int, use_gpu: bool) -> None:
-    """One start of so many workers through Ray Train, to their end."""
-    from ray.train import ControllerError, FailureConfig, RunConfig, ScalingConfig, WorkerGroupError
-    from ray.train.torch import TorchConfig, TorchTrainer
-
+def _attempt(
+    request: dict[str, Any], attempt: int, workers: int, use_gpu: bool, begun: Callable[[set[str]], None]
+) -> None:
+    """One start of so many workers, to their end; `begun` is told the ids of their nodes."""
     resources = {"CPU": request["cpus_per_worker"], **({"GPU": 1} if use_gpu else {})}
-    storage = f"{request['run_dir']}/{LOGS}/ray-train" if request["address"] else request["ray_dir"]
-    trainer = TorchTrainer(
-        enter,
-        train_loop_config={**request, "attempt": attempt},
-        torch_config=TorchConfig(backend="nccl" if use_gpu else "gloo"),
-        scaling_config=ScalingConfig(num_workers=workers, use_gpu=use_gpu, resources_per_worker=resources),
-        run_config=RunConfig(
-            name=f"{request['name']}-{attempt}",
-            storage_path=storage,
-            # Retries are ours: Ray would retry the user's own mistakes too, and not tell the workers.
-            failure_config=FailureConfig(max_failures=0, controller_failure_limit=0),
-        ),
-    )
     started = time.monotonic()
     try:
-        end = trainer.fit().return_value
-    except WorkerGroupError as error:
-        raise _cause(error.worker_failures) from None
-    except ControllerError as error:
-        if "Timeout" not in type(error.controller_failure).__name__:
-            raise _Crash(0, one_line(error.controller_failure)) from None
-        raise _NoRoom(
-            f"The cluster made no room for {workers} workers of {resources} "
-            f"within {ROOM_SECONDS} s. Wait until it is less busy, or set scheduling.workers lower."
-        ) from None
+        with Members(workers, resources, ROOM_SECONDS) as members:
+            begun(members.nodes)
+            logger.info(
+                "start %d has its %d workers after %.1f s", attempt + 1, workers, time.monotonic() - started
+            )
+            ends = members.run({**request, "attempt": attempt})
+    except MemberError as error:
+        raise _cause(error.failures) from None
     finally:
         logger.info("start %d ran %.1f s", attempt + 1, time.monotonic() - started)
+    end = next((end for end in ends if end is not None), None)
     if end is not None:
         raise error_from(end)
 

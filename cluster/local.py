@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,13 +34,9 @@ STOP_SECONDS = 600
 # Of every process of the cluster; jobs and workers inherit it.
 _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
-    "RAY_CHDIR_TO_TRIAL_DIR": "0",
     "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
-    "RAY_TRAIN_ENABLE_PRINT_PATCH": "0",
-    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
-    "RAY_TRAIN_METRICS_ENABLED": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
-    "TORCH_PROCESS_GROUP_SHUTDOWN_TIMEOUT_S": "2",
+    "MALLOC_ARENA_MAX": "1",  # as cluster.driver gives it to workers of its own
 }
 
 
@@ -112,9 +109,18 @@ def up(nodes: int, cpus_per_node: int) -> LocalCluster:
     return cluster
 
 
-def add_node(cluster: LocalCluster, cpus: int) -> LocalCluster:
-    """One more node process."""
-    return _with(cluster, _start_node(cluster, [f"--address={cluster.address}"], cpus))
+def join(cpus: int) -> LocalCluster:
+    """One more node process for the cluster that runs here, with so many CPUs (0: as its first)."""
+    cluster = find()
+    if cluster is None:
+        raise InputError("up --join: no cluster runs here. Start one with ./launch.sh up.")
+    use_token(cluster)
+    before = len(alive_nodes(cluster))
+    cluster = _with(
+        cluster, _start_node(cluster, [f"--address={cluster.address}"], cpus or cluster.nodes[0].cpus)
+    )
+    _await(cluster, lambda: len(alive_nodes(cluster)) > before, cluster.nodes[-1:])
+    return cluster
 
 
 def down() -> LocalCluster | None:
@@ -183,11 +189,12 @@ def _with(cluster: LocalCluster, node: Node) -> LocalCluster:
     return grown
 
 
-def _await(cluster: LocalCluster, ready: Any) -> None:
+def _await(cluster: LocalCluster, ready: Callable[[], bool], nodes: Sequence[Node] | None = None) -> None:
+    """Wait for what `nodes`, otherwise all of them, are to bring about."""
     deadline = time.monotonic() + _UP_SECONDS
     log = Path(cluster.folder) / "nodes.log"
     while not ready():
-        dead = [node for node in cluster.nodes if not node.is_alive()]
+        dead = [node for node in nodes or cluster.nodes if not node.is_alive()]
         if dead or time.monotonic() > deadline:
             why = "ended" if dead else f"did not come up within {_UP_SECONDS:.0f} s"
             raise MachineError(

@@ -6,11 +6,11 @@ import contextlib
 import faulthandler
 import importlib
 import io
-import logging
 import os
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,6 @@ _ERRORS: dict[str, type[RunError]] = {
     kind.__name__: kind for kind in (RunError, InputError, MachineError, DivergedError, StoppedError)
 }
 CRASH = "crash"
-NODES = "nodes"  # in the run's logs: a file for each worker with the id of its node
 
 
 class WorkerEnd(Exception):
@@ -49,28 +48,39 @@ def error_from(data: dict[str, str]) -> RunError:
     return _ERRORS[data["kind"]](data["message"])
 
 
-def enter(request: dict[str, Any]) -> dict[str, str] | None:
-    """Call the request's target in this Ray Train worker. Returns None when it came to its end.
+@dataclass(frozen=True)
+class Place:
+    """A worker among all of a start. `master` and `port` are where they meet."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    master: str
+    port: int
+    visible_gpus: tuple[int, ...] = ()
+
+
+def enter(request: dict[str, Any], place: Place) -> dict[str, str] | None:
+    """Call the request's target in this worker. Returns None when it came to its end.
 
     A stop or divergence is agreed among all workers, so it is returned: each may finish its last words. Any
     other error may be this worker's alone while the others wait for it in a collective, so it is raised
     (`WorkerEnd`), which makes Ray end them all.
     """
-    from ray.train import get_context
-
-    context = get_context()
     run_dir = Path(request["run_dir"])
-    _log_to(run_dir / "logs" / f"worker-{context.get_world_rank()}.log", request["attempt"])
+    _log_to(run_dir / "logs" / f"worker-{place.rank}.log", request["attempt"])
+    os.environ.update(MASTER_ADDR=place.master, MASTER_PORT=str(place.port))
+    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
     worker = Worker(
-        rank=context.get_world_rank(),
-        world_size=context.get_world_size(),
-        local_rank=context.get_local_rank(),
-        local_world_size=context.get_local_world_size(),
+        rank=place.rank,
+        world_size=place.world_size,
+        local_rank=place.local_rank,
+        local_world_size=place.local_world_size,
         threads=request["cpus_per_worker"],
         stop_file=run_dir / "stop",
         restart_file=run_dir / "restart",
     )
-    _tell_node(run_dir, context)
     try:
         if worker.stop_requested():
             # Seen by this rank alone: raised, so that Ray ends the others too.
@@ -90,20 +100,6 @@ def enter(request: dict[str, Any]) -> dict[str, str] | None:
         sys.stdout.flush()
         sys.stderr.flush()
     return None
-
-
-def _tell_node(run_dir: Path, context: Any) -> None:
-    import ray
-
-    folder = run_dir / "logs" / NODES
-    if context.get_world_rank() == 0 and folder.is_dir():
-        for path in folder.iterdir():
-            if path.name.isdigit() and int(path.name) >= context.get_world_size():
-                path.unlink(missing_ok=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / str(context.get_world_rank())).write_text(
-        ray.get_runtime_context().get_node_id(), encoding="utf-8"
-    )
 
 
 def enter_trial(config: dict[str, int], request: dict[str, Any]) -> dict[str, str]:
@@ -160,8 +156,6 @@ def _log_to(path: Path, attempt: int) -> None:
     sys.stdout = _line_writer(1)
     sys.stderr = _line_writer(2)
     faulthandler.enable(file=sys.stderr)
-    # Ray Train logs the traceback of whatever we raise to it; the real one is already there.
-    logging.getLogger("ray.train").setLevel(logging.CRITICAL)
     print(
         f"---- start {attempt + 1}, process {os.getpid()} on {os.uname().nodename}, {time.strftime('%F %T')}"
     )

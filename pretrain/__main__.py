@@ -76,6 +76,9 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     _check(config, alone)
     with preflight.only_run(config.folder):
         preflight.check_run_folder(config, arguments.resume, changed_for_resume)
+        if preflight.is_finished(config):
+            print(f"{config.folder}: was finished already; nothing to do")
+            return
         preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
         train(_TARGET, config, arguments.resume, config.total_steps, alone=alone)
     print(f"{config.folder}: finished. Next: python -m pretrain export {config.folder} DIR")

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from pretrain.config import Run, RunConfig, Vocabulary
 from pretrain.errors import InputError
-from pretrain.files import MANIFEST, atomic_open, disk_errors, locked, write_json
+from pretrain.files import MANIFEST, atomic_open, disk_errors, locked, verify_manifest, write_json
 from pretrain.settings import dump, load
 
 R = TypeVar("R", bound=Run)
@@ -110,6 +110,17 @@ def check_run_folder(config: R, resume: bool, changed: Callable[[R, R], list[str
                 f"{before}: the run was begun with other settings: {', '.join(others)}. "
                 "Resume with the old values, or choose another name or run_dir to begin a new run."
             )
+
+
+def is_finished(config: RunConfig) -> bool:
+    """Whether the run folder holds the checkpoint of the last step, undamaged."""
+    last = config.folder / "checkpoints" / f"step-{config.total_steps:08d}"
+    if not (last / MANIFEST).is_file():
+        return False
+    with contextlib.suppress(InputError):
+        verify_manifest(last)
+        return True
+    return False
 
 
 def record_run(config: Run, command: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ from pretrain.worker import Worker
 
 @contextlib.contextmanager
 def process_group(worker: Worker) -> Iterator[None]:
-    """The workers' process group: Ray's or torchrun's where there is one, else one of this process alone."""
+    """The workers' process group, where MASTER_ADDR says that there are others; else one of this process alone."""
     os.environ["LOCAL_RANK"] = str(worker.local_rank)
     if worker.threads:
         torch.set_num_threads(worker.threads)

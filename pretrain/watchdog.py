@@ -27,8 +27,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from pretrain.errors import MachineError
 from pretrain.files import write_json
-
-HANG_FILE = "hang.json"  # in the run's logs: what was found, for who restarts the workers
+from pretrain.worker import HANG_FILE
 
 _LOOK_SECONDS = 0.5
 _COMPILE_SECONDS = 1800.0

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
+HANG_FILE = "hang.json"  # in the run's logs: what a watchdog found, for who restarts the workers
+
 
 @dataclass
 class Worker:

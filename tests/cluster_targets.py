@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pretrain.errors import InputError, StoppedError
+from pretrain.session import process_group
 from pretrain.worker import Worker
 
 
@@ -28,14 +29,15 @@ def killed_then_mistaken(payload: dict[str, Any], worker: Worker) -> None:
     before = count_start(payload, worker)
     print(f"rank {worker.rank} of {worker.world_size}, {worker.threads} threads")
     os.system("echo a child writes here too")
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    Path(f"sum-{worker.rank}").write_text(str(int(total)))
-    if worker.rank == 1:
-        if before == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise InputError("corpus/: not there. Prepare it first.")
-    dist.barrier()
+    with process_group(worker):
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        Path(f"sum-{worker.rank}").write_text(str(int(total)))
+        if worker.rank == 1:
+            if before == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise InputError("corpus/: not there. Prepare it first.")
+        dist.barrier()
 
 
 def fails(payload: dict[str, Any], worker: Worker) -> None:

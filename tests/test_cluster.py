@@ -324,7 +324,7 @@ def _request(folder: Path, max_failures: int) -> dict[str, Any]:
 def _train(monkeypatch: pytest.MonkeyPatch, request: dict[str, Any], attempt: Callable[[int], None]) -> None:
     """`group.train` on a machine of two cores, with `attempt` for Ray's part."""
     monkeypatch.setattr(group, "usable_nodes", lambda: [Node("here", 2, 0, False)])
-    monkeypatch.setattr(group, "_attempt", lambda request, number, workers, use_gpu: attempt(number))
+    monkeypatch.setattr(group, "_attempt", lambda request, number, *_: attempt(number))
     group.train(request, use_gpu=False, keep_logs=lambda: None)
 
 

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.doctor import machine, nodes
-from cluster.doctor.rows import FAIL, Row
+from cluster.doctor.rows import FAIL, Row, so_many_nodes
 from cluster.doctor.task import Probe
 from cluster.driver import choose_token, join_ray
 from cluster.nodes import usable_nodes

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from cluster.doctor.rows import FAIL, PASS, WARN, Row, below
+from cluster.doctor.rows import FAIL, PASS, WARN, Row, above, below
 from cluster.worker import one_line
 
 NONE = "none"
@@ -28,9 +28,10 @@ _GIB = 1 << 30
 _MATMUL = 2048  # square; large enough to reach the peak, small enough for any machine
 _MATMUL_SECONDS = 0.5
 _LOADER_SECONDS = 0.5
+_BUSY_SECONDS, _BUSY = 0.5, 0.25
 _COMPILE_SECONDS = 20.0
 _OLD_LOCK_SECONDS = 600.0  # no single op of DeepSpeed compiles for so long
-_PACKAGES = ("bertrain", "cluster", "pretrain", "finetune")
+_PACKAGES = ("cluster", "pretrain", "finetune")
 _NEEDED = ("torch", "gloo", "DeepSpeed", "Ray", "bertrain")
 
 
@@ -61,7 +62,7 @@ class Facts:
 
     system: str
     cores: int
-    load: float  # runnable processes, mean of the last minute
+    busy: float  # share of them that others used while we waited
     memory: int  # bytes of the machine or container; so below
     memory_free: int
     disks: tuple[Disk, ...]
@@ -91,7 +92,7 @@ def look(folder: Path, threads: int = 0, measure: bool = True) -> Facts:
 
     from pretrain.bench import loader
 
-    load, (memory, free) = psutil.getloadavg()[0], _memory()
+    busy, (memory, free) = psutil.cpu_percent(_BUSY_SECONDS) / 100, _memory()
     if threads:
         torch.set_num_threads(threads)
     compiler, headers, error = _compile()
@@ -99,7 +100,7 @@ def look(folder: Path, threads: int = 0, measure: bool = True) -> Facts:
     return Facts(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=len(os.sched_getaffinity(0)),
-        load=load,
+        busy=busy,
         memory=memory,
         memory_free=free,
         disks=_disks(folder),
@@ -156,16 +157,12 @@ def _ray_version() -> str:
 
 
 def _own_version() -> str:
-    """Version and a digest of our sources: two checkouts may bear one version."""
+    """A digest of our sources: two checkouts may bear one version, and need not be installed."""
     digest, root = hashlib.sha256(), Path(__file__).parents[2]
     for package in _PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    try:
-        version = importlib.metadata.version("bertrain")
-    except importlib.metadata.PackageNotFoundError:
-        version = "not installed"  # nodes may have it on PYTHONPATH alone
-    return f"{version}, sources {digest.hexdigest()[:8]}"
+    return f"sources {digest.hexdigest()[:8]}"
 
 
 def _memory() -> tuple[int, int]:
@@ -249,8 +246,8 @@ def _old_locks() -> tuple[str, ...]:
 def _devices() -> tuple[Device, ...]:
     import torch
 
-    threads = torch.get_num_threads()
-    found = [_measured(f"CPU, {threads} threads", f"CPU with {threads} threads", "cpu")]
+    cpu = f"CPU, threads: {torch.get_num_threads()}"
+    found = [_measured(cpu, cpu, "cpu")]
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         name = f"GPU {number}, {properties.name}, {properties.total_memory / _GIB:.0f} GiB"
@@ -294,7 +291,7 @@ def rows_here(facts: Facts) -> list[Row]:
 def rows(facts: Facts, where: str = "") -> list[Row]:
     """What can differ from node to node; versions are compared elsewhere."""
     found = [
-        judge_load(facts.cores, facts.load),
+        judge_cores(facts.cores, facts.busy),
         judge_memory(facts.memory, facts.memory_free),
         *map(judge_disk, facts.disks),
         judge_compiler(facts.compiler, facts.headers, facts.compile_error),
@@ -320,9 +317,9 @@ def judge_versions(found: Mapping[str, str]) -> list[Row]:
     return rows
 
 
-def judge_load(cores: int, load: float) -> Row:
+def judge_cores(cores: int, busy: float) -> Row:
     advice = "Other programs are at work here: what is measured below is less than this machine can do."
-    return Row("cores", f"{cores}, load {load:.1f}", WARN if load > cores / 2 else PASS, advice)
+    return Row("cores", f"{cores}, {busy:.0%} busy", above(busy, _BUSY, 1.0), advice)
 
 
 def judge_memory(total: int, free: int) -> Row:

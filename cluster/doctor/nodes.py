@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cluster.doctor import machine, reduce
 from cluster.doctor.machine import NONE, Facts
-from cluster.doctor.rows import FAIL, PASS, WARN, Row, above
+from cluster.doctor.rows import FAIL, PASS, WARN, Row, above, so_many_nodes
 
 _SKEW_WARN_SECONDS, _SKEW_FAIL_SECONDS = 0.5, 5.0
 _PROBE_SLOW_SECONDS = 2.0
@@ -47,7 +48,7 @@ def judge_versions(found: Mapping[str, Versions], head: Versions) -> list[Row]:
         }
         if not different:
             [alone] = machine.judge_versions({library: wanted})
-            rows.append(Row(alone.what, alone.found, alone.mark, alone.advice, _nodes(len(found))))
+            rows.append(Row(alone.what, alone.found, alone.mark, alone.advice, so_many_nodes(len(found))))
         for node, version in different.items():
             advice = "Install the same .venv and files on all nodes, as requirements.lock has them."
             rows.append(Row(library, f"{version}; the head has {wanted}", FAIL, advice, node))
@@ -124,12 +125,14 @@ def judge_seen(node: str, folder: str, seconds: float, missing: Sequence[str], o
 
 def judge_reduce(backend: str, outcomes: Mapping[str, tuple[float, int] | str], world: int) -> Row:
     """All-reduce among nodes: what all of them measured, or what the first of them says that it was not."""
-    for node, outcome in outcomes.items():
-        if isinstance(outcome, str):
-            return reduce.judge(backend, world, f"{node}: {outcome}", "nodes")
-    if len(outcomes) < world:
-        return reduce.judge(backend, world, f"{world - len(outcomes)} did not answer", "nodes")
-    return reduce.judge(backend, world, next(iter(outcomes.values())), "nodes")
+    outcome: tuple[float, int] | str = f"{world - len(outcomes)} did not answer"
+    if len(outcomes) == world:
+        outcome = next(iter(outcomes.values()))
+    for node, told in outcomes.items():
+        if isinstance(told, str):
+            outcome = f"{node}: {told}"
+            break
+    return dataclasses.replace(reduce.judge(backend, world, outcome, "nodes"), where=so_many_nodes(world))
 
 
 def judge_pace(found: Mapping[str, Facts]) -> list[Row]:
@@ -146,8 +149,4 @@ def judge_pace(found: Mapping[str, Facts]) -> list[Row]:
                 advice = "All workers wait for the slowest: see what else runs there, its clock rate and temperature."
                 text = f"{name}: {rate / middle:.0%} of the median of {len(devices)} ({kind})"
                 rows.append(Row("pace", text, WARN, advice, node))
-    return rows or [Row("pace", "no device is much slower than its kind", where=_nodes(len(found)))]
-
-
-def _nodes(count: int) -> str:
-    return f"{count} node" + "s" * (count != 1)
+    return rows or [Row("pace", "no device is much slower than its kind", where=so_many_nodes(len(found)))]

@@ -18,7 +18,7 @@ from cluster.doctor.rows import Row
 from pretrain.errors import MachineError, RunError
 
 _JOB_SECONDS = 300.0  # more than the job allows itself
-_STOP_SECONDS = 3
+_STOP_SECONDS = 10.0
 
 
 def check(address: str, folder: Path) -> list[Row]:
@@ -31,13 +31,13 @@ def check(address: str, folder: Path) -> list[Row]:
     cluster = jobs.Jobs(address)
     name = f"doctor-{secrets.token_hex(4)}"
     metadata = {"bertrain": "doctor", "folder": str(folder.absolute())}
-    cluster.start(name, "cluster.doctor.driver", metadata, stop_seconds=_STOP_SECONDS)
+    cluster.start(name, "cluster.doctor.driver", metadata)
     try:
         job = cluster.wait(name, _JOB_SECONDS)
         found = _result(cluster.log(name), f"{name} on {cluster.address}", job)
     finally:
         with contextlib.suppress(RunError):
-            cluster.stop(name, seconds=3 * _STOP_SECONDS)
+            cluster.stop(name, _STOP_SECONDS)
             cluster.delete(name)
     rows = [Row(**row) for row in found["rows"]]
     return [nodes.judge_client(machine.versions(), found["head"]), *rows]

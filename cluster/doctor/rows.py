@@ -13,7 +13,7 @@ from rich.table import Table
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 _COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red"}
-_EACH = 4  # up to so many nodes have a line each where all pass
+_EACH = 4  # up to so many nodes that pass have a line each, where they differ
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
     placed = any(row.where for row in rows)
     for column in ("", "what", *(["where"] if placed else []), "found"):
         table.add_column(column, overflow="fold")
-    for row in _shortened(rows):
+    for row in _shortened(rows) if placed else rows:
         advice = f"\n[{_COLOURS[row.mark]}]{escape(row.advice)}[/]" if row.mark != PASS else ""
         table.add_row(
             f"[{_COLOURS[row.mark]}]{row.mark}[/]", escape(row.what), *([escape(row.where)] if placed else []),
@@ -61,11 +61,16 @@ def _shortened(rows: Sequence[Row]) -> Iterator[Row]:
     for _, group in groupby(rows, key=lambda row: row.what):
         alike = list(group)
         passing = [row for row in alike if row.mark == PASS]
-        if len(passing) > _EACH:
-            first, count = passing[0], len(passing)
-            found = first.found
-            if any(row.found != found for row in passing):
-                found += f" ({first.where}; --json has the others)"
-            yield Row(first.what, found, where=f"{count} nodes")
+        same = len({row.found for row in passing}) == 1
+        if len(passing) > (1 if same else _EACH):
+            found = passing[0].found
+            if not same:
+                found += f" ({passing[0].where}; --json has the others)"
+            yield Row(passing[0].what, found, where=so_many_nodes(len(passing)))
             alike = [row for row in alike if row.mark != PASS]
         yield from alike
+
+
+def so_many_nodes(count: int) -> str:
+    """So many of them, in words."""
+    return f"{count} node" + "s" * (count != 1)

@@ -1,0 +1,182 @@
+"""The worker processes of one start: Ray actors, each on its bundle of one placement group.
+
+Ray Core does all of it: placing, starting, telling who died. A controller between it and us (Ray Train's) would be one
+more process to import torch before the first step, and one more that can die.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.worker import Place, WorkerEnd, enter
+
+logger = logging.getLogger(__name__)
+
+_LAST_WORDS_SECONDS = 2.0  # after the first failure, for the others to say theirs
+_START_SECONDS = 120.0  # for a process to start where a place for it is
+
+
+class NoRoomError(Exception):
+    """The cluster has no place for the workers, now."""
+
+
+class Members:
+    """`workers` processes with `resources` each, ready to run; use as a context manager, which ends them.
+
+    Raises `NoRoomError` when there is no place for them within `patience` seconds.
+    """
+
+    def __init__(self, workers: int, resources: dict[str, float], patience: float) -> None:
+        import ray
+        from ray.util.placement_group import placement_group
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._group = placement_group([resources] * workers, strategy="PACK")
+        try:
+            if not self._group.wait(patience):
+                raise NoRoomError
+            actor: Any = ray.remote(_Member)
+            self._actors = [
+                actor.options(
+                    num_cpus=resources["CPU"],
+                    num_gpus=resources.get("GPU", 0),
+                    max_restarts=0,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, number),
+                ).remote()
+                for number in range(workers)
+            ]
+            found = self._found()
+        except BaseException:
+            self._remove()
+            raise
+        # Ranks of one machine follow one another, as launchers of torch have it.
+        order = sorted(range(workers), key=lambda number: (found[number].address, found[number].gpus, number))
+        self._actors = [self._actors[number] for number in order]
+        self.found = [found[number] for number in order]
+
+    @property
+    def nodes(self) -> set[str]:
+        """Ids of the nodes that they run on."""
+        return {one.node for one in self.found}
+
+    def run(self, request: dict[str, Any]) -> list[dict[str, str] | None]:
+        """`cluster.worker.enter` in each, to the end of all; what each returned, by rank.
+
+        Raises `MemberError` as soon as one fails, with what the others say of it.
+        """
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        places = _places(self.found)
+        runs = [actor.run.remote(request, place) for actor, place in zip(self._actors, places, strict=True)]
+        ends: dict[int, dict[str, str] | None] = {}
+        failures: dict[int, Exception] = {}
+        pending, deadline = list(runs), None
+        while pending:
+            patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+            done, pending = ray.wait(pending, num_returns=1, timeout=patience)
+            if not done:
+                break
+            rank = runs.index(done[0])
+            try:
+                ends[rank] = ray.get(done[0])
+            except RayTaskError as error:
+                failures[rank] = error.cause if isinstance(error.cause, Exception) else error
+            except RayError as error:
+                failures[rank] = error
+            if any(not isinstance(error, WorkerEnd) for error in failures.values()):
+                break  # a dead one is to blame, whatever the others say
+            if failures and deadline is None:
+                deadline = time.monotonic() + _LAST_WORDS_SECONDS
+        if failures:
+            raise MemberError(failures)
+        return [ends[rank] for rank in range(len(runs))]
+
+    def __enter__(self) -> Members:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)
+        self._remove()
+
+    def _found(self) -> list[Found]:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError
+
+        try:
+            return ray.get([actor.find.remote() for actor in self._actors], timeout=_START_SECONDS)
+        except GetTimeoutError:
+            raise NoRoomError from None
+        except RayActorError as error:
+            logger.warning("a worker died while it was started: %s", error)
+            raise NoRoomError from None
+
+    def _remove(self) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(self._group)
+
+
+class MemberError(Exception):
+    """Members failed: their exceptions by rank, `WorkerEnd` for those that could tell, Ray's for those that died."""
+
+    def __init__(self, failures: dict[int, Exception]) -> None:
+        super().__init__(failures)
+        self.failures = failures
+
+
+@dataclass(frozen=True)
+class Found:
+    """Where a member runs: node id, the node's address, a free port there, its GPUs by the node's numbers."""
+
+    node: str
+    address: str
+    port: int
+    gpus: tuple[int, ...]
+
+
+class _Member:
+    """What runs in each process. Ray pickles it by its name, so workers must be able to import this module."""
+
+    def find(self) -> Found:
+        import ray
+
+        context = ray.get_runtime_context()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        gpus = tuple(sorted(int(gpu) for gpu in ray.get_gpu_ids()))
+        return Found(context.get_node_id(), ray.util.get_node_ip_address(), port, gpus)
+
+    def run(self, request: dict[str, Any], place: Place) -> dict[str, str] | None:
+        if place.visible_gpus:
+            # All GPUs of this machine that are the run's, so that NCCL reaches its peers directly.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.visible_gpus))
+        return enter(request, place)
+
+
+def _places(found: Sequence[Found]) -> list[Place]:
+    """Each member's rank and neighbours; rank 0's address is where they meet."""
+    sizes = Counter(one.node for one in found)
+    seen: Counter[str] = Counter()
+    places = []
+    for rank, one in enumerate(found):
+        visible = sorted({gpu for other in found if other.node == one.node for gpu in other.gpus})
+        places.append(
+            Place(
+                rank=rank, world_size=len(found), local_rank=seen[one.node], local_world_size=sizes[one.node],
+                master=found[0].address, port=found[0].port, visible_gpus=tuple(visible),
+            )
+        )  # fmt: skip
+        seen[one.node] += 1
+    return places

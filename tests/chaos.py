@@ -1,0 +1,189 @@
+"""Runs on a real local cluster that tests break: start one, submit, find its processes, wait, compare."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import yaml
+
+ROOT = Path(__file__).parent.parent
+
+
+def settings(
+    corpus: Path, run_dir: Path, *, steps: int = 100, workers: int = 2, **more: Any
+) -> dict[str, Any]:
+    """A tiny pretraining with dropout in fp32: every step is logged, every 25th saved."""
+    return {
+        "name": run_dir.name,
+        "run_dir": str(run_dir),
+        "corpus": {"dir": str(corpus), "vocabulary": {"size": 300}},
+        "model": {"size": "custom", "layers": 2, "hidden": 32, "heads": 2, "max_positions": 64},
+        "phases": [
+            {"sequence_length": 32, "global_sequences": 12, "steps": steps, "peak_learning_rate": 1e-3}
+        ],
+        "engine": {"precision": "fp32", "compile": False, "micro_batch_tokens": 256},
+        "evaluation": {"every_steps": 10**6, "sequences": 16},
+        "checkpoint": {"every_steps": 25},
+        "tracking": {"log_every_steps": 1, "wandb": "off"},
+        "scheduling": {"workers": workers, "cpus_per_worker": 1},
+        **more,
+    }
+
+
+class Cluster:
+    """A local cluster of a test's own."""
+
+    def __init__(self, state: Path) -> None:
+        self.state = state
+
+    def command(self, *arguments: str, code: int | None = 0, seconds: float = 120) -> str:
+        """`python -m cluster ARGUMENTS`; what it printed."""
+        done = subprocess.run(
+            [sys.executable, "-m", "cluster", *arguments], cwd=ROOT, env=self.environment, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds,
+        )  # fmt: skip
+        assert code is None or done.returncode == code, f"{arguments}: {done.returncode}\n{done.stdout}"
+        return done.stdout
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return {**os.environ, "XDG_STATE_HOME": str(self.state)}
+
+    @property
+    def described(self) -> dict[str, Any]:
+        return json.loads((self.state / "bertrain/cluster.json").read_text())
+
+    def submit(self, values: dict[str, Any], *options: str) -> Path:
+        """Submit a pretraining; its run folder."""
+        path = self.state / f"{values['name']}.yaml"
+        path.write_text(yaml.safe_dump(values))
+        self.command("submit", *options, "--", "pretrain", str(path))
+        return Path(values["run_dir"])
+
+    def state_of(self, name: str) -> str:
+        return self.command("status", name).partition(": ")[2].split()[0]
+
+    def wait_end(self, name: str, seconds: float = 120) -> str:
+        wait_for(lambda: self.state_of(name) not in ("running", "pending"), seconds)
+        return self.state_of(name)
+
+    def processes(self) -> list[psutil.Process]:
+        """All living processes of the cluster's nodes."""
+        sessions = {node["pid"] for node in self.described["nodes"]}
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, ProcessLookupError):
+                if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def workers(self) -> list[psutil.Process]:
+        """Training workers, by rank as far as their start tells it."""
+        return self.named("::_Member")
+
+    def named(self, part: str) -> list[psutil.Process]:
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                if part in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
+
+@contextlib.contextmanager
+def cluster(state: Path, *options: str) -> Iterator[Cluster]:
+    """`up` with these options, and `down` at the end; no process of it is left."""
+    state.mkdir(parents=True, exist_ok=True)
+    one = Cluster(state)
+    one.command("up", *options)
+    sessions = {node["pid"] for node in one.described["nodes"]}
+    try:
+        yield one
+    finally:
+        if (state / "bertrain/cluster.json").exists():
+            sessions |= {node["pid"] for node in one.described["nodes"]}
+            one.command("down")
+    left = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, ProcessLookupError):
+            if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(process)
+    assert not left, f"left behind: {left}"
+
+
+def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.1)
+
+
+def records(run_dir: Path) -> list[dict[str, Any]]:
+    """All complete records; [] before the first."""
+    with contextlib.suppress(FileNotFoundError):
+        lines = (run_dir / "metrics.jsonl").read_text().split("\n")[:-1]
+        return [json.loads(line) for line in lines]
+    return []
+
+
+def losses(run_dir: Path) -> dict[int, str]:
+    """Loss of each step, as bits."""
+    return {
+        one["step"]: float(one["loss"]).hex()
+        for one in records(run_dir)
+        if "event" not in one and "split" not in one
+    }
+
+
+def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
+    return [one for one in records(run_dir) if one.get("event") == kind]
+
+
+def last_step(run_dir: Path) -> int:
+    return max(losses(run_dir), default=0)
+
+
+def wait_for_step(run_dir: Path, step: int, seconds: float = 60) -> None:
+    wait_for(lambda: last_step(run_dir) >= step, seconds)
+
+
+def newest_checkpoint(run_dir: Path) -> int:
+    return max(
+        (int(path.parent.name[5:]) for path in run_dir.glob("checkpoints/step-*/manifest.json")), default=-1
+    )
+
+
+def fingerprint(run_dir: Path) -> str:
+    """Hash of the weights and moments of the newest checkpoint, whoever wrote which part."""
+    from pretrain.checkpoint.store import CheckpointReader, read_manifest
+
+    checkpoint = run_dir / f"checkpoints/step-{newest_checkpoint(run_dir):08d}"
+    digest = hashlib.sha256()
+    with CheckpointReader(checkpoint) as reader:
+        for name, shape in sorted(read_manifest(checkpoint)["shapes"].items()):
+            numel = 1
+            for size in shape:
+                numel *= size
+            for kind in ("weight", "exp_avg", "exp_avg_sq"):
+                digest.update(reader.read(kind, name, 0, numel).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def recovery_seconds(run_dir: Path, began: float) -> float:
+    """Seconds from `began` (time.time()) to the first record that a new start wrote; waits for it."""
+    restarts = len(events(run_dir, "restart")) + len(events(run_dir, "hang"))
+    path = run_dir / "metrics.jsonl"
+    wait_for(lambda: len(events(run_dir, "restart")) + len(events(run_dir, "hang")) > restarts, 60)
+    size = path.stat().st_size
+    wait_for(lambda: path.stat().st_size > size, 60)
+    return time.time() - began

@@ -1,0 +1,261 @@
+"""Failures of a real cluster: processes killed, stopped and drained while a run goes on (RELIABILITY.md has the table)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from chaos import (
+    Cluster,
+    cluster,
+    events,
+    fingerprint,
+    last_step,
+    losses,
+    newest_checkpoint,
+    recovery_seconds,
+    settings,
+    wait_for,
+    wait_for_step,
+)
+from corpora import make_corpus
+
+pytestmark = pytest.mark.chaos
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpora") / "one", documents=60, vocabulary_size=300)
+
+
+@pytest.fixture(scope="module")
+def one_node(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    with cluster(tmp_path_factory.mktemp("one"), "--nodes", "1", "--cpus-per-node", "2") as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Path, one_node: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of 300 steps that nobody disturbs."""
+    run_dir = tmp_path_factory.mktemp("runs") / "undisturbed"
+    one_node.submit(settings(corpus, run_dir, steps=300))
+    assert one_node.wait_end("undisturbed") == "succeeded"
+    return run_dir
+
+
+def assert_equal(run_dir: Path, undisturbed: Path) -> None:
+    """Bitwise the same losses at every step and the same state at the end."""
+    assert losses(run_dir) == losses(undisturbed)
+    assert fingerprint(run_dir) == fingerprint(undisturbed)
+
+
+def told(name: str, **figures: object) -> None:
+    """Keep what was measured, for RELIABILITY.md."""
+    path = os.environ.get("BERTRAIN_CHAOS_RESULTS")
+    if path:
+        with Path(path).open("a") as file:
+            file.write(json.dumps({"scenario": name, **figures}) + "\n")
+
+
+def test_five_killed_workers(corpus: Path, one_node: Cluster, undisturbed: Path, tmp_path: Path) -> None:
+    run_dir = one_node.submit(settings(corpus, tmp_path / "killed", steps=300))
+    seconds = []
+    for number, step in enumerate((40, 90, 140, 190, 240)):
+        wait_for_step(run_dir, step)
+        victim = one_node.workers()[number % 2]
+        began = time.time()
+        victim.send_signal(signal.SIGTERM if number == 3 else signal.SIGKILL)
+        if number == 3:  # a worker takes SIGTERM as Ray does: it ends
+            time.sleep(0.5)
+            if victim.is_running():
+                victim.kill()
+        seconds.append(recovery_seconds(run_dir, began))
+    assert one_node.wait_end("killed") == "succeeded"
+    assert_equal(run_dir, undisturbed)
+    assert len(events(run_dir, "restart")) == 5
+    told("1 kill workers", recoveries=[round(one, 1) for one in seconds])
+
+
+def test_killed_driver_and_resubmission(
+    corpus: Path, one_node: Cluster, undisturbed: Path, tmp_path: Path
+) -> None:
+    values = settings(corpus, tmp_path / "driver", steps=300)
+    run_dir = one_node.submit(values)
+    wait_for_step(run_dir, 60)
+    drivers = one_node.named("cluster.driver")
+    assert len(drivers) == 1
+    drivers[0].kill()
+    assert one_node.wait_end("driver") == "failed"
+    wait_for(lambda: not one_node.workers(), 15)
+    one_node.submit(values)
+    assert one_node.wait_end("driver") == "succeeded"
+    assert_equal(run_dir, undisturbed)
+
+
+def test_lost_head_and_resubmission(corpus: Path, undisturbed: Path, tmp_path: Path) -> None:
+    values = settings(corpus, tmp_path / "head", steps=300)
+    with cluster(tmp_path / "state", "--nodes", "1", "--cpus-per-node", "2") as first:
+        run_dir = first.submit(values)
+        wait_for_step(run_dir, 60)
+        for process in first.processes():
+            process.kill()
+    began = time.time()
+    before = newest_checkpoint(run_dir)
+    with cluster(tmp_path / "state", "--nodes", "1", "--cpus-per-node", "2") as second:
+        second.submit(values)
+        wait_for(lambda: len(losses(run_dir)) and last_step(run_dir) > before + 1, 60)
+        seconds = time.time() - began
+        assert second.wait_end("head") == "succeeded"
+    assert_equal(run_dir, undisturbed)
+    told("6 head lost", seconds=round(seconds, 1))
+
+
+def test_stop_saves_the_current_step(
+    corpus: Path, one_node: Cluster, undisturbed: Path, tmp_path: Path
+) -> None:
+    values = settings(corpus, tmp_path / "stopped", steps=300)
+    run_dir = one_node.submit(values)
+    wait_for_step(run_dir, 40)
+    began = time.time()
+    one_node.command("stop", "stopped")
+    seconds = time.time() - began
+    assert newest_checkpoint(run_dir) == last_step(run_dir) >= 40
+    assert one_node.state_of("stopped") == "stopped"
+    one_node.command("stop", "stopped")  # once more changes nothing
+    one_node.submit(values)
+    assert one_node.wait_end("stopped") == "succeeded"
+    assert_equal(run_dir, undisturbed)
+    told("10 stop", seconds=round(seconds, 1))
+
+
+def test_a_finished_run_submitted_again_changes_nothing(
+    one_node: Cluster, corpus: Path, undisturbed: Path
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*") if "logs" not in path.parts}
+    began = time.time()
+    one_node.submit(settings(corpus, undisturbed, steps=300))
+    assert one_node.wait_end("undisturbed") == "succeeded"
+    seconds = time.time() - began
+    assert {
+        path: path.stat().st_mtime_ns for path in undisturbed.rglob("*") if "logs" not in path.parts
+    } == before
+    told("19 rerun of a finished run", seconds=round(seconds, 1))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_stopped_process_is_noticed(
+    corpus: Path, one_node: Cluster, undisturbed: Path, tmp_path: Path, rank: int
+) -> None:
+    run_dir = one_node.submit(settings(corpus, tmp_path / f"hang-{rank}", steps=300))
+    wait_for_step(run_dir, 60)
+    victim = next(p for p in one_node.workers() if pid_of_rank(run_dir, rank) == p.pid)
+    began = time.time()
+    victim.send_signal(signal.SIGSTOP)
+    seconds = recovery_seconds(run_dir, began)
+    hang = json.loads((run_dir / "logs/hang.json").read_text())
+    assert hang["rank"] == rank
+    assert one_node.wait_end(f"hang-{rank}") == "succeeded"
+    assert_equal(run_dir, undisturbed)
+    assert "Thread" in (run_dir / f"logs/stacks-{1 - rank}.txt").read_text()
+    assert "fit" in (run_dir / f"logs/stacks-{rank}.txt").read_text(), (
+        "the stopped process, read from outside"
+    )
+    assert not victim.is_running() or victim.status() == "zombie"
+    told("11 SIGSTOP", rank=rank, noticed=round(hang["time"] - began, 1), recovered=round(seconds, 1))
+
+
+def pid_of_rank(run_dir: Path, rank: int) -> int:
+    starts = [
+        line
+        for line in (run_dir / f"logs/worker-{rank}.log").read_text().splitlines()
+        if ", process " in line
+    ]
+    return int(starts[-1].split(", process ")[1].split()[0])
+
+
+def test_a_lost_node_shrinks_the_group_and_its_return_grows_it(
+    corpus: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    with cluster(tmp_path / "state", "--nodes", "2", "--cpus-per-node", "1") as two:
+        values = settings(corpus, tmp_path / "elastic", steps=1500)
+        run_dir = two.submit(values, "--workers", "1-2")
+        wait_for_step(run_dir, 60)
+        second = two.described["nodes"][1]["pid"]
+        began = time.time()
+        for process in two.processes():
+            if os.getsid(process.pid) == second:
+                process.kill()
+        shrunk = recovery_seconds(run_dir, began)
+        assert len(two.workers()) == 1
+        wait_for_step(run_dir, last_step(run_dir) + 20)
+        began, at = time.time(), last_step(run_dir)
+        two.command("up", "--join")
+        wait_for(lambda: events(run_dir, "resize"), 60)
+        resized = events(run_dir, "resize")[0]["step"]
+        wait_for_step(run_dir, resized + 5)
+        grown = time.time() - began
+        assert len(two.workers()) == 2
+        assert resized >= at, "nothing is done twice on growth"
+        two.command("stop", "elastic")
+    expected, found = losses(undisturbed), losses(run_dir)
+    for step in range(1, min(300, last_step(run_dir)) + 1):
+        assert float.fromhex(found[step]) == pytest.approx(float.fromhex(expected[step]), rel=1e-2), step
+    told("7 node lost and back", shrunk=round(shrunk, 1), grown=round(grown, 1))
+
+
+def test_a_drained_node_is_left_with_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
+    with cluster(tmp_path / "state", "--nodes", "2", "--cpus-per-node", "1") as two:
+        run_dir = two.submit(settings(corpus, tmp_path / "drained", steps=3000), "--workers", "1-2")
+        wait_for_step(run_dir, 60)
+        began = time.time()
+        drain(two, node=1)
+        wait_for(lambda: events(run_dir, "resize"), 30)
+        event = events(run_dir, "resize")[0]
+        seconds = time.time() - began
+        assert "drained" in event["message"]
+        wait_for_step(run_dir, event["step"] + 5)
+        assert len(two.workers()) == 1
+        two.command("stop", "drained")
+    told("9 drain", seconds=round(seconds, 1))
+
+
+def drain(on: Cluster, node: int) -> None:
+    """Announce that a node is to go, as an autoscaler does after a spot notice."""
+    described = on.described
+    script = (
+        "import sys, ray, time\n"
+        "from cluster import local\n"
+        "local.use_token(local.find())\n"
+        "from ray._raylet import GcsClient\n"
+        "from ray.core.generated import autoscaler_pb2\n"
+        "ray.init(address=sys.argv[1], log_to_driver=False)\n"
+        "nodes = sorted((n for n in ray.nodes() if n['Alive']), key=lambda n: 'node:__internal_head__' not in n['Resources'])\n"
+        "reason = autoscaler_pb2.DrainNodeReason.Value('DRAIN_NODE_REASON_PREEMPTION')\n"
+        "deadline = int((time.time() + 30) * 1000)\n"
+        "print(GcsClient(address=sys.argv[1]).drain_node(nodes[int(sys.argv[2])]['NodeID'], reason, 'spot', deadline))\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script, described["address"], str(node)], check=True, env=on.environment,
+        cwd=Path(__file__).parent.parent, timeout=60,
+    )  # fmt: skip
+
+
+def test_ten_jobs_run_in_order(corpus: Path, one_node: Cluster, tmp_path: Path) -> None:
+    runs = [tmp_path / f"queued-{number}" for number in range(10)]
+    for run_dir in runs:
+        one_node.submit(settings(corpus, run_dir, steps=5))
+    one_node.command("stop", "queued-9")  # one that waits can be stopped
+    assert one_node.state_of("queued-9") == "stopped"
+    for run_dir in runs[:9]:
+        assert one_node.wait_end(run_dir.name, 300) == "succeeded"
+    begun = [(run_dir / "environment.json").stat().st_mtime for run_dir in runs[:9]]
+    ended = [(run_dir / "metrics.jsonl").stat().st_mtime for run_dir in runs[:9]]
+    assert all(end <= next_begin + 2 for end, next_begin in zip(ended, begun[1:], strict=False))
+    assert not (runs[9] / "metrics.jsonl").exists()
