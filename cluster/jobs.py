@@ -94,8 +94,8 @@ class Jobs:
             choose_token(address)
         from ray.job_submission import JobSubmissionClient
 
-        self._client: JobSubmissionClient = JobSubmissionClient(self.address)
         with self._answers():
+            self._client: JobSubmissionClient = JobSubmissionClient(self.address)
             self._client.get_version()
             self._client.list_jobs()  # the version is told to anyone
 

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cluster.doctor import machine, nodes
-from cluster.doctor.rows import FAIL, Row, so_many_nodes
+from cluster.doctor import machine, nodes, reduce
+from cluster.doctor.rows import FAIL, Row
 from cluster.doctor.task import Probe
 from cluster.driver import choose_token, join_ray
 from cluster.nodes import usable_nodes
@@ -204,7 +204,7 @@ def _reduce(team: Team) -> list[Row]:
     backend = "nccl" if with_gpus else "gloo"
     if len(names) < 2:
         return [
-            Row("all-reduce", f"not measured: {len(names)} node holds workers, so nothing goes between nodes")
+            Row(reduce.WHAT, f"not measured: {len(names)} node holds workers, so nothing goes between nodes")
         ]
     host = team.members[names[0]].address
     port = team.ask("listen", among=names[:1]).get(names[0])

@@ -9,7 +9,7 @@ from typing import Any
 
 from cluster.doctor import machine, reduce
 from cluster.doctor.machine import NONE, Facts
-from cluster.doctor.rows import FAIL, PASS, WARN, Row, above, so_many_nodes
+from cluster.doctor.rows import FAIL, PASS, WARN, Row, above, listed, so_many_nodes
 
 _SKEW_WARN_SECONDS, _SKEW_FAIL_SECONDS = 0.5, 5.0
 _PROBE_SLOW_SECONDS = 2.0
@@ -22,7 +22,7 @@ def judge_node(
     name: str, cpus: int, gpus: int, about: Mapping[str, Any] | None, draining: bool, answers: bool
 ) -> Row:
     """A living node, by what Ray says it has and by what it says itself (`about`, where it did)."""
-    found = f"{cpus} CPUs, {gpus} GPUs for Ray"
+    found = f"{cpus} CPU, {gpus} GPU for Ray"
     if not answers:
         advice = "Look at that machine, and whether its ports are let through."
         return Row("node", f"{found}; its raylet does not answer", FAIL, advice, name)
@@ -117,7 +117,7 @@ def judge_write(node: str, folder: str, seconds: float, error: str) -> Row:
 def judge_seen(node: str, folder: str, seconds: float, missing: Sequence[str], of: int) -> Row:
     """What a node saw of all nodes' probe files; `missing` are the names of nodes."""
     if missing:
-        found = f"{folder}: not seen within {seconds:.0f} s what {', '.join(missing)} wrote"
+        found = f"{folder}: not seen within {seconds:.0f} s what {listed(missing)} wrote"
         advice = "Mount one network folder at this path on all nodes, or name one with --dir."
         return Row("storage, shared", found, FAIL, advice, node)
     return Row("storage, shared", f"{folder}: all {of} nodes' files seen after {seconds:.2f} s", where=node)
@@ -125,14 +125,13 @@ def judge_seen(node: str, folder: str, seconds: float, missing: Sequence[str], o
 
 def judge_reduce(backend: str, outcomes: Mapping[str, tuple[float, int] | str], world: int) -> Row:
     """All-reduce among nodes: what all of them measured, or what the first of them says that it was not."""
-    outcome: tuple[float, int] | str = f"{world - len(outcomes)} did not answer"
-    if len(outcomes) == world:
-        outcome = next(iter(outcomes.values()))
-    for node, told in outcomes.items():
-        if isinstance(told, str):
-            outcome = f"{node}: {told}"
-            break
-    return dataclasses.replace(reduce.judge(backend, world, outcome, "nodes"), where=so_many_nodes(world))
+    errors = [f"{node}: {told}" for node, told in outcomes.items() if isinstance(told, str)]
+    if len(outcomes) < world:
+        errors.append(f"{world - len(outcomes)} did not answer")
+    # Who could not begin says why; the others have waited in vain.
+    errors.sort(key=lambda error: "timeout" in error.lower() or "timed out" in error.lower())
+    outcome = errors[0] if errors else next(iter(outcomes.values()))
+    return dataclasses.replace(reduce.judge(backend, world, outcome), where=so_many_nodes(world))
 
 
 def judge_pace(found: Mapping[str, Facts]) -> list[Row]:

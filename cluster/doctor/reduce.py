@@ -19,6 +19,7 @@ from cluster.doctor.rows import FAIL, PASS, WARN, Row
 from cluster.run import environment
 from cluster.worker import one_line
 
+WHAT = "all-reduce"
 TIMEOUT_SECONDS = 20.0  # for the members of a group to find each other, and for any one reduction
 
 _LARGEST_BYTES, _SMALLEST_BYTES = 64 << 20, 1 << 20
@@ -36,32 +37,38 @@ def row_here() -> Row:
     gpus = torch.cuda.device_count()
     backend, world = ("nccl", gpus) if gpus else ("gloo", 2)
     try:
-        rate, size = _reduce_here(backend, world)
+        outcome = _reduce_here(backend, world)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        return judge(backend, world, one_line(error), "processes here")
-    return judge(backend, world, (rate, size), "processes here", slow=0.0)
+        advice = f"Workers on this machine must reach each other: see its firewall and {_interface(backend)}."
+        return Row(WHAT, f"{backend} among {world} processes here: {one_line(error)}", FAIL, advice)
+    return Row(WHAT, _found(backend, world, outcome, "processes here"))
 
 
-def judge(
-    backend: str, world: int, outcome: tuple[float, int] | str, members: str, slow: float | None = None
-) -> Row:
-    """The row for (bytes/s, bytes of a reduction), or for what went wrong; `slow` is what to warn below."""
-    what = "all-reduce"
+def judge(backend: str, world: int, outcome: tuple[float, int] | str) -> Row:
+    """The row for `measure` among nodes, or for what went wrong with it."""
     if isinstance(outcome, str):
         advice = (
             "Let all ports through between the nodes; where they have several networks, name the common one in "
-            f"{backend.upper()}_SOCKET_IFNAME on each."
+            f"{_interface(backend)} on each."
         )
-        return Row(what, f"{backend} among {world} {members}: {outcome}", FAIL, advice)
-    rate, size = outcome
-    if world == 1:
-        return Row(what, f"{backend} starts; there is one of {members} and so no bandwidth")
-    found = f"{rate / 1e9:.2f} GB/s bus bandwidth, {backend}, {world} {members}, {size >> 20} MiB"
-    slow = _SLOW[backend] if slow is None else slow
+        return Row(WHAT, f"{backend} among {world} nodes: {outcome}", FAIL, advice)
+    slow = _SLOW[backend]
     advice = (
         f"Under {slow / 1e9:g} GB/s the workers wait for each other: use a faster network, or larger batches."
     )
-    return Row(what, found, WARN if rate < slow else PASS, advice)
+    mark = WARN if outcome[0] < slow else PASS
+    return Row(WHAT, _found(backend, world, outcome, "nodes"), mark, advice)
+
+
+def _found(backend: str, world: int, outcome: tuple[float, int], members: str) -> str:
+    rate, size = outcome
+    if world == 1:  # a lone GPU
+        return f"{backend} starts; there is one GPU, and so no bandwidth"
+    return f"{rate / 1e9:.2f} GB/s bus bandwidth, {backend}, {world} {members}, {size >> 20} MiB"
+
+
+def _interface(backend: str) -> str:
+    return f"{backend.upper()}_SOCKET_IFNAME"
 
 
 def measure(device: str) -> tuple[float, int]:
@@ -91,6 +98,7 @@ def group(backend: str, store: Any, rank: int, world: int) -> Iterator[str]:
     import torch.distributed as dist
 
     device = "cpu" if backend == "gloo" else f"cuda:{torch.cuda.current_device()}"
+    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # so that the timeout holds for NCCL
     dist.init_process_group(
         backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=TIMEOUT_SECONDS)
     )
@@ -149,7 +157,6 @@ def _main(backend: str, rank: int, world: int, store: str) -> None:
 
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    os.environ.setdefault("TORCH_NCCL_BLOCKING_WAIT", "1")  # so that its timeout holds
     with group(backend, FileStore(store, world), rank, world) as device:
         found = measure(device)
     if rank == 0:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import groupby
 
 from rich.console import Console
@@ -14,6 +14,8 @@ from rich.table import Table
 PASS, WARN, FAIL = "pass", "warn", "fail"
 _COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red"}
 _EACH = 4  # up to so many nodes that pass have a line each, where they differ
+_NAMED = 3
+_WHERE_COLUMNS = 16  # an address; more of them stand one below the other
 
 
 @dataclass(frozen=True)
@@ -41,8 +43,11 @@ def show(rows: Sequence[Row], console: Console) -> None:
     """Print rows as a table, advice below what needs it. Of many nodes that pass, the first stands for all."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     placed = any(row.where for row in rows)
-    for column in ("", "what", *(["where"] if placed else []), "found"):
-        table.add_column(column, overflow="fold")
+    table.add_column()
+    table.add_column("what", overflow="fold")
+    if placed:
+        table.add_column("where", overflow="fold", max_width=_WHERE_COLUMNS)
+    table.add_column("found", overflow="fold")
     for row in _shortened(rows) if placed else rows:
         advice = f"\n[{_COLOURS[row.mark]}]{escape(row.advice)}[/]" if row.mark != PASS else ""
         table.add_row(
@@ -57,20 +62,33 @@ def to_json(rows: Iterable[Row]) -> str:
     return json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False)
 
 
-def _shortened(rows: Sequence[Row]) -> Iterator[Row]:
-    for _, group in groupby(rows, key=lambda row: row.what):
-        alike = list(group)
-        passing = [row for row in alike if row.mark == PASS]
-        same = len({row.found for row in passing}) == 1
-        if len(passing) > (1 if same else _EACH):
-            found = passing[0].found
-            if not same:
-                found += f" ({passing[0].where}; --json has the others)"
-            yield Row(passing[0].what, found, where=so_many_nodes(len(passing)))
-            alike = [row for row in alike if row.mark != PASS]
-        yield from alike
-
-
 def so_many_nodes(count: int) -> str:
-    """So many of them, in words."""
+    """The number in words."""
     return f"{count} node" + "s" * (count != 1)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _shortened(rows: Sequence[Row]) -> Iterator[Row]:
+    """Rows of one check that say the same as one; and the first for all that pass, where they are many."""
+    for _, group in groupby(rows, key=lambda row: row.what):
+        alike: dict[tuple[str, str, str], list[Row]] = {}
+        for row in group:
+            alike.setdefault((row.mark, row.found, row.advice), []).append(row)
+        passing = [same for same in alike.values() if same[0].mark == PASS]
+        if len(passing) > _EACH:
+            first, count = passing[0][0], sum(map(len, passing))
+            yield replace(
+                first,
+                found=f"{first.found} ({first.where}; --json has the others)",
+                where=so_many_nodes(count),
+            )
+        for same in alike.values():
+            if same[0].mark != PASS:
+                yield replace(same[0], where=listed([row.where for row in same]))
+            elif len(passing) <= _EACH:
+                yield same[0] if len(same) == 1 else replace(same[0], where=so_many_nodes(len(same)))

@@ -52,6 +52,8 @@ class Probe:
         """Write, flush, lock, rename over and read back a file in `folder`; (seconds, what went wrong)."""
         began = time.perf_counter()
         path = Path(folder) / name
+        if not path.parent.is_dir():  # else it would be made here, and runs would write beside what is shared
+            return 0.0, "is no folder here"
         try:
             for content in ("to be replaced", text):
                 with locked(path.with_suffix(".lock"), "locked by another"), atomic_open(path, "w") as file:
