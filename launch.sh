@@ -23,7 +23,7 @@ usage() {
   report   RUN               curves, corpus card and filled-in masks of a run as one HTML page
   dashboard RUN              curves, events and scores as one HTML page and a W&B workspace; --follow
   manifest KIND CONFIG       kuberay, rayup or slurm: what a real cluster needs to run it; --out FILE
-  doctor                     what this machine has and what is missing
+  doctor                     what this machine has and what is missing; a cluster's with --address URL
   bench    NAME              measurements beside other systems; `all` of them, `compare` two of its results
   test     [pytest args]     lint, types and tests; with arguments only pytest, with them
 
