@@ -43,7 +43,8 @@ def train(request: dict[str, Any], *, use_gpu: bool, keep_logs: Callable[[], Non
             try:
                 return _attempt(request, attempt, workers, use_gpu, overseer.watch)
             except _Crash as crash:
-                reason = _hang(run_dir, since=overseer.began) or f"worker {crash.rank}: {crash.reason}"
+                hang = _hang(run_dir, since=overseer.began)
+                reason = hang or f"worker {crash.rank}: {crash.reason}"
                 logger.warning("start %d ended in a crash, %s", attempt + 1, reason)
                 keep_logs()
                 _refuse_if_stopped(run_dir, reason)
@@ -51,7 +52,7 @@ def train(request: dict[str, Any], *, use_gpu: bool, keep_logs: Callable[[], Non
                 failures, reached = (1, newest) if newest > reached else (failures + 1, reached)
                 if failures > request["max_failures"]:
                     raise _used_up(run_dir, crash.rank, reason, request["max_failures"]) from None
-                event = "hang" if "rank" in reason else "restart"
+                event = "hang" if hang else "restart"
             except NoRoomError:
                 failures += 1
                 if not request["min_workers"] or failures > request["max_failures"]:

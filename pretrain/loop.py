@@ -459,7 +459,7 @@ class _Run(Generic[S]):
             "message": f"{self.wrong}: back to {name}, past the data of {count} steps",
         }  # fmt: skip
         found.rollbacks = progress.rollbacks + 1
-        found.passed_over = [*found.passed_over, *self.task.pass_over(first, count)]
+        found.passed_over = [*progress.passed_over, *self.task.pass_over(first, count)]
         for name in Progress.__dataclass_fields__:
             setattr(progress, name, getattr(found, name))
         self.wrong = ""

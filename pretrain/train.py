@@ -141,7 +141,7 @@ class Pretraining:
         for step, count in passed_over:
             behind[self._config.phase_at(step)[0]] += count
         for number in range(first_phase, len(self._config.phases)):
-            self._open_loader(number, phase_step + behind[number])
+            self._open_loader(number, phase_step, behind[number])
             assert self._loader is not None
             for _, step in zip(
                 range(phase_step, self._config.phases[number].steps), self._loader, strict=False
@@ -215,7 +215,7 @@ class Pretraining:
         if self._loader is not None:
             self._loader.close()
 
-    def _open_loader(self, phase: int, start_step: int) -> None:
+    def _open_loader(self, phase: int, start_step: int, passed_over: int) -> None:
         if self._loader is not None:
             self._stalled_before += self._loader.stall_seconds
             self._loader.close()
@@ -223,7 +223,7 @@ class Pretraining:
         began = time.perf_counter()
         self._loader = Loader(
             self._shards, self._config, phase, rank=self._engine.rank, world_size=self._engine.world_size,
-            start_step=start_step,
+            start_step=start_step, passed_over=passed_over,
         )  # fmt: skip
         self._stalled_before += time.perf_counter() - began
 

@@ -58,7 +58,10 @@ class Watchdog:
         self._lengths: deque[float] = deque(maxlen=100)
         self._allowances: list[float] = []
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._seen = {one: _Seen() for one in range(world_size)}
+        self._count, self._exchanged_at = 0, time.monotonic()
+        self._watcher = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._exchanger = threading.Thread(target=self._exchange, name="watchdog-exchange", daemon=True)
 
     def beat(self) -> None:
         """This rank has come on."""
@@ -80,7 +83,10 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if self._limit:
             self._store = _own_store() if self._world_size > 1 else None
-            self._thread.start()
+            self._exchanged_at = time.monotonic()
+            self._watcher.start()
+            if self._store is not None:
+                self._exchanger.start()
             if self._compiles:
                 _compilations().register_start_callback(self._compilation_begins)
                 _compilations().register_end_callback(self._compilation_ends)
@@ -93,8 +99,9 @@ class Watchdog:
             _compilations().remove_start_callback(self._compilation_begins)
             _compilations().remove_end_callback(self._compilation_ends)
         self._end.set()
-        self._thread.join()
+        self._watcher.join()
         if self._store is not None:
+            self._exchanger.join(_LOOK_SECONDS * 4)
             with contextlib.suppress(Exception):
                 self._store.set(f"watchdog/{self._rank}", json.dumps({"finished": True}))
 
@@ -114,35 +121,39 @@ class Watchdog:
         return max(self._limit, _PATIENCE * max(self._lengths, default=0.0))
 
     def _watch(self) -> None:
-        seen = {rank: _Seen() for rank in range(self._world_size)}
-        count = 0
+        """Look at what `_exchange` brings; apart from it, which waits for ever where the store's server is stopped."""
         while not self._end.wait(_LOOK_SECONDS):
-            count += 1
-            mine = {
-                "beats": self._beats, "allowed": self._allowed(), "count": count, "pid": os.getpid(),
-                "host": socket.gethostname(),
-            }  # fmt: skip
-            seen[self._rank].take(mine)
-            self._exchange(mine, seen)
-            reason = self._stuck(seen)
+            self._seen[self._rank].take(self._mine())
+            reason = self._stuck()
             if reason is not None and not self._end.is_set():
-                self._give_up(reason, seen)
+                self._give_up(*reason)
 
-    def _exchange(self, mine: dict[str, Any], seen: dict[int, _Seen]) -> None:
-        if self._store is None:
-            return
-        with contextlib.suppress(
-            Exception
-        ):  # of a server that is stuck itself: its rank then counts as silent
-            self._store.set(f"watchdog/{self._rank}", json.dumps(mine))
-            for rank in range(self._world_size):
-                if rank != self._rank and self._store.check([f"watchdog/{rank}"]):
-                    seen[rank].take(json.loads(self._store.get(f"watchdog/{rank}")))
+    def _exchange(self) -> None:
+        while not self._end.wait(_LOOK_SECONDS):
+            with contextlib.suppress(Exception):
+                self._store.set(f"watchdog/{self._rank}", json.dumps(self._mine()))
+                for rank in range(self._world_size):
+                    if rank != self._rank and self._store.check([f"watchdog/{rank}"]):
+                        self._seen[rank].take(json.loads(self._store.get(f"watchdog/{rank}")))
+                self._exchanged_at = time.monotonic()
 
-    def _stuck(self, seen: dict[int, _Seen]) -> tuple[int, str] | None:
+    def _mine(self) -> dict[str, Any]:
+        self._count += 1
+        return {
+            "beats": self._beats,
+            "allowed": self._allowed(),
+            "count": self._count,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+        }
+
+    def _stuck(self) -> tuple[int, str] | None:
         """(rank, why) of who holds up the others; None while all is well."""
         now = time.monotonic()
-        known = {rank: one for rank, one in seen.items() if one.told and not one.told.get("finished")}
+        if self._store is not None and now - self._exchanged_at > self._limit:
+            # Nobody can be heard: the server, which is in rank 0, does not answer.
+            return 0, f"was silent for {now - self._exchanged_at:.0f} s: stopped, or starved of its processor"
+        known = {rank: one for rank, one in self._seen.items() if one.told and not one.told.get("finished")}
         for rank, one in known.items():
             if now - one.told_at > self._limit:
                 return rank, f"was silent for {now - one.told_at:.0f} s: stopped, or starved of its processor"
@@ -153,15 +164,14 @@ class Watchdog:
             return behind, f"is furthest behind, and no rank came on for {still:.0f} s"
         return None
 
-    def _give_up(self, reason: tuple[int, str], seen: dict[int, _Seen]) -> None:
-        rank, why = reason
+    def _give_up(self, rank: int, why: str) -> None:
         stacks = self._logs / f"stacks-{self._rank}.txt"
         with contextlib.suppress(Exception), stacks.open("a") as file:
             file.write(f"---- {time.strftime('%F %T')}, rank {self._rank}: rank {rank} {why}\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
         if rank != self._rank:
-            self._dump_other(rank, seen)
+            self._dump_other(rank)
         with contextlib.suppress(Exception):
             found = {
                 "rank": rank,
@@ -173,9 +183,9 @@ class Watchdog:
         print(f"watchdog: rank {rank} {why}; stacks are in {stacks}", file=sys.stderr, flush=True)
         os._exit(MachineError.exit_code)
 
-    def _dump_other(self, rank: int, seen: dict[int, _Seen]) -> None:
+    def _dump_other(self, rank: int) -> None:
         """A process that is stopped cannot write its own stacks; from outside they can be read on the same machine."""
-        told = seen[rank].told
+        told = self._seen[rank].told
         if told.get("host") != socket.gethostname():
             return
         with contextlib.suppress(Exception), (self._logs / f"stacks-{rank}.txt").open("a") as file:

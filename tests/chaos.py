@@ -78,14 +78,15 @@ class Cluster:
         return self.state_of(name)
 
     def processes(self) -> list[psutil.Process]:
-        """All living processes of the cluster's nodes."""
+        """All living processes below the cluster's nodes, the nodes' own among them."""
+        found: dict[int, psutil.Process] = {}
         sessions = {node["pid"] for node in self.described["nodes"]}
-        found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, ProcessLookupError):
-                if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+                above = {process.pid, os.getsid(process.pid), *(one.pid for one in process.parents())}
+                if above & sessions and process.status() != psutil.STATUS_ZOMBIE:
+                    found[process.pid] = process
+        return list(found.values())
 
     def workers(self) -> list[psutil.Process]:
         """Training workers, by rank as far as their start tells it."""
@@ -106,19 +107,19 @@ def cluster(state: Path, *options: str) -> Iterator[Cluster]:
     state.mkdir(parents=True, exist_ok=True)
     one = Cluster(state)
     one.command("up", *options)
-    sessions = {node["pid"] for node in one.described["nodes"]}
     try:
         yield one
     finally:
         if (state / "bertrain/cluster.json").exists():
-            sessions |= {node["pid"] for node in one.described["nodes"]}
+            ours = one.processes()
             one.command("down")
-    left = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getsid(process.pid) in sessions and process.status() != psutil.STATUS_ZOMBIE:
-                left.append(process)
-    assert not left, f"left behind: {left}"
+            psutil.wait_procs(ours, timeout=5)  # drivers see that their launcher is gone
+            left = [
+                process
+                for process in ours
+                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+            ]
+            assert not left, f"left behind: {left}"
 
 
 def wait_for(condition: Callable[[], Any], seconds: float = 60) -> None:

@@ -50,9 +50,12 @@ def with_changes(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str
     return values
 
 
+def all_records(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
 def records(run_dir: Path, split: str = "train") -> list[dict[str, Any]]:
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "event" not in line and line.get("split", "train") == split]
+    return [one for one in all_records(run_dir) if "event" not in one and one.get("split", "train") == split]
 
 
 @dataclass

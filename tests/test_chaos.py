@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -11,6 +12,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from chaos import (
     Cluster,
@@ -104,8 +106,7 @@ def test_lost_head_and_resubmission(corpus: Path, undisturbed: Path, tmp_path: P
     with cluster(tmp_path / "state", "--nodes", "1", "--cpus-per-node", "2") as first:
         run_dir = first.submit(values)
         wait_for_step(run_dir, 60)
-        for process in first.processes():
-            process.kill()
+        kill_all(first.processes())
     began = time.time()
     before = newest_checkpoint(run_dir)
     with cluster(tmp_path / "state", "--nodes", "1", "--cpus-per-node", "2") as second:
@@ -138,15 +139,19 @@ def test_stop_saves_the_current_step(
 def test_a_finished_run_submitted_again_changes_nothing(
     one_node: Cluster, corpus: Path, undisturbed: Path
 ) -> None:
-    before = {path: path.stat().st_mtime_ns for path in undisturbed.rglob("*") if "logs" not in path.parts}
+    before = written(undisturbed)
     began = time.time()
     one_node.submit(settings(corpus, undisturbed, steps=300))
     assert one_node.wait_end("undisturbed") == "succeeded"
     seconds = time.time() - began
-    assert {
-        path: path.stat().st_mtime_ns for path in undisturbed.rglob("*") if "logs" not in path.parts
-    } == before
+    assert written(undisturbed) == before
     told("19 rerun of a finished run", seconds=round(seconds, 1))
+
+
+def written(run_dir: Path) -> dict[Path, int]:
+    """When each file was written; the lock is only held, and each start has its logs."""
+    files = [path for path in run_dir.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path: path.stat().st_mtime_ns for path in files if "logs" not in path.parts}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -171,6 +176,12 @@ def test_a_stopped_process_is_noticed(
     told("11 SIGSTOP", rank=rank, noticed=round(hang["time"] - began, 1), recovered=round(seconds, 1))
 
 
+def kill_all(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
 def pid_of_rank(run_dir: Path, rank: int) -> int:
     starts = [
         line
@@ -189,9 +200,7 @@ def test_a_lost_node_shrinks_the_group_and_its_return_grows_it(
         wait_for_step(run_dir, 60)
         second = two.described["nodes"][1]["pid"]
         began = time.time()
-        for process in two.processes():
-            if os.getsid(process.pid) == second:
-                process.kill()
+        kill_all([process for process in two.processes() if os.getsid(process.pid) == second])
         shrunk = recovery_seconds(run_dir, began)
         assert len(two.workers()) == 1
         wait_for_step(run_dir, last_step(run_dir) + 20)

@@ -89,7 +89,8 @@ class StepBatch:
 class Loader:
     """The batches of one phase from `start_step` on, made ahead by a background thread.
 
-    Iterating gives one `StepBatch` per optimizer step until the phase ends. `stall_seconds` is the time that
+    Iterating gives one `StepBatch` per optimizer step until the phase ends, from data that lies `passed_over` steps
+    further on. `stall_seconds` is the time that
     the consumer has waited so far. Raises `InputError` when the corpus or the config cannot give such
     batches.
     """
@@ -103,6 +104,7 @@ class Loader:
         rank: int,
         world_size: int,
         start_step: int = 0,
+        passed_over: int = 0,
         prefetch: int = 4,
     ) -> None:
         self.stall_seconds = 0.0
@@ -113,7 +115,7 @@ class Loader:
         depth = max(1, min(prefetch, _PREFETCH_TOKENS // step_tokens))
         self._queue: queue.Queue[StepBatch | BaseException | None] = queue.Queue(depth)
         self._closed = threading.Event()
-        steps = range(start_step, config.phases[phase].steps)
+        steps = range(start_step + passed_over, config.phases[phase].steps + passed_over)
         self._thread = threading.Thread(
             target=self._produce, args=(steps, sequences), name=f"loader-{rank}", daemon=True
         )

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint import store
-from pretrain.errors import MachineError, RunError
+from pretrain.errors import RunError
 
 logger = logging.getLogger(__name__)
 
@@ -103,12 +103,10 @@ class Saver:
             try:
                 store.write(self._folder, step, shard, state, self._group)
                 return
-            except MachineError as error:
-                full = "No space left" in str(error)
+            except RunError as error:  # a disk that has turned read-only may turn back, as a full one may
+                full = "disk full" in str(error)
                 if waited >= (_FIRST_WAIT_SECONDS if full else self._retry_seconds):
                     raise
                 logger.warning("%s Trying again in %.0f s.", error, wait)
-            except RunError:
-                raise
             time.sleep(wait)
             waited, wait = waited + wait, wait * 2

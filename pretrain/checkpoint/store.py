@@ -312,7 +312,7 @@ def _write_shard(aside: Path, shard: Shard, group: Group) -> dict[str, Any]:
             # The library wraps the system's error; a full disk must come out as one.
             if "No space left" in str(error) or "os error 28" in str(error):
                 raise OSError(28, "No space left on device") from error
-            raise
+            raise MachineError(f"{path}: cannot be written ({error}). Look at the storage.") from error
         with path.open("rb") as file:
             os.fsync(file.fileno())
     return {

@@ -1,0 +1,171 @@
+"""When a loss is a spike, and what a run does about it: back, past the data, and an end after too many."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from corpora import make_corpus
+
+from pretrain.checkpoint.store import read_weights
+from pretrain.config import Guard
+from pretrain.guard import REMEMBERED, is_spike
+from pretrain.rank_times import find_stragglers
+from tests.distributed import run_workers
+from tests.starts import Start, all_records, make_starts, records, with_changes
+
+
+def usual(seed: int, level: float = 3.0, noise: float = 0.05) -> list[float]:
+    drawn = random.Random(seed)
+    return [level + drawn.gauss(0, noise) for _ in range(REMEMBERED)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_noise_is_no_spike_and_a_leap_is(seed: int) -> None:
+    before = usual(seed)
+    assert not any(is_spike(before, loss, Guard()) for loss in usual(seed + 100))
+    assert not is_spike(before, 1.0, Guard()), "a fall is none"
+    assert is_spike(before, 3.0 * 1.5, Guard())
+    assert is_spike([*before[:-3], 9.0, 9.0, 9.0], 4.5, Guard()), (
+        "odd losses among them move the bound little"
+    )
+
+
+def test_what_is_no_spike_by_the_settings() -> None:
+    before = usual(0)
+    assert not is_spike(before[:31], 100.0, Guard()), "too few to tell"
+    assert not is_spike(before, 100.0, Guard(spike_sigmas=0))
+    assert not is_spike([3.0] * 64, 3.5, Guard()), "many deviations, but a small share"
+    assert is_spike(before, math.inf, Guard())
+
+
+def test_stragglers() -> None:
+    assert find_stragglers([1.0, 1.1, 0.9, 2.0], 1.5) == {3: pytest.approx(2.0)}
+    assert find_stragglers([1.0, 1.2], 1.5) == {}
+    assert find_stragglers([0.001, 0.003], 1.5) == {}, "milliseconds are noise"
+    assert find_stragglers([1.0], 1.5) == {}
+
+
+# ---- whole runs
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpora") / "one", documents=60, vocabulary_size=300)
+
+
+def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
+    out = {
+        "name": "trial",
+        "run_dir": str(run_dir),
+        "corpus": {"dir": str(corpus), "vocabulary": {"size": 300}},
+        "model": {"size": "custom", "layers": 1, "hidden": 32, "heads": 2, "max_positions": 64},
+        "phases": [
+            {"sequence_length": 32, "global_sequences": 12, "steps": 40, "peak_learning_rate": 1e-3},
+            {"sequence_length": 32, "global_sequences": 12, "steps": 30, "peak_learning_rate": 1e-3},
+        ],
+        "engine": {"precision": "fp32", "compile": False, "micro_batch_tokens": 512},
+        "evaluation": {"every_steps": 1000, "sequences": 16},
+        "checkpoint": {"every_steps": 10},
+        "tracking": {"log_every_steps": 1, "wandb": "off"},
+    }
+    return with_changes(out, changes)
+
+
+def starts_with_bad_data(given: list[tuple[Start, dict[int, float]]]) -> list[str]:
+    """Starts in which the losses of the batches that begin with these samples are multiplied."""
+    return [_start_with_bad_data(start, bad) for start, bad in given]
+
+
+def _start_with_bad_data(start: Start, bad: dict[int, float]) -> str:
+    from pretrain import train
+
+    whole, whole_totals = train.Pretraining.loss, train.Pretraining.totals
+
+    def loss(self: Any, output: Any, step: Any) -> torch.Tensor:
+        return whole(self, output, step) * bad.get(step.first_sample, 1.0)
+
+    def totals(self: Any, output: Any) -> torch.Tensor:
+        factor = bad.get(self.now, 1.0)
+        return torch.stack(list(output)) * (factor if math.isfinite(factor) else 1.0)
+
+    def remember(self: Any, output: Any, step: Any) -> torch.Tensor:
+        self.now = step.first_sample
+        return loss(self, output, step)
+
+    train.Pretraining.loss = remember  # type: ignore[method-assign]
+    train.Pretraining.totals = totals  # type: ignore[method-assign]
+    try:
+        return make_starts(train.main, [start])[0]
+    finally:
+        train.Pretraining.loss, train.Pretraining.totals = whole, whole_totals  # type: ignore[method-assign]
+
+
+def test_a_spike_is_rolled_back_and_its_data_passed_over(corpus: Path, tmp_path: Path) -> None:
+    whole, again = settings(corpus, tmp_path / "whole"), settings(corpus, tmp_path / "again")
+    bad = {37 * 12: 30.0}  # step 38 of the first phase
+    outcomes = run_workers(
+        1, starts_with_bad_data,
+        [(start, bad) for start in (
+            Start(whole), Start(again, stop_at=40), Start(again, resume=True, stop_at=12), Start(again, resume=True)
+        )],
+    )[0]  # fmt: skip
+    assert [outcome[:12] for outcome in outcomes] == ["", "StoppedError", "StoppedError", ""]
+    found = records(tmp_path / "whole")
+    assert [one["step"] for one in found] == list(range(1, 71)), "each step once"
+    assert max(one["loss"] for one in found) < 10
+    event = next(one for one in all_records(tmp_path / "whole") if one.get("event") == "rollback")
+    assert (event["step"], event["from_step"], event["passed_over_steps"]) == (30, 38, 8)
+    assert [one["loss"] for one in found] == [one["loss"] for one in records(tmp_path / "again")], (
+        "exact resume"
+    )
+
+
+STAGES = [(stage, precision) for precision in ("fp32", "bf16") for stage in (0, 1, 2, 3)]
+
+
+@pytest.fixture(scope="module")
+def with_nan(
+    corpus: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[tuple[int, str, str], tuple[Path, str]]:
+    """By (stage, precision, which): run folder and outcome of a run with one batch of NaN, and with many."""
+    root = tmp_path_factory.mktemp("nan")
+    given, keys = [], []
+    for stage, precision in STAGES:
+        shape = {"engine__zero_stage": stage, "engine__precision": precision, "engine__max_bad_steps": 3}
+        # The second phase has no batch of these numbers.
+        for which, samples in (("one", [35]), ("many", range(35, 60))):
+            config = settings(corpus, root / f"{which}-{stage}-{precision}", **shape, guard__max_rollbacks=2)
+            given.append((Start(config), {sample * 12: math.nan for sample in samples}))
+            keys.append((stage, precision, which))
+    outcomes = run_workers(1, starts_with_bad_data, given)[0]
+    folders = [Path(start.config["run_dir"]) for start, _ in given]
+    return dict(zip(keys, zip(folders, outcomes, strict=True), strict=True))
+
+
+@pytest.mark.parametrize(("stage", "precision"), STAGES)
+def test_a_batch_of_nan_is_skipped(with_nan: Any, stage: int, precision: str) -> None:
+    run_dir, outcome = with_nan[stage, precision, "one"]
+    assert outcome == ""
+    found = records(run_dir)
+    assert found[-1]["skipped_steps"] == 1
+    assert all(math.isfinite(one["loss"]) for one in found if one["step"] != 36)
+    weights = read_weights(run_dir / "checkpoints/step-00000070")
+    assert all(weight.isfinite().all() for weight in weights.values())
+
+
+@pytest.mark.parametrize(("stage", "precision"), STAGES)
+def test_nan_in_a_row_rolls_back_and_ends_the_run_after_too_many(
+    with_nan: Any, stage: int, precision: str
+) -> None:
+    run_dir, outcome = with_nan[stage, precision, "many"]
+    assert outcome.startswith(
+        "DivergedError: 3 steps in a row up to step 33 had a loss or gradient that is not finite"
+    )
+    assert "after 2 rollbacks. The last good checkpoint is step-00000030" in outcome
+    events = [one for one in all_records(run_dir) if one.get("event") == "rollback"]
+    assert [(one["step"], one["from_step"]) for one in events] == [(30, 38), (30, 33)]

@@ -1,0 +1,100 @@
+"""Checkpoints in the background: what is saved is what was held, failures of the storage, and all ranks alike."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from pretrain.checkpoint import saver as saver_module
+from pretrain.checkpoint import store
+from pretrain.checkpoint.saver import Saver
+from pretrain.engine import Fragment
+from pretrain.errors import MachineError
+
+
+class Alone:
+    rank, world_size = 0, 1
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+
+STATE = {"step": 1, "shapes": {"a": [4]}}
+
+
+def fragments(values: torch.Tensor) -> list[Fragment]:
+    return [Fragment("a", 0, {"weight": values}, shared=False)]
+
+
+def save_and_wait(saver: Saver, step: int) -> None:
+    saver.save(step, fragments(torch.ones(4)), {**STATE, "step": step})
+    saver.wait()
+
+
+def make(folder: Path, **changes: Any) -> Saver:
+    return Saver(folder, Alone(), **{"keep_last": 2, "background": True, "retry_seconds": 0.0, **changes})
+
+
+def test_what_is_saved_is_what_was_held_though_training_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go, write = threading.Event(), store.write
+
+    def held_up(*arguments: Any) -> Path:
+        go.wait(10)
+        return write(*arguments)
+
+    monkeypatch.setattr(store, "write", held_up)
+    values, saver = torch.arange(4.0), make(tmp_path)
+    saver.save(1, fragments(values), STATE)
+    values.add_(1)  # the next step, while nothing is written yet
+    assert store.newest(tmp_path) is None
+    go.set()
+    saver.wait()
+    assert store.read_weights(tmp_path / "step-00000001")["a"].tolist() == [0, 1, 2, 3]
+    saver.save(2, fragments(values), {**STATE, "step": 2})
+    saver.wait()
+    assert store.read_weights(tmp_path / "step-00000002")["a"].tolist() == [1, 2, 3, 4]
+
+
+def test_storage_that_fails_for_a_while_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saver_module, "_FIRST_WAIT_SECONDS", 0.05)
+    folder = tmp_path / "checkpoints"
+    folder.write_text("in the way")
+    saver = make(folder, retry_seconds=5.0)
+    saver.save(1, fragments(torch.ones(4)), STATE)
+    time.sleep(0.3)
+    assert not saver.failed
+    folder.unlink()
+    saver.wait()
+    assert store.newest(folder) == folder / "step-00000001"
+
+
+@pytest.mark.parametrize("background", [True, False])
+def test_a_failure_for_good_is_raised_and_the_checkpoint_before_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, background: bool
+) -> None:
+    monkeypatch.setattr(saver_module, "_FIRST_WAIT_SECONDS", 0.05)
+    saver = make(tmp_path, background=background, retry_seconds=60.0)
+    saver.save(1, fragments(torch.ones(4)), STATE)
+    saver.wait()
+    tries = []
+
+    def full(*_: Any) -> Any:
+        tries.append(time.monotonic())
+        raise MachineError("x: disk full (0.00 GB free).")
+
+    monkeypatch.setattr(store, "_write_shard", full)
+    with pytest.raises(MachineError, match="disk full"):
+        save_and_wait(saver, 2)
+    assert len(tries) == 2, "a full disk is tried once more only"
+    assert saver.failed
+    assert store.newest(tmp_path) == tmp_path / "step-00000001"
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
