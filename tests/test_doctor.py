@@ -19,7 +19,7 @@ from rich.console import Console
 
 from cluster import doctor
 from cluster.__main__ import main as cli
-from cluster.doctor import driver, machine, nodes, reduce, remote
+from cluster.doctor import driver, machine, nodes, reduce, remote, verdicts
 from cluster.doctor.machine import Device, Disk, Facts
 from cluster.doctor.rows import FAIL, PASS, WARN, Row, show
 from cluster.doctor.task import Probe
@@ -44,7 +44,7 @@ FACTS = Facts(
 
 
 def test_a_fit_machine_passes() -> None:
-    assert {row.mark for row in machine.rows_here(FACTS)} == {PASS}
+    assert {row.mark for row in verdicts.rows_here(FACTS)} == {PASS}
 
 
 @pytest.mark.parametrize(
@@ -73,14 +73,14 @@ def test_a_fit_machine_passes() -> None:
     ],
 )  # fmt: skip
 def test_rules_of_one_machine(changes: dict[str, Any], what: str, mark: str, said: str) -> None:
-    rows = {row.what: row for row in machine.rows_here(dataclasses.replace(FACTS, **changes))}
+    rows = {row.what: row for row in verdicts.rows_here(dataclasses.replace(FACTS, **changes))}
     assert rows[what].mark == mark
     assert said in rows[what].advice
     assert {row.mark for name, row in rows.items() if name != what} == {PASS}
 
 
 def test_a_node_that_holds_no_workers_is_not_measured() -> None:
-    rows = machine.rows(dataclasses.replace(FACTS, devices=(), sequences_per_second=0.0), "head")
+    rows = verdicts.rows(dataclasses.replace(FACTS, devices=(), sequences_per_second=0.0), "head")
     assert not {"matmul", "loader"} & {row.what for row in rows}
     assert {row.where for row in rows} == {"head"}
 
@@ -132,7 +132,7 @@ def test_a_library_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "ray", None)
     found = machine.versions()
     assert found["Ray"].startswith("none: ")
-    assert [row.what for row in machine.judge_versions(found) if row.mark == FAIL] == ["Ray"]
+    assert [row.what for row in verdicts.judge_versions(found) if row.mark == FAIL] == ["Ray"]
 
 
 def test_locks_of_unfinished_compilations_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,10 +43,10 @@ def main(
 
 
 def _machine() -> list[Row]:
-    from cluster.doctor import machine, reduce
+    from cluster.doctor import machine, reduce, verdicts
 
     facts = machine.look(Path.cwd())
-    return [*machine.rows_here(facts), reduce.row_here(), machine.wandb_key()]
+    return [*verdicts.rows_here(facts), reduce.row_here(), verdicts.wandb_key()]
 
 
 def _cluster(address: str, folder: Path) -> list[Row]:

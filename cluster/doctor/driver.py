@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cluster.doctor import machine, nodes, reduce
+from cluster.doctor import machine, nodes, reduce, verdicts
 from cluster.doctor.rows import FAIL, Row
 from cluster.doctor.task import Probe
 from cluster.driver import choose_token, join_ray
@@ -192,7 +192,7 @@ def _storage(team: Team, folder: str) -> list[Row]:
 def _machines(team: Team, folder: str) -> list[Row]:
     """What `doctor` says of one machine, of each, check by check; measured on all at once, as in training."""
     facts = team.ask("look", lambda name: (folder,), seconds=_LOOK_SECONDS)
-    rows = [row for name, found in facts.items() for row in machine.rows(found, name)]
+    rows = [row for name, found in facts.items() for row in verdicts.rows(found, name)]
     order = list(dict.fromkeys(row.what for row in rows))
     return [*sorted(rows, key=lambda row: order.index(row.what)), *nodes.judge_pace(facts)]
 

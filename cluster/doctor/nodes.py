@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cluster.doctor import machine, reduce
+from cluster.doctor import reduce, verdicts
 from cluster.doctor.machine import NONE, Facts
 from cluster.doctor.rows import FAIL, PASS, WARN, Row, above, listed, so_many_nodes
 
@@ -47,7 +47,7 @@ def judge_versions(found: Mapping[str, Versions], head: Versions) -> list[Row]:
             if versions.get(library) != wanted
         }
         if not different:
-            [alone] = machine.judge_versions({library: wanted})
+            [alone] = verdicts.judge_versions({library: wanted})
             rows.append(Row(alone.what, alone.found, alone.mark, alone.advice, so_many_nodes(len(found))))
         for node, version in different.items():
             advice = "Install the same .venv and files on all nodes, as requirements.lock has them."
