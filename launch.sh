@@ -23,6 +23,9 @@ usage() {
   report   RUN               curves, corpus card and filled-in masks of a run as one HTML page
   dashboard RUN              curves, events and scores as one HTML page and a W&B workspace; --follow
   manifest KIND CONFIG       kuberay, rayup or slurm: what a real cluster needs to run it; --out FILE
+  submit   -- COMMAND CONFIG pretrain, finetune or prepare as a job of a cluster; --address URL, --workers MIN-MAX, --follow
+  status JOB | logs JOB | list | stop JOB | delete JOB       of submitted jobs; logs -f goes on, stop saves first
+  up | down                  a Ray cluster on this machine, to try jobs on; --nodes N
   doctor                     what this machine has and what is missing; a cluster's with --address URL
   bench    NAME              measurements beside other systems; `all` of them, `compare` two of its results
   test     [pytest args]     lint, types and tests; with arguments only pytest, with them
@@ -159,7 +162,7 @@ case $command in
         fi
         PYTHONSAFEPATH=1 exec "$venv/bin/python" -m pretrain bench "$@"
         ;;
-    doctor | manifest)
+    doctor | manifest | submit | status | logs | list | stop | delete | up | down)
         set_up base
         PYTHONSAFEPATH=1 exec "$venv/bin/python" -m cluster "$command" "$@"
         ;;

@@ -96,7 +96,6 @@ class Jobs:
 
         with self._answers():
             self._client: JobSubmissionClient = JobSubmissionClient(self.address)
-            self._client.get_version()
             self._client.list_jobs()  # the version is told to anyone
 
     def submit(self, job: Job) -> None:

@@ -170,8 +170,6 @@ def _start_node(cluster: LocalCluster, arguments: list[str], cpus: int) -> Node:
                 sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block",
                 f"--dashboard-agent-listen-port={_free_ports(1)[0]}",  # its default is one for the whole machine
                 "--disable-usage-stats", f"--num-cpus={cpus}", f"--object-store-memory={_OBJECT_STORE_BYTES}",
-                # Through which jobs are started. Ray's own choice is one port for every node, taken if another cluster runs.
-                f"--dashboard-agent-listen-port={_free_ports(1)[0]}",
                 *arguments,
             ],
             env={

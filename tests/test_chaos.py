@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from chaos import (
     Cluster,
     cluster,
@@ -239,9 +241,10 @@ def drain(on: Cluster, node: int) -> None:
     """Announce that a node is to go, as an autoscaler does after a spot notice."""
     described = on.described
     script = (
-        "import sys, ray, time\n"
+        "import sys, time\n"
         "from cluster import local\n"
         "local.use_token(local.find())\n"
+        "import ray\n"
         "from ray._raylet import GcsClient\n"
         "from ray.core.generated import autoscaler_pb2\n"
         "ray.init(address=sys.argv[1], log_to_driver=False)\n"
@@ -268,3 +271,133 @@ def test_ten_jobs_run_in_order(corpus: Path, one_node: Cluster, tmp_path: Path) 
     ended = [(run_dir / "metrics.jsonl").stat().st_mtime for run_dir in runs[:9]]
     assert all(end <= next_begin + 2 for end, next_begin in zip(ended, begun[1:], strict=False))
     assert not (runs[9] / "metrics.jsonl").exists()
+
+
+CANARIES = {
+    "WANDB_API_KEY": "canary" + "0" * 34,
+    "AWS_SECRET_ACCESS_KEY": "canary-aws-secret",
+    "HF_TOKEN": "hf_canarytoken",
+}
+
+
+def test_no_secret_is_written_and_nobody_gets_in_without_the_token(corpus: Path, tmp_path: Path) -> None:
+    import requests
+
+    for name, value in CANARIES.items():
+        os.environ[name] = value
+    try:
+        with cluster(tmp_path / "state", "--nodes", "1", "--cpus-per-node", "2") as one:
+            values = settings(corpus, tmp_path / "canary", steps=30, tracking={"wandb": "offline"})
+            run_dir = one.submit(values)
+            assert one.wait_end("canary") == "succeeded"
+            described = one.described
+            folder, dashboard = Path(described["folder"]), described["dashboard"]
+            token = (folder / "token").read_text()
+            assert (folder / "token").stat().st_mode & 0o777 == 0o600
+            assert folder.stat().st_mode & 0o777 == 0o700
+            jobs = dashboard + "/api/jobs/"
+            answers = [
+                requests.get(jobs, headers=headers, timeout=10)
+                for headers in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Bearer {token}"})
+            ]
+            assert [answer.status_code for answer in answers] == [401, 403, 200]
+            port = int(dashboard.rsplit(":", 1)[1])
+            listening = {
+                one.laddr.ip
+                for one in psutil.net_connections()
+                if one.status == "LISTEN" and one.laddr.port == port
+            }
+            assert listening == {"127.0.0.1"}
+            told = answers[2].text + one.command("logs", "canary") + one.command("status", "canary")
+            written = "".join(
+                path.read_text(errors="replace") for place in (run_dir, folder) for path in place.rglob("*")
+                if path.is_file() and path.name != "token"
+            )  # fmt: skip
+            for secret in (*CANARIES.values(), token):
+                assert secret not in told
+                assert secret not in written
+    finally:
+        for name in CANARIES:
+            del os.environ[name]
+
+
+def test_a_second_submission_and_impossible_resources_are_refused(
+    corpus: Path, one_node: Cluster, tmp_path: Path
+) -> None:
+    values = settings(corpus, tmp_path / "busy", steps=3000)
+    run_dir = one_node.submit(values)
+    path = str(one_node.state / "busy.yaml")
+    began = time.time()
+    assert "is " in one_node.command("submit", "--", "pretrain", path, code=2)
+    assert "too few for 64 workers" in one_node.command(
+        "submit", "--workers", "64", "--", "pretrain", path, "--set", "name=large",
+        "--set", "phases.0.global_sequences=64", code=3,
+    )  # fmt: skip
+    assert time.time() - began < 15
+    wait_for_step(run_dir, 5)
+    # Beside the cluster, in the same folder.
+    beside = subprocess.run(
+        [sys.executable, "-m", "pretrain", "pretrain", path, "--resume", "--no-ray", "--workers", "1"],
+        cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert beside.returncode == 2
+    assert "another process trains in it" in beside.stderr
+    one_node.command("stop", "busy")
+    one_node.command("delete", "busy")
+    assert "no such job" in one_node.command("status", "busy", code=2)
+    assert run_dir.is_dir()
+
+
+def test_a_control_store_that_is_away_for_a_while_interrupts_nothing(
+    corpus: Path, undisturbed: Path, tmp_path: Path
+) -> None:
+    with cluster(tmp_path / "state", "--nodes", "1", "--cpus-per-node", "2") as one:
+        run_dir = one.submit(settings(corpus, tmp_path / "gcs", steps=1500))
+        wait_for_step(run_dir, 60)
+        servers = one.named("gcs_server")
+        assert len(servers) == 1
+        servers[0].send_signal(signal.SIGSTOP)
+        longest, before, began = 0.0, last_step(run_dir), time.time()
+        while time.time() - began < 10:
+            at = time.time()
+            wait_for(lambda before=before: last_step(run_dir) > before, 20)
+            longest, before = max(longest, time.time() - at), last_step(run_dir)
+        servers[0].send_signal(signal.SIGCONT)
+        wait_for_step(run_dir, before + 50)
+        assert not events(run_dir, "restart")
+        one.command("stop", "gcs")
+    expected, found = losses(undisturbed), losses(run_dir)
+    assert all(found[step] is not None for step in range(1, before))
+    assert expected.keys() <= found.keys() or last_step(run_dir) < 300
+    told("5 GCS away for 10 s", longest_gap=round(longest, 1))
+
+
+def test_a_kill_while_a_checkpoint_is_written_costs_that_one_only(corpus: Path, tmp_path: Path) -> None:
+    """Ten kills, each as soon as the folder of an unfinished checkpoint is seen, or a little later."""
+    values = settings(corpus, tmp_path / "saving", steps=4000, checkpoint={"every_steps": 5, "keep_last": 3})
+    values["scheduling"]["workers"] = 1
+    path = tmp_path / "saving.yaml"
+    path.write_text(yaml.safe_dump(values))
+    run_dir, drawn = Path(values["run_dir"]), random.Random(0)
+    for number in range(10):
+        started = subprocess.Popen(
+            [sys.executable, "-m", "pretrain", "pretrain", str(path), "--no-ray", *(["--resume"] if number else [])],
+            cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+        first = newest_checkpoint(run_dir)
+        wait_for(lambda first=first: newest_checkpoint(run_dir) > first + 10, 60)
+        deadline = time.monotonic() + 10
+        while not list(run_dir.glob("checkpoints/.step-*.tmp")) and time.monotonic() < deadline:
+            pass
+        time.sleep(drawn.uniform(0, 0.02))
+        started.kill()
+        said = started.communicate()[0]
+        newest = newest_checkpoint(run_dir)
+        assert newest > first, said
+        from pretrain.checkpoint.store import newest as newest_valid
+
+        found = newest_valid(run_dir / "checkpoints")
+        assert found is not None
+        assert found.name == f"step-{newest:08d}", "what has its name is whole"
+    assert losses(run_dir).keys() >= set(range(1, newest))
+    told("3 kill during save", trials=10)
