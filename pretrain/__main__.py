@@ -24,6 +24,7 @@ BENCHMARKS = {
     "loader": "sequences/s of the loader against a Hugging Face collator",
     "workers": "what Ray, DeepSpeed, tracking and a second worker cost",
     "quality": "held-out loss after equal time against transformers",
+    "checkpoint": "how long a save holds up training, at once and in the background",
     "all": "step, loader and prepare in turn, as one table, bench.json and bench.html",
     "compare": "what moved between the bench.json of two `bench all`",
 }

@@ -29,7 +29,13 @@ def settings(
         "corpus": {"dir": str(corpus), "vocabulary": {"size": 300}},
         "model": {"size": "custom", "layers": 2, "hidden": 32, "heads": 2, "max_positions": 64},
         "phases": [
-            {"sequence_length": 32, "global_sequences": 12, "steps": steps, "peak_learning_rate": 1e-3, "decay": "constant"}
+            {
+                "sequence_length": 32,
+                "global_sequences": 12,
+                "steps": steps,
+                "peak_learning_rate": 1e-3,
+                "decay": "constant",
+            }
         ],
         "engine": {"precision": "fp32", "compile": False, "micro_batch_tokens": 256},
         "evaluation": {"every_steps": 10**6, "sequences": 16},

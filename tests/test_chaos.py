@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -302,11 +303,8 @@ def test_no_secret_is_written_and_nobody_gets_in_without_the_token(corpus: Path,
             ]
             assert [answer.status_code for answer in answers] == [401, 403, 200]
             port = int(dashboard.rsplit(":", 1)[1])
-            listening = {
-                one.laddr.ip
-                for one in psutil.net_connections()
-                if one.status == "LISTEN" and one.laddr.port == port
-            }
+            sockets: list[Any] = [one.laddr for one in psutil.net_connections() if one.status == "LISTEN"]
+            listening = {place.ip for place in sockets if place.port == port}
             assert listening == {"127.0.0.1"}
             told = answers[2].text + one.command("logs", "canary") + one.command("status", "canary")
             written = "".join(

@@ -1,0 +1,94 @@
+"""`bench checkpoint`: how long a save holds up training, written at once and written in the background.
+
+The state is that of a model after one step, on one worker; both ways write the same files to the same disk, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from pretrain.bench.contestants import bench_config
+from pretrain.bench.results import aligned
+from pretrain.checkpoint.saver import Saver
+from pretrain.config import RunConfig
+from pretrain.engine import Engine
+from pretrain.model.heads import PretrainingModel
+from pretrain.optim import make_optimizer, parameter_groups
+from pretrain.session import process_group
+from pretrain.worker import Worker
+
+_VOCABULARY = 30522
+
+
+def main(argv: list[str]) -> int:
+    """Run the comparison and print a table, or JSON with `--json`."""
+    parser = argparse.ArgumentParser(prog="bench checkpoint", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--size", default="base", help="model size (default: base)")
+    parser.add_argument("--zero", type=int, default=1, choices=[0, 1, 2, 3], help="ZeRO stage (default: 1)")
+    parser.add_argument("--rounds", type=int, default=5, help="saves of each kind; the median is reported")
+    parser.add_argument("--dir", type=Path, help="where to write; otherwise the temporary folder")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    options = parser.parse_args(argv)
+    config = bench_config("unused", options.size, 128, 8)
+    config = config.model_copy(
+        update={"engine": config.engine.model_copy(update={"zero_stage": options.zero})}
+    )
+    with (
+        tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=options.dir) as folder,
+        process_group(Worker()),
+    ):
+        result = measure(config, Path(folder), options.rounds)
+    print(json.dumps(result) if options.json else _table(result))
+    return 0
+
+
+def measure(config: RunConfig, folder: Path, rounds: int) -> dict[str, Any]:
+    """Seconds by round: `plain` of a whole save, `held` of what a step waits for one in the background, `written` of it."""
+    engine = _engine(config)
+    state = {"step": 0, "shapes": {name: list(shape) for name, shape in engine.shapes.items()}}
+    savers = {
+        background: Saver(folder, engine.side_group(), keep_last=1, background=background, retry_seconds=0)
+        for background in (False, True)
+    }
+    found: dict[str, Any] = {"plain": [], "held": [], "written": []}
+    for number in range(rounds + 1):
+        for background, saver in savers.items():
+            began = time.perf_counter()
+            saver.save(number, engine.fragments(), {**state, "step": number})
+            held = time.perf_counter() - began
+            saver.wait()
+            if number == 0:
+                continue  # makes the copies' room
+            found["held" if background else "plain"].append(held)
+            if background:
+                found["written"].append(time.perf_counter() - began)
+    found["bytes"] = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+    engine.close()
+    return found
+
+
+def _engine(config: RunConfig) -> Engine:
+    model = PretrainingModel(config.model, _VOCABULARY, True, compile=False)
+    return Engine(
+        model,
+        lambda named: make_optimizer(
+            config.optimizer, parameter_groups(named, config.optimizer.weight_decay)
+        ),
+        config.engine,
+    )
+
+
+def _table(result: dict[str, Any]) -> str:
+    rows = [("", "median s", "range")]
+    for name in ("plain", "held", "written"):
+        seconds = result[name]
+        rows.append((name, f"{statistics.median(seconds):.3f}", f"{min(seconds):.3f}-{max(seconds):.3f}"))
+    share = statistics.median(result["held"]) / statistics.median(result["plain"])
+    rows.append(("held / plain", f"{share:.1%}", f"{result['bytes'] / 1e9:.2f} GB"))
+    return "\n".join(aligned(rows, (1, 2)))
