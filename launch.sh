@@ -26,7 +26,7 @@ usage() {
   submit   -- COMMAND CONFIG pretrain, finetune or prepare as a job of a cluster; --address URL, --workers MIN-MAX, --follow
   status JOB | logs JOB | list | stop JOB | delete JOB       of submitted jobs; logs -f goes on, stop saves first
   up | down                  a Ray cluster on this machine, to try jobs on; --nodes N
-  doctor                     what this machine has and what is missing
+  doctor                     what this machine has and what is missing; a cluster's with --address URL
   bench    NAME              measurements beside other systems; `all` of them, `compare` two of its results
   test     [pytest args]     lint, types and tests; with arguments only pytest, with them
 

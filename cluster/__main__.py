@@ -26,7 +26,10 @@ def _dispatch(argv: list[str]) -> int:
 def _doctor(arguments: argparse.Namespace) -> int:
     from cluster import doctor
 
-    return doctor.main()
+    return doctor.main(
+        cluster=arguments.cluster or bool(arguments.address), address=arguments.address, folder=arguments.dir,
+        as_json=arguments.json,
+    )  # fmt: skip
 
 
 def _up(arguments: argparse.Namespace) -> None:
@@ -185,13 +188,20 @@ def _parser() -> argparse.ArgumentParser:
     up.add_argument("--join", action="store_true", help="add a node to the cluster that runs here already")
     add_command(commands, "down", _down, "end the cluster that `up` started", "\n  ./launch.sh down")
     add_manifest(commands)
-    add_command(
-        commands,
-        "doctor",
-        _doctor,
-        "what this machine has, what is missing and what to do about it",
-        "\n  ./launch.sh doctor",
+    doctor = add_command(
+        commands, "doctor", _doctor, "what this machine or a cluster has, what is missing and what to do about it", """
+  ./launch.sh doctor
+  ./launch.sh doctor --cluster
+  ./launch.sh doctor --address http://10.0.0.5:8265 --dir /mnt/shared/bert""")  # fmt: skip
+    _add_address(doctor)
+    doctor.add_argument("--cluster", action="store_true", help="check the cluster that `up` started here")
+    doctor.add_argument(
+        "--dir",
+        type=Path,
+        metavar="FOLDER",
+        help="folder that all machines of the cluster should share; otherwise this one",
     )
+    doctor.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser
 
 

@@ -32,8 +32,8 @@ ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
 _REACH_SECONDS = 3.0
 _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.5
+_WATCH_SECONDS = 2.5
 _AGENT_SECONDS = 20.0
-_GHOST_SECONDS = 2.0
 _MEANING = {
     InputError.exit_code: "your input; see its log",
     MachineError.exit_code: "the machine or cluster was not fit; see its log",
@@ -117,29 +117,30 @@ class Jobs:
         ]
         needed = 1 if job.kind == "prepare" else job.workers[0]
         nodes_fit(nodes, needed, job.cpus_per_worker, f"the cluster at {self.address}")
-        with self._answers():
-            if before is not None:
-                self._client.delete_job(job.name)
-            self._submit(job)
+        if before is not None:
+            self._forget(before)
+        self.start(job.name, "cluster.job", _metadata(job))
 
-    def _submit(self, job: Job) -> None:
+    def start(self, name: str, module: str, metadata: dict[str, str]) -> None:
+        """Have `python -m MODULE` run on the cluster as a job of this name; `InputError` where there is one already."""
         deadline = time.monotonic() + _AGENT_SECONDS
-        while True:
-            try:
-                self._client.submit_job(
-                    submission_id=job.name,
-                    entrypoint="python -m cluster.job",
-                    metadata=_metadata(job),
-                    runtime_env=self._runtime_env,
-                )
-                return
-            except RuntimeError as error:
-                if "already exists" in str(error):
-                    raise InputError(f"{job.name}: was submitted by another at this moment.") from None
-                # A cluster that has just come up has no agent for jobs yet.
-                if "No available agent" not in str(error) or time.monotonic() > deadline:
-                    raise
-            time.sleep(_POLL_SECONDS)
+        with self._answers():
+            while True:
+                try:
+                    self._client.submit_job(
+                        submission_id=name,
+                        entrypoint=f"python -m {module}",
+                        metadata=metadata,
+                        runtime_env=self._runtime_env,
+                    )
+                    return
+                except RuntimeError as error:
+                    if "already exists" in str(error):
+                        raise InputError(f"{name}: was submitted by another at this moment.") from None
+                    # A cluster that has just come up has no agent for jobs yet.
+                    if "No available agent" not in str(error) or time.monotonic() > deadline:
+                        raise
+                time.sleep(_POLL_SECONDS)
 
     def find(self, name: str) -> JobDetails | None:
         """The job of this name; None where there is none."""
@@ -205,14 +206,14 @@ class Jobs:
         job = self.get(name)
         if job.status not in ENDED:
             raise InputError(f"{name}: is {job.status.lower()}. End it with `stop {name}` first.")
+        self._forget(job)
+
+    def _forget(self, job: JobDetails) -> None:
+        # Ray's own watch of a job looks once a second, and would write down as failed what it finds no more.
+        passed = time.time() - (job.end_time or 0) / 1000
+        time.sleep(min(_WATCH_SECONDS, max(0.0, _WATCH_SECONDS - passed)))
         with self._answers():
-            self._client.delete_job(name)
-            # A supervisor whose end Ray notices only now writes its job anew.
-            deadline = time.monotonic() + _GHOST_SECONDS
-            while time.monotonic() < deadline:
-                time.sleep(_POLL_SECONDS)
-                if self.find(name) is not None:
-                    self._client.delete_job(name)
+            self._client.delete_job(str(job.submission_id))
 
     @contextlib.contextmanager
     def _answers(self) -> Iterator[None]:

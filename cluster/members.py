@@ -175,7 +175,7 @@ def _places(found: Sequence[Found]) -> list[Place]:
         places.append(
             Place(
                 rank=rank, world_size=len(found), local_rank=seen[one.node], local_world_size=sizes[one.node],
-                master=found[0].address, port=found[0].port, visible_gpus=tuple(visible),
+                address=one.address, master=found[0].address, port=found[0].port, visible_gpus=tuple(visible),
             )
         )  # fmt: skip
         seen[one.node] += 1

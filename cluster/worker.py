@@ -56,6 +56,7 @@ class Place:
     world_size: int
     local_rank: int
     local_world_size: int
+    address: str  # of its node, where the others reach it
     master: str
     port: int
     visible_gpus: tuple[int, ...] = ()
@@ -72,6 +73,7 @@ def enter(request: dict[str, Any], place: Place) -> dict[str, str] | None:
     _log_to(run_dir / "logs" / f"worker-{place.rank}.log", request["attempt"])
     os.environ.update(MASTER_ADDR=place.master, MASTER_PORT=str(place.port))
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size))
+    _listen_at(place.address)
     worker = Worker(
         rank=place.rank,
         world_size=place.world_size,
@@ -100,6 +102,15 @@ def enter(request: dict[str, Any], place: Place) -> dict[str, str] | None:
         sys.stdout.flush()
         sys.stderr.flush()
     return None
+
+
+def _listen_at(address: str) -> None:
+    """Have gloo use the interface of this address: it takes the one of the host's name, which may be loopback's."""
+    import psutil
+
+    for interface, places in psutil.net_if_addrs().items():
+        if any(one.address == address for one in places):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def enter_trial(config: dict[str, int], request: dict[str, Any]) -> dict[str, str]:

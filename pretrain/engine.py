@@ -422,6 +422,15 @@ def _merge(config: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
+def deepspeed_ops() -> tuple[dict[str, bool], tuple[str, ...]]:
+    """DeepSpeed's compiled ops, each with whether it could be compiled here, and those that came built."""
+    deepspeed = _import_deepspeed()
+    from deepspeed.git_version_info import installed_ops
+
+    could = {name: can for name, can in deepspeed.ops.__compatible_ops__.items() if name in installed_ops}
+    return could, tuple(name for name, built in installed_ops.items() if built)
+
+
 def _import_deepspeed() -> Any:
     """DeepSpeed, told to do without what it would have to compile first."""
     os.environ.setdefault("LOCAL_RANK", "0")  # it insists on the variable even for one process

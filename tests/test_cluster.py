@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster import doctor, group
+from cluster import group
 from cluster.group import _cause, _Crash
 from cluster.nodes import Node, nodes_fit
 from cluster.run import _Signals, end_session, last_line, run
@@ -426,25 +426,3 @@ def test_signals_are_left_alone_off_the_main_thread(tmp_path: Path) -> None:
     thread.start()
     thread.join()
     assert not errors
-
-
-# ---- doctor
-
-
-def test_doctor_tells_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
-    rows = {row.what: row for row in doctor.rows()}
-    assert not rows["C++ compiler"].fine
-    assert "g++" in rows["C++ compiler"].advice
-    assert rows["cores"].found == str(CORES)
-    assert all(row.fine or row.advice for row in rows.values())
-
-
-def test_doctor_never_shows_the_key(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "secret-canary")
-    doctor.main()
-    output = capsys.readouterr().out
-    assert "canary" not in output
-    assert "W&B key" in output

@@ -33,6 +33,7 @@ from pretrain.errors import InputError
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCABULARY_SIZE = 30522
 RESUME_SAMPLE = 150_000_000
+_MADE_AHEAD = 8  # more batches than the loader keeps ready
 _RESUME_SHARDS, _RESUME_TOKENS = 141, 100_000_000  # over 150 million samples of 128
 
 
@@ -92,6 +93,22 @@ def compare(shards: TokenShards, length: int, sequences: int, repeats: int) -> d
         "ratio": statistics.median(ratios),
         "ratio_spread": [min(ratios), max(ratios)],
     }
+
+
+def rate(seconds: float, length: int = 128, sequences: int = 256) -> float:
+    """Sequences a second that one worker's `Loader` makes of a synthetic corpus, measured for so long."""
+    with tempfile.TemporaryDirectory() as scratch:
+        loader = Loader(_synthetic(Path(scratch)), _config(length, sequences), 0, rank=0, world_size=1)
+        try:
+            for _ in range(_MADE_AHEAD):
+                next(loader)
+            began, made = time.perf_counter(), 0
+            while (passed := time.perf_counter() - began) < seconds:
+                next(loader)
+                made += sequences
+        finally:
+            loader.close()
+    return made / passed
 
 
 def _ours(shards: TokenShards, length: int, sequences: int) -> Callable[[], object]:

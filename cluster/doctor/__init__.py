@@ -1,0 +1,60 @@
+"""What this machine or cluster has, what a run would miss, and what to do about it.
+
+Every check does what it says, or says why it could not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+from cluster.doctor.rows import FAIL, PASS, WARN, Row, show, to_json
+from pretrain.errors import MachineError
+
+
+def main(
+    *, cluster: bool = False, address: str = "", folder: Path | None = None, as_json: bool = False
+) -> int:
+    """Check this machine, or a cluster, and print what was found.
+
+    Args:
+        cluster: check a cluster rather than this machine.
+        address: URL of its dashboard; empty takes the local one of `up`.
+        folder: on the cluster, the one that all its machines should share; otherwise this one.
+        as_json: print the rows as JSON rather than as a table.
+
+    Returns:
+        0 where no check fails, else the exit code of an unfit machine. Warnings do not fail.
+
+    Raises:
+        RunError: the cluster is not reached, refuses us, or does not run the checks.
+    """
+    from rich.console import Console
+
+    what = f"the cluster {address}".rstrip() if cluster else "this machine"
+    with Console(stderr=True).status(f"checking {what}"):
+        rows = _cluster(address, folder or Path.cwd()) if cluster else _machine()
+    if as_json:
+        print(to_json(rows))
+    else:
+        show(rows, Console())
+        print(_sum(rows))
+    return MachineError.exit_code if any(row.mark == FAIL for row in rows) else 0
+
+
+def _machine() -> list[Row]:
+    from cluster.doctor import machine, reduce, verdicts
+
+    facts = machine.look(Path.cwd())
+    return [*verdicts.rows_here(facts), reduce.row_here(), verdicts.wandb_key()]
+
+
+def _cluster(address: str, folder: Path) -> list[Row]:
+    from cluster.doctor import remote
+
+    return remote.check(address, folder)
+
+
+def _sum(rows: list[Row]) -> str:
+    count = Counter(row.mark for row in rows)
+    return f"{count[PASS]} pass, {count[WARN]} warn, {count[FAIL]} fail"

@@ -1,0 +1,274 @@
+"""What one machine has and how fast it is; what that is worth is said in `cluster.doctor.verdicts`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from cluster.worker import one_line
+
+NONE = "none"
+
+GIB = 1 << 30
+_MATMUL = 2048  # square; large enough to reach the peak, small enough for any machine
+_MATMUL_SECONDS = 0.5
+_LOADER_SECONDS = 0.5
+_BUSY_SECONDS = 0.5
+_COMPILE_SECONDS = 20.0
+_OLD_LOCK_SECONDS = 600.0  # no single op of DeepSpeed compiles for so long
+_PACKAGES = ("cluster", "pretrain", "finetune")
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Room in a folder, and what is wished for: under `wanted` it is tight, under `least` nothing works."""
+
+    what: str
+    path: str
+    free: int  # bytes; so below
+    wanted: int
+    least: int
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a worker computes on, with its measured matrix products in FLOP/s."""
+
+    name: str
+    kind: str  # devices of one kind should be equally fast
+    bf16: float
+    fp32: float
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was found on one machine."""
+
+    system: str
+    cores: int
+    busy: float  # share of them that others used while we waited
+    memory: int  # bytes of the machine or container; so below
+    memory_free: int
+    disks: tuple[Disk, ...]
+    versions: Mapping[str, str]
+    compiler: str
+    headers: str
+    compile_error: str  # what a small extension for Python could not be made for
+    ops: Mapping[str, bool]  # DeepSpeed's: whether they could be compiled here
+    built_ops: tuple[str, ...]
+    old_locks: tuple[str, ...]  # of compilations that are over
+    gpu_files: int  # devices that the driver shows, whatever torch sees
+    gpus: int  # that torch sees
+    visible: str | None  # CUDA_VISIBLE_DEVICES
+    devices: tuple[Device, ...]  # measured ones; so below
+    sequences_per_second: float  # of one worker's loader
+
+
+def look(folder: Path, threads: int = 0, measure: bool = True) -> Facts:
+    """Look at this machine, and with `measure` see for some 3 s how fast it is.
+
+    `folder` is where runs would lie; 0 threads is torch's choice.
+    """
+    import torch
+
+    from pretrain.bench import loader
+
+    busy, (memory, free) = psutil.cpu_percent(_BUSY_SECONDS) / 100, _memory()
+    if threads:
+        torch.set_num_threads(threads)
+    compiler, headers, error = _compile()
+    ops, built = _deepspeed_ops()
+    return Facts(
+        system=f"{platform.system()} {platform.release()} {platform.machine()}",
+        cores=len(os.sched_getaffinity(0)),
+        busy=busy,
+        memory=memory,
+        memory_free=free,
+        disks=_disks(folder),
+        versions=versions(),
+        compiler=compiler,
+        headers=headers,
+        compile_error=error,
+        ops=ops,
+        built_ops=built,
+        old_locks=_old_locks(),
+        gpu_files=len(list(Path("/dev").glob("nvidia[0-9]*"))),
+        gpus=torch.cuda.device_count(),
+        visible=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        devices=_devices() if measure else (),
+        sequences_per_second=loader.rate(_LOADER_SECONDS) if measure else 0.0,
+    )
+
+
+def versions() -> dict[str, str]:
+    """What must be the same wherever workers run; what cannot be imported is "none" with the reason."""
+    found = {"Python": platform.python_version()}
+    try:
+        import torch
+
+        nccl = torch.distributed.is_nccl_available()
+        found |= {
+            "torch": torch.__version__,
+            "CUDA": torch.version.cuda or NONE,
+            "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if nccl else NONE,  # pyright: ignore[reportAttributeAccessIssue]
+            "gloo": "in torch" if torch.distributed.is_gloo_available() else NONE,
+        }
+    except Exception as error:  # a broken library raises what it likes
+        found |= {"torch": f"{NONE}: {one_line(error)}", "CUDA": NONE, "NCCL": NONE, "gloo": NONE}
+    return {**found, "DeepSpeed": _deepspeed_version(), "Ray": _ray_version(), "bertrain": _own_version()}
+
+
+def _deepspeed_version() -> str:
+    try:
+        from pretrain.engine import deepspeed_ops
+
+        deepspeed_ops()
+        return importlib.metadata.version("deepspeed")
+    except Exception as error:
+        return f"{NONE}: {one_line(error)}"
+
+
+def _ray_version() -> str:
+    try:
+        import ray
+
+        return ray.__version__
+    except Exception as error:
+        return f"{NONE}: {one_line(error)}"
+
+
+def _own_version() -> str:
+    """A digest of our sources: two checkouts may bear one version, and need not be installed."""
+    digest, root = hashlib.sha256(), Path(__file__).parents[2]
+    for package in _PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return f"sources {digest.hexdigest()[:8]}"
+
+
+def _memory() -> tuple[int, int]:
+    """Total and free bytes: the machine's, or of its container where that has less."""
+    machine = psutil.virtual_memory()
+    limit, used = _container_memory()
+    return min(machine.total, limit), min(machine.available, max(0, limit - used))
+
+
+def _container_memory() -> tuple[int, int]:
+    """Limit and use by the kernel's control groups, of version 2 or 1; without the file cache, which gives way."""
+    for folder, limit, used, cache in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            words = (Path(folder) / "memory.stat").read_text().split()
+            cached = int(dict(zip(words[::2], words[1::2], strict=True))[cache])
+            return int((Path(folder) / limit).read_text()), int((Path(folder) / used).read_text()) - cached
+        except (OSError, ValueError, KeyError):  # no such version, or "max": no limit
+            continue
+    return sys.maxsize, 0
+
+
+def _disks(folder: Path) -> tuple[Disk, ...]:
+    places = [
+        # A corpus of a few GB, its shards and three checkpoints of BERT-Base.
+        ("disk", folder, 10 * GIB, GIB),
+        ("disk, temporary", Path(tempfile.gettempdir()), GIB, GIB // 4),
+        # Ray's objects, for which it asks 75 MiB at least, and NCCL's buffers.
+        ("shared memory", Path("/dev/shm"), GIB // 4, GIB // 12),
+    ]
+    return tuple(
+        Disk(what, str(path), shutil.disk_usage(path).free, wanted, least)
+        for what, path, wanted, least in places
+        if path.is_dir()
+    )
+
+
+def _compile() -> tuple[str, str, str]:
+    """Compiler, Python's header file, and why both together make no extension, as torch.compile makes them."""
+    compiler = shutil.which("g++") or shutil.which("c++") or ""
+    header = Path(sysconfig.get_path("include")) / "Python.h"
+    headers = str(header) if header.exists() else ""
+    if not (compiler and headers):
+        return compiler, headers, ""
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch) / "probe.cpp"
+        source.write_text(
+            "#include <Python.h>\n#include <cmath>\n#include <vector>\n"
+            'extern "C" double probe(double x) { return std::vector<double>{std::sqrt(x)}[0]; }\n'
+        )
+        command = [compiler, "-shared", "-fPIC", "-fopenmp", f"-I{header.parent}", str(source), "-o", f"{source}.so"]  # fmt: skip
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            return compiler, headers, one_line(error)
+    lines = done.stderr.strip().splitlines()
+    error = next((line for line in lines if "error" in line), lines[-1] if lines else "no message")
+    return compiler, headers, error if done.returncode else ""
+
+
+def _deepspeed_ops() -> tuple[dict[str, bool], tuple[str, ...]]:
+    try:
+        from pretrain.engine import deepspeed_ops
+
+        return deepspeed_ops()
+    except Exception:  # told by its version
+        return {}, ()
+
+
+def _old_locks() -> tuple[str, ...]:
+    """Lock files of compilations that ended without removing them: the next one would wait for ever."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    old = time.time() - _OLD_LOCK_SECONDS
+    return tuple(str(path) for path in root.glob("**/lock") if path.stat().st_mtime < old)
+
+
+def _devices() -> tuple[Device, ...]:
+    import torch
+
+    cpu = f"CPU, threads: {torch.get_num_threads()}"
+    found = [_measured(cpu, cpu, "cpu")]
+    for number in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(number)
+        name = f"GPU {number}, {properties.name}, {properties.total_memory / GIB:.0f} GiB"
+        found.append(_measured(name, properties.name, f"cuda:{number}"))
+    return tuple(found)
+
+
+def _measured(name: str, kind: str, device: str) -> Device:
+    import torch
+
+    return Device(name, kind, _matmul_flops(device, torch.bfloat16), _matmul_flops(device, torch.float32))
+
+
+def _matmul_flops(device: str, dtype: object) -> float:
+    """The best rate of matrix products in half a second; 2 n^3 operations each."""
+    import torch
+
+    size = _MATMUL if device == "cpu" else 4 * _MATMUL
+    a = torch.randn(size, size, device=device).to(dtype)  # pyright: ignore[reportCallIssue, reportArgumentType]
+    out = torch.mm(a, a)
+    best, deadline = float("inf"), time.perf_counter() + _MATMUL_SECONDS
+    while time.perf_counter() < deadline:
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        torch.mm(a, a, out=out)
+        if device != "cpu":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - start)
+    return 2 * size**3 / best

@@ -1,0 +1,55 @@
+"""The checks of a cluster, from the client's side: a job of our own, which is forgotten when it has told.
+
+The client need not be let into the cluster for that, only to its dashboard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import secrets
+from pathlib import Path
+from typing import Any
+
+from cluster import jobs
+from cluster.doctor import machine, nodes
+from cluster.doctor.driver import MARK
+from cluster.doctor.rows import Row
+from pretrain.errors import MachineError, RunError
+
+_JOB_SECONDS = 300.0  # more than the job allows itself
+_STOP_SECONDS = 10.0
+
+
+def check(address: str, folder: Path) -> list[Row]:
+    """Check the cluster whose dashboard is at `address`, or the local one; `folder` should be shared by its machines.
+
+    Raises:
+        InputError: no such cluster, or it refuses the token.
+        MachineError: it does not answer, or cannot run the job.
+    """
+    cluster = jobs.Jobs(address)
+    name = f"doctor-{secrets.token_hex(4)}"
+    metadata = {"bertrain": "doctor", "folder": str(folder.absolute())}
+    cluster.start(name, "cluster.doctor.driver", metadata)
+    try:
+        job = cluster.wait(name, _JOB_SECONDS)
+        found = _result(cluster.log(name), f"{name} on {cluster.address}", job)
+    finally:
+        with contextlib.suppress(RunError):
+            cluster.stop(name, _STOP_SECONDS)
+            cluster.delete(name)
+    rows = [Row(**row) for row in found["rows"]]
+    return [nodes.judge_client(machine.versions(), found["head"]), *rows]
+
+
+def _result(log: str, name: str, job: Any) -> dict[str, Any]:
+    """What the job printed as its result; `MachineError` where it ended without."""
+    lines = [line for line in log.splitlines() if line.strip()]
+    for line in reversed(lines):
+        if line.startswith(MARK):
+            return json.loads(line.removeprefix(MARK))
+    last = lines[-1].removeprefix("error: ") if lines else jobs.state(job)
+    raise MachineError(
+        f"{name}: the checks did not run: {last} Its head needs the same .venv and files as this machine."
+    )

@@ -1,0 +1,94 @@
+"""What a check has found: a row with a mark, and rows as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import groupby
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+PASS, WARN, FAIL = "pass", "warn", "fail"
+_COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red"}
+_EACH = 4  # up to so many nodes that pass have a line each, where they differ
+_NAMED = 3
+_WHERE_COLUMNS = 16  # an address; more of them stand one below the other
+
+
+@dataclass(frozen=True)
+class Row:
+    """One finding. `advice` says what to do, or what follows, where the mark is not pass; `where` is a node's name."""
+
+    what: str
+    found: str
+    mark: str = PASS
+    advice: str = ""
+    where: str = ""
+
+
+def below(value: float, warn: float, fail: float) -> str:
+    """The mark of a value that should be large."""
+    return FAIL if value < fail else WARN if value < warn else PASS
+
+
+def above(value: float, warn: float, fail: float) -> str:
+    """The mark of a value that should be small."""
+    return FAIL if value > fail else WARN if value > warn else PASS
+
+
+def show(rows: Sequence[Row], console: Console) -> None:
+    """Print rows as a table, advice below what needs it. Of many nodes that pass, the first stands for all."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    placed = any(row.where for row in rows)
+    table.add_column()
+    table.add_column("what", overflow="fold")
+    if placed:
+        table.add_column("where", overflow="fold", max_width=_WHERE_COLUMNS)
+    table.add_column("found", overflow="fold")
+    for row in _shortened(rows) if placed else rows:
+        advice = f"\n[{_COLOURS[row.mark]}]{escape(row.advice)}[/]" if row.mark != PASS else ""
+        table.add_row(
+            f"[{_COLOURS[row.mark]}]{row.mark}[/]", escape(row.what), *([escape(row.where)] if placed else []),
+            escape(row.found) + advice,
+        )  # fmt: skip
+    console.print(table)
+
+
+def to_json(rows: Iterable[Row]) -> str:
+    """An array with an object for each row."""
+    return json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False)
+
+
+def so_many_nodes(count: int) -> str:
+    """The number in words."""
+    return f"{count} node" + "s" * (count != 1)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    more = len(names) - _NAMED
+    return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
+
+
+def _shortened(rows: Sequence[Row]) -> Iterator[Row]:
+    """Rows of one check that say the same as one; and the first for all that pass, where they are many."""
+    for _, group in groupby(rows, key=lambda row: row.what):
+        alike: dict[tuple[str, str, str], list[Row]] = {}
+        for row in group:
+            alike.setdefault((row.mark, row.found, row.advice), []).append(row)
+        passing = [same for same in alike.values() if same[0].mark == PASS]
+        if len(passing) > _EACH:
+            first, count = passing[0][0], sum(map(len, passing))
+            yield replace(
+                first,
+                found=f"{first.found} ({first.where}; --json has the others)",
+                where=so_many_nodes(count),
+            )
+        for same in alike.values():
+            if same[0].mark != PASS:
+                yield replace(same[0], where=listed([row.where for row in same]))
+            elif len(passing) <= _EACH:
+                yield same[0] if len(same) == 1 else replace(same[0], where=so_many_nodes(len(same)))

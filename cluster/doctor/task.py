@@ -1,0 +1,126 @@
+"""What the checks of a cluster do on each of its nodes, in a process that stays from one check to the next."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from cluster.doctor import machine, reduce
+from cluster.worker import one_line
+from pretrain.errors import RunError
+from pretrain.files import atomic_open, locked
+
+_SEEN_SECONDS = 5.0  # network file systems may show others' files a little later
+_SEEN_POLL_SECONDS = 0.1
+
+
+class Probe:
+    """Lives on one node; `cluster.doctor.driver` asks it one thing after the other. All that it returns is plain data.
+
+    Args:
+        address: the node's, as Ray has it.
+        threads: the CPUs that Ray has there.
+        works: whether workers can come there, so that its speed matters.
+    """
+
+    def __init__(self, address: str, threads: int, works: bool) -> None:
+        self._address, self._threads, self._works = address, threads, works
+        self._listener: socket.socket | None = None
+
+    def about(self) -> dict[str, Any]:
+        """What all nodes are compared by, and what gloo would take for this one's address."""
+        import torch
+
+        return {
+            "versions": machine.versions(),
+            "cores": len(os.sched_getaffinity(0)),
+            "gpus": torch.cuda.device_count(),
+            "interface": os.environ.get("GLOO_SOCKET_IFNAME", ""),
+            "own_name": _own_name(),
+        }
+
+    def clock(self) -> float:
+        return time.time()
+
+    def write_probe(self, folder: str, name: str, text: str) -> tuple[float, str]:
+        """Write, flush, lock, rename over and read back a file in `folder`; (seconds, what went wrong)."""
+        began = time.perf_counter()
+        path = Path(folder) / name
+        if not path.parent.is_dir():  # else it would be made here, and runs would write beside what is shared
+            return 0.0, "is no folder here"
+        try:
+            for content in ("to be replaced", text):
+                with locked(path.with_suffix(".lock"), "locked by another"), atomic_open(path, "w") as file:
+                    file.write(content)
+            found = path.read_text(encoding="utf-8")
+        except (OSError, RunError) as error:
+            return 0.0, one_line(error)
+        return (
+            time.perf_counter() - began,
+            "" if found == text else f"read {found!r} back, not what was written",
+        )
+
+    def see_probes(self, folder: str, texts: dict[str, str]) -> tuple[float, list[str]]:
+        """(Seconds until all these files were seen from here with their texts, names of those that were not)."""
+        began = time.perf_counter()
+        while True:
+            missing = [name for name, text in texts.items() if _read(Path(folder) / name) != text]
+            passed = time.perf_counter() - began
+            if not missing or passed > _SEEN_SECONDS:
+                return passed, missing
+            time.sleep(_SEEN_POLL_SECONDS)
+
+    def remove_probe(self, folder: str, name: str) -> None:
+        for path in (Path(folder) / name, (Path(folder) / name).with_suffix(".lock")):
+            path.unlink(missing_ok=True)
+
+    def look(self, folder: str) -> machine.Facts:
+        return machine.look(Path(folder), self._threads, self._works)
+
+    def listen(self) -> int:
+        """Open a port, on this node's address alone, at which the members of a group find each other."""
+        family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
+        self._listener = socket.create_server((self._address, 0), family=family)
+        return self._listener.getsockname()[1]
+
+    def reduce(self, backend: str, rank: int, world: int, host: str, port: int) -> tuple[float, int] | str:
+        """As `reduce.measure`, as member `rank` of a group whose first member listens at `host`; or why it failed."""
+        from torch._C._distributed_c10d import TCPStore
+
+        _bind_to(self._address)
+        limit = timedelta(seconds=reduce.TIMEOUT_SECONDS)
+        listener = self._listener.detach() if rank == 0 and self._listener else None
+        try:
+            store = TCPStore(host, port, world, rank == 0, limit, master_listen_fd=listener)
+            with reduce.group(backend, store, rank, world) as device:
+                return reduce.measure(device)
+        except (RuntimeError, OSError) as error:  # torch.distributed's are of the first kind
+            return one_line(error)
+
+
+def _own_name() -> str:
+    """The address that this machine's own name stands for, at which gloo listens unless an interface is named."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError as error:
+        return one_line(error)
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError:
+        return None
+
+
+def _bind_to(address: str) -> None:
+    """Have gloo listen at the node's address, unless the user named an interface."""
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(entry.address == address for entry in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
