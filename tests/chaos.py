@@ -194,3 +194,11 @@ def recovery_seconds(run_dir: Path, began: float) -> float:
     size = path.stat().st_size
     wait_for(lambda: path.stat().st_size > size, 60)
     return time.time() - began
+
+
+def told(name: str, **figures: object) -> None:
+    """Keep what was measured, for RELIABILITY.md."""
+    path = os.environ.get("BERTRAIN_CHAOS_RESULTS")
+    if path:
+        with Path(path).open("a") as file:
+            file.write(json.dumps({"scenario": name, **figures}) + "\n")

@@ -27,6 +27,7 @@ from chaos import (
     newest_checkpoint,
     recovery_seconds,
     settings,
+    told,
     wait_for,
     wait_for_step,
 )
@@ -59,14 +60,6 @@ def assert_equal(run_dir: Path, undisturbed: Path) -> None:
     """Bitwise the same losses at every step and the same state at the end."""
     assert losses(run_dir) == losses(undisturbed)
     assert fingerprint(run_dir) == fingerprint(undisturbed)
-
-
-def told(name: str, **figures: object) -> None:
-    """Keep what was measured, for RELIABILITY.md."""
-    path = os.environ.get("BERTRAIN_CHAOS_RESULTS")
-    if path:
-        with Path(path).open("a") as file:
-            file.write(json.dumps({"scenario": name, **figures}) + "\n")
 
 
 def test_five_killed_workers(corpus: Path, one_node: Cluster, undisturbed: Path, tmp_path: Path) -> None:

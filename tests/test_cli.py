@@ -335,7 +335,7 @@ def test_unknown_benchmarks_are_refused(capsys):
     assert cli("bench", "speed") == 2
     assert (
         error_of(capsys)
-        == "error: bench: 'speed' is not a benchmark; choose from step, prepare, loader, workers, quality, all, compare."
+        == "error: bench: 'speed' is not a benchmark; choose from step, prepare, loader, workers, quality, checkpoint, all, compare."
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
@@ -13,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from chaos import ROOT, events, last_step, records, settings, wait_for, wait_for_step
+from chaos import ROOT, events, last_step, records, settings, told, wait_for, wait_for_step
 from corpora import make_corpus
 
 pytestmark = [
@@ -94,7 +93,4 @@ def test_a_cable_that_is_pulled_and_put_back(cable: str, tmp_path: Path) -> None
         first.cluster("stop", "cable")
     finally:
         first.cluster("down")
-    if results := os.environ.get("BERTRAIN_CHAOS_RESULTS"):
-        with Path(results).open("a") as file:
-            figures = {"scenario": "22 cable pulled", "alone": round(without, 1), "again": round(again, 1)}
-            file.write(json.dumps(figures) + "\n")
+    told("22 cable pulled", alone=round(without, 1), again=round(again, 1))

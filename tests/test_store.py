@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import random
 import shutil
 import subprocess
 from dataclasses import dataclass, field
@@ -207,3 +208,30 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     with store.CheckpointReader(checkpoint) as reader:
         assert torch.equal(reader.read("weight", "b", 0, 7), Weights(2).tensor("weight", "b"))
     assert json.loads((checkpoint / "state.json").read_text())["step"] == 1
+
+
+def damage(checkpoint: Path, drawn: random.Random) -> str:
+    """Harm one file of a checkpoint as disks and people do; what was done."""
+    path = drawn.choice(sorted(checkpoint.iterdir()))
+    data = bytearray(path.read_bytes())
+    kind = drawn.choice(["flip", "cut", "remove", "garbage", "grow"])
+    if kind == "flip":
+        data[drawn.randrange(len(data))] ^= 1 << drawn.randrange(8)
+    elif kind == "cut":
+        del data[drawn.randrange(len(data)) :]
+    elif kind == "garbage":
+        data = bytearray(drawn.randbytes(len(data)))
+    elif kind == "grow":
+        data += b"x"
+    path.write_bytes(data)
+    if kind == "remove":
+        path.unlink()
+    return f"{kind} {path.name}"
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_damage_is_noticed_and_the_checkpoint_before_taken(tmp_path: Path, seed: int) -> None:
+    good, bad = save(tmp_path, 10), save(tmp_path, 20)
+    what = damage(bad, random.Random(seed))
+    assert store.newest(tmp_path, set_aside=True) == good, what
+    assert not store.list_checkpoints(tmp_path)[1:]

@@ -1,0 +1,116 @@
+"""Faults of one process's own run: a full disk, kills at any moment, leftovers of a compiler. No Ray."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from chaos import ROOT, last_step, losses, newest_checkpoint, settings, told, wait_for, wait_for_step
+from corpora import make_corpus
+
+from pretrain.checkpoint import store
+
+pytestmark = pytest.mark.chaos
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpora") / "one", documents=60, vocabulary_size=300)
+
+
+def start(values: dict[str, Any], *, resume: bool = False, **environment: str) -> subprocess.Popen[str]:
+    path = Path(values["run_dir"]).parent / f"{values['name']}.yaml"
+    path.write_text(yaml.safe_dump(values))
+    return subprocess.Popen(
+        [sys.executable, "-m", "pretrain", "pretrain", str(path), "--no-ray", *(["--resume"] if resume else [])],
+        cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+
+
+def end(started: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str]:
+    output, _ = started.communicate(timeout=seconds)
+    return started.returncode, output
+
+
+def test_kills_right_after_checkpoints_resume_from_the_newest(corpus: Path, tmp_path: Path) -> None:
+    """Twenty kills, each 0 to 2 s after a checkpoint was seen."""
+    values = settings(corpus, tmp_path / "after", steps=100_000, workers=1, checkpoint={"every_steps": 20})
+    run_dir, drawn = Path(values["run_dir"]), random.Random(0)
+    for number in range(20):
+        started, before = start(values, resume=number > 0), newest_checkpoint(run_dir)
+        wait_for(lambda before=before: newest_checkpoint(run_dir) > before, 60)
+        time.sleep(drawn.uniform(0, 2))
+        started.kill()
+        end(started)
+        newest, reached = newest_checkpoint(run_dir), last_step(run_dir)
+        found = store.newest(run_dir / "checkpoints")
+        assert found is not None
+        assert found.name == f"step-{newest:08d}"
+        assert reached - newest <= 20 + 2, "one being written when the kill came is all that may be missing"
+    assert losses(run_dir).keys() >= set(range(1, last_step(run_dir) + 1))
+    told("2 kill after a checkpoint", trials=20)
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    place = tmp_path / "disk"
+    place.mkdir()
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(place)], capture_output=True
+    ).returncode:
+        pytest.skip("cannot mount a tmpfs here")
+    yield place
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+
+
+def test_a_full_disk_ends_the_run_and_frees_nothing_but_its_own(corpus: Path, small_disk: Path) -> None:
+    values = settings(corpus, small_disk / "full", steps=400, workers=1, checkpoint={"every_steps": 10})
+    run_dir = Path(values["run_dir"])
+    started = start(values)
+    wait_for_step(run_dir, 30)
+    ballast = small_disk / "ballast"
+    with ballast.open("wb") as file:
+        try:
+            while True:
+                file.write(b"x" * 4096)
+        except OSError:
+            pass
+    code, said = end(started)
+    assert code == 3, said
+    assert "disk full" in said
+    assert "Traceback" not in said
+    good = store.newest(run_dir / "checkpoints")
+    assert good is not None
+    assert not list(run_dir.glob("checkpoints/.step-*"))
+    ballast.unlink()
+    code, said = end(start(values, resume=True))
+    assert code == 0, said
+    assert last_step(run_dir) == 400
+    told("13 disk full", resumed_from=good.name)
+
+
+def test_leftovers_of_a_compiler_and_no_ninja_hold_nothing_up(corpus: Path, tmp_path: Path) -> None:
+    extensions = tmp_path / "extensions"
+    for name in ("deepspeed_shm_comm", "fused_adam", "cpu_adam"):
+        (extensions / name).mkdir(parents=True)
+        (extensions / name / "lock").touch()
+    without_ninja = [
+        place for place in os.environ["PATH"].split(os.pathsep) if not (Path(place) / "ninja").exists()
+    ]
+    began = time.monotonic()
+    code, said = end(
+        start(
+            settings(corpus, tmp_path / "lock", steps=5, workers=1), TORCH_EXTENSIONS_DIR=str(extensions),
+            PATH=os.pathsep.join(without_ninja),
+        )
+    )  # fmt: skip
+    assert code == 0, said
+    told("21 stale compiler lock, no ninja", seconds=round(time.monotonic() - began, 1))

@@ -1,0 +1,128 @@
+"""A long run with a random fault every minute or two: BERTRAIN_SOAK_MINUTES (60) says how long, -m soak asks for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import signal
+import time
+from collections import Counter
+from pathlib import Path
+
+import psutil
+import pytest
+from chaos import (
+    Cluster,
+    cluster,
+    events,
+    fingerprint,
+    last_step,
+    losses,
+    newest_checkpoint,
+    settings,
+    told,
+    wait_for,
+    wait_for_step,
+)
+from corpora import make_corpus
+
+pytestmark = pytest.mark.soak
+
+MINUTES = float(os.environ.get("BERTRAIN_SOAK_MINUTES", "60"))
+STEPS = round(MINUTES * 60 * 25)
+
+
+def kill_worker(on: Cluster, run_dir: Path, drawn: random.Random) -> None:
+    drawn.choice(on.workers()).kill()
+
+
+def stop_worker(on: Cluster, run_dir: Path, drawn: random.Random) -> None:
+    drawn.choice(on.workers()).send_signal(signal.SIGSTOP)
+
+
+def kill_driver(on: Cluster, run_dir: Path, drawn: random.Random) -> None:
+    on.named("cluster.driver")[0].kill()
+
+
+def flip_a_bit(on: Cluster, run_dir: Path, drawn: random.Random) -> None:
+    """In the newest checkpoint, and then make it needed."""
+    checkpoint = run_dir / f"checkpoints/step-{newest_checkpoint(run_dir):08d}"
+    with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
+        path = drawn.choice(sorted(checkpoint.glob("*.safetensors")))
+        data = bytearray(path.read_bytes())
+        data[drawn.randrange(len(data))] ^= 1 << drawn.randrange(8)
+        path.write_bytes(data)
+    kill_worker(on, run_dir, drawn)
+
+
+def cut_short(on: Cluster, run_dir: Path, drawn: random.Random) -> None:
+    checkpoint = run_dir / f"checkpoints/step-{newest_checkpoint(run_dir):08d}"
+    with contextlib.suppress(FileNotFoundError):
+        path = drawn.choice(sorted(checkpoint.glob("*")))
+        os.truncate(path, path.stat().st_size // 2)
+    kill_worker(on, run_dir, drawn)
+
+
+FAULTS = (kill_worker, stop_worker, kill_driver, flip_a_bit, cut_short)
+
+
+def test_soak(tmp_path: Path) -> None:
+    corpus = make_corpus(tmp_path / "corpus", documents=60, vocabulary_size=300)
+    drawn, done = random.Random(1), Counter[str]()
+    with cluster(tmp_path / "state", "--nodes", "1", "--cpus-per-node", "2") as one:
+        values = settings(
+            corpus, tmp_path / "soak", steps=STEPS, checkpoint={"every_steps": 50, "keep_last": 3}
+        )
+        run_dir = one.submit(values)
+        wait_for_step(run_dir, 100)
+        before = held(one)
+        while last_step(run_dir) < STEPS:
+            until = time.monotonic() + drawn.uniform(60, 120)
+            wait_for(lambda until=until: time.monotonic() > until or last_step(run_dir) == STEPS, 200)
+            if last_step(run_dir) == STEPS or not one.workers():
+                break
+            fault = FAULTS[sum(done.values()) % len(FAULTS)]
+            reached = last_step(run_dir)
+            fault(one, run_dir, drawn)
+            done[fault.__name__] += 1
+            if fault is kill_driver:
+                assert one.wait_end("soak") == "failed"
+                one.submit(values)
+            # Past where it was: what was lost is made good.
+            wait_for_step(run_dir, min(STEPS, reached + 1), 120)
+            time.sleep(1)
+        assert one.wait_end("soak", 300) == "succeeded"
+        after = held(one)
+        assert not list(run_dir.rglob("*.tmp"))
+        damaged = len(list(run_dir.glob("checkpoints/damaged-*")))
+        one.submit(
+            settings(corpus, tmp_path / "quiet", steps=STEPS, checkpoint={"every_steps": 50, "keep_last": 3})
+        )
+        assert one.wait_end("quiet", MINUTES * 60 + 300) == "succeeded"
+    assert losses(run_dir) == losses(tmp_path / "quiet")
+    assert fingerprint(run_dir) == fingerprint(tmp_path / "quiet")
+    assert after["files"] < before["files"] * 1.5 + 50
+    assert after["memory"] < before["memory"] * 1.5
+    restarts = {kind: len(events(run_dir, kind)) for kind in ("restart", "hang")}
+    told(
+        "soak",
+        minutes=MINUTES,
+        steps=STEPS,
+        faults=done,
+        damaged=damaged,
+        **restarts,
+        before=before,
+        after=after,
+    )
+
+
+def held(on: Cluster) -> dict[str, int]:
+    """Open files and memory of the cluster's own processes (its workers come and go)."""
+    files = memory = 0
+    for process in on.processes():
+        with contextlib.suppress(psutil.Error):
+            if "raylet" in process.name() or "gcs_server" in process.name():
+                files += process.num_fds()
+                memory += process.memory_info().rss
+    return {"files": files, "memory": memory}
