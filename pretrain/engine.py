@@ -109,6 +109,10 @@ class Engine:
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         self.settings = settings
         self.beat: Callable[[], None] = lambda: None  # called as the engine comes on
+        # Around work that takes long without that, with the seconds it may take.
+        self.allow: Callable[[float], contextlib.AbstractContextManager[None]] = lambda _: (
+            contextlib.nullcontext()
+        )
         # DeepSpeed's fp32 stage 0 neither clips with a norm we can see nor notices NaN: there we do both.
         self._bare = settings.zero_stage == 0 and settings.precision == "fp32"
         named = list(model.named_parameters())

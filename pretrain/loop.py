@@ -30,6 +30,8 @@ from pretrain.session import newest_checkpoint
 
 logger = logging.getLogger(__name__)
 
+_LONG_SECONDS = 1800.0  # that an evaluation, a save or a rollback may take at most
+
 
 class Step(Protocol):
     """One rank's share of one optimizer step; `pretrain.batches.loader.StepBatch` is one."""
@@ -195,7 +197,8 @@ def fit(
         while run.train(stop_requested):
             run.roll_back()
     finally:
-        run.saver.settle()
+        with engine.allow(_LONG_SECONDS):
+            run.saver.settle()
     run.saver.wait()
 
 
@@ -308,7 +311,8 @@ class _Run(Generic[S]):
             if progress.stopped_early:
                 return False
             if stop and not last:
-                self.saver.wait()
+                with self.engine.allow(_LONG_SECONDS):
+                    self.saver.wait()
                 raise StoppedError(
                     f"stopped at step {progress.step} of {plan.total_steps}; checkpoint "
                     f"{store.name_of(progress.step)} is saved. Continue with --resume."
@@ -404,7 +408,7 @@ class _Run(Generic[S]):
     def evaluate(self) -> None:
         began = time.perf_counter()
         self.engine.module.eval()
-        with torch.no_grad():
+        with torch.no_grad(), self.engine.allow(_LONG_SECONDS):
             means = self.task.evaluate(self.engine)
         self.engine.module.train()
         took = time.perf_counter() - began
@@ -433,9 +437,10 @@ class _Run(Generic[S]):
             "validation_loss": self.validation[1] if current and self.validation else None,
             "validation_set": self.task.validation_set(),
         }
-        self.saver.save(
-            self.progress.step, self.engine.fragments(), _state(self.engine, self.progress, state)
-        )
+        with self.engine.allow(_LONG_SECONDS):  # for the save before it, where the storage is slow
+            self.saver.save(
+                self.progress.step, self.engine.fragments(), _state(self.engine, self.progress, state)
+            )
         self.clock.leave_out("checkpoint", time.perf_counter() - began)
 
     def roll_back(self) -> None:
@@ -443,15 +448,17 @@ class _Run(Generic[S]):
         progress, plan = self.progress, self.plan
         if progress.window.tokens:  # not just logged
             self.log()
-        self.saver.wait()
-        checkpoint = newest_checkpoint(self.checkpoints, self.engine)
+        with self.engine.allow(_LONG_SECONDS):
+            self.saver.wait()
+            checkpoint = newest_checkpoint(self.checkpoints, self.engine)
         name = checkpoint.name if checkpoint else "none"
         if checkpoint is None or progress.rollbacks >= plan.guard.max_rollbacks:
             raise DivergedError(
                 f"{self.wrong}, after {progress.rollbacks} rollbacks. The last good checkpoint is {name}; lower the "
                 "learning rate and --resume from it."
             )
-        found = Progress.from_state(restore(self.engine, checkpoint))
+        with self.engine.allow(_LONG_SECONDS):
+            found = Progress.from_state(restore(self.engine, checkpoint))
         first, count = found.step, progress.step - found.step
         logger.warning("%s: back to %s, past the data of %d steps", self.wrong, name, count)
         event = {

@@ -72,7 +72,7 @@ def watched(config: Run, engine: Engine) -> Iterator[None]:
         engine.rank, engine.world_size, logs, config.scheduling.hang_seconds, compiles=config.engine.compile
     )
     with watchdog:
-        engine.beat = watchdog.beat
+        engine.beat, engine.allow = watchdog.beat, watchdog.allow
         yield
 
 
