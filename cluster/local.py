@@ -105,7 +105,7 @@ def up(nodes: int, cpus_per_node: int, host: str = "") -> LocalCluster:
         _await(cluster, lambda: _listens(host, port) and _listens("127.0.0.1", dashboard_port))
         for _ in range(nodes - 1):
             cluster = _with(cluster, _start_node(cluster, [f"--address={cluster.address}"], cpus, host))
-        _await(cluster, lambda: _alive_nodes(cluster) == nodes)
+        _await(cluster, lambda: len(_alive_nodes(cluster)) == nodes)
     except BaseException:
         down()
         raise
@@ -121,7 +121,7 @@ def join(cpus: int, host: str = "") -> LocalCluster:
     before = _alive_nodes(cluster)
     arguments, host = [f"--address={cluster.address}"], host or cluster.address.rpartition(":")[0]
     cluster = _with(cluster, _start_node(cluster, arguments, cpus or cluster.nodes[0].cpus, host))
-    _await(cluster, lambda: _alive_nodes(cluster) > before, cluster.nodes[-1:])
+    _await(cluster, lambda: bool(_alive_nodes(cluster) - before), cluster.nodes[-1:])
     return cluster
 
 
@@ -150,14 +150,14 @@ def use_token(cluster: LocalCluster) -> None:
     _use_token_file(cluster.token_file)
 
 
-def _alive_nodes(cluster: LocalCluster) -> int:
-    """How many nodes the cluster has, by its control store; 0 where that does not answer yet. The token must be set."""
+def _alive_nodes(cluster: LocalCluster) -> set[str]:
+    """Ids of the cluster's nodes, by its control store; none where that does not answer yet. The token must be set."""
     from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
 
     with contextlib.suppress(Exception):
         nodes = GcsClient(address=cluster.address).get_all_node_info(timeout=_ANSWER_SECONDS)
-        return sum(node.state == _ALIVE for node in nodes.values())
-    return 0
+        return {str(number) for number, node in nodes.items() if node.state == _ALIVE}
+    return set()
 
 
 def _use_token_file(path: Path) -> None:

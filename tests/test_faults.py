@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import subprocess
@@ -77,12 +78,9 @@ def test_a_full_disk_ends_the_run_and_frees_nothing_but_its_own(corpus: Path, sm
     started = start(values)
     wait_for_step(run_dir, 30)
     ballast = small_disk / "ballast"
-    with ballast.open("wb") as file:
-        try:
-            while True:
-                file.write(b"x" * 4096)
-        except OSError:
-            pass
+    with ballast.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while True:
+            file.write(b"x" * 4096)
     code, said = end(started)
     assert code == 3, said
     assert "disk full" in said
