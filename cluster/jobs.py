@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import socket
 import time
@@ -94,6 +95,7 @@ class Jobs:
             choose_token(address)
         from ray.job_submission import JobSubmissionClient
 
+        logging.getLogger("ray.dashboard").setLevel(logging.WARNING)  # it tells each closed connection
         with self._answers():
             self._client: JobSubmissionClient = JobSubmissionClient(self.address)
             self._client.list_jobs()  # the version is told to anyone
