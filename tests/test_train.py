@@ -273,8 +273,8 @@ def test_a_worker_killed_under_ray_costs_no_step(config_file: Path, tmp_path: Pa
             assert time.monotonic() < deadline
             time.sleep(0.05)
         workers = [
-            child for child in psutil.Process(process.pid).children(recursive=True) if "RayTrainWorker" in child.name()
-            or any("RayTrainWorker" in part for part in child.cmdline())
+            child for child in psutil.Process(process.pid).children(recursive=True) if "::_Member" in child.name()
+            or any("::_Member" in part for part in child.cmdline())
         ]  # fmt: skip
         assert len(workers) == 2, workers
         os.kill(workers[1].pid, signal.SIGKILL)
