@@ -30,6 +30,7 @@ from pretrain.files import write_json
 from pretrain.worker import HANG_FILE
 
 _LOOK_SECONDS = 0.5
+_VERDICT = "watchdog/verdict"
 _COMPILE_SECONDS = 1800.0
 _WARM_BEATS = 20  # before so many, what comes next may be slow for good reasons
 _WARM_SECONDS = 600.0
@@ -60,6 +61,7 @@ class Watchdog:
         self._end = threading.Event()
         self._seen = {one: _Seen() for one in range(world_size)}
         self._count, self._exchanged_at = 0, time.monotonic()
+        self._verdict: tuple[int, str] | None = None  # another rank's, that found it first
         self._watcher = threading.Thread(target=self._watch, name="watchdog", daemon=True)
         self._exchanger = threading.Thread(target=self._exchange, name="watchdog-exchange", daemon=True)
 
@@ -124,7 +126,7 @@ class Watchdog:
         """Look at what `_exchange` brings; apart from it, which waits for ever where the store's server is stopped."""
         while not self._end.wait(_LOOK_SECONDS):
             self._seen[self._rank].take(self._mine())
-            reason = self._stuck()
+            reason = self._verdict or self._stuck()
             if reason is not None and not self._end.is_set():
                 self._give_up(*reason)
 
@@ -135,6 +137,9 @@ class Watchdog:
                 for rank in range(self._world_size):
                     if rank != self._rank and self._store.check([f"watchdog/{rank}"]):
                         self._seen[rank].take(json.loads(self._store.get(f"watchdog/{rank}")))
+                if self._store.check([_VERDICT]):
+                    rank, why = json.loads(self._store.get(_VERDICT))
+                    self._verdict = rank, why
                 self._exchanged_at = time.monotonic()
 
     def _mine(self) -> dict[str, Any]:
@@ -180,8 +185,19 @@ class Watchdog:
                 "found_by": self._rank,
             }
             write_json(self._logs / HANG_FILE, found)
+        self._tell_verdict(rank, why)
         print(f"watchdog: rank {rank} {why}; stacks are in {stacks}", file=sys.stderr, flush=True)
         os._exit(MachineError.exit_code)
+
+    def _tell_verdict(self, rank: int, why: str) -> None:
+        """Let the others write their stacks, too, before our end breaks the collective that they wait in."""
+        if self._store is None or self._verdict is not None:
+            return
+        # The exchanger may be waiting in the store for a server that is stopped, and hold its lock.
+        threading.Thread(
+            target=self._store.set, args=(_VERDICT, json.dumps([rank, why])), daemon=True
+        ).start()
+        time.sleep(_LOOK_SECONDS * 2.5)
 
     def _dump_other(self, rank: int) -> None:
         """A process that is stopped cannot write its own stacks; from outside they can be read on the same machine."""
