@@ -48,7 +48,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
     """
     config = FinetuneConfig.model_validate(payload["config"])
     quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
-    with process_group(worker):
+    with process_group(worker), watched(config, worker) as watchdog:
         device = choose_device(config.engine, worker)
         torch.manual_seed(config.seed)
         task = make_task(config)
@@ -63,6 +63,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
             ),
             config.engine,
         )
+        engine.beat, engine.allow = watchdog.beat, watchdog.allow
         # DeepSpeed takes its master weights from a rounded copy.
         engine.load(_FreshState(weights), 0)
         del weights
@@ -272,14 +273,15 @@ def _train(
                 background_saving=config.checkpoint.background,
                 retry_seconds=config.checkpoint.retry_seconds,
             )
-            with watched(config, engine):
-                loop.fit(
-                    engine, job, plan, progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,
-                    stop_requested=worker.stop_requested,
-                )  # fmt: skip
-        _finish(config, job, released, engine, tracker, test_sets=payload.get("test_sets", True))
+            loop.fit(
+                engine, job, plan, progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,
+                stop_requested=worker.stop_requested,
+            )  # fmt: skip
+        with engine.allow(loop.LONG_SECONDS):
+            _finish(config, job, released, engine, tracker, test_sets=payload.get("test_sets", True))
     finally:
-        tracker.close()
+        with engine.allow(loop.LONG_SECONDS):  # W&B may wait for its network
+            tracker.close()
 
 
 def _finish(

@@ -30,7 +30,7 @@ from pretrain.session import newest_checkpoint
 
 logger = logging.getLogger(__name__)
 
-_LONG_SECONDS = 1800.0  # that an evaluation, a save or a rollback may take at most
+LONG_SECONDS = 1800.0  # that an evaluation, a save or a rollback may take at most
 
 
 class Step(Protocol):
@@ -197,7 +197,7 @@ def fit(
         while run.train(stop_requested):
             run.roll_back()
     finally:
-        with engine.allow(_LONG_SECONDS):
+        with engine.allow(LONG_SECONDS):
             run.saver.settle()
     run.saver.wait()
 
@@ -311,7 +311,7 @@ class _Run(Generic[S]):
             if progress.stopped_early:
                 return False
             if stop and not last:
-                with self.engine.allow(_LONG_SECONDS):
+                with self.engine.allow(LONG_SECONDS):
                     self.saver.wait()
                 raise StoppedError(
                     f"stopped at step {progress.step} of {plan.total_steps}; checkpoint "
@@ -408,7 +408,7 @@ class _Run(Generic[S]):
     def evaluate(self) -> None:
         began = time.perf_counter()
         self.engine.module.eval()
-        with torch.no_grad(), self.engine.allow(_LONG_SECONDS):
+        with torch.no_grad(), self.engine.allow(LONG_SECONDS):
             means = self.task.evaluate(self.engine)
         self.engine.module.train()
         took = time.perf_counter() - began
@@ -437,7 +437,7 @@ class _Run(Generic[S]):
             "validation_loss": self.validation[1] if current and self.validation else None,
             "validation_set": self.task.validation_set(),
         }
-        with self.engine.allow(_LONG_SECONDS):  # for the save before it, where the storage is slow
+        with self.engine.allow(LONG_SECONDS):  # for the save before it, where the storage is slow
             self.saver.save(
                 self.progress.step, self.engine.fragments(), _state(self.engine, self.progress, state)
             )
@@ -448,7 +448,7 @@ class _Run(Generic[S]):
         progress, plan = self.progress, self.plan
         if progress.window.tokens:  # not just logged
             self.log()
-        with self.engine.allow(_LONG_SECONDS):
+        with self.engine.allow(LONG_SECONDS):
             self.saver.wait()
             checkpoint = newest_checkpoint(self.checkpoints, self.engine)
         name = checkpoint.name if checkpoint else "none"
@@ -457,7 +457,7 @@ class _Run(Generic[S]):
                 f"{self.wrong}, after {progress.rollbacks} rollbacks. The last good checkpoint is {name}; lower the "
                 "learning rate and --resume from it."
             )
-        with self.engine.allow(_LONG_SECONDS):
+        with self.engine.allow(LONG_SECONDS):
             found = Progress.from_state(restore(self.engine, checkpoint))
         first, count = found.step, progress.step - found.step
         logger.warning("%s: back to %s, past the data of %d steps", self.wrong, name, count)

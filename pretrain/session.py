@@ -65,15 +65,13 @@ def newest_checkpoint(checkpoints: Path, engine: Engine) -> Path | None:
 
 
 @contextlib.contextmanager
-def watched(config: Run, engine: Engine) -> Iterator[None]:
-    """Training that is ended, for whoever restarts it, when it stands still (`pretrain.watchdog`)."""
-    logs = config.folder / "logs"
-    watchdog = Watchdog(
-        engine.rank, engine.world_size, logs, config.scheduling.hang_seconds, compiles=config.engine.compile
-    )
-    with watchdog:
-        engine.beat, engine.allow = watchdog.beat, watchdog.allow
-        yield
+def watched(config: Run, worker: Worker) -> Iterator[Watchdog]:
+    """Work that is ended, for whoever restarts it, when it stands still; from the process group on, so starts are, too."""
+    with Watchdog(
+        worker.rank, worker.world_size, config.folder / "logs", config.scheduling.hang_seconds,
+        compiles=config.engine.compile,
+    ) as watchdog:  # fmt: skip
+        yield watchdog
 
 
 def matmul_peak(engine: Engine) -> float:

@@ -38,7 +38,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
     """
     config = RunConfig.model_validate(payload["config"])
     quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
-    with process_group(worker):
+    with process_group(worker), watched(config, worker) as watchdog:
         device = choose_device(config.engine, worker)
         torch.manual_seed(config.seed)
         shards = open_shards(Path(config.corpus.dir), "train")
@@ -51,6 +51,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
             lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.optimizer.weight_decay)),
             config.engine,
         )  # fmt: skip
+        engine.beat, engine.allow = watchdog.beat, watchdog.allow
         _train(config, shards, held_out, engine, worker, device, payload)
         engine.close()
 
@@ -96,17 +97,18 @@ def _train(
                 background_saving=config.checkpoint.background,
                 retry_seconds=config.checkpoint.retry_seconds,
             )
-            with watched(config, engine):
-                loop.fit(
-                    engine, task, plan, progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,
-                    stop_requested=worker.stop_requested,
-                )  # fmt: skip
-        if worker.rank == 0 and tracker.mirrored:
-            hf.export_run(config.folder, config.folder / "export")
-            tracker.log_artifact(config.folder / "export")
+            loop.fit(
+                engine, task, plan, progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,
+                stop_requested=worker.stop_requested,
+            )  # fmt: skip
+        with engine.allow(loop.LONG_SECONDS):
+            if worker.rank == 0 and tracker.mirrored:
+                hf.export_run(config.folder, config.folder / "export")
+                tracker.log_artifact(config.folder / "export")
     finally:
-        task.close()
-        tracker.close()
+        with engine.allow(loop.LONG_SECONDS):  # W&B may wait for its network
+            task.close()
+            tracker.close()
 
 
 class Pretraining:

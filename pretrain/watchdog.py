@@ -33,7 +33,7 @@ _LOOK_SECONDS = 0.5
 _VERDICT = "watchdog/verdict"
 _COMPILE_SECONDS = 1800.0
 _WARM_BEATS = 20  # before so many, what comes next may be slow for good reasons
-_WARM_SECONDS = 600.0
+_WARM_SECONDS = 1800.0
 _PATIENCE = 10  # times the longest of the last beats
 _DUMP_SECONDS = 4.0
 
