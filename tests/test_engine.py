@@ -19,7 +19,7 @@ from torch import nn
 from pretrain.checkpoint import store
 from pretrain.config import Engine as EngineSettings
 from pretrain.config import Model, Optimizer
-from pretrain.engine import Engine, deepspeed_config
+from pretrain.engine import Engine, _SumsAlone, deepspeed_config
 from pretrain.model.heads import PretrainingModel
 from pretrain.optim import make_optimizer, parameter_groups
 from tests.batches_by_hand import make_batch
@@ -170,6 +170,36 @@ def poison_every_combination() -> dict[tuple[int, str], Any]:
         found[stage, precision] = (result, untouched, after, engine.updates())
         engine.close()
     return found
+
+
+def run_with_a_head_at_rest(alone: bool) -> dict[int, Any]:
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        if not alone:
+            patch.setattr(_SumsAlone, "take_over", lambda _: None)
+        for stage in (1, 2):
+            engine = make_engine(stage, "bf16")
+            assert (engine._alone is not None) == alone
+            results = take_steps(engine, range(2))
+            losses = engine.forward(step_batches(2)[0])
+            engine.backward(losses.mlm_loss / 10, last=True)  # NSP's own parameters get no gradient
+            applied, norm = engine.step(RATE)
+            results.append((0.0, norm, applied))
+            results += take_steps(engine, range(3, 4), poison=3) + take_steps(engine, range(4, 5))
+            found[stage] = (results, whole_state(engine))
+            engine.close()
+    return found
+
+
+def test_a_single_worker_sums_gradients_as_deepspeeds_stage_2_does() -> None:
+    """DeepSpeed's stage 1 rounds the sums to bf16, to send them to nobody: there ours must equal its stage 2."""
+    ours, deepspeeds = (run_workers(1, run_with_a_head_at_rest, alone)[0] for alone in (True, False))
+    results, state = deepspeeds[2]
+    for stage in (1, 2):
+        for mine, its in zip(ours[stage][0], results, strict=True):
+            assert mine == pytest.approx(its, rel=1e-9, nan_ok=True)
+        for name, value in state.items():
+            torch.testing.assert_close(ours[stage][1][name], value, rtol=1e-6, atol=1e-9)
 
 
 @pytest.mark.parametrize("world", [1, 2])
