@@ -16,8 +16,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cluster.worker import change_folder
 from pretrain.commands import exit_code
-from pretrain.errors import InputError, MachineError, StoppedError
+from pretrain.errors import InputError, StoppedError
 
 _POLL_SECONDS = 1.0
 _COMMANDS = {"pretrain": "pretrain", "prepare": "pretrain", "finetune": "finetune"}
@@ -30,7 +31,7 @@ def main() -> int:
 
 
 def _run(metadata: Mapping[str, str]) -> int:
-    _enter(metadata["folder"])
+    change_folder(metadata["folder"], "Submit with --dir and a folder")
     kind, name, config = metadata["bertrain"], metadata["job_submission_id"], json.loads(metadata["config"])
     if kind != "prepare":
         _await_turn(name)
@@ -40,16 +41,6 @@ def _run(metadata: Mapping[str, str]) -> int:
         path = Path(folder) / f"{name}.yaml"
         path.write_text(json.dumps(config), encoding="utf-8")  # JSON is YAML
         return command.main([kind, str(path), *([] if kind == "prepare" else ["--resume"])])
-
-
-def _enter(folder: str) -> None:
-    try:
-        os.chdir(folder)
-    except OSError as error:
-        raise MachineError(
-            f"{folder}: {error.strerror} on the cluster's machine {os.uname().nodename}. Submit with --dir FOLDER, one "
-            "that all machines of the cluster share."
-        ) from None
 
 
 def _await_turn(name: str) -> None:

@@ -144,13 +144,14 @@ def _resolve(target: str) -> Any:
     return getattr(importlib.import_module(module), function)
 
 
-def change_folder(working_dir: str) -> None:
+def change_folder(working_dir: str, how: str = "Start from a folder") -> None:
+    """Make it the current one; `how` begins the advice where this machine of the cluster has none such."""
     try:
         os.chdir(working_dir)
     except OSError as error:
         raise MachineError(
-            f"{working_dir}: {error.strerror} on the worker's machine {os.uname().nodename}. "
-            "Start from a folder that all machines of the cluster share."
+            f"{working_dir}: {error.strerror} on the cluster's machine {os.uname().nodename}. {how} that all machines of "
+            "the cluster share."
         ) from None
 
 

@@ -39,6 +39,29 @@ def make_starts(main: Callable[[dict[str, Any], Worker], None], given: Sequence[
     return outcomes
 
 
+def pretraining(
+    corpus: Path, run_dir: Path, phases: Sequence[tuple[int, int, int]], **changes: Any
+) -> dict[str, Any]:
+    """Settings of a run in fp32 that logs every step, with phases of (length, sequences, steps); section__key changes it."""
+    return with_changes(
+        {
+            "name": "trial",
+            "run_dir": str(run_dir),
+            "corpus": {"dir": str(corpus), "vocabulary": {"size": 300}},
+            "model": {"size": "custom", "layers": 2, "hidden": 32, "heads": 2, "max_positions": 64},
+            "phases": [
+                {"sequence_length": length, "global_sequences": count, "steps": steps, "peak_learning_rate": 1e-3}
+                for length, count, steps in phases
+            ],
+            "engine": {"precision": "fp32", "compile": False, "micro_batch_tokens": 512},
+            "evaluation": {"every_steps": 1000, "sequences": 16},
+            "checkpoint": {"every_steps": 100},
+            "tracking": {"log_every_steps": 1, "wandb": "off"},
+        },
+        changes,
+    )  # fmt: skip
+
+
 def with_changes(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """Nested `values` with those named as section__key changed, in place."""
     for key, value in changes.items():

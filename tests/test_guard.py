@@ -16,7 +16,7 @@ from pretrain.config import Guard
 from pretrain.guard import REMEMBERED, is_spike
 from pretrain.rank_times import find_stragglers
 from tests.distributed import run_workers
-from tests.starts import Start, all_records, make_starts, records, with_changes
+from tests.starts import Start, all_records, make_starts, pretraining, records
 
 
 def usual(seed: int, level: float = 3.0, noise: float = 0.05) -> list[float]:
@@ -59,21 +59,8 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
-    out = {
-        "name": "trial",
-        "run_dir": str(run_dir),
-        "corpus": {"dir": str(corpus), "vocabulary": {"size": 300}},
-        "model": {"size": "custom", "layers": 1, "hidden": 32, "heads": 2, "max_positions": 64},
-        "phases": [
-            {"sequence_length": 32, "global_sequences": 12, "steps": 40, "peak_learning_rate": 1e-3},
-            {"sequence_length": 32, "global_sequences": 12, "steps": 30, "peak_learning_rate": 1e-3},
-        ],
-        "engine": {"precision": "fp32", "compile": False, "micro_batch_tokens": 512},
-        "evaluation": {"every_steps": 1000, "sequences": 16},
-        "checkpoint": {"every_steps": 10},
-        "tracking": {"log_every_steps": 1, "wandb": "off"},
-    }
-    return with_changes(out, changes)
+    small = {"model__layers": 1, "checkpoint__every_steps": 10}
+    return pretraining(corpus, run_dir, [(32, 12, 40), (32, 12, 30)], **{**small, **changes})
 
 
 def starts_with_bad_data(given: list[tuple[Start, dict[int, float]]]) -> list[str]:

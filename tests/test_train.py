@@ -19,7 +19,7 @@ from corpora import make_corpus
 
 from pretrain.config import load_config
 from tests.distributed import run_workers
-from tests.starts import Start, make_starts, records, with_changes
+from tests.starts import Start, make_starts, pretraining, records
 
 ROOT = Path(__file__).parent.parent
 STEPS = 6  # over both phases
@@ -31,22 +31,9 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def settings(corpus: Path, run_dir: Path, **changes: Any) -> dict[str, Any]:
-    """A run of two phases in fp32 that logs every step; dotted keys change it."""
-    out: dict[str, Any] = {
-        "name": "trial",
-        "run_dir": str(run_dir),
-        "corpus": {"dir": str(corpus), "vocabulary": {"size": 300}},
-        "model": {"size": "custom", "layers": 2, "hidden": 32, "heads": 2, "max_positions": 64},
-        "phases": [
-            {"sequence_length": 32, "global_sequences": 12, "steps": 4, "peak_learning_rate": 1e-3},
-            {"sequence_length": 64, "global_sequences": 6, "steps": 2, "peak_learning_rate": 1e-3},
-        ],
-        "engine": {"precision": "fp32", "compile": False, "micro_batch_tokens": 256},
-        "evaluation": {"every_steps": 3, "sequences": 16},
-        "checkpoint": {"every_steps": 100},
-        "tracking": {"log_every_steps": 1, "wandb": "off"},
-    }
-    return with_changes(out, changes)
+    """A run of two phases; section__key changes it."""
+    small = {"engine__micro_batch_tokens": 256, "evaluation__every_steps": 3}
+    return pretraining(corpus, run_dir, [(32, 12, 4), (64, 6, 2)], **{**small, **changes})
 
 
 def starts(given: list[Start]) -> list[str]:
