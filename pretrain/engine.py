@@ -418,13 +418,14 @@ class _SumsAlone:
         place = self._places[id(parameter)]
         assert parameter.grad is not None
         gradient = parameter.grad.reshape(-1)
-        if id(parameter) in self._begun:
-            # A mixed sum is not vectorised on CPU (seven times slower), and a whole fp32 copy leaves the cache.
-            for piece, new in zip(place.split(_SUM_ENTRIES), gradient.split(_SUM_ENTRIES), strict=True):
-                piece.add_(new.float())
-        else:
+        if id(parameter) not in self._begun:
             place.copy_(gradient)
             self._begun.add(id(parameter))
+        elif place.is_cuda:
+            place.add_(gradient)
+        else:  # a mixed sum is not vectorised (seven times slower), and a whole fp32 copy leaves the cache
+            for piece, new in zip(place.split(_SUM_ENTRIES), gradient.split(_SUM_ENTRIES), strict=True):
+                piece.add_(new.float())
         parameter.grad = None
 
     def _place(self, parameter: nn.Parameter, group: int) -> Tensor:

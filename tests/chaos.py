@@ -17,6 +17,7 @@ import psutil
 import yaml
 
 ROOT = Path(__file__).parent.parent
+_TAIL_BYTES = 1 << 16  # of many records
 
 
 def settings(
@@ -157,7 +158,16 @@ def events(run_dir: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def last_step(run_dir: Path) -> int:
-    return max(losses(run_dir), default=0)
+    """Of the newest record of training; 0 before the first."""
+    with contextlib.suppress(FileNotFoundError), (run_dir / "metrics.jsonl").open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(max(0, size - _TAIL_BYTES))
+        for line in reversed(file.read().split(b"\n")[:-1]):
+            with contextlib.suppress(ValueError):  # the first one, cut
+                record = json.loads(line)
+                if "event" not in record and "split" not in record:
+                    return record["step"]
+    return 0
 
 
 def wait_for_step(run_dir: Path, step: int, seconds: float = 60) -> None:

@@ -17,6 +17,7 @@ from pretrain.bench.contestants import pad
 from pretrain.checkpoint.hf import to_hf
 from pretrain.config import MAX_WIDTH, Model
 from pretrain.model.attention import (
+    _MARKS_UNKNOWN_SIZES,
     ALONG,
     BETWEEN,
     SCORES_PER_GROUP,
@@ -24,6 +25,7 @@ from pretrain.model.attention import (
     group_sequences,
     grouped_attention,
     keep_mask,
+    self_attention,
 )
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.vocabulary import vocabulary_losses
@@ -336,3 +338,31 @@ def test_the_vocabulary_loss_equals_its_slow_twin(
     torch.testing.assert_close(torch.autograd.grad(3 * ours, inputs), torch.autograd.grad(3 * theirs, inputs))
     with torch.no_grad():
         torch.testing.assert_close(vocabulary_losses(hidden, word, bias, labels, False)[0], theirs)
+
+
+@pytest.mark.skipif(not _MARKS_UNKNOWN_SIZES, reason="this torch compiles again")
+def test_a_group_of_one_sequence_or_one_query_compiles_nothing_new() -> None:
+    """It would in the middle of training: torch.compile takes a size of 1 for a constant."""
+    stats = torch._dynamo.utils.counters["stats"]
+    weight, bias = torch.randn(3 * 32, 32) * 0.1, torch.randn(3 * 32)
+    seen = []
+    for lengths, rows in (
+        ((9, 9, 30), None),
+        ((12,), None),
+        ((9, 9, 30), [0, 9, 18]),
+        ((12,), [0]),
+        ((40,), [3, 4]),
+    ):
+        cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+        hidden = torch.randn(sum(lengths), 32, requires_grad=True)
+        asking = None if rows is None else torch.tensor(rows)
+        keys = torch.randint(1 << 20, (sum(lengths),), dtype=torch.int32)
+        out = [
+            self_attention(hidden, weight, bias, cu_seqlens, max(lengths), asking, 4, keys, 0.1, fused)
+            for fused in (False, True)
+        ]
+        torch.testing.assert_close(out[1], out[0], rtol=1e-5, atol=1e-5)
+        plain, fused = (torch.autograd.grad(one.square().sum(), hidden)[0] for one in out)
+        torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)
+        seen.append(stats["unique_graphs"])
+    assert len(set(seen)) == 1

@@ -33,6 +33,11 @@ _HEADS = 0xC2B2AE35 - (
     1 << 32
 )  # another step, or (layer, head) would share its mask with (layer + 1, head - 1)
 
+# Sizes that the compiler reckons with where it is told not to rely on any: it fuses by them.
+_TYPICAL = {"C": 2, "G": 8, "B": 64, "Q": 128, "L": 128, "T": 1024}
+# Older ones were not tried.
+_MARKS_UNKNOWN_SIZES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+
 
 def self_attention(
     hidden: Tensor, weight: Tensor, bias: Tensor, cu_seqlens: Tensor, max_seqlen: int, rows: Tensor | None, heads: int,
@@ -187,6 +192,7 @@ def grouped_attention(
 
     `qkv` [T, 3H]: query, key and value side by side, still without their `bias` [3H].
     """
+    qkv, bias = qkv.detach(), bias.detach()  # the same compiled code with and without a gradient
     hidden = qkv.shape[1] // 3
     queries = len(qkv) if rows is None else len(rows)
     context_RH = qkv.new_empty(queries, hidden)
@@ -196,14 +202,17 @@ def grouped_attention(
         q_BQD, k_BLD, v_BLD = _project(pieces, qkv, bias, group, rows, heads)
         keys_BQ = _keys_to_heads(keys, _rows(group, rows), heads) if dropout else None
         mask_BL = group.mask_GL.repeat_interleave(heads, 0)
-        context_BQD, lse_BQ = torch.empty_like(q_BQD), q_BQD.new_empty(q_BQD.shape[:2], dtype=torch.float32)
+        context_1BQD, lse_BQ = (
+            q_BQD.new_empty(1, *q_BQD.shape),
+            q_BQD.new_empty(q_BQD.shape[:2], dtype=torch.float32),
+        )
         for b in _head_slices(q_BQD, k_BLD):
             scores_BQL = torch.bmm(q_BQD[b], k_BLD[b].mT)
             seeds = None if keys_BQ is None else keys_BQ[b]
             weights_BQL, lse_BQ[b] = pieces.softmax(scores_BQL, mask_BL[b], _scale(q_BQD), seeds, dropout)
-            torch.bmm(weights_BQL, v_BLD[b], out=context_BQD[b])
+            torch.bmm(weights_BQL, v_BLD[b], out=context_1BQD[0, b])
         asking = group.queries
-        context_RH[asking.range] = pieces.to_tokens(context_BQD[None], asking.place_T, heads)
+        context_RH[asking.range] = pieces.to_tokens(context_1BQD, asking.place_T, heads)
         lse_RN[asking.range] = _per_head_to_tokens(lse_BQ, asking.place_T, heads)
     return context_RH, lse_RN
 
@@ -214,6 +223,7 @@ def _grouped_attention_backward(
     rows: Tensor | None, heads: int, keys: Tensor, dropout: float, fused: bool,
 ) -> Tensor:  # fmt: skip
     """[T, 3H] gradient of `qkv`; scores are computed again, as in flash attention (Dao et al. 2022, alg. 4)."""
+    qkv, bias, context = qkv.detach(), bias.detach(), context.detach()
     hidden = qkv.shape[1] // 3
     grad_qkv = torch.empty_like(qkv) if rows is None else torch.zeros_like(qkv)
     pieces = _pieces(fused)
@@ -226,7 +236,7 @@ def _grouped_attention_backward(
         lse_BQ = _per_token_to_heads(lse, asking.number_GL)
         keys_BQ = _keys_to_heads(keys, _rows(group, rows), heads) if dropout else None
         mask_BL = group.mask_GL.repeat_interleave(heads, 0)
-        grad_q_BQD, grad_kv_2BLD = torch.empty_like(q_BQD), k_BLD.new_empty(2, *k_BLD.shape)
+        grad_q_1BQD, grad_kv_2BLD = q_BQD.new_empty(1, *q_BQD.shape), k_BLD.new_empty(2, *k_BLD.shape)
         for b in _head_slices(q_BQD, k_BLD):
             scores_BQL = torch.bmm(q_BQD[b], k_BLD[b].mT)
             grad_weights_BQL = torch.bmm(do_BQD[b], v_BLD[b].mT)
@@ -234,10 +244,10 @@ def _grouped_attention_backward(
             weights_BQL, grad_scores_BQL = pieces.softmax_backward(
                 scores_BQL, grad_weights_BQL, lse_BQ[b], delta_BQ[b], mask_BL[b], _scale(q_BQD), seeds, dropout
             )  # fmt: skip
-            torch.bmm(grad_scores_BQL, k_BLD[b], out=grad_q_BQD[b])
+            torch.bmm(grad_scores_BQL, k_BLD[b], out=grad_q_1BQD[0, b])
             torch.bmm(grad_scores_BQL.mT, q_BQD[b], out=grad_kv_2BLD[0, b])
             torch.bmm(weights_BQL.mT, do_BQD[b], out=grad_kv_2BLD[1, b])
-        grad_q_RH = pieces.to_tokens(grad_q_BQD[None], asking.place_T, heads)
+        grad_q_RH = pieces.to_tokens(grad_q_1BQD, asking.place_T, heads)
         if rows is None:
             grad_qkv[asking.range, :hidden] = grad_q_RH
         else:  # a row may ask twice
@@ -317,7 +327,12 @@ def _per_head_to_tokens(x_BL: Tensor, place_T: Tensor, heads: int) -> Tensor:
 
 def _per_token_to_heads(x_TN: Tensor, rows_GL: Tensor) -> Tensor:
     """[R, N] -> [B, Q]."""
-    return x_TN[rows_GL].transpose(1, 2).flatten(0, 1)
+    return _heads_first(x_TN[rows_GL])
+
+
+def _heads_first(x_GQN: Tensor) -> Tensor:
+    """[G, Q, N, ...] -> [B, Q, ...], with the strides of its shape where Q is 1 as well."""
+    return x_GQN.transpose(1, 2).clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
 
 def _keys_to_heads(keys_T: Tensor, rows_GL: Tensor, heads: int) -> Tensor:
@@ -347,7 +362,7 @@ def _grad_to_heads(
     split = (heads, grad_RH.shape[1] // heads)
     grad_GQND, context_GQND = (x.unflatten(-1, split) for x in (grad_GQH, context_RH[queries_GQ]))
     delta_GQN = (grad_GQND.float() * context_GQND.float()).sum(-1)
-    return grad_GQND.transpose(1, 2).flatten(0, 1).contiguous(), delta_GQN.transpose(1, 2).flatten(0, 1)
+    return _heads_first(grad_GQND), _heads_first(delta_GQN)
 
 
 def _to_tokens(x_CBLD: Tensor, place_T: Tensor, heads: int) -> Tensor:
@@ -401,5 +416,41 @@ class _Pieces(NamedTuple):
 
 @functools.cache
 def _pieces(fused: bool) -> _Pieces:
-    plain = _Pieces(_to_heads, _grad_to_heads, _to_tokens, _softmax, _softmax_backward)
-    return _Pieces(*(program(piece, fused) for piece in plain))
+    return _Pieces(
+        to_heads=_of_any_size(_to_heads, ("T", "", "GL"), fused),
+        grad_to_heads=_of_any_size(_grad_to_heads, ("T", "T", "GQ", "GQ"), fused),
+        to_tokens=_of_any_size(_to_tokens, ("CBL", "T"), fused),
+        softmax=_of_any_size(_softmax, ("BQL", "BL", "", "BQ"), fused),
+        softmax_backward=_of_any_size(_softmax_backward, ("BQL", "BQL", "BQ", "BQ", "BL", "", "BQ"), fused),
+    )
+
+
+def _of_any_size(function: Callable[..., Any], axes: tuple[str, ...], fused: bool) -> Callable[..., Any]:
+    """`program(function, fused)`, compiled once for sizes of 1 and all others on these leading axes of its arguments.
+
+    torch.compile takes a size of 1 for a constant, and compiles again, in the middle of training, when a group has a single
+    sequence or each of its sequences a single query.
+    """
+    compiled = program(function, fused)
+    if not fused or not _MARKS_UNKNOWN_SIZES:
+        return compiled
+    known = set()  # what it was compiled for: marks count then, and cost as much as a small kernel
+
+    def call(*arguments: Any) -> Any:
+        variant = tuple(x.dtype if isinstance(x, Tensor) else x for x in arguments)
+        if variant not in known:
+            known.add(variant)
+            for argument, letters in zip(arguments, axes, strict=False):
+                if isinstance(argument, Tensor):
+                    _mark_unknown(argument, letters)
+        return compiled(*arguments)
+
+    return call
+
+
+def _mark_unknown(x: Tensor, letters: str) -> None:
+    for axis, letter in enumerate(letters):
+        torch._dynamo.decorators.mark_unbacked(x, axis, hint_override=_TYPICAL[letter])
+    if letters and x._base is not None:  # its sizes are looked at, too
+        for axis in range(x._base.dim()):
+            torch._dynamo.decorators.mark_unbacked(x._base, axis, hint_override=_TYPICAL["B"])
