@@ -47,6 +47,7 @@ class TaskModel(Encoder):
         super().__init__(
             shape, vocabulary_size, compile=compile, activation_checkpointing=activation_checkpointing
         )
+        self.embeddings.tied = False
         self.loss = LOSSES[head, objective]
         self.every_row = head == "spans"
         self.head = (

@@ -11,6 +11,7 @@ import logging
 import statistics
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +22,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# For so long a rank must be slow in every record, of which there may be hundreds in that time.
 _RECORDS = 3
+_SECONDS = 10.0
 _NOISE_SECONDS = 0.005  # of a forward pass
 
 
@@ -37,7 +40,7 @@ class RankTimes:
         self._engine, self._factor = engine, factor
         self._seconds, self._passes = 0.0, 0
         self._events: list[tuple[Any, Any]] = []  # CUDA: begun and ended
-        self._slow_for: dict[int, int] = {}  # ranks that are slow, and for how many records in a row
+        self._slow: dict[int, _Slow] = {}
         self.waited = 0.0  # for batches
 
     @contextlib.contextmanager
@@ -58,7 +61,7 @@ class RankTimes:
     def lap(self, recorder: Recorder, step: int) -> dict[str, list[float]]:
         """Per rank, for the record of `step`: mean seconds of a forward pass, and seconds waited for data since the last.
 
-        A rank that is a straggler in three records in a row is named in the log and by an event. Every rank calls this.
+        A rank that is a straggler in all records for a while is named in the log and by an event. Every rank calls this.
         """
         engine = self._engine
         if self._events:
@@ -74,16 +77,29 @@ class RankTimes:
         return {"rank_forward_seconds": forward, "rank_wait_seconds": waited}
 
     def _name_stragglers(self, forward: list[float], recorder: Recorder, step: int) -> None:
-        slow = find_stragglers(forward, self._factor)
-        self._slow_for = {rank: self._slow_for.get(rank, 0) + 1 for rank in slow}
-        for rank in sorted(rank for rank, records in self._slow_for.items() if records == _RECORDS):
+        now, times = time.monotonic(), find_stragglers(forward, self._factor)
+        self._slow = {rank: self._slow.get(rank, _Slow(now)) for rank in sorted(times)}
+        for rank, slow in self._slow.items():
+            slow.records += 1
+            if slow.named or slow.records < _RECORDS or now - slow.since < _SECONDS:
+                continue
+            slow.named = True
             message = (
-                f"rank {rank} takes {slow[rank]:.1f} times as long as the others' median for a forward pass"
+                f"rank {rank} takes {times[rank]:.1f} times as long as the others' median for a forward pass"
             )
             logger.warning("step %d: %s", step, message)
             recorder.log(
                 {"event": "straggler", "step": step, "rank": rank, "time": time.time(), "message": message}
             )
+
+
+@dataclass
+class _Slow:
+    """A rank that was a straggler in all records since a time of `time.monotonic()`."""
+
+    since: float
+    records: int = 0
+    named: bool = False
 
 
 def find_stragglers(seconds: list[float], factor: float) -> dict[int, float]:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import math
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from corpora import make_corpus
 
+from pretrain import rank_times
 from pretrain.checkpoint.store import read_weights
 from pretrain.config import Guard
 from pretrain.guard import REMEMBERED, is_spike
-from pretrain.rank_times import find_stragglers
+from pretrain.rank_times import RankTimes, find_stragglers
 from tests.distributed import run_workers
 from tests.starts import Start, all_records, make_starts, pretraining, records
 
@@ -48,6 +50,25 @@ def test_stragglers() -> None:
     assert find_stragglers([1.0, 1.2], 1.5) == {}
     assert find_stragglers([0.001, 0.003], 1.5) == {}, "milliseconds are noise"
     assert find_stragglers([1.0], 1.5) == {}
+
+
+def test_a_straggler_is_named_once_when_it_has_been_slow_for_a_while(monkeypatch) -> None:
+    now, logged = [0.0], []
+    monkeypatch.setattr(rank_times.time, "monotonic", lambda: now[0])
+    times = RankTimes(SimpleNamespace(), 1.5)  # type: ignore[arg-type]
+    recorder = SimpleNamespace(log=logged.append)
+
+    def record(second: float, forward: list[float]) -> int:
+        now[0] = second
+        times._name_stragglers(forward, recorder, int(second))  # type: ignore[arg-type]
+        return len(logged)
+
+    assert [record(second / 10, [0.1, 0.3]) for second in range(95)] == [0] * 95, "many records, not 10 s"
+    assert record(9.6, [0.1, 0.1]) == 0
+    assert [record(second, [0.1, 0.3]) for second in (10, 15, 20.5, 30, 60)] == [0, 0, 1, 1, 1]
+    assert record(61, [0.1, 0.1]) == 1
+    assert [record(second, [0.3, 0.1]) for second in (100, 200, 300)] == [1, 1, 2], "three records"
+    assert logged[-1]["rank"] == 0
 
 
 # ---- whole runs

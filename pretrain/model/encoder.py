@@ -100,6 +100,8 @@ class Embeddings(nn.Module):
         super().__init__()
         self.dropout, self.eps = shape.hidden_dropout, shape.layer_norm_eps
         self.fused = compile
+        self.tied = True  # the words serve as a decoder, too
+        self.sparse_gradient = False  # of the words: torch.sparse_coo, for an engine that adds up rows
         hidden, width = shape.hidden, shape.embedding or shape.hidden
         self.word = normal(shape.init_std, vocabulary_size, width)
         self.position = normal(shape.init_std, shape.max_positions, width)
@@ -113,8 +115,8 @@ class Embeddings(nn.Module):
         """int64 [T] three times and int32 [T] -> [T, H]."""
         # The look-ups stay outside: torch's own gradient of them is faster than the compiled one.
         embedded_TE = program(embed, self.fused)(
-            F.embedding(input_ids, self.word), F.embedding(positions, self.position), token_types, keys,
-            self.token_type, self.norm_weight, self.norm_bias, self.eps, self.dropout if self.training else 0.0,
+            F.embedding(input_ids, self.word, sparse=self.sparse_gradient), F.embedding(positions, self.position),
+            token_types, keys, self.token_type, self.norm_weight, self.norm_bias, self.eps, self.dropout if self.training else 0.0,
         )  # fmt: skip
         return (
             F.linear(embedded_TE, self.project_weight, self.project_bias) if self.projected else embedded_TE
