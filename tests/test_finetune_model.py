@@ -15,6 +15,9 @@ from finetune.batches import Batches, LabelledBatch
 from finetune.model import TaskModel
 from finetune.task import Head, Objective, Windows
 from pretrain.checkpoint.released import read_released
+from pretrain.config import Model
+from pretrain.engine import _add_rows, ask_for_rows
+from pretrain.model.heads import PretrainingModel
 
 LENGTHS = [5, 9, 12, 7]
 OUTPUTS = {"sequence": 3, "tokens": 5, "spans": 2}
@@ -166,3 +169,23 @@ def test_the_span_loss_has_a_right_gradient(checkpoint: Path) -> None:
     batch = make_batch(labels, ALL, np.isin(ALL, FIRST).astype(np.float32))
     logits = torch.randn(len(ALL), 2, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: span_loss(x, batch), (logits,))
+
+
+def test_look_ups_of_a_task_model_may_give_rows(checkpoint: Path) -> None:
+    """The same gradient, and no whole table of it; a decoder that shares the table needs it whole."""
+    batch = make_batch(np.array([0, 2, 1, 1]), FIRST)
+    model = ours(checkpoint, "sequence", "classes", OUTPUTS["sequence"])
+    assert len(set(batch.input_ids.tolist())) < len(batch.input_ids), "some words come twice"
+    word = model.embeddings.word
+    (whole,) = torch.autograd.grad(model(batch).loss, word)
+    ask_for_rows(model)
+    (rows,) = torch.autograd.grad(model(batch).loss, word)
+    assert rows.is_sparse
+    assert len(rows._values()) == len(batch.input_ids)
+    place = torch.full_like(word, 7.0)
+    for first in (True, False):
+        _add_rows(place, rows, first)
+    torch.testing.assert_close(place, 2 * whole)
+    tied = PretrainingModel(Model(size="custom", layers=1, hidden=8, heads=1, max_positions=8), 20)
+    ask_for_rows(tied)
+    assert not tied.embeddings.sparse_gradient
