@@ -35,7 +35,7 @@ from corpora import make_corpus
 pytestmark = pytest.mark.soak
 
 MINUTES = float(os.environ.get("BERTRAIN_SOAK_MINUTES", "60"))
-STEPS = round(MINUTES * 60 * 12)
+STEPS = round(MINUTES * 60 * 18)
 
 
 def kill_worker(on: Cluster, run_dir: Path, drawn: random.Random) -> None:
