@@ -40,7 +40,7 @@ def make_starts(main: Callable[[dict[str, Any], Worker], None], given: Sequence[
 
 
 def pretraining(
-    corpus: Path, run_dir: Path, phases: Sequence[tuple[int, int, int]], **changes: Any
+    corpus: Path, run_dir: Path, phases: Sequence[tuple[int, int, int]], /, **changes: Any
 ) -> dict[str, Any]:
     """Settings of a run in fp32 that logs every step, with phases of (length, sequences, steps); section__key changes it."""
     return with_changes(
