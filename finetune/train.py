@@ -238,7 +238,7 @@ def _train(
     progress, run_id = loop.Progress(), None
     found = newest_checkpoint(checkpoints, engine) if payload["resume"] else None
     if found is not None:
-        state = loop.restore(engine, found)
+        state = loop.read_state(engine, found)
         progress, run_id = loop.Progress.from_state(state), state["run_id"]
         logger.info("resumed from %s", found)
     encoder = TextEncoder(

@@ -207,7 +207,8 @@ def rehearse(
 ) -> None:
     """Fail in minute one: step the largest micro-batch, with a checkpoint written before and read back after.
 
-    Leaves the training state bitwise as it was. At a fresh start the checkpoint is that of step 0.
+    Leaves the training state bitwise as the checkpoint of `progress` has it; at a fresh start that is written first, as
+    step 0. A run that goes on need not have been restored before.
     """
     checkpoint = checkpoints / store.name_of(progress.step)
     if checkpoint not in store.list_checkpoints(checkpoints):
@@ -217,7 +218,8 @@ def rehearse(
     engine.module.train()
     step = task.largest()
     try:
-        for last in (False, True):
+        # A second micro-batch finds the first one's gradients there; a run that goes on has met that.
+        for last in (True,) if progress.step else (False, True):
             engine.backward(task.loss(engine.forward(step.micro_batches[0]), step), last=last)
         engine.step(learning_rate=0.0)
     except torch.OutOfMemoryError as error:
@@ -228,11 +230,8 @@ def rehearse(
     restore(engine, checkpoint)
 
 
-def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:
-    """Bring `engine` to the state of a verified checkpoint; returns its state.json.
-
-    Raises `InputError` when the checkpoint's parameters are not this model's.
-    """
+def read_state(engine: Engine, checkpoint: Path) -> dict[str, Any]:
+    """The state.json of a verified checkpoint; `InputError` when its parameters are not those of `engine`."""
     state = store.read_state(checkpoint)
     found, wanted = state["shapes"], {name: list(shape) for name, shape in engine.shapes.items()}
     for name in {**wanted, **found}:
@@ -241,6 +240,12 @@ def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:
                 f"{checkpoint}: {name} is {found.get(name)}, this config makes it {wanted.get(name)}. "
                 "Resume with the config that it was written with."
             )
+    return state
+
+
+def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:
+    """Bring `engine` to the state of a verified checkpoint; returns what `read_state` does."""
+    state = read_state(engine, checkpoint)
     return_freed_memory()  # which the pages of the checkpoint's files would come on top of
     with store.CheckpointReader(checkpoint) as reader:
         engine.load(reader, state["updates"])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pretrain import loop
 from pretrain.batches.loader import BatchMaker, Loader, MicroBatch, StepBatch, validation_batches
-from pretrain.checkpoint import hf, store
+from pretrain.checkpoint import hf
 from pretrain.config import RunConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.engine import Engine
@@ -64,8 +64,8 @@ def _train(
     progress, run_id = loop.Progress(), None
     found = newest_checkpoint(checkpoints, engine) if payload["resume"] else None
     if found is not None:
-        _check_state(store.read_state(found), found, config, shards)
-        state = loop.restore(engine, found)
+        state = loop.read_state(engine, found)
+        _check_state(state, found, config, shards)
         progress = loop.Progress.from_state(state)
         run_id = state["run_id"]
         logger.info("resumed from %s", found)

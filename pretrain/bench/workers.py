@@ -115,9 +115,13 @@ def _product(run: Path, way: dict[str, Any], options: argparse.Namespace) -> flo
 
 def _bare(options: argparse.Namespace) -> float:
     contestant = Contestant(Entry(BARE, _config(options), steps=options.steps))
-    reports = [contestant.train(1e-4) for _ in range(options.steps)][_WINDOW:]
+    reports = [contestant.train(1e-4) for _ in range(options.steps)]
     contestant.close()
-    return statistics.median(report.tokens / report.seconds for report in reports)
+    windows = [reports[start : start + _WINDOW] for start in range(_WINDOW, options.steps, _WINDOW)]
+    return statistics.median(
+        sum(report.tokens for report in window) / sum(report.seconds for report in window)
+        for window in windows
+    )
 
 
 def _line(row: dict[str, Any]) -> str:
