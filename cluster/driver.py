@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.group import train
-from cluster.nodes import nodes_fit, usable_nodes
+from cluster.nodes import nodes_fit, share_out, usable_nodes
 from cluster.run import LOGS, RAY_FOLDER, end_session
 from cluster.worker import one_line
 from pretrain.errors import MachineError, RunError
@@ -69,22 +69,24 @@ def _train(request: dict[str, Any]) -> None:
 
     least = request["min_workers"] or request["workers"]
 
-    def share_out(nodes: Sequence[tuple[int, int]], where: str) -> None:
-        request["cpus_per_worker"] = nodes_fit(nodes, least, request["cpus_per_worker"], where)
+    def share(nodes: Sequence[tuple[int, int]], where: str) -> None:
+        request["cpus_per_worker"] = share_out(
+            nodes, least, request["workers"], request["cpus_per_worker"], where
+        )
 
     if not request["address"]:  # said before torch and Ray are loaded
         nodes_fit([(_cores(), 0)], least, request["cpus_per_worker"], _here())
-    with ray_of(request, share_out) as nodes:
+    with ray_of(request, share) as nodes:
         train(request, use_gpu=any(gpu for _, gpu in nodes), keep_logs=lambda: _keep_ray_logs(request))
 
 
 @contextlib.contextmanager
 def ray_of(
-    request: dict[str, Any], share_out: Callable[[Sequence[tuple[int, int]], str], None]
+    request: dict[str, Any], share: Callable[[Sequence[tuple[int, int]], str], None]
 ) -> Iterator[list[tuple[int, int]]]:
     """A Ray of our own, or the cluster at request["address"], with its nodes' (CPUs, GPUs); left at the end.
 
-    `share_out` gets the nodes and their name for messages, sets request["workers"] and request["cpus_per_worker"],
+    `share` gets the nodes and their name for messages, sets request["workers"] and request["cpus_per_worker"],
     and raises `MachineError` where they do not fit; a Ray of our own is started with just that many CPUs.
     """
     choose_token(request["address"])  # Ray reads it while it is imported
@@ -94,10 +96,10 @@ def ray_of(
     if request["address"]:
         join_ray(request["address"], lambda error: _write_outcome(request, error))
         nodes = [(node.cpus, node.gpus) for node in usable_nodes()]
-        share_out(nodes, f"the cluster at {request['address']}")
+        share(nodes, f"the cluster at {request['address']}")
     else:
         nodes = [(_cores(), _gpus())]
-        share_out(nodes, _here())
+        share(nodes, _here())
         _start_ray(request)
     try:
         yield nodes

@@ -8,7 +8,7 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,9 +35,10 @@ def train(request: dict[str, Any], *, use_gpu: bool, keep_logs: Callable[[], Non
     of request["max_failures"], which are had anew when a checkpoint was written since; a change of size costs none.
     """
     run_dir = Path(request["run_dir"])
-    failures, reached = 0, _newest_step(run_dir)
+    failures, reached, crowded = 0, _newest_step(run_dir), False
     for attempt in itertools.count():
-        workers = _choose_size(request)
+        workers = _choose_size(request, crowded=crowded)
+        crowded = False
         (run_dir / RESTART_FILE).unlink(missing_ok=True)
         with _Overseer(request, workers) as overseer:
             try:
@@ -54,13 +55,13 @@ def train(request: dict[str, Any], *, use_gpu: bool, keep_logs: Callable[[], Non
                     raise _used_up(run_dir, crash.rank, reason, request["max_failures"]) from None
                 event = "hang" if hang else "restart"
             except NoRoomError:
-                failures += 1
+                failures, crowded = failures + 1, True
                 if not request["min_workers"] or failures > request["max_failures"]:
                     raise MachineError(
                         f"The cluster made no room for {workers} workers of {request['cpus_per_worker']} CPUs within "
                         f"{ROOM_SECONDS} s. Wait until it is less busy, or set scheduling.workers lower."
                     ) from None
-                event, reason = "restart", "nodes went while the workers were started"
+                event, reason = "restart", "nodes went, or others took them, while the workers were started"
             except StoppedError:
                 if overseer.reason is None or (run_dir / STOP_FILE).exists():
                     raise
@@ -70,12 +71,22 @@ def train(request: dict[str, Any], *, use_gpu: bool, keep_logs: Callable[[], Non
         request["payload"]["events"] = [{"event": event, "time": time.time(), "message": reason}]
 
 
-def _choose_size(request: dict[str, Any]) -> int:
-    """How many workers the cluster holds now; `StoppedError` where it stays too small."""
+def _choose_size(request: dict[str, Any], *, crowded: bool) -> int:
+    """How many workers the cluster holds now; `StoppedError` where it stays too small.
+
+    What others hold counts only where the cluster turned out to be `crowded`: after a crash it is known to be free later
+    than it is.
+    """
     low, high = request["min_workers"] or request["workers"], request["workers"]
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
-        workers = _room(usable_nodes(), low, high, request["cpus_per_worker"])
+        try:
+            workers = _room(
+                usable_nodes(), low, high, request["cpus_per_worker"], held={} if crowded else None
+            )
+        except Exception as error:  # a head that is away for a while
+            logger.warning("the nodes cannot be asked for: %s", one_line(error))
+            workers = 0
         if workers:
             return workers
         if time.monotonic() > deadline or (Path(request["run_dir"]) / STOP_FILE).exists():
@@ -86,8 +97,18 @@ def _choose_size(request: dict[str, Any]) -> int:
         time.sleep(_LOOK_SECONDS)
 
 
-def _room(nodes: list[Node], low: int, high: int, cpus_per_worker: int) -> int:
-    staying = [(node.cpus, node.gpus) for node in nodes if not node.draining]
+def _room(
+    nodes: list[Node], low: int, high: int, cpus_per_worker: int, *, held: Mapping[str, int] | None
+) -> int:
+    """How many workers find room; beside others where `held` says how many of ours each node has already."""
+
+    def room_on(node: Node) -> tuple[int, int]:
+        if held is None:
+            return node.cpus, node.gpus
+        ours = held.get(node.id, 0)
+        return node.free_cpus + ours * cpus_per_worker, node.free_gpus + (ours if node.gpus else 0)
+
+    staying = [room_on(node) for node in nodes if not node.draining]
     return most_that_fit(staying, low, high, cpus_per_worker)
 
 
@@ -103,12 +124,12 @@ class _Overseer:
         self.began = time.time()
         self._request, self._workers = request, workers
         self._run_dir = Path(request["run_dir"])
-        self._nodes: set[str] = set()
+        self._nodes: Mapping[str, int] = {}
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._look, name="overseer", daemon=True)
 
-    def watch(self, nodes: set[str]) -> None:
-        """The workers run on the nodes of these ids."""
+    def watch(self, nodes: Mapping[str, int]) -> None:
+        """The workers run on these nodes, so many on each."""
         self._nodes = nodes
         if self._request["address"]:  # a Ray of our own has one node, which stays
             self._thread.start()
@@ -141,7 +162,8 @@ class _Overseer:
         low, high = self._request["min_workers"], self._request["workers"]
         if not low or self._workers == high:
             return False
-        return _room(nodes, low, high, self._request["cpus_per_worker"]) > self._workers
+        cpus = self._request["cpus_per_worker"]
+        return _room(nodes, low, high, cpus, held=self._nodes) > self._workers
 
     def _ask(self, reason: str) -> None:
         self.reason = reason
@@ -188,7 +210,11 @@ class _Crash(Exception):
 
 
 def _attempt(
-    request: dict[str, Any], attempt: int, workers: int, use_gpu: bool, begun: Callable[[set[str]], None]
+    request: dict[str, Any],
+    attempt: int,
+    workers: int,
+    use_gpu: bool,
+    begun: Callable[[Mapping[str, int]], None],
 ) -> None:
     """One start of so many workers, to their end; `begun` is told the ids of their nodes."""
     resources = {"CPU": request["cpus_per_worker"], **({"GPU": 1} if use_gpu else {})}

@@ -18,9 +18,10 @@ from typing import Any
 
 from cluster.worker import change_folder
 from pretrain.commands import exit_code
-from pretrain.errors import InputError, StoppedError
+from pretrain.errors import InputError, MachineError, StoppedError
 
 _POLL_SECONDS = 1.0
+_SILENCE_SECONDS = 120.0  # of the cluster's head, while a job waits
 _COMMANDS = {"pretrain": "pretrain", "prepare": "pretrain", "finetune": "finetune"}
 
 
@@ -53,15 +54,24 @@ def _await_turn(name: str) -> None:
 
     known = jobs.Jobs(_dashboard())
     stopped: list[int] = []
+    heard = time.monotonic()
     before = signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
     told = ""
     try:
-        while ahead := _ahead(known, name):
+        while True:
+            ahead: list[str] | None = None
+            try:
+                ahead, heard = _ahead(known, name), time.monotonic()
+            except MachineError:  # a head that is away for a while
+                if time.monotonic() - heard > _SILENCE_SECONDS:
+                    raise
             if stopped:
                 raise StoppedError(
-                    f"{name}: stopped while it waited for {', '.join(ahead)}; nothing was begun."
+                    f"{name}: stopped while it waited for {told or 'its turn'}; nothing was begun."
                 )
-            if told != (told := ", ".join(ahead)):
+            if ahead == []:
+                return
+            if ahead and told != (told := ", ".join(ahead)):
                 print(f"{name}: waits for {told}", flush=True)
             time.sleep(_POLL_SECONDS)
     finally:
@@ -85,13 +95,15 @@ def _ahead(known: Any, name: str) -> list[str]:
     gpus = sum(int(node.get("GPU", 0)) for node in nodes)
     room = gpus or sum(int(node.get("CPU", 0)) for node in nodes)
 
-    def need(job: Any) -> int:
-        workers, cpus = int(job.metadata["workers"]), int(job.metadata["cpus_per_worker"])
+    def need(job: Any, which: str) -> int:
+        workers, cpus = int(job.metadata[which]), int(job.metadata["cpus_per_worker"])
         if gpus:
             return workers
         return workers * cpus if cpus else room  # unnamed: all there are, shared out
 
-    fits = sum(map(need, earlier)) + need(active[names.index(name)]) <= room
+    # Those before it have, or will take, as many as they may; it can begin with the fewest.
+    taken = sum(need(job, "most_workers") for job in earlier)
+    fits = taken + need(active[names.index(name)], "workers") <= room
     return [] if fits else [str(job.submission_id) for job in earlier]
 
 

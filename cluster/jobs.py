@@ -302,6 +302,7 @@ def _metadata(job: Job) -> dict[str, str]:
         "folder": str(job.folder),
         "run_dir": str(job.folder / job.run_dir),
         "workers": str(job.workers[0]),
+        "most_workers": str(job.workers[1]),
         "cpus_per_worker": str(job.cpus_per_worker),
     }
 

@@ -23,6 +23,9 @@ _LAST_WORDS_SECONDS = 2.0  # after the first failure, for the others to say thei
 _START_SECONDS = 120.0  # for a process to start where a place for it is
 
 
+PROCESS_TITLE = "ray::_Member"  # how the process of a member begins in the list of processes
+
+
 class NoRoomError(Exception):
     """The cluster has no place for the workers, now."""
 
@@ -62,9 +65,9 @@ class Members:
         self.found = [found[number] for number in order]
 
     @property
-    def nodes(self) -> set[str]:
-        """Ids of the nodes that they run on."""
-        return {one.node for one in self.found}
+    def nodes(self) -> Counter[str]:
+        """How many run on each node, by its id."""
+        return Counter(one.node for one in self.found)
 
     def run(self, request: dict[str, Any]) -> list[dict[str, str] | None]:
         """`cluster.worker.enter` in each, to the end of all; what each returned, by rank.

@@ -21,6 +21,8 @@ class Node:
     cpus: int
     gpus: int
     draining: bool  # it is to go soon
+    free_cpus: int  # which nobody holds, some moments ago
+    free_gpus: int
 
 
 def nodes_fit(
@@ -62,21 +64,30 @@ def most_that_fit(nodes: Sequence[tuple[int, int]], low: int, high: int, cpus_pe
     return 0
 
 
+def share_out(nodes: Sequence[tuple[int, int]], low: int, high: int, cpus_per_worker: int, where: str) -> int:
+    """The CPUs each worker gets, so that as many of `low` to `high` as can be find room on `nodes`; errors of `nodes_fit`."""
+    workers = most_that_fit(nodes, low, high, cpus_per_worker) or low
+    return nodes_fit(nodes, workers, cpus_per_worker, where)
+
+
 def usable_nodes() -> list[Node]:
     """Nodes that live and answer. Ray itself takes some seconds to notice that one is lost."""
     import ray
+    from ray._private.state import available_resources_per_node
 
-    draining = _draining()
+    draining, free = _draining(), available_resources_per_node()
     found = []
     for node in ray.nodes():
         if node["Alive"] and _answers(node["NodeManagerAddress"], node["NodeManagerPort"]):
-            resources = node["Resources"]
+            resources, left = node["Resources"], free.get(node["NodeID"], {})
             found.append(
                 Node(
                     node["NodeID"],
                     int(resources.get("CPU", 0)),
                     int(resources.get("GPU", 0)),
                     node["NodeID"] in draining,
+                    int(left.get("CPU", 0)),
+                    int(left.get("GPU", 0)),
                 )
             )
     return found

@@ -132,9 +132,8 @@ def _predict(arguments: argparse.Namespace) -> None:
         print(json.dumps(model(record), ensure_ascii=False))
         return
     with _lines(source) as (lines, where):
-        made = (
-            json.dumps(one, ensure_ascii=False) for one in model.stream(read_records(lines, where), where)
-        )
+        records = model.stream(read_records(lines, where), where, live=source == "-")
+        made = (json.dumps(one, ensure_ascii=False) for one in records)
         if arguments.out is None:
             for line in made:
                 print(line, flush=True)

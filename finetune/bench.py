@@ -27,6 +27,7 @@ from pretrain.settings import dump
 from pretrain.tracking import is_training, read_records
 
 OURS, PEER = "ours", "trainer"
+_REPEATS = 5
 _WARM_UP = 0.1  # share of the steps that speed is not taken from: compilation, allocation
 
 
@@ -38,6 +39,11 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (default: 3)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
+    parser.add_argument(
+        "--features",
+        action="store_true",
+        help="only make the training features, beside run_qa's way, five times",
+    )
     parser.add_argument("--peer", metavar="RESULT", help=argparse.SUPPRESS)  # this process is the peer
     options = parser.parse_args(argv)
     overrides = [
@@ -47,6 +53,12 @@ def main(argv: Sequence[str]) -> int:
     config = load_config(options.config, overrides)
     if options.peer:
         Path(options.peer).write_text(json.dumps(_train_peer(config)))
+        return 0
+    if options.features:
+        from finetune import bench_features
+
+        made = bench_features.compare(config, _REPEATS)
+        print(json.dumps(made) if options.json else bench_features.summary(made))
         return 0
     result = compare(config, options.seeds, quiet=options.json)
     print(json.dumps(result) if options.json else _summary(result))

@@ -51,6 +51,9 @@ GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
 }
 
 
+_POSITIVE = ("examples_per_step", "learning_rate", "epochs")  # 0 is not given
+
+
 class Training(Section):
     """How long and how fast. `preset` fills whatever is not given."""
 
@@ -86,14 +89,12 @@ class Training(Section):
             return values
         preset = values.get("preset", "devlin")
         chosen = PRESETS.get(preset, {}) if isinstance(preset, str) else {}
-        given = {
-            key: value for key, value in values.items() if value != 0 or key in ("warmup_share", "patience")
-        }
+        given = {key: value for key, value in values.items() if key not in _POSITIVE or value != 0}
         return {**chosen, **given}
 
     @model_validator(mode="after")
     def _check(self) -> Training:
-        for name in ("examples_per_step", "learning_rate", "epochs"):
+        for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be more than 0")
         return self
@@ -175,7 +176,7 @@ class FinetuneConfig(Run):
         )
 
     def evaluate_every_steps(self, examples: int) -> int:
-        return max(1, round(examples * self.evaluation.every_epochs / self.training.examples_per_step))
+        return math.ceil(examples * self.evaluation.every_epochs / self.training.examples_per_step)
 
 
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> FinetuneConfig:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import queue
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -20,6 +22,8 @@ from pretrain.checkpoint.layouts import HEAD_ACTIVATION
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.errors import InputError
+
+T = TypeVar("T")
 
 MOST_RECORDS = 512  # predicted at a time; the first ones come sooner
 
@@ -71,16 +75,18 @@ class Predictor:
         return list(self.stream(records))
 
     def stream(
-        self, records: Iterable[str | Mapping[str, Any]], where: str = "record"
+        self, records: Iterable[str | Mapping[str, Any]], where: str = "record", *, live: bool = False
     ) -> Iterator[dict[str, Any]]:
-        """Predictions in the order of `records`, which are taken in small portions as they come."""
-        numbered, size = enumerate(records, 1), 1
-        while portion := list(itertools.islice(numbered, size)):
+        """Predictions in the order of `records`, which are taken in small portions.
+
+        With `live` none waits for records that come after it: those that are there already make a portion.
+        """
+        numbered = enumerate(records, 1)
+        for portion in _portions_that_came(numbered) if live else _growing_portions(numbered):
             examples = [self.task.example(record, f"{where}:{number}") for number, record in portion]
             for (_, record), made in zip(portion, self.predict(examples), strict=True):
                 identity = {"id": record["id"]} if isinstance(record, Mapping) and "id" in record else {}
                 yield {**identity, **made}
-            size = min(2 * size, MOST_RECORDS)
 
     def predict(self, examples: Sequence[Any]) -> list[dict[str, Any]]:
         """Predictions for the task's own examples."""
@@ -95,6 +101,44 @@ class Predictor:
         examples = self.task.read_file(path)
         predictions = self.predict(examples)
         return self.task.score(examples, predictions), self.task.details(examples, predictions), predictions
+
+
+def _growing_portions(records: Iterable[T]) -> Iterator[list[T]]:
+    source, size = iter(records), 1
+    while portion := list(itertools.islice(source, size)):
+        yield portion
+        size = min(2 * size, MOST_RECORDS)
+
+
+def _portions_that_came(records: Iterable[T]) -> Iterator[list[T]]:
+    """What a thread has read meanwhile, at least one record each; what ends its reading is raised after them."""
+    came: queue.Queue[T | _End] = queue.Queue(MOST_RECORDS)
+
+    def read() -> None:
+        error = None
+        try:
+            for record in records:
+                came.put(record)
+        except Exception as caught:
+            error = caught
+        came.put(_End(error))
+
+    threading.Thread(target=read, daemon=True, name="records").start()
+    while True:
+        items = [came.get()]
+        while not isinstance(items[-1], _End) and len(items) < MOST_RECORDS and not came.empty():
+            items.append(came.get())
+        if portion := [item for item in items if not isinstance(item, _End)]:
+            yield portion
+        end = items[-1]
+        if isinstance(end, _End):
+            if end.error is not None:
+                raise end.error
+            return
+
+
+class _End(NamedTuple):
+    error: Exception | None
 
 
 def read_records(lines: Iterable[str], where: str) -> Iterator[str | dict[str, Any]]:

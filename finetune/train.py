@@ -207,7 +207,7 @@ class Finetuning:
     def _predict(
         self, examples: list[Any], windows: Windows, *, tune: bool
     ) -> tuple[list[dict[str, Any]], float]:
-        engine, losses = self._engine, [0.0, 0.0]
+        engine, losses = self._engine, torch.zeros(2, dtype=torch.float64)
 
         def forward(batch: LabelledBatch) -> Output:
             output = engine.forward(batch)
@@ -221,13 +221,15 @@ class Finetuning:
                 forward, self._cut(windows, 0), self.task.outputs, self._device, engine.gather_objects
             )
         engine.module.train()
+        engine.sum_over_workers(losses)
         if engine.rank:
             return [], 0.0
         predictions = self.task.decode(examples, windows, logits)
         if tune:
             self.task.tune(examples, predictions)
             predictions = self.task.decode(examples, windows, logits)
-        return predictions, losses[0] / (losses[1] or 1.0)
+        total, weight = losses.tolist()
+        return predictions, total / (weight or 1.0)
 
 
 def _train(
@@ -267,6 +269,7 @@ def _train(
                 keep_last=config.checkpoint.keep_last,
                 max_bad_steps=config.engine.max_bad_steps,
                 peak_flops=matmul_peak(engine),
+                keep_best=True,
                 patience=config.training.patience,
                 guard=config.guard,
                 straggler_factor=config.tracking.straggler_factor,
@@ -310,8 +313,12 @@ def _finish(
     for split, examples in job.task.read_test().items() if test_sets else ():
         predictions[split] = job.predictions_on(examples)
     if engine.rank == 0:
+        weights = store.read_weights(checkpoints / name)
+        if released.token_types == 1:
+            # The second one got no gradient, and its row must not make the model one of two.
+            weights["embeddings.token_type"][1] = weights["embeddings.token_type"][0]
         save_model(
-            config, job.task, released, store.read_weights(checkpoints / name), _shape(config, released),
+            config, job.task, released, weights, _shape(config, released),
             step=state["step"], scores=scores, predictions=predictions, details=details,
             training_examples=job.training_examples,
         )  # fmt: skip

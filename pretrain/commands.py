@@ -7,10 +7,9 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
-from pretrain.errors import InputError, RunError
+from pretrain.errors import DivergedError, InputError, RunError, StoppedError
 
 if TYPE_CHECKING:
     from pretrain.config import Run
@@ -77,25 +76,37 @@ def train(target: str, config: Run, resume: bool, steps: int, *, alone: bool) ->
     """
     from pretrain import tracking
 
-    payload = {"config": config.model_dump(mode="json"), "resume": resume}
-    with nullcontext() if is_follower() else tracking.follow(config.folder, steps):
-        if alone:
-            from pretrain.worker import Worker
-
-            module, function = target.split(":")
-            getattr(importlib.import_module(module), function)(payload, Worker.from_environment())
-            return
-        from cluster.run import run
-
-        scheduling = config.scheduling
-        run(
-            target,
-            payload,
-            name=config.name,
-            run_dir=config.folder,
-            workers=scheduling.workers,
-            cpus_per_worker=scheduling.cpus_per_worker,
-            address=scheduling.address,
-            max_failures=scheduling.max_failures,
-            min_workers=scheduling.min_workers,
+    if is_follower():
+        return _start(target, config, resume, alone=alone)
+    try:
+        with tracking.follow(config.folder, steps):
+            _start(target, config, resume, alone=alone)
+    except (StoppedError, DivergedError) as error:
+        tracking.note_end(
+            config.folder, "stop" if isinstance(error, StoppedError) else "diverged", str(error)
         )
+        raise
+
+
+def _start(target: str, config: Run, resume: bool, *, alone: bool) -> None:
+    payload = {"config": config.model_dump(mode="json"), "resume": resume}
+    if alone:
+        from pretrain.worker import Worker
+
+        module, function = target.split(":")
+        getattr(importlib.import_module(module), function)(payload, Worker.from_environment())
+        return
+    from cluster.run import run
+
+    scheduling = config.scheduling
+    run(
+        target,
+        payload,
+        name=config.name,
+        run_dir=config.folder,
+        workers=scheduling.workers,
+        cpus_per_worker=scheduling.cpus_per_worker,
+        address=scheduling.address,
+        max_failures=scheduling.max_failures,
+        min_workers=scheduling.min_workers,
+    )

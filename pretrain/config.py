@@ -325,6 +325,12 @@ class Scheduling(Section):
         default=3, ge=0, description="Worker failures survived by restarting from a checkpoint."
     )
 
+    @model_validator(mode="after")
+    def _check_range(self) -> Scheduling:
+        if self.min_workers > self.workers:
+            raise ValueError(f"min_workers ({self.min_workers}) is more than workers ({self.workers})")
+        return self
+
 
 class Run(Section):
     """What every run has, whatever it trains."""
@@ -384,6 +390,14 @@ class RunConfig(Run):
                 raise ValueError(
                     f"phases.{number}.global_sequences ({phase.global_sequences}) is smaller than "
                     f"scheduling.workers ({self.scheduling.workers}); every worker needs a sequence"
+                )
+            least = self.scheduling.min_workers or self.scheduling.workers
+            uneven = [n for n in range(least, self.scheduling.workers + 1) if phase.global_sequences % n]
+            if uneven and self.engine.micro_batch_tokens < 2 * phase.sequence_length:
+                raise ValueError(
+                    f"phases.{number}.global_sequences ({phase.global_sequences}) cannot be dealt to {uneven[0]} workers evenly "
+                    f"while engine.micro_batch_tokens ({self.engine.micro_batch_tokens}) holds only one sequence of "
+                    f"{phase.sequence_length}; take a multiple, or micro_batch_tokens of at least {2 * phase.sequence_length}"
                 )
         return self
 

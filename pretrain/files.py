@@ -20,6 +20,7 @@ from typing import IO, Any
 from pretrain.errors import InputError, MachineError
 
 MANIFEST = "manifest.json"
+_OWN_HASH = "manifest_sha256"
 
 
 @contextlib.contextmanager
@@ -128,8 +129,18 @@ def write_manifest(
         name = path.relative_to(folder).as_posix()
         files[name] = {"bytes": path.stat().st_size, "sha256": known.get(name) or sha256_file(path)}
     manifest = {**extra, "files": files}
-    write_json(folder / MANIFEST, manifest)
+    put_manifest(folder, manifest)
     return manifest
+
+
+def put_manifest(folder: Path, manifest: dict[str, Any]) -> None:
+    """Write `manifest` as that of `folder`, with its own SHA-256, by which `verify_manifest` knows it."""
+    write_json(folder / MANIFEST, {**manifest, _OWN_HASH: _own_hash(manifest)})
+
+
+def _own_hash(manifest: dict[str, Any]) -> str:
+    rest = {key: value for key, value in manifest.items() if key != _OWN_HASH}
+    return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -147,11 +158,13 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def verify_manifest(folder: Path, *, content: bool = True) -> dict[str, Any]:
-    """Check `folder` against its manifest: sizes always, SHA-256 with `content`. Returns the manifest.
+    """Check `folder` against its manifest, and that itself: sizes always, SHA-256 with `content`. Returns the manifest.
 
     Raises `InputError` naming the first file that is missing, of the wrong size or altered.
     """
     manifest = read_manifest(folder)
+    if manifest.get(_OWN_HASH) != _own_hash(manifest):
+        raise InputError(f"{folder / MANIFEST}: altered or damaged on disk. Make the folder again.")
     for name, expected in manifest["files"].items():
         path = folder / name
         if not path.is_file():

@@ -120,6 +120,7 @@ class Plan:
     straggler_factor: float
     background_saving: bool
     retry_seconds: float
+    keep_best: bool = False  # save where an evaluation is the best so far, for who goes back to it in the end
     patience: int = (
         0  # evaluations in a row without a gain after which training ends; 0 goes to the last step
     )
@@ -302,7 +303,7 @@ class _Run(Generic[S]):
         for step in steps:
             stop = self.train_step(step, stop_requested())
             progress.step += 1
-            last = progress.step == plan.total_steps
+            last, best = progress.step == plan.total_steps, False
             if self.wrong:
                 return True
             if last or progress.step % plan.log_every_steps == 0:
@@ -311,7 +312,8 @@ class _Run(Generic[S]):
                 self.evaluate()
                 progress.stopped_early = 0 < plan.patience <= progress.evaluations_without_gain
                 last = last or progress.stopped_early
-            if last or stop or progress.step % plan.checkpoint_every_steps == 0:
+                best = plan.keep_best and not progress.evaluations_without_gain
+            if last or stop or best or progress.step % plan.checkpoint_every_steps == 0:
                 self.save()
             if progress.stopped_early:
                 return False

@@ -171,6 +171,17 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
     return records
 
 
+def note_end(run_dir: Path, event: str, message: str) -> None:
+    """Add the event that a run has ended with; nothing where it has no record yet."""
+    records = read_records(run_dir)
+    steps = [record["step"] for record in records if is_training(record)]
+    if not steps:
+        return
+    records.append({"event": event, "step": max(steps), "time": time.time(), "message": message})
+    with disk_errors(run_dir), atomic_open(run_dir / METRICS, "w") as file:
+        file.writelines(json.dumps(record) + "\n" for record in records)
+
+
 def is_training(record: dict[str, Any]) -> bool:
     """Whether a record is of training steps, and not of an evaluation or an event."""
     return "split" not in record and "event" not in record

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -29,6 +30,7 @@ def killed_then_mistaken(payload: dict[str, Any], worker: Worker) -> None:
     before = count_start(payload, worker)
     print(f"rank {worker.rank} of {worker.world_size}, {worker.threads} threads")
     os.system("echo a child writes here too")
+    Path(f"title-{worker.rank}").write_text(psutil.Process().cmdline()[0])
     with process_group(worker):
         total = torch.ones(1)
         dist.all_reduce(total)

@@ -45,7 +45,7 @@ class Calls(list):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Stand-ins for train.main, cluster.run.run and tracking.follow."""
+    """Stand-ins for train.main, cluster.run.run, tracking.follow and tracking.note_end."""
     seen = Calls()
 
     @contextlib.contextmanager
@@ -63,7 +63,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     import cluster.run
 
     stand_in("pretrain.train", main=lambda payload, worker: seen.append(("train", (payload, worker))))
-    stand_in("pretrain.tracking", follow=follow)
+    stand_in("pretrain.tracking", follow=follow, note_end=lambda *given: seen.append(("end", given)))
     monkeypatch.setattr(cluster.run, "run", lambda *given, **named: seen.append(("run", (given, named))))
     return seen
 
@@ -245,6 +245,8 @@ def test_the_end_of_the_workers_is_the_exit_code(
     raise_in_run(monkeypatch, error)
     assert cli("pretrain", config_file) == code
     assert error_of(capsys) == f"error: {error}"
+    events = [given[1:] for what, given in calls if what == "end"]
+    assert events == {3: [], 4: [("diverged", "d")], 75: [("stop", "s")]}[code]
 
 
 def test_interruption_is_130(config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch):

@@ -13,14 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from cluster import group
+from cluster import group, job, jobs
 from cluster.group import _cause, _Crash
-from cluster.nodes import Node, nodes_fit
+from cluster.job import _ahead
+from cluster.members import PROCESS_TITLE
+from cluster.nodes import Node, nodes_fit, share_out
 from cluster.run import _Signals, end_session, last_line, run
 from cluster.worker import CRASH, WorkerEnd, error_from, one_line
 from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
@@ -72,6 +75,9 @@ def test_killed_worker_restarts_once_and_a_mistake_never_does(folder: Path) -> N
         _run("killed_then_mistaken", folder, workers=2, cpus_per_worker=1, max_failures=5)
     assert _starts(folder, 0) == _starts(folder, 1) == ["resume=False", "resume=True"]
     assert (folder / "sum-0").read_text() == "2", "the workers did not reach each other"
+    assert (folder / "title-1").read_text().startswith(PROCESS_TITLE), (
+        "Kubernetes waits for processes of that name"
+    )
     log = (folder / "run/logs/worker-1.log").read_text()
     assert log.count("rank 1 of 2, 1 threads") == 2
     assert log.count("a child writes here too") == 2
@@ -308,6 +314,108 @@ def test_dead_worker_is_blamed_before_those_that_lost_it() -> None:
     assert cause.rank == 1
 
 
+@pytest.mark.parametrize(
+    ("nodes", "low", "high", "each"),
+    [
+        ([(64, 8)], 4, 8, 8),  # eight GPUs hold eight workers
+        ([(64, 0)] * 4, 8, 32, 8),
+        ([(2, 0)], 1, 2, 1),
+        ([(8, 0), (2, 0)], 2, 2, 4),
+        ([(4, 0)], 1, 8, 1),
+    ],
+)
+def test_cpus_are_shared_among_as_many_as_there_may_be(nodes, low: int, high: int, each: int) -> None:
+    assert share_out(nodes, low, high, 0, "here") == each
+
+
+def test_room_beside_others_counts_what_is_free_and_what_is_ours() -> None:
+    nodes = [Node("a", 4, 0, False, 1, 0), Node("b", 4, 0, False, 0, 0), Node("c", 4, 0, True, 4, 0)]
+    assert group._room(nodes, 1, 12, 1, held=None) == 8
+    assert group._room(nodes, 1, 12, 1, held={}) == 1
+    assert group._room(nodes, 1, 12, 1, held={"a": 3, "b": 2}) == 6
+    gpus = [Node("a", 16, 4, False, 12, 1)]
+    assert group._room(gpus, 1, 4, 4, held={"a": 1}) == 2
+
+
+def test_a_crowded_cluster_is_asked_for_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others took one of two cores, of which the totals tell nothing."""
+    monkeypatch.setattr(group, "usable_nodes", lambda: [Node("here", 2, 0, False, 1, 0)])
+    asked = []
+
+    def attempt(request: dict[str, Any], number: int, workers: int, *_: Any) -> None:
+        asked.append(workers)
+        if workers == 2:
+            raise group.NoRoomError
+
+    monkeypatch.setattr(group, "_attempt", attempt)
+    group.train({**_request(tmp_path, 3), "min_workers": 1}, use_gpu=False, keep_logs=lambda: None)
+    assert asked == [2, 1]
+
+
+def test_a_head_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    answers: list[Any] = [ConnectionError("no GCS"), [Node("here", 2, 0, False, 2, 0)]]
+
+    def usable_nodes() -> Any:
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(group, "usable_nodes", usable_nodes)
+    monkeypatch.setattr(group, "_attempt", lambda *_: None)
+    group.train(_request(tmp_path, 0), use_gpu=False, keep_logs=lambda: None)
+    assert not answers
+
+
+class _Known:
+    """The jobs of a cluster of eight CPUs, as `jobs.Jobs` lists them."""
+
+    address = "http://127.0.0.1:8265"
+
+    def __init__(self, **workers: tuple[int, int]) -> None:
+        self._jobs = [
+            SimpleNamespace(
+                submission_id=name, status="RUNNING",
+                metadata={"workers": str(low), "most_workers": str(high), "cpus_per_worker": "1"},
+            )
+            for name, (low, high) in workers.items()
+        ]  # fmt: skip
+
+    def all(self) -> list[Any]:
+        return self._jobs
+
+
+def test_a_job_waits_for_all_that_those_before_it_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jobs, "nodes_of", lambda _: [{"resources_total": {"CPU": 8.0}}])
+    assert _ahead(_Known(elastic=(1, 8), small=(1, 1)), "small") == ["elastic"]
+    assert _ahead(_Known(half=(4, 4), elastic=(1, 8)), "elastic") == []
+    assert _ahead(_Known(half=(4, 4), whole=(8, 8), small=(1, 1)), "small") == ["half", "whole"]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_waiting_job_outlives_a_silent_head_and_hears_a_stop(
+    monkeypatch: pytest.MonkeyPatch, stopped: bool
+) -> None:
+    """A stop that comes while the head is asked must not be lost, though it is the job's turn."""
+    answers: list[Any] = [MachineError("away"), ["other"], []]
+
+    def ahead(*_: Any) -> list[str]:
+        answer = answers.pop(0)
+        if not answers and stopped:
+            os.kill(os.getpid(), signal.SIGTERM)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(job, "_dashboard", lambda: "")
+    monkeypatch.setattr(jobs, "Jobs", lambda _: None)
+    monkeypatch.setattr(job, "_ahead", ahead)
+    monkeypatch.setattr(job, "_POLL_SECONDS", 0.01)
+    with pytest.raises(StoppedError) if stopped else contextlib.nullcontext():
+        job._await_turn("mine")
+    assert not answers
+
+
 def _request(folder: Path, max_failures: int) -> dict[str, Any]:
     return {
         "run_dir": str(folder),
@@ -323,7 +431,7 @@ def _request(folder: Path, max_failures: int) -> dict[str, Any]:
 
 def _train(monkeypatch: pytest.MonkeyPatch, request: dict[str, Any], attempt: Callable[[int], None]) -> None:
     """`group.train` on a machine of two cores, with `attempt` for Ray's part."""
-    monkeypatch.setattr(group, "usable_nodes", lambda: [Node("here", 2, 0, False)])
+    monkeypatch.setattr(group, "usable_nodes", lambda: [Node("here", 2, 0, False, 2, 0)])
     monkeypatch.setattr(group, "_attempt", lambda request, number, *_: attempt(number))
     group.train(request, use_gpu=False, keep_logs=lambda: None)
 

@@ -132,6 +132,18 @@ def test_workers_must_each_have_a_sequence(write):
     ]
 
 
+def test_every_number_of_workers_that_there_may_be_must_be_able_to_deal(write):
+    """A node that is lost must not end a run with a mistake of its config's."""
+    elastic = ("scheduling.workers=4", "scheduling.min_workers=2", "engine.micro_batch_tokens=128")
+    found = problems(write(GOOD), *elastic)
+    assert len(found) == 1
+    assert "phases.1.global_sequences (8) cannot be dealt to 3 workers evenly" in found[0]
+    load_config(write(GOOD), [*elastic, "engine.micro_batch_tokens=256"])
+    load_config(write(GOOD), [*elastic, "scheduling.min_workers=0"])
+    found = problems(write(GOOD), "scheduling.workers=2", "scheduling.min_workers=3")
+    assert "min_workers (3) is more than workers (2)" in found[0]
+
+
 @pytest.mark.parametrize(
     ("text", "start"),
     [

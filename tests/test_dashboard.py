@@ -251,6 +251,20 @@ class TestPage:
         assert 'http-equiv="refresh"' not in page.read_text()
         assert "Finished at step 60 of 60" in page.read_text()
 
+    @pytest.mark.parametrize("event", ["stop", "diverged"])
+    def test_follow_ends_with_a_run_that_ended_early(
+        self, run: Path, monkeypatch: pytest.MonkeyPatch, event: str
+    ) -> None:
+        monkeypatch.setattr(
+            dashboard.time, "sleep", lambda _: tracking.note_end(run, event, "as it was asked to: --resume")
+        )
+        dashboard.write_dashboard(str(run), follow=True)
+        [state] = [one.state for one in read_runs(run)]
+        assert state == {"stop": "stopped", "diverged": "diverged"}[event]
+        with (run / "metrics.jsonl").open("a") as file:
+            file.write(json.dumps(training(60)) + "\n")
+        assert read_runs(run)[0].state == "finished"
+
 
 class TestRefusals:
     @pytest.mark.parametrize(

@@ -819,6 +819,15 @@ def test_the_threshold_is_tuned_for_the_metric():
         assert one.threshold == threshold
 
 
+def test_a_threshold_that_answers_nothing_is_below_all_scores():
+    """Scores are differences of logits and may all be negative; the script's 0 would answer everything then."""
+    examples = [ask("a cat sat", "", id="1"), ask("a dog", "", id="2")]
+    one = task(unanswerable=True)
+    one.tune(examples, predictions(("1", "cat", -3.0), ("2", "dog", -1.0)))
+    assert one.threshold < -3.0
+    assert one.score(examples, predictions(("1", "cat", -3.0), ("2", "dog", -1.0)))["f1"] == 1
+
+
 def test_scores_of_version_1():
     examples = [ask("the cat", "cat", id="1"), ask("the dog", "dog", id="2")]
     one = task(unanswerable=False)

@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tiny_checkpoints import make_bert, write_reviews
+from tiny_checkpoints import make_bert, make_roberta, write_reviews
 
 import finetune
 from finetune import runs
 from finetune.__main__ import main
 from finetune.config import PRESETS, FinetuneConfig, Training
 from finetune.train import layered_groups
+from pretrain.checkpoint.released import read_released
 from pretrain.errors import InputError
 from pretrain.files import verify_manifest
 from pretrain.optim import learning_rate
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, records, with_changes
+
+UNSTEADY = 0.2  # a rate at which the last evaluation is not the best
 
 
 def settings(root: Path, name: str, **changes: Any) -> dict[str, Any]:
@@ -48,6 +53,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Runs of one worker (whole, stopped and resumed, patient, at ZeRO 3, from random weights) and of two."""
     root = tmp_path_factory.mktemp("finetune")
     make_bert(root / "bert")
+    make_roberta(root / "roberta", root / "bert")
     write_reviews(root, train=160, dev=40)
     cut = settings(root, "cut")
     outcomes = run_workers(
@@ -58,9 +64,11 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Start(settings(root, "zero3", engine__zero_stage=3)),
             Start(settings(root, "patient", training__patience=1, training__learning_rate=1e-9)),
             Start(settings(root, "drawn", random_weights=True, training__epochs=1.0)),
+            Start(settings(root, "unsteady", training__learning_rate=UNSTEADY, checkpoint__every_steps=7)),
+            Start(settings(root, "one-type", start_from=str(root / "roberta"), training__epochs=1.0)),
         ],
     )[0]  # fmt: skip
-    assert [outcome[:31] for outcome in outcomes] == ["", "StoppedError: stopped at step 7", *[""] * 4]
+    assert [outcome[:31] for outcome in outcomes] == ["", "StoppedError: stopped at step 7", *[""] * 6]
     assert run_workers(2, starts, [Start(settings(root, "two"))]) == [[""], [""]]
     return root
 
@@ -76,6 +84,8 @@ def test_losses_do_not_depend_on_workers_or_stage(root: Path, other: str) -> Non
     expected = [r["loss"] for r in records(root / "whole")]
     assert len(expected) == 30
     assert [r["loss"] for r in records(root / other)] == pytest.approx(expected, rel=1e-4)
+    held_out = [r["loss"] for r in records(root / "whole", "validation")]
+    assert [r["loss"] for r in records(root / other, "validation")] == pytest.approx(held_out, rel=1e-3)
     assert [r["accuracy"] for r in records(root / other, "validation")] == [
         r["accuracy"] for r in records(root / "whole", "validation")
     ]
@@ -86,6 +96,49 @@ def test_it_learns_and_keeps_the_best_evaluation(root: Path) -> None:
     evaluated = {r["step"]: r["accuracy"] for r in records(root / "whole", "validation")}
     assert sorted(evaluated) == [10, 20, 30]
     assert scores["scores"]["dev"]["accuracy"] == evaluated[scores["step"]] == max(evaluated.values()) > 0.9
+
+
+def test_the_best_evaluation_is_kept_between_checkpoints(root: Path) -> None:
+    """Checkpoints at 7, 14, 21 and 28, evaluations at 10, 20 and 30."""
+    scores = json.loads((root / "unsteady/scores.json").read_text())
+    evaluated = {r["step"]: r["accuracy"] for r in records(root / "unsteady", "validation")}
+    assert evaluated[30] < max(evaluated.values())
+    assert scores["scores"]["dev"]["accuracy"] == evaluated[scores["step"]] == max(evaluated.values())
+
+
+def test_a_model_of_one_token_type_stays_one(root: Path) -> None:
+    """It was trained with the first type alone; a second row that differed would be used by predict."""
+    assert read_released(root / "one-type/model").token_types == 1
+
+
+def test_records_that_are_there_are_predicted_before_others_come(root: Path) -> None:
+    model = finetune.load(root / "whole", precision="fp32")
+    answered: list[dict[str, Any]] = []
+
+    def records_on_demand() -> Iterator[str]:
+        for number in range(4):
+            deadline = time.monotonic() + 60
+            while len(answered) < number:
+                assert time.monotonic() < deadline, f"no answer to record {number}"
+                time.sleep(0.01)
+            yield "the film was good"
+
+    for made in model.stream(records_on_demand(), live=True):
+        answered.append(made)
+    assert len(answered) == 4
+
+
+def test_what_ends_the_records_is_told_after_those_before_it(root: Path) -> None:
+    model = finetune.load(root / "whole", precision="fp32")
+
+    def two_and_an_error() -> Iterator[str]:
+        yield from ("the film was good", "the book was bad")
+        raise InputError("line 3: not JSON")
+
+    made = model.stream(two_and_an_error(), live=True)
+    assert [next(made)["label"], next(made)["label"]] == ["positive", "negative"]
+    with pytest.raises(InputError, match="line 3"):
+        next(made)
 
 
 def test_a_finished_run_holds_a_proven_model_and_no_checkpoints(root: Path) -> None:
@@ -226,3 +279,11 @@ def test_the_rate_rises_and_falls_as_transformers_has_it() -> None:
 def test_presets_fill_what_is_not_given() -> None:
     training = Training.model_validate({"preset": "stable", "epochs": 5.0})
     assert (training.epochs, training.learning_rate) == (5.0, PRESETS["stable"]["learning_rate"])
+    off = {"reinitialise_pooler": False, "reinitialised_layers": 0, "warmup_share": 0.0}
+    training = Training.model_validate({"preset": "few-sample", **off})
+    assert (training.reinitialise_pooler, training.reinitialised_layers, training.warmup_share) == (
+        False,
+        0,
+        0.0,
+    )
+    assert training.layer_decay == PRESETS["few-sample"]["layer_decay"]

@@ -51,6 +51,23 @@ def make_bert(folder: Path, *, hidden: int = 32, layers: int = 2, positions: int
     return folder
 
 
+def make_roberta(folder: Path, bert: Path) -> Path:
+    """A RobertaModel with random weights, of the vocabulary and tokenizer of `bert`."""
+    import shutil
+
+    import torch
+    from transformers import RobertaConfig, RobertaModel
+
+    shutil.copytree(bert, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    torch.manual_seed(0)
+    shape = RobertaConfig(
+        vocab_size=len((bert / "vocab.txt").read_text().splitlines()), hidden_size=32, num_hidden_layers=2,
+        num_attention_heads=2, intermediate_size=64, max_position_embeddings=66, type_vocab_size=1, pad_token_id=0,
+    )  # fmt: skip
+    RobertaModel(shape).save_pretrained(folder)
+    return folder
+
+
 def write_reviews(folder: Path, *, train: int = 40, dev: int = 12) -> dict[str, str]:
     """train.jsonl and dev.jsonl of sentences whose first adjective decides the label; their paths."""
     import random

@@ -14,6 +14,7 @@ from pydantic import Field
 
 from cluster.manifests.run import Job, Nodes, locked_version
 from cluster.manifests.text import as_yaml
+from cluster.members import PROCESS_TITLE
 from pretrain.errors import InputError
 
 _FILES = "/etc/bertrain"  # where the ConfigMap lies in every container
@@ -306,7 +307,7 @@ def _stop_script(job: Job, place: Place) -> str:
 # Before a pod ends: asks the run for a checkpoint, and waits until nothing of it runs in this pod.
 touch {stop} 2>/dev/null || exit 0 # no run folder: nothing to save
 for ((second = 0; second < {place.grace_seconds}; second++)); do
-    pgrep -f '^ray::.*Train|-m (pretrain pretrain|finetune finetune)' >/dev/null || exit 0
+    pgrep -f '^{PROCESS_TITLE}|-m (pretrain pretrain|finetune finetune)' >/dev/null || exit 0
     sleep 1
 done
 """

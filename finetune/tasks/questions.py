@@ -311,7 +311,10 @@ class Questions:
         column = 0 if self.settings.metric == "exact" else 1
         scores = {q: score_v2(texts, best[q])[column] for q, texts in golds.items() if q in best}
         no_answer = {question: float(one["no_answer_score"]) for question, one in by_id.items()}
-        self.threshold = best_threshold(golds, best, scores, no_answer)[1]
+        reached, self.threshold = best_threshold(golds, best, scores, no_answer)
+        if reached <= sum(not texts for texts in golds.values()) / len(scores):
+            # Answering nothing at all is best, for which the script's 0 stands; ours are logits and may be below it.
+            self.threshold = min(0.0, math.nextafter(min(no_answer.values()), -math.inf))
 
     def score(
         self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]

@@ -6,6 +6,7 @@ were; what is written has no name until all of it is there (`store.write`).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -91,7 +92,8 @@ class Saver:
         try:
             self._write_or_retry(step, shard, state)
             if self._group.rank == 0:
-                store.prune(self._folder, self._keep_last)
+                with contextlib.suppress(OSError):  # the next save prunes again
+                    store.prune(self._folder, self._keep_last)
         except BaseException as error:
             self._error = error
 

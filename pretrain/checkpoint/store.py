@@ -33,6 +33,7 @@ from pretrain.files import (
     disk_errors,
     existing_parent,
     fsync_folder,
+    put_manifest,
     read_manifest,
     sha256_file,
     verify_manifest,
@@ -154,7 +155,7 @@ def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
     Damaged newer ones are passed over and logged; `set_aside`, for the run that owns the folder alone, also renames
     them to `damaged-…`.
     """
-    for checkpoint in reversed(list_checkpoints(folder)):
+    for checkpoint in reversed(_named_as_checkpoints(folder)):
         try:
             verify_manifest(checkpoint)
         except InputError as error:
@@ -170,9 +171,12 @@ def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
 
 def list_checkpoints(folder: Path) -> list[Path]:
     """Complete checkpoints by ascending step; their content is not verified."""
-    if not folder.is_dir():
-        return []
-    return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name) and (p / MANIFEST).is_file())
+    return [path for path in _named_as_checkpoints(folder) if (path / MANIFEST).is_file()]
+
+
+def _named_as_checkpoints(folder: Path) -> list[Path]:
+    """By ascending step. They get their names when they are whole, so one without a manifest has lost it."""
+    return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name)) if folder.is_dir() else []
 
 
 def best(folder: Path) -> Path | None:
@@ -359,7 +363,7 @@ def _write_manifest(aside: Path, shards: list[dict[str, Any]], state: dict[str, 
         "fragments": [entry for shard in shards for entry in shard["fragments"]],
         "files": files,
     }
-    write_json(aside / MANIFEST, manifest)
+    put_manifest(aside, manifest)
 
 
 def _agree(group: Group, work: Callable[[], Any]) -> list[Any]:

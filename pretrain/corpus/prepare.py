@@ -58,7 +58,7 @@ from pretrain.corpus.vocabulary import (
     train_vocabulary,
 )
 from pretrain.errors import InputError, MachineError, StoppedError
-from pretrain.files import MANIFEST, locked, read_manifest, sha256_file, write_json
+from pretrain.files import MANIFEST, locked, put_manifest, read_manifest, sha256_file, write_json
 
 WORK = ".work"
 _MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; the rarest give way
@@ -228,7 +228,7 @@ class _Preparation:
             entry |= self._source_facts(number)
         manifest["fingerprint"] = _fingerprint(manifest)
         if manifest != read_manifest(self._folder):
-            write_json(self._folder / MANIFEST, manifest)
+            put_manifest(self._folder, manifest)
 
     def _refuse_changes(self, before: dict[str, Any], now: dict[str, Any]) -> None:
         changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
@@ -429,7 +429,7 @@ class _Preparation:
             },
         }
         manifest["fingerprint"] = _fingerprint(manifest)
-        write_json(self._folder / MANIFEST, manifest)
+        put_manifest(self._folder, manifest)
 
 
 def _fingerprint(manifest: dict[str, Any]) -> str:

@@ -41,4 +41,4 @@ def write_dashboard(name: str, out: Path | None = None, *, follow: bool = False)
 
 
 def _over(runs: list[RunRecords]) -> bool:
-    return all(run.state in ("finished", "diverged") for run in runs)
+    return all(run.state != "not finished" for run in runs)

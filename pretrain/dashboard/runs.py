@@ -19,6 +19,7 @@ from pretrain.tracking import METRICS, is_training, read_records
 # What a fine-tuning leaves: its scores, or word of why there are none.
 SCORES = "scores.json"
 FAILED = "failed.json"
+_ENDS = {"stop": "stopped", "diverged": "diverged"}  # events that a run ends with, and what it is then
 
 _DEPTH = 3  # of run folders below that of several: glue/TASK/seed-N
 
@@ -63,8 +64,8 @@ class RunRecords:
             return "diverged"
         if self.total_steps is not None and self.step >= self.total_steps:
             return "finished"
-        stops = [event for event in self.events if event["event"] == "stop"]
-        return "stopped" if stops and stops[-1].get("step", 0) >= self.step else "not finished"
+        ends = [event for event in self.events if event["event"] in _ENDS]
+        return _ENDS[ends[-1]["event"]] if ends and ends[-1]["step"] >= self.step else "not finished"
 
     @property
     def updated(self) -> float:

@@ -1,0 +1,128 @@
+"""`finetune bench CONFIG --features`: making the training features of span questions, ours beside the public script's way.
+
+The peer is what run_qa.py of transformers does (examples/pytorch/question-answering, prepare_train_features): the fast tokenizer
+over batches of questions with `only_second` truncation, a stride and offsets, a Python loop for the answers' places, through
+`Dataset.map` in as many processes as there are cores. Files are read and tokenizers loaded before the clock starts.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from finetune.config import FinetuneConfig
+from pretrain.errors import InputError
+
+OURS, PEER = "ours", "run_qa"
+
+
+def compare(config: FinetuneConfig, repeats: int) -> dict[str, Any]:
+    """{"ours": [examples/s, ...], "run_qa": [...], "windows": {...}}, each way in turn after one time that warms up."""
+    import torch
+
+    from finetune.tasks import make_task
+    from finetune.text import TextEncoder
+    from pretrain.checkpoint.tokenizer import read_tokenizer
+
+    if config.questions is None:
+        raise InputError("bench finetune: --features is for questions; give a config of that task.")
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    task = make_task(config)
+    examples = task.read_train()
+    encoder = TextEncoder(read_tokenizer(Path(config.start_from)), config.max_length)
+    theirs = _peer(config, examples)
+    ways: dict[str, Callable[[], int]] = {
+        OURS: lambda: len(task.windows(examples, encoder, training=True)),
+        PEER: theirs,
+    }
+    rates: dict[str, list[float]] = {OURS: [], PEER: []}
+    windows: dict[str, int] = {}
+    for repeat in range(repeats + 1):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            windows[name] = way()
+            if repeat:
+                rates[name].append(len(examples) / (time.perf_counter() - began))
+    return {**rates, "examples": len(examples), "windows": windows}
+
+
+def summary(result: dict[str, Any]) -> str:
+    """A line for each way and one for the ratio."""
+    lines = [
+        f"{name:<8} {statistics.median(result[name]):,.0f} examples/s ({min(result[name]):,.0f}-{max(result[name]):,.0f}), "
+        f"{result['windows'][name]:,} windows of {result['examples']:,} questions"
+        for name in (OURS, PEER)
+    ]
+    ratios = [mine / theirs for mine, theirs in zip(result[OURS], result[PEER], strict=True)]
+    lines.append(f"ratio    {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
+    return "\n".join(lines)
+
+
+def _peer(config: FinetuneConfig, examples: list[Any]) -> Callable[[], int]:
+    import datasets
+    import transformers
+
+    datasets.disable_progress_bars()
+    datasets.disable_caching()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(config.start_from)
+    assert config.questions is not None
+    stride = config.questions.stride
+    rows = datasets.Dataset.from_list(
+        [
+            {"question": one.text, "context": one.context, "starts": [a.start for a in one.answers or ()], "texts": [a.text for a in one.answers or ()]}
+            for one in examples
+        ]
+    )  # fmt: skip
+
+    def prepare(batch: dict[str, list[Any]]) -> dict[str, Any]:
+        return _prepare_train_features(batch, tokenizer, config.max_length, stride)
+
+    def run() -> int:
+        mapped = rows.map(
+            prepare,
+            batched=True,
+            num_proc=len(os.sched_getaffinity(0)),
+            remove_columns=rows.column_names,
+            load_from_cache_file=False,
+        )
+        return len(mapped)
+
+    return run
+
+
+def _prepare_train_features(
+    batch: dict[str, list[Any]], tokenizer: Any, max_length: int, stride: int
+) -> dict[str, Any]:
+    made = tokenizer(
+        [question.lstrip() for question in batch["question"]], batch["context"], truncation="only_second",
+        max_length=max_length, stride=stride, return_overflowing_tokens=True, return_offsets_mapping=True, padding=False,
+    )  # fmt: skip
+    samples, offsets = made.pop("overflow_to_sample_mapping"), made.pop("offset_mapping")
+    starts, ends = [], []
+    for number, places in enumerate(offsets):
+        ids, of = made["input_ids"][number], made.sequence_ids(number)
+        cls = ids.index(tokenizer.cls_token_id)
+        texts, begins = batch["texts"][samples[number]], batch["starts"][samples[number]]
+        first = 0
+        while of[first] != 1:
+            first += 1
+        last = len(ids) - 1
+        while of[last] != 1:
+            last -= 1
+        begin, end = (begins[0], begins[0] + len(texts[0])) if begins else (0, 0)
+        if not begins or not (places[first][0] <= begin and places[last][1] >= end):
+            starts.append(cls)
+            ends.append(cls)
+            continue
+        while first < len(places) and places[first][0] <= begin:
+            first += 1
+        starts.append(first - 1)
+        while places[last][1] >= end:
+            last -= 1
+        ends.append(last + 1)
+    made["start_positions"], made["end_positions"] = starts, ends
+    return dict(made)
