@@ -6,9 +6,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.normalizers import BertNormalizer
+from tokenizers.pre_tokenizers import BertPreTokenizer
 
 _CHUNK = 4096  # texts handed to the tokenizer at a time: its encodings take 100 times the memory of their ids
+_WORDS_A_LINE = (
+    64  # distinct words handed over as one text: a call and an encoding for each would take longest
+)
 
 
 @dataclass(frozen=True)
@@ -46,20 +54,17 @@ class TextEncoder:
         # Byte-level BPE: a word inside a text is another token than the word at its beginning.
         alone, inside = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", " a"))
         self._begins_with_space = alone != inside
+        self._by_word = _cuts_at_spaces(tokenizer)
 
     def room(self, *, pair: bool) -> int:
         """Tokens of text that a window has place for, of both texts together."""
         return self.max_length - len(self.prefix) - len(self.suffix) - (len(self.between) if pair else 0)
 
     def encode(self, texts: Sequence[str], *, offsets: bool = True) -> Column:
-        """Texts as they are, in the tokenizer's own threads; without `offsets`, a quarter sooner, these are all 0."""
-        return _join(
-            [
-                encoding
-                for first in range(0, len(texts), _CHUNK)
-                for encoding in self._encode_chunk(list(texts[first : first + _CHUNK]), offsets)
-            ]
-        )
+        """Texts as they are, in the tokenizer's own threads; without `offsets` these may all be 0, which is sooner."""
+        if self._by_word:
+            return self._encode_by_word(texts)
+        return self._encode_whole(texts, offsets=offsets)
 
     def encode_words(self, words: Sequence[str]) -> Column:
         """Words that stand alone, each a text of its own; the tokens of a distinct word are worked out once.
@@ -78,6 +83,47 @@ class TextEncoder:
         if self._begins_with_space:
             offsets = np.maximum(offsets - 1, 0)
         return Column(column.ids[rows], np.concatenate([[0], np.cumsum(lengths)]), offsets)
+
+    def _encode_by_word(self, texts: Sequence[str]) -> Column:
+        """What lies between two spaces is tokenised once, however often it stands in `texts`, and its tokens gathered."""
+        words = pc.split_pattern(pa.array(texts, pa.large_string()), " ")  # pyright: ignore[reportAttributeAccessIssue]
+        first_word_N = words.offsets.to_numpy()
+        coded = words.flatten().dictionary_encode()
+        word_W = coded.indices.to_numpy()
+        distinct, characters = self._encode_distinct(coded.dictionary)
+        place_W = np.concatenate([[0], np.cumsum(characters[word_W] + 1)])  # with the space behind each word
+        place_W = place_W[:-1] - np.repeat(place_W[first_word_N[:-1]], np.diff(first_word_N))
+        count_W = np.diff(distinct.starts)[word_W]
+        rows = ragged(distinct.starts[word_W], count_W)
+        return Column(
+            ids=distinct.ids[rows],
+            starts=np.concatenate([[0], np.cumsum(count_W)])[first_word_N],
+            offsets=distinct.offsets[rows] + np.repeat(place_W, count_W).astype(np.int32)[:, None],
+        )
+
+    def _encode_distinct(self, words: pa.Array) -> tuple[Column, np.ndarray]:
+        """The words one by one, and their characters, int64 [words]. They go to the tokenizer as long lines."""
+        spelt = words.to_pylist()
+        lines = [" ".join(spelt[n : n + _WORDS_A_LINE]) for n in range(0, len(spelt), _WORDS_A_LINE)]
+        column = self._encode_whole(lines, offsets=True)
+        characters = pc.utf8_length(words).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
+        ends = np.cumsum(characters + 1)
+        begins = ends - characters - 1  # of each word, the lines laid end to end with a space between them
+        line_T = np.repeat(np.arange(len(lines)), np.diff(column.starts))
+        place_T = column.offsets[:, 0] + begins[line_T * _WORDS_A_LINE]
+        word_T = np.searchsorted(ends, place_T, side="right")
+        within = (begins[word_T] - begins[line_T * _WORDS_A_LINE]).astype(np.int32)
+        starts = np.searchsorted(word_T, np.arange(len(spelt) + 1))
+        return Column(column.ids, starts, column.offsets - within[:, None]), characters
+
+    def _encode_whole(self, texts: Sequence[str], *, offsets: bool) -> Column:
+        return _join(
+            [
+                encoding
+                for first in range(0, len(texts), _CHUNK)
+                for encoding in self._encode_chunk(list(texts[first : first + _CHUNK]), offsets)
+            ]
+        )
 
     def _encode_chunk(self, texts: list[str], offsets: bool) -> list[tuple[np.ndarray, np.ndarray]]:
         if not offsets:
@@ -149,6 +195,23 @@ def ragged(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
     """int64: begins[0], begins[0] + 1, ... for lengths[0] items, then likewise from begins[1], and so on."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1] if len(ends) else 0) + np.repeat(begins - ends + lengths, lengths)
+
+
+def _cuts_at_spaces(tokenizer: Tokenizer) -> bool:
+    """Whether a text's tokens are those of what lies between its spaces, one after the other.
+
+    So with BERT's normaliser, which looks at single characters and the marks that follow them, and its pre-tokeniser,
+    which cuts at every space; an added token may reach over a space.
+    """
+    return (
+        isinstance(tokenizer.model, WordPiece)
+        and isinstance(tokenizer.normalizer, BertNormalizer)
+        and isinstance(tokenizer.pre_tokenizer, BertPreTokenizer)
+        and not any(
+            token.lstrip or token.rstrip or " " in token.content
+            for token in tokenizer.get_added_tokens_decoder().values()
+        )
+    )
 
 
 def _constant(ids: np.ndarray, count: int) -> Slices:
