@@ -8,13 +8,14 @@ public scripts do. Both are scored by the same code. Each runs in a process of i
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,6 @@ def _train_peer(config: FinetuneConfig) -> dict[str, Any]:
     held_out = next(iter(task.read_held_out().values()), None)
     if held_out is None:
         raise InputError("bench finetune: the config names no dev set; scores are compared on one.")
-    encoder = TextEncoder(read_tokenizer(Path(config.start_from)), config.max_length)
     classes = {
         "sequence": transformers.AutoModelForSequenceClassification,
         "tokens": transformers.AutoModelForTokenClassification,
@@ -162,7 +162,11 @@ def _train_peer(config: FinetuneConfig) -> dict[str, Any]:
     }
     given = {} if task.head == "spans" else {"num_labels": task.outputs}
     model = classes[task.head].from_pretrained(config.start_from, **given)
+    # RoBERTa has one type of segment, DistilBERT none.
+    segments = getattr(model.config, "type_vocab_size", 0) > 1
+    encoder = TextEncoder(read_tokenizer(Path(config.start_from)), config.max_length, segments=segments)
     features = _features(task.windows(examples, encoder, training=True), task.head)
+    collate = functools.partial(_collate, pad=model.config.pad_token_id or 0, segments=segments)
     clock = _make_clock(transformers)
     settings = config.training
     trainer = transformers.Trainer(
@@ -177,12 +181,12 @@ def _train_peer(config: FinetuneConfig) -> dict[str, Any]:
             disable_tqdm=True, logging_strategy="no", use_cpu=not torch.cuda.is_available(), per_device_eval_batch_size=32,
         ),
         train_dataset=features,  # pyright: ignore[reportArgumentType]
-        data_collator=_collate,
+        data_collator=collate,
         callbacks=[clock],
     )  # fmt: skip
     trainer.train()
     windows = task.windows(held_out, encoder, training=False)
-    logits = _predict(model.eval(), windows, task.outputs)
+    logits = _predict(model.eval(), collate, windows, task.outputs)
     predictions = task.decode(held_out, windows, logits)
     task.tune(held_out, predictions)
     predictions = task.decode(held_out, windows, logits)
@@ -238,8 +242,8 @@ def _features(windows: Any, head: str) -> list[dict[str, Any]]:
     return features
 
 
-def _collate(features: list[dict[str, Any]]) -> dict[str, Any]:
-    """Padding to the longest of the batch."""
+def _collate(features: list[dict[str, Any]], pad: int, *, segments: bool) -> dict[str, Any]:
+    """Padding to the longest of the batch; without token_type_ids where the model knows no segments."""
     import torch
 
     longest = max(len(one["input_ids"]) for one in features)
@@ -249,10 +253,11 @@ def _collate(features: list[dict[str, Any]]) -> dict[str, Any]:
 
     ids = [one["input_ids"] for one in features]
     batch = {
-        "input_ids": padded(ids, 0),
-        "token_type_ids": padded([one["token_type_ids"] for one in features], 0),
+        "input_ids": padded(ids, pad),
         "attention_mask": padded([[1] * len(value) for value in ids], 0),
     }
+    if segments:
+        batch["token_type_ids"] = padded([one["token_type_ids"] for one in features], 0)
     for name in ("labels", "start_positions", "end_positions"):
         if name in features[0]:
             values = [one[name] for one in features]
@@ -264,7 +269,7 @@ def _collate(features: list[dict[str, Any]]) -> dict[str, Any]:
     return batch
 
 
-def _predict(model: Any, windows: Any, outputs: int) -> np.ndarray:
+def _predict(model: Any, collate: Callable[..., dict[str, Any]], windows: Any, outputs: int) -> np.ndarray:
     """float32 [R, C] of the asked rows, in bf16 autocast as the Trainer evaluates."""
     import torch
 
@@ -281,7 +286,7 @@ def _predict(model: Any, windows: Any, outputs: int) -> np.ndarray:
                 }
                 for n in members
             ]
-            output = model(**{key: value.to(model.device) for key, value in _collate(features).items()})
+            output = model(**{key: value.to(model.device) for key, value in collate(features).items()})
             for place, n in enumerate(members):
                 rows = slice(asked_of[n], asked_of[n + 1])
                 where = windows.asked[rows] - windows.starts[n]

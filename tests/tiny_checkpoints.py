@@ -68,6 +68,23 @@ def make_roberta(folder: Path, bert: Path) -> Path:
     return folder
 
 
+def make_distilbert(folder: Path, bert: Path) -> Path:
+    """A DistilBertModel with random weights, of the vocabulary and tokenizer of `bert`."""
+    import shutil
+
+    import torch
+    from transformers import DistilBertConfig, DistilBertModel
+
+    shutil.copytree(bert, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    torch.manual_seed(0)
+    shape = DistilBertConfig(
+        vocab_size=len((bert / "vocab.txt").read_text().splitlines()), dim=32, n_layers=2, n_heads=2, hidden_dim=64,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    DistilBertModel(shape).save_pretrained(folder)
+    return folder
+
+
 def write_reviews(folder: Path, *, train: int = 40, dev: int = 12) -> dict[str, str]:
     """train.jsonl and dev.jsonl of sentences whose first adjective decides the label; their paths."""
     import random

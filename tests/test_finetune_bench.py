@@ -1,0 +1,65 @@
+"""What fine-tuning is compared with: the public scripts' features and the Trainer, for every family of checkpoints."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from chaos import ROOT
+from tiny_checkpoints import make_bert, make_distilbert, make_roberta, write_reviews
+
+from finetune import bench_features
+from finetune.config import load_config
+
+
+def write_config(root: Path, **values: Any) -> Path:
+    path = root / "run.yaml"
+    settings = {
+        "name": "run",
+        "run_dir": str(root / "run"),
+        "max_length": 32,
+        "tracking": {"wandb": "off"},
+        **values,
+    }
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def test_features_are_as_many_as_the_public_scripts(tmp_path: Path) -> None:
+    bert = make_bert(tmp_path / "bert")
+    rows = [
+        {"id": str(n), "question": "was it good", "context": f"it was {n} " * (3 * n + 1) + "good",
+         "answers": {"text": ["it"], "answer_start": [0]}}
+        for n in range(12)
+    ]  # fmt: skip
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    questions = {"train": str(tmp_path / "train.jsonl"), "stride": 8, "max_question_tokens": 8}
+    config = load_config(write_config(tmp_path, start_from=str(bert), questions=questions))
+    result = bench_features.compare(config, repeats=1)
+    assert result["windows"]["ours"] == result["windows"]["run_qa"] > result["examples"] == len(rows)
+    assert bench_features.summary(result).count("\n") == 2
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta", "distilbert"])
+def test_the_trainer_learns_from_every_family(tmp_path: Path, family: str) -> None:
+    """RoBERTa has one type of segment, DistilBERT none, and each its own padding."""
+    bert = make_bert(tmp_path / "bert")
+    makers = {"bert": lambda: bert, "roberta": lambda: make_roberta(tmp_path / "roberta", bert),
+              "distilbert": lambda: make_distilbert(tmp_path / "distilbert", bert)}  # fmt: skip
+    path = write_config(
+        tmp_path, start_from=str(makers[family]()), classification=write_reviews(tmp_path, train=160, dev=40),
+        training={"examples_per_step": 16, "learning_rate": 3e-3, "epochs": 12.0},
+    )  # fmt: skip
+    result = tmp_path / "result.json"
+    command = [sys.executable, "-m", "finetune", "bench", str(path), "--peer", str(result)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    told = json.loads(result.read_text())
+    assert told["metric"] == "accuracy"
+    assert told["score"] > 0.6, "better than guessing"
+    assert told["examples_per_second"] > 0
