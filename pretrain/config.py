@@ -386,20 +386,23 @@ class RunConfig(Run):
                     f"engine.micro_batch_tokens ({self.engine.micro_batch_tokens}) is smaller than "
                     f"phases.{number}.sequence_length ({phase.sequence_length})"
                 )
-            if phase.global_sequences < self.scheduling.workers:
-                raise ValueError(
-                    f"phases.{number}.global_sequences ({phase.global_sequences}) is smaller than "
-                    f"scheduling.workers ({self.scheduling.workers}); every worker needs a sequence"
-                )
             least = self.scheduling.min_workers or self.scheduling.workers
-            uneven = [n for n in range(least, self.scheduling.workers + 1) if phase.global_sequences % n]
-            if uneven and self.engine.micro_batch_tokens < 2 * phase.sequence_length:
-                raise ValueError(
-                    f"phases.{number}.global_sequences ({phase.global_sequences}) cannot be dealt to {uneven[0]} workers evenly "
-                    f"while engine.micro_batch_tokens ({self.engine.micro_batch_tokens}) holds only one sequence of "
-                    f"{phase.sequence_length}; take a multiple, or micro_batch_tokens of at least {2 * phase.sequence_length}"
-                )
+            for workers in range(least, self.scheduling.workers + 1):
+                if why := self.why_not_dealt(number, phase.global_sequences, workers):
+                    raise ValueError(f"phases.{number}.global_sequences ({phase.global_sequences}) {why}")
         return self
+
+    def why_not_dealt(self, phase: int, sequences: int, workers: int) -> str:
+        """Why a batch of so many sequences cannot be dealt out (`batches.loader.deal`); "" where it can."""
+        if sequences < workers:
+            return f"is less than the number of workers ({workers}); every worker needs a sequence"
+        length, budget = self.phases[phase].sequence_length, self.engine.micro_batch_tokens
+        if sequences % workers and budget < 2 * length:
+            return (
+                f"cannot be dealt to {workers} workers evenly while engine.micro_batch_tokens ({budget}) holds only one "
+                f"sequence of {length}; take a multiple, or micro_batch_tokens of at least {2 * length}"
+            )
+        return ""
 
     @property
     def total_steps(self) -> int:

@@ -224,14 +224,14 @@ def test_large_evaluations_come_in_parts(folder):
 
 def test_batches_that_cannot_be_are_refused(shards):
     cases = [
-        (run_config(sequences=3), 4, "3 sequences for 4 workers"),
+        (run_config(sequences=3), 4, r"\(3\) is less than the number of workers \(4\)"),
         (run_config(sequences=100_000), 1, "holds only"),
-        (run_config(sequences=5, budget=64), 4, "multiple of 4"),
+        (run_config(sequences=5, budget=64), 4, "dealt to 4 workers evenly"),
     ]
     for config, world_size, message in cases:
         with pytest.raises(InputError, match=message) as caught:
             Loader(shards, config, 0, rank=0, world_size=world_size)
-        assert str(caught.value).startswith("phases.0.global_sequences: ")
+        assert str(caught.value).startswith("phases.0.global_sequences")
         assert "\n" not in str(caught.value)
 
 

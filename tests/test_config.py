@@ -124,7 +124,7 @@ def test_every_problem_has_a_line(write):
 
 def test_workers_must_each_have_a_sequence(write):
     expected = (
-        "--set scheduling.workers=9: phases.0.global_sequences (8) is smaller than scheduling.workers (9); "
+        "--set scheduling.workers=9: phases.0.global_sequences (8) is less than the number of workers (9); "
         "every worker needs a sequence"
     )
     assert problems(write(GOOD), "scheduling.workers=9") == [

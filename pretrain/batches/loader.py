@@ -293,15 +293,5 @@ def _longest_first(descending: list[int], count: int, budget: int) -> list[list[
 
 
 def _check_dealing(config: RunConfig, phase: int, where: str, sequences: int, world_size: int) -> None:
-    if sequences < world_size:
-        raise InputError(
-            f"{where}: {sequences} sequences for {world_size} workers. Give each at least one: fewer workers,"
-            " a larger batch or more text."
-        )
-    length, budget = config.phases[phase].sequence_length, config.engine.micro_batch_tokens
-    if sequences % world_size and budget < 2 * length:
-        raise InputError(
-            f"{where}: {sequences} sequences cannot be dealt to {world_size} workers evenly while "
-            f"engine.micro_batch_tokens ({budget}) holds only one of {length} tokens. Take a multiple of "
-            f"{world_size}, or micro_batch_tokens of at least {2 * length}."
-        )
+    if why := config.why_not_dealt(phase, sequences, world_size):
+        raise InputError(f"{where} ({sequences}) {why}.")
