@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cluster.jobs import KINDS, Job
 from pretrain.errors import InputError
@@ -16,8 +16,6 @@ if TYPE_CHECKING:
     from pretrain.config import Run
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?")
-# Settings by these names hold what others must not see; they belong into the environment of the cluster.
-_SECRET = re.compile(r"(_|^)(key|token|secret|password)s?$", re.IGNORECASE)
 
 
 def read_job(arguments: Sequence[str], *, folder: Path, workers: str | None) -> Job:
@@ -34,7 +32,6 @@ def read_job(arguments: Sequence[str], *, folder: Path, workers: str | None) -> 
     values = config.model_dump(mode="json")
     if not config.tracking.run_id and options.kind != "prepare":
         values["tracking"]["run_id"] = config.name
-    _refuse_secrets(values)
     scheduling = config.scheduling
     return Job(
         options.kind, name, values, config.folder, folder.absolute(),
@@ -62,19 +59,6 @@ def _workers(text: str) -> list[str]:
     if not 1 <= low <= high:
         raise InputError(f"--workers: {text!r} is neither a number from 1 nor a range such as 2-4.")
     return [f"scheduling.workers={high}", f"scheduling.min_workers={low if low < high else 0}"]
-
-
-def _refuse_secrets(values: Any, path: str = "") -> None:
-    """A config is kept in job records, logs and checkpoints, where no key may lie."""
-    if isinstance(values, dict):
-        for key, value in values.items():
-            where = f"{path}.{key}" if path else str(key)
-            if _SECRET.search(str(key)) and isinstance(value, str) and value:
-                raise InputError(
-                    f"{where}: looks like a secret, and a config is kept in logs, job records and checkpoints. Set it in "
-                    "the environment of the cluster's machines."
-                )
-            _refuse_secrets(value, where)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -113,6 +113,7 @@ _Loader.add_constructor(
 )
 
 _Keys = tuple[str | int, ...]
+_SECRET = re.compile(r"(_|^)(key|token|secret|password)s?$", re.IGNORECASE)
 
 
 class _Document(Generic[S]):
@@ -145,11 +146,20 @@ class _Document(Generic[S]):
 
     def validate(self) -> S:
         try:
-            return self.kind.model_validate(_with_tuples(self.values, self.kind), strict=True)
+            settings = self.kind.model_validate(_with_tuples(self.values, self.kind), strict=True)
         except ValidationError as error:
             problems = [problem for problem in error.errors(include_url=False) if not _is_echo(problem)]
             problems.sort(key=lambda problem: self.line(problem["loc"]) or 0)
             raise InputError("\n".join(dict.fromkeys(map(self.explain, problems)))) from None
+        for path in _secrets(settings):
+            where = self.where(path)
+            if where.startswith("--set "):
+                where = where.partition("=")[0]  # the value is not for the screen
+            raise InputError(
+                f"{where}: {'.'.join(map(str, path))} looks like a secret, and a config is kept in logs, job records "
+                "and checkpoints. Set it in the environment of the machines that train."
+            )
+        return settings
 
     def explain(self, error: ErrorDetails) -> str:
         """One line for one problem that pydantic found."""
@@ -195,6 +205,21 @@ class _Document(Generic[S]):
                 return
             yield step
             node = step[1]
+
+
+def _secrets(value: Any, path: _Keys = (), *, ours: bool = True) -> Iterator[_Keys]:
+    """Where text stands under a secret's name in what a config passes on to other software; names of ours hold none."""
+    if isinstance(value, Section):
+        for name in type(value).model_fields:
+            yield from _secrets(getattr(value, name), (*path, name))
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from _secrets(item, (*path, str(name)), ours=False)
+    elif isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _secrets(item, (*path, number), ours=ours)
+    elif not ours and isinstance(value, str) and value and _SECRET.search(str(path[-1])):
+        yield path
 
 
 def _keys(name: str) -> _Keys:
