@@ -21,7 +21,7 @@ usage() {
   sweep    CONFIG            a grid of settings; --grid devlin or small-bert, --grid-set KEY=VALUE,VALUE
   glue     [CONFIG]          every task of GLUE in --glue-dir, and the table of the BERT paper
   report   RUN               curves, corpus card and filled-in masks of a run as one HTML page
-  dashboard RUN              curves, events and scores as one HTML page and a W&B workspace; --follow
+  dashboard RUN|JOB          curves, events and scores as one HTML page and a W&B workspace; --follow
   manifest KIND CONFIG       kuberay, rayup or slurm: what a real cluster needs to run it; --out FILE
   submit   -- COMMAND CONFIG pretrain, finetune or prepare as a job of a cluster; --address URL, --workers MIN-MAX, --follow
   status JOB | logs JOB | list | stop JOB | delete JOB       of submitted jobs; logs -f goes on, stop saves first

@@ -10,7 +10,6 @@ import contextlib
 import json
 import logging
 import os
-import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -248,6 +247,16 @@ def nodes_of(dashboard: str) -> list[dict[str, Any]]:
     return [node for node in map(vars, found) if node["state"] == "ALIVE"]
 
 
+def run_folder(name: str, address: str = "") -> Path | None:
+    """The run folder of a job; None where no cluster is named and none runs here, or that has no such job."""
+    if not address and local.find() is None:
+        return None
+    jobs = Jobs(address)
+    job = jobs.get(name) if address else jobs.find(name)
+    folder = (job.metadata or {}).get("run_dir") if job else None
+    return Path(folder) if folder else None
+
+
 def describe(job: JobDetails) -> str:
     """One job for the terminal: its state, what that means, and how far its run is."""
     lines = [f"{job.submission_id}: {state(job)}"]
@@ -308,16 +317,20 @@ def _metadata(job: Job) -> dict[str, str]:
 
 
 def _check_reachable(address: str) -> None:
-    """Say in seconds, and not by a traceback, that nothing listens at a URL."""
+    """Say in seconds, and not by a traceback, that nothing listens at a URL or that it says nothing.
+
+    Ray's own client would wait for an answer for ever.
+    """
     parts = urlsplit(address)
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise InputError(
             f"--address: {address!r} is no URL of a Ray dashboard, such as http://10.0.0.5:8265."
         )
-    port = parts.port or {"http": 80, "https": 443}[parts.scheme]
+    import requests
+
     try:
-        socket.create_connection((parts.hostname, port), timeout=_REACH_SECONDS).close()
-    except OSError as error:
+        requests.get(f"{address.rstrip('/')}/api/version", timeout=_REACH_SECONDS)
+    except requests.RequestException as error:
         raise MachineError(
             f"No cluster answers at {address} ({one_line(error)}). Check --address, and that this machine is let in."
         ) from None

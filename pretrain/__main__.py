@@ -114,7 +114,11 @@ def _report(arguments: argparse.Namespace) -> None:
 def _dashboard(arguments: argparse.Namespace) -> None:
     from pretrain import dashboard
 
-    print(dashboard.write_dashboard(arguments.run, arguments.out, follow=arguments.follow))
+    print(
+        dashboard.write_dashboard(
+            arguments.run, arguments.out, follow=arguments.follow, address=arguments.address
+        )
+    )
 
 
 def _bench(arguments: argparse.Namespace) -> None:
@@ -182,9 +186,13 @@ def _parser() -> argparse.ArgumentParser:
     dashboard = add_command(commands, "dashboard", _dashboard, "a run's curves and events as HTML page and W&B workspace", """
   python -m pretrain dashboard bert-mini
   python -m pretrain dashboard runs/glue --out glue.html
-  python -m pretrain dashboard runs/bert-mini --follow""")  # fmt: skip
+  python -m pretrain dashboard runs/bert-mini --follow
+  python -m pretrain dashboard --address http://10.0.0.5:8265 bert-mini""")  # fmt: skip
     dashboard.add_argument(
-        "run", metavar="RUN", help="run folder, folder of several runs, or name below runs/"
+        "run", metavar="RUN|JOB", help="run folder, folder of several runs, name below runs/, or job"
+    )
+    dashboard.add_argument(
+        "--address", default="", metavar="URL", help="the dashboard of the cluster whose job it is"
     )
     dashboard.add_argument(
         "--out", type=Path, metavar="FILE", help="page to write; otherwise RUN/dashboard.html"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -60,7 +61,7 @@ def test_workers_that_are_none(config: Path, given: str) -> None:
 
 @pytest.mark.parametrize("key", ["api_key", "token", "client_secret", "password", "AWS_SECRET"])
 def test_a_secret_in_a_config_is_refused(config: Path, key: str) -> None:
-    with pytest.raises(InputError, match=rf"engine\.deepspeed\.wandb\.{key}: looks like a secret") as caught:
+    with pytest.raises(InputError, match=rf"engine\.deepspeed\.wandb\.{key} looks like a secret") as caught:
         read(config, "--set", f"engine.deepspeed={{wandb: {{{key}: hunter2}}}}")
     assert "hunter2" not in str(caught.value)
 
@@ -123,6 +124,16 @@ def test_nobody_there(tmp_path: Path, config: Path) -> None:
     assert code == 3
     assert said.startswith("error: No cluster answers at http://127.0.0.1:9 (")
     assert seconds < 15
+
+
+def test_somebody_there_who_says_nothing(tmp_path: Path, config: Path) -> None:
+    """Ray's own client would wait for ever."""
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        code, said, _ = run(tmp_path, "submit", "--address", address, "--", "pretrain", str(config))
+    assert code == 3
+    assert said.startswith(f"error: No cluster answers at {address} (")
+    assert said.count("\n") == 1
 
 
 def test_a_wrong_token(tmp_path: Path, config: Path, refusing: str) -> None:

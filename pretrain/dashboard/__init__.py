@@ -13,14 +13,16 @@ from pretrain.errors import InputError
 _FOLLOW_SECONDS = 10
 
 
-def write_dashboard(name: str, out: Path | None = None, *, follow: bool = False) -> str:
+def write_dashboard(name: str, out: Path | None = None, *, follow: bool = False, address: str = "") -> str:
     """Write the page of the run or runs `name` to `out`, and the W&B workspace beside it; returns what to tell.
+
+    `name` is a run folder, a run's name, or a job's (see `runs.find_folder`, also for `address`).
 
     With `follow` the page is written anew every 10 s and a browser loads it anew, until all runs are over.
 
     Raises `InputError` where there is no such run, it has no record, or `out` ends in .json.
     """
-    folder = find_folder(name)
+    folder = find_folder(name, address)
     out = out or folder / "dashboard.html"
     if out.suffix == ".json":
         raise InputError(f"{out}: is where the workspace goes. Name the page something.html.")

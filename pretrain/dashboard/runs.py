@@ -85,12 +85,25 @@ class Score:
     remark: str = ""
 
 
-def find_folder(name: str) -> Path:
-    """The folder `name`, or runs/`name`; `InputError` where there is neither."""
-    for folder in (Path(name), Path("runs", name)):
-        if folder.is_dir():
-            return folder
-    raise InputError(f"{name}: is no folder, and neither is runs/{name}. Name a run folder or a run.")
+def find_folder(name: str, address: str = "") -> Path:
+    """The folder `name`, or runs/`name`, or that of the job `name` on the cluster that runs here.
+
+    With `address`, the URL of a cluster's dashboard, it is the folder of that cluster's job.
+
+    Raises `InputError` where there is none, or it cannot be seen from this machine.
+    """
+    if not address:
+        for folder in (Path(name), Path("runs", name)):
+            if folder.is_dir():
+                return folder
+    from cluster.jobs import run_folder
+
+    folder = run_folder(name, address)
+    if folder is None:
+        raise InputError(f"{name}: is no folder, and neither is runs/{name}. Name a run folder or a run.")
+    if not folder.is_dir():
+        raise InputError(f"{name}: its run folder {folder} is not on this machine. Call this where it is.")
+    return folder
 
 
 def read_runs(folder: Path) -> list[RunRecords]:
