@@ -330,7 +330,7 @@ def test_slurm_follows_the_config(config: Path) -> None:
               "partition": "gpu", "time": "2-00:00:00", "signal": "B:TERM@300"}  # fmt: skip
     assert options.items() >= wanted.items()
     assert "account" not in options
-    assert "--min-nodes 4 --num-cpus=24 --num-gpus=4" in script
+    assert '--min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus=24 --num-gpus=4' in script
 
 
 @pytest.mark.skipif(
@@ -359,16 +359,26 @@ def with_programs(folder: Path, **more: str) -> dict[str, str]:
 def slurm_job(config: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[str]]:
     """Starts the script as SLURM would, `lines` being the run; what was called comes into tmp_path/calls."""
     folder, calls = tmp_path / "bin", tmp_path / "calls"
-    place = [f"place.storage={tmp_path}", "place.environment=cd .", "place.grace_seconds=30"]
+    place = [
+        f"place.storage={tmp_path}",
+        "place.environment=cd .",
+        "place.grace_seconds=30",
+        "place.prepare=true",
+    ]
     (tmp_path / "job.sh").write_text(render("slurm", config, place))
     program(folder, "srun", 'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
     program(folder, "scontrol", f'echo scontrol "$@" >>{calls}\n')
 
-    def start(lines: str, ray: str = 'until [[ $1 == -- ]]; do shift; done\nexec "${@:2}"\n') -> Any:
+    def start(
+        lines: str,
+        ray: str = 'until [[ $1 == -- ]]; do shift; done\nexec "${@:2}"\n',
+        preparing: str = "true",
+    ) -> Any:
         program(folder, "ray", f'echo "$@" >>{calls}\n{ray}')
         secret = f'[[ $1 != -c ]] || exec {sys.executable} "$@"\n'
-        program(folder, "python", f'{secret}echo "$@" >>{calls}\n{lines}')
-        environment = with_programs(folder, SLURM_JOB_ID="4711")
+        first = f"[[ $3 != prepare ]] || {{ {preparing}; exit; }}\n"
+        program(folder, "python", f'{secret}echo "$@" >>{calls}\n{first}{lines}')
+        environment = with_programs(folder, SLURM_JOB_ID="4711", SLURM_JOB_NUM_NODES="2")
         return subprocess.Popen(["bash", tmp_path / "job.sh"], env=environment)
 
     return start
@@ -403,6 +413,28 @@ def test_slurm_queues_itself_again_after_a_warning_only(
         (tmp_path / "runs/my-run/stop").touch()
     assert job.wait(20) == 75
     assert ("scontrol requeue 4711" in (tmp_path / "calls").read_text()) == queued
+
+
+def test_slurm_gives_back_a_job_that_prepares(slurm_job: Any, tmp_path: Path) -> None:
+    """There is no checkpoint to ask for, and a file `stop` would end the run when the job comes back."""
+    job = slurm_job("exit 0\n", preparing="touch begun; until [[ -e calls-end ]]; do sleep 0.05; done")
+    while not (tmp_path / "begun").exists():
+        assert job.poll() is None
+        time.sleep(0.02)
+    job.send_signal(signal.SIGTERM)
+    while "scontrol requeue 4711" not in (tmp_path / "calls").read_text():
+        assert job.poll() is None
+        time.sleep(0.02)
+    assert not (tmp_path / "runs/my-run/stop").exists()
+    (tmp_path / "calls-end").touch()
+    assert job.wait(20) == 0
+    assert not (tmp_path / "runs/my-run/preparing").exists()
+
+
+def test_an_elastic_run_takes_as_many_nodes_as_it_gets(config: Path) -> None:
+    elastic = ["scheduling.min_workers=1", "scheduling.workers=2", "place.workers_per_node=1"]
+    assert "#SBATCH --nodes=1-2\n" in render("slurm", config, elastic)
+    assert "waiting for 1 nodes" in render("rayup", config, [*NEEDED["rayup"], *elastic])
 
 
 def test_slurm_without_ray_is_no_success(slurm_job: Any) -> None:

@@ -177,8 +177,8 @@ export PYTHONSAFEPATH=1
 # `ray up` returns when the head is there; the others take minutes more.
 until python -c "import ray, sys
 ray.init('{address}', log_to_driver=False)
-sys.exit(sum(node['Alive'] for node in ray.nodes()) < {job.nodes + 1})" 2>/dev/null; do
-    echo "waiting for {job.nodes} nodes"
+sys.exit(sum(node['Alive'] for node in ray.nodes()) < {job.min_nodes + 1})" 2>/dev/null; do
+    echo "waiting for {job.min_nodes} nodes"
     sleep 10
 done
 {commands}

@@ -46,7 +46,7 @@ def _options(job: Job, place: Place) -> str:
         "account": place.account,
         "qos": place.qos,
         "constraint": place.constraint,
-        "nodes": job.nodes,
+        "nodes": job.nodes if job.min_nodes == job.nodes else f"{job.min_nodes}-{job.nodes}",
         "ntasks-per-node": 1,
         "cpus-per-task": job.workers_per_node * job.cpus_per_worker,
         "gpus-per-node": job.gpus_per_node or "",
@@ -75,7 +75,7 @@ def _setup(job: Job, place: Place) -> str:
 {place.environment}
 run={shlex.quote(job.folder)}
 mkdir -p "$run"
-rm -f "$run/exit-code"
+rm -f "$run/exit-code" "$run/preparing"
 cat >"$run/submitted.yaml" <<'CONFIG'
 {config}
 CONFIG
@@ -94,18 +94,29 @@ address=$head:$((20000 + SLURM_JOB_ID % 10000))
 
 
 def _start(job: Job) -> str:
-    commands = " && ".join(job.commands('"$1"', '"$2"'))
+    *before, last = job.commands('"$1"', '"$2"')
+    commands = " && ".join(['touch "$3"', *before, 'rm "$3"', last] if before else [last])
     gpus = f" --num-gpus={job.gpus_per_node}" if job.gpus else " --num-gpus=0"
     cpus = job.workers_per_node * job.cpus_per_worker
-    return f"""# SLURM's warning before the time limit reaches this script alone; the file `stop` asks the run for a checkpoint.
+    return f"""# SLURM's warning before the time limit reaches this script alone; the file `stop` asks the run for a checkpoint. Preparing a
+# corpus has nothing to save: it goes on behind the last part that is done.
 warned='' interrupted=''
-trap 'warned=1 interrupted=1; touch "$run/stop"' TERM
+# shellcheck disable=SC2317
+warn() {{
+    warned=1 interrupted=1
+    if [[ -e $run/preparing ]]; then
+        scontrol requeue "$SLURM_JOB_ID"
+    else
+        touch "$run/stop"
+    fi
+}}
+trap warn TERM
 
 # The run's own exit code goes through a file, because srun tells the highest of all nodes, and the others end with Ray.
 # shellcheck disable=SC2016
-srun --kill-on-bad-exit=0 --wait=60 ray symmetric-run --address "$address" --min-nodes {job.nodes} --num-cpus={cpus}{gpus} -- \\
+srun --kill-on-bad-exit=0 --wait=60 ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus={cpus}{gpus} -- \\
     bash -c 'code=0; ({commands}) || code=$?; echo "$code" >"$0"; exit "$code"' \\
-    "$run/exit-code" "$run/submitted.yaml" "$address" &
+    "$run/exit-code" "$run/submitted.yaml" "$address" "$run/preparing" &
 """
 
 
