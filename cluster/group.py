@@ -54,14 +54,12 @@ def train(request: dict[str, Any], *, use_gpu: bool, keep_logs: Callable[[], Non
                 if failures > request["max_failures"]:
                     raise _used_up(run_dir, crash.rank, reason, request["max_failures"]) from None
                 event = "hang" if hang else "restart"
-            except NoRoomError:
+            except NoRoomError as error:
                 failures, crowded = failures + 1, True
                 if not request["min_workers"] or failures > request["max_failures"]:
-                    raise MachineError(
-                        f"The cluster made no room for {workers} workers of {request['cpus_per_worker']} CPUs within "
-                        f"{ROOM_SECONDS} s. Wait until it is less busy, or set scheduling.workers lower."
-                    ) from None
-                event, reason = "restart", "nodes went, or others took them, while the workers were started"
+                    raise _not_started(request, workers, str(error)) from None
+                event = "restart"
+                reason = str(error) or "nodes went, or others took them, while the workers were started"
             except StoppedError:
                 if overseer.reason is None or (run_dir / STOP_FILE).exists():
                     raise
@@ -80,19 +78,20 @@ def _choose_size(request: dict[str, Any], *, crowded: bool) -> int:
     low, high = request["min_workers"] or request["workers"], request["workers"]
     deadline = time.monotonic() + _PATIENCE_SECONDS
     while True:
+        why = f"the cluster has no room for {low} workers any more"
         try:
             workers = _room(
                 usable_nodes(), low, high, request["cpus_per_worker"], held={} if crowded else None
             )
         except Exception as error:  # a head that is away for a while
+            why = f"the cluster's head does not answer any more ({one_line(error)})"
             logger.warning("the nodes cannot be asked for: %s", one_line(error))
             workers = 0
         if workers:
             return workers
         if time.monotonic() > deadline or (Path(request["run_dir"]) / STOP_FILE).exists():
             raise StoppedError(
-                f"{request['run_dir']}: the cluster has no room for {low} workers any more. --resume goes on from the newest "
-                "checkpoint when it has."
+                f"{request['run_dir']}: {why}. --resume goes on from the newest checkpoint when that is mended."
             )
         time.sleep(_LOOK_SECONDS)
 
@@ -190,6 +189,15 @@ def _refuse_if_stopped(run_dir: Path, reason: str) -> None:
         raise StoppedError(
             f"{run_dir}: the workers crashed while stopping ({reason}). --resume continues from the newest checkpoint."
         )
+
+
+def _not_started(request: dict[str, Any], workers: int, why: str) -> MachineError:
+    if why:
+        return MachineError(f"{workers} workers were to start, but {why}. Its log on the cluster tells more.")
+    return MachineError(
+        f"The cluster made no room for {workers} workers of {request['cpus_per_worker']} CPUs within {ROOM_SECONDS} s. "
+        "Wait until it is less busy, or set scheduling.workers lower."
+    )
 
 
 def _used_up(run_dir: Path, rank: int, reason: str, max_failures: int) -> MachineError:

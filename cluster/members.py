@@ -6,7 +6,6 @@ more process to import torch before the first step, and one more that can die.
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import time
@@ -15,9 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.worker import Place, WorkerEnd, enter
-
-logger = logging.getLogger(__name__)
+from cluster.worker import Place, WorkerEnd, enter, one_line
 
 _LAST_WORDS_SECONDS = 2.0  # after the first failure, for the others to say theirs
 _START_SECONDS = 120.0  # for a process to start where a place for it is
@@ -27,7 +24,7 @@ PROCESS_TITLE = "ray::_Member"  # how the process of a member begins in the list
 
 
 class NoRoomError(Exception):
-    """The cluster has no place for the workers, now."""
+    """The workers did not come to be, now: for want of a place, or for the reason given."""
 
 
 class Members:
@@ -119,10 +116,9 @@ class Members:
         try:
             return ray.get([actor.find.remote() for actor in self._actors], timeout=_START_SECONDS)
         except GetTimeoutError:
-            raise NoRoomError from None
+            raise NoRoomError(f"a worker did not start within {_START_SECONDS:.0f} s") from None
         except RayActorError as error:
-            logger.warning("a worker died while it was started: %s", error)
-            raise NoRoomError from None
+            raise NoRoomError(f"a worker died while it was started ({one_line(error)})") from None
 
     def _remove(self) -> None:
         from ray.util.placement_group import remove_placement_group
