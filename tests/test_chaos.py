@@ -33,6 +33,8 @@ from chaos import (
 )
 from corpora import make_corpus
 
+from pretrain.dashboard.runs import find_folder
+
 pytestmark = pytest.mark.chaos
 
 
@@ -133,7 +135,7 @@ def test_stop_saves_the_current_step(
 
 
 def test_a_finished_run_submitted_again_changes_nothing(
-    one_node: Cluster, corpus: Path, undisturbed: Path
+    one_node: Cluster, corpus: Path, undisturbed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     before = written(undisturbed)
     began = time.time()
@@ -141,6 +143,8 @@ def test_a_finished_run_submitted_again_changes_nothing(
     assert one_node.wait_end("undisturbed") == "succeeded"
     seconds = time.time() - began
     assert written(undisturbed) == before
+    monkeypatch.setenv("XDG_STATE_HOME", str(one_node.state))
+    assert find_folder("undisturbed") == undisturbed, "a dashboard finds the job's folder"
     told("19 rerun of a finished run", seconds=round(seconds, 1))
 
 
@@ -170,6 +174,54 @@ def test_a_stopped_process_is_noticed(
     )
     assert not victim.is_running() or victim.status() == "zombie"
     told("11 SIGSTOP", rank=rank, noticed=round(hang["time"] - began, 1), recovered=round(seconds, 1))
+
+
+# A thread in every process of the cluster that waits for a file; the first worker that trains and finds it makes no batch again.
+_ASLEEP = """
+import os, sys, threading, time
+
+def wait():
+    while True:
+        time.sleep(0.1)
+        loader, distributed = (sys.modules.get(name) for name in ("pretrain.batches.loader", "torch.distributed"))
+        if loader is None or distributed is None or not distributed.is_initialized():
+            continue
+        try:
+            os.unlink({mark!r})
+        except OSError:
+            continue
+        loader.BatchMaker.make = lambda *_: time.sleep(1e6)
+        return
+
+threading.Thread(target=wait, daemon=True).start()
+"""
+
+
+def test_a_loader_that_sleeps_without_end_is_noticed(
+    corpus: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = tmp_path / "sleep"
+    (tmp_path / "path").mkdir()
+    (tmp_path / "path/sitecustomize.py").write_text(_ASLEEP.format(mark=str(mark)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "path"), prepend=os.pathsep)
+    with cluster(tmp_path / "state", "--nodes", "1", "--cpus-per-node", "2") as one:
+        run_dir = one.submit(settings(corpus, tmp_path / "asleep", steps=300))
+        wait_for_step(run_dir, 60)
+        began = time.time()
+        mark.touch()
+        seconds = recovery_seconds(run_dir, began)
+        hang = json.loads((run_dir / "logs/hang.json").read_text())
+        assert not mark.exists(), "a worker took it"
+        assert one.wait_end("asleep") == "succeeded"
+    assert_equal(run_dir, undisturbed)
+    stacks = [(run_dir / f"logs/stacks-{rank}.txt").read_text() for rank in (0, 1)]
+    assert "_produce" in stacks[hang["rank"]]
+    told(
+        "11 a loader asleep",
+        rank=hang["rank"],
+        noticed=round(hang["time"] - began, 1),
+        recovered=round(seconds, 1),
+    )
 
 
 def kill_all(processes: list[psutil.Process]) -> None:

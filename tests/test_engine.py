@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import random
 from pathlib import Path
 from typing import Any
 
@@ -51,8 +52,13 @@ def step_batches(step: int) -> list[Any]:
     return [make_batch(LENGTHS, VOCABULARY, seed=MICRO_BATCHES * step + k) for k in range(MICRO_BATCHES)]
 
 
-def take_steps(engine: Engine, steps: range, poison: int = -1) -> list[tuple[float, float, bool]]:
-    """(global loss, gradient norm, applied) of each step; the loss of step `poison` is NaN on rank 0."""
+Poison = tuple[int, int, float]  # step, micro-batch of all workers', what its loss is multiplied with
+
+
+def take_steps(
+    engine: Engine, steps: range, poison: Poison = (-1, 0, math.nan)
+) -> list[tuple[float, float, bool]]:
+    """(global loss, gradient norm, applied) of each step."""
     results = []
     for step in steps:
         batches = step_batches(step)
@@ -61,8 +67,8 @@ def take_steps(engine: Engine, steps: range, poison: int = -1) -> list[tuple[flo
         for number, batch in enumerate(mine):
             losses = engine.forward(batch)
             loss = losses.mlm_loss / masked + losses.nsp_loss / (MICRO_BATCHES * len(LENGTHS))
-            if step == poison and number == 0 and dist.get_rank() == 0:
-                loss = loss * math.nan
+            if (step, number * dist.get_world_size() + dist.get_rank()) == poison[:2]:
+                loss = loss * poison[2]
             engine.backward(loss, last=number == len(mine) - 1)
             total += loss.detach()
         result = engine.step(RATE)
@@ -159,15 +165,19 @@ def test_bf16_steps_stay_near_fp32(by_workers, stage: int, optimizer: str) -> No
 
 
 def poison_every_combination() -> dict[tuple[int, str], Any]:
-    found = {}
+    """Three poisoned steps in each, a good one after each of them."""
+    found, drawn = {}, random.Random(0)
     for stage, precision in itertools.product(STAGES, PRECISIONS):
         engine = make_engine(stage, precision)
         take_steps(engine, range(1))
-        before = whole_state(engine)
-        (result,) = take_steps(engine, range(1, 2), poison=1)
-        untouched = all(torch.equal(before[key], value) for key, value in whole_state(engine).items())
-        after = take_steps(engine, range(2, 3))
-        found[stage, precision] = (result, untouched, after, engine.updates())
+        trials = []
+        for step in (1, 3, 5):
+            poison = (step, drawn.randrange(MICRO_BATCHES), drawn.choice([math.nan, math.inf, -math.inf]))
+            before = whole_state(engine)
+            (result,) = take_steps(engine, range(step, step + 1), poison)
+            untouched = all(torch.equal(before[key], value) for key, value in whole_state(engine).items())
+            trials.append((poison, result, untouched, take_steps(engine, range(step + 1, step + 2))))
+        found[stage, precision] = (trials, engine.updates())
         engine.close()
     return found
 
@@ -185,7 +195,7 @@ def run_with_a_head_at_rest(alone: bool) -> dict[int, Any]:
             engine.backward(losses.mlm_loss / 10, last=True)  # NSP's own parameters get no gradient
             applied, norm = engine.step(RATE)
             results.append((0.0, norm, applied))
-            results += take_steps(engine, range(3, 4), poison=3) + take_steps(engine, range(4, 5))
+            results += take_steps(engine, range(3, 4), (3, 0, math.nan)) + take_steps(engine, range(4, 5))
             found[stage] = (results, whole_state(engine))
             engine.close()
     return found
@@ -204,16 +214,15 @@ def test_a_single_worker_sums_gradients_as_deepspeeds_stage_2_does() -> None:
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_step_with_nan_changes_nothing(world: int) -> None:
-    for (stage, precision), (result, untouched, after, updates) in run_workers(
-        world, poison_every_combination
-    )[0].items():
-        where = f"stage {stage} {precision}"
-        assert math.isnan(result[0]), where
-        assert result[1:] == (math.inf, False), where
-        assert untouched, where
-        assert after[0][2], where
-        assert math.isfinite(after[0][0]), where
-        assert updates == 2, where
+    for (stage, precision), (trials, updates) in run_workers(world, poison_every_combination)[0].items():
+        for poison, result, untouched, after in trials:
+            where = f"stage {stage} {precision} {poison}"
+            assert not math.isfinite(result[0]), where
+            assert result[1:] == (math.inf, False), where
+            assert untouched, where
+            assert after[0][2], where
+            assert math.isfinite(after[0][0]), where
+        assert updates == 4, (stage, precision)
 
 
 def save_at(folder: Path, stage: int, optimizer: str, precision: str) -> tuple[dict[str, torch.Tensor], Any]:

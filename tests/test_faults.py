@@ -95,6 +95,33 @@ def test_a_full_disk_ends_the_run_and_frees_nothing_but_its_own(corpus: Path, sm
     told("13 disk full", resumed_from=good.name)
 
 
+def test_storage_that_is_away_for_a_while_holds_up_but_ends_nothing(corpus: Path, tmp_path: Path) -> None:
+    """For 30 seconds the checkpoints' folder is another, read-only file system."""
+    values = settings(corpus, tmp_path / "away", steps=400, workers=1, checkpoint={"every_steps": 10})
+    run_dir = Path(values["run_dir"])
+    place = run_dir / "checkpoints"
+    started = start(values)
+    wait_for_step(run_dir, 30)
+    away = ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(place)]
+    if subprocess.run(away, capture_output=True).returncode:
+        started.kill()
+        end(started)
+        pytest.skip("cannot mount a tmpfs here")
+    reached = last_step(run_dir)
+    time.sleep(30)
+    held = last_step(run_dir)
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
+    began = time.monotonic()
+    code, said = end(started)
+    assert code == 0, said
+    assert "Trying again" in said
+    assert held < reached + 30, "training waits for the save before it"
+    assert losses(run_dir).keys() == set(range(1, 401))
+    assert newest_checkpoint(run_dir) == 400
+    assert store.newest(place) is not None
+    told("14 storage away for 30 s", waited_at_step=held, ended_after=round(time.monotonic() - began, 1))
+
+
 def test_leftovers_of_a_compiler_and_no_ninja_hold_nothing_up(corpus: Path, tmp_path: Path) -> None:
     extensions = tmp_path / "extensions"
     for name in ("deepspeed_shm_comm", "fused_adam", "cpu_adam"):

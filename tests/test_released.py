@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import random
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -559,6 +560,24 @@ def test_a_strangers_pickle_is_not_run(theirs: Any, tmp_path: Path) -> None:
     assert not mark.exists()
     pickle.loads(pickle.dumps(Hostile(mark)))
     assert mark.exists()  # it would have
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_pickle_is_not_run_wherever_it_hides(theirs: Any, tmp_path: Path, seed: int) -> None:
+    drawn = random.Random(seed)
+    save(theirs, tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    mark, place = tmp_path / "was-run", drawn.choice(sorted(TENSORS))
+    hostile: Any = Hostile(mark)
+    for wrap in drawn.choices([lambda x: [x], lambda x: {"x": x}, lambda x: (1, x), lambda x: x], k=3):
+        hostile = wrap(hostile)
+    content: dict[Any, Any] = {**TENSORS, **drawn.choice([{place: hostile}, {f"{place}.more": hostile}])}
+    if drawn.random() < 0.5:
+        content = {"model": content, "optimizer": {"state": {0: hostile}}}
+    torch.save(content, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=drawn.random() < 0.5)
+    with pytest.raises(InputError, match=r"pytorch_model\.bin: cannot be read as plain tensors"):
+        read_released(tmp_path)
+    assert not mark.exists()
 
 
 @pytest.mark.parametrize(

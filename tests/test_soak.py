@@ -81,19 +81,24 @@ def test_soak(tmp_path: Path) -> None:
         run_dir = stormy.submit(long_run(corpus, tmp_path / "soak"))
         wait_for_step(run_dir, 100)
         before, began = held(stormy), time.monotonic()
+        wait_for_step(undisturbed, STEPS // 20, 600)
+        calm_before = memory(calm.workers())
         disturb(stormy, run_dir, done)
         assert stormy.wait_end("soak", 300) == "succeeded"
         after, minutes = held(stormy), (time.monotonic() - began) / 60
+        calm_after = memory(calm.workers()) or calm_before  # where it has ended sooner
         assert not list(run_dir.rglob("*.tmp"))
         assert calm.wait_end("undisturbed", MINUTES * 60 + 300) == "succeeded"
     assert losses(run_dir) == losses(undisturbed)
     assert fingerprint(run_dir) == fingerprint(undisturbed)
     assert after["files"] < before["files"] * 1.5 + 50
     assert after["memory"] < before["memory"] * 1.5
+    assert calm_after < calm_before * 1.2, "the workers of a run that goes on and on"
     damaged = len(list(run_dir.glob("checkpoints/damaged-*")))
     restarts = {kind: len(events(run_dir, kind)) for kind in ("restart", "hang")}
     told(
-        "soak", minutes=round(minutes, 1), steps=STEPS, faults=done, damaged=damaged, **restarts, before=before, after=after
+        "soak", minutes=round(minutes, 1), steps=STEPS, faults=done, damaged=damaged, **restarts, before=before, after=after,
+        workers=[calm_before, calm_after],
     )  # fmt: skip
 
 
@@ -118,6 +123,15 @@ def disturb(on: Cluster, run_dir: Path, done: Counter[str]) -> None:
             on.submit(yaml.safe_load((on.state / "soak.yaml").read_text()))
         wait_for_step(run_dir, min(STEPS, reached + 1), 120)  # past where it was: what was lost is made good
         time.sleep(1)
+
+
+def memory(processes: list[psutil.Process]) -> int:
+    """Bytes in main memory, of those that still live."""
+    found = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            found += process.memory_info().rss
+    return found
 
 
 def held(on: Cluster) -> dict[str, int]:

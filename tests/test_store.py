@@ -216,6 +216,30 @@ def test_a_disk_that_fills_up_while_writing_keeps_what_was_good(small_disk: Path
     assert [path.name for path in small_disk.iterdir()] == [good.name]
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_a_disk_that_fills_up_at_any_byte_keeps_what_was_good(
+    small_disk: Path, monkeypatch, seed: int
+) -> None:
+    """The room left is drawn between nothing and a page less than the checkpoint needs: any of its files may be cut."""
+    drawn = random.Random(seed)
+    numel = 1 << 17
+    held = [Held("a", 0, {"weight": torch.zeros(numel), "exp_avg": torch.zeros(numel)})]
+    state = {"step": 2, "shapes": {"a": [numel]}}
+    good, tried = save(small_disk, 1), store.save(small_disk, 2, held, state, Alone())
+    needed = sum(-(-path.stat().st_size // 4096) * 4096 for path in tried.iterdir())
+    shutil.rmtree(tried)
+    free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
+    (small_disk / "ballast").write_bytes(bytes(free - drawn.randrange(0, needed, 4096)))
+    monkeypatch.setattr(store, "_preflight", lambda path, needed: None)
+    with pytest.raises(MachineError, match="disk full"):
+        store.save(small_disk, 2, held, state, Alone())
+    assert sorted(path.name for path in small_disk.iterdir()) == ["ballast", good.name]
+    assert store.newest(small_disk) == good
+    (small_disk / "ballast").unlink()
+    assert store.newest(small_disk) == good
+    assert store.save(small_disk, 2, held, state, Alone()) == tried
+
+
 def test_an_unwritable_folder_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write here"):
