@@ -87,7 +87,7 @@ class Batches:
         if largest > room:
             raise InputError(
                 f"{where}: an example has {largest} tokens in all its windows, but a micro-batch has place for {room}. Raise "
-                "engine.micro_batch_tokens, or lower max_windows."
+                "engine.micro_batch_tokens; texts to classify can also have a lower max_windows."
             )
 
     def step(self, first: int, count: int) -> LabelledStep:
