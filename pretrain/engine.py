@@ -135,9 +135,11 @@ class Engine:
             )
         if settings.zero_stage:
             self._take_over_norm()
-        alone = self.world_size == 1 and settings.zero_stage in (1, 2)
-        self._alone = _SumsAlone.take_over(self._deepspeed.optimizer) if alone else None
-        if self._alone:
+        # Several workers of stage 2 have no room for whole sums, and a GPU reduces while it computes.
+        ours = settings.zero_stage in (1, 2) if self.world_size == 1 else settings.zero_stage == 1
+        ours &= self.world_size == 1 or self.device.type == "cpu"
+        self._sums = _Sums.take_over(self._deepspeed.optimizer) if ours else None
+        if self._sums:
             ask_for_rows(self.module)
         self._prepare_moments()
         if isinstance(self._optimizer, Lamb):
@@ -151,7 +153,8 @@ class Engine:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradients of `loss`, this rank's share of the global loss; `last` micro-batch of the step or not."""
         self._deepspeed.set_gradient_accumulation_boundary(last)
-        self._deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
+        # DeepSpeed's own reduction divides by the number of workers.
+        self._deepspeed.backward(loss if self._sums else loss * self.world_size, scale_wrt_gas=False)
 
     def step(self, learning_rate: float) -> StepResult:
         """Clip, and step the optimizer unless a gradient is not finite; gradients are cleared either way."""
@@ -161,8 +164,8 @@ class Engine:
             return self._bare_step()
         # FP16_UnfusedOptimizer alone reports the norm of the scaled gradients.
         scale = self.scaler_state().get("cur_scale", 1.0) if self.settings.zero_stage == 0 else 1.0
-        if self._alone:
-            self._alone.finish()
+        if self._sums:
+            self._sums.finish()
         self._deepspeed.step()
         norm = float(self._deepspeed.get_global_grad_norm() or 0.0) / scale
         applied = bool(self._deepspeed.was_step_applied()) and math.isfinite(norm)
@@ -380,42 +383,67 @@ class Engine:
         )
 
 
-class _SumsAlone:
-    """The fp32 sums of gradients in stages 1 and 2 of a single worker, added to as gradients come.
+class _Sums:
+    """The fp32 sums of gradients, added to as gradients come, and brought to their owners at the end of the step.
 
-    DeepSpeed copies every gradient to fp32, to a bucket, divides it by one worker, flattens and copies it back, adds it to
-    zeros: some 50 bytes of memory traffic for each entry, on the way to a reduction that a single worker does not need.
-    Its stage 1 also rounds the sums to half precision on that way; these are not.
+    DeepSpeed copies every gradient to fp32, to a bucket, divides it by the workers, flattens and copies it back, adds it to
+    zeros: some 50 bytes of memory traffic for each entry. Its stage 1 also rounds the sums to half precision on that way, and
+    gloo after each worker's part; here each worker's part is rounded once, to be sent, and the owner's is not.
+
+    For several workers these are whole sums, as DeepSpeed's stage 1 has them, cut into the owners' equal parts.
     """
 
     @classmethod
-    def take_over(cls, wrapper: Any) -> _SumsAlone | None:
+    def take_over(cls, wrapper: Any) -> _Sums | None:
         """None where sums are not fp32 beside half-precision weights, or not kept beside them (the user's section)."""
         groups = range(len(wrapper.bit16_groups))
         plain = not wrapper.cpu_offload and all(map(wrapper._use_compact_grad_partition_buffer, groups))
         return cls(wrapper) if plain else None
 
     def __init__(self, wrapper: Any) -> None:
-        self._wrapper = wrapper
-        self._sums = [
-            wrapper._build_compact_grad_partition_buffer(i) for i in range(len(wrapper.bit16_groups))
+        self._sent = wrapper.dtype
+        weights_G = wrapper.bit16_groups_flat
+        # fp32 [workers, owner's part] of each group, laid out as its weights are.
+        self._sums_G = [
+            torch.zeros(weights.numel(), device=weights.device).view(dist.get_world_size(), -1)
+            for weights in weights_G
         ]
         self._places = {
-            id(parameter): self._place(parameter, number)
-            for number, group in enumerate(wrapper.bit16_groups)
+            id(parameter): sums.view(-1).narrow(
+                0, parameter.storage_offset() - weights.storage_offset(), parameter.numel()
+            )
+            for group, weights, sums in zip(wrapper.bit16_groups, weights_G, self._sums_G, strict=True)
             for parameter in group
         }
         self._begun: set[int] = set()  # places that hold a gradient of this step
+        own = [wrapper._build_compact_grad_partition_buffer(i) for i in range(len(weights_G))]
+        for buffers, sums in zip(own, self._sums_G, strict=True):
+            buffers.flat_partition = sums[dist.get_rank()]
+            buffers.move_flat_partition(sums.device)  # which cuts it up as DeepSpeed wants it
         wrapper.process_gradients = self._add
         wrapper.reduce_ipg_grads = lambda *_, **__: None
-        wrapper._build_compact_grad_partition_buffer = self._sums.__getitem__
+        wrapper._build_compact_grad_partition_buffer = own.__getitem__
 
     def finish(self) -> None:
-        """All gradients of a step have come; those that have not are zero."""
+        """All gradients of a step have come, and those that have not are zero: every worker gets the sums of its part."""
         for key, place in self._places.items():
             if key not in self._begun:
                 place.zero_()
         self._begun.clear()
+        if dist.get_world_size() > 1:
+            for sums in self._sums_G:
+                for part in sums.split(max(1, _BUCKET_ENTRIES // len(sums)), dim=1):
+                    self._exchange(part)
+
+    def _exchange(self, sums: Tensor) -> None:
+        """Add the other workers' fp32 [workers, entries] to this worker's row."""
+        rank, sent = dist.get_rank(), sums.to(self._sent)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        for other, row in enumerate(received):
+            if other != rank:
+                for piece, new in zip(sums[rank].split(_SUM_ENTRIES), row.split(_SUM_ENTRIES), strict=True):
+                    piece.add_(new.float())
 
     def _add(self, parameter: nn.Parameter, _: int) -> None:
         place, first = self._places[id(parameter)], id(parameter) not in self._begun
@@ -432,11 +460,6 @@ class _SumsAlone:
             pieces = zip(place.split(_SUM_ENTRIES), gradient.reshape(-1).split(_SUM_ENTRIES), strict=True)
             for piece, new in pieces:
                 piece.add_(new.float())
-
-    def _place(self, parameter: nn.Parameter, group: int) -> Tensor:
-        identity = self._wrapper.get_param_id(parameter)
-        start = int(self._wrapper.grad_partition_insertion_offset[group][0][identity])
-        return self._sums[group].flat_partition.narrow(0, start, parameter.numel())
 
 
 def _add_rows(place: Tensor, gradient: Tensor, first: bool) -> None:

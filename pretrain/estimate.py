@@ -138,7 +138,8 @@ def memory_bytes(config: RunConfig, stage: int, workers: int, device: Device = "
     # The tied embedding's gradient comes twice, from the decoder and, in fp32 besides, from the look-up; that
     # is the last of the backward pass, when activations are gone.
     embedding = (6 if half else 12) * size * config.model.hidden
-    states, during, after = _zero_states(stage, half, p, workers, size * config.model.hidden)
+    sums = half and (device == "cpu" or workers == 1)
+    states, during, after = _zero_states(stage, half, p, workers, size * config.model.hidden, sums=sums)
     if device == "cuda":
         copies = during + max(0, max(after - during, embedding) - activations - logits)
     else:
@@ -153,9 +154,12 @@ def memory_bytes(config: RunConfig, stage: int, workers: int, device: Device = "
     }
 
 
-def _zero_states(stage: int, half: bool, p: int, w: int, largest: int) -> tuple[dict[str, int], int, int]:
+def _zero_states(
+    stage: int, half: bool, p: int, w: int, largest: int, *, sums: bool
+) -> tuple[dict[str, int], int, int]:
     """What DeepSpeed 0.19.8 keeps with the settings of engine.py, in bytes; then its largest short-lived
-    copies during the backward pass, and after it. `largest` is the size of the largest parameter.
+    copies during the backward pass, and after it. `largest` is the size of the largest parameter; `sums`: gradients
+    come together in engine.py's `_Sums` where the stage lets them.
     """
     b = 2 if half else 4  # bytes of a weight in the forward pass, and of its gradient
     if stage == 0:
@@ -164,6 +168,10 @@ def _zero_states(stage: int, half: bool, p: int, w: int, largest: int) -> tuple[
         return states, 0, max(b * min(p, _WHOLE_BUCKET), 4 * p if half else 0)
     entries = min(p, _BUCKET)
     bucket = b * entries
+    if stage == 1 and sums:
+        # What is sent and what is received of one bucket, in half precision.
+        states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}
+        return states, 0, 4 * entries if w > 1 else 0
     if stage == 1:
         # The whole gradients, in fp32, still live while this worker's share of their sums is put together. Each goes
         # through a bucket, a flattened copy and one in the wire's precision; the largest only through the last.
