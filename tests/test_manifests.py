@@ -244,6 +244,26 @@ def test_stopping_a_pod_asks_for_a_checkpoint_and_waits(config: Path, tmp_path: 
     assert hook.wait(20) == 0
 
 
+@pytest.mark.parametrize(
+    ("host", "drained", "stops"), [("run-workers-1", True, False), ("run-workers-1", False, True), ("run-head-1", True, True)]
+)  # fmt: skip
+def test_an_elastic_run_goes_on_without_a_pod(
+    config: Path, tmp_path: Path, host: str, drained: bool, stops: bool
+) -> None:
+    """Its node is drained, which the run answers by itself; the head's pod, or a drain that fails, stops the run."""
+    (tmp_path / "runs/my-run").mkdir(parents=True)
+    given = [f"place.storage={tmp_path}", "scheduling.min_workers=8", "scheduling.workers=16"]
+    data = kuberay(config, *given)["ConfigMap"]["data"]
+    program(tmp_path / "bin", "ray", f'echo "$@" >>{tmp_path}/calls\nexit {0 if drained else 1}\n')
+    program(tmp_path / "bin", "pgrep", "exit 1\n")  # nothing of the run in this pod
+    hook = ["bash", "-c", data["stop.sh"]]
+    assert (
+        subprocess.run(hook, env=with_programs(tmp_path / "bin", HOSTNAME=host), timeout=20).returncode == 0
+    )
+    assert (tmp_path / "runs/my-run/stop").exists() == stops
+    assert (tmp_path / "calls").exists() == ("head" not in host)
+
+
 # ray up
 
 
@@ -317,7 +337,8 @@ def check_script(text: str) -> None:
 @pytest.mark.parametrize("overrides", [[], ["place.prepare=true", "place.gpus=false"], ["run_dir=two words"]])
 def test_scripts_are_clean(config: Path, overrides: list[str]) -> None:
     data = kuberay(config, *overrides)["ConfigMap"]["data"]
-    for text in (render("slurm", config, overrides), data["start.sh"], data["stop.sh"]):
+    elastic = kuberay(config, *overrides, "scheduling.min_workers=8")["ConfigMap"]["data"]
+    for text in (render("slurm", config, overrides), data["start.sh"], data["stop.sh"], elastic["stop.sh"]):
         check_script(text)
 
 

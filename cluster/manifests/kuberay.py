@@ -20,6 +20,7 @@ from pretrain.errors import InputError
 _FILES = "/etc/bertrain"  # where the ConfigMap lies in every container
 _GCS = "/var/lib/gcs"
 _HEAD_MEMORY_GIB = 8
+_COMMAND = "-m (pretrain pretrain|finetune finetune)"  # of start.sh, as pgrep finds it
 _USER = 1000  # of the Containerfile
 _INSTANCE = "app.kubernetes.io/instance"
 # KubeRay adds to the names of what it makes, which then still have to be names of DNS (its MaxRayJobNameLength).
@@ -303,11 +304,18 @@ export PYTHONSAFEPATH=1
 
 def _stop_script(job: Job, place: Place) -> str:
     stop = shlex.quote(f"{place.storage}/{job.folder}/stop" if job.folder[0] != "/" else f"{job.folder}/stop")
+    ask = f"touch {stop} 2>/dev/null || exit 0 # no run folder: nothing to save"
+    if job.min_nodes < job.nodes:  # the others go on without this pod, if the command itself is not in it
+        ask = f"""if [[ $HOSTNAME == *-head-* ]] || pgrep -f -- '{_COMMAND}' >/dev/null ||
+    ! ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod ends' \\
+        --deadline-remaining-seconds {place.grace_seconds}; then
+    {ask}
+fi"""
     return f"""#!/bin/bash
 # Before a pod ends: asks the run for a checkpoint, and waits until nothing of it runs in this pod.
-touch {stop} 2>/dev/null || exit 0 # no run folder: nothing to save
+{ask}
 for ((second = 0; second < {place.grace_seconds}; second++)); do
-    pgrep -f '^{PROCESS_TITLE}|-m (pretrain pretrain|finetune finetune)' >/dev/null || exit 0
+    pgrep -f '^{PROCESS_TITLE}|{_COMMAND}' >/dev/null || exit 0
     sleep 1
 done
 """
