@@ -50,9 +50,10 @@ class TaskModel(Encoder):
         self.embeddings.tied = False
         self.loss = LOSSES[head, objective]
         self.every_row = head == "spans"
-        self.head = (
-            SequenceHead(shape, outputs, activation) if head == "sequence" else RowHead(shape, outputs)
-        )
+        if head == "sequence":
+            self.head: nn.Module = SequenceHead(shape, outputs, activation)
+        else:  # of spans nothing is dropped: google-research/bert run_squad.py, create_model; BertForQuestionAnswering
+            self.head = RowHead(shape, outputs, 0.0 if head == "spans" else shape.hidden_dropout)
 
     def forward(self, batch: LabelledBatch) -> Output:
         """Loss and logits of one micro-batch."""
@@ -83,9 +84,9 @@ class SequenceHead(nn.Module):
 class RowHead(nn.Module):
     """dropout, out at each row."""
 
-    def __init__(self, shape: Model, outputs: int) -> None:
+    def __init__(self, shape: Model, outputs: int, dropout: float) -> None:
         super().__init__()
-        self.dropout = shape.hidden_dropout
+        self.dropout = dropout
         self.out_weight, self.out_bias = normal(shape.init_std, outputs, shape.hidden), zeros(outputs)
 
     def forward(self, hidden_RH: Tensor, keys_R: Tensor) -> Tensor:

@@ -142,6 +142,20 @@ def test_spans_are_those_of_transformers(checkpoint: Path) -> None:
     torch.testing.assert_close(output.loss / 4, sum(losses) / 2, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    ("head", "objective", "drops"), [("sequence", "classes", True), ("tokens", "classes", True), ("spans", "span", False)]
+)  # fmt: skip
+def test_all_heads_but_that_of_spans_drop(
+    checkpoint: Path, head: Head, objective: Objective, drops: bool
+) -> None:
+    """As transformers' BertFor... and run_squad.py have it."""
+    model = ours(checkpoint, head, objective, OUTPUTS[head])
+    hidden, keys = torch.randn(50, 32), torch.arange(50, dtype=torch.int32)
+    kept = model.head(hidden, keys)
+    model.train()
+    assert torch.equal(model.head(hidden, keys), kept) != drops
+
+
 def test_windows_of_an_example_are_averaged_before_the_loss(checkpoint: Path) -> None:
     """Two windows of one example: cross-entropy of the mean logits, with the example's whole weight."""
     model = ours(checkpoint, "sequence", "classes", 3)
