@@ -415,36 +415,6 @@ def test_a_control_store_that_is_away_for_a_while_interrupts_nothing(
     told("5 GCS away for 10 s", longest_gap=round(longest, 1))
 
 
-def test_a_control_store_that_dies_and_comes_back_interrupts_nothing(
-    corpus: Path, undisturbed: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With its state on disk, as the Kubernetes manifests have it, where the pod's restart brings it back."""
-    monkeypatch.setenv("RAY_gcs_storage", "rocksdb")
-    monkeypatch.setenv("RAY_gcs_storage_path", str(tmp_path / "gcs-state"))
-    with cluster(tmp_path / "state", "--nodes", "1", "--cpus-per-node", "2") as one:
-        run_dir = one.submit(settings(corpus, tmp_path / "gcs", steps=1500))
-        wait_for_step(run_dir, 60)
-        (server,) = one.named("gcs_server")
-        command, environment, folder = server.cmdline(), server.environ(), server.cwd()
-        server.kill()
-        time.sleep(5)
-        before = last_step(run_dir)
-        again = subprocess.Popen(
-            command, env=environment, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        try:
-            wait_for_step(run_dir, before + 200)
-            assert not events(run_dir, "restart")
-            wait_for(lambda: one.command("status", "gcs", code=None).startswith("gcs: running"), 60)
-            one.command("stop", "gcs")
-        finally:
-            again.kill()
-            again.wait()
-    expected, found = losses(undisturbed), losses(run_dir)
-    assert all(found[step] == loss for step, loss in expected.items() if step in found)
-    told("5 GCS killed, back after 5 s", restarts=0)
-
-
 def test_a_kill_while_a_checkpoint_is_written_costs_that_one_only(corpus: Path, tmp_path: Path) -> None:
     """Ten kills, each as soon as the folder of an unfinished checkpoint is seen, or a little later."""
     values = settings(corpus, tmp_path / "saving", steps=4000, checkpoint={"every_steps": 5, "keep_last": 3})
