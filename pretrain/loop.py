@@ -201,6 +201,7 @@ def fit(
         with engine.allow(LONG_SECONDS):
             run.saver.settle()
     run.saver.wait()
+    run.tell_trouble()
 
 
 def rehearse(
@@ -448,7 +449,15 @@ class _Run(Generic[S]):
             self.saver.save(
                 self.progress.step, self.engine.fragments(), _state(self.engine, self.progress, state)
             )
+        self.tell_trouble()
         self.clock.leave_out("checkpoint", time.perf_counter() - began)
+
+    def tell_trouble(self) -> None:
+        """Record that a save had to wait for the storage, which looks like a standstill while it lasts."""
+        if self.saver.trouble:
+            event = {"event": "storage", "step": self.progress.step, "time": time.time()}
+            self.recorder.log({**event, "message": self.saver.trouble})
+            self.saver.trouble = ""
 
     def roll_back(self) -> None:
         """Go back to the last checkpoint and pass over the data since; `DivergedError` where that was tried enough."""

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from chaos import ROOT, last_step, losses, newest_checkpoint, settings, told, wait_for, wait_for_step
+from chaos import ROOT, events, last_step, losses, newest_checkpoint, settings, told, wait_for, wait_for_step
 from corpora import make_corpus
 
 from pretrain.checkpoint import store
@@ -116,6 +116,8 @@ def test_storage_that_is_away_for_a_while_holds_up_but_ends_nothing(corpus: Path
     assert code == 0, said
     assert "Trying again" in (run_dir / "logs/training-0.log").read_text()
     assert held < reached + 30, "training waits for the save before it"
+    (event,) = events(run_dir, "storage")
+    assert "had to wait" in event["message"]
     assert losses(run_dir).keys() == set(range(1, 401))
     assert newest_checkpoint(run_dir) == 400
     assert store.newest(place) is not None

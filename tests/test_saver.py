@@ -75,6 +75,11 @@ def test_storage_that_fails_for_a_while_is_tried_again(
     folder.unlink()
     saver.wait()
     assert store.newest(folder) == folder / "step-00000001"
+    assert saver.trouble.startswith("step-00000001 had to wait 0 s for the storage: ")
+    saver.trouble = ""
+    saver.save(2, fragments(torch.ones(4)), {**STATE, "step": 2})
+    saver.wait()
+    assert not saver.trouble
 
 
 @pytest.mark.parametrize("background", [True, False])

@@ -45,6 +45,7 @@ class Saver:
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
+        self.trouble = ""  # why a save had to wait for the storage; who tells of it clears it
 
     def save(self, step: int, fragments: Iterable[store.HeldFragment], state: dict[str, Any]) -> None:
         """Save what the fragments hold now. Raises what the save before it, or this one if not in background, met."""
@@ -100,15 +101,18 @@ class Saver:
     def _write_or_retry(self, step: int, shard: store.Shard, state: dict[str, Any]) -> None:
         # All ranks meet the same error at the same try (`store.write`); how long that took they must not ask their
         # own clocks, so the waits are counted instead.
-        waited, wait = 0.0, _FIRST_WAIT_SECONDS
+        waited, wait, said = 0.0, _FIRST_WAIT_SECONDS, ""
         while True:
             try:
                 store.write(self._folder, step, shard, state, self._group)
+                if waited:
+                    self.trouble = f"{store.name_of(step)} had to wait {waited:.0f} s for the storage: {said}"
                 return
             except RunError as error:  # a disk that has turned read-only may turn back, as a full one may
                 full = "disk full" in str(error)
                 if waited >= (_FIRST_WAIT_SECONDS if full else self._retry_seconds):
                     raise
-                logger.warning("%s Trying again in %.0f s.", error, wait)
+                said = str(error)
+                logger.warning("%s Trying again in %.0f s.", said, wait)
             time.sleep(wait)
             waited, wait = waited + wait, wait * 2
