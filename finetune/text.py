@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.compute as pc
 from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _CHUNK = 4096  # texts handed to the tokenizer at a time: its encodings take 100 times the memory of their ids
 _WORDS_A_LINE = (
@@ -86,6 +88,9 @@ class TextEncoder:
 
     def _encode_by_word(self, texts: Sequence[str]) -> Column:
         """What lies between two spaces is tokenised once, however often it stands in `texts`, and its tokens gathered."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
         words = pc.split_pattern(pa.array(texts, pa.large_string()), " ")  # pyright: ignore[reportAttributeAccessIssue]
         first_word_N = words.offsets.to_numpy()
         coded = words.flatten().dictionary_encode()
@@ -103,6 +108,8 @@ class TextEncoder:
 
     def _encode_distinct(self, words: pa.Array) -> tuple[Column, np.ndarray]:
         """The words one by one, and their characters, int64 [words]. They go to the tokenizer as long lines."""
+        import pyarrow.compute as pc
+
         spelt = words.to_pylist()
         lines = [" ".join(spelt[n : n + _WORDS_A_LINE]) for n in range(0, len(spelt), _WORDS_A_LINE)]
         column = self._encode_whole(lines, offsets=True)
