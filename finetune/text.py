@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -62,29 +62,23 @@ class TextEncoder:
         """Tokens of text that a window has place for, of both texts together."""
         return self.max_length - len(self.prefix) - len(self.suffix) - (len(self.between) if pair else 0)
 
-    def encode(self, texts: Sequence[str], *, offsets: bool = True) -> Column:
-        """Texts as they are, in the tokenizer's own threads; without `offsets` these may all be 0, which is sooner."""
+    def encode(self, texts: Sequence[str]) -> Column:
+        """Texts as they are, in the tokenizer's own threads. What comes more than once is worked out once."""
         if self._by_word:
             return self._encode_by_word(texts)
-        return self._encode_whole(texts, offsets=offsets)
+        numbers: dict[str, int] = {}  # np.unique sorts objects, which takes ten times as long
+        which = np.fromiter((numbers.setdefault(text, len(numbers)) for text in texts), np.int64, len(texts))
+        return _gather(self._encode_whole(list(numbers)), which)
 
     def encode_words(self, words: Sequence[str]) -> Column:
-        """Words that stand alone, each a text of its own; the tokens of a distinct word are worked out once.
+        """Words that stand alone, each a text of its own.
 
         As `is_pretokenized` of the Hugging Face tokenizers (for byte-level BPE with `add_prefix_space`).
         """
-        numbers: dict[str, int] = {}  # np.unique sorts objects, which takes ten times as long
-        inverse = np.fromiter(
-            (numbers.setdefault(word, len(numbers)) for word in words), np.int64, len(words)
-        )
-        texts = [f" {word}" if self._begins_with_space else word for word in numbers]
-        column = self.encode(texts)
-        lengths = np.diff(column.starts)[inverse]
-        rows = ragged(column.starts[inverse], lengths)
-        offsets = column.offsets[rows]
-        if self._begins_with_space:
-            offsets = np.maximum(offsets - 1, 0)
-        return Column(column.ids[rows], np.concatenate([[0], np.cumsum(lengths)]), offsets)
+        if not self._begins_with_space:
+            return self.encode(words)
+        column = self.encode([f" {word}" for word in words])
+        return replace(column, offsets=np.maximum(column.offsets - 1, 0))
 
     def _encode_by_word(self, texts: Sequence[str]) -> Column:
         """What lies between two spaces is tokenised once, however often it stands in `texts`, and its tokens gathered."""
@@ -112,7 +106,7 @@ class TextEncoder:
 
         spelt = words.to_pylist()
         lines = [" ".join(spelt[n : n + _WORDS_A_LINE]) for n in range(0, len(spelt), _WORDS_A_LINE)]
-        column = self._encode_whole(lines, offsets=True)
+        column = self._encode_whole(lines)
         characters = pc.utf8_length(words).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
         ends = np.cumsum(characters + 1)
         begins = ends - characters - 1  # of each word, the lines laid end to end with a space between them
@@ -123,25 +117,16 @@ class TextEncoder:
         starts = np.searchsorted(word_T, np.arange(len(spelt) + 1))
         return Column(column.ids, starts, column.offsets - within[:, None]), characters
 
-    def _encode_whole(self, texts: Sequence[str], *, offsets: bool) -> Column:
-        return _join(
-            [
-                encoding
-                for first in range(0, len(texts), _CHUNK)
-                for encoding in self._encode_chunk(list(texts[first : first + _CHUNK]), offsets)
-            ]
-        )
-
-    def _encode_chunk(self, texts: list[str], offsets: bool) -> list[tuple[np.ndarray, np.ndarray]]:
-        if not offsets:
-            encodings = self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-            ids = [np.array(encoding.ids, np.int32) for encoding in encodings]
-            return [(one, np.zeros((len(one), 2), np.int32)) for one in ids]
-        encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
-        return [
-            (np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int32).reshape(-1, 2))
-            for encoding in encodings
-        ]
+    def _encode_whole(self, texts: list[str]) -> Column:
+        ids, offsets = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int32)]
+        for first in range(0, len(texts), _CHUNK):
+            for encoding in self.tokenizer.encode_batch(
+                texts[first : first + _CHUNK], add_special_tokens=False
+            ):
+                ids.append(np.array(encoding.ids, np.int32))
+                offsets.append(np.array(encoding.offsets, np.int32).reshape(-1, 2))
+        starts = np.cumsum([len(one) for one in ids], dtype=np.int64)
+        return Column(np.concatenate(ids), starts, np.concatenate(offsets))
 
 
 @dataclass(frozen=True)
@@ -225,10 +210,8 @@ def _constant(ids: np.ndarray, count: int) -> Slices:
     return ids, np.zeros(count, np.int64), np.full(count, len(ids), np.int64)
 
 
-def _join(encoded: list[tuple[np.ndarray, np.ndarray]]) -> Column:
-    lengths = [len(ids) for ids, _ in encoded]
-    return Column(
-        ids=np.concatenate([np.zeros(0, np.int32), *(ids for ids, _ in encoded)]),
-        starts=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]).astype(np.int64),
-        offsets=np.concatenate([np.zeros((0, 2), np.int32), *(offsets for _, offsets in encoded)]),
-    )
+def _gather(column: Column, which: np.ndarray) -> Column:
+    """Of a column's texts those with these numbers, in this order, each as often as it is named."""
+    lengths = np.diff(column.starts)[which]
+    rows = ragged(column.starts[which], lengths)
+    return Column(column.ids[rows], np.concatenate([[0], np.cumsum(lengths)]), column.offsets[rows])

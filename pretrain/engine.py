@@ -442,8 +442,7 @@ class _Sums:
         dist.all_to_all_single(received, sent)
         for other, row in enumerate(received):
             if other != rank:
-                for piece, new in zip(sums[rank].split(_SUM_ENTRIES), row.split(_SUM_ENTRIES), strict=True):
-                    piece.add_(new.float())
+                _add_entries(sums[rank], row)
 
     def _add(self, parameter: nn.Parameter, _: int) -> None:
         place, first = self._places[id(parameter)], id(parameter) not in self._begun
@@ -454,12 +453,18 @@ class _Sums:
             _add_rows(place.view(parameter.shape), gradient, first)
         elif first:
             place.copy_(gradient.reshape(-1))
-        elif place.is_cuda:
-            place.add_(gradient.reshape(-1))
-        else:  # a mixed sum is not vectorised (seven times slower), and a whole fp32 copy leaves the cache
-            pieces = zip(place.split(_SUM_ENTRIES), gradient.reshape(-1).split(_SUM_ENTRIES), strict=True)
-            for piece, new in pieces:
-                piece.add_(new.float())
+        else:
+            _add_entries(place, gradient.reshape(-1))
+
+
+def _add_entries(place: Tensor, more: Tensor) -> None:
+    """Add to fp32 [entries] as many of any type."""
+    if place.is_cuda:
+        place.add_(more)
+        return
+    # A mixed sum is not vectorised on CPUs (seven times slower), and a whole fp32 copy leaves the cache.
+    for piece, new in zip(place.split(_SUM_ENTRIES), more.split(_SUM_ENTRIES), strict=True):
+        piece.add_(new.float())
 
 
 def _add_rows(place: Tensor, gradient: Tensor, first: bool) -> None:

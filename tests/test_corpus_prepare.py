@@ -19,8 +19,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from pretrain.config import Corpus, Phase, RunConfig, Source
-from pretrain.corpus import prepare as prepare_module
-from pretrain.corpus import shards
+from pretrain.corpus import pool, shards
 from pretrain.corpus.prepare import describe, prepare
 from pretrain.corpus.shards import open_shards, verify_shards
 from pretrain.errors import InputError, MachineError
@@ -172,7 +171,7 @@ def test_the_split_follows_the_documents_text(sources: Path, prepared: Path, tmp
 def test_forked_and_spawned_processes_write_the_same_bytes(
     method: str, sources: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_module, "_start_method", lambda: method)
+    monkeypatch.setattr(pool, "_start_method", lambda: method)
     prepare(config(sources, tmp_path / "two", processes=2), quiet=True)
     assert content(tmp_path / "two") == content(prepared)
     assert not (tmp_path / "two" / ".work").exists()
@@ -184,7 +183,7 @@ def test_no_fork_beside_other_threads() -> None:
     thread = threading.Thread(target=go_on.wait)
     thread.start()
     try:
-        assert prepare_module._start_method() == "spawn"
+        assert pool._start_method() == "spawn"
     finally:
         go_on.set()
         thread.join()

@@ -122,7 +122,7 @@ def judge_gpus(files: int, count: int, found: Mapping[str, str], visible: str | 
 def judge_matmul(device: Device) -> Row:
     found = f"{device.bf16 / 1e9:,.0f} GFLOP/s in bf16, {device.fp32 / 1e9:,.0f} in fp32"
     mark = WARN if device.bf16 < 0.9 * device.fp32 else PASS
-    advice = "bf16 is emulated on this processor: set engine.precision: fp32."
+    advice = "This processor multiplies fp32 faster than bf16: set engine.precision: fp32."
     return Row("matmul", f"{found} ({device.name})", mark, advice)
 
 

@@ -160,8 +160,8 @@ class Questions:
             InputError: windows are too short for the questions and the overlap.
         """
         self._expect_room(encoder)
-        asked, question_N = _encode_distinct([one.text.strip() for one in examples], encoder, offsets=False)
-        contexts, context_N = _encode_distinct([one.context for one in examples], encoder, offsets=True)
+        asked, question_N = _encode_distinct([one.text.strip() for one in examples], encoder)
+        contexts, context_N = _encode_distinct([one.context for one in examples], encoder)
         full_N = np.diff(asked.starts)[question_N]
         kept_N = np.minimum(full_N, self.settings.max_question_tokens)
         self._report_cut(examples, full_N)
@@ -377,13 +377,11 @@ class Questions:
 # ---------------------------------------------------------------- windows
 
 
-def _encode_distinct(
-    texts: Sequence[str], encoder: TextEncoder, *, offsets: bool
-) -> tuple[Column, np.ndarray]:
+def _encode_distinct(texts: Sequence[str], encoder: TextEncoder) -> tuple[Column, np.ndarray]:
     """(the distinct texts as tokens, int64 [N]: which of them each text is)."""
     numbers: dict[str, int] = {}
     which = np.array([numbers.setdefault(text, len(numbers)) for text in texts], np.int64)
-    return encoder.encode(list(numbers), offsets=offsets), which
+    return encoder.encode(list(numbers)), which
 
 
 def _answer_tokens(

@@ -18,20 +18,14 @@ import collections
 import contextlib
 import functools
 import hashlib
-import itertools
 import json
-import multiprocessing
 import os
 import shutil
 import signal
-import sys
 import threading
 import time
 import types
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +43,8 @@ from tokenizers import Tokenizer
 
 from pretrain.config import Corpus, RunConfig, Source
 from pretrain.corpus import card, jobs, sources
+from pretrain.corpus.documents import Documents, ShardPlan, Summary
+from pretrain.corpus.pool import Pool, result_of
 from pretrain.corpus.shards import FORMAT, token_dtype, verify_shards
 from pretrain.corpus.vocabulary import (
     TOKENIZER_FILES,
@@ -57,12 +53,11 @@ from pretrain.corpus.vocabulary import (
     special_ids,
     train_vocabulary,
 )
-from pretrain.errors import InputError, MachineError, StoppedError
+from pretrain.errors import InputError, StoppedError
 from pretrain.files import MANIFEST, locked, put_manifest, read_manifest, sha256_file, write_json
 
 WORK = ".work"
 _MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; the rarest give way
-_MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence needs another document
 
 
 def prepare(config: RunConfig, *, quiet: bool = False) -> str:
@@ -163,14 +158,14 @@ class _Preparation:
             return False
         return True
 
-    def _stages(self, pool: _Pool) -> None:
+    def _stages(self, pool: Pool) -> None:
         hashing = self._begin_hashing(pool)
         summaries = self._read(pool)
         hashes = self._end_hashing(hashing)
         tokenizer = self._tokenizer or self._vocabulary(pool, summaries)
         if self._tokenizer is None:
             self._tokenise(pool, summaries)
-        documents = _Documents.load(self._work, summaries, self._corpus.validation_fraction)
+        documents = Documents.load(self._work, summaries, self._corpus.validation_fraction)
         plan = documents.plan(self._corpus.shard_tokens)
         results = self._write_shards(pool, documents, plan)
         pool.dismiss()
@@ -178,7 +173,7 @@ class _Preparation:
 
     # ------------------------------------------------------------ settings
 
-    def _pool(self) -> _Pool:
+    def _pool(self) -> Pool:
         settings = jobs.Settings(
             work=str(self._work),
             lowercase=self._corpus.vocabulary.lowercase,
@@ -186,7 +181,7 @@ class _Preparation:
             min_document_words=self._corpus.min_document_words,
             vocabulary_given=self._tokenizer is not None,
         )
-        return _Pool(self._processes, settings, self._tokenizer, self._address)
+        return Pool(self._processes, settings, self._tokenizer, self._address)
 
     @functools.cached_property
     def _settings(self) -> dict[str, Any]:
@@ -274,7 +269,7 @@ class _Preparation:
 
     # ------------------------------------------------------------ stages
 
-    def _read(self, pool: _Pool) -> list[_Summary]:
+    def _read(self, pool: Pool) -> list[Summary]:
         """Part files of all pieces; returns the pieces' summaries in the order of the corpus."""
         summaries = []
         total = sum(item.bytes for inputs in self._inputs for item in inputs)
@@ -282,7 +277,7 @@ class _Preparation:
             for (piece,), read in pool.run(jobs.read, self._pieces(), self._known_summaries):
                 for summary in read:
                     self._problems.extend(summary.pop("problems"))
-                    summaries.append(_Summary(**summary))
+                    summaries.append(Summary(**summary))
                 advance(piece.bytes)
         for number, source in enumerate(self._corpus.sources):
             if not any(summary.documents for summary in summaries if summary.source == number):
@@ -302,7 +297,7 @@ class _Preparation:
         summary = None if piece.is_stream else jobs.known_summary(self._work, piece)
         return None if summary is None else [summary]
 
-    def _begin_hashing(self, pool: _Pool) -> list[tuple[int, sources.Input, Any]]:
+    def _begin_hashing(self, pool: Pool) -> list[tuple[int, sources.Input, Any]]:
         """Hand out the hashing of every input file: (source, input, result to come). Nothing waits for it."""
         known = _read_json(self._work / "hashes.json") or [{} for _ in self._inputs]
         return [
@@ -317,18 +312,18 @@ class _Preparation:
         hashes = _read_json(self._work / "hashes.json") or [{} for _ in self._inputs]
         with self._bar.stage("hashing the sources", sum(item.bytes for _, item, _ in hashing)) as advance:
             for number, item, result in hashing:
-                hashes[number] |= dict(zip(item.paths, _result(result), strict=True))
+                hashes[number] |= dict(zip(item.paths, result_of(result), strict=True))
                 advance(item.bytes)
         if hashing:
             write_json(self._work / "hashes.json", hashes)
         return hashes
 
-    def _vocabulary(self, pool: _Pool, summaries: list[_Summary]) -> Tokenizer:
+    def _vocabulary(self, pool: Pool, summaries: list[Summary]) -> Tokenizer:
         """Train on the documents that stay, at most training_bytes of them, those with the lowest hashes."""
         path = self._work / jobs.TOKENIZER
         if path.exists():
             return Tokenizer.from_file(str(path))
-        documents = _Documents.load(self._work, summaries, self._corpus.validation_fraction)
+        documents = Documents.load(self._work, summaries, self._corpus.validation_fraction)
         settings = self._corpus.vocabulary
         chosen = documents.sample(settings.training_bytes)
         work = list(zip(documents.parts, documents.by_part(chosen), strict=True))
@@ -349,7 +344,7 @@ class _Preparation:
         save_tokenizer(self._work, tokenizer)
         return tokenizer
 
-    def _tokenise(self, pool: _Pool, summaries: list[_Summary]) -> None:
+    def _tokenise(self, pool: Pool, summaries: list[Summary]) -> None:
         """Part files of words become part files of tokens, under the new names in `summaries`."""
         work = []
         for summary in summaries:
@@ -368,9 +363,7 @@ class _Preparation:
                 (self._work / words_part).unlink(missing_ok=True)
                 advance(amount)
 
-    def _write_shards(
-        self, pool: _Pool, documents: _Documents, plan: list[_ShardPlan]
-    ) -> list[dict[str, Any]]:
+    def _write_shards(self, pool: Pool, documents: Documents, plan: list[ShardPlan]) -> list[dict[str, Any]]:
         work = ((p.name, documents.selections(p.documents), p.totals, str(self._folder)) for p in plan)
         results = []
         width = token_dtype(1 << 16).itemsize
@@ -384,7 +377,7 @@ class _Preparation:
         return results
 
     def _finish(
-        self, tokenizer: Tokenizer, documents: _Documents, plan: list[_ShardPlan], results: list[dict[str, Any]],
+        self, tokenizer: Tokenizer, documents: Documents, plan: list[ShardPlan], results: list[dict[str, Any]],
         hashes: list[dict[str, str]],
     ) -> None:  # fmt: skip
         """Tokenizer files, card, and last the manifest."""
@@ -442,15 +435,6 @@ def _fingerprint(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
 
-@dataclass
-class _Summary:
-    """What jobs.read says of a piece: documents read, and the part files of those that are long enough."""
-
-    source: int
-    documents: int
-    parts: list[str]
-
-
 def _read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
@@ -487,265 +471,7 @@ def _summary(folder: Path, what: str) -> str:
     return card.summary_line(folder, what)
 
 
-# ---------------------------------------------------------------- which documents stay, and where
-
-
-@dataclass(frozen=True)
-class _ShardPlan:
-    name: str
-    split: str
-    source: int
-    documents: np.ndarray  # numbers of its documents in the corpus
-    totals: dict[str, int]  # documents, sentences, tokens
-
-
-class _Documents:
-    """The table of all documents: 32 bytes each, in the order of the corpus."""
-
-    def __init__(
-        self, table: np.ndarray, source: np.ndarray, parts: list[str], sizes: list[int], read: list[_Summary]
-    ):
-        self.table = table  # jobs.DOCUMENT [D]
-        self.parts = parts
-        self._source = source  # uint16 [D]
-        self._first = np.cumsum([0, *sizes])  # first document of each part
-        self._read = read
-
-    @classmethod
-    def load(cls, work: Path, summaries: list[_Summary], validation_fraction: float) -> _Documents:
-        """Read the tables of all part files and decide which documents stay and which are held out."""
-        parts = [part for summary in summaries for part in summary.parts]
-        tables = [jobs.load_documents(work / part) for part in parts]
-        of_part = [summary.source for summary in summaries for _ in summary.parts]
-        sizes = [len(table) for table in tables]
-        source = np.repeat(np.array(of_part, np.uint16), sizes)
-        table = np.concatenate([np.zeros(0, jobs.DOCUMENT), *tables])
-        documents = cls(table, source, parts, sizes, summaries)
-        documents._decide(validation_fraction)
-        return documents
-
-    def _decide(self, validation_fraction: float) -> None:
-        """Keep the first of every group of equal documents; hold out those whose hash is below the fraction."""
-        first, second = self.table["hash"][:, 0], self.table["hash"][:, 1]
-        order = np.lexsort((second, first))  # stable: equal documents stay in the order of the corpus
-        repeated = np.zeros(len(order), bool)
-        repeated[1:] = (first[order[1:]] == first[order[:-1]]) & (second[order[1:]] == second[order[:-1]])
-        self.stays = np.ones(len(order), bool)
-        self.stays[order[repeated]] = False
-        if not self.stays.any():
-            read = sum(summary.documents for summary in self._read)
-            raise InputError(
-                f"corpus.sources: none of {read} documents is left. "
-                "Check that the kinds fit the files, or lower corpus.min_document_words."
-            )
-        held_out = first < np.uint64(validation_fraction * 2**64)
-        if validation_fraction > 0 and (held_out & self.stays).sum() < _MIN_VALIDATION_DOCUMENTS:
-            lowest = np.sort(first[self.stays])[:_MIN_VALIDATION_DOCUMENTS]
-            held_out = first <= lowest[-1]
-        self.held_out = held_out & self.stays
-
-    def by_part(self, values: np.ndarray) -> list[np.ndarray]:
-        """A row of values, one per document, cut into parts."""
-        return [values[a:b] for a, b in itertools.pairwise(self._first)]
-
-    def sample(self, most_bytes: int) -> np.ndarray:
-        """bool [D]: training documents with the lowest hashes, at most `most_bytes` of text, at least one."""
-        candidates = np.flatnonzero(self.stays & ~self.held_out)
-        if not candidates.size:
-            candidates = np.flatnonzero(self.stays)
-        ordered = candidates[np.argsort(self.table["hash"][candidates, 1], kind="stable")]
-        fits = np.cumsum(self.table["bytes"][ordered], dtype=np.int64) <= most_bytes
-        chosen = np.zeros(len(self.table), bool)
-        chosen[ordered[: max(1, int(fits.sum()))]] = True
-        return chosen
-
-    def plan(self, shard_tokens: int) -> list[_ShardPlan]:
-        """Cut every source's documents of each split into shards of at most `shard_tokens` tokens, if they fit."""
-        plans = []
-        for split, mask in (("train", self.stays & ~self.held_out), ("validation", self.held_out)):
-            number = 0
-            for source in np.unique(self._source):
-                documents = np.flatnonzero(mask & (self._source == source))
-                ends = np.cumsum(self.table["items"][documents], dtype=np.int64)
-                start = 0
-                while start < len(documents):
-                    before = ends[start - 1] if start else 0
-                    end = max(start + 1, int(np.searchsorted(ends, before + shard_tokens, "right")))
-                    chosen = documents[start:end]
-                    totals = {
-                        "documents": len(chosen),
-                        "sentences": int(self.table["sentences"][chosen].sum(dtype=np.int64)),
-                        "tokens": int(ends[end - 1] - before),
-                    }
-                    plans.append(_ShardPlan(f"{split}-{number:05d}", split, int(source), chosen, totals))
-                    number += 1
-                    start = end
-        return plans
-
-    def selections(self, documents: np.ndarray) -> list[tuple[str, np.ndarray]]:
-        """Ascending document numbers as (part, numbers within it)."""
-        part = np.searchsorted(self._first, documents, "right") - 1
-        chosen = []
-        for number in np.unique(part):
-            chosen.append(
-                (self.parts[number], (documents[part == number] - self._first[number]).astype(np.uint32))
-            )
-        return chosen
-
-    def figures(self, source_count: int) -> list[dict[str, int]]:
-        """Counts of each source for the card."""
-        result = []
-        for number in range(source_count):
-            mine = self._source == number
-            stays, read = mine & self.stays, sum(s.documents for s in self._read if s.source == number)
-            result.append({
-                "documents_read": read,
-                "too_short": read - int(mine.sum()),
-                "duplicates": int(mine.sum() - stays.sum()),
-                "documents": int(stays.sum()),
-                "validation_documents": int((mine & self.held_out).sum()),
-                "sentences": int(self.table["sentences"][stays].sum(dtype=np.int64)),
-                "words": int(self.table["words"][stays].sum(dtype=np.int64)),
-                "tokens": int(self.table["items"][stays].sum(dtype=np.int64)),
-                "text_bytes": int(self.table["bytes"][stays].sum(dtype=np.int64)),
-            })  # fmt: skip
-        return result
-
-
-# ---------------------------------------------------------------- processes, signals, progress
-
-
-class _Pool:
-    """Runs jobs in processes of their own, or here if there is to be one; results come in the order of the jobs.
-
-    With `address` the processes are a Ray cluster's, as many as it has cores where `processes` is 0.
-    """
-
-    def __init__(
-        self, processes: int, settings: jobs.Settings, tokenizer: Tokenizer | None, address: str
-    ) -> None:
-        self._processes = processes
-        self._begin_with = settings, tokenizer
-        self._address = address
-        # Ray Data takes all jobs at once. They carry no text (`sources.cut`), so they may wait there.
-        self._most_waiting = sys.maxsize if address else 3 * processes
-        self._executor: Executor | None = None
-        self._ending: threading.Thread | None = None
-
-    def __enter__(self) -> _Pool:
-        if self._address:
-            from cluster.pool import RayPool
-
-            self._executor = RayPool(
-                self._address,
-                log=Path(self._begin_with[0].work) / "ray.log",
-                processes=self._processes,
-                initializer=jobs.start_task,
-                initargs=self._begin_with,
-            )
-        elif self._processes == 1:
-            jobs.start_process(*self._begin_with, child=False)
-        else:
-            context = multiprocessing.get_context(_start_method())
-            self._executor = ProcessPoolExecutor(
-                self._processes, context, jobs.start_process, self._begin_with
-            )
-            with _without_tokenizers_threads():
-                self._executor.submit(os.getpid)  # starts the processes now, before there are other threads
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
-    ) -> None:
-        if self._ending is not None:
-            self._ending.join()
-        elif self._executor is not None:
-            self._executor.shutdown(cancel_futures=True)
-
-    def dismiss(self) -> None:
-        """There are no more jobs: the processes end while this one goes on."""
-        if self._executor is not None:
-            self._ending = threading.Thread(target=self._executor.shutdown)
-            self._ending.start()
-
-    def begin(self, job: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Hand out a job, of which `_result` has what comes of it; without processes it is done there."""
-        with _killed_is_told():
-            return (
-                self._executor.submit(job, *arguments)
-                if self._executor
-                else functools.partial(job, *arguments)
-            )
-
-    def run(
-        self,
-        job: Callable[..., Any],
-        items: Iterable[tuple[Any, ...]],
-        known: Callable[..., Any] | None = None,
-    ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        """(arguments, result) for every tuple of arguments; where `known(*arguments)` has a result, it is taken."""
-        waiting: collections.deque[tuple[tuple[Any, ...], Any]] = collections.deque()
-        for item in items:
-            result = known(*item) if known else None
-            waiting.append((_without_data(item), self.begin(job, item) if result is None else result))
-            while waiting and (len(waiting) > self._most_waiting or _is_ready(waiting[0][1])):
-                item, result = waiting.popleft()
-                yield item, _result(result)
-        while waiting:
-            item, result = waiting.popleft()
-            yield item, _result(result)
-
-
-def _start_method() -> str:
-    """fork where that is safe: a forked process has everything imported, 0.3 s earlier than a spawned one.
-
-    A fork takes only its own thread along, and a lock that another one holds stays locked. The threads of numpy's
-    OpenBLAS, of Arrow and of `tokenizers` see to that themselves; those of Python, Ray or a hub's client do not, nor do
-    macOS's own libraries.
-    """
-    alone = threading.active_count() == 1 and not {"ray", "datasets"} & sys.modules.keys()
-    return "fork" if alone and sys.platform == "linux" else "spawn"
-
-
-@contextlib.contextmanager
-def _without_tokenizers_threads() -> Iterator[None]:
-    """Say to `tokenizers` that forked processes shall have no threads; it would guess so, too, but warn of it."""
-    before = os.environ.get("TOKENIZERS_PARALLELISM")
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    try:
-        yield
-    finally:
-        os.environ.pop("TOKENIZERS_PARALLELISM")
-        if before is not None:
-            os.environ["TOKENIZERS_PARALLELISM"] = before
-
-
-def _result(result: Any) -> Any:
-    """What comes of a job that was begun; what was known beforehand is taken as it is."""
-    if isinstance(result, functools.partial):
-        return result()
-    with _killed_is_told():
-        return result.result() if isinstance(result, Future) else result
-
-
-@contextlib.contextmanager
-def _killed_is_told() -> Iterator[None]:
-    try:
-        yield
-    except BrokenProcessPool:
-        raise MachineError(
-            "prepare: a preparation process was killed, most likely for want of memory. "
-            "Set corpus.processes lower and run the same command again; it goes on where it was."
-        ) from None
-
-
-def _is_ready(result: Any) -> bool:
-    return result.done() if isinstance(result, Future) else True
-
-
-def _without_data(item: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments as they are remembered: the text a piece may carry is not."""
-    return tuple(replace(part, data=None) if isinstance(part, sources.Piece) else part for part in item)
+# ---------------------------------------------------------------- signals, progress
 
 
 @contextlib.contextmanager

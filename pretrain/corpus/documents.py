@@ -1,0 +1,145 @@
+"""Which documents of a corpus stay, which are held out, and which shard each goes to."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pretrain.corpus import jobs
+from pretrain.errors import InputError
+
+_MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence needs another document
+
+
+@dataclass
+class Summary:
+    """What jobs.read says of a piece: documents read, and the part files of those that are long enough."""
+
+    source: int
+    documents: int
+    parts: list[str]
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    name: str
+    split: str
+    source: int
+    documents: np.ndarray  # numbers of its documents in the corpus
+    totals: dict[str, int]  # documents, sentences, tokens
+
+
+class Documents:
+    """The table of all documents: 32 bytes each, in the order of the corpus."""
+
+    def __init__(
+        self, table: np.ndarray, source: np.ndarray, parts: list[str], sizes: list[int], read: list[Summary]
+    ):
+        self.table = table  # jobs.DOCUMENT [D]
+        self.parts = parts
+        self._source = source  # uint16 [D]
+        self._first = np.cumsum([0, *sizes])  # first document of each part
+        self._read = read
+
+    @classmethod
+    def load(cls, work: Path, summaries: list[Summary], validation_fraction: float) -> Documents:
+        """Read the tables of all part files and decide which documents stay and which are held out."""
+        parts = [part for summary in summaries for part in summary.parts]
+        tables = [jobs.load_documents(work / part) for part in parts]
+        of_part = [summary.source for summary in summaries for _ in summary.parts]
+        sizes = [len(table) for table in tables]
+        source = np.repeat(np.array(of_part, np.uint16), sizes)
+        table = np.concatenate([np.zeros(0, jobs.DOCUMENT), *tables])
+        documents = cls(table, source, parts, sizes, summaries)
+        documents._decide(validation_fraction)
+        return documents
+
+    def _decide(self, validation_fraction: float) -> None:
+        """Keep the first of every group of equal documents; hold out those whose hash is below the fraction."""
+        first, second = self.table["hash"][:, 0], self.table["hash"][:, 1]
+        order = np.lexsort((second, first))  # stable: equal documents stay in the order of the corpus
+        repeated = np.zeros(len(order), bool)
+        repeated[1:] = (first[order[1:]] == first[order[:-1]]) & (second[order[1:]] == second[order[:-1]])
+        self.stays = np.ones(len(order), bool)
+        self.stays[order[repeated]] = False
+        if not self.stays.any():
+            read = sum(summary.documents for summary in self._read)
+            raise InputError(
+                f"corpus.sources: none of {read} documents is left. "
+                "Check that the kinds fit the files, or lower corpus.min_document_words."
+            )
+        held_out = first < np.uint64(validation_fraction * 2**64)
+        if validation_fraction > 0 and (held_out & self.stays).sum() < _MIN_VALIDATION_DOCUMENTS:
+            lowest = np.sort(first[self.stays])[:_MIN_VALIDATION_DOCUMENTS]
+            held_out = first <= lowest[-1]
+        self.held_out = held_out & self.stays
+
+    def by_part(self, values: np.ndarray) -> list[np.ndarray]:
+        """A row of values, one per document, cut into parts."""
+        return [values[a:b] for a, b in itertools.pairwise(self._first)]
+
+    def sample(self, most_bytes: int) -> np.ndarray:
+        """bool [D]: training documents with the lowest hashes, at most `most_bytes` of text, at least one."""
+        candidates = np.flatnonzero(self.stays & ~self.held_out)
+        if not candidates.size:
+            candidates = np.flatnonzero(self.stays)
+        ordered = candidates[np.argsort(self.table["hash"][candidates, 1], kind="stable")]
+        fits = np.cumsum(self.table["bytes"][ordered], dtype=np.int64) <= most_bytes
+        chosen = np.zeros(len(self.table), bool)
+        chosen[ordered[: max(1, int(fits.sum()))]] = True
+        return chosen
+
+    def plan(self, shard_tokens: int) -> list[ShardPlan]:
+        """Cut every source's documents of each split into shards of at most `shard_tokens` tokens, if they fit."""
+        plans = []
+        for split, mask in (("train", self.stays & ~self.held_out), ("validation", self.held_out)):
+            number = 0
+            for source in np.unique(self._source):
+                documents = np.flatnonzero(mask & (self._source == source))
+                ends = np.cumsum(self.table["items"][documents], dtype=np.int64)
+                start = 0
+                while start < len(documents):
+                    before = ends[start - 1] if start else 0
+                    end = max(start + 1, int(np.searchsorted(ends, before + shard_tokens, "right")))
+                    chosen = documents[start:end]
+                    totals = {
+                        "documents": len(chosen),
+                        "sentences": int(self.table["sentences"][chosen].sum(dtype=np.int64)),
+                        "tokens": int(ends[end - 1] - before),
+                    }
+                    plans.append(ShardPlan(f"{split}-{number:05d}", split, int(source), chosen, totals))
+                    number += 1
+                    start = end
+        return plans
+
+    def selections(self, documents: np.ndarray) -> list[tuple[str, np.ndarray]]:
+        """Ascending document numbers as (part, numbers within it)."""
+        part = np.searchsorted(self._first, documents, "right") - 1
+        chosen = []
+        for number in np.unique(part):
+            chosen.append(
+                (self.parts[number], (documents[part == number] - self._first[number]).astype(np.uint32))
+            )
+        return chosen
+
+    def figures(self, source_count: int) -> list[dict[str, int]]:
+        """Counts of each source for the card."""
+        result = []
+        for number in range(source_count):
+            mine = self._source == number
+            stays, read = mine & self.stays, sum(s.documents for s in self._read if s.source == number)
+            result.append({
+                "documents_read": read,
+                "too_short": read - int(mine.sum()),
+                "duplicates": int(mine.sum() - stays.sum()),
+                "documents": int(stays.sum()),
+                "validation_documents": int((mine & self.held_out).sum()),
+                "sentences": int(self.table["sentences"][stays].sum(dtype=np.int64)),
+                "words": int(self.table["words"][stays].sum(dtype=np.int64)),
+                "tokens": int(self.table["items"][stays].sum(dtype=np.int64)),
+                "text_bytes": int(self.table["bytes"][stays].sum(dtype=np.int64)),
+            })  # fmt: skip
+        return result
