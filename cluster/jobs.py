@@ -290,7 +290,7 @@ def exit_code(job: JobDetails) -> int:
 
 def progress(run_dir: Path) -> list[str]:
     """How far a run is by its folder; [] where that cannot be seen from here."""
-    from pretrain.tracking import is_training, read_records
+    from pretrain.tracking.records import is_training, read_records
 
     try:
         records = read_records(run_dir)

@@ -25,7 +25,7 @@ from finetune.config import FinetuneConfig, load_config
 from finetune.saved import SCORES
 from pretrain.errors import InputError, MachineError
 from pretrain.settings import dump
-from pretrain.tracking import is_training, read_records
+from pretrain.tracking.records import is_training, read_records
 
 OURS, PEER = "ours", "trainer"
 _REPEATS = 5

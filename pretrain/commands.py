@@ -74,17 +74,16 @@ def train(target: str, config: Run, resume: bool, steps: int, *, alone: bool) ->
 
     `steps` is for the live line on the terminal.
     """
-    from pretrain import tracking
+    from pretrain.tracking.live import follow
+    from pretrain.tracking.records import note_end
 
     if is_follower():
         return _start(target, config, resume, alone=alone)
     try:
-        with tracking.follow(config.folder, steps):
+        with follow(config.folder, steps):
             _start(target, config, resume, alone=alone)
     except (StoppedError, DivergedError) as error:
-        tracking.note_end(
-            config.folder, "stop" if isinstance(error, StoppedError) else "diverged", str(error)
-        )
+        note_end(config.folder, "stop" if isinstance(error, StoppedError) else "diverged", str(error))
         raise
 
 

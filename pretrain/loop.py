@@ -169,7 +169,7 @@ class Progress:
 
 
 class Recorder(Protocol):
-    """Where numbers go; `pretrain.tracking.Tracker` is one."""
+    """Where numbers go; `pretrain.tracking.tracker.Tracker` is one."""
 
     def log(self, record: dict[str, Any]) -> None: ...
     def rewind(self, step: int) -> None: ...

@@ -23,7 +23,8 @@ from pretrain.errors import InputError
 from pretrain.fillings import Filling, fill, held_out_sentences, read_vocabulary
 from pretrain.pages import write_page
 from pretrain.settings import dump
-from pretrain.tracking import clock, is_training, read_records
+from pretrain.tracking.live import clock
+from pretrain.tracking.records import is_training, read_records
 
 SENTENCES = 10
 FINETUNED = "finetuned.json"

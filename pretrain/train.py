@@ -25,7 +25,8 @@ from pretrain.estimate import executed_flops, micro_batch_tokens
 from pretrain.model.heads import Losses, PretrainingModel
 from pretrain.optim import learning_rate, make_optimizer, parameter_groups
 from pretrain.session import choose_device, matmul_peak, newest_checkpoint, process_group, watched
-from pretrain.tracking import Tracker, quiet_logging
+from pretrain.tracking.logs import quiet_logging
+from pretrain.tracking.tracker import Tracker
 from pretrain.worker import Worker
 
 logger = logging.getLogger(__name__)

@@ -18,6 +18,7 @@ from corpora import make_corpus
 from pretrain.__main__ import BENCHMARKS, main
 from pretrain.config import load_config
 from pretrain.errors import DivergedError, MachineError, StoppedError
+from pretrain.tracking import live, records
 from pretrain.worker import Worker
 
 ROOT = Path(__file__).parent.parent
@@ -45,7 +46,7 @@ class Calls(list):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Stand-ins for train.main, cluster.run.run, tracking.follow and tracking.note_end."""
+    """Stand-ins for train.main, cluster.run.run, live.follow and records.note_end."""
     seen = Calls()
 
     @contextlib.contextmanager
@@ -63,7 +64,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
     import cluster.run
 
     stand_in("pretrain.train", main=lambda payload, worker: seen.append(("train", (payload, worker))))
-    stand_in("pretrain.tracking", follow=follow, note_end=lambda *given: seen.append(("end", given)))
+    monkeypatch.setattr(live, "follow", follow)
+    monkeypatch.setattr(records, "note_end", lambda *given: seen.append(("end", given)))
     monkeypatch.setattr(cluster.run, "run", lambda *given, **named: seen.append(("run", (given, named))))
     return seen
 

@@ -22,11 +22,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from pretrain import tracking
 from pretrain.config import RunConfig
 from pretrain.errors import InputError, MachineError
 from pretrain.settings import dump
-from pretrain.tracking import Tracker, follow, read_records, wandb_names
+from pretrain.tracking import live, mirror
+from pretrain.tracking.live import follow
+from pretrain.tracking.mirror import wandb_names
+from pretrain.tracking.records import read_records
+from pretrain.tracking.tracker import Tracker
 
 
 def make_config(**tracking_settings: Any) -> RunConfig:
@@ -141,7 +144,7 @@ class TestMetricsFile:
             import sys, itertools
             from pathlib import Path
             from pretrain.config import RunConfig
-            from pretrain.tracking import Tracker
+            from pretrain.tracking.tracker import Tracker
             config = RunConfig.model_validate_json(sys.argv[1])
             tracker = Tracker(config, Path(sys.argv[2]), run_id=None, step=0, card={}, job_type="x", enabled=True)
             for step in itertools.count(1):
@@ -240,8 +243,8 @@ class TestWandb:
             assert may_start.wait(60)
             return Run()
 
-        monkeypatch.setattr(tracking, "_start_wandb", start_wandb)
-        monkeypatch.setattr(tracking, "_finish_wandb", lambda run: logged.append("finished"))
+        monkeypatch.setattr(mirror, "_start_wandb", start_wandb)
+        monkeypatch.setattr(mirror, "_finish_wandb", lambda run: logged.append("finished"))
         tracker = start(tmp_path, wandb="offline")
         tracker.log({"step": 1})
         tracker.log({"step": 2})
@@ -254,7 +257,7 @@ class TestWandb:
     def test_a_failing_wandb_costs_the_mirror_only(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        monkeypatch.setattr(tracking, "_start_wandb", lambda *_: 1 / 0)
+        monkeypatch.setattr(mirror, "_start_wandb", lambda *_: 1 / 0)
         tracker = start(tmp_path, wandb="offline")
         tracker.log({"step": 1})
         tracker.close()
@@ -264,7 +267,7 @@ class TestWandb:
     def test_a_server_that_does_not_answer_means_offline(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(tracking, "_INIT_SECONDS", 1.0)
+        monkeypatch.setattr(mirror, "_INIT_SECONDS", 1.0)
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never says a word
             monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
@@ -306,7 +309,7 @@ class TestWandb:
         monkeypatch.setenv("NETRC", "nowhere")
         for name, value in environment.items():
             monkeypatch.setenv(name, value)
-        assert tracking.wandb_mode(setting) == mode
+        assert mirror.wandb_mode(setting) == mode
 
     def test_online_without_a_key_is_the_users_error(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -331,7 +334,7 @@ def test_quiet_logging_keeps_the_terminal_clean(tmp_path: Path) -> None:
             return logger
 
         early = library("early")
-        from pretrain.tracking import quiet_logging
+        from pretrain.tracking.logs import quiet_logging
         quiet_logging(Path(sys.argv[1]) / "logs" / "first.log")
         quiet_logging(Path(sys.argv[1]) / "logs" / "worker.log")
         early.info("from the early library")
@@ -401,7 +404,7 @@ class TestFollow:
 
     def test_a_restart_takes_back_what_it_dropped(self, run: Path) -> None:
         screen = Console(file=io.StringIO(), width=200)
-        progress = tracking._Progress(run, 100, screen)
+        progress = live._Progress(run, 100, screen)
         append(run, {"step": 10}, {"step": 20}, {"step": 30})
         progress.poll()
         assert progress.step == 30
@@ -415,7 +418,7 @@ class TestFollow:
         assert "going on from step 10" in screen.file.getvalue()  # type: ignore[attr-defined]
 
     def test_half_a_line_waits_for_its_other_half(self, run: Path) -> None:
-        progress = tracking._Progress(run, 100, Console(file=io.StringIO()))
+        progress = live._Progress(run, 100, Console(file=io.StringIO()))
         path = run / "metrics.jsonl"
         path.write_text('{"step": 10}\n{"st')
         progress.poll()
@@ -429,8 +432,8 @@ class TestFollow:
         self, run: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         now = 1000.0
-        monkeypatch.setattr(tracking.time, "monotonic", lambda: now)
-        progress = tracking._Progress(run, 100, Console(file=io.StringIO()))
+        monkeypatch.setattr(live.time, "monotonic", lambda: now)
+        progress = live._Progress(run, 100, Console(file=io.StringIO()))
         append(run, {"step": 10})
         progress.poll()
         assert progress.seconds_left() is None
@@ -444,13 +447,13 @@ class TestFollow:
 
     @given(width=st.integers(40, 250), step=st.integers(1, 100), loss=st.none() | st.floats(0, 1e4))
     def test_the_live_line_fits_the_terminal(self, width: int, step: int, loss: float | None) -> None:
-        progress = tracking._Progress(Path("/nonexistent"), 100, Console(file=io.StringIO()))
+        progress = live._Progress(Path("/nonexistent"), 100, Console(file=io.StringIO()))
         progress.last = {
             "step": step, "loss": loss, "mlm_accuracy": 0.5, "nsp_accuracy": 0.9, "tokens_per_second": 1e6,
             "peak_fraction": 0.4, "data_stall_fraction": 0.01,
         }  # fmt: skip
         progress._news = True
-        line = tracking._live_line(progress, width).plain
+        line = live._live_line(progress, width).plain
         assert len(line.rstrip()) < width
         assert f"step {step}/100" in line
 
@@ -459,7 +462,7 @@ class TestFollow:
     ("seconds", "text"), [(0.4, "0:00"), (67, "1:07"), (3599.6, "1:00:00"), (93784, "1 d 02:03")]
 )
 def test_clock(seconds: float, text: str) -> None:
-    assert tracking.clock(seconds) == text
+    assert live.clock(seconds) == text
 
 
 @contextlib.contextmanager

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.tracking import METRICS, clock, is_training
+from pretrain.tracking.live import clock
+from pretrain.tracking.records import METRICS, is_training
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -21,7 +21,7 @@ from pretrain.bench.contestants import BARE, Contestant, Entry, bench_config
 from pretrain.config import RunConfig
 from pretrain.errors import InputError, MachineError
 from pretrain.settings import dump
-from pretrain.tracking import is_training, read_records
+from pretrain.tracking.records import is_training, read_records
 
 _WINDOW = 10  # steps
 

@@ -22,7 +22,7 @@ from pretrain.config import Model, RunConfig, load_config
 from pretrain.errors import InputError
 from pretrain.files import verify_manifest, write_json
 from pretrain.settings import dump
-from pretrain.tracking import read_records
+from pretrain.tracking.records import read_records
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
 

@@ -15,7 +15,7 @@ from pretrain.dashboard.panels import Panel, panels_for
 from pretrain.dashboard.runs import RunRecords, Score, read_scores
 from pretrain.pages import write_page
 from pretrain.report import short
-from pretrain.tracking import clock
+from pretrain.tracking.live import clock
 
 _GRAVE = ("rollback", "hang")
 _MOST_SCORES = 5  # of a fine-tuning in the table beside the one that counts

@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from pretrain.errors import InputError
-from pretrain.tracking import METRICS, is_training, read_records
+from pretrain.tracking.records import METRICS, is_training, read_records
 
 # What a fine-tuning leaves: its scores, or word of why there are none.
 SCORES = "scores.json"

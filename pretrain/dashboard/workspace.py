@@ -17,7 +17,7 @@ from pretrain.dashboard.panels import EVENTS, Panel, panels_for
 from pretrain.dashboard.runs import RunRecords
 from pretrain.errors import InputError
 from pretrain.files import atomic_open
-from pretrain.tracking import wandb_entity, wandb_mode, wandb_names
+from pretrain.tracking.mirror import wandb_entity, wandb_mode, wandb_names
 
 if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace

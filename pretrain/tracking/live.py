@@ -1,0 +1,296 @@
+"""A run's progress on the terminal, from its metrics.jsonl."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pretrain.tracking.records import METRICS, parse_record
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+_REFRESH_SECONDS = 0.25
+_PLAIN_SECONDS = 30.0
+_SETTLING_SECONDS = 2.0  # records that come within less say nothing about the pace
+
+
+@contextlib.contextmanager
+def follow(run_dir: Path, total_steps: int, console: Console | None = None) -> Iterator[None]:
+    """Draw the run's progress on the terminal from its metrics.jsonl, for as long as the block lasts.
+
+    One live line with step, loss, accuracy, useful tokens/s, share of peak, data stall and time left;
+    evaluations stay as lines above it. Where stdout is no terminal, a plain line comes every 30 s.
+    """
+    from rich.console import Console as RichConsole
+
+    console = console or RichConsole(highlight=False, soft_wrap=True)
+    progress = _Progress(run_dir, total_steps, console)
+    progress.poll()  # what is there already is where the run goes on from
+    stop = threading.Event()
+    draw = _draw_live if console.is_terminal else _print_plain
+    thread = threading.Thread(target=draw, args=(progress, stop), name="follow", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+
+
+def clock(seconds: float) -> str:
+    """0:07, 12:31, 3:02:05, 4 d 03:00."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    days, hour = divmod(hours, 24)
+    if days:
+        return f"{days} d {hour:02}:{minute:02}"
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
+
+
+class _Tail:
+    """New records of metrics.jsonl since the last look, also when the file is replaced by a shorter one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._inode = 0
+
+    def read(self) -> tuple[list[dict[str, Any]], bool]:
+        """(complete new records, whether the file was replaced or is seen for the first time)."""
+        try:
+            with self._path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                fresh = status.st_ino != self._inode or status.st_size < self._offset
+                if fresh:
+                    self._inode, self._offset = status.st_ino, 0
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return [], False
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [record for line in whole.splitlines() if (record := parse_record(line)) is not None], fresh
+
+
+class _Progress:
+    """State of the live line: what the records said so far, and how fast they come."""
+
+    def __init__(self, run_dir: Path, total_steps: int, console: Console) -> None:
+        self.console = console
+        self.total_steps = total_steps
+        self.started = time.monotonic()
+        self.last: dict[str, Any] = {}
+        self._run_dir = run_dir
+        self._tail = _Tail(run_dir / METRICS)
+        self._old_file = (run_dir / METRICS).exists()
+        self._news = False
+        self._pace: deque[tuple[float, float]] = deque(maxlen=60)  # (clock, work done), for the time left
+        self._best = math.inf
+        self._phases: list[tuple[int, int, int]] = []
+
+    def poll(self) -> None:
+        """Take in what is new; say evaluations and restarts on lines of their own."""
+        records, fresh = self._tail.read()
+        if not records and not fresh:
+            return
+        # What stood in the file before this start (or restart) is where it goes on from, not news.
+        history = fresh and (self._old_file or bool(self.last))
+        self._old_file = True
+        if history:
+            self.last, self._news, self._best = {}, False, math.inf
+            self._pace.clear()
+        for record in records:
+            if not history and not self._news and self.last:
+                self.console.print(f"  going on from step {self.step:,}", style="dim")
+            self._news = self._news or not history
+            self._take(record)
+
+    def _take(self, record: dict[str, Any]) -> None:
+        if "event" in record:
+            if self._news:
+                self.console.print(
+                    f"  step {record['step']:,}: {record['message']}", style="yellow", markup=False
+                )
+            return
+        if record.get("split") == "validation":
+            loss = record.get("loss")
+            best = record.get("best", loss is not None and loss < self._best)
+            self._best = loss if best and loss is not None else self._best
+            if self._news:
+                self.console.print(_evaluation_line(record, best))
+            return
+        self.last = record
+        if self._news:
+            self._pace.append((time.monotonic(), self._work(self.step)))
+
+    @property
+    def started_training(self) -> bool:
+        """Whether anything was heard since this start."""
+        return self._news and bool(self.last)
+
+    @property
+    def step(self) -> int:
+        return self.last.get("step", 0)
+
+    def seconds_left(self) -> float | None:
+        """From the pace of the last records; a later phase costs by its tokens. None until it can be said."""
+        if len(self._pace) < 2:
+            return None
+        (before, first), (now, last) = self._pace[0], self._pace[-1]
+        if last <= first or now - before < _SETTLING_SECONDS:
+            return None
+        left = (self._work(self.total_steps) - last) * (now - before) / (last - first)
+        return max(0.0, left - (time.monotonic() - now))
+
+    def phase(self) -> str:
+        """`phase 1/2 (128)`: number and sequence length, from the run's config; empty if there is but one."""
+        phases = self._read_phases()
+        step = self.step
+        for number, (steps, _, length) in enumerate(phases, 1):
+            if step <= steps or number == len(phases):
+                return f"phase {number}/{len(phases)} ({length})" if len(phases) > 1 else ""
+            step -= steps
+        return ""
+
+    def _work(self, step: int) -> float:
+        """Work of the first `step` steps, in tokens at most (steps where the config is not there)."""
+        work = 0.0
+        for steps, sequences, length in self._read_phases():
+            work += min(step, steps) * sequences * length
+            step -= min(step, steps)
+        return work or float(step)
+
+    def _read_phases(self) -> list[tuple[int, int, int]]:
+        """(steps, global sequences, sequence length) of each phase; [] until the run's config is written."""
+        if not self._phases:
+            import yaml
+
+            with contextlib.suppress(OSError, yaml.YAMLError, KeyError, TypeError):
+                config = yaml.safe_load((self._run_dir / "config.yaml").read_text(encoding="utf-8"))
+                self._phases = [
+                    (int(phase["steps"]), int(phase["global_sequences"]), int(phase["sequence_length"]))
+                    for phase in config["phases"]
+                ]
+        return self._phases
+
+
+def _draw_live(progress: _Progress, stop: threading.Event) -> None:
+    from rich.live import Live
+
+    with Live(console=progress.console, auto_refresh=False) as live:
+        while True:
+            last_look = stop.is_set()
+            progress.poll()
+            live.update(_live_line(progress, progress.console.width), refresh=True)
+            if last_look:
+                return
+            stop.wait(_REFRESH_SECONDS)
+
+
+def _print_plain(progress: _Progress, stop: threading.Event) -> None:
+    said, said_step = time.monotonic(), 0
+    while True:
+        last_look = stop.is_set()
+        progress.poll()
+        due = said_step == 0 or last_look or time.monotonic() - said >= _PLAIN_SECONDS
+        if due and progress.started_training and progress.step > said_step:
+            progress.console.print("  ".join(_pieces(progress).values()))
+            said, said_step = time.monotonic(), progress.step
+        if last_look:
+            return
+        stop.wait(_REFRESH_SECONDS)
+
+
+def _pieces(progress: _Progress) -> dict[str, str]:
+    """What there is to say, in the order it is shown."""
+    last = progress.last
+    left = progress.seconds_left()
+    pieces = {
+        "phase": progress.phase(),
+        "step": f"step {progress.step:,}/{progress.total_steps:,}",
+        "loss": _piece(last.get("loss"), "loss {:.3f}"),
+        "mlm": _piece(last.get("mlm_accuracy"), "mlm {:.1%}"),
+        "nsp": _piece(last.get("nsp_accuracy"), "nsp {:.1%}"),
+        "speed": _piece(last.get("tokens_per_second"), "{:,.0f} tokens/s"),
+        "peak": _piece(last.get("peak_fraction"), "{:.0%} of peak"),
+        "stall": _piece(last.get("data_stall_fraction"), "stall {:.1%}"),
+        "skipped": _piece(last.get("skipped_steps") or None, "{:,} skipped"),
+        "left": "" if left is None else f"{clock(left)} left",
+    }
+    return {key: text for key, text in pieces.items() if text}
+
+
+def _piece(value: float | None, form: str) -> str:
+    return "" if value is None else form.format(value)
+
+
+# What is left out first when the terminal is narrow comes last.
+_PRIORITY = ("step", "loss", "left", "skipped", "speed", "mlm", "peak", "phase", "nsp", "stall")
+_STYLES = {
+    "loss": "bold", "mlm": "green", "nsp": "green", "speed": "cyan", "peak": "cyan", "skipped": "yellow",
+    "left": "magenta",
+}  # fmt: skip
+
+
+def _live_line(progress: _Progress, width: int) -> Text:
+    from rich.text import Text
+
+    if not progress.started_training:
+        spin = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"[int(time.monotonic() / _REFRESH_SECONDS) % 10]
+        return Text(f"{spin} starting the workers, {clock(time.monotonic() - progress.started)}", style="dim")
+    pieces = _pieces(progress)
+    shown: set[str] = set()
+    bar_width = max(0, min(24, width // 6))
+    room = width - 1 - bar_width - 2
+    for key in _PRIORITY:
+        if key in pieces and len(pieces[key]) + 2 <= room:
+            shown.add(key)
+            room -= len(pieces[key]) + 2
+    line = Text(no_wrap=True, overflow="crop")
+    line.append_text(_bar(progress.step / max(1, progress.total_steps), bar_width)).append("  ")
+    for key, text in pieces.items():
+        if key in shown:
+            line.append(text, style=_STYLES.get(key, "")).append("  ")
+    return line
+
+
+def _bar(share: float, width: int) -> Text:
+    from rich.text import Text
+
+    full = round(min(1.0, share) * width)
+    return Text("━" * full, style="cyan").append("━" * (width - full), style="bright_black")
+
+
+def _evaluation_line(record: dict[str, Any], best: bool) -> Text:
+    from rich.text import Text
+
+    line = Text(f"  step {record.get('step', 0):,} held-out", style="dim", no_wrap=True, overflow="crop")
+    for name, value in _shown_scores(record):
+        line.append("  ").append(f"{name} {value}", style="default not dim bold")
+    return line.append("  best" if best else "", style="default not dim green")
+
+
+_SCORES = {
+    "mlm_loss": ("mlm loss", "{:.3f}"),
+    "mlm_accuracy": ("mlm", "{:.1%}"),
+    "nsp_accuracy": ("nsp", "{:.1%}"),
+}
+_MOST_SCORES = 4
+
+
+def _shown_scores(record: dict[str, Any]) -> list[tuple[str, str]]:
+    """Names and figures of an evaluation: pretraining's own, or the first few of any other task's."""
+    known = {key: shown for key, shown in _SCORES.items() if record.get(key) is not None}
+    if known:
+        return [(name, form.format(record[key])) for key, (name, form) in known.items()]
+    others = [(key, value) for key, value in record.items() if isinstance(value, float) and key != "seconds"]
+    return [(key.replace("_", " "), f"{value:.3f}") for key, value in others[:_MOST_SCORES]]

@@ -1,0 +1,62 @@
+"""The noise of libraries stays in the run's logs."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+
+from pretrain.files import disk_errors
+
+
+def quiet_logging(log_file: Path) -> None:
+    """Send Python logging and warnings of every library to `log_file` instead of the terminal.
+
+    Libraries such as DeepSpeed and torch give their own loggers a handler on the terminal when imported: what
+    they did before is undone, and what they do later is not let through. Calling it again changes the file.
+    """
+    with disk_errors(log_file):
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        to_file = _LogFile(log_file, encoding="utf-8")
+    for handler in [h for h in logging.root.handlers if isinstance(h, _LogFile) or _on_terminal(h)]:
+        logging.root.removeHandler(handler)
+        handler.close()
+    logging.root.addHandler(to_file)
+    logging.root.setLevel(min(logging.root.level, logging.INFO))
+    logging.setLoggerClass(_QuietLogger)
+    for logger in [logging.getLogger(name) for name in list(logging.root.manager.loggerDict)]:
+        for handler in [h for h in logger.handlers if _on_terminal(h)]:
+            logger.removeHandler(handler)
+            logger.propagate = True
+    logging.captureWarnings(True)
+
+
+def _on_terminal(handler: logging.Handler) -> bool:
+    terminal = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+    return isinstance(handler, logging.StreamHandler) and handler.stream in terminal
+
+
+class _LogFile(logging.FileHandler):
+    """Everything from INFO up; of W&B, which keeps its own debug.log in the run folder, only warnings."""
+
+    def __init__(self, path: Path, encoding: str) -> None:
+        super().__init__(path, encoding=encoding)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self.setLevel(logging.INFO)
+        self.addFilter(lambda it: it.levelno >= logging.WARNING or not it.name.startswith("wandb"))
+
+
+class _QuietLogger(logging.Logger):
+    """A logger whose records all reach the root logger and that takes no handler on the terminal."""
+
+    @property
+    def propagate(self) -> bool:
+        return True
+
+    @propagate.setter
+    def propagate(self, value: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        pass
+
+    def addHandler(self, hdlr: logging.Handler) -> None:
+        if not _on_terminal(hdlr):
+            super().addHandler(hdlr)

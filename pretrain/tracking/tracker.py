@@ -1,0 +1,110 @@
+"""What a run says about itself: metrics.jsonl is the truth, W&B mirrors it. Training never waits for the network."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from pretrain.config import Run
+from pretrain.files import disk_errors
+from pretrain.tracking.mirror import WandbMirror, wandb_arguments, wandb_mode, wandb_names
+from pretrain.tracking.records import METRICS, keep_until
+
+
+class Tracker:
+    """Writes a run's metrics.jsonl and mirrors it to W&B; does nothing at all unless `enabled` (rank 0).
+
+    Args:
+        config: the run; `config.tracking` says how W&B is used.
+        run_dir: the run folder, created where missing.
+        run_id: the id kept in the checkpoint that is resumed, also the W&B id; None starts a new one.
+        step: optimizer steps already taken; records past it are of an abandoned continuation and are dropped.
+        card: what is known of the data, stored in the W&B config beside the run's.
+        job_type: W&B's name for runs of this kind.
+        enabled: true on rank 0 alone.
+
+    Raises:
+        InputError: metrics.jsonl is damaged before its last line, or W&B is to be online and no key is set.
+    """
+
+    def __init__(
+        self,
+        config: Run,
+        run_dir: Path,
+        *,
+        run_id: str | None,
+        step: int,
+        card: dict[str, Any],
+        job_type: str,
+        enabled: bool,
+    ) -> None:
+        self.run_id = run_id or config.tracking.run_id or f"{config.name}-{secrets.token_hex(4)}"
+        self._file = None
+        self._wandb = None
+        if not enabled:
+            return
+        mode = wandb_mode(config.tracking.wandb)
+        path = run_dir / METRICS
+        with disk_errors(path):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            keep_until(path, step if run_id else -1)
+            # Unbuffered: what `log` wrote is the system's, and a full disk is told at once and once.
+            self._file = path.open("ab", buffering=0)
+        if mode != "off":
+            self._wandb = WandbMirror(mode, wandb_arguments(config, run_dir, self.run_id, card, job_type))
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append one record (fields in README.md, "The run folder"); NaN and infinities are written as null."""
+        if self._file is None:
+            return
+        record = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        with disk_errors(Path(self._file.name)):
+            # A kill can tear the last line only, and the next start cuts that off.
+            rest = json.dumps(record, allow_nan=False).encode() + b"\n"
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        if self._wandb is not None:
+            self._wandb.log(wandb_names(record))
+
+    def log_events(self, events: Iterable[dict[str, Any]], step: int) -> None:
+        """Record what happened before this start, such as the crash that it follows: "event", "time" and "message"."""
+        for event in events:
+            self.log({**event, "step": step})
+
+    def rewind(self, step: int) -> None:
+        """Drop the records past `step`, which is trained from anew."""
+        if self._file is not None:
+            path = Path(self._file.name)
+            with disk_errors(path):
+                self._file.close()
+                keep_until(path, step)
+                self._file = path.open("ab", buffering=0)
+
+    @property
+    def mirrored(self) -> bool:
+        """Whether W&B gets what is logged, now or by a later `wandb sync`."""
+        return self._wandb is not None
+
+    def log_artifact(self, folder: Path) -> None:
+        """Log an exported checkpoint as W&B model artifact `model-<run id>`; its files are not copied."""
+        if self._wandb is not None:
+            self._wandb.log_artifact(folder, f"model-{self.run_id}")
+
+    def close(self) -> None:
+        """Make the file durable and let W&B finish; waits for its network under a minute."""
+        if self._file is not None:
+            with disk_errors(Path(self._file.name)):
+                os.fsync(self._file.fileno())
+                self._file.close()
+            self._file = None
+        if self._wandb is not None:
+            self._wandb.close()
+            self._wandb = None
