@@ -148,10 +148,10 @@ case $command in
         ;;
     export) # of a fine-tuned model, or of a pretraining run
         module=pretrain extra=base
-        if [[ -f ${1:-}/finetune.json || -f ${1:-}/model/finetune.json ]]; then
-            module=finetune
-            [[ " $* " != *" --onnx "* ]] || extra=onnx
-        fi
+        for word in "$@"; do
+            [[ ! -f $word/finetune.json && ! -f $word/model/finetune.json ]] || module=finetune
+        done
+        [[ $module == pretrain || " $* " != *" --onnx "* ]] || extra=onnx
         set_up "$extra"
         PYTHONSAFEPATH=1 exec "$venv/bin/python" -m "$module" export "$@"
         ;;

@@ -135,7 +135,7 @@ def _follow(cluster, name: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("python -m cluster", "Clusters: start one here, submit jobs to one, check one.")
+    parser = make_parser("./launch.sh", "Clusters: start one here, submit jobs to one, check one.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     submit = add_command(commands, "submit", _submit, "run a config on a cluster, or continue its run", """

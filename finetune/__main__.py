@@ -189,16 +189,16 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
-        "python -m finetune",
+        "./launch.sh",
         "Fine-tune BERT-family checkpoints to classification, named entities and span questions.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     finetune = add_command(commands, "finetune", _finetune, "train a task's model from a checkpoint", """
-  python -m finetune finetune configs/finetune/sst2.yaml --from exported/bert-mini
-  python -m finetune finetune my-task.yaml --from bert-base-uncased/ --workers 2
-  python -m finetune finetune my-task.yaml --set training.preset=stable --resume
-  python -m finetune finetune my-task.yaml --from bert-base-uncased/ --seeds 5""")  # fmt: skip
+  ./launch.sh finetune configs/finetune/sst2.yaml --from exported/bert-mini
+  ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --workers 2
+  ./launch.sh finetune my-task.yaml --set training.preset=stable --resume
+  ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --seeds 5""")  # fmt: skip
     _add_config(finetune)
     _add_several(finetune)
     finetune.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
@@ -207,9 +207,9 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     sweep = add_command(commands, "sweep", _sweep, "try a grid of settings, through Ray Tune", """
-  python -m finetune sweep my-task.yaml --from bert-base-uncased/
-  python -m finetune sweep my-task.yaml --from exported/bert-mini --grid small-bert --parallel 2
-  python -m finetune sweep my-task.yaml --grid-set training.learning_rate=1e-5,3e-5 --seeds 3""")  # fmt: skip
+  ./launch.sh sweep my-task.yaml --from bert-base-uncased/
+  ./launch.sh sweep my-task.yaml --from exported/bert-mini --grid small-bert --parallel 2
+  ./launch.sh sweep my-task.yaml --grid-set training.learning_rate=1e-5,3e-5 --seeds 3""")  # fmt: skip
     _add_config(sweep)
     _add_several(sweep)
     sweep.add_argument(
@@ -228,9 +228,9 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     glue = add_command(commands, "glue", _glue, "every task of GLUE, and the table of the BERT paper", """
-  python -m finetune glue --from bert-base-uncased/ --glue-dir glue_data/
-  python -m finetune glue --from exported/bert-mini --glue-dir glue_data/ --tasks sst2,rte --seeds 5
-  python -m finetune glue template.yaml --from exported/bert-mini --glue-dir glue_data/ --submission out/""")  # fmt: skip
+  ./launch.sh glue --from bert-base-uncased/ --glue-dir glue_data/
+  ./launch.sh glue --from exported/bert-mini --glue-dir glue_data/ --tasks sst2,rte --seeds 5
+  ./launch.sh glue template.yaml --from exported/bert-mini --glue-dir glue_data/ --submission out/""")  # fmt: skip
     _add_config(glue, "settings for all tasks (default: those of Devlin et al.)", optional=True)
     _add_several(glue)
     glue.add_argument(
@@ -249,20 +249,25 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
 
     evaluate = add_command(commands, "evaluate", _evaluate, "official scores on a labelled file", """
-  python -m finetune evaluate runs/sst2
-  python -m finetune evaluate runs/sst2 other.tsv --out scores/""")  # fmt: skip
+  ./launch.sh evaluate runs/sst2
+  ./launch.sh evaluate runs/sst2 other.tsv --out scores/""")  # fmt: skip
     _add_model(evaluate)
     evaluate.add_argument(
         "file", nargs="?", metavar="FILE", help="labelled file; otherwise the dev sets of the config"
     )
-    evaluate.add_argument("--out", type=Path, metavar="DIR", help="folder for metrics.json and predictions")
+    evaluate.add_argument(
+        "--out",
+        type=Path,
+        metavar="DIR",
+        help="folder for metrics.json and predictions (default: evaluation/ beside the model)",
+    )
 
     predict = add_command(commands, "predict", _predict, "predictions for lines of text or JSON", """
-  python -m finetune predict runs/sst2 --text "a lovely film"
-  python -m finetune predict runs/rte --text "A man sleeps." --pair "Somebody rests."
-  python -m finetune predict runs/squad --question "Who wrote it?" --context "It was written by Ann."
-  python -m finetune predict runs/ner texts.jsonl --out spans.jsonl
-  cat texts.txt | python -m finetune predict runs/sst2""")  # fmt: skip
+  ./launch.sh predict runs/sst2 --text "a lovely film"
+  ./launch.sh predict runs/rte --text "A man sleeps." --pair "Somebody rests."
+  ./launch.sh predict runs/squad --question "Who wrote it?" --context "It was written by Ann."
+  ./launch.sh predict runs/ner texts.jsonl --out spans.jsonl
+  cat texts.txt | ./launch.sh predict runs/sst2""")  # fmt: skip
     _add_model(predict)
     predict.add_argument(
         "input", nargs="?", default="-", metavar="FILE", help="lines of text or JSON; - is standard input"
@@ -274,8 +279,8 @@ def _parser() -> argparse.ArgumentParser:
         predict.add_argument(f"--{name}", metavar="TEXT", help=what)
 
     export = add_command(commands, "export", _export, "a model to take along: Hugging Face layout, ONNX", """
-  python -m finetune export runs/sst2 exported/sst2
-  python -m finetune export runs/sst2 exported/sst2 --onnx""")  # fmt: skip
+  ./launch.sh export runs/sst2 exported/sst2
+  ./launch.sh export runs/sst2 exported/sst2 --onnx""")  # fmt: skip
     export.add_argument("model", type=Path, metavar="MODEL", help="a fine-tuned model, or its run folder")
     export.add_argument("out", type=Path, metavar="DIR", help="folder to make; an earlier export is replaced")
     export.add_argument(

@@ -34,7 +34,9 @@ _WARM_UP = 0.1  # share of the steps that speed is not taken from: compilation, 
 
 def main(argv: Sequence[str]) -> int:
     """Run the comparison and print a line for each run and the medians, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(prog="bench finetune", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="./launch.sh bench finetune", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("config", type=Path, metavar="CONFIG", help="the task's YAML file")
     parser.add_argument("--from", dest="start_from", metavar="DIR", help="checkpoint to start from")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (default: 3)")

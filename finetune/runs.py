@@ -113,9 +113,7 @@ def summary(config: FinetuneConfig) -> str:
     """Scores and places, after training."""
     saved = load_saved(config.folder)
     lines = [f"{name}: {_scores(values)}" for name, values in saved.scores.items()]
-    lines.append(
-        f"{config.folder / MODEL}: finished. Next: python -m finetune predict {config.folder} --text ..."
-    )
+    lines.append(f"{config.folder / MODEL}: finished. Next: ./launch.sh predict {config.folder} --text ...")
     return "\n".join(lines)
 
 

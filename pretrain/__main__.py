@@ -82,7 +82,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
             return
         preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
         train(_TARGET, config, arguments.resume, config.total_steps, alone=alone)
-    print(f"{config.folder}: finished. Next: python -m pretrain export {config.folder} DIR")
+    print(f"{config.folder}: finished. Next: ./launch.sh export {config.folder} DIR")
 
 
 def _check(config: RunConfig, alone: bool) -> None:
@@ -137,22 +137,22 @@ def _config(arguments: argparse.Namespace) -> RunConfig:
 
 def _parser() -> argparse.ArgumentParser:
     parser = make_parser(
-        "python -m pretrain",
+        "./launch.sh",
         "Pretrain BERT-style encoders, from raw text to a checkpoint that transformers loads.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
     prepare = add_command(commands, "prepare", _prepare, "raw text to vocabulary, token shards and card", """
-  python -m pretrain prepare configs/pretrain/bert-mini.yaml
-  python -m pretrain prepare configs/pretrain/bert-mini.yaml --dry-run
-  python -m pretrain prepare my.yaml --set corpus.dir=/data/wiki --set corpus.processes=8""")  # fmt: skip
+  ./launch.sh prepare configs/pretrain/bert-mini.yaml
+  ./launch.sh prepare configs/pretrain/bert-mini.yaml --dry-run
+  ./launch.sh prepare my.yaml --set corpus.dir=/data/wiki --set corpus.processes=8""")  # fmt: skip
     _add_config(prepare, "print what would be read and written, and do nothing")
 
     pretrain = add_command(commands, "pretrain", _pretrain, "train the encoder on a prepared corpus", """
-  python -m pretrain pretrain configs/pretrain/bert-mini.yaml --workers 2
-  python -m pretrain pretrain configs/pretrain/bert-mini.yaml --resume
-  python -m pretrain pretrain configs/pretrain/bert-large-phase1-phase2.yaml --dry-run --on 8xH100
-  python -m pretrain pretrain my.yaml --set phases.0.steps=100 --set engine.zero_stage=2
+  ./launch.sh pretrain configs/pretrain/bert-mini.yaml --workers 2
+  ./launch.sh pretrain configs/pretrain/bert-mini.yaml --resume
+  ./launch.sh pretrain configs/pretrain/bert-large-phase1-phase2.yaml --dry-run --on 8xH100
+  ./launch.sh pretrain my.yaml --set phases.0.steps=100 --set engine.zero_stage=2
   torchrun --nproc-per-node 8 -m pretrain pretrain my.yaml""")  # fmt: skip
     _add_config(pretrain, "print the resolved config, parameters, memory, work and time, and do nothing")
     pretrain.add_argument("--workers", type=int, metavar="N", help="worker processes (scheduling.workers)")
@@ -171,23 +171,23 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     export = add_command(commands, "export", _export, "write a run's checkpoint in the Hugging Face layout", """
-  python -m pretrain export runs/bert-mini exported/bert-mini
-  python -m pretrain export runs/bert-mini exported/best --checkpoint best""")  # fmt: skip
+  ./launch.sh export runs/bert-mini exported/bert-mini
+  ./launch.sh export runs/bert-mini exported/best --checkpoint best""")  # fmt: skip
     export.add_argument("run", type=Path, metavar="RUN", help="the run folder, such as runs/bert-mini")
     export.add_argument("out", type=Path, metavar="DIR", help="folder to write")
     export.add_argument("--checkpoint", metavar="NAME", help="a checkpoint of the run; otherwise the newest")
 
     report = add_command(commands, "report", _report, "a run's curves, corpus and fillings as one HTML page", """
-  python -m pretrain report runs/bert-mini
-  python -m pretrain report runs/bert-mini --out bert-mini.html""")  # fmt: skip
+  ./launch.sh report runs/bert-mini
+  ./launch.sh report runs/bert-mini --out bert-mini.html""")  # fmt: skip
     report.add_argument("run", type=Path, metavar="RUN", help="the run folder, finished or not")
     report.add_argument("--out", type=Path, metavar="FILE", help="page to write; otherwise RUN/report.html")
 
     dashboard = add_command(commands, "dashboard", _dashboard, "a run's curves and events as HTML page and W&B workspace", """
-  python -m pretrain dashboard bert-mini
-  python -m pretrain dashboard runs/glue --out glue.html
-  python -m pretrain dashboard runs/bert-mini --follow
-  python -m pretrain dashboard --address http://10.0.0.5:8265 bert-mini""")  # fmt: skip
+  ./launch.sh dashboard bert-mini
+  ./launch.sh dashboard runs/glue --out glue.html
+  ./launch.sh dashboard runs/bert-mini --follow
+  ./launch.sh dashboard --address http://10.0.0.5:8265 bert-mini""")  # fmt: skip
     dashboard.add_argument(
         "run", metavar="RUN|JOB", help="run folder, folder of several runs, name below runs/, or job"
     )
@@ -202,13 +202,13 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     add_command(commands, "demo", _bench, "the whole main job on an embedded corpus, ending in a report", """
-  python -m pretrain demo
-  python -m pretrain demo --help""")  # fmt: skip
+  ./launch.sh demo
+  ./launch.sh demo --help""")  # fmt: skip
     names = "\n".join(f"  {name:8}  {purpose}" for name, purpose in BENCHMARKS.items())
     bench = add_command(commands, "bench", _bench, "side-by-side measurements against other software", f"""
-  python -m pretrain bench step --help
-  python -m pretrain bench all --corpus corpora/wiki --text wiki.txt --quick
-  python -m pretrain bench compare before/bench.json after/bench.json
+  ./launch.sh bench step --help
+  ./launch.sh bench all --corpus corpora/wiki --text wiki.txt --quick
+  ./launch.sh bench compare before/bench.json after/bench.json
 
 benchmarks:
 {names}""")  # fmt: skip

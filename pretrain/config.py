@@ -1,4 +1,4 @@
-"""One YAML file is one run: the frozen models every other room reads its settings from.
+"""One YAML file is one run: the frozen models every other module reads its settings from.
 
 Unknown keys are refused with the nearest known name and the line of the file; every knob carries its unit
 in its name and its meaning in its description. `load_config` is the way in.
@@ -242,7 +242,9 @@ class Engine(Section):
     )
     compile: bool = Field(default=True, description="torch.compile the layers.")
     max_bad_steps: int = Field(
-        default=5, ge=1, description="Steps with NaN or inf in a row before the run stops (exit 4)."
+        default=5,
+        ge=1,
+        description="Steps with NaN or inf in a row before the run goes back to its newest checkpoint.",
     )
     deepspeed: dict[str, Any] = Field(default_factory=dict, description="DeepSpeed settings we do not name.")
 

@@ -53,9 +53,7 @@ def run(arguments: argparse.Namespace, more_stages: int = 0) -> int:
     for number, (title, command) in enumerate(stages, 1):
         if not command:
             continue
-        print(
-            f"\n[{number}/{STAGES + more_stages}] {title}: python -m pretrain {_shell(command)}", flush=True
-        )
+        print(f"\n[{number}/{STAGES + more_stages}] {title}: ./launch.sh {_shell(command)}", flush=True)
         began = time.monotonic()
         code = command_line(command)
         if code:
@@ -76,7 +74,7 @@ def report(arguments: argparse.Namespace, began: float) -> None:
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m pretrain demo",
+        prog="./launch.sh demo",
         description="Prepare the embedded corpus (docstrings of Python and of the installed packages), "
         "pretrain a small BERT on it, export it and write a report.",
         allow_abbrev=False,

@@ -1,7 +1,7 @@
-"""The one room that knows DeepSpeed: forward, backward, step, and the optimizer's state as named fragments.
+"""The one module that knows DeepSpeed: forward, backward, step, and the optimizer's state as named fragments.
 
 DeepSpeed averages gradients over workers and over accumulation steps. Here a loss comes in already divided by
-its global count (law 3), so this room undoes the average over workers and asks for none over steps.
+its global count (law 3), so this module undoes the average over workers and asks for none over steps.
 
 A checkpoint is made of fragments, "entries start to stop of the parameter called so, with their moments", which
 every ZeRO stage can tell of the piece it holds. Any number of workers at any stage can therefore read what

@@ -190,7 +190,7 @@ def fit(
 
     Raises:
         StoppedError: a stop was asked for on any rank; a checkpoint of the current step was written.
-        DivergedError: `plan.max_bad_steps` steps in a row had no finite loss or gradient.
+        DivergedError: steps without a finite loss or gradient, or leaps of the loss, after as many rollbacks as there may be.
         MachineError: a checkpoint could not be written; earlier ones are untouched.
     """
     run = _Run(engine, task, plan, progress, checkpoints, extra_state, recorder)

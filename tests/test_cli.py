@@ -362,7 +362,7 @@ def test_help_has_examples_and_imports_nothing_heavy(arguments: list[str]):
     for heavy in ("torch", "ray", "transformers", "numpy", "pydantic", "yaml", "rich", "wandb", "deepspeed"):
         assert f"'{heavy}'" not in loaded
     if len(arguments) == 2:
-        assert "examples:\n  python -m pretrain" in result.stdout
+        assert "examples:\n  ./launch.sh" in result.stdout
 
 
 def test_the_driver_loads_no_torch_before_workers_start(config_file: Path):

@@ -1,4 +1,4 @@
-"""python -m cluster manifest: the manifest of a run, printed or written to a file."""
+"""./launch.sh manifest: the manifest of a run, printed or written to a file."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _KINDS = ("kuberay", "rayup", "slurm")
 def add_to(commands: Any) -> None:
     """Add `manifest` to the subcommands of a parser."""
     parser = add_command(commands, "manifest", _manifest, "what a real cluster needs to run a config", """
-  python -m cluster manifest kuberay my.yaml --set place.image=registry/bertrain:1 --out my-run.yaml
-  python -m cluster manifest kuberay my.yaml --set place.kind=RayCluster --set place.queue=training
-  python -m cluster manifest rayup my.yaml --set place.file_system=fs-0123456789abcdef0
-  python -m cluster manifest slurm my.yaml --set scheduling.workers=16 --set place.partition=gpu
+  ./launch.sh manifest kuberay my.yaml --set place.image=registry/bertrain:1 --out my-run.yaml
+  ./launch.sh manifest kuberay my.yaml --set place.kind=RayCluster --set place.queue=training
+  ./launch.sh manifest rayup my.yaml --set place.file_system=fs-0123456789abcdef0
+  ./launch.sh manifest slurm my.yaml --set scheduling.workers=16 --set place.partition=gpu
 
 Settings below place. say where it runs; cluster/manifests/{kuberay,rayup,slurm}.py describe them.""")  # fmt: skip
     parser.add_argument("kind", choices=_KINDS, metavar="KIND", help=", ".join(_KINDS))

@@ -106,7 +106,7 @@ def collect(planned: list[Job], out: Path, about: dict[str, Any], inputs: dict[s
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="bench all",
+        prog="./launch.sh bench all",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Exit codes: 0 done, 2 your input, 3 a benchmark failed; its row says why, the others are measured.",

@@ -63,7 +63,7 @@ def warnings(a: Results, b: Results) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="bench compare",
+        prog="./launch.sh bench compare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Exit codes: 0 nothing became slower, 1 something did, or failed only in B, 2 your input.",

@@ -39,7 +39,9 @@ _RESUME_SHARDS, _RESUME_TOKENS = 141, 100_000_000  # over 150 million samples of
 
 def main(argv: list[str]) -> int:
     """Run the comparison and print a table, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(prog="bench loader", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="./launch.sh bench loader", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--corpus", type=Path, help="prepared corpus folder (default: a synthetic one)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512], help="sequence lengths")
     parser.add_argument("--sequences", type=int, default=256, help="sequences per batch")

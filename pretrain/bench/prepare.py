@@ -89,7 +89,9 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="bench prepare", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="./launch.sh bench prepare", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--file", type=Path, help="WikiExtractor file (default: the installed docstrings)")
     parser.add_argument("--limit-mb", type=float, default=0, help="only the first MB of it; 0 takes all")
     parser.add_argument(

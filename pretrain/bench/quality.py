@@ -20,7 +20,9 @@ WARM_UP_SHARE = 0.1
 
 def main(argv: list[str]) -> int:
     """Run the comparison and print held-out losses over time, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(prog="bench quality", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="./launch.sh bench quality", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--corpus", required=True, help="prepared corpus folder")
     parser.add_argument("--size", default="mini", help="model size (default: mini)")
     parser.add_argument("--length", type=int, default=128, help="sequence length")

@@ -30,7 +30,9 @@ WARM_UP = 3  # steps that compile and fill the memory
 
 def main(argv: list[str]) -> int:
     """Run the comparison and print a table, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(prog="bench step", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="./launch.sh bench step", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--corpus", required=True, help="prepared corpus folder: the real mix of lengths")
     parser.add_argument("--sizes", nargs="+", default=["mini"], help="model sizes (default: mini)")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 128], help="sequence lengths")

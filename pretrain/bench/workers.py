@@ -28,7 +28,9 @@ _WINDOW = 10  # steps
 
 def main(argv: list[str]) -> int:
     """Run the comparison and print a table, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(prog="bench workers", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="./launch.sh bench workers", description=(__doc__ or "").split("\n")[0]
+    )
     parser.add_argument("--corpus", required=True, help="prepared corpus folder")
     parser.add_argument("--size", default="mini", help="model size (default: mini)")
     parser.add_argument("--length", type=int, default=128, help="sequence length")
