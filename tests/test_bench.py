@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import html
 import json
@@ -108,6 +109,18 @@ class TestRows:
         assert row.limit is not None
         assert (row.limit.value, row.limit.share) == (pytest.approx(22489.5), 0.1)
 
+    def test_compiled_peers_have_a_row_of_their_own(self) -> None:
+        one = copy.deepcopy(STEP["results"][0])
+        for kind, rate in (("sdpa-compiled", 4000.0), ("eager-compiled", 3000.0)):
+            one["tokens_per_second"][kind], one["spread"][kind] = rate, [rate, rate]
+            one["ratios"][kind] = [2248.95 / rate] * 3
+        plain, compiled = results.step_rows({"results": [one]})
+        assert (plain.what, plain.peer_name) == ("step mini @128", "transformers sdpa")
+        assert (compiled.what, compiled.peer_name) == (
+            "step mini @128, compiled",
+            "transformers sdpa-compiled",
+        )
+
     def test_the_loader_is_held_against_the_fastest_step_of_its_length(self) -> None:
         def step(size: str, length: int, rate: float) -> dict[str, Any]:
             return {"size": size, "length": length, "tokens_per_second": {"ours": rate}, "mean_tokens": 100.0}
@@ -119,7 +132,8 @@ class TestRows:
         assert results.loader_rows(LOADER, [])[0].limit is None
 
     def test_the_preparation_is_held_against_reading_the_file(self) -> None:
-        whole, tokenising = results.prepare_rows(PREPARE)
+        whole, alone, tokenising = results.prepare_rows(PREPARE)
+        assert (alone.ours.median, alone.peer.median, alone.ratio.median) == (10.0, 6.7, 1.5)
         assert (whole.what, whole.ours.median, whole.peer.median, whole.ratio.median) == (
             "prepare 10 MB, text to shards", 10.0, 3.0, 3.3,
         )  # fmt: skip
@@ -137,7 +151,8 @@ class TestRows:
 class TestCollecting:
     def test_one_failure_leaves_the_others(self, found: Results, tmp_path: Path) -> None:
         assert list(found.measured) == [
-            "step mini @128", "loader @128", "prepare 10 MB, text to shards", "tokenise 10 MB, sentences to ids",
+            "step mini @128", "loader @128", "prepare 10 MB, text to shards",
+            "prepare 10 MB, text to shards, peer to ids alone", "tokenise 10 MB, sentences to ids",
         ]  # fmt: skip
         log = tmp_path / "step-base-512.log"
         assert found.failed == {"step base @512": f"disk <full> (its output: {log})"}
@@ -266,7 +281,7 @@ class TestCommand:
 class TestWritingOut:
     def test_the_table_is_aligned_and_tells_all(self, found: Results) -> None:
         lines = results.table(found).splitlines()
-        table, rest = lines[:5], lines[5:]
+        table, rest = lines[:6], lines[6:]
         assert len({line.index("transformers") for line in table if "transformers" in line}) == 1
         assert len({len(line) for line in table}) == 1
         step = re.split(r"  +", table[1])
@@ -314,7 +329,7 @@ class TestPage:
         for expected in ("commit a955c95-dirty", "AMD <EPYC>", "disk <full>", "matmul peak: 22,489", "ab12",
                          "the step's need: 22.5", "reading the file: 20,000, off to the right"):  # fmt: skip
             assert expected in shown.text, expected
-        assert shown.html.count("<figure") == 4
+        assert shown.html.count("<figure") == 5
 
     def test_without_a_figure_it_says_what_failed(self, tmp_path: Path) -> None:
         nothing = collect([failing("step", "raise SystemExit('<b>')")], tmp_path, ABOUT, INPUTS)
@@ -369,7 +384,8 @@ def of(low: float, median: float, high: float) -> Figure:
 def row(what: str, ours: Figure, peer: float = 10, peer_name: str = "peer") -> Row:
     flat = of(peer, peer, peer)
     limit = Limit(name="limit", meaning="all", value=1000, share=ours.median / 1000)
-    return Row(what=what, unit="x/s", ours=ours, peer_name=peer_name, peer=flat, ratio=flat, limit=limit)
+    ratio = of(ours.low / peer, ours.median / peer, ours.high / peer)
+    return Row(what=what, unit="x/s", ours=ours, peer_name=peer_name, peer=flat, ratio=ratio, limit=limit)
 
 
 def measured(*rows: Row | Failure, **changes: Any) -> Results:
@@ -440,9 +456,10 @@ class TestCompare:
             "(190-210)",
             "+100.0%",
             "+10.0%",
+            "+81.8%",
             "faster",
         ]
-        assert lines["slow"][-3:] == ["-20.0%", "+0.0%", "slower"]
+        assert lines["slow"][-4:] == ["-20.0%", "+0.0%", "-20.0%", "slower"]
         assert lines["same"][-1] == "within the ranges"
         assert out.splitlines()[-1] == "worse: slow"
         assert "warning" not in out
@@ -476,7 +493,13 @@ class TestCompare:
             measured(row("step", of(1, 2, 3))),
             measured(row("step", of(1, 2, 3), peer_name="another kind")),
         )
-        assert re.search(r"\+0\.0%  another  within", compared(a, b)[1])
+        assert re.search(r"\+0\.0%  another  another  within", compared(a, b)[1])
+
+    def test_a_slower_machine_is_no_slow_down(self, compared: Compare) -> None:
+        """Ours and the peer's rates halve, the ratio stays; where only ours halves, that is one."""
+        a, b = measured(row("step", of(95, 100, 105))), measured(row("step", of(47, 50, 53), peer=5))
+        assert compared(a, b)[0] == 0
+        assert compared(a, measured(row("step", of(47, 50, 53))))[0] == 1
 
     def test_unlike_machines_and_inputs_are_told_in_a_line_each(self, compared: Compare) -> None:
         a = measured(row("step", of(1, 2, 3)))

@@ -61,11 +61,12 @@ def main(argv: list[str]) -> int:
 def jobs(corpus: Path, text: Path, *, quick: bool) -> list[Job]:
     """The benchmarks in the order in which they run."""
     repeats = {"mini": 7} if quick else {"mini": 7, "base": 5}
+    peers = ("sdpa", "eager", "sdpa-compiled", "eager-compiled")
     return [
         *(
             Job.of(
                 f"step {size} @{length}", "step", "--corpus", corpus, "--sizes", size, "--lengths", length,
-                "--repeats", count,
+                "--repeats", count, "--peers", *peers,
             )
             for size, count in repeats.items()
             for length in LENGTHS
@@ -73,7 +74,7 @@ def jobs(corpus: Path, text: Path, *, quick: bool) -> list[Job]:
         Job.of("loader", "loader", "--corpus", corpus, "--lengths", *LENGTHS),
         Job.of(
             "prepare", "prepare", "--file", text, "--vocabulary", corpus, "--limit-mb", 10 if quick else 50,
-            "--repeats", 3,
+            "--repeats", 5,
         ),
     ]  # fmt: skip
 

@@ -1,8 +1,8 @@
 """`bench compare A.json B.json`: what moved between two files of `bench all`, row by row.
 
-A change is real where the two ranges, from the lowest to the highest alternation, do not overlap. A row is slower or
-faster where the change is real and not below the threshold. The peer's change is shown beside it: where it is as large, the
-machine was slower or faster, and not our code.
+What is judged is the ratio to the peer, which ran in turns with us, so that a slower machine is no slow-down; where the
+peer is another one, our rate. A change is real where the two ranges, from the lowest to the highest alternation, do not
+overlap. A row is slower or faster where the change is real and not below the threshold.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pretrain.errors import InputError
 
 EXIT_SLOWER = 1
 _MACHINE = ("cpu", "cores", "threads", "gpus")
-_HEADINGS = ("", "unit", "A", "(range)", "B", "(range)", "change", "peer", "")
-_TO_THE_RIGHT = frozenset({2, 3, 4, 5, 6, 7})  # columns of figures
+_HEADINGS = ("", "unit", "A", "(range)", "B", "(range)", "change", "peer", "ratio", "")
+_TO_THE_RIGHT = frozenset({2, 3, 4, 5, 6, 7, 8})  # columns of figures
 
 
 def main(argv: list[str]) -> int:
@@ -33,8 +33,13 @@ def main(argv: list[str]) -> int:
     return EXIT_SLOWER if worse else 0
 
 
+def judged(a: Row, b: Row) -> tuple[Figure, Figure]:
+    """What of the two rows is held against each other."""
+    return (a.ratio, b.ratio) if a.peer_name == b.peer_name else (a.ours, b.ours)
+
+
 def verdict(a: Figure, b: Figure, threshold: float) -> str:
-    """What became of a rate between A and B: "slower", "faster", or why neither."""
+    """What became of a rate or ratio between A and B: "slower", "faster", or why neither."""
     if a.low <= b.high and b.low <= a.high:
         return "within the ranges"
     if abs(_change(a, b)) < threshold:
@@ -44,7 +49,7 @@ def verdict(a: Figure, b: Figure, threshold: float) -> str:
 
 def regressions(a: Results, b: Results, threshold: float) -> list[str]:
     """Names of the rows that became slower, and of the benchmarks that failed in B and not in A."""
-    slower = [one.what for one, other in _pairs(a, b) if verdict(one.ours, other.ours, threshold) == "slower"]
+    slower = [one.what for one, other in _pairs(a, b) if verdict(*judged(one, other), threshold) == "slower"]
     worked = {run.what for run in a.runs if not run.failed}
     return slower + [f"{what} (failed)" for what in b.failed if what in worked]
 
@@ -90,17 +95,17 @@ def _table(a: Results, b: Results, threshold: float) -> list[str]:
     rows = [
         (
             one.what, one.unit, number(one.ours.median), span(one.ours), number(other.ours.median),
-            span(other.ours), f"{_change(one.ours, other.ours):+.1%}", _peer_change(one, other),
-            verdict(one.ours, other.ours, threshold),
+            span(other.ours), f"{_change(one.ours, other.ours):+.1%}", _change_beside(one.peer, other.peer, one, other),
+            _change_beside(one.ratio, other.ratio, one, other), verdict(*judged(one, other), threshold),
         )
         for one, other in _pairs(a, b)
     ]  # fmt: skip
     return aligned([_HEADINGS, *rows], _TO_THE_RIGHT) if rows else ["no row is in both files"]
 
 
-def _peer_change(a: Row, b: Row) -> str:
-    """The fastest kind of peer may be another one in B; that is no change of its rate."""
-    return f"{_change(a.peer, b.peer):+.1%}" if a.peer_name == b.peer_name else "another"
+def _change_beside(a: Figure, b: Figure, one: Row, other: Row) -> str:
+    """The fastest kind of peer may be another one in B; that is no change of its rate, nor of the ratio to it."""
+    return f"{_change(a, b):+.1%}" if one.peer_name == other.peer_name else "another"
 
 
 def _unpaired(a: Results, b: Results) -> list[str]:

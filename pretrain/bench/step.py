@@ -82,18 +82,23 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
     contestants = {kind: Contestant(entry) for kind, entry in entries.items()}
     seconds: dict[str, list[float]] = {kind: [] for kind in contestants}  # per useful token
     losses: dict[str, list[float]] = {kind: [] for kind in contestants}
+    peaks = []  # the machine's speed varies, so it is measured in every turn
     for number in range(count):
         for kind in sorted(contestants, reverse=bool(number % 2)):
             report = contestants[kind].train(LEARNING_RATE)
             if number >= WARM_UP:
                 seconds[kind].append(report.seconds / report.tokens)
                 losses[kind].append(report.loss)
+        if number >= WARM_UP:
+            peaks.append(matmul_peak(device))
     for contestant in contestants.values():
         contestant.close()
     steps = _steps(shards, config, count)[WARM_UP:]
     tokens = sum(step.tokens for step in steps)
-    peak = matmul_peak(device)
-    rate = 1 / statistics.median(seconds[OURS])
+    shares = sorted(
+        1 / (time * peak) for time, peak in zip(seconds[OURS], peaks, strict=True)
+    )  # per FLOP of a token
+    executed = _flops(executed_flops, config, shards, steps) / tokens
     theirs = [kind for kind in options.peers if kind != BARE] or [BARE]
     best = min(theirs, key=lambda kind: statistics.median(seconds[kind]))
     ratios = {kind: _ratio(seconds[kind], seconds[OURS]) for kind in options.peers}
@@ -108,9 +113,12 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
         "best_peer": best,
         "ratios": ratios,
         "loss": {kind: statistics.fmean(values) for kind, values in losses.items()},
-        "matmul_peak_gflops": peak / 1e9,
-        "peak_fraction": rate * _flops(executed_flops, config, shards, steps) / tokens / peak,
-        "model_flops_fraction": rate * _flops(step_flops, config, shards, steps) / tokens / peak,
+        "matmul_peak_gflops": statistics.median(peaks) / 1e9,
+        "peak_fraction": executed * statistics.median(shares),
+        "peak_fraction_spread": [executed * shares[0], executed * shares[-1]],
+        "model_flops_fraction": _flops(step_flops, config, shards, steps)
+        / tokens
+        * statistics.median(shares),
     }
 
 
@@ -154,9 +162,10 @@ def _synchronise(device: torch.device) -> None:
 
 
 def _row(result: dict[str, Any]) -> str:
+    low, high = result["peak_fraction_spread"]
     lines = [
         f"{result['size']} @ {result['length']}, mean {result['mean_tokens']:.0f} tokens: "
-        f"ours {_rate(result, OURS)}, {result['peak_fraction']:.0%} of {result['matmul_peak_gflops']:.0f} GFLOP/s"
+        f"ours {_rate(result, OURS)}, {result['peak_fraction']:.0%} ({low:.0%}-{high:.0%}) of {result['matmul_peak_gflops']:.0f} GFLOP/s"
     ]
     for kind, (median, low, high) in result["ratios"].items():
         mark = "  the fastest peer" if kind == result["best_peer"] else ""

@@ -60,7 +60,7 @@ def self_attention(
     Returns:
         [R, H], the context of each token asked for, in the dtype of `hidden`.
     """
-    if hidden.is_cuda and hidden.dtype != torch.float32:
+    if hidden.is_cuda and hidden.dtype != torch.float32 and _has_flash(hidden.device):
         qkv_T3H = F.linear(hidden, weight, bias)
         return _flash_attention(qkv_T3H, cu_seqlens, max_seqlen, rows, heads, dropout)
     # torch's CPU matmul writes the bias out to every row first; the kernels add it for nothing as they read.
@@ -80,6 +80,12 @@ def hash_bits(seed: Tensor) -> Tensor:
 def keep_mask(seed: Tensor, dropout: float) -> Tensor:
     """Bool, true with probability 1 - `dropout`: a pure function of int32 `seed`, elementwise."""
     return (hash_bits(seed) & 0xFFFFFF) >= round(dropout * (1 << 24))
+
+
+@functools.cache
+def _has_flash(device: torch.device) -> bool:
+    """Whether the kernel runs there: Ampere or newer."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _flash_attention(
@@ -132,7 +138,7 @@ class Padded(NamedTuple):
     place_T: Tensor  # int64 [numbers], g * L + l of each number
 
 
-@functools.lru_cache(maxsize=256)
+@functools.lru_cache(maxsize=8)  # a micro-batch has two, asked for by every layer, forward and backward
 def group_sequences(
     boundaries: tuple[int, ...], queries: tuple[int, ...] | None, heads: int, device: torch.device
 ) -> tuple[Group, ...]:
@@ -146,7 +152,8 @@ def group_sequences(
         asking = (boundaries if queries is None else queries)[begin : end + 1]
         if asking[0] < asking[-1]:
             keys = _pad(boundaries[begin : end + 1], device)
-            groups.append(Group(keys, _pad(asking, device), torch.where(keys.real_GL, 0.0, -math.inf)))
+            padded = keys if queries is None else _pad(asking, device)
+            groups.append(Group(keys, padded, torch.where(keys.real_GL, 0.0, -math.inf)))
     return tuple(groups)
 
 

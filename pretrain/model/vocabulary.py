@@ -52,7 +52,9 @@ class _VocabularyLosses(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         totals = torch.zeros(2, device=hidden.device)
         grad_hidden, grad_word, grad_bias = torch.empty_like(hidden), None, None
-        rows = max(1, LOGITS_PER_PIECE // word.shape[0])
+        # Pieces of nearly equal length: a last one of a single row would be compiled for itself.
+        pieces = max(1, -(-len(labels) * word.shape[0] // LOGITS_PER_PIECE))
+        rows = max(1, -(-len(labels) // pieces))
         for first in range(0, max(1, len(labels)), rows):
             piece = slice(first, first + rows)
             logits_CV, labels_C = hidden[piece] @ word.T, labels[piece]
