@@ -22,7 +22,7 @@ ENGLISH = (
     "naïve façade résumé Ελληνικά русский язык don t stop 1999 2024 re-entry Zürich İstanbul 漢字 かな"
 )
 # What BERT's normaliser and pre-tokeniser treat specially, mixed with ordinary letters.
-ODD = "\t\r\x01\x0b\x7f\x85\xa0\xad\u0301\u0338\u1680\u200b\u200d\u2028\u3000\ufeff\ufffd漢字㐀𠀀ßİıſΣςéÅñŉǆ≮½²–—“”。、！١कि"
+ODD = "\t\r\x01\x0b\x7f\x85\xa0\xad\u0301\u0338\u1680\u200b\u200d\u2028\u3000\ufeff\ufffd漢字㐀𠀀䶿䷀䷿一鿿ꀀßİıſΣςéÅñŉǆ≮½²–—“”。、！١कि"
 TEXT = st.text(
     st.one_of(
         st.sampled_from(ODD),
@@ -62,6 +62,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @settings(max_examples=250, deadline=None)
 @given(lines=st.lists(TEXT, min_size=1, max_size=4))
 @example(lines=["a" * 100, "a" * 101, "é" * 101, "word " + "x" * 300 + " word"])
+@example(lines=["漢\u0301字\u200d䷀漢䷀。䶿a一b鿿ꀀ", "䷀\u0301漢\u0301", "字"])
 @example(lines=["[MASK] is [SEP] not special [PAD]", "[UNK]"])
 @example(lines=["a\u0301b", "漢字kanji漢", "x≮y", "\x00".replace("\x00", "\x7f"), "Ünïcode-Zürich’s"])
 def test_ids_equal_those_of_transformers(lowercase: bool, folder: str, lines: list[str]) -> None:
@@ -69,6 +70,14 @@ def test_ids_equal_those_of_transformers(lowercase: bool, folder: str, lines: li
     expected = [theirs(line, add_special_tokens=False)["input_ids"] for line in lines]
     found = tokens_of(["\n".join(lines)], ours, lowercase=lowercase)
     assert [ids for ids in found if ids] == [ids for ids in expected if ids]
+
+
+def test_each_ideograph_is_a_word() -> None:
+    """So that text without blanks does not become one new word after the other; hexagrams are none (BERT's ranges)."""
+    table = WordTable()
+    cut = columns(["漢字,字 漢a字b\n䷀䷀漢"], table, lowercase=True)
+    assert [word.decode() for word in table.words(cut.words)] == [*"漢字,字漢a字b", "䷀䷀", "漢"]
+    assert cut.document_words.tolist() == [3]
 
 
 def test_a_known_word_is_not_confused_with_its_neighbours() -> None:

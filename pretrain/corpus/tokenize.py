@@ -2,8 +2,8 @@
 
 WordPiece is a function of the word alone, so a batch of text is cut into words by numpy, every word is looked
 up in a hash table that lives as long as the process, only words never seen before are tokenised, and the ids are
-gathered. The cuts (ASCII blanks, ASCII punctuation) are places where BERT's own pre-tokeniser always cuts. Plain ASCII
-between them is matched in `trie`; whatever else is left - accents, ideographs, control characters - goes to the
+gathered. The cuts (ASCII blanks, ASCII punctuation, around ideographs) are places where BERT's own tokeniser always cuts.
+Plain ASCII between them is matched in `trie`; whatever else is left - accents, ideographs, control characters - goes to the
 `tokenizers` library as one piece, so the ids equal BertTokenizer's by construction. The one exception is wanted: `[MASK]` and its like written out in a
 text are ordinary characters here (BertTokenizer with `split_special_tokens=True`), never special tokens.
 """
@@ -25,7 +25,8 @@ MAX_TABLE_WORDS = 1 << 20  # a process's table of words starts afresh past this 
 _ROOM = 40_000  # words of up to 8 bytes, and of up to 16, that a table begins with room for: 4 MB
 END_OF_DOCUMENT = "\0"
 
-_BLANK, _SENTENCE_END, _DOCUMENT_END, _WORD, _PUNCTUATION = range(5)
+# Of bytes. An ideograph's first byte is inside a word as well, so all past _WORD are.
+_BLANK, _SENTENCE_END, _DOCUMENT_END, _PUNCTUATION, _WORD, _IDEOGRAPH = range(6)
 _PADDING = 16  # zero bytes behind the text, so that 16 bytes can be loaded at any word
 
 
@@ -38,6 +39,8 @@ def _character_classes() -> bytes:
     for mark in range(33, 127):
         if not chr(mark).isalnum():
             classes[mark] = _PUNCTUATION
+    for lead in range(0xE4, 0xEA):  # UTF-8 of U+4000 to U+9FFF
+        classes[lead] = _IDEOGRAPH
     return bytes(classes)
 
 
@@ -73,7 +76,7 @@ def columns(texts: Sequence[str], table: WordTable, *, lowercase: bool) -> Colum
     # BertNormalizer would do to these bytes anyway.
     text = raw.translate(_LOWER) if lowercase else raw
     kinds = np.frombuffer(text.translate(_CLASSES), np.uint8)
-    starts, ends, blank_words = _word_bounds(kinds)
+    starts, ends, blank_words = _word_bounds(kinds, np.frombuffer(text, np.uint8))
     words = table.intern(np.frombuffer(text + bytes(_PADDING), np.uint8), starts, ends - starts)
 
     line_ends = np.flatnonzero((kinds == _SENTENCE_END) | (kinds == _DOCUMENT_END))
@@ -91,13 +94,20 @@ def columns(texts: Sequence[str], table: WordTable, *, lowercase: bool) -> Colum
     )
 
 
-def _word_bounds(kinds: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _word_bounds(kinds: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Start and end byte of each word, and the starts of blank-separated words. The text ends in a NUL."""
-    inside, mark = kinds == _WORD, kinds == _PUNCTUATION
+    inside, mark = kinds >= _WORD, kinds == _PUNCTUATION
     starts, ends, solid = mark.copy(), mark.copy(), inside | mark
     starts[0] |= inside[0]
     starts[1:] |= inside[1:] & ~inside[:-1]
     ends[:-1] |= inside[:-1] & ~inside[1:]
+    # Each ideograph is a word of its own (google-research/bert tokenization.py, _tokenize_chinese_chars), 3 bytes long.
+    leads = np.flatnonzero(kinds == _IDEOGRAPH)
+    leads = leads[(text[leads] != 0xE4) | (text[leads + 1] != 0xB7)]  # U+4DC0 to U+4DFF are hexagrams, no ideographs
+    starts[leads] = ends[leads + 2] = True
+    starts[leads + 3] |= inside[leads + 3]
+    before = leads[leads > 0] - 1
+    ends[before] |= inside[before]
     blank_starts = solid.copy()
     blank_starts[1:] &= ~solid[:-1]
     return np.flatnonzero(starts), np.flatnonzero(ends) + 1, np.flatnonzero(blank_starts)
