@@ -19,12 +19,13 @@ from hypothesis import strategies as st
 from finetune import saved
 from finetune.experiments import trials
 from pretrain import __main__ as command_line
-from pretrain import dashboard, loop, tracking, train
+from pretrain import dashboard, loop, train
 from pretrain.dashboard import curves, workspace
 from pretrain.dashboard.panels import PANELS, panels_for
 from pretrain.dashboard.runs import FAILED, SCORES, find_folder, read_runs
 from pretrain.errors import InputError
 from pretrain.rank_times import RankTimes
+from pretrain.tracking.records import is_training, note_end, read_records
 
 HOSTILE = "</script><script>alert(1)</script> | [x](y) \u2028 'q\""
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -256,7 +257,7 @@ class TestPage:
         self, run: Path, monkeypatch: pytest.MonkeyPatch, event: str
     ) -> None:
         monkeypatch.setattr(
-            dashboard.time, "sleep", lambda _: tracking.note_end(run, event, "as it was asked to: --resume")
+            dashboard.time, "sleep", lambda _: note_end(run, event, "as it was asked to: --resume")
         )
         dashboard.write_dashboard(str(run), follow=True)
         [state] = [one.state for one in read_runs(run)]
@@ -356,5 +357,5 @@ class TestWorkspace:
 
 
 def test_a_report_and_the_live_line_pass_over_events(run: Path) -> None:
-    kinds = [tracking.is_training(record) for record in tracking.read_records(run)]
+    kinds = [is_training(record) for record in read_records(run)]
     assert kinds == [True, True, False, True, False]

@@ -103,7 +103,9 @@ def _word_bounds(kinds: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.nd
     ends[:-1] |= inside[:-1] & ~inside[1:]
     # Each ideograph is a word of its own (google-research/bert tokenization.py, _tokenize_chinese_chars), 3 bytes long.
     leads = np.flatnonzero(kinds == _IDEOGRAPH)
-    leads = leads[(text[leads] != 0xE4) | (text[leads + 1] != 0xB7)]  # U+4DC0 to U+4DFF are hexagrams, no ideographs
+    leads = leads[
+        (text[leads] != 0xE4) | (text[leads + 1] != 0xB7)
+    ]  # U+4DC0 to U+4DFF are hexagrams, no ideographs
     starts[leads] = ends[leads + 2] = True
     starts[leads + 3] |= inside[leads + 3]
     before = leads[leads > 0] - 1
