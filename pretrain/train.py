@@ -226,7 +226,7 @@ class Pretraining:
         began = time.perf_counter()
         self._loader = Loader(
             self._shards, self._config, phase, rank=self._engine.rank, world_size=self._engine.world_size,
-            start_step=start_step, passed_over=passed_over,
+            start_step=start_step, passed_over=passed_over, pinned=self._device.type == "cuda",
         )  # fmt: skip
         self._stalled_before += time.perf_counter() - began
 

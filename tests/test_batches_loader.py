@@ -250,3 +250,18 @@ def test_closing_stops_the_thread_and_waiting_is_counted(shards):
     loader.close()
     assert not loader._thread.is_alive()
     assert list(loader) == []
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs a GPU")
+def test_pinned_batches_are_the_same_ones(shards: TokenShards) -> None:
+    for plain, pinned in itertools.islice(
+        zip(
+            Loader(shards, run_config(), 0, rank=0, world_size=1),
+            Loader(shards, run_config(), 0, rank=0, world_size=1, pinned=True),
+            strict=True,
+        ),
+        2,
+    ):
+        for one, other in zip(plain.micro_batches, pinned.micro_batches, strict=True):
+            assert other.input_ids.is_pinned()
+            assert torch.equal(one.input_ids, other.to(torch.device("cuda")).input_ids.cpu())

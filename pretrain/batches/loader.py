@@ -68,6 +68,12 @@ def moved(batch: B, device: torch.device) -> B:
     return dataclasses.replace(batch, **there) if there else batch
 
 
+def pinned(batch: B) -> B:
+    """A dataclass with its tensors in page-locked memory, from which a GPU copies by itself."""
+    tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
+    return dataclasses.replace(batch, **{name: value.pin_memory() for name, value in tensors.items()})
+
+
 @dataclass(frozen=True)
 class StepBatch:
     """One rank's share of one optimizer step, with the global counts that normalise the losses (law 3)."""
@@ -85,9 +91,13 @@ class StepBatch:
             self, micro_batches=tuple(batch.to(device) for batch in self.micro_batches)
         )
 
+    def pinned(self) -> StepBatch:
+        """The same with its micro-batches in page-locked memory."""
+        return dataclasses.replace(self, micro_batches=tuple(map(pinned, self.micro_batches)))
+
 
 class Loader:
-    """The batches of one phase from `start_step` on, made ahead by a background thread.
+    """The batches of one phase from `start_step` on, made ahead by a background thread, `pinned` for a GPU.
 
     Iterating gives one `StepBatch` per optimizer step until the phase ends, from data that lies `passed_over` steps
     further on. `stall_seconds` is the time that
@@ -106,8 +116,10 @@ class Loader:
         start_step: int = 0,
         passed_over: int = 0,
         prefetch: int = 4,
+        pinned: bool = False,
     ) -> None:
         self.stall_seconds = 0.0
+        self._pinned = pinned
         self._maker = BatchMaker(shards, config, phase, seed=config.seed, rank=rank, world_size=world_size)
         self._maker.check_batch()
         sequences = config.phases[phase].global_sequences
@@ -150,7 +162,8 @@ class Loader:
         last: BaseException | None = None
         try:
             for step in steps:
-                if not self._put(self._maker.make(step * sequences, sequences)):
+                made = self._maker.make(step * sequences, sequences)
+                if not self._put(made.pinned() if self._pinned else made):
                     return
         except BaseException as error:  # whatever it is, the consumer must hear of it
             last = error
