@@ -121,7 +121,7 @@ def disturb(on: Cluster, run_dir: Path, done: Counter[str]) -> None:
         if fault is kill_driver:
             assert on.wait_end("soak") == "failed"
             on.submit(yaml.safe_load((on.state / "soak.yaml").read_text()))
-        wait_for_step(run_dir, min(STEPS, reached + 1), 120)  # past where it was: what was lost is made good
+        wait_for_step(run_dir, min(STEPS, reached + 1), 300)  # past where it was: what was lost is made good
         time.sleep(1)
 
 
