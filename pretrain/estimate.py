@@ -339,7 +339,7 @@ class Cluster:
 def parse_cluster(text: str, config: RunConfig) -> Cluster:
     """`8xH100`, `H100`, or `here`, which measures this machine's matmul peak for half a second."""
     if text == "here":
-        device, peak = _measure(config.engine.precision)
+        device, peak = measure_peak(config.engine.precision)
         how = f"measured {config.engine.precision} matmul peak"
         share = ASSUMED_UTILISATION[device]
         return Cluster("this machine", config.scheduling.workers, device, peak, share, how)
@@ -356,7 +356,7 @@ def parse_cluster(text: str, config: RunConfig) -> Cluster:
     return Cluster(f"{count} x {name}", count, "cuda", peak, ASSUMED_UTILISATION["cuda"], how)
 
 
-def _measure(precision: str) -> tuple[Device, float]:
+def measure_peak(precision: str) -> tuple[Device, float]:
     """(device, FLOP/s) of square matrix products on all cores, or on all GPUs by one of them."""
     try:
         import torch
