@@ -148,9 +148,10 @@ case $command in
         ;;
     export) # of a fine-tuned model, or of a pretraining run
         module=pretrain extra=base
-        for word in "$@"; do
-            [[ ! -f $word/finetune.json && ! -f $word/model/finetune.json ]] || module=finetune
+        for run in "$@"; do # the first that is no option
+            [[ $run == -* ]] || break
         done
+        [[ ! -f ${run:-}/finetune.json && ! -f ${run:-}/model/finetune.json ]] || module=finetune
         [[ $module == pretrain || " $* " != *" --onnx "* ]] || extra=onnx
         set_up "$extra"
         PYTHONSAFEPATH=1 exec "$venv/bin/python" -m "$module" export "$@"

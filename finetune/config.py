@@ -188,7 +188,6 @@ def load_config(path: Path | str, overrides: Sequence[str] = ()) -> FinetuneConf
 _FREE_ON_RESUME = (
     *FREE_ON_RESUME,
     "start_from",
-    "training.learning_rate",
     "training.patience",
 )
 

@@ -66,9 +66,8 @@ class TextEncoder:
         """Texts as they are, in the tokenizer's own threads. What comes more than once is worked out once."""
         if self._by_word:
             return self._encode_by_word(texts)
-        numbers: dict[str, int] = {}  # np.unique sorts objects, which takes ten times as long
-        which = np.fromiter((numbers.setdefault(text, len(numbers)) for text in texts), np.int64, len(texts))
-        return _gather(self._encode_whole(list(numbers)), which)
+        once, which = distinct(texts)
+        return _gather(self._encode_whole(once), which)
 
     def encode_words(self, words: Sequence[str]) -> Column:
         """Words that stand alone, each a text of its own.
@@ -181,6 +180,13 @@ def slide(
     number = np.arange(len(text)) - np.repeat(np.cumsum(counts) - counts, counts)
     begin = number * stride[text]
     return text, begin, np.minimum(room[text], lengths[text] - begin)
+
+
+def distinct(texts: Sequence[str]) -> tuple[list[str], np.ndarray]:
+    """(the distinct texts in the order of their first coming, int64 [N]: which of them each text is)."""
+    numbers: dict[str, int] = {}  # np.unique sorts objects, which takes ten times as long
+    which = np.fromiter((numbers.setdefault(text, len(numbers)) for text in texts), np.int64, len(texts))
+    return list(numbers), which
 
 
 def ragged(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:

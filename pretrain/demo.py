@@ -110,11 +110,12 @@ def precision(run_dir: Path) -> str:
         return load_config(run_dir / "config.yaml").engine.precision
     # In a process of its own: where torch has had threads, none can be forked for the corpus.
     measure = (
-        "from pretrain.estimate import measure_peak as peak; (device, bf16), (_, fp32) = peak('bf16'), peak('fp32'); "
-        "print('fp32' if device == 'cpu' and fp32 > 1.1 * bf16 else 'bf16')"
+        "from pretrain.estimate import measure_peak, multiplies_fp32_faster as slow; "
+        "(device, bf16), (_, fp32) = measure_peak('bf16'), measure_peak('fp32'); "
+        "print('fp32' if device == 'cpu' and slow(bf16, fp32) else 'bf16')"
     )
-    done = subprocess.run([sys.executable, "-c", measure], cwd=_ROOT, capture_output=True, text=True)
-    return done.stdout.strip() if not done.returncode else "bf16"
+    command = [sys.executable, "-c", measure]
+    return subprocess.run(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
 def _settings(arguments: argparse.Namespace, precision: str) -> list[str]:

@@ -356,6 +356,11 @@ def parse_cluster(text: str, config: RunConfig) -> Cluster:
     return Cluster(f"{count} x {name}", count, "cuda", peak, ASSUMED_UTILISATION["cuda"], how)
 
 
+def multiplies_fp32_faster(bf16: float, fp32: float) -> bool:
+    """Whether two measured peaks of a device, FLOP/s, are apart by more than they vary, and the wrong way round."""
+    return bf16 < 0.9 * fp32
+
+
 def measure_peak(precision: str) -> tuple[Device, float]:
     """(device, FLOP/s) of square matrix products on all cores, or on all GPUs by one of them."""
     try:

@@ -470,8 +470,8 @@ class _Run(Generic[S]):
         name = checkpoint.name if checkpoint else "none"
         if checkpoint is None or progress.rollbacks >= plan.guard.max_rollbacks:
             raise DivergedError(
-                f"{self.wrong}, after {progress.rollbacks} rollbacks. The last good checkpoint is {name}; lower the "
-                "learning rate and --resume from it."
+                f"{self.wrong}, after {progress.rollbacks} rollbacks. The last good checkpoint is {name}. Lower the "
+                "learning rate; a pretraining goes on from it with --resume, a fine-tuning begins anew."
             )
         with self.engine.allow(LONG_SECONDS):
             found = Progress.from_state(restore(self.engine, checkpoint))

@@ -417,7 +417,8 @@ def test_a_run_folder_says_whether_the_run_is_over(work: Path, monkeypatch: pyte
     assert found.score == 0.5
     (folder / "config.yaml").write_text(sweep.dump(config))
     assert trials.read_outcome(trial) == found
-    for changes in ({"seed": 7}, {"start_from": "elsewhere"}):
+    faster = config.training.model_copy(update={"learning_rate": 0.5})
+    for changes in ({"seed": 7}, {"start_from": "elsewhere"}, {"training": faster}):
         other = Trial("seed 0", config.model_copy(update=changes), 4)
         with pytest.raises(InputError, match=f"other settings: {next(iter(changes))}"):
             trials.read_outcome(other)

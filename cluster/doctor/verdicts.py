@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from cluster.doctor.machine import GIB, NONE, Device, Disk, Facts
 from cluster.doctor.rows import FAIL, PASS, WARN, Row, above, below
+from pretrain.estimate import multiplies_fp32_faster
 
 _BUSY = 0.25
 _NEEDED = ("torch", "gloo", "DeepSpeed", "Ray", "bertrain")
@@ -121,7 +122,7 @@ def judge_gpus(files: int, count: int, found: Mapping[str, str], visible: str | 
 
 def judge_matmul(device: Device) -> Row:
     found = f"{device.bf16 / 1e9:,.0f} GFLOP/s in bf16, {device.fp32 / 1e9:,.0f} in fp32"
-    mark = WARN if device.bf16 < 0.9 * device.fp32 else PASS
+    mark = WARN if multiplies_fp32_faster(device.bf16, device.fp32) else PASS
     advice = "This processor multiplies fp32 faster than bf16: set engine.precision: fp32."
     return Row("matmul", f"{found} ({device.name})", mark, advice)
 

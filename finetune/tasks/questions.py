@@ -17,7 +17,7 @@ from finetune.metrics.squad import Golds, best_threshold, score_v1, score_v2, sq
 from finetune.sets import squad
 from finetune.sets.squad import Question
 from finetune.task import Head, Objective, Windows
-from finetune.text import Column, TextEncoder, frame, ragged, slide
+from finetune.text import Column, TextEncoder, distinct, frame, ragged, slide
 from pretrain.errors import InputError
 from pretrain.settings import Section
 
@@ -160,8 +160,9 @@ class Questions:
             InputError: windows are too short for the questions and the overlap.
         """
         self._expect_room(encoder)
-        asked, question_N = _encode_distinct([one.text.strip() for one in examples], encoder)
-        contexts, context_N = _encode_distinct([one.context for one in examples], encoder)
+        questions, question_N = distinct([one.text.strip() for one in examples])
+        passages, context_N = distinct([one.context for one in examples])
+        asked, contexts = encoder.encode(questions), encoder.encode(passages)
         full_N = np.diff(asked.starts)[question_N]
         kept_N = np.minimum(full_N, self.settings.max_question_tokens)
         self._report_cut(examples, full_N)
@@ -375,13 +376,6 @@ class Questions:
 
 
 # ---------------------------------------------------------------- windows
-
-
-def _encode_distinct(texts: Sequence[str], encoder: TextEncoder) -> tuple[Column, np.ndarray]:
-    """(the distinct texts as tokens, int64 [N]: which of them each text is)."""
-    numbers: dict[str, int] = {}
-    which = np.array([numbers.setdefault(text, len(numbers)) for text in texts], np.int64)
-    return encoder.encode(list(numbers)), which
 
 
 def _answer_tokens(

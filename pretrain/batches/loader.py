@@ -61,17 +61,21 @@ B = TypeVar("B", bound="DataclassInstance")
 
 def moved(batch: B, device: torch.device) -> B:
     """A dataclass with its tensors on `device`, copied without waiting where the memory is pinned."""
-    tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
     there = {
-        name: value.to(device, non_blocking=True) for name, value in tensors.items() if value.device != device
+        name: value.to(device, non_blocking=True)
+        for name, value in _tensors(batch).items()
+        if value.device != device
     }
     return dataclasses.replace(batch, **there) if there else batch
 
 
 def pinned(batch: B) -> B:
     """A dataclass with its tensors in page-locked memory, from which a GPU copies by itself."""
-    tensors = {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
-    return dataclasses.replace(batch, **{name: value.pin_memory() for name, value in tensors.items()})
+    return dataclasses.replace(batch, **{name: value.pin_memory() for name, value in _tensors(batch).items()})
+
+
+def _tensors(batch: DataclassInstance) -> dict[str, Tensor]:
+    return {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
 
 
 @dataclass(frozen=True)
