@@ -128,6 +128,10 @@ class Model(Section):
     init_std: float = Field(
         default=0.02, gt=0, description="Truncated-normal initialisation, at two deviations."
     )
+    attention_init: Literal["normal", "neighbours"] = Field(
+        default="normal",
+        description="First values of attention: BERT's, or heads that begin at neighbouring tokens, for small runs.",
+    )
 
     # layers, hidden, heads: google-research/bert README.md (the 24 smaller models), Devlin et al. section 3.
     @model_validator(mode="before")
@@ -154,6 +158,12 @@ class Model(Section):
             raise ValueError("size: custom needs layers, hidden and heads")
         if self.hidden % self.heads:
             raise ValueError(f"hidden ({self.hidden}) must be a multiple of heads ({self.heads})")
+        if self.attention_init == "neighbours" and self.embedding not in (0, self.hidden):
+            raise ValueError("attention_init: neighbours needs embeddings as wide as hidden")
+        if self.attention_init == "neighbours" and self.hidden // self.heads % 2:
+            raise ValueError(
+                f"attention_init: neighbours needs heads of an even width, not {self.hidden // self.heads}"
+            )
         return self
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -27,6 +28,7 @@ from pretrain.model.attention import (
     keep_mask,
     self_attention,
 )
+from pretrain.model.encoder import Encoder
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.parts import normal
 from pretrain.model.vocabulary import vocabulary_losses
@@ -289,6 +291,34 @@ def test_initialisation_is_truncated_normal() -> None:
             # A normal cut at two deviations has 0.88 of its deviation.
             margin = 0.02 + 3 / math.sqrt(2 * parameter.numel())
             assert parameter.std().item() == pytest.approx(0.88 * SHAPE.init_std, rel=margin), name
+
+
+@pytest.mark.parametrize("size", ["mini", "base"])
+def test_heads_that_begin_at_neighbours_look_there(size: Literal["mini", "base"]) -> None:
+    torch.manual_seed(0)
+    shape = Model(size=size, layers=2, hidden_dropout=0, attention_init="neighbours")
+    encoder = Encoder(shape, VOCABULARY).eval()
+    length, width = 128, shape.hidden // shape.heads
+    batch = make_batch((length,))
+    with torch.no_grad():
+        hidden_TH = encoder.embeddings(batch.input_ids, batch.token_types, batch.positions, batch.token_keys)
+        for layer in encoder.layers:
+            query_TH, key_TH, _ = F.linear(hidden_TH, layer.get_parameter("qkv_weight")).chunk(3, dim=-1)
+            for head in range(shape.heads):
+                columns = slice(head * width, (head + 1) * width)
+                attention_TT = (query_TH[:, columns] @ key_TH[:, columns].T / math.sqrt(width)).softmax(-1)
+                offset = (-1, 1, -2, 2, -3, 3, -4, 4, -5, 5, -6, 6)[head]
+                there = attention_TT.diagonal(offset).median()
+                assert there > 0.15, (head, offset)
+                assert there > 5 * attention_TT.diagonal(-offset).median(), (head, offset)
+            hidden_TH = layer(hidden_TH, batch.token_keys, batch.cu_seqlens, length)
+
+
+def test_a_shape_that_cannot_begin_at_neighbours_is_refused() -> None:
+    with pytest.raises(ValueError, match="as wide as hidden"):
+        Model(size="mini", embedding=128, attention_init="neighbours")
+    with pytest.raises(ValueError, match="even width, not 5"):
+        Model(size="custom", layers=1, hidden=10, heads=2, attention_init="neighbours")
 
 
 def test_the_loss_is_the_cross_entropy() -> None:

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pretrain.config import Model
 from pretrain.model.attention import BETWEEN, program, self_attention
+from pretrain.model.neighbours import attend_to_neighbours
 from pretrain.model.parts import hash_dropout, layer_norm, linear, normal, ones, zeros
 
 
@@ -61,7 +62,12 @@ class Encoder(nn.Module):
         self.fused = compile
         self.activation_checkpointing = activation_checkpointing
         self.embeddings = Embeddings(shape, vocabulary_size, compile)
-        self.layers = nn.ModuleList(Layer(shape, compile) for _ in range(shape.layers))
+        layers = [Layer(shape, compile) for _ in range(shape.layers)]
+        if shape.attention_init == "neighbours":
+            attend_to_neighbours(
+                self.embeddings.position, [layer.qkv_weight for layer in layers], shape.heads, shape.init_std
+            )
+        self.layers = nn.ModuleList(layers)
 
     def encode(self, batch: UnpaddedBatch, rows_R: Tensor | None = None) -> Tensor:
         """Last hidden states [T, H], or [R, H] at the token rows `rows_R` (int64, ascending) alone.
