@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import sys
@@ -51,12 +52,13 @@ def _finetune(arguments: argparse.Namespace) -> None:
     if arguments.parallel:
         raise InputError("--parallel: says how many of several runs go at once. Add --seeds N.")
     alone = is_alone(config, arguments.no_ray)
-    if is_follower():
-        train(_TARGET, config, arguments.resume, 0, alone=True)
-        return
     from finetune import runs
     from pretrain import preflight
 
+    if is_follower():  # the first process says what is wrong
+        if not arguments.dry_run and not runs.is_finished(config, resume=True):
+            train(_TARGET, config, arguments.resume, 0, alone=True)
+        return
     if runs.is_finished(config, arguments.resume):
         print(f"{config.folder}: finished already.")
         return
@@ -157,8 +159,9 @@ def _lines(source: str) -> Any:
     def opened() -> Iterator[tuple[Any, str]]:
         name = "standard input" if source == "-" else source
         try:
-            with nullcontext(sys.stdin) if source == "-" else Path(source).open(encoding="utf-8") as file:
-                yield file, name
+            # Whatever the locale: a container's would let through bytes that are no UTF-8.
+            with nullcontext(sys.stdin.buffer) if source == "-" else Path(source).open("rb") as raw:
+                yield io.TextIOWrapper(raw, encoding="utf-8-sig", newline="\n"), name
         except UnicodeDecodeError as error:
             raise InputError(
                 f"{name}: not UTF-8 ({error.reason} at byte {error.start}). Convert it first."

@@ -122,7 +122,8 @@ class Batches:
     def every_window(self) -> Iterator[LabelledBatch]:
         """All windows once over all ranks, by length; every rank yields the same number of batches.
 
-        A rank that has nothing left repeats the last batch: workers must run the same number of forward passes.
+        A rank that has nothing left repeats the last batch, with weights of 0: workers must run the same number of
+        forward passes.
         """
         by_length = np.argsort(self._lengths_F, kind="stable")
         batches, begin = [], 0
@@ -135,7 +136,9 @@ class Batches:
         for turn in range(0, len(batches), self.world_size):
             members = batches[min(turn + self.rank, len(batches) - 1)]
             owners = np.arange(len(members))
-            yield self._make(members, owners, np.zeros(len(members), np.uint64))
+            batch = self._make(members, owners, np.zeros(len(members), np.uint64))
+            is_repeated = turn + self.rank >= len(batches)
+            yield dataclasses.replace(batch, weights=batch.weights * 0) if is_repeated else batch
 
     def _batch(self, members: np.ndarray, keys: np.ndarray) -> LabelledBatch:
         """The micro-batch of whole examples; `keys` uint64 [E]."""

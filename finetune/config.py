@@ -24,16 +24,29 @@ PRESETS: dict[str, dict[str, Any]] = {
     # Mosbach et al. 2021, "On the stability of fine-tuning BERT", section 6: a small rate, warm-up, bias
     # correction (which torch's AdamW always has) and 20 epochs even for small sets.
     "stable": {"examples_per_step": 16, "learning_rate": 2e-5, "epochs": 20.0, "warmup_share": 0.1},
-    # Zhang et al. 2021, "Revisiting few-sample BERT fine-tuning", section 5: top layers drawn anew.
+    # Zhang et al. 2021, "Revisiting few-sample BERT fine-tuning", sections 5 and 6: pooler and top layers drawn anew,
+    # and more steps than three passes of a small set. How many layers is a choice by task there, up to 6 of 24; one
+    # suits models of any depth.
     "few-sample": {
-        "examples_per_step": 16, "learning_rate": 2e-5, "epochs": 10.0, "warmup_share": 0.1,
-        "layer_decay": 0.95, "reinitialised_layers": 1, "reinitialise_pooler": True,
+        "examples_per_step": 32, "learning_rate": 2e-5, "epochs": 10.0, "warmup_share": 0.1,
+        "reinitialised_layers": 1, "reinitialise_pooler": True,
     },
     # google-research/bert README.md, the 24 smaller models: 4 epochs at a rate from 3e-4 to 3e-5.
     "small-bert": {"examples_per_step": 32, "learning_rate": 1e-4, "epochs": 4.0, "warmup_share": 0.1},
     # Liu et al. 2019, appendix C; fairseq examples/roberta/README.glue.md.
     "roberta": {"examples_per_step": 16, "learning_rate": 2e-5, "epochs": 10.0, "warmup_share": 0.06},
 }  # fmt: skip
+
+# What a preset's source sets besides, in other sections.
+_BESIDES: dict[str, dict[str, dict[str, float]]] = {
+    # asappresearch/revisit-bert-finetuning, sample_commands/reinit.sh.
+    "few-sample": {"optimizer": {"weight_decay": 0.0}},
+    # fairseq examples/roberta/README.glue.md.
+    "roberta": {
+        "optimizer": {"weight_decay": 0.1, "beta2": 0.98, "epsilon": 1e-6},
+        "engine": {"gradient_clip_norm": 0.0},
+    },
+}
 
 GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
     # Devlin et al. 2019, appendix A.3.
@@ -55,7 +68,7 @@ _POSITIVE = ("examples_per_step", "learning_rate", "epochs")  # 0 is not given
 
 
 class Training(Section):
-    """How long and how fast. `preset` fills whatever is not given."""
+    """How long and how fast. `preset` fills whatever is not given, of optimizer and engine, too, what its source sets."""
 
     preset: Literal["devlin", "stable", "few-sample", "small-bert", "roberta"] = "devlin"
     examples_per_step: int = Field(
@@ -133,6 +146,18 @@ class FinetuneConfig(Run):
     checkpoint: Checkpointing = Checkpointing(keep_last=1)
     # The losses of a few examples leap by nature.
     guard: Guard = Guard(spike_sigmas=0)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_preset(cls, values: Any) -> Any:
+        training = values.get("training") if isinstance(values, dict) else None
+        preset = training.get("preset") if isinstance(training, dict) else None
+        besides = _BESIDES.get(preset, {}) if isinstance(preset, str) else {}
+        for section, settings_of in besides.items():
+            given = values.get(section, {})
+            if isinstance(given, dict):
+                values = {**values, section: {**settings_of, **given}}
+        return values
 
     @model_validator(mode="after")
     def _check_task(self) -> FinetuneConfig:

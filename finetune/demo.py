@@ -26,6 +26,7 @@ TASKS = {
     "returns": "What does the function return?",
 }
 STARTS = {"pretrained": False, "random": True}
+_COUNTS = "counts.json"  # of the labelled sets, written when all are there
 _SHOWN = 4  # predictions of each task in the report
 
 
@@ -51,7 +52,10 @@ def _finetune(arguments: argparse.Namespace) -> int:
     data, folder = run / "labelled", run / "finetuned"
     total = pretraining.STAGES + len(TASKS) + 1
     print(f"\n[{pretraining.STAGES}/{total}] three labelled sets out of the corpus: {data}", flush=True)
-    counts = write_sets(data)
+    # Made once, as the corpus is: the packages installed may be others when the demo is run again.
+    if not (data / _COUNTS).is_file():
+        write_json(data / _COUNTS, write_sets(data))
+    counts = json.loads((data / _COUNTS).read_text(encoding="utf-8"))
     results = []
     for number, (task, title) in enumerate(TASKS.items(), pretraining.STAGES + 1):
         sizes = counts[task]

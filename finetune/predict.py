@@ -142,15 +142,21 @@ class _End(NamedTuple):
 
 
 def read_records(lines: Iterable[str], where: str) -> Iterator[str | dict[str, Any]]:
-    """Each line's JSON object, or the line itself where it does not begin with a brace."""
+    """Each line's JSON object, or the line itself where it does not begin with a brace.
+
+    An empty line is an empty text, but among objects it is nothing.
+    """
+    objects = False
     for number, line in enumerate(lines, 1):
-        text = line.rstrip("\n")
+        text = line.removesuffix("\n").removesuffix("\r")
         if not text.lstrip().startswith("{"):
-            yield text
+            if text.strip() or not objects:
+                yield text
             continue
+        objects = True
         try:
             yield json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(
                 f"{where}:{number}: not valid JSON ({error}). One object or one text a line."
             ) from None

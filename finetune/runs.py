@@ -11,6 +11,7 @@ from typing import Any
 from finetune.config import FinetuneConfig, changed_for_resume
 from finetune.saved import MODEL, PREDICTIONS, load_saved, model_folder, write_records
 from finetune.tasks import make_task
+from finetune.text import TextEncoder
 from pretrain import preflight
 from pretrain.errors import InputError
 from pretrain.files import MANIFEST, write_json
@@ -21,6 +22,7 @@ class Plan:
     """What is known before training."""
 
     examples: int
+    units: int  # what a step counts: examples, or their windows where nothing joins these
     held_out: dict[str, int]
     labels: tuple[str, ...]
     steps: int
@@ -39,10 +41,10 @@ def is_finished(config: FinetuneConfig, resume: bool) -> bool:
     return finished
 
 
-def plan(config: FinetuneConfig, alone: bool) -> Plan:
+def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Plan:
     """Read the files and the checkpoint; everything of the user's that is wrong comes out here, in seconds.
 
-    Raises `InputError` and `MachineError`.
+    `test_sets`: whether they are predicted at the end. Raises `InputError` and `MachineError`.
     """
     if not config.start_from:
         raise InputError(
@@ -51,6 +53,8 @@ def plan(config: FinetuneConfig, alone: bool) -> Plan:
     task = make_task(config)
     examples = task.read_train()
     held_out = task.read_held_out()
+    if test_sets:
+        task.read_test()
     if not alone and not config.scheduling.address:
         from cluster.nodes import nodes_fit
 
@@ -60,12 +64,17 @@ def plan(config: FinetuneConfig, alone: bool) -> Plan:
     from pretrain.checkpoint.tokenizer import read_tokenizer
 
     released = read_released(Path(config.start_from))
-    read_tokenizer(Path(config.start_from), released.vocabulary_size)
+    tokenizer = read_tokenizer(Path(config.start_from), released.vocabulary_size)
+    units = len(examples)
+    if task.head != "sequence":
+        encoder = TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
+        units = int(task.windows(examples, encoder, training=True).examples.max(initial=-1)) + 1
     return Plan(
         examples=len(examples),
+        units=units,
         held_out={name: len(members) for name, members in held_out.items()},
         labels=task.labels,
-        steps=config.total_steps(len(examples)),
+        steps=config.total_steps(units),
         fates=fate_table(released.fates),
         family=released.family,
         parameters=sum(tensor.numel() for tensor in released.backbone.values()),
@@ -76,9 +85,10 @@ def describe_start(config: FinetuneConfig, plan: Plan) -> str:
     """What a run begins with, for the terminal."""
     sets = ", ".join(f"{count:,} in {name}" for name, count in plan.held_out.items()) or "none held out"
     shown = ", ".join(plan.labels[:8]) + (", ..." if len(plan.labels) > 8 else "")
+    windows = f" in {plan.units:,} windows" if plan.units != plan.examples else ""
     lines = [
         describe_checkpoint(config, plan),
-        f"{config.task_name}: {plan.examples:,} examples to train on, {sets}; {plan.steps:,} steps",
+        f"{config.task_name}: {plan.examples:,} examples{windows} to train on, {sets}; {plan.steps:,} steps",
     ]
     if plan.labels:
         lines.append(f"  {len(plan.labels)} labels: {shown}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, TypeVar
@@ -43,6 +44,13 @@ class Windows:
 
     def __len__(self) -> int:
         return len(self.examples)
+
+    def digest(self, names: Sequence[str]) -> str:
+        """SHA-256 of what is learnt from: tokens, labels with their `names`, weights."""
+        made = hashlib.sha256("\n".join(names).encode())
+        for part in (self.ids, self.starts, self.examples, self.asked, self.labels, self.weights):
+            made.update(np.ascontiguousarray(part).data)
+        return made.hexdigest()
 
 
 E = TypeVar("E")

@@ -133,6 +133,7 @@ class Finetuning:
         self._batches.check(f"{config.task_name}, training set")
         self._held_out_windows = {name: self._windows(members) for name, members in self.held_out.items()}
         self.units = self._batches.examples
+        self.digest = self._batches.windows.digest(task.labels)
         self.total_steps = config.total_steps(self.units)
         self._stalled = 0.0
 
@@ -238,11 +239,11 @@ def _train(
     device: torch.device, payload: Mapping[str, Any],
 ) -> None:  # fmt: skip
     checkpoints = config.folder / "checkpoints"
-    progress, run_id = loop.Progress(), None
+    progress, state = loop.Progress(), {}
     found = newest_checkpoint(checkpoints, engine) if payload["resume"] else None
     if found is not None:
         state = loop.read_state(engine, found)
-        progress, run_id = loop.Progress.from_state(state), state["run_id"]
+        progress = loop.Progress.from_state(state)
         logger.info("resumed from %s", found)
     encoder = TextEncoder(
         read_tokenizer(Path(config.start_from), released.vocabulary_size),
@@ -250,12 +251,17 @@ def _train(
         segments=released.token_types > 1,
     )
     job = Finetuning(config, task, examples, encoder, _shape(config, released), engine, device)
+    if state.get("data", job.digest) != job.digest:
+        raise InputError(
+            f"{found}: was trained on other data, or with another tokenizer, than {config.start_from} and the files of "
+            f"{config.task_name} give now. Put them back as they were, or choose another name or run_dir."
+        )
     tracker = Tracker(
-        config, config.folder, run_id=run_id, step=progress.step, job_type="finetune", enabled=worker.rank == 0,
+        config, config.folder, run_id=state.get("run_id"), step=progress.step, job_type="finetune", enabled=worker.rank == 0,
         card={"examples": len(examples), "labels": list(task.labels)},
     )  # fmt: skip
     tracker.log_events(payload.get("events", ()), progress.step)
-    extra_state = {"run_id": tracker.run_id, "config": config.model_dump(mode="json")}
+    extra_state = {"run_id": tracker.run_id, "data": job.digest, "config": config.model_dump(mode="json")}
     try:
         if progress.step < job.total_steps and not progress.stopped_early:
             loop.rehearse(engine, job, progress, checkpoints, extra_state)

@@ -68,12 +68,13 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         print(estimate.dry_run(config, on=arguments.on, mean_length=arguments.mean_length))
         return
     alone = is_alone(config, arguments.no_ray)
-    if is_follower():
-        train(_TARGET, config, arguments.resume, 0, alone=True)
-        return
     from pretrain import preflight
     from pretrain.config import changed_for_resume
 
+    if is_follower():  # the first process says what is wrong
+        if not preflight.is_finished(config):
+            train(_TARGET, config, arguments.resume, 0, alone=True)
+        return
     _check(config, alone)
     with preflight.only_run(config.folder):
         preflight.check_run_folder(config, arguments.resume, changed_for_resume)

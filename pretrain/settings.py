@@ -51,7 +51,7 @@ def names(path: Path | str) -> set[str]:
 def dump(settings: Section, exclude: set[str] | None = None) -> str:
     """Resolved settings, but for the sections in `exclude`, as YAML that `load` reads back to equal ones."""
     values = settings.model_dump(mode="json", exclude=exclude)
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True, width=110)
+    return yaml.dump(values, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
 
 
 def differences(before: Section, after: Section, *, free: Sequence[str]) -> list[str]:
@@ -93,6 +93,10 @@ class _Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+class _Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper; quotes text that YAML 1.2 takes for something else, as well as what 1.1 does."""
+
+
 _DIGITS = "[0-9]+(?:_[0-9]+)*"
 _SCALARS: tuple[tuple[str, str, list[str]], ...] = (
     ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
@@ -106,7 +110,8 @@ _SCALARS: tuple[tuple[str, str, list[str]], ...] = (
     ("merge", r"<<", ["<"]),
 )
 for _tag, _pattern, _first in _SCALARS:
-    _Loader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
+    for _side in (_Loader, _Dumper):
+        _side.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
 # PyYAML would read a leading 0 as octal.
 _Loader.add_constructor(
     "tag:yaml.org,2002:int", lambda loader, node: int(node.value, 16 if "x" in node.value else 10)

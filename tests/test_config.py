@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -254,3 +255,12 @@ def test_a_phase_more_or_less_is_a_change(write):
 def test_what_cannot_be_is_a_line(write, override: str, expected: str):
     with pytest.raises(InputError, match=expected):
         load_config(write(GOOD), [override])
+
+
+@pytest.mark.parametrize(
+    "text", ["08", "1e5", "0x1F", "-.5e3", "1_000", "off", "null", "1:30", "2001-01-01", "~", ""]
+)
+def test_dumped_text_stays_text(text: str, write):
+    config = load_config(CONFIGS[0], [f"tracking.group={json.dumps(text)}"])
+    assert config.tracking.group == text
+    assert load_config(write(dump(config))).tracking.group == text

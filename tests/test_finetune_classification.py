@@ -180,6 +180,9 @@ def test_places_are_lines_also_behind_quoted_line_ends(write: Callable[..., str]
     tsv = read_table(write("a.tsv", 'text\tlabel\n"one\ta\n\nthree\tb\n'), ["text", "label"])
     assert [tsv.where(row).rpartition(":")[2] for row in range(2)] == ["2", "4"]
     assert tsv.columns["text"] == ['"one', "three"]
+    # Of a single column an empty line is an empty text: predictions, which have no id, are to stand in its order.
+    alone = read_table(write("b.tsv", "text\na b\n\nc d\n\n"), ["text"])
+    assert alone.columns["text"] == ["a b", "", "c d"]
 
 
 def test_a_field_of_more_than_128_kb_is_read(write: Callable[..., str]) -> None:
@@ -225,6 +228,8 @@ def test_other_bad_files(write: Callable[..., str], tmp_path: Path) -> None:
         read_table(write("d.parquet/a", "") and tmp_path / "d.parquet", ["text"])
     with pytest.raises(InputError, match=r"b\.csv:1: no column 2; its rows have 2, numbered from 0"):
         read_table(write("b.csv", "a,b\n"), [2], layout=Layout(header=False))
+    with pytest.raises(InputError, match=r"b\.csv:1: no column -1; its rows have 2, numbered from 0"):
+        read_table(write("b.csv", "a,b\n"), [-1], layout=Layout(header=False))
     with pytest.raises(InputError, match=r"t\.lst:2: a label without a text"):
         read_table(write("t.lst", "a b c\nd\n"), ["text"], layout=Layout("lines"))
     bad = pa.array([b"ok", b"\xff"], pa.binary()).view(pa.string())
@@ -409,6 +414,7 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
         ("{glue: rte, glue_dir: x, metric: f1}", "metric: 'f1' is not a score here; known: accuracy"),
         ("{train: x, dev: y, dev_share: 0.1}", "dev_share: there is a dev set"),
         ("{train: x, encoding: utf-88}", "encoding: 'utf-88' is unknown"),
+        ("{train: x, encoding: rot13}", "encoding: 'rot13' is unknown"),
         ("{train: x, delimiter: ', '}", "delimiter: ', ' is more than one character"),
         ("{train: x, header: false}", "text_column: 'text', but without a header"),
         ("{train: x, labels: [a, a]}", "labels: one stands there twice"),
@@ -743,6 +749,7 @@ def test_records_and_texts_of_the_users() -> None:
     assert single.example("plain", "stdin:1").text == "plain"
     assert single.example({"sentence": "a", "id": 3}, "stdin:1").text == "a"
     assert single.example({"text": "a"}, "stdin:1").text == "a"
+    assert single.example({"text": "a", "pair": None}, "stdin:1").text == "a"
     pairs = two_classes(pair_column="hypothesis")
     assert pairs.example({"text": "a", "hypothesis": "b"}, "").pair == "b"
     assert pairs.example({"text": "a", "pair": "b"}, "").pair == "b"
@@ -753,9 +760,11 @@ def test_records_and_texts_of_the_users() -> None:
         (single, {"text": "a", "pair": "b"}, "trained on single texts"),
         (pairs, "a", 'one text where a pair is needed. Give {"text": ..., "pair": ...}'),
         (pairs, {"text": "a"}, "stdin:1: no 'pair'; it has text"),
+        (single, None, "stdin:1: empty is neither a text nor an object"),
+        (single, float("nan"), "stdin:1: nan is neither a text nor an object"),
     ):
         with pytest.raises(InputError) as error:
-            made.example(record, "stdin:1")
+            made.example(record, "stdin:1")  # pyright: ignore[reportArgumentType]
         assert message in str(error.value)
 
 

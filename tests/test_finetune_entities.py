@@ -271,6 +271,8 @@ SPAN = {"start": 0, "end": 3, "type": "PER"}
         ({"tokens": ["Ann"], "tags": ["PER"]}, r"a.jsonl:2: 'PER' is no tag"),
         ({"tokens": ["Ann"]}, r"a.jsonl:2: neither tags nor entities, as .*a.jsonl:1 has them"),
         ({"text": 5, "entities": []}, r"a.jsonl:2: text is 5; expected text"),
+        ({"text": 5, "tokens": ["Ann"], "tags": ["O"]}, r"a.jsonl:2: text is 5; expected text"),
+        ({"text": "Ann B", "tokens": ["Ann", "Bo"], "tags": ["O", "O"]}, r'2: token 1, "Bo", is not in the text from character 3 on'),
         ({"text": "Ann", "entities": {}}, r"a.jsonl:2: entities is \{\}; expected a list"),
         ({"text": "Ann", "entities": [[0, 3]]}, r"a.jsonl:2: entity 0 is \[0, 3\]; expected"),
         ({"text": "Ann", "entities": [{"start": 0, "end": 3}]}, r"a.jsonl:2: entity 0 is .*; expected"),
@@ -289,6 +291,28 @@ def test_bad_records(tmp_path, record, message):
     with pytest.raises(InputError, match=message) as caught:
         read(path)
     assert "\n" not in str(caught.value)
+
+
+def test_tokens_given_with_their_text_stand_in_it(tmp_path):
+    record = {
+        "text": "Ann  left,U.S. Bob.",
+        "tokens": ["Ann", "left", ",", "U.S.", "Bob", "."],
+        "tags": ["B-PER", "O", "O", "B-LOC", "B-PER", "O"],
+    }
+    (one,) = read(write_records(tmp_path / "a.jsonl", record))
+    text, offsets = one.characters()
+    assert text == record["text"]
+    assert [text[begin:end] for begin, end in offsets.tolist()] == record["tokens"]
+    made = Entities(EntitiesSettings(train="x")).example(record, "line 1")  # as `predict` reads it
+    assert (made.words, made.characters()[1].tolist()) == (one.words, offsets.tolist())
+
+
+def test_a_test_file_of_words_alone_needs_no_columns(tmp_path):
+    train = write(tmp_path / "a.txt", "Ann NNP B-PER\nleft VBD O\n")
+    alone = write(tmp_path / "b.txt", "Ann\nleft\n\nBob\n")
+    made = Entities(EntitiesSettings(train=train, test=alone, label_column=2))
+    made.read_train()
+    assert [one.words for one in made.read_test()["test"]] == [["Ann", "left"], ["Bob"]]
 
 
 def test_bad_bytes_and_missing_files(tmp_path):

@@ -372,8 +372,10 @@ def test_labels(encoder):
     ]
     windows = task(max_question_tokens=4).windows(made, encoder, training=True)
     # who is 3 tokens: 26 of the context in a window; the second begins 21 further on.
-    assert windows.examples.tolist() == [0, 0, 1, 1, 2, 2, 3]
     assert np.diff(windows.starts).tolist() == [32, 13, 32, 13, 32, 13, 8]
+    assert windows.examples.tolist() == list(range(7)), "in training each window is an example"
+    predicted_from = task(max_question_tokens=4).windows(made, encoder, training=False)
+    assert predicted_from.examples.tolist() == [0, 0, 1, 1, 2, 2, 3]
     context_row = 5  # behind [CLS] w ##h ##o [SEP]
     expected = [
         (context_row + 8, context_row + 11),
@@ -757,9 +759,10 @@ def test_a_context_of_a_megabyte(encoder, cased):
     assert len(context) > 1 << 20
     encoder = TextEncoder(cased, 384)
     one = task(unanswerable=True, stride=128)
-    windows = one.windows([question, CAT], encoder, training=True)
+    windows = one.windows([question, CAT], encoder, training=False)
     assert len(windows) > 900
-    predictions = one.decode([question, CAT], windows, windows.labels.astype(np.float32))
+    labels = one.windows([question, CAT], encoder, training=True).labels
+    predictions = one.decode([question, CAT], windows, labels.astype(np.float32))
     assert (predictions[0]["start"], predictions[0]["answer"]) == (context.index("cat"), "cat")
     assert predictions[1]["answer"] == "cat"
 

@@ -301,7 +301,10 @@ def test_axes_are_laid_over_a_grid_and_wrong_ones_refused() -> None:
     assert grid["training.epochs"] == ["3"]
     assert grid["max_length"] == ["64", "128"]
     assert grid["optimizer.name"] == ["[a,b]", "c"]
-    assert parse_grid("", ["seed=1"]) == {"seed": ["1"]}
+    assert parse_grid("", ["random_weights=true"]) == {"random_weights": ["true"]}
+    for name in ("seed", "name", "run_dir", "scheduling.workers", "tracking.group"):
+        with pytest.raises(InputError, match=f"{name}=1,2: is no setting to compare by"):
+            parse_grid("", [f"{name}=1,2"])
     for wrong in ("training.epochs", "=1,2", "training.epochs=", "training.epochs=1,,2"):
         with pytest.raises(InputError, match="--grid-set"):
             parse_grid("", [wrong])
@@ -358,10 +361,20 @@ def test_spreads_leave_out_what_failed_is_missing_or_not_finite() -> None:
 def test_settings_rank_by_their_mean_and_ties_keep_their_order() -> None:
     one, two, three, four = expand({"x": ["1", "2", "3", "4"]})
     points = [one, one, two, two, three, three, four, four]
-    outcomes = [done(0.9), done(0.1), done(0.6), FAILED, done(0.6), done(0.6), FAILED, None]
+    outcomes = [done(0.5), done(0.5), done(0.6), done(0.6), done(0.7), done(0.5), FAILED, None]
     assert [(point, spread and spread.mean) for point, spread in rank(points, outcomes)] == [
         (two, 0.6), (three, 0.6), (one, 0.5), (four, None),
     ]  # fmt: skip
+
+
+def test_settings_that_diverge_rank_behind_those_that_do_not() -> None:
+    points = [point for point in expand({"x": ["1", "2"]}) for _ in range(3)]
+    outcomes = [FAILED, done(0.91), FAILED, done(0.90), done(0.89), done(0.91)]
+    assert [point.label for point, _ in rank(points, outcomes)] == ["x 2", "x 1"]
+    assert to_drop(points, outcomes) == [0, 1, 2, 3, 4]
+    # What did not diverge is run again: then the first settings may lead after all.
+    again = Outcome(error=MachineError("killed"))
+    assert to_drop(points, [again, done(0.91), done(0.9), *outcomes[3:]]) == [0, 2, 3, 4]
 
 
 def test_models_are_dropped_once_other_settings_lead() -> None:
@@ -372,7 +385,7 @@ def test_models_are_dropped_once_other_settings_lead() -> None:
     # The second settings are not all over: their best stays, and so do the leading ones'.
     assert to_drop(points, [done(0.5), done(0.6), done(0.9), None]) == [0]
     assert to_drop(points, [done(0.5), done(0.6), done(0.9), done(0.1)]) == [0, 2, 3]
-    assert to_drop(points, [done(0.5), done(0.6), done(0.9), FAILED]) == [0, 1, 3]
+    assert to_drop(points, [done(0.5), done(0.6), done(0.9), FAILED]) == [0, 2, 3]
     assert to_drop(points, [done(0.6), done(0.6), done(0.6), done(0.6)]) == [1, 2, 3], "the first of equals"
 
 

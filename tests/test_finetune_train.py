@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +24,7 @@ from pretrain.checkpoint.released import read_released
 from pretrain.errors import InputError
 from pretrain.files import verify_manifest
 from pretrain.optim import learning_rate
+from pretrain.settings import dump
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, records, with_changes
 
@@ -55,12 +59,16 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make_bert(root / "bert")
     make_roberta(root / "roberta", root / "bert")
     write_reviews(root, train=160, dev=40)
-    cut = settings(root, "cut")
+    cut, edited = settings(root, "cut"), settings(root, "edited")
+    lines = (root / "train.jsonl").read_text().splitlines(keepends=True)
+    (root / "reversed.jsonl").write_text("".join(reversed(lines)))
     outcomes = run_workers(
         1, starts,
         [
             Start(settings(root, "whole")),
             Start(cut, stop_at=7), Start(cut, resume=True),
+            Start(edited, stop_at=7),
+            Start(settings(root, "edited", classification__train=str(root / "reversed.jsonl")), resume=True),
             Start(settings(root, "zero3", engine__zero_stage=3)),
             Start(settings(root, "patient", training__patience=1, training__learning_rate=1e-9)),
             Start(settings(root, "drawn", random_weights=True, training__epochs=1.0)),
@@ -68,7 +76,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Start(settings(root, "one-type", start_from=str(root / "roberta"), training__epochs=1.0)),
         ],
     )[0]  # fmt: skip
-    assert [outcome[:31] for outcome in outcomes] == ["", "StoppedError: stopped at step 7", *[""] * 6]
+    stopped = "StoppedError: stopped at step 7"
+    assert [outcome[:31] for outcome in outcomes if "other data" not in outcome] == [
+        "",
+        stopped,
+        "",
+        stopped,
+        *[""] * 5,
+    ]
+    assert "step-00000007: was trained on other data" in outcomes[4]
     assert run_workers(2, starts, [Start(settings(root, "two"))]) == [[""], [""]]
     return root
 
@@ -183,11 +199,56 @@ def test_transformers_gives_the_same_probabilities(root: Path) -> None:
 
 def test_predictions_stream_in_order(root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     source = tmp_path / "texts.jsonl"
-    source.write_text("the film was good\n" + json.dumps({"id": "b", "text": "awful"}) + "\nthe plot\n")
+    # A byte order mark and "\r\n" as on Windows; an empty line among objects is nothing.
+    source.write_bytes(
+        b"\xef\xbb\xbf"
+        + json.dumps({"id": "b", "text": "awful"}).encode()
+        + b"\r\n\r\nthe\rplot\r\nthe film was good\n\n"
+    )
     assert main(["predict", str(root / "whole"), str(source)]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line.get("id") for line in lines] == [None, "b", None]
+    assert [line.get("id") for line in lines] == ["b", None, None]
     assert {line["label"] for line in lines} <= {"positive", "negative"}
+
+
+def test_standard_input_is_utf8_whatever_the_locale(root: Path) -> None:
+    command = [sys.executable, "-m", "finetune", "predict", str(root / "whole")]
+    told = subprocess.run(
+        command,
+        input=b"\xe9t\xe9\n",
+        capture_output=True,
+        env={**os.environ, "LC_ALL": "C.UTF-8"},
+        check=False,
+    )
+    assert (told.returncode, told.stdout) == (2, b"")
+    assert b"standard input: not UTF-8" in told.stderr
+
+
+def test_a_test_set_that_is_wrong_is_told_before_training(root: Path, tmp_path: Path) -> None:
+    config = settings(root, "test", classification__test=str(tmp_path / "typo.jsonl"))
+    with pytest.raises(InputError, match="typo"):
+        runs.plan(FinetuneConfig.model_validate(config), alone=True)
+
+
+@pytest.mark.parametrize("arguments", [["--dry-run"], ["--resume", "--set", "name=whole"]])
+def test_torchruns_other_processes_end_with_the_first(
+    root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
+) -> None:
+    monkeypatch.setenv("RANK", "1")  # without an address to meet the others at: training would fail
+    (tmp_path / "task.yaml").write_text(json.dumps(settings(root, "whole")))
+    assert main(["finetune", str(tmp_path / "task.yaml"), *arguments]) == 0
+
+
+def test_a_fine_tuned_run_can_be_begun_from(root: Path) -> None:
+    plan = runs.plan(
+        FinetuneConfig.model_validate(settings(root, "next", start_from=str(root / "whole"))), alone=True
+    )
+    assert plan.family == "bert"
+    (root / "edited/config.yaml").write_text(dump(FinetuneConfig.model_validate(settings(root, "edited"))))
+    with pytest.raises(InputError, match="edited: a fine-tuning that is not over"):
+        runs.plan(
+            FinetuneConfig.model_validate(settings(root, "next", start_from=str(root / "edited"))), alone=True
+        )
 
 
 def test_evaluate_writes_the_scores_of_training(
@@ -286,4 +347,8 @@ def test_presets_fill_what_is_not_given() -> None:
         0,
         0.0,
     )
-    assert training.layer_decay == PRESETS["few-sample"]["layer_decay"]
+    assert training.epochs == PRESETS["few-sample"]["epochs"]
+    values = {"name": "x", "classification": {"train": "x"}, "training": {"preset": "roberta"}}
+    config = FinetuneConfig.model_validate({**values, "optimizer": {"beta2": 0.99}})
+    assert (config.optimizer.weight_decay, config.optimizer.beta2) == (0.1, 0.99)
+    assert config.engine.gradient_clip_norm == 0

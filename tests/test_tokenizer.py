@@ -147,6 +147,40 @@ def test_a_tokenizer_with_more_entries_than_the_model_has_rows_is_another_models
         read_tokenizer(tmp_path, 5)
 
 
+@pytest.mark.parametrize("where", ["added_tokens.json", "added_tokens_decoder"])
+def test_tokens_added_to_a_vocabulary(where: str, tmp_path: Path) -> None:
+    number = len(UNCASED)
+    write_files(tmp_path, UNCASED, do_lower_case=True)
+    if where == "added_tokens.json":
+        (tmp_path / where).write_text(json.dumps({"[E1]": number, "[e2]": number + 1}))
+        (tmp_path / "special_tokens_map.json").write_text(json.dumps({"additional_special_tokens": ["[E1]"]}))
+    else:
+        described = {
+            str(number): {"content": "[E1]", "special": True, "normalized": False},
+            str(number + 1): {"content": "[e2]", "special": False, "normalized": True},
+        }
+        write_files(tmp_path, None, do_lower_case=True, added_tokens_decoder=described)
+    tokenizer = read_tokenizer(tmp_path, number + 2)
+    tokens = tokenizer.encode("the [E1] cat [E2]").tokens
+    assert tokens == ["[CLS]", "the", "[E1]", "cat", "[e2]", "[SEP]"]
+    assert_equals_transformers(tmp_path, tokenizer, ["the [E1] cat", "[E1]the cat"])
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"[E9]": number + 7}))
+    with pytest.raises(InputError, match=r"'\[E9\]' has the id \d+, but the next free one"):
+        read_tokenizer(tmp_path)
+
+
+def test_what_is_null_is_not_said(tmp_path: Path) -> None:
+    settings = {"model_max_length": None, "do_lower_case": None, "strip_accents": None}
+    write_files(tmp_path, UNCASED, **settings)
+    assert read_tokenizer(tmp_path).encode("The Thé").tokens == ["[CLS]", "the", "the", "[SEP]"]
+    (tmp_path / "out").mkdir()
+    copy_tokenizer(tmp_path, tmp_path / "out", tokenizer_class="BertTokenizer", max_positions=40)
+    assert json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())["model_max_length"] == 40
+    write_files(tmp_path, None, do_lower_case="yes")
+    with pytest.raises(InputError, match="do_lower_case is 'yes'"):
+        read_tokenizer(tmp_path)
+
+
 def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no tokenizer: neither"):
         read_tokenizer(tmp_path)

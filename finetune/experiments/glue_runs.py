@@ -46,7 +46,9 @@ def run_glue(
     chosen = find_tasks(folder, tasks)
     configs = {name: _task_config(source, overrides, name, folder) for name in chosen}
     config = next(iter(configs.values()))
-    plans = {name: runs.plan(one, alone=True) for name, one in configs.items()}
+    plans = {
+        name: runs.plan(one, alone=True, test_sets=submission is not None) for name, one in configs.items()
+    }
     # Small sets first: what is wrong shows early.
     order = sorted(configs, key=lambda name: plans[name].steps)
     members = [

@@ -7,6 +7,7 @@ import re
 import shutil
 import sys
 import textwrap
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ from finetune.experiments.trials import (
     trial_config,
 )
 from finetune.saved import MODEL
-from pretrain.errors import InputError, RunError
+from pretrain.errors import DivergedError, InputError, RunError
 from pretrain.files import atomic_open, write_json
 from pretrain.settings import dump
 
@@ -37,6 +38,7 @@ SUMMARY = "summary.json"
 BEST = "best.yaml"
 
 _COLUMNS = 6  # scores in a table; all are in summary.json
+_NO_AXES = ("seed", "name", "run_dir", "scheduling", "tracking")  # each run has its own, or all have one
 _REMARK = 90  # characters of the reason why a run failed
 
 Grid = Mapping[str, Sequence[str]]
@@ -114,7 +116,7 @@ def run_sweep(
     if not plan.held_out:
         raise InputError(f"{path}: no dev set, so nothing says which settings are best. Name one.")
     points, members = [point for point, _ in trials], [trial for _, trial in trials]
-    members = [Trial(trial.label, trial.config, trial.config.total_steps(plan.examples)) for trial in members]
+    members = [Trial(trial.label, trial.config, trial.config.total_steps(plan.units)) for trial in members]
     if dry_run:
         print(runs.describe(config, plan))
         print(f"\n{len(members)} runs:\n" + "\n".join(f"  {trial.config.folder}" for trial in members))
@@ -163,6 +165,9 @@ def parse_grid(name: str, given: Sequence[str]) -> dict[str, list[str]]:
             raise InputError(
                 f"--grid-set {text}: expected key=value,value, for example training.learning_rate=1e-5,3e-5."
             )
+        if key.strip().partition(".")[0] in _NO_AXES:
+            instead = " Use --seeds N." if key.strip() == "seed" else " Use --set, for all runs."
+            raise InputError(f"--grid-set {text}: is no setting to compare by.{instead}")
         grid[key.strip()] = list(dict.fromkeys(values))
     return grid
 
@@ -219,20 +224,32 @@ def _plain(text: str, keep: str = "") -> str:
 
 
 def rank(points: Sequence[Point], outcomes: Sequence[Outcome | None]) -> list[tuple[Point, Spread | None]]:
-    """The settings, that of the highest mean first; those without a score come last. Ties keep the grid's order."""
+    """The settings, those of the fewest failed runs first and of them that of the highest mean.
+
+    Those without a score come last. Ties keep the grid's order.
+    """
     found = [
         (point, Spread.of([outcomes[number].score for number in numbers]))  # pyright: ignore
         for point, numbers in _by_point(points, outcomes)
     ]
-    return sorted(found, key=lambda one: -one[1].mean if one[1] else float("inf"))
+    failed = Counter(
+        point.label for point, outcome in zip(points, outcomes, strict=True) if outcome and outcome.error
+    )
+
+    def place(one: tuple[Point, Spread | None]) -> tuple[bool, int, float]:
+        point, spread = one
+        return spread is None, failed[point.label], -spread.mean if spread else 0.0
+
+    return sorted(found, key=place)
 
 
 def to_drop(points: Sequence[Point], outcomes: Sequence[Outcome | None]) -> list[int]:
     """Numbers of the trials whose models need not be kept any more.
 
     Kept are the best run of the settings that lead among those whose runs are all over, and of settings that are not.
+    A run that failed and did not diverge is not over: the same command runs it again.
     """
-    whole: list[tuple[float, int]] = []  # (mean, -number of the best run)
+    whole: list[tuple[int, float, int]] = []  # (-diverged runs, mean, -number of the best run)
     kept: set[int] = set()
     members: dict[str, list[int]] = {}
     for number, point in enumerate(points):
@@ -242,12 +259,14 @@ def to_drop(points: Sequence[Point], outcomes: Sequence[Outcome | None]) -> list
         if not scored:
             continue
         best = max(scored, key=lambda number: (scored[number], -number))
-        if all(outcomes[number] is not None for number in numbers):
-            whole.append((sum(scored.values()) / len(scored), -best))
+        errors = [outcome.error for number in numbers if (outcome := outcomes[number]) is not None]
+        diverged = sum(isinstance(error, DivergedError) for error in errors)
+        if len(errors) == len(numbers) and diverged == sum(error is not None for error in errors):
+            whole.append((-diverged, sum(scored.values()) / len(scored), -best))
         else:
             kept.add(best)
     if whole:
-        kept.add(-max(whole)[1])
+        kept.add(-max(whole)[2])
     return [number for number, outcome in enumerate(outcomes) if outcome is not None and number not in kept]
 
 

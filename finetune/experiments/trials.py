@@ -121,6 +121,8 @@ def run_all(
         for number, trial in enumerate(trials):
             if number in pending:
                 preflight.check_run_folder(trial.config, True, changed_for_resume)
+                if any(trial.config.folder.glob(f"checkpoints/*/{MANIFEST}")):
+                    _check_same(trial.config)  # goes on although nobody typed --resume
                 preflight.record_run(trial.config, [sys.executable, *sys.orig_argv[1:]])
         if not pending:
             return Ran(outcomes)

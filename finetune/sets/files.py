@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import codecs
 import gzip
+import io
 import lzma
 import zlib
 from pathlib import Path
@@ -17,6 +18,15 @@ _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 def plain_suffix(path: Path) -> str:
     """The suffix in small letters, without a compression's: `.json` of `a.JSON.gz`."""
     return (Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix).lower()
+
+
+def is_encoding(name: str) -> bool:
+    """Whether Python can read text in it; rot13 and base64, which it knows as well, are none."""
+    try:
+        io.TextIOWrapper(io.BytesIO(), encoding=name)
+    except (LookupError, ValueError):
+        return False
+    return True
 
 
 def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:

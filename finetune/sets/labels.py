@@ -89,7 +89,7 @@ def _set(cell: Any, separator: str, where: str) -> tuple[str, ...]:
 def _value(cell: Any, where: str) -> float:
     try:
         value = float(cell)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         value = math.nan
     if not math.isfinite(value) or isinstance(cell, bool):
         raise InputError(f"{where}: label is {shown(cell)}, not a number. Correct or remove it.")

@@ -90,10 +90,12 @@ def read_sentences(
     token_column: int = 0,
     label_column: int = -1,
     encoding: str = "utf-8",
+    labelled: bool = True,
 ) -> list[Sentence]:
     """The sentences of a file, plain or compressed (.gz, .bz2, .xz): .jsonl as records, anything else as columns.
 
-    Tags are as the file has them. Either all sentences have some or none has.
+    Tags are as the file has them. Either all sentences have some or none has. Where they need none (`labelled`
+    False), a single column holds the words, whatever the columns are called in other files.
 
     Raises:
         InputError: no such file, other bytes than `encoding` has, ragged columns, a record of another form,
@@ -106,7 +108,7 @@ def read_sentences(
     if plain_suffix(path) in _LINES:
         sentences = _read_records(str(path), lines, remarks)
     else:
-        sentences = _read_columns(str(path), lines, token_column, label_column, remarks)
+        sentences = _read_columns(str(path), lines, token_column, label_column, remarks, labelled=labelled)
     if not sentences:
         raise InputError(f"{path}: no sentence in it. Give a file with at least one.")
     return sentences
@@ -126,8 +128,8 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks) -> S
             f'{where}: {_shown(record)} is no object; expected {{"text": ...}} or {{"tokens": [...]}}.'
         )
     entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
-    if "tokens" in record and ("text" not in record or (tags is not None and entities is None)):
-        return _from_tokens(record["tokens"], tags, where)
+    if "tokens" in record and entities is None:
+        return _from_tokens(record["tokens"], tags, record.get("text"), where)
     if "text" in record:
         return _from_text(record["text"], entities, where, remarks)
     raise InputError(
@@ -139,7 +141,7 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks) -> S
 
 
 def _read_columns(
-    path: str, lines: list[str], token_column: int, label_column: int, remarks: Remarks
+    path: str, lines: list[str], token_column: int, label_column: int, remarks: Remarks, *, labelled: bool
 ) -> list[Sentence]:
     width, tabs = 0, False
     sentences: list[Sentence] = []
@@ -168,8 +170,9 @@ def _read_columns(
             if width:
                 raise InputError(_ragged(path, number, len(fields), width, tabs))
             width = len(fields)
-            tokens_at = _column(path, number, "token_column", token_column, width)
-            labels_at = _column(path, number, "label_column", label_column, width)
+            words_alone = width == 1 and not labelled
+            tokens_at = 0 if words_alone else _column(path, number, "token_column", token_column, width)
+            labels_at = 0 if words_alone else _column(path, number, "label_column", label_column, width)
             tags = None if labels_at == tokens_at else []
         words.append(fields[tokens_at])
         if tags is not None:
@@ -251,12 +254,14 @@ def document_of(record: Mapping[str, Any] | str, where: str, otherwise: Any) -> 
     return str(name)
 
 
-def _from_tokens(tokens: Any, tags: Any, where: str) -> Sentence:
+def _from_tokens(tokens: Any, tags: Any, text: Any, where: str) -> Sentence:
+    """Words with their tags; where the `text` is given, too, they are looked for in it, from left to right."""
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise InputError(f"{where}: tokens is {_shown(tokens)}; expected a list of texts.")
     words = [_whole(token) for token in tokens]
+    text, offsets = (None, None) if text is None else _find(words, text, where)
     if tags is None:
-        return Sentence(words, None, where)
+        return Sentence(words, None, where, text=text, offsets=offsets)
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
         raise InputError(
             f"{where}: tags is {_shown(tags)}; expected a list of texts such as B-PER and O. "
@@ -264,7 +269,25 @@ def _from_tokens(tokens: Any, tags: Any, where: str) -> Sentence:
         )
     if len(tags) != len(words):
         raise InputError(f"{where}: {len(words)} tokens and {len(tags)} tags. Give each token one tag.")
-    return Sentence(words, tags, where)
+    return Sentence(words, tags, where, text=text, offsets=offsets)
+
+
+def _find(words: list[str], text: Any, where: str) -> tuple[str, np.ndarray]:
+    """The text, and int64 [W, 2]: where in it each word stands."""
+    if not isinstance(text, str):
+        raise InputError(f"{where}: text is {_shown(text)}; expected text.")
+    text, behind = _whole(text), 0
+    offsets = np.zeros((len(words), 2), np.int64)
+    for number, word in enumerate(words):
+        begin = text.find(word, behind)
+        if begin < 0:
+            raise InputError(
+                f"{where}: token {number}, {_shown(word)}, is not in the text from character {behind} on. Leave out "
+                f'"text", or give the tokens as they stand in it.'
+            )
+        behind = begin + len(word)
+        offsets[number] = begin, behind
+    return text, offsets
 
 
 def _from_text(text: Any, entities: Any, where: str, remarks: Remarks) -> Sentence:

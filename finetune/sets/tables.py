@@ -185,14 +185,17 @@ def _read_delimited(
 
 
 def _rows(path: Path, text: str, kind: Format, layout: Layout) -> Iterator[tuple[int, list[str]]]:
-    """(line it begins on, fields) of each row that is not blank."""
+    """(line it begins on, fields) of each row that is not blank; of single columns, blank ones between others, too."""
     standard = kind == "csv" if layout.quoting == "auto" else layout.quoting == "standard"
     if kind == "lines" or not standard:
         delimiter = layout.delimiter or ("," if kind == "csv" else "\t")
         # Lines end with "\n" alone: what else Python calls a line end may stand in a text.
-        for number, line in enumerate(text.split("\n"), 1):
-            line = line.removesuffix("\r")
-            if line:
+        lines = [line.removesuffix("\r") for line in text.split("\n")]
+        while lines and not lines[-1]:
+            lines.pop()
+        is_single = kind != "lines" and bool(lines) and delimiter not in lines[0]
+        for number, line in enumerate(lines, 1):
+            if line or (is_single and number > 1):
                 yield number, line.split(None, 1) if kind == "lines" else line.split(delimiter)
         return
     csv.field_size_limit(sys.maxsize if sys.maxsize < 1 << 31 else (1 << 31) - 1)  # 128 kB otherwise
@@ -224,7 +227,7 @@ def _positions(
     positions: dict[Key, int] = {}
     for column in columns:
         if isinstance(column, int):
-            if column < width:
+            if 0 <= column < width:
                 positions[column] = column
                 continue
         elif names.count(column) > 1:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
@@ -15,6 +14,7 @@ from pydantic import Field, model_validator
 
 from finetune.metrics import classification as metrics
 from finetune.sets import glue, tables
+from finetune.sets.files import is_encoding
 from finetune.sets.glue import Name as GlueName
 from finetune.sets.labels import Label, Problem, listed, ordered, parse, renamed, shown
 from finetune.sets.pairs import cut_pairs, spread
@@ -150,10 +150,8 @@ class ClassificationSettings(Section):
 
     @model_validator(mode="after")
     def _check_form(self) -> ClassificationSettings:
-        try:
-            codecs.lookup(self.encoding)
-        except LookupError:
-            raise ValueError(f"encoding: {self.encoding!r} is unknown; for example utf-8, latin-1") from None
+        if not is_encoding(self.encoding):
+            raise ValueError(f"encoding: {self.encoding!r} is unknown; for example utf-8, latin-1")
         if len(self.delimiter) > 1:
             raise ValueError(
                 f"delimiter: {self.delimiter!r} is more than one character; a tab is '\\t' in quotes"
@@ -318,11 +316,15 @@ class Classification:
                     f'{where}: one text where a pair is needed. Give {{"text": ..., "pair": ...}} as JSON.'
                 )
             return Example(_text(record, where, "the text"), None, None, where)
+        if not isinstance(record, Mapping):
+            raise InputError(
+                f'{where}: {shown(record)} is neither a text nor an object such as {{"text": ...}}.'
+            )
         text_name = self._glue.text if self._glue else self.settings.text_column
         text = _field(record, where, text_name, "text")
         if self.takes_pairs:
             return Example(text, _field(record, where, pair_name, "pair"), None, where)
-        if "pair" in record:
+        if record.get("pair") is not None:
             raise InputError(f"{where}: a pair, but the model was trained on single texts. Leave `pair` out.")
         return Example(text, None, None, where)
 

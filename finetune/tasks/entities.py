@@ -6,7 +6,6 @@ off it stays the same. Words that become no token (control characters, blanks of
 
 from __future__ import annotations
 
-import codecs
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,6 +16,7 @@ import numpy as np
 from pydantic import Field, field_validator
 
 from finetune.metrics import entities as metrics
+from finetune.sets.files import is_encoding
 from finetune.sets.sentences import Remarks, Sentence, document_of, read_sentences, sentence
 from finetune.task import Head, Objective, Windows
 from finetune.text import Column, TextEncoder, frame, ragged, slide
@@ -78,10 +78,8 @@ class EntitiesSettings(Section):
     @field_validator("encoding")
     @classmethod
     def _check_encoding(cls, value: str) -> str:
-        try:
-            codecs.lookup(value)
-        except (LookupError, ValueError):
-            raise ValueError(f"{value!r} is no encoding that Python knows; utf-8 is the usual one") from None
+        if not is_encoding(value):
+            raise ValueError(f"{value!r} is no encoding that Python knows; utf-8 is the usual one")
         return value
 
     @field_validator("labels")
@@ -191,6 +189,7 @@ class Entities:
             token_column=settings.token_column,
             label_column=settings.label_column,
             encoding=settings.encoding,
+            labelled=labelled,
         )
         if sentences[0].tags is None:
             if labelled:

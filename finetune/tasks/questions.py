@@ -153,6 +153,7 @@ class Questions:
     def windows(self, examples: Sequence[Question], encoder: TextEncoder, *, training: bool) -> Windows:
         """Windows of `stride` tokens overlap, the same ones to learn from and to predict from.
 
+        In training each window counts as an example, as run_qa's features do: a context may be of any length.
         A window that does not hold the whole answer is labelled as having none (transformers
         examples/pytorch/question-answering/run_qa.py, prepare_train_features). Of several answers the first counts.
 
@@ -189,7 +190,7 @@ class Questions:
             ids=framed.ids,
             types=framed.types,
             starts=framed.starts,
-            examples=example,
+            examples=np.arange(len(example)) if training else example,
             asked=np.arange(len(framed.ids)),
             labels=labels,
             weights=weights,

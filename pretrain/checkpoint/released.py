@@ -29,7 +29,7 @@ from pretrain.checkpoint.layouts import (
     write_config,
 )
 from pretrain.checkpoint.tensorflow1 import Checkpoint
-from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer
+from pretrain.checkpoint.tokenizer import copy_tokenizer, is_run, read_tokenizer, released_folder
 from pretrain.checkpoint.weight_files import WEIGHTS, read_json, read_weights, save_weights, whole_folder
 from pretrain.config import Model, load_config
 from pretrain.errors import InputError
@@ -87,7 +87,8 @@ def read_released(folder: Path) -> Released:
     """
     if not folder.is_dir():
         raise InputError(f"{folder}: no such folder. Give one with config.json and the weights.")
-    if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+    folder = released_folder(folder)
+    if is_run(folder):
         return _read_run(folder)
     config_path = next(
         (folder / name for name in ("config.json", "bert_config.json") if (folder / name).is_file()), None
@@ -458,7 +459,8 @@ def _read_run(folder: Path) -> Released:
     pretraining = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
     return Released(
         family=BERT.family,
-        model=load_config(folder / "config.yaml").model,
+        # What is drawn anew here, is BERT's as from an export, which does not say how its run began.
+        model=load_config(folder / "config.yaml").model.model_copy(update={"attention_init": "normal"}),
         backbone={name: tensor for name, tensor in state.items() if name not in pretraining},
         head={
             f"dense_{kind}": pretraining[f"heads.pooler_{kind}"]

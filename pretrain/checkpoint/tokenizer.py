@@ -10,6 +10,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
+from pretrain import settings
 from pretrain.checkpoint.weight_files import read_json
 from pretrain.config import load_config
 from pretrain.corpus.vocabulary import SPECIAL_TOKENS, bert_tokenizer
@@ -37,13 +38,15 @@ def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
         InputError: none of these files is there, one is damaged, or the tokenizer is another model's.
     """
     folder = tokenizer_folder(folder)
-    settings = _settings(folder)
+    said = _said(folder)
     if (folder / "tokenizer.json").is_file():
-        tokenizer = _from_json(folder / "tokenizer.json", settings)
+        tokenizer = _from_json(folder / "tokenizer.json", said)
     elif (folder / "vocab.txt").is_file():
-        tokenizer = _from_vocabulary(folder / "vocab.txt", settings)
+        tokenizer = _from_vocabulary(folder / "vocab.txt", said)
+        _add_tokens(tokenizer, folder, said)
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        tokenizer = _from_merges(folder, settings)
+        tokenizer = _from_merges(folder, said)
+        _add_tokens(tokenizer, folder, said)
     else:
         raise InputError(
             f"{folder}: has no tokenizer: neither tokenizer.json, nor vocab.txt, nor vocab.json with merges.txt. "
@@ -60,11 +63,30 @@ def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
     return tokenizer
 
 
-def tokenizer_folder(folder: Path) -> Path:
-    """Where a model's tokenizer lies: with its corpus for a run folder of ours, else in `folder` itself."""
-    if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
-        return Path(load_config(folder / "config.yaml").corpus.dir)
+def released_folder(folder: Path) -> Path:
+    """Where a model lies that is to be read: for a run folder of a fine-tuning, its `model`.
+
+    Raises:
+        InputError: that fine-tuning is not over.
+    """
+    if (folder / "model" / "finetune.json").is_file():
+        return folder / "model"
+    if is_run(folder) and "training" in settings.names(folder / "config.yaml"):
+        raise InputError(
+            f"{folder}: a fine-tuning that is not over, so its model is not there yet. Resume it first."
+        )
     return folder
+
+
+def is_run(folder: Path) -> bool:
+    """Whether this is a run folder with checkpoints, and no released model."""
+    return (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir()
+
+
+def tokenizer_folder(folder: Path) -> Path:
+    """Where a model's tokenizer lies: with its corpus for a run folder of ours, else beside the weights."""
+    folder = released_folder(folder)
+    return Path(load_config(folder / "config.yaml").corpus.dir) if is_run(folder) else folder
 
 
 def copy_tokenizer(folder: Path, out: Path, *, tokenizer_class: str, max_positions: int) -> None:
@@ -80,12 +102,12 @@ def copy_tokenizer(folder: Path, out: Path, *, tokenizer_class: str, max_positio
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    settings = {"tokenizer_class": tokenizer_class, **_settings(folder)}
-    settings["model_max_length"] = min(settings.get("model_max_length", max_positions), max_positions)
+    said = {"tokenizer_class": tokenizer_class, **_said(folder)}
+    said["model_max_length"] = min(said.get("model_max_length", max_positions), max_positions)
     normalizer: Any = tokenizer.normalizer
     if isinstance(normalizer, normalizers.BertNormalizer):
-        settings |= {flag: getattr(normalizer, name) for flag, name in _CASING.items()}
-    write_json(out / "tokenizer_config.json", settings)
+        said |= {flag: getattr(normalizer, name) for flag, name in _CASING.items()}
+    write_json(out / "tokenizer_config.json", said)
 
 
 # tokenizer_config.json's flags and the fields of tokenizers' BertNormalizer.
@@ -96,29 +118,63 @@ _CASING = {
 }
 
 
-def _settings(folder: Path) -> dict[str, Any]:
+def _said(folder: Path) -> dict[str, Any]:
+    """What tokenizer_config.json says; null is as if it said nothing, but of accents, which then go with the case."""
     path = folder / "tokenizer_config.json"
-    return read_json(path) if path.is_file() else {}
+    said = read_json(path) if path.is_file() else {}
+    for name, kinds in _KINDS.items():
+        if said.get(name) is not None and not isinstance(said[name], kinds):
+            raise InputError(f"{path}: {name} is {said[name]!r}. Download it again.")
+    return {name: value for name, value in said.items() if value is not None or name == "strip_accents"}
 
 
-def _casing(settings: dict[str, Any]) -> dict[str, Any]:
-    return {name: settings[flag] for flag, name in _CASING.items() if flag in settings}
+_KINDS = {**dict.fromkeys(_CASING, (bool,)), "model_max_length": (int, float), "added_tokens_decoder": (dict,),
+          "additional_special_tokens": (list,)}  # fmt: skip
 
 
-def _from_json(path: Path, settings: dict[str, Any]) -> Tokenizer:
+def _add_tokens(tokenizer: Tokenizer, folder: Path, said: dict[str, Any]) -> None:
+    """Tokens that were added to a vocabulary, which its own file does not hold: markers of a task, of a domain."""
+    path = folder / "added_tokens.json"
+    listed: dict[str, Any] = read_json(path) if path.is_file() else {}
+    described = said.get("added_tokens_decoder", {})
+    listed = listed | {_content(token): number for number, token in described.items()}
+    special_map = folder / "special_tokens_map.json"
+    specials = {*map(_content, said.get("additional_special_tokens", []))}
+    specials |= {
+        _content(token) for token in described.values() if isinstance(token, dict) and token.get("special")
+    }
+    if special_map.is_file():
+        specials |= {*map(_content, read_json(special_map).get("additional_special_tokens") or [])}
+    for token, number in sorted(listed.items(), key=lambda item: int(item[1])):
+        if tokenizer.token_to_id(token) is not None:
+            continue
+        if int(number) != tokenizer.get_vocab_size():
+            raise InputError(
+                f"{folder}: the added token {token!r} has the id {number}, but the next free one is "
+                f"{tokenizer.get_vocab_size()}. Put the model's own tokenizer files beside it."
+            )
+        added = AddedToken(token, special=token in specials, normalized=token not in specials)
+        (tokenizer.add_special_tokens if token in specials else tokenizer.add_tokens)([added])
+
+
+def _casing(said: dict[str, Any]) -> dict[str, Any]:
+    return {name: said[flag] for flag, name in _CASING.items() if flag in said}
+
+
+def _from_json(path: Path, said: dict[str, Any]) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"{path}: not a tokenizer.json ({error}). Download it again.") from None
     normalizer: Any = tokenizer.normalizer
     if isinstance(normalizer, normalizers.BertNormalizer):
-        for name, value in _casing(settings).items():
+        for name, value in _casing(said).items():
             setattr(normalizer, name, value)
         tokenizer.normalizer = normalizer
     return tokenizer
 
 
-def _from_vocabulary(path: Path, settings: dict[str, Any]) -> Tokenizer:
+def _from_vocabulary(path: Path, said: dict[str, Any]) -> Tokenizer:
     # Only "\n" ends a token: others that Python calls line ends may be tokens themselves.
     tokens = [line.rstrip("\r") for line in _read_text(path).removesuffix("\n").split("\n")]
     repeated = [token for token, count in Counter(tokens).items() if count > 1]
@@ -130,12 +186,12 @@ def _from_vocabulary(path: Path, settings: dict[str, Any]) -> Tokenizer:
     if missing:
         raise InputError(f"{path}: {', '.join(missing)} missing. BERT needs {' '.join(SPECIAL_TOKENS)}.")
     cased = any(token != token.lower() for token in tokens if not re.fullmatch(r"\[.*\]|<.*>", token))
-    casing = {"lowercase": not cased, **_casing(settings)}
+    casing = {"lowercase": not cased, **_casing(said)}
     vocabulary = {token: number for number, token in enumerate(tokens)}
     return bert_tokenizer(vocabulary, normalizers.BertNormalizer(**casing))
 
 
-def _from_merges(folder: Path, settings: dict[str, Any]) -> Tokenizer:
+def _from_merges(folder: Path, said: dict[str, Any]) -> Tokenizer:
     """transformers' models/roberta/tokenization_roberta.py; `<mask>` takes the blank before it, as released."""
     try:
         vocabulary, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
@@ -145,14 +201,14 @@ def _from_merges(folder: Path, settings: dict[str, Any]) -> Tokenizer:
             f"{folder}: vocab.json and merges.txt are damaged ({error}). Download them again."
         ) from None
     specials = {
-        name: _content(settings.get(f"{name}_token", default)) for name, default in _ROBERTA_SPECIALS.items()
+        name: _content(said.get(f"{name}_token", default)) for name, default in _ROBERTA_SPECIALS.items()
     }
     missing = [token for token in specials.values() if token not in vocabulary]
     if missing:
         raise InputError(
             f"{folder / 'vocab.json'}: has no {', '.join(missing)}. Give the vocabulary of RoBERTa."
         )
-    prefix_space = bool(settings.get("add_prefix_space", False))
+    prefix_space = bool(said.get("add_prefix_space", False))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(

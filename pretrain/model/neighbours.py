@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# Positions begin larger than words, which are noise to them: four fifths of an embedding's square is position.
+# Positions begin larger than words and token types, which are noise to them: two thirds of an embedding's square.
 POSITION_SCALE = 2.0
 # The score of the place a head begins with, above a mean of zero: about half of the attention among 128 tokens.
 PEAK = 5.0
@@ -26,10 +26,11 @@ PEAK = 5.0
 def attend_to_neighbours(position_PH: Tensor, qkv_weights: Iterable[Tensor], heads: int, std: float) -> None:
     """Fill the position embeddings and add to the layers' stacked projections [3H, H], in place.
 
-    Positions are cosines and sines of H/2 frequencies between 0 and pi, drawn from torch's generator: far apart
-    from each other, and a place further on is a rotation (Vaswani et al. 2017, section 3.5). Queries begin with
-    the position as it is, keys with the one that a head looks back from: heads begin at the tokens 1 before,
-    1 after, 2 before, 2 after and so on, in every layer.
+    Positions are cosines and sines of H/2 frequencies between 0 and pi, each with a phase, drawn from torch's
+    generator: far apart from each other, and a place further on is a rotation (Vaswani et al. 2017, section 3.5).
+    Without phases the first place, [CLS], would be ones and zeros, whose mean the LayerNorm takes away.
+    Queries begin with the position as it is, keys with the one that a head looks back from: heads begin at the
+    tokens 1 before, 1 after, 2 before, 2 after and so on, in every layer.
 
     Args:
         position_PH: the position embeddings, fp32 [P, H].
@@ -40,7 +41,8 @@ def attend_to_neighbours(position_PH: Tensor, qkv_weights: Iterable[Tensor], hea
     positions, hidden = position_PH.shape
     width = hidden // heads
     frequency_K = torch.rand(hidden // 2) * math.pi
-    angle_PK = torch.arange(positions)[:, None] * frequency_K
+    phase_K = torch.rand(hidden // 2) * (2 * math.pi)
+    angle_PK = torch.arange(positions)[:, None] * frequency_K + phase_K
     waves_PH = torch.stack([angle_PK.cos(), angle_PK.sin()], dim=-1).flatten(1)
     position_PH.copy_(waves_PH * (math.sqrt(2) * POSITION_SCALE * std))
 
