@@ -167,7 +167,9 @@ def _train_peer(config: FinetuneConfig) -> dict[str, Any]:
     # RoBERTa has one type of segment, DistilBERT none.
     segments = getattr(model.config, "type_vocab_size", 0) > 1
     encoder = TextEncoder(read_tokenizer(Path(config.start_from)), config.max_length, segments=segments)
-    features = _features(task.windows(examples, encoder, training=True), task.head)
+    windows = task.windows(examples, encoder, training=True)
+    steps = config.total_steps(windows.units)
+    features = _features(windows, task.head)
     collate = functools.partial(_collate, pad=model.config.pad_token_id or 0, segments=segments)
     clock = _make_clock(transformers)
     settings = config.training
@@ -175,8 +177,8 @@ def _train_peer(config: FinetuneConfig) -> dict[str, Any]:
         model=model,
         args=transformers.TrainingArguments(
             output_dir=str(config.folder / "trainer"), per_device_train_batch_size=settings.examples_per_step,
-            learning_rate=settings.learning_rate, max_steps=config.total_steps(len(examples)),
-            warmup_steps=round(settings.warmup_share * config.total_steps(len(examples))),
+            learning_rate=settings.learning_rate, max_steps=steps,
+            warmup_steps=round(settings.warmup_share * steps),
             lr_scheduler_type=settings.decay, weight_decay=config.optimizer.weight_decay,
             adam_epsilon=config.optimizer.epsilon, max_grad_norm=config.engine.gradient_clip_norm, bf16=True,
             optim="adamw_torch_fused", save_strategy="no", eval_strategy="no", report_to=[], seed=config.seed,

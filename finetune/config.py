@@ -72,7 +72,9 @@ class Training(Section):
 
     preset: Literal["devlin", "stable", "few-sample", "small-bert", "roberta"] = "devlin"
     examples_per_step: int = Field(
-        default=0, ge=0, description="Examples per optimizer step over all workers."
+        default=0,
+        ge=0,
+        description="Examples per optimizer step over all workers; windows in entities and questions.",
     )
     learning_rate: float = Field(default=0.0, ge=0, description="Peak learning rate.")
     epochs: float = Field(default=0.0, ge=0, description="Passes over the training set.")

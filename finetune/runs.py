@@ -68,7 +68,7 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Plan
     units = len(examples)
     if task.head != "sequence":
         encoder = TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
-        units = int(task.windows(examples, encoder, training=True).examples.max(initial=-1)) + 1
+        units = task.windows(examples, encoder, training=True).units
     return Plan(
         examples=len(examples),
         units=units,

@@ -45,6 +45,11 @@ class Windows:
     def __len__(self) -> int:
         return len(self.examples)
 
+    @property
+    def units(self) -> int:
+        """Examples, as training counts them."""
+        return int(self.examples.max(initial=-1)) + 1
+
     def digest(self, names: Sequence[str]) -> str:
         """SHA-256 of what is learnt from: tokens, labels with their `names`, weights."""
         made = hashlib.sha256("\n".join(names).encode())
