@@ -65,7 +65,10 @@ class Encoder(nn.Module):
         layers = [Layer(shape, compile) for _ in range(shape.layers)]
         if shape.attention_init == "neighbours":
             attend_to_neighbours(
-                self.embeddings.position, [layer.qkv_weight for layer in layers], shape.heads, shape.init_std
+                self.embeddings.position,
+                [layer.qkv_weight for layer in layers[: -(-shape.layers // 2)]],
+                shape.heads,
+                shape.init_std,
             )
         self.layers = nn.ModuleList(layers)
 

@@ -30,11 +30,12 @@ def attend_to_neighbours(position_PH: Tensor, qkv_weights: Iterable[Tensor], hea
     generator: far apart from each other, and a place further on is a rotation (Vaswani et al. 2017, section 3.5).
     Without phases the first place, [CLS], would be ones and zeros, whose mean the LayerNorm takes away.
     Queries begin with the position as it is, keys with the one that a head looks back from: heads begin at the
-    tokens 1 before, 1 after, 2 before, 2 after and so on, in every layer.
+    tokens 1 before, 1 after, 2 before, 2 after and so on.
 
     Args:
         position_PH: the position embeddings, fp32 [P, H].
-        qkv_weights: of each layer, queries', keys' and values' rows stacked: fp32 [3H, H].
+        qkv_weights: of each layer that begins so, queries', keys' and values' rows stacked: fp32 [3H, H]. The lower
+            half of the encoder is enough; [CLS] must find the whole text in the layers above.
         heads: attention heads, of an even width.
         std: deviation of the words' first values.
     """
