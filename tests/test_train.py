@@ -174,7 +174,7 @@ def test_what_is_refused_when_training_starts(corpus: Path, tmp_path: Path) -> N
     assert diverged.startswith("DivergedError: 3 steps in a row")
     steps = [record["step"] for record in records(tmp_path / "wild")]
     assert steps == sorted(set(steps)), "every step is logged once"
-    good = diverged.partition("last good checkpoint is ")[2].partition(";")[0]
+    good = diverged.partition("last good checkpoint is ")[2].partition(". ")[0]
     assert (tmp_path / "wild" / "checkpoints" / good / "manifest.json").is_file()
 
 
