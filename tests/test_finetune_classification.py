@@ -183,6 +183,8 @@ def test_places_are_lines_also_behind_quoted_line_ends(write: Callable[..., str]
     # Of a single column an empty line is an empty text: predictions, which have no id, are to stand in its order.
     alone = read_table(write("b.tsv", "text\na b\n\nc d\n\n"), ["text"])
     assert alone.columns["text"] == ["a b", "", "c d"]
+    led = read_table(write("c.tsv", "\n\ntext\tlabel\n\none\ta\n"), ["text", "label"])
+    assert led.columns["text"] == ["one"]
 
 
 def test_a_field_of_more_than_128_kb_is_read(write: Callable[..., str]) -> None:

@@ -307,6 +307,12 @@ def test_tokens_given_with_their_text_stand_in_it(tmp_path):
     assert (made.words, made.characters()[1].tolist()) == (one.words, offsets.tolist())
 
 
+def test_tokens_with_tags_need_no_text_for_entities_given_besides(tmp_path):
+    record = {"tokens": ["Ann", "left"], "tags": ["B-PER", "O"], "entities": []}
+    (one,) = read(write_records(tmp_path / "a.jsonl", record))
+    assert list(one.tags or ()) == record["tags"]
+
+
 def test_a_test_file_of_words_alone_needs_no_columns(tmp_path):
     train = write(tmp_path / "a.txt", "Ann NNP B-PER\nleft VBD O\n")
     alone = write(tmp_path / "b.txt", "Ann\nleft\n\nBob\n")

@@ -128,7 +128,7 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks) -> S
             f'{where}: {_shown(record)} is no object; expected {{"text": ...}} or {{"tokens": [...]}}.'
         )
     entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
-    if "tokens" in record and entities is None:
+    if "tokens" in record and (entities is None or "text" not in record):
         return _from_tokens(record["tokens"], tags, record.get("text"), where)
     if "text" in record:
         return _from_text(record["text"], entities, where, remarks)

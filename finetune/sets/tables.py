@@ -191,11 +191,11 @@ def _rows(path: Path, text: str, kind: Format, layout: Layout) -> Iterator[tuple
         delimiter = layout.delimiter or ("," if kind == "csv" else "\t")
         # Lines end with "\n" alone: what else Python calls a line end may stand in a text.
         lines = [line.removesuffix("\r") for line in text.split("\n")]
-        while lines and not lines[-1]:
-            lines.pop()
-        is_single = kind != "lines" and bool(lines) and delimiter not in lines[0]
+        filled = [number for number, line in enumerate(lines) if line]
+        lines = lines[: filled[-1] + 1]
+        is_single = kind != "lines" and delimiter not in lines[filled[0]]
         for number, line in enumerate(lines, 1):
-            if line or (is_single and number > 1):
+            if line or (is_single and number > filled[0]):
                 yield number, line.split(None, 1) if kind == "lines" else line.split(delimiter)
         return
     csv.field_size_limit(sys.maxsize if sys.maxsize < 1 << 31 else (1 << 31) - 1)  # 128 kB otherwise

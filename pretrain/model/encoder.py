@@ -66,7 +66,7 @@ class Encoder(nn.Module):
         if shape.attention_init == "neighbours":
             attend_to_neighbours(
                 self.embeddings.position,
-                [layer.qkv_weight for layer in layers[: -(-shape.layers // 2)]],
+                [layer.qkv_weight for layer in layers[: (shape.layers + 1) // 2]],
                 shape.heads,
                 shape.init_std,
             )
