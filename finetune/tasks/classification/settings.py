@@ -1,0 +1,164 @@
+"""What the section `classification` of a config says."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from finetune.sets import glue, tables
+from finetune.sets.files import is_encoding
+from finetune.sets.glue import Name as GlueName
+from finetune.sets.labels import Problem
+from pretrain.settings import Section
+
+# Of each problem; the first chooses the checkpoint unless the settings say otherwise.
+SCORES: dict[Problem, tuple[str, ...]] = {
+    "single_label": ("accuracy", "f1", "macro_f1", "micro_f1", "matthews"),
+    "multi_label": ("micro_f1", "macro_f1", "subset_accuracy"),
+    "regression": ("pearson_and_spearman", "pearson", "spearman"),
+}
+
+
+class ClassificationSettings(Section):
+    """Labelled texts, one or a pair a row, and what is predicted of them."""
+
+    glue: GlueName = Field(
+        default="", description="A task of GLUE by name: its official files, labels and scores."
+    )
+    glue_dir: str = Field(
+        default="", description="glue: folder with the official downloads (CoLA, SST-2, ...)."
+    )
+    dataset: str = Field(
+        default="",
+        description="Hugging Face: hub name, or a folder written by save_to_disk. train, dev and test name its splits.",
+    )
+    subset: str = Field(default="", description="dataset: configuration name.")
+    revision: str = Field(default="", description="dataset: pinned commit, required for hub names.")
+    train: str = Field(
+        default="",
+        description="Training set: a .csv, .tsv, .jsonl, .json or .parquet file, also compressed (.gz, .bz2, .xz).",
+    )
+    dev: str = Field(default="", description="Labelled set that chooses the checkpoint.")
+    test: str = Field(default="", description="Set to predict at the end, with labels or without.")
+    dev_share: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Without dev: share of the training set held out instead, by a hash of the texts.",
+    )
+    format: tables.Format = Field(
+        default="",
+        description="Format of the files; empty follows their suffix. lines: a label, a blank, the text (TREC).",
+    )
+    encoding: str = Field(default="utf-8", description="Encoding of text files, such as latin-1.")
+    header: bool = Field(
+        default=True, description="csv, tsv: the first row names the columns; otherwise they are numbers."
+    )
+    delimiter: str = Field(
+        default="",
+        description="csv, tsv: the character between columns; empty is a comma in .csv, a tab in .tsv.",
+    )
+    quoting: Literal["auto", "standard", "none"] = Field(
+        default="auto",
+        description='csv, tsv: standard (RFC 4180: "" inside quotes), none (a quote is a character); auto: none in .tsv.',
+    )
+    text_column: str | int = Field(
+        default="text", description="Column of the text: its name, or its number from 0."
+    )
+    pair_column: str | int = Field(
+        default="", description="Column of the second text, if texts come in pairs; segment B."
+    )
+    label_column: str | int = Field(
+        default="label", description="Column of the label: its name, or its number from 0."
+    )
+    problem_type: Problem = Field(
+        default="single_label",
+        description="One class a text, any number of labels, or a number. glue sets it itself.",
+    )
+    labels: tuple[str, ...] = Field(
+        default=(),
+        description="Labels as in the files, in the order of the outputs; empty: those of the training set, sorted.",
+    )
+    label_names: tuple[str, ...] = Field(
+        default=(), description="Names to show for labels, in the same order, where the files have numbers."
+    )
+    label_separator: str = Field(
+        default="", description="multi_label: what separates labels in a cell; empty: cells are JSON lists."
+    )
+    class_weights: Literal["none", "balanced"] = Field(
+        default="none",
+        description="single_label: balanced weighs each class by examples / (classes x its examples) in training.",
+    )
+    overlap: int | None = Field(
+        default=None,
+        ge=0,
+        description="Tokens that neighbouring windows of a long text share; empty: a quarter of a window's room.",
+    )
+    max_windows: int = Field(
+        default=8,
+        ge=1,
+        description="Training sees at most this many windows of a text, spread evenly; predictions see all.",
+    )
+    positive: str = Field(
+        default="", description="Class whose F1 is `f1` where there are two; empty takes the last label."
+    )
+    threshold: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="multi_label: least probability of a label; 0 finds it on the dev set.",
+    )
+    metric: str = Field(
+        default="",
+        description="Score that chooses the checkpoint; empty: accuracy, micro_f1, pearson_and_spearman, or GLUE's own.",
+    )
+
+    @model_validator(mode="after")
+    def _check_sources(self) -> ClassificationSettings:
+        if sum(map(bool, (self.glue, self.dataset, self.train and not self.dataset))) > 1:
+            raise ValueError("glue: only one of glue, dataset and train can give the texts")
+        if not (self.glue or self.dataset or self.train):
+            raise ValueError("train: one of train, dataset and glue is needed")
+        if self.glue and not self.glue_dir:
+            raise ValueError("glue_dir: glue needs the folder with the official downloads")
+        if self.glue and (self.dev or self.test):
+            raise ValueError("dev: the files of a task of GLUE are those in glue_dir; leave dev and test out")
+        if self.dev and self.dev_share:
+            raise ValueError("dev_share: there is a dev set; set one of the two")
+        return self
+
+    @model_validator(mode="after")
+    def _check_form(self) -> ClassificationSettings:
+        if not is_encoding(self.encoding):
+            raise ValueError(f"encoding: {self.encoding!r} is unknown; for example utf-8, latin-1")
+        if len(self.delimiter) > 1:
+            raise ValueError(
+                f"delimiter: {self.delimiter!r} is more than one character; a tab is '\\t' in quotes"
+            )
+        if not self.header and not self.glue:
+            for name in ("text_column", "pair_column", "label_column"):
+                if isinstance(value := getattr(self, name), str) and value:
+                    raise ValueError(f"{name}: {value!r}, but without a header columns are numbers from 0")
+        return self
+
+    @model_validator(mode="after")
+    def _check_labels(self) -> ClassificationSettings:
+        kind = "regression" if self.glue == "stsb" else self.problem_type
+        if self.glue and (self.labels or self.label_names or self.problem_type != "single_label"):
+            raise ValueError("labels: glue has its own; leave labels, label_names and problem_type out")
+        for name in ("labels", "label_names"):
+            if len(set(values := getattr(self, name))) != len(values):
+                raise ValueError(f"{name}: one stands there twice")
+        if self.labels and self.label_names and len(self.labels) != len(self.label_names):
+            raise ValueError(f"label_names: {len(self.label_names)} names for {len(self.labels)} labels")
+        if len(self.labels) == 1 and kind == "single_label":
+            raise ValueError("labels: one class alone; a classifier needs two or more")
+        if kind == "regression" and (self.labels or self.label_names):
+            raise ValueError("labels: regression has none")
+        if self.class_weights != "none" and kind != "single_label":
+            raise ValueError("class_weights: only single_label has classes to weigh")
+        known = SCORES[kind] if not self.glue else glue.TASKS[self.glue].scores
+        if self.metric and self.metric not in known:
+            raise ValueError(f"metric: {self.metric!r} is not a score here; known: {', '.join(known)}")
+        return self
