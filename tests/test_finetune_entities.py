@@ -272,7 +272,8 @@ SPAN = {"start": 0, "end": 3, "type": "PER"}
         ({"tokens": ["Ann"]}, r"a.jsonl:2: neither tags nor entities, as .*a.jsonl:1 has them"),
         ({"text": 5, "entities": []}, r"a.jsonl:2: text is 5; expected text"),
         ({"text": 5, "tokens": ["Ann"], "tags": ["O"]}, r"a.jsonl:2: text is 5; expected text"),
-        ({"text": "Ann B", "tokens": ["Ann", "Bo"], "tags": ["O", "O"]}, r'2: token 1, "Bo", is not in the text from character 3 on'),
+        ({"text": "Ann B", "tokens": ["Ann", "Bo"], "tags": ["O", "O"]}, r'2: token 1, "Bo", is not in the text from character 3 on. Leave out "text"'),
+        ({"text": "Ann B", "tokens": ["Ann", "Bo"], "entities": [SPAN]}, r'2: token 1, "Bo", is not .* Leave out "tokens"'),
         ({"text": "Ann", "entities": {}}, r"a.jsonl:2: entities is \{\}; expected a list"),
         ({"text": "Ann", "entities": [[0, 3]]}, r"a.jsonl:2: entity 0 is \[0, 3\]; expected"),
         ({"text": "Ann", "entities": [{"start": 0, "end": 3}]}, r"a.jsonl:2: entity 0 is .*; expected"),
@@ -311,6 +312,33 @@ def test_tokens_with_tags_need_no_text_for_entities_given_besides(tmp_path):
     record = {"tokens": ["Ann", "left"], "tags": ["B-PER", "O"], "entities": []}
     (one,) = read(write_records(tmp_path / "a.jsonl", record))
     assert list(one.tags or ()) == record["tags"]
+
+
+def test_tokens_are_the_words_that_spans_of_characters_are_read_onto(tmp_path):
+    """Else a model would be trained on other words than `predict` has of the same record."""
+    spans = [{"start": 0, "end": 4, "type": "LOC"}, {"start": 10, "end": 13, "type": "PER"}]
+    both = {"text": "U.S. left Bob.", "tokens": ["U.S.", "left", "Bob", "."], "entities": spans}
+    plain = {"tokens": ["U.S.", "left", "Bob", "."], "entities": spans}
+    task = Entities(EntitiesSettings(train=write_records(tmp_path / "a.jsonl", both, plain)))
+    for one, record in zip(task.read_train(), (both, plain), strict=True):
+        assert (one.words, one.tags) == (record["tokens"], ["B-LOC", "O", "B-PER", "O"])
+        assert task.example(record, "line 1").words == one.words
+
+
+def test_tokens_that_are_objects_leave_the_words_to_the_text(tmp_path):
+    tokens = [{"text": "Ann", "start": 0, "end": 3, "id": 0}, {"text": "left", "start": 4, "end": 8, "id": 1}]
+    record = {"text": "Ann left", "tokens": tokens, "spans": [{"start": 0, "end": 3, "label": "PER"}]}
+    task = Entities(EntitiesSettings(train=write_records(tmp_path / "a.jsonl", record)))
+    (one,) = task.read_train()
+    assert (one.words, one.tags) == (["Ann", "left"], ["B-PER", "O"])
+    assert task.example(record, "line 1").words == one.words
+
+
+def test_tags_of_tokens_given_with_their_text_are_of_the_files_scheme(tmp_path):
+    record = {"text": "Ann B. left", "tokens": ["Ann", "B.", "left"], "tags": ["B-PER", "E-PER", "O"]}
+    task = Entities(EntitiesSettings(train=write_records(tmp_path / "a.jsonl", record)))
+    assert task.read_train()[0].tags == ["B-PER", "I-PER", "O"]
+    assert task.state()["scheme"] == "bioes"
 
 
 def test_a_test_file_of_words_alone_needs_no_columns(tmp_path):

@@ -9,7 +9,9 @@ JSON lines, one object for each sentence, with `document` (text or a number) whe
     {"text": "Ann left", "entities": [{"start": 0, "end": 3, "type": "PER"}]}
 
 `labels` and `ner_tags` stand for `tags`, `spans` for `entities`, and an entity's `label` for its `type`, as other
-tools write them. Characters are Unicode code points. Without tags or entities a sentence is unlabelled.
+tools write them. Tokens that are text are the words, also of a record with `text` and `entities`; where they are
+objects, as Prodigy has them, the words are cut from the text. Characters are Unicode code points, of the tokens joined
+by blanks where there is no text. Without tags or entities a sentence is unlabelled.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,7 @@ class Sentence:
     offsets: np.ndarray | None = None  # int64 [W, 2], places of the words in `text`
     document: Sequence[Sequence[str]] = ()  # words of all sentences of its document, its own among them
     place: int = 0  # which of them it is
+    from_spans: bool = False  # tags were made from spans of characters: IOB2, whatever the file's scheme
 
     def __post_init__(self) -> None:
         if not self.document:
@@ -128,13 +131,16 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks) -> S
             f'{where}: {_shown(record)} is no object; expected {{"text": ...}} or {{"tokens": [...]}}.'
         )
     entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
-    if "tokens" in record and (entities is None or "text" not in record):
-        return _from_tokens(record["tokens"], tags, record.get("text"), where)
-    if "text" in record:
-        return _from_text(record["text"], entities, where, remarks)
-    raise InputError(
-        f'{where}: neither "text" nor "tokens"; it has {", ".join(map(str, list(record)[:10])) or "nothing"}.'
-    )
+    if "tokens" in record and ("text" not in record or not _are_objects(record["tokens"])):
+        needless = "text" if entities is None else "tokens"
+        one = _from_tokens(record["tokens"], tags, record.get("text"), where, needless)
+    elif "text" in record:
+        one, tags = _from_text(record["text"], where), None
+    else:
+        raise InputError(
+            f'{where}: neither "text" nor "tokens"; it has {", ".join(map(str, list(record)[:10])) or "nothing"}.'
+        )
+    return one if tags is not None or entities is None else _with_spans(one, entities, where, remarks)
 
 
 # ---------------------------------------------------------------- columns
@@ -230,11 +236,7 @@ def _read_records(path: str, lines: list[str], remarks: Remarks) -> list[Sentenc
         one = sentence(record, where, remarks)
         document = documents.setdefault(document_of(record, where, number), [])
         document.append(one.words)
-        sentences.append(
-            Sentence(
-                one.words, one.tags, path, number, False, one.text, one.offsets, document, len(document) - 1
-            )
-        )
+        sentences.append(replace(one, source=path, line=number, document=document, place=len(document) - 1))
     labelled = [one.tags is not None for one in sentences]
     if any(labelled) and not all(labelled):
         raise InputError(
@@ -254,12 +256,12 @@ def document_of(record: Mapping[str, Any] | str, where: str, otherwise: Any) -> 
     return str(name)
 
 
-def _from_tokens(tokens: Any, tags: Any, text: Any, where: str) -> Sentence:
+def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, needless: str) -> Sentence:
     """Words with their tags; where the `text` is given, too, they are looked for in it, from left to right."""
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
         raise InputError(f"{where}: tokens is {_shown(tokens)}; expected a list of texts.")
     words = [_whole(token) for token in tokens]
-    text, offsets = (None, None) if text is None else _find(words, text, where)
+    text, offsets = (None, None) if text is None else _find(words, text, where, needless)
     if tags is None:
         return Sentence(words, None, where, text=text, offsets=offsets)
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
@@ -272,7 +274,7 @@ def _from_tokens(tokens: Any, tags: Any, text: Any, where: str) -> Sentence:
     return Sentence(words, tags, where, text=text, offsets=offsets)
 
 
-def _find(words: list[str], text: Any, where: str) -> tuple[str, np.ndarray]:
+def _find(words: list[str], text: Any, where: str, needless: str) -> tuple[str, np.ndarray]:
     """The text, and int64 [W, 2]: where in it each word stands."""
     if not isinstance(text, str):
         raise InputError(f"{where}: text is {_shown(text)}; expected text.")
@@ -283,23 +285,26 @@ def _find(words: list[str], text: Any, where: str) -> tuple[str, np.ndarray]:
         if begin < 0:
             raise InputError(
                 f"{where}: token {number}, {_shown(word)}, is not in the text from character {behind} on. Leave out "
-                f'"text", or give the tokens as they stand in it.'
+                f'"{needless}", or give the tokens as they stand in the text.'
             )
         behind = begin + len(word)
         offsets[number] = begin, behind
     return text, offsets
 
 
-def _from_text(text: Any, entities: Any, where: str, remarks: Remarks) -> Sentence:
+def _from_text(text: Any, where: str) -> Sentence:
     if not isinstance(text, str):
         raise InputError(f"{where}: text is {_shown(text)}; expected text.")
     text = _whole(text)
     offsets = cut_words(text)
     words = [text[begin:end] for begin, end in offsets.tolist()]
-    tags = (
-        None if entities is None else _tags_of(_spans(entities, text, where), text, offsets, where, remarks)
-    )
-    return Sentence(words, tags, where, text=text, offsets=offsets)
+    return Sentence(words, None, where, text=text, offsets=offsets)
+
+
+def _with_spans(one: Sentence, entities: Any, where: str, remarks: Remarks) -> Sentence:
+    text, offsets = one.characters()
+    tags = _tags_of(_spans(entities, text, where), text, offsets, where, remarks)
+    return replace(one, tags=tags, from_spans=True)
 
 
 def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
@@ -375,6 +380,10 @@ def _whole(text: str) -> str:
 
 def _first_of(record: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((record[name] for name in names if record.get(name) is not None), None)
+
+
+def _are_objects(tokens: Any) -> bool:
+    return isinstance(tokens, list) and bool(tokens) and all(isinstance(one, Mapping) for one in tokens)
 
 
 def _shown(value: Any) -> str:

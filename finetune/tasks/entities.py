@@ -212,8 +212,7 @@ class Entities:
         }
         _check_tags(sentences, set(numbers))
         found = metrics.tagged([[numbers[tag] for tag in cast(Sequence[str], one.tags)] for one in sentences])
-        # Tags that were made from spans of characters are IOB2 already, whatever the scheme of the others.
-        scheme = "iob2" if sentences[0].offsets is not None else self._scheme
+        scheme = "iob2" if all(one.from_spans for one in sentences) else self._scheme
         if scheme is None:
             scheme = metrics.detect(found)
             if is_train:
