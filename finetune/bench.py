@@ -1,8 +1,8 @@
 """`python -m finetune bench`: a fine-tuning by us and by the Hugging Face Trainer, seed by seed in turn.
 
-The peer gets what its users have: transformers' model for the task, `Trainer` with bf16, fused AdamW and dynamic padding,
-the same checkpoint, features, steps, batch and rates. A text that needs several windows is cut to the first one for it, as the
-public scripts do. Both are scored by the same code. Each runs in a process of its own.
+The peer gets what its users have: transformers' model for the task, `Trainer` with autocast to the config's precision,
+fused AdamW and dynamic padding, the same checkpoint, features, steps, batch and rates. A text that needs several windows
+is cut to the first one for it, as the public scripts do. Both are scored by the same code. Each runs in a process of its own.
 """
 
 from __future__ import annotations
@@ -180,7 +180,8 @@ def _train_peer(config: FinetuneConfig) -> dict[str, Any]:
             learning_rate=settings.learning_rate, max_steps=steps,
             warmup_steps=round(settings.warmup_share * steps),
             lr_scheduler_type=settings.decay, weight_decay=config.optimizer.weight_decay,
-            adam_epsilon=config.optimizer.epsilon, max_grad_norm=config.engine.gradient_clip_norm, bf16=True,
+            adam_epsilon=config.optimizer.epsilon, max_grad_norm=config.engine.gradient_clip_norm,
+            bf16=config.engine.precision == "bf16", fp16=config.engine.precision == "fp16",
             optim="adamw_torch_fused", save_strategy="no", eval_strategy="no", report_to=[], seed=config.seed,
             disable_tqdm=True, logging_strategy="no", use_cpu=not torch.cuda.is_available(), per_device_eval_batch_size=32,
         ),
@@ -190,7 +191,7 @@ def _train_peer(config: FinetuneConfig) -> dict[str, Any]:
     )  # fmt: skip
     trainer.train()
     windows = task.windows(held_out, encoder, training=False)
-    logits = _predict(model.eval(), collate, windows, task.outputs)
+    logits = _predict(model.eval(), collate, windows, task.outputs, config.engine.precision)
     predictions = task.decode(held_out, windows, logits)
     task.tune(held_out, predictions)
     predictions = task.decode(held_out, windows, logits)
@@ -273,14 +274,18 @@ def _collate(features: list[dict[str, Any]], pad: int, *, segments: bool) -> dic
     return batch
 
 
-def _predict(model: Any, collate: Callable[..., dict[str, Any]], windows: Any, outputs: int) -> np.ndarray:
-    """float32 [R, C] of the asked rows, in bf16 autocast as the Trainer evaluates."""
+def _predict(
+    model: Any, collate: Callable[..., dict[str, Any]], windows: Any, outputs: int, precision: str
+) -> np.ndarray:
+    """float32 [R, C] of the asked rows, in autocast as the Trainer evaluates."""
     import torch
 
     logits = np.zeros((len(windows.asked), outputs), np.float32)
     asked_of = np.searchsorted(windows.asked, windows.starts)
     order = np.argsort(np.diff(windows.starts), kind="stable")
-    with torch.inference_mode(), torch.autocast(model.device.type, torch.bfloat16):
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
+    autocast = torch.autocast(model.device.type, dtype, enabled=dtype is not None)
+    with torch.inference_mode(), autocast:
         for first in range(0, len(order), 32):
             members = order[first : first + 32]
             features = [

@@ -268,20 +268,14 @@ def _train(
             evaluations = config.evaluate_every_steps(job.units)
             phase = config.phase(job.units)
             plan = loop.Plan(
+                config,
                 total_steps=job.total_steps,
                 learning_rate=lambda step: learning_rate([phase], step),
-                log_every_steps=config.tracking.log_every_steps,
                 evaluate_every_steps=evaluations,
                 checkpoint_every_steps=min(evaluations, config.checkpoint.every_steps),
-                keep_last=config.checkpoint.keep_last,
-                max_bad_steps=config.engine.max_bad_steps,
                 peak_flops=matmul_peak(engine),
                 keep_best=True,
                 patience=config.training.patience,
-                guard=config.guard,
-                straggler_factor=config.tracking.straggler_factor,
-                background_saving=config.checkpoint.background,
-                retry_seconds=config.checkpoint.retry_seconds,
             )
             loop.fit(
                 engine, job, plan, progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
-from pretrain.config import Guard
+from pretrain.config import Run
 from pretrain.engine import Engine, StepResult
 from pretrain.errors import DivergedError, InputError, MachineError, StoppedError
 from pretrain.guard import REMEMBERED, is_spike
@@ -108,18 +108,12 @@ class Task(Protocol[S]):
 class Plan:
     """How long, how fast and how often."""
 
+    config: Run  # tracking, checkpoint, guard and engine
     total_steps: int
     learning_rate: Callable[[int], float]  # of the 0-based step
-    log_every_steps: int
     evaluate_every_steps: int
     checkpoint_every_steps: int
-    keep_last: int
-    max_bad_steps: int
     peak_flops: float  # measured matmul peak of all workers together, FLOP/s
-    guard: Guard
-    straggler_factor: float
-    background_saving: bool
-    retry_seconds: float
     keep_best: bool = False  # save where an evaluation is the best so far, for who goes back to it in the end
     patience: int = (
         0  # evaluations in a row without a gain after which training ends; 0 goes to the last step
@@ -284,12 +278,13 @@ class _Run(Generic[S]):
     ) -> None:  # fmt: skip
         self.engine, self.task, self.plan, self.progress = engine, task, plan, progress
         self.checkpoints, self.extra_state, self.recorder = checkpoints, extra_state, recorder
+        saving = plan.config.checkpoint
         self.saver = Saver(
-            checkpoints, engine.side_group(), keep_last=plan.keep_last, background=plan.background_saving,
-            retry_seconds=plan.retry_seconds,
+            checkpoints, engine.side_group(), keep_last=saving.keep_last, background=saving.background,
+            retry_seconds=saving.retry_seconds,
         )  # fmt: skip
         self.clock = _Clock()
-        self.rank_times = RankTimes(engine, plan.straggler_factor)
+        self.rank_times = RankTimes(engine, plan.config.tracking.straggler_factor)
         self.stalled_before = task.stalled_seconds()
         self.norm = 0.0
         self.wrong = ""  # why the last `train` ended, if not well
@@ -307,7 +302,7 @@ class _Run(Generic[S]):
             last, best = progress.step == plan.total_steps, False
             if self.wrong:
                 return True
-            if last or progress.step % plan.log_every_steps == 0:
+            if last or progress.step % plan.config.tracking.log_every_steps == 0:
                 self.log()
             if last or progress.step % plan.evaluate_every_steps == 0:
                 self.evaluate()
@@ -372,7 +367,7 @@ class _Run(Generic[S]):
         if not all(map(math.isfinite, sums)) or (not result.applied and scale <= 1):
             progress.bad_in_a_row += 1
             logger.warning("step %d: loss or gradient is not finite; skipped", progress.step + 1)
-            if progress.bad_in_a_row >= self.plan.max_bad_steps:
+            if progress.bad_in_a_row >= self.plan.config.engine.max_bad_steps:
                 self.wrong = (
                     f"{progress.bad_in_a_row} steps in a row up to step {progress.step + 1} had a loss or gradient that is "
                     "not finite"
@@ -381,7 +376,7 @@ class _Run(Generic[S]):
         progress.bad_in_a_row = 0
         counts = self.task.counts(step).tolist()
         loss = self.task.metrics(sums, counts)["loss"]
-        if is_spike(progress.recent, loss, self.plan.guard):
+        if is_spike(progress.recent, loss, self.plan.config.guard):
             self.wrong = f"the loss of step {progress.step + 1} leapt to {loss:.4g}"
         progress.recent = [*progress.recent, loss][-REMEMBERED:]
         progress.window.add(sums, counts)
@@ -468,7 +463,7 @@ class _Run(Generic[S]):
             self.saver.wait()
             checkpoint = newest_checkpoint(self.checkpoints, self.engine)
         name = checkpoint.name if checkpoint else "none"
-        if checkpoint is None or progress.rollbacks >= plan.guard.max_rollbacks:
+        if checkpoint is None or progress.rollbacks >= plan.config.guard.max_rollbacks:
             raise DivergedError(
                 f"{self.wrong}, after {progress.rollbacks} rollbacks. The last good checkpoint is {name}. Lower the "
                 "learning rate; a pretraining goes on from it with --resume, a fine-tuning begins anew."

@@ -85,18 +85,12 @@ def _train(
         if progress.step < config.total_steps:
             loop.rehearse(engine, task, progress, checkpoints, extra_state)
             plan = loop.Plan(
+                config,
                 total_steps=config.total_steps,
                 learning_rate=lambda step: learning_rate(config.phases, step),
-                log_every_steps=config.tracking.log_every_steps,
                 evaluate_every_steps=config.evaluation.every_steps,
                 checkpoint_every_steps=config.checkpoint.every_steps,
-                keep_last=config.checkpoint.keep_last,
-                max_bad_steps=config.engine.max_bad_steps,
                 peak_flops=matmul_peak(engine),
-                guard=config.guard,
-                straggler_factor=config.tracking.straggler_factor,
-                background_saving=config.checkpoint.background,
-                retry_seconds=config.checkpoint.retry_seconds,
             )
             loop.fit(
                 engine, task, plan, progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,

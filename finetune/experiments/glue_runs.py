@@ -20,6 +20,8 @@ from pretrain.files import MANIFEST, write_json
 TEMPLATE = Path(__file__).parent.parent / "templates" / "glue.yaml"
 RESULTS = "glue.json"
 
+Results = dict[str, dict[str, dict[str, float]]]  # task -> set -> score -> mean over seeds
+
 
 @dataclass(frozen=True)
 class _Run:
@@ -62,27 +64,13 @@ def run_glue(
         return
     print(runs.describe_checkpoint(config, plans[chosen[0]]))
     for name in order:
-        sets = ", ".join(f"{count:,} in {part}" for part, count in plans[name].held_out.items())
-        print(
-            f"{glue.TASKS[name].title}: {plans[name].examples:,} examples, {sets}; {plans[name].steps:,} steps"
-        )
+        print(_size(name, plans[name]))
     trials = [one.trial for one in members]
     ran = run_all(config, trials, parallel=parallel)
     results = glue_results([one.task for one in members], ran.outcomes)
     write_json(config.folder / SUMMARY, summary(trials, ran.outcomes))
-    write_json(config.folder / RESULTS, {
-        "start_from": config.start_from, "seeds": seeds, "columns": [heading for heading, *_ in glue.COLUMNS],
-        "row": glue.paper_row(results), "results": results,
-    })  # fmt: skip
-    print()
-    print(glue.format_table(results, name=config.name))
-    for name in results.keys() - {task for _, task, _, _ in glue.COLUMNS}:
-        value = results[name].get("dev", {}).get(glue.TASKS[name].metric)
-        print(
-            f"{glue.TASKS[name].title}, which that table leaves out: {glue.TASKS[name].metric} {100 * (value or 0):.1f}"
-        )
-    if seeds > 1:
-        print(f"Our row is the mean over {seeds} seeds; {config.folder / SUMMARY} has every run.")
+    _write_results(config, results, seeds)
+    _print_results(config, results, seeds)
     print(f"{config.folder / RESULTS}: {count_line(ran.outcomes)}")
     if submission is not None and ran.stopped is None:
         _submit(members, ran.outcomes, submission, config.engine.precision)
@@ -114,9 +102,7 @@ def find_tasks(folder: str, asked: Sequence[str]) -> list[str]:
     return found
 
 
-def glue_results(
-    tasks: Sequence[str], outcomes: Sequence[Outcome | None]
-) -> dict[str, dict[str, dict[str, float]]]:
+def glue_results(tasks: Sequence[str], outcomes: Sequence[Outcome | None]) -> Results:
     """task -> set -> score -> mean over the task's runs that came to their end."""
     found: dict[str, list[Outcome | None]] = {}
     for name, outcome in zip(tasks, outcomes, strict=True):
@@ -129,6 +115,29 @@ def glue_results(
         for name, members in found.items()
         if any(member and member.scores for member in members)
     }
+
+
+def _size(name: str, plan: runs.Plan) -> str:
+    sets = ", ".join(f"{count:,} in {part}" for part, count in plan.held_out.items())
+    return f"{glue.TASKS[name].title}: {plan.examples:,} examples, {sets}; {plan.steps:,} steps"
+
+
+def _write_results(config: FinetuneConfig, results: Results, seeds: int) -> None:
+    write_json(config.folder / RESULTS, {
+        "start_from": config.start_from, "seeds": seeds, "columns": [heading for heading, *_ in glue.COLUMNS],
+        "row": glue.paper_row(results), "results": results,
+    })  # fmt: skip
+
+
+def _print_results(config: FinetuneConfig, results: Results, seeds: int) -> None:
+    print()
+    print(glue.format_table(results, name=config.name))
+    for name in results.keys() - {task for _, task, _, _ in glue.COLUMNS}:
+        metric = glue.TASKS[name].metric
+        value = results[name].get("dev", {}).get(metric, 0)
+        print(f"{glue.TASKS[name].title}, which that table leaves out: {metric} {100 * value:.1f}")
+    if seeds > 1:
+        print(f"Our row is the mean over {seeds} seeds; {config.folder / SUMMARY} has every run.")
 
 
 def _task_config(source: Path, overrides: Sequence[str], name: str, folder: str) -> FinetuneConfig:
