@@ -187,6 +187,19 @@ def test_tags_of_records_follow_the_scheme_and_spans_need_not(tmp_path):
     assert not task.remarks
 
 
+def test_a_held_out_file_may_have_another_scheme_than_the_training_file(tmp_path):
+    """conlleval reads both alike; `evaluate` has only the saved model's settings, so they must do."""
+    dev = write(tmp_path / "dev.conll", "Ann B-PER\nBell E-PER\nRome S-LOC\n")
+    train = write(tmp_path / "a.conll", "Ann B-PER\nRome B-LOC\n")
+    settings = EntitiesSettings(train=train, dev=dev)
+    task = Entities(settings)
+    task.read_train()
+    expected = ["B-PER", "I-PER", "B-LOC"]
+    assert task.read_held_out()["dev"][0].tags == expected
+    assert task.state()["scheme"] == "iob2"
+    assert Entities(settings, task.state()).read_file(dev)[0].tags == expected
+
+
 def test_boundaries_inside_of_words_are_counted(tmp_path):
     cut = {"text": "in NYCity now", "entities": [{"start": 3, "end": 5, "type": "LOC"}]}
     two = {
@@ -270,6 +283,9 @@ SPAN = {"start": 0, "end": 3, "type": "PER"}
         ({"tokens": ["Ann"], "tags": []}, r"a.jsonl:2: 1 tokens and 0 tags"),
         ({"tokens": ["Ann"], "tags": ["PER"]}, r"a.jsonl:2: 'PER' is no tag"),
         ({"tokens": ["Ann"]}, r"a.jsonl:2: neither tags nor entities, as .*a.jsonl:1 has them"),
+        ({"tokens": ["Rome", "Ann"], "entities": [SPAN | {"start": 1, "end": 2}]}, r"PER from 1 to 2 does not begin and end with a token. Count characters"),
+        ({"text": "Ann", "tokens": [{"text": "Ann"}], "tags": ["O"]}, r"a.jsonl:2: tags need tokens that are texts"),
+        ({"tokens": None, "tags": ["O"]}, r'a.jsonl:2: neither "text" nor "tokens"'),
         ({"text": 5, "entities": []}, r"a.jsonl:2: text is 5; expected text"),
         ({"text": 5, "tokens": ["Ann"], "tags": ["O"]}, r"a.jsonl:2: text is 5; expected text"),
         ({"text": "Ann B", "tokens": ["Ann", "Bo"], "tags": ["O", "O"]}, r'2: token 1, "Bo", is not in the text from character 3 on. Leave out "text"'),
@@ -332,6 +348,13 @@ def test_tokens_that_are_objects_leave_the_words_to_the_text(tmp_path):
     (one,) = task.read_train()
     assert (one.words, one.tags) == (["Ann", "left"], ["B-PER", "O"])
     assert task.example(record, "line 1").words == one.words
+
+
+@pytest.mark.parametrize("tokens", [None, []])
+def test_no_tokens_leave_the_words_to_the_text(tmp_path, tokens):
+    record = {"text": "Ann left", "tokens": tokens, "entities": [SPAN]}
+    (one,) = read(write_records(tmp_path / "a.jsonl", record))
+    assert (one.words, one.tags) == (["Ann", "left"], ["B-PER", "O"])
 
 
 def test_tags_of_tokens_given_with_their_text_are_of_the_files_scheme(tmp_path):

@@ -134,9 +134,14 @@ def detect(tags: Tagged) -> Scheme:
 
     A clean IOB2 file never begins an entity with I; one that does so throughout is IOB1.
     """
-    if _is(tags.prefixes, END, SINGLE).any():
+    if has_ends(tags):
         return "bioes"
     return "iob1" if len(slips(tags, "iob1")) < len(slips(tags, "iob2")) else "iob2"
+
+
+def has_ends(tags: Tagged) -> bool:
+    """Whether there is an E or S, which only BIOES has."""
+    return bool(_is(tags.prefixes, END, SINGLE).any())
 
 
 @dataclass(frozen=True)

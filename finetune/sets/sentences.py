@@ -131,11 +131,15 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks) -> S
             f'{where}: {_shown(record)} is no object; expected {{"text": ...}} or {{"tokens": [...]}}.'
         )
     entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
-    if "tokens" in record and ("text" not in record or not _are_objects(record["tokens"])):
-        needless = "text" if entities is None else "tokens"
-        one = _from_tokens(record["tokens"], tags, record.get("text"), where, needless)
-    elif "text" in record:
-        one, tags = _from_text(record["text"], where), None
+    text, tokens = record.get("text"), record.get("tokens")
+    if text is not None and (not tokens or _are_objects(tokens)):
+        if tokens and tags is not None and entities is None:
+            raise InputError(f"{where}: tags need tokens that are texts; give those, or entities.")
+        one, tags = _from_text(text, where), None
+    elif tokens is not None:
+        if text is not None and entities is not None:
+            tags = None
+        one = _from_tokens(tokens, tags, text, where, "text" if entities is None else "tokens")
     else:
         raise InputError(
             f'{where}: neither "text" nor "tokens"; it has {", ".join(map(str, list(record)[:10])) or "nothing"}.'
@@ -303,7 +307,10 @@ def _from_text(text: Any, where: str) -> Sentence:
 
 def _with_spans(one: Sentence, entities: Any, where: str, remarks: Remarks) -> Sentence:
     text, offsets = one.characters()
-    tags = _tags_of(_spans(entities, text, where), text, offsets, where, remarks)
+    spans = _spans(entities, text, where)
+    if one.text is None:
+        _check_edges(spans, offsets, where)
+    tags = _tags_of(spans, text, offsets, where, remarks)
     return replace(one, tags=tags, from_spans=True)
 
 
@@ -341,6 +348,17 @@ def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
                 f"overlap. A word can have one tag: keep one of them."
             )
     return spans
+
+
+def _check_edges(spans: list[tuple[int, int, str]], offsets: np.ndarray, where: str) -> None:
+    """Without a text, numbers that do not fall between tokens are likely those of tokens."""
+    begins, ends = set(offsets[:, 0].tolist()), set(offsets[:, 1].tolist())
+    for begin, end, kind in spans:
+        if begin not in begins or end not in ends:
+            raise InputError(
+                f"{where}: the entity {kind} from {begin} to {end} does not begin and end with a token. Count characters "
+                f"of the tokens joined by blanks, not tokens; or give tags."
+            )
 
 
 def _tags_of(

@@ -213,7 +213,9 @@ class Entities:
         _check_tags(sentences, set(numbers))
         found = metrics.tagged([[numbers[tag] for tag in cast(Sequence[str], one.tags)] for one in sentences])
         scheme = "iob2" if all(one.from_spans for one in sentences) else self._scheme
-        if scheme is None:
+        # A file may have another scheme than the training file: what conlleval reads off it says the same.
+        differs = self.settings.scheme == "auto" and scheme != "bioes" and metrics.has_ends(found)
+        if scheme is None or differs:
             scheme = metrics.detect(found)
             if is_train:
                 self._scheme = scheme
@@ -250,9 +252,8 @@ class Entities:
     def _check_scheme(
         self, sentences: list[Sentence], found: metrics.Tagged, scheme: metrics.Scheme, remarks: Remarks
     ) -> None:
-        has_ends = found.prefixes > metrics.INSIDE
-        if scheme != "bioes" and has_ends.any():
-            where, _ = _place(sentences, found, int(np.flatnonzero(has_ends)[0]))
+        if scheme != "bioes" and metrics.has_ends(found):
+            where, _ = _place(sentences, found, int(np.flatnonzero(found.prefixes > metrics.INSIDE)[0]))
             raise InputError(
                 f"{where}: a tag of bioes, where the scheme is {scheme}. Set `scheme: bioes` or auto."
             )
