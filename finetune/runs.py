@@ -8,11 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from finetune.config import FinetuneConfig, changed_for_resume
+from finetune.config import FinetuneConfig, changed_for_resume, load_config
 from finetune.saved import MODEL, PREDICTIONS, load_saved, model_folder, write_records
+from finetune.task import data_digest
 from finetune.tasks import make_task
 from finetune.text import TextEncoder
 from pretrain import preflight
+from pretrain.config import Model
 from pretrain.errors import InputError
 from pretrain.files import MANIFEST, write_json
 
@@ -29,6 +31,7 @@ class Plan:
     fates: str  # of the checkpoint's tensors
     family: str
     parameters: int
+    model: Model  # the checkpoint's shape
 
 
 def is_finished(config: FinetuneConfig, resume: bool) -> bool:
@@ -38,7 +41,43 @@ def is_finished(config: FinetuneConfig, resume: bool) -> bool:
         raise InputError(
             f"{config.folder}: already holds a finished model. Choose another name or run_dir, or remove it."
         )
+    if finished:
+        check_same(config, over=True)
     return finished
+
+
+def check_same(config: FinetuneConfig, *, over: bool) -> None:
+    """Raise `InputError` if the run in the folder has other settings; `over`: and will not go on with new ones."""
+    path = config.folder / preflight.CONFIG_FILE
+    if not path.is_file():
+        return
+    before = load_config(path)
+    others = changed_for_resume(before, config)
+    if Path(before.start_from).resolve() != Path(config.start_from).resolve():
+        others.append(f"start_from ({before.start_from} -> {config.start_from})")
+    patience = before.training.patience, config.training.patience
+    if over and patience[0] != patience[1]:
+        others.append(f"training.patience ({patience[0]} -> {patience[1]})")
+    if others:
+        raise InputError(
+            f"{path}: was run with other settings: {', '.join(others)}. Choose another name or run_dir, or remove it."
+        )
+
+
+def digest(config: FinetuneConfig) -> str:
+    """`data_digest` of what the files say now."""
+    from pretrain.checkpoint.released import read_released
+    from pretrain.checkpoint.tokenizer import read_tokenizer
+
+    released = read_released(Path(config.start_from))
+    tokenizer = read_tokenizer(Path(config.start_from), released.vocabulary_size)
+    encoder = TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
+    task = make_task(config)
+    training = task.windows(task.read_train(), encoder, training=True)
+    held_out = {
+        name: task.windows(members, encoder, training=False) for name, members in task.read_held_out().items()
+    }
+    return data_digest(task.labels, training, held_out)
 
 
 def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Plan:
@@ -64,6 +103,7 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Plan
     from pretrain.checkpoint.tokenizer import read_tokenizer
 
     released = read_released(Path(config.start_from))
+    check_fit(config, released.model)
     tokenizer = read_tokenizer(Path(config.start_from), released.vocabulary_size)
     units = len(examples)
     if task.head != "sequence":
@@ -78,7 +118,21 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Plan
         fates=fate_table(released.fates),
         family=released.family,
         parameters=sum(tensor.numel() for tensor in released.backbone.values()),
+        model=released.model,
     )
+
+
+def check_fit(config: FinetuneConfig, model: Model) -> None:
+    """Raise `InputError` if settings ask for more positions or layers than the checkpoint has."""
+    if config.max_length > model.max_positions:
+        raise InputError(
+            f"max_length: {config.max_length}, but {config.start_from} has {model.max_positions} positions. Lower it to that."
+        )
+    if config.training.reinitialised_layers > model.layers:
+        raise InputError(
+            f"training.reinitialised_layers: {config.training.reinitialised_layers}, but {config.start_from} has "
+            f"{model.layers} layers. Lower it to that or less."
+        )
 
 
 def describe_start(config: FinetuneConfig, plan: Plan) -> str:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
     from finetune.task import Task
     from pretrain.checkpoint.released import Released
-    from pretrain.config import Model
 
 MODEL = "model"
 SETTINGS = "finetune.json"
@@ -47,18 +46,22 @@ class Saved:
 
 
 def save_model(
-    config: FinetuneConfig, task: Task[Any], released: Released, weights: Mapping[str, Tensor], shape: Model, *,
+    config: FinetuneConfig, task: Task[Any], released: Released, weights: Mapping[str, Tensor], *,
     step: int, scores: dict[str, dict[str, float]], predictions: dict[str, list[dict[str, Any]]],
-    details: dict[str, Any], training_examples: int,
+    details: dict[str, Any], training_examples: int, data: str,
 ) -> None:  # fmt: skip
-    """Write model, scores and predictions into the run folder; the model comes last and says that all is there."""
+    """Write model, scores and predictions into the run folder; the model comes last and says that all is there.
+
+    `data` is the digest of what it was trained and scored on.
+    """
     from finetune.card import model_card
     from pretrain.checkpoint.released import write_released
 
     for name, records in predictions.items():
         write_records(config.folder / PREDICTIONS / f"{name}.jsonl", records)
     write_json(
-        config.folder / SCORES, {"metric": task.metric, "step": step, "scores": scores, "details": details}
+        config.folder / SCORES,
+        {"metric": task.metric, "step": step, "data": data, "scores": scores, "details": details},
     )
     settings = {
         "format": FORMAT,
@@ -69,7 +72,7 @@ def save_model(
     write_released(
         config.folder / MODEL,
         family=released.family,
-        model=shape,
+        model=released.model,
         backbone={name: tensor for name, tensor in weights.items() if not name.startswith("head.")},
         head={
             name.removeprefix("head."): tensor for name, tensor in weights.items() if name.startswith("head.")
@@ -81,7 +84,7 @@ def save_model(
             config,
             task,
             family=released.family,
-            shape=shape,
+            shape=released.model,
             step=step,
             scores=scores,
             details=details,

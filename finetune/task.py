@@ -58,6 +58,14 @@ class Windows:
         return made.hexdigest()
 
 
+def data_digest(names: Sequence[str], training: Windows, held_out: Mapping[str, Windows]) -> str:
+    """SHA-256 of what a model is trained and scored on; runs that differ in it are not compared."""
+    made = hashlib.sha256(training.digest(names).encode())
+    for name, windows in held_out.items():
+        made.update(f"{name}\0{windows.digest(names)}".encode())
+    return made.hexdigest()
+
+
 E = TypeVar("E")
 
 

@@ -20,7 +20,7 @@ from finetune.batches import Batches, LabelledBatch, LabelledStep
 from finetune.config import FinetuneConfig, Training
 from finetune.model import Output, TaskModel
 from finetune.saved import MODEL, save_model
-from finetune.task import Task, Windows
+from finetune.task import Task, Windows, data_digest
 from finetune.tasks import make_task
 from finetune.text import TextEncoder
 from pretrain import loop
@@ -75,7 +75,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
 def make_model(config: FinetuneConfig, task: Task[Any], released: Released) -> TaskModel:
     """The model to begin with: the checkpoint's weights, and drawn ones for what it has not."""
     model = TaskModel(
-        _shape(config, released), released.vocabulary_size, task.head, task.objective, task.outputs,
+        released.model, released.vocabulary_size, task.head, task.objective, task.outputs,
         HEAD_ACTIVATION[released.family], compile=config.engine.compile,
         activation_checkpointing=config.engine.activation_checkpointing,
     )  # fmt: skip
@@ -136,6 +136,9 @@ class Finetuning:
         self.digest = self._batches.windows.digest(task.labels)
         self.total_steps = config.total_steps(self.units)
         self._stalled = 0.0
+
+    def data_digest(self) -> str:
+        return data_digest(self.task.labels, self._batches.windows, self._held_out_windows)
 
     def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[LabelledStep]:
         count = self.config.training.examples_per_step
@@ -250,7 +253,7 @@ def _train(
         config.max_length,
         segments=released.token_types > 1,
     )
-    job = Finetuning(config, task, examples, encoder, _shape(config, released), engine, device)
+    job = Finetuning(config, task, examples, encoder, released.model, engine, device)
     if state.get("data", job.digest) != job.digest:
         raise InputError(
             f"{found}: was trained on other data, or with another tokenizer, than {config.start_from} and the files of "
@@ -319,9 +322,8 @@ def _finish(
             # The second one got no gradient, and its row must not make the model one of two.
             weights["embeddings.token_type"][1] = weights["embeddings.token_type"][0]
         save_model(
-            config, job.task, released, weights, _shape(config, released),
-            step=state["step"], scores=scores, predictions=predictions, details=details,
-            training_examples=job.training_examples,
+            config, job.task, released, weights, step=state["step"], scores=scores, predictions=predictions, details=details,
+            training_examples=job.training_examples, data=job.data_digest(),
         )  # fmt: skip
         tracker.log_artifact(config.folder / MODEL)
         shutil.rmtree(checkpoints)
@@ -336,15 +338,6 @@ class _FreshState:
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         return self._weights[name][start : start + numel] if kind == "weight" else torch.zeros(numel)
-
-
-def _shape(config: FinetuneConfig, released: Released) -> Model:
-    shape = released.model
-    if config.max_length > shape.max_positions:
-        raise InputError(
-            f"max_length: {config.max_length}, but {config.start_from} has {shape.max_positions} positions. Lower it to that."
-        )
-    return shape
 
 
 def _initial(training: Training, task: Task[Any], released: Released, model: nn.Module) -> dict[str, Tensor]:

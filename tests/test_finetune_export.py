@@ -203,8 +203,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     predictions = {"dev": [{"label": "negative"} for _ in held_out["dev"]]}
     save_model(
-        config, task, released, model.state_dict(), released.model, step=7, predictions=predictions,
-        scores={"dev": task.score(held_out["dev"], predictions["dev"])}, training_examples=len(examples),
+        config, task, released, model.state_dict(), step=7, predictions=predictions,
+        scores={"dev": task.score(held_out["dev"], predictions["dev"])}, training_examples=len(examples), data="",
         details={"dev": task.details(held_out["dev"], predictions["dev"])},
     )  # fmt: skip
     return folder / "reviews"

@@ -143,6 +143,16 @@ def test_seeds_finish_or_fail_and_what_is_done_is_not_run_again(
     # Other settings under the same name are refused.
     with pytest.raises(InputError, match=r"training\.epochs \(1\.0 -> 2\.0\)"):
         sweep.run_seeds(sweep.load_config("tiny.yaml", ["training.epochs=2.0"]), 2)
+    with pytest.raises(InputError, match=r"training\.patience \(0 -> 1\)"):
+        sweep.run_seeds(sweep.load_config("tiny.yaml", ["training.patience=1"]), 2)
+
+    # So are other data: scores on them would not be those of the same thing.
+    config = sweep.load_config("tiny.yaml")
+    assert config.classification is not None
+    dev = Path(config.classification.dev)
+    dev.write_text("\n".join(dev.read_text().splitlines()[:-1]) + "\n")
+    with pytest.raises(InputError, match=r"seed-0: was trained or scored on other data than the files"):
+        sweep.run_seeds(config, 2)
 
 
 def times(folder: Path) -> dict[str, int]:

@@ -251,6 +251,15 @@ def test_a_fine_tuned_run_can_be_begun_from(root: Path) -> None:
         )
 
 
+def test_a_finished_run_is_not_resumed_with_other_settings(root: Path, tmp_path: Path) -> None:
+    config = FinetuneConfig.model_validate(settings(root, "whole"))
+    (root / "whole/config.yaml").write_text(dump(config))
+    assert runs.is_finished(config, resume=True)
+    longer = config.training.model_copy(update={"epochs": 9.0})
+    with pytest.raises(InputError, match=r"other settings: training\.epochs"):
+        runs.is_finished(config.model_copy(update={"training": longer}), resume=True)
+
+
 def test_evaluate_writes_the_scores_of_training(
     root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -268,6 +277,7 @@ def test_evaluate_writes_the_scores_of_training(
         (["finetune", "{config}"], "already holds a finished model"),
         (["finetune", "{config}", "--set", "name=other", "--from", "nowhere"], "nowhere: no such folder"),
         (["finetune", "{config}", "--set", "name=other", "--set", "max_length=96"], "max_length: 96, but .* has 64 positions"),
+        (["finetune", "{config}", "--set", "name=other", "--set", "training.reinitialised_layers=3"], "reinitialised_layers: 3, but .* has 2 layers"),
         (["finetune", "{config}", "--set", "trainng.epochs=2"], "did you mean training"),
         (["finetune", "{config}", "--set", "entities.train=x"], "exactly one task is needed"),
         (["finetune", "{config}", "--workers", "17"], "every worker needs an example"),

@@ -116,6 +116,8 @@ def run_sweep(
     if not plan.held_out:
         raise InputError(f"{path}: no dev set, so nothing says which settings are best. Name one.")
     points, members = [point for point, _ in trials], [trial for _, trial in trials]
+    for trial in members:
+        runs.check_fit(trial.config, plan.model)
     members = [Trial(trial.label, trial.config, trial.config.total_steps(plan.units)) for trial in members]
     if dry_run:
         print(runs.describe(config, plan))

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from finetune.config import FinetuneConfig, changed_for_resume, load_config
+from finetune import runs
+from finetune.config import FinetuneConfig, changed_for_resume
 from finetune.experiments.trials_view import View
 from finetune.saved import MODEL, SCORES
 from pretrain import preflight
@@ -48,6 +49,7 @@ class Outcome:
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # set -> name -> share of 1
     error: RunError | None = None
     degenerate: str = ""  # why the run has learnt nothing although it came to its end
+    data: str = ""  # digest of what it was trained and scored on
 
     @property
     def score(self) -> float | None:
@@ -111,18 +113,19 @@ def run_all(
     `config.scheduling`; `parallel` as in `cluster.trials.run_trials`.
 
     Raises:
-        InputError: a run folder holds a run with other settings, or another process works on them.
+        InputError: a run folder holds a run with other settings or data, or another process works on them.
         MachineError: Ray cannot start, or has no room.
     """
     check_alone(config)
     with preflight.only_run(config.folder):
         outcomes = [read_outcome(trial) for trial in trials]
+        _check_data(trials, outcomes)
         pending = [number for number, outcome in enumerate(outcomes) if outcome is None]
         for number, trial in enumerate(trials):
             if number in pending:
                 preflight.check_run_folder(trial.config, True, changed_for_resume)
                 if any(trial.config.folder.glob(f"checkpoints/*/{MANIFEST}")):
-                    _check_same(trial.config)  # goes on although nobody typed --resume
+                    runs.check_same(trial.config, over=False)  # goes on although nobody typed --resume
                 preflight.record_run(trial.config, [sys.executable, *sys.orig_argv[1:]])
         if not pending:
             return Ran(outcomes)
@@ -144,7 +147,7 @@ def read_outcome(trial: Trial) -> Outcome | None:
     """
     folder = trial.config.folder
     if (folder / FAILED).is_file():
-        _check_same(trial.config)
+        runs.check_same(trial.config, over=True)
         return Outcome(error=DivergedError(_read(folder / FAILED)["message"]))
     # A model may be gone to spare the disk; checkpoints go last, when all else is there.
     finished = (folder / MODEL / MANIFEST).is_file() or (
@@ -152,9 +155,9 @@ def read_outcome(trial: Trial) -> Outcome | None:
     )
     if not finished:
         return None
-    _check_same(trial.config)
+    runs.check_same(trial.config, over=True)
     said = _read(folder / SCORES)
-    return Outcome(said["metric"], said["scores"], degenerate=degenerate(said))
+    return Outcome(said["metric"], said["scores"], degenerate=degenerate(said), data=said.get("data", ""))
 
 
 def degenerate(said: dict[str, Any]) -> str:
@@ -276,18 +279,21 @@ def _end(trial: Trial, error: RunError | None) -> Outcome:
     )
 
 
-def _check_same(config: FinetuneConfig) -> None:
-    path = config.folder / preflight.CONFIG_FILE
-    if not path.is_file():
-        return
-    before = load_config(path)
-    others = changed_for_resume(before, config)
-    if Path(before.start_from).resolve() != Path(config.start_from).resolve():
-        others.append(f"start_from ({before.start_from} -> {config.start_from})")
-    if others:
-        raise InputError(
-            f"{path}: was run with other settings: {', '.join(others)}. Choose another name or run_dir, or remove it."
-        )
+def _check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> None:
+    """Refuse to put runs beside others whose files have changed since."""
+    now: dict[str, str] = {}
+    for trial, outcome in zip(trials, outcomes, strict=True):
+        if outcome is None or not outcome.data:
+            continue
+        config = trial.config
+        said = config.model_dump_json(include={config.task_name, "max_length", "start_from"})
+        if said not in now:
+            now[said] = runs.digest(config)
+        if now[said] != outcome.data:
+            raise InputError(
+                f"{config.folder}: was trained or scored on other data than the files of {config.task_name} give now. "
+                "Put them back as they were, choose another name or run_dir, or remove it."
+            )
 
 
 def _read(path: Path) -> dict[str, Any]:
