@@ -134,7 +134,7 @@ def _predict(arguments: argparse.Namespace) -> None:
         print(json.dumps(model(record), ensure_ascii=False))
         return
     with _lines(source) as (lines, where):
-        records = model.stream(read_records(lines, where), where, live=source == "-")
+        records = model.stream_lines(read_records(lines, where), where, live=source == "-")
         made = (json.dumps(one, ensure_ascii=False) for one in records)
         if arguments.out is None:
             for line in made:

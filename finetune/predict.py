@@ -81,7 +81,12 @@ class Predictor:
 
         With `live` none waits for records that come after it: those that are there already make a portion.
         """
-        numbered = enumerate(records, 1)
+        return self.stream_lines(enumerate(records, 1), where, live=live)
+
+    def stream_lines(
+        self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, *, live: bool = False
+    ) -> Iterator[dict[str, Any]]:
+        """`stream` for records with the numbers of their lines, which messages about them say."""
         for portion in _portions_that_came(numbered) if live else _growing_portions(numbered):
             examples = [self.task.example(record, f"{where}:{number}") for number, record in portion]
             for (_, record), made in zip(portion, self.predict(examples), strict=True):
@@ -141,8 +146,8 @@ class _End(NamedTuple):
     error: Exception | None
 
 
-def read_records(lines: Iterable[str], where: str) -> Iterator[str | dict[str, Any]]:
-    """Each line's JSON object, or the line itself where it does not begin with a brace.
+def read_records(lines: Iterable[str], where: str) -> Iterator[tuple[int, str | dict[str, Any]]]:
+    """Each line's number and JSON object, or the line itself where it does not begin with a brace.
 
     An empty line is an empty text, but among objects it is nothing.
     """
@@ -151,11 +156,11 @@ def read_records(lines: Iterable[str], where: str) -> Iterator[str | dict[str, A
         text = line.removesuffix("\n").removesuffix("\r")
         if not text.lstrip().startswith("{"):
             if text.strip() or not objects:
-                yield text
+                yield number, text
             continue
         objects = True
         try:
-            yield json.loads(text)
+            yield number, json.loads(text)
         except (ValueError, RecursionError) as error:
             raise InputError(
                 f"{where}:{number}: not valid JSON ({error}). One object or one text a line."

@@ -177,8 +177,14 @@ def summary(config: FinetuneConfig) -> str:
     """Scores and places, after training."""
     saved = load_saved(config.folder)
     lines = [f"{name}: {_scores(values)}" for name, values in saved.scores.items()]
-    lines.append(f"{config.folder / MODEL}: finished. Next: ./launch.sh predict {config.folder} --text ...")
+    lines.append(f"{config.folder / MODEL}: finished. {next_command(config)}")
     return "\n".join(lines)
+
+
+def next_command(config: FinetuneConfig) -> str:
+    """What to do with a finished model."""
+    given = " ".join(f"--{name} ..." for name in make_task(config).asks)
+    return f"Next: ./launch.sh predict {config.folder} {given}"
 
 
 def evaluate(model: Path, file: str | None, out: Path | None, precision: str) -> str:

@@ -83,6 +83,11 @@ class Task(Protocol[E]):
     metric: str  # the score that decides which checkpoint is the best; higher is better
 
     @property
+    def asks(self) -> tuple[str, ...]:
+        """What `example` needs of a record, and so the options of `predict`: text, pair, question, context."""
+        ...
+
+    @property
     def labels(self) -> tuple[str, ...]:
         """Names of the outputs in order of their numbers; () where outputs have no names."""
         ...

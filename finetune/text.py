@@ -12,6 +12,8 @@ from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
+from pretrain.errors import InputError
+
 if TYPE_CHECKING:
     import pyarrow as pa
 
@@ -46,13 +48,20 @@ class TextEncoder:
         tokenizer.no_padding()
         self.tokenizer = tokenizer
         self.max_length, self.segments = max_length, segments
-        # Two texts of one token each show where the special tokens stand, whatever the family.
+        # Two texts show where the special tokens stand, whatever the family.
         pair = tokenizer.encode("a", "a")
-        special = np.array(pair.special_tokens_mask, bool)
         ids = np.array(pair.ids, np.int32)
-        ordinary = np.flatnonzero(~special)
-        first, second = int(ordinary[0]), int(ordinary[-1])
-        self.prefix, self.between, self.suffix = ids[:first], ids[first + 1 : second], ids[second + 1 :]
+        first, second = ([n for n, of in enumerate(pair.sequence_ids) if of == text] for text in (0, 1))
+        if not first or not second or not first[0] or second[-1] + 1 == len(ids):
+            raise InputError(
+                "tokenizer.json: sets no special tokens around a text, as [CLS] and [SEP] are, so its post_processor is "
+                "not that of this model. Put the model's own tokenizer beside it."
+            )
+        self.prefix, self.between, self.suffix = (
+            ids[: first[0]],
+            ids[first[-1] + 1 : second[0]],
+            ids[second[-1] + 1 :],
+        )
         # Byte-level BPE: a word inside a text is another token than the word at its beginning.
         alone, inside = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", " a"))
         self._begins_with_space = alone != inside

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from finetune.text import TextEncoder
+from pretrain.errors import InputError
 
 # Spaces of all kinds, marks that join what stands before them, ideographs, letters that become two in lower case.
 ODD = " \t\n\r\u00a0\u200b\u200d\u2028\u3000.,-[]#'\u0301\u0308éÉß\u0130\u03a3\u4e2d\u6587\uac00\u1100\u1161\U0001f600\x00\x07\ufffd"
@@ -55,6 +56,18 @@ def test_words_give_what_the_whole_text_gives(lowercase: bool, texts: list[str])
     assert np.array_equal(mine.starts, whole.starts)
     assert np.array_equal(mine.offsets, whole.offsets)
     assert (mine.ids.dtype, mine.starts.dtype, mine.offsets.dtype) == (np.int32, np.int64, np.int32)
+
+
+def test_special_tokens_are_found_around_texts_of_several_tokens() -> None:
+    tokenizer = Tokenizer(models.BPE({"[CLS]": 0, "[SEP]": 1, "\u2581": 2, "a": 3}, [], byte_fallback=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    with pytest.raises(InputError, match="sets no special tokens around a text"):
+        TextEncoder(tokenizer, 32)
+    tokenizer.post_processor = processors.RobertaProcessing(("[SEP]", 1), ("[CLS]", 0))
+    assert tokenizer.encode("a", add_special_tokens=False).ids == [2, 3]
+    encoder = TextEncoder(tokenizer, 32)
+    found = (encoder.prefix, encoder.between, encoder.suffix)
+    assert [part.tolist() for part in found] == [[0], [1, 1], [1]]
 
 
 @pytest.mark.parametrize(

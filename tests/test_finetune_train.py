@@ -209,6 +209,9 @@ def test_predictions_stream_in_order(root: Path, capsys: pytest.CaptureFixture[s
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line.get("id") for line in lines] == ["b", None, None]
     assert {line["label"] for line in lines} <= {"positive", "negative"}
+    source.write_text('{"text": "a"}\n\n{"tex": "b"}\n')
+    assert main(["predict", str(root / "whole"), str(source)]) == 2
+    assert "texts.jsonl:3: no 'text'" in capsys.readouterr().err, "empty lines count"
 
 
 def test_standard_input_is_utf8_whatever_the_locale(root: Path) -> None:
@@ -249,6 +252,16 @@ def test_a_fine_tuned_run_can_be_begun_from(root: Path) -> None:
         runs.plan(
             FinetuneConfig.model_validate(settings(root, "next", start_from=str(root / "edited"))), alone=True
         )
+
+
+def test_what_to_do_next_names_what_the_model_asks(root: Path) -> None:
+    reviews = FinetuneConfig.model_validate(settings(root, "whole"))
+    assert runs.next_command(reviews) == f"Next: ./launch.sh predict {root}/whole --text ..."
+    pairs = FinetuneConfig.model_validate(settings(root, "whole", classification__pair_column="second"))
+    assert runs.next_command(pairs).endswith("--text ... --pair ...")
+    asked = {**settings(root, "whole"), "questions": {"train": "train.json"}}
+    del asked["classification"]
+    assert runs.next_command(FinetuneConfig.model_validate(asked)).endswith("--question ... --context ...")
 
 
 def test_a_finished_run_is_not_resumed_with_other_settings(root: Path, tmp_path: Path) -> None:

@@ -368,7 +368,7 @@ def _tell_best(
     print(f"best: {best.label}; written to {config.folder / BEST}")
     model = trials[number].config.folder / MODEL
     if model.is_dir():
-        print(f"{model}: the best of its runs. Next: ./launch.sh predict {model.parent} --text ...")
+        print(f"{model}: the best of its runs. {runs.next_command(trials[number].config)}")
 
 
 def _by_point(points: Sequence[Point], outcomes: Sequence[Outcome | None]) -> list[tuple[Point, list[int]]]:

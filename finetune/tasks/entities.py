@@ -110,6 +110,7 @@ class Entities:
     kind = "entities"
     head: Head = "tokens"
     objective: Objective = "classes"
+    asks = ("text",)
 
     def __init__(self, settings: EntitiesSettings, state: Mapping[str, Any] | None = None) -> None:
         self.settings = settings

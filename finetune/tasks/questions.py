@@ -86,6 +86,7 @@ class Questions:
     objective: Objective = "span"
     labels: tuple[str, ...] = ()
     outputs = 2
+    asks = ("question", "context")
 
     def __init__(self, settings: QuestionsSettings, state: Mapping[str, Any] | None = None) -> None:
         self.settings = settings

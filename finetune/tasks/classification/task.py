@@ -77,6 +77,10 @@ class Classification:
         return tuple(self._label_names().values())
 
     @property
+    def asks(self) -> tuple[str, ...]:
+        return ("text", "pair") if self.takes_pairs else ("text",)
+
+    @property
     def outputs(self) -> int:
         return 1 if self.problem == "regression" else len(self.labels)
 
