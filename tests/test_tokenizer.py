@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 from corpora import SPECIALS, write_tokenizer
-from tokenizers import ByteLevelBPETokenizer, Tokenizer
+from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers, processors
 
+from pretrain.checkpoint.released import read_released, write_released
 from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer
 from pretrain.errors import InputError
 
@@ -115,6 +116,41 @@ def test_robertas_bytes(kind: str, prefix_space: bool, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     copy_tokenizer(tmp_path, tmp_path / "out", tokenizer_class="RobertaTokenizer", max_positions=40)
     assert_equals_transformers(tmp_path / "out", tokenizer)
+
+
+def test_a_sentencepiece_tokenizer_stays_what_it_is(tmp_path: Path) -> None:
+    """Its config names no class, as those of xlm-roberta-base; what is written does, and transformers goes by that."""
+    pieces = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581the", -1.0), ("\u2581c", -2.0), ("at", -2.5),
+              ("\u2581", -3.0), ("<mask>", 0.0)]  # fmt: skip
+    tokenizer = Tokenizer(models.Unigram(pieces, 3, False))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
+    )
+    tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
+    tokenizer.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>", "<mask>"])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    config = transformers.XLMRobertaConfig(
+        vocab_size=9, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    transformers.XLMRobertaForSequenceClassification(config).save_pretrained(tmp_path)
+    released = read_released(tmp_path)
+    write_released(
+        tmp_path / "out", family=released.family, model=released.model, backbone=released.backbone, head=released.head,
+        purpose="sequence", config=released.config, tokenizer=tmp_path, card="",
+    )  # fmt: skip
+    assert read_tokenizer(tmp_path).encode("the cat").ids == [0, 4, 5, 6, 2]
+    assert_equals_transformers(tmp_path / "out", read_tokenizer(tmp_path), ["the cat", "The cat at", "a the"])
+
+
+def test_a_vocabulary_of_words_cut_by_others_is_refused(tmp_path: Path) -> None:
+    write_files(tmp_path, CASED, tokenizer_class="BertJapaneseTokenizer")
+    with pytest.raises(
+        InputError, match="tokenizer_class is BertJapaneseTokenizer, which cuts text otherwise"
+    ):
+        read_tokenizer(tmp_path)
+    for name in ("BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"):
+        write_files(tmp_path, CASED, tokenizer_class=name)
+        read_tokenizer(tmp_path)
 
 
 def test_truncation_and_padding_are_switched_off(tmp_path: Path) -> None:

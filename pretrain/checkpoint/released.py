@@ -231,7 +231,7 @@ def write_released(
     with whole_folder(out) as aside:
         save_weights(tensors, aside / WEIGHTS)
         write_json(aside / "config.json", values)
-        tokenizer_class = f"{layout.classes}Tokenizer"
+        tokenizer_class = f"{values['architectures'][0].removesuffix(_CLASSES[purpose])}Tokenizer"
         copy_tokenizer(tokenizer, aside, tokenizer_class=tokenizer_class, max_positions=model.max_positions)
         for name, text in {**(extra or {}), "README.md": card}.items():
             (aside / name).write_text(text, encoding="utf-8")

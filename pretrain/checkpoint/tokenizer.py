@@ -42,9 +42,11 @@ def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
     if (folder / "tokenizer.json").is_file():
         tokenizer = _from_json(folder / "tokenizer.json", said)
     elif (folder / "vocab.txt").is_file():
+        _check_class(folder, said, _WORD_PIECES)
         tokenizer = _from_vocabulary(folder / "vocab.txt", said)
         _add_tokens(tokenizer, folder, said)
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
+        _check_class(folder, said, _BYTE_PAIRS)
         tokenizer = _from_merges(folder, said)
         _add_tokens(tokenizer, folder, said)
     else:
@@ -105,9 +107,28 @@ def copy_tokenizer(folder: Path, out: Path, *, tokenizer_class: str, max_positio
     said = {"tokenizer_class": tokenizer_class, **_said(folder)}
     said["model_max_length"] = min(said.get("model_max_length", max_positions), max_positions)
     normalizer: Any = tokenizer.normalizer
+    if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
+        said["add_prefix_space"] = tokenizer.pre_tokenizer.add_prefix_space
     if isinstance(normalizer, normalizers.BertNormalizer):
         said |= {flag: getattr(normalizer, name) for flag, name in _CASING.items()}
     write_json(out / "tokenizer_config.json", said)
+
+
+# transformers' tokenizers that read vocab.txt as BERT does, and vocab.json with merges.txt as RoBERTa does.
+_WORD_PIECES = ("Bert", "DistilBert", "Electra", "ConvBert", "Funnel", "LayoutLM", "Lxmert", "MobileBert", "RetriBert",
+                "SqueezeBert", "PreTrained", "Tokenizers")  # fmt: skip
+_BYTE_PAIRS = ("Roberta", "GPT2", "Bart", "Deberta", "Longformer", "LED", "PreTrained", "Tokenizers")
+
+
+def _check_class(folder: Path, said: dict[str, Any], known: tuple[str, ...]) -> None:
+    """Others cut words first, as Japanese ones do; without their code their files give other tokens."""
+    name = said.get("tokenizer_class", f"{known[0]}Tokenizer")
+    stem = re.sub(r"(Tokenizer(Fast)?|Backend)$", "", str(name))
+    if stem not in known:
+        raise InputError(
+            f"{folder / 'tokenizer_config.json'}: tokenizer_class is {name}, which cuts text otherwise than BERT, and "
+            "there is no tokenizer.json that says how. Write one with transformers (save_pretrained of a fast tokenizer)."
+        )
 
 
 # tokenizer_config.json's flags and the fields of tokenizers' BertNormalizer.
