@@ -236,6 +236,20 @@ class Phase(Section):
         return self
 
 
+# DeepSpeed's settings that ours decide, and which.
+_NAMED = {
+    "zero_optimization.stage": "engine.zero_stage",
+    "bf16.enabled": "engine.precision",
+    "fp16.enabled": "engine.precision",
+    "gradient_clipping": "engine.gradient_clip_norm",
+    "train_batch_size": "phases and engine.micro_batch_tokens",
+    "train_micro_batch_size_per_gpu": "phases and engine.micro_batch_tokens",
+    "gradient_accumulation_steps": "phases and engine.micro_batch_tokens",
+    "optimizer": "the section optimizer",
+    "scheduler": "the phases' learning rates",
+}
+
+
 class Engine(Section):
     """Precision, ZeRO and the micro-batch."""
 
@@ -257,6 +271,17 @@ class Engine(Section):
         description="Steps with NaN or inf in a row before the run goes back to its newest checkpoint.",
     )
     deepspeed: dict[str, Any] = Field(default_factory=dict, description="DeepSpeed settings we do not name.")
+
+    @field_validator("deepspeed")
+    @classmethod
+    def _check_deepspeed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        for key, ours in _NAMED.items():
+            section: Any = values
+            for part in key.split("."):
+                section = section.get(part) if isinstance(section, dict) else None
+            if section is not None:
+                raise ValueError(f"{key} is set by {ours}; leave it out here")
+        return values
 
 
 class Checkpointing(Section):

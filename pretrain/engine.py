@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -110,6 +111,7 @@ class Engine:
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         self.settings = settings
+        self._loss_scale = 1.0  # of the gradients of this step
         self.beat: Callable[[], None] = lambda: None  # called as the engine comes on
         # Around work that takes long without that, with the seconds it may take.
         self.allow: Callable[[float], contextlib.AbstractContextManager[None]] = lambda _: (
@@ -163,7 +165,8 @@ class Engine:
         if self._bare:
             return self._bare_step()
         # FP16_UnfusedOptimizer alone reports the norm of the scaled gradients.
-        scale = self.scaler_state().get("cur_scale", 1.0) if self.settings.zero_stage == 0 else 1.0
+        self._loss_scale = self.scaler_state().get("cur_scale", 1.0)
+        scale = self._loss_scale if self.settings.zero_stage == 0 else 1.0
         if self._sums:
             self._sums.finish()
         self._deepspeed.step()
@@ -245,6 +248,12 @@ class Engine:
             self.rank, self.world_size, dist.new_group(backend="gloo") if self.world_size > 1 else None
         )
 
+    def seed_device(self, seed: int, start: int) -> None:
+        """Seed the device's generator, which flash attention's dropout draws from: apart for each rank and start."""
+        if self.device.type == "cuda":
+            state = np.random.SeedSequence([seed, self.rank, start]).generate_state(1, np.uint64)
+            torch.cuda.manual_seed(int(state[0]) >> 1)
+
     def peak_memory_bytes(self) -> int:
         """The most memory this worker has held: device memory on CUDA, resident set elsewhere."""
         if self.device.type == "cuda":
@@ -314,7 +323,7 @@ class Engine:
 
     def _scale_in_optimizer(self, _: Any, norm: Tensor) -> None:
         """Leave clipping and the loss scale to the fused AdamW, which divides by `grad_scale` as it reads a gradient."""
-        scale = float(self._deepspeed.optimizer.loss_scale)
+        scale = self._loss_scale  # DeepSpeed's is by now that of the next step
         clip = self.settings.gradient_clip_norm
         factor = (norm / scale + 1e-6) / clip if clip else torch.ones_like(norm)
         self._optimizer.grad_scale = factor.clamp(min=1.0).float() * scale  # pyright: ignore[reportAttributeAccessIssue]

@@ -30,6 +30,7 @@ from pretrain.session import newest_checkpoint
 
 logger = logging.getLogger(__name__)
 
+_SKIPS_AT_ONE_SCALE = 3  # that fp16's loss scaler lets pass (its hysteresis is 2) before it lowers it
 LONG_SECONDS = 1800.0  # that an evaluation, a save or a rollback may take at most
 
 
@@ -146,7 +147,8 @@ class Progress:
     skipped_steps: int = 0
     bad_in_a_row: int = 0
     seconds: float = 0.0  # of training, over all starts, up to the last record
-    lowest: float | None = None  # of what the task minimises, over all evaluations
+    part: str = ""  # the validation set of the phase; losses of different ones do not compare
+    lowest: float | None = None  # of what the task minimises, over the evaluations of this part
     evaluations_without_gain: int = 0
     stopped_early: bool = False
     recent: list[float] = field(default_factory=list)  # losses of the last steps, for `guard.is_spike`
@@ -157,7 +159,7 @@ class Progress:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
         """As a checkpoint's state.json has it."""
-        values = {name: state[name] for name in cls.__dataclass_fields__}
+        values = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
         passed_over = [(step, count) for step, count in state["passed_over"]]
         return cls(**{**values, "passed_over": passed_over, "window": Window(**values["window"])})
 
@@ -287,6 +289,7 @@ class _Run(Generic[S]):
         self.rank_times = RankTimes(engine, plan.config.tracking.straggler_factor)
         self.stalled_before = task.stalled_seconds()
         self.norm = 0.0
+        self.skips, self.skipped_scale = 0, 0.0  # steps in a row that fp16 has skipped at this loss scale
         self.wrong = ""  # why the last `train` ended, if not well
         self.validation: tuple[int, float] | None = None
 
@@ -294,6 +297,7 @@ class _Run(Generic[S]):
         """Train to the end; True where something went wrong, which `wrong` says, and a rollback may mend it."""
         progress, plan = self.progress, self.plan
         self.engine.module.train()
+        self.engine.seed_device(plan.config.seed, progress.step + progress.rollbacks)
         steps = self.task.batches(progress.step, progress.passed_over)
         self.clock.lap()
         for step in steps:
@@ -362,9 +366,7 @@ class _Run(Generic[S]):
         if not result.applied:
             progress.skipped_steps += 1
         self.norm = result.gradient_norm
-        # fp16 skips steps while it looks for its loss scale; at scale 1 there is none lower to find.
-        scale = self.engine.scaler_state().get("cur_scale", 1)
-        if not all(map(math.isfinite, sums)) or (not result.applied and scale <= 1):
+        if not all(map(math.isfinite, sums)) or (not result.applied and self._scale_is_stuck()):
             progress.bad_in_a_row += 1
             logger.warning("step %d: loss or gradient is not finite; skipped", progress.step + 1)
             if progress.bad_in_a_row >= self.plan.config.engine.max_bad_steps:
@@ -374,12 +376,29 @@ class _Run(Generic[S]):
                 )
             return
         progress.bad_in_a_row = 0
+        if result.applied:
+            self.skips = 0
+        self._enter_part()
         counts = self.task.counts(step).tolist()
         loss = self.task.metrics(sums, counts)["loss"]
         if is_spike(progress.recent, loss, self.plan.config.guard):
             self.wrong = f"the loss of step {progress.step + 1} leapt to {loss:.4g}"
         progress.recent = [*progress.recent, loss][-REMEMBERED:]
         progress.window.add(sums, counts)
+
+    def _scale_is_stuck(self) -> bool:
+        """Whether no lower fp16 loss scale will come: skipped steps are its way of looking for one."""
+        scale = self.engine.scaler_state().get("cur_scale", 1)
+        self.skips = self.skips + 1 if scale == self.skipped_scale else 1
+        self.skipped_scale = scale
+        return scale <= 1 or self.skips > _SKIPS_AT_ONE_SCALE
+
+    def _enter_part(self) -> None:
+        """Losses compare within a phase alone: longer sequences have higher ones at first."""
+        progress, part = self.progress, self.task.validation_set()
+        if progress.part not in ("", part):
+            progress.recent, progress.lowest, progress.evaluations_without_gain = [], None, 0
+        progress.part = part
 
     def log(self) -> None:
         progress, engine, window = self.progress, self.engine, self.progress.window
@@ -466,7 +485,8 @@ class _Run(Generic[S]):
         if checkpoint is None or progress.rollbacks >= plan.config.guard.max_rollbacks:
             raise DivergedError(
                 f"{self.wrong}, after {progress.rollbacks} rollbacks. The last good checkpoint is {name}. Lower the "
-                "learning rate; a pretraining goes on from it with --resume, a fine-tuning begins anew."
+                "learning rate, or set guard.spike_sigmas: 0 if a leap is nothing to fear; a pretraining goes on from it with "
+                "--resume, a fine-tuning begins anew."
             )
         with self.engine.allow(LONG_SECONDS):
             found = Progress.from_state(restore(self.engine, checkpoint))

@@ -248,7 +248,7 @@ def full_batch(config: RunConfig, lengths: list[int], vocabulary_size: int) -> M
     """A micro-batch of random tokens with sequences of these lengths and as many masked as there can be."""
     tokens = sum(lengths)
     generator = torch.Generator().manual_seed(0)
-    masked = [round(config.masking.probability * length) for length in lengths]
+    masked = [max(1, round(config.masking.probability * length)) for length in lengths]
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
     rows = [start + 1 + i for start, count in zip(starts, masked, strict=True) for i in range(count)]
     return MicroBatch(

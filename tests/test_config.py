@@ -216,6 +216,19 @@ def test_lists_in_deepspeeds_section_stay_lists(write):
     assert config.engine.deepspeed == {"betas": [0.9, 0.95]}
 
 
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ("{zero_optimization: {stage: 3}}", "zero_optimization.stage is set by engine.zero_stage"),
+        ("{gradient_clipping: 0.5}", "gradient_clipping is set by engine.gradient_clip_norm"),
+        ("{bf16: {enabled: false}}", "bf16.enabled is set by engine.precision"),
+    ],
+)
+def test_deepspeeds_section_does_not_contradict_ours(write, section: str, message: str):
+    (problem,) = problems(write(GOOD + f"  deepspeed: {section}\n"))
+    assert message in problem
+
+
 def test_a_size_fills_the_shape():
     assert (Model(size="large").layers, Model(size="large").intermediate) == (24, 4096)
     assert Model(size="mini", layers=2).layers == 2

@@ -261,3 +261,11 @@ def test_vocabulary_size_of_a_given_file(tmp_path: Path):
     (tmp_path / "vocab.txt").write_text("a\nb\nc\n")
     corpus = Corpus(dir=str(tmp_path / "none"), vocabulary=Vocabulary(path=str(tmp_path / "vocab.txt")))
     assert estimate.vocabulary_size(make_config(corpus=corpus)) == 3
+
+
+def test_a_rehearsal_masks_a_token_however_rarely_training_does():
+    from pretrain.train import full_batch
+
+    config = make_config(masking={"probability": 0.003})
+    batch = full_batch(config, [128, 64], 100)
+    assert batch.masked_rows.tolist() == [1, 129]

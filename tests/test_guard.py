@@ -12,7 +12,7 @@ import pytest
 import torch
 from corpora import make_corpus
 
-from pretrain import rank_times
+from pretrain import loop, rank_times
 from pretrain.checkpoint.store import read_weights
 from pretrain.config import Guard
 from pretrain.guard import REMEMBERED, is_spike
@@ -131,6 +131,32 @@ def test_a_spike_is_rolled_back_and_its_data_passed_over(corpus: Path, tmp_path:
     assert [one["loss"] for one in found] == [one["loss"] for one in records(tmp_path / "again")], (
         "exact resume"
     )
+
+
+def test_a_phase_may_begin_with_higher_losses(corpus: Path, tmp_path: Path) -> None:
+    """Longer sequences have them: BERT's second phase. No rollback could mend that."""
+    config = pretraining(
+        corpus, tmp_path / "run", [(32, 12, 40), (32, 11, 30)], model__layers=1, checkpoint__every_steps=10
+    )
+    # Each phase counts from 0; these numbers are no batch's of the first.
+    second = {11 * number: 3.0 for number in range(30) if 11 * number % 12}
+    assert run_workers(1, starts_with_bad_data, [(Start(config), second)]) == [[""]]
+    found = records(tmp_path / "run")
+    assert found[41]["loss"] > 2.5 * found[39]["loss"]
+    assert not [one for one in all_records(tmp_path / "run") if one.get("event") == "rollback"]
+
+
+def test_an_fp16_scale_that_does_not_fall_is_no_search() -> None:
+    def skipped(scales: list[float]) -> list[bool]:
+        now = iter(scales)
+        run: Any = SimpleNamespace(
+            engine=SimpleNamespace(scaler_state=lambda: {"cur_scale": next(now)}), skips=0, skipped_scale=0.0
+        )
+        return [loop._Run._scale_is_stuck(run) for _ in scales]
+
+    assert not any(skipped([65536, 65536, 32768, 16384, 8192])), "hysteresis, then a search"
+    assert skipped([2, 1, 1]) == [False, True, True]
+    assert skipped([1024] * 5) == [False, False, False, True, True], "a fixed scale"
 
 
 STAGES = [(stage, precision) for precision in ("fp32", "bf16") for stage in (0, 1, 2, 3)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -198,6 +199,10 @@ def test_an_export_replaces_an_export_and_nothing_else(
     with pytest.raises(InputError, match="exists and is no export"):
         export(model, tmp_path, next_sentence=True)
     assert (exported / "config.json").exists()
+    shutil.rmtree(exported)
+    exported.write_text("a file")
+    with pytest.raises(InputError, match="exists and is no export"):
+        export(model, tmp_path, next_sentence=True)
 
 
 def test_a_failure_leaves_the_earlier_export(

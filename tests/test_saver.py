@@ -62,6 +62,60 @@ def test_what_is_saved_is_what_was_held_though_training_goes_on(
     assert store.read_weights(tmp_path / "step-00000002")["a"].tolist() == [1, 2, 3, 4]
 
 
+class Rank:
+    """One of two ranks that are threads."""
+
+    world_size = 2
+    meeting, values = threading.Barrier(2, timeout=30), [None, None]
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        self.values[self.rank] = value
+        self.meeting.wait()
+        found = list(self.values)
+        self.meeting.wait()
+        return found
+
+
+def test_no_rank_writes_while_the_first_still_removes_old_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Removing takes what a save has left behind, and what another rank has begun looks the same."""
+    prune = store.prune
+
+    def slow(*arguments: Any) -> None:
+        time.sleep(0.3)
+        prune(*arguments)
+
+    monkeypatch.setattr(store, "prune", slow)
+    failed = []
+
+    def train(rank: int) -> None:
+        saver = Saver(tmp_path, Rank(rank), keep_last=3, background=True, retry_seconds=0.0)
+        for step in (1, 2):
+            fragment = Fragment("a", 2 * rank, {"weight": torch.full((2,), float(step))}, shared=False)
+            try:
+                saver.save(step, [fragment], {**STATE, "step": step})
+            except MachineError as error:
+                failed.append(error)
+        try:
+            saver.wait()
+        except MachineError as error:
+            failed.append(error)
+
+    ranks = [threading.Thread(target=train, args=(rank,)) for rank in (0, 1)]
+    for thread in ranks:
+        thread.start()
+    for thread in ranks:
+        thread.join(60)
+    assert not failed
+    for step in (1, 2):
+        assert store.newest(tmp_path) == tmp_path / "step-00000002"
+        assert store.read_weights(tmp_path / store.name_of(step))["a"].tolist() == [step] * 4
+
+
 def test_storage_that_fails_for_a_while_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -145,6 +146,25 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, da
     assert (tmp_path / "damaged-step-00000020").is_dir()
     assert "step-00000020" in caplog.text
     assert "Trying the checkpoint before it" in caplog.text
+
+
+@pytest.mark.parametrize("failures", [1, 99])
+def test_a_checkpoint_that_cannot_be_read_is_asked_for_again_then_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
+) -> None:
+    monkeypatch.setattr(store, "_READ_WAIT_SECONDS", 0.0)
+    good, bad = save(tmp_path, 10), save(tmp_path, 20)
+    verify, left = store.verify_manifest, [failures]
+
+    def unreliable(checkpoint: Path) -> Any:
+        if checkpoint == bad and left[0]:
+            left[0] -= 1
+            raise OSError(errno.EIO, "Input/output error")
+        return verify(checkpoint)
+
+    monkeypatch.setattr(store, "verify_manifest", unreliable)
+    assert store.newest(tmp_path, set_aside=True) == (bad if failures == 1 else good)
+    assert bad.exists(), "its content may be whole"
 
 
 def test_a_half_written_checkpoint_does_not_exist(tmp_path: Path) -> None:

@@ -95,6 +95,7 @@ class Saver:
             if self._group.rank == 0:
                 with contextlib.suppress(OSError):  # the next save prunes again
                     store.prune(self._folder, self._keep_last)
+            self._group.gather_objects(None)  # nobody begins the next one while the first rank still removes
         except BaseException as error:
             self._error = error
 

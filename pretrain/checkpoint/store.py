@@ -16,6 +16,7 @@ import math
 import os
 import re
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from pretrain.files import (
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})")
+_READS, _READ_WAIT_SECONDS = 3, 1.0  # of a checkpoint that the storage does not give
 _MOST_MAPPED_BYTES = 128 << 20  # pages of a mapped file count as the process's until it is closed
 logger = logging.getLogger(__name__)
 
@@ -145,6 +147,7 @@ def write(folder: Path, step: int, shard: Shard, state: dict[str, Any], group: G
     except RunError:
         if group.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
+        group.gather_objects(None)  # who tries again must not write into what is being removed
         raise
     return final
 
@@ -152,21 +155,36 @@ def write(folder: Path, step: int, shard: Shard, state: dict[str, Any], group: G
 def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
     """The newest checkpoint in `folder` that verifies; None without one.
 
-    Damaged newer ones are passed over and logged; `set_aside`, for the run that owns the folder alone, also renames
-    them to `damaged-…`.
+    Damaged newer ones, and those that the storage does not give, are passed over and logged; `set_aside`, for the run
+    that owns the folder alone, also renames damaged ones to `damaged-…`.
     """
     for checkpoint in reversed(_named_as_checkpoints(folder)):
         try:
-            verify_manifest(checkpoint)
-        except InputError as error:
+            _verify(checkpoint)
+        except (InputError, OSError) as error:
             logger.warning("%s Trying the checkpoint before it.", error)
-            if set_aside:
+            if set_aside and isinstance(error, InputError):
                 damaged = checkpoint.with_name(f"damaged-{checkpoint.name}")
                 shutil.rmtree(damaged, ignore_errors=True)
                 checkpoint.replace(damaged)
             continue
         return checkpoint
     return None
+
+
+def _verify(checkpoint: Path) -> None:
+    """As `verify_manifest`; a storage that fails to read is asked again, as it may be out for a moment only."""
+    for left in reversed(range(_READS)):
+        try:
+            verify_manifest(checkpoint)
+            return
+        except OSError as error:
+            if not left:
+                raise
+            logger.warning(
+                "%s: cannot be read (%s). Trying again in %.0f s.", checkpoint, error, _READ_WAIT_SECONDS
+            )
+            time.sleep(_READ_WAIT_SECONDS)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:

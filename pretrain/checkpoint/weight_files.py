@@ -45,9 +45,9 @@ def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
 def whole_folder(out: Path) -> Iterator[Path]:
     """A folder to fill that then becomes `out`, with a manifest; an earlier one with a manifest is replaced.
 
-    A failure leaves `out` as it was.
+    An error leaves `out` as it was; a kill between two renames leaves it as `.NAME.XXXX.old`.
     """
-    if out.exists() and not (out / MANIFEST).is_file() and any(out.iterdir()):
+    if out.exists() and not (out / MANIFEST).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise InputError(f"{out}: exists and is no export. Choose another folder, or remove it.")
     aside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     with disk_errors(out):
@@ -174,6 +174,11 @@ def _replace_folder(aside: Path, out: Path) -> None:
     old = out.with_name(f".{out.name}.{secrets.token_hex(4)}.old")
     if out.exists():
         out.rename(old)
-    aside.rename(out)
+    try:
+        aside.rename(out)
+    except OSError:
+        if old.exists():
+            old.rename(out)
+        raise
     fsync_folder(out.parent)
     shutil.rmtree(old, ignore_errors=True)

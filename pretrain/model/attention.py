@@ -60,7 +60,12 @@ def self_attention(
     Returns:
         [R, H], the context of each token asked for, in the dtype of `hidden`.
     """
-    if hidden.is_cuda and hidden.dtype != torch.float32 and _has_flash(hidden.device):
+    if (
+        hidden.is_cuda
+        and hidden.dtype != torch.float32
+        and _has_flash(hidden.device)
+        and _flash_takes(hidden.shape[1] // heads)
+    ):
         qkv_T3H = F.linear(hidden, weight, bias)
         return _flash_attention(qkv_T3H, cu_seqlens, max_seqlen, rows, heads, dropout)
     # torch's CPU matmul writes the bias out to every row first; the kernels add it for nothing as they read.
@@ -86,6 +91,11 @@ def keep_mask(seed: Tensor, dropout: float) -> Tensor:
 def _has_flash(device: torch.device) -> bool:
     """Whether the kernel runs there: Ampere or newer."""
     return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _flash_takes(head_width: int) -> bool:
+    """pytorch aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd: no padding there."""
+    return head_width % 8 == 0 and head_width <= 256
 
 
 def _flash_attention(
