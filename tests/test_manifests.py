@@ -235,7 +235,9 @@ def test_stopping_a_pod_asks_for_a_checkpoint_and_waits(config: Path, tmp_path: 
     data = kuberay(config, f"place.storage={tmp_path}")["ConfigMap"]["data"]
     # A worker, by the name that Ray gives its process (test_cluster.py looks at a real one).
     worker = subprocess.Popen(["bash", "-c", f"exec -a {PROCESS_TITLE}.run sleep 60"], start_new_session=True)
-    hook = subprocess.Popen(["bash", "-c", data["stop.sh"]])
+    # A pod has its own processes; here others may train besides.
+    program(tmp_path / "bin", "pgrep", f'exec {shutil.which("pgrep")} -s {worker.pid} "$@"\n')
+    hook = subprocess.Popen(["bash", "-c", data["stop.sh"]], env=with_programs(tmp_path / "bin"))
     with pytest.raises(subprocess.TimeoutExpired):
         hook.wait(3)
     assert (tmp_path / "runs/my-run/stop").exists()
