@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from finetune.config import FinetuneConfig, changed_for_resume, load_config
 from finetune.saved import MODEL, PREDICTIONS, load_saved, model_folder, write_records
@@ -17,6 +17,9 @@ from pretrain import preflight
 from pretrain.config import Model
 from pretrain.errors import InputError
 from pretrain.files import MANIFEST, write_json
+
+if TYPE_CHECKING:
+    from pretrain.checkpoint.released import Released
 
 
 @dataclass(frozen=True)
@@ -66,12 +69,7 @@ def check_same(config: FinetuneConfig, *, over: bool) -> None:
 
 def digest(config: FinetuneConfig) -> str:
     """`data_digest` of what the files say now."""
-    from pretrain.checkpoint.released import read_released
-    from pretrain.checkpoint.tokenizer import read_tokenizer
-
-    released = read_released(Path(config.start_from))
-    tokenizer = read_tokenizer(Path(config.start_from), released.vocabulary_size)
-    encoder = TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
+    _, encoder = _read_start(config)
     task = make_task(config)
     training = task.windows(task.read_train(), encoder, training=True)
     held_out = {
@@ -99,15 +97,12 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Plan
 
         cores = len(os.sched_getaffinity(0))
         nodes_fit([(cores, 0)], config.scheduling.workers, config.scheduling.cpus_per_worker, "this machine")
-    from pretrain.checkpoint.released import fate_table, read_released
-    from pretrain.checkpoint.tokenizer import read_tokenizer
+    from pretrain.checkpoint.released import fate_table
 
-    released = read_released(Path(config.start_from))
+    released, encoder = _read_start(config)
     check_fit(config, released.model)
-    tokenizer = read_tokenizer(Path(config.start_from), released.vocabulary_size)
     units = len(examples)
     if task.head != "sequence":
-        encoder = TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
         units = task.windows(examples, encoder, training=True).units
     return Plan(
         examples=len(examples),
@@ -120,6 +115,16 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Plan
         parameters=sum(tensor.numel() for tensor in released.backbone.values()),
         model=released.model,
     )
+
+
+def _read_start(config: FinetuneConfig) -> tuple[Released, TextEncoder]:
+    """The checkpoint to start from, and its tokenizer with windows of the config's length."""
+    from pretrain.checkpoint.released import read_released
+    from pretrain.checkpoint.tokenizer import read_tokenizer
+
+    released = read_released(Path(config.start_from))
+    tokenizer = read_tokenizer(Path(config.start_from), released.vocabulary_size)
+    return released, TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
 
 
 def check_fit(config: FinetuneConfig, model: Model) -> None:

@@ -92,10 +92,12 @@ class Saver:
     def _write(self, step: int, shard: store.Shard, state: dict[str, Any]) -> None:
         try:
             self._write_or_retry(step, shard, state)
-            if self._group.rank == 0:
-                with contextlib.suppress(OSError):  # the next save prunes again
-                    store.prune(self._folder, self._keep_last)
-            self._group.gather_objects(None)  # nobody begins the next one while the first rank still removes
+            try:
+                if self._group.rank == 0:
+                    with contextlib.suppress(OSError):  # the next save prunes again
+                        store.prune(self._folder, self._keep_last)
+            finally:  # nobody begins the next one while the first rank still removes
+                self._group.gather_objects(None)
         except BaseException as error:
             self._error = error
 
