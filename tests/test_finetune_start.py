@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_checkpoints import make_bert, write_reviews
 from torch import Tensor
 
 from finetune.config import FinetuneConfig
+from finetune.runs import plan
 from finetune.start import initial_state, start_table
 from finetune.task import Task
 from finetune.train import make_model
@@ -140,3 +142,15 @@ def test_a_run_of_pretraining_is_told_like_an_export(tmp_path: Path) -> None:
         "heads.mlm_bias: 1 tensor left out: a head of pretraining",
         "initialised at random: head.out.*",
     ]
+
+
+def test_a_dry_run_shows_the_table_of_its_own_settings(tmp_path: Path) -> None:
+    sets = write_reviews(tmp_path, train=8, dev=4)
+    values = {
+        "name": "x", "start_from": str(make_bert(tmp_path / "bert")), "max_length": 32, "classification": sets,
+        "training": {"reinitialised_layers": 1, "examples_per_step": 4},
+    }  # fmt: skip
+    fates = plan(FinetuneConfig.model_validate(values), alone=True).fates
+    assert "16 tensors -> layers.*" in fates
+    assert "16 tensors left out: initialised at random (training.reinitialised_layers: 1)" in fates
+    assert fates.endswith("initialised at random: head.out.*")
