@@ -807,7 +807,7 @@ def scripts_of(kind: str, text: str, home: Path) -> list[str]:
         return [data["start.sh"], data["stop.sh"]]
     cluster = yaml.safe_load(text)
     docker = cluster["docker"]
-    words = [*docker["run_options"], *docker["worker_run_options"], docker["image"]]
+    words = [*docker["run_options"], *docker.get("worker_run_options", []), docker["image"]]
     lines = [*cluster["initialization_commands"], *cluster["setup_commands"], *cluster["head_setup_commands"],
              f"docker run {' '.join(words)} bash", "bash ~/start.sh"]  # fmt: skip
     return [line.replace("/home/bertrain", str(home)) for line in lines]

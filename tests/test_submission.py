@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -64,6 +65,48 @@ def test_a_secret_in_a_config_is_refused(config: Path, key: str) -> None:
     with pytest.raises(InputError, match=rf"engine\.deepspeed\.wandb\.{key} looks like a secret") as caught:
         read(config, "--set", f"engine.deepspeed={{wandb: {{{key}: hunter2}}}}")
     assert "hunter2" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"{{{name}: hunter2}}" for name in (
+            "key", "apikey", "apiKey", "APIKEY", "api-key", "api.key", "WANDB_API_KEY", "x-api-key", "api_key_1", "private-key",
+            "authToken", "auth-token", "accesstoken", "tokens", "HF_TOKEN", "token2", "tokenValue",
+            "passwd", "Password", "dbPassword", "db-pass", "pwd", "passphrase", "PGPASSWORD",
+            "Authorization", "proxy-authorization", "auth", "credentials", "client-secret", "clientSecret", "clientsecret",
+            "bearer",
+        )),
+        "{token: [hunter2]}",
+        "{password: {value: hunter2}}",
+        "{secrets: [{a: [hunter2]}]}",
+        "{token: 31337}",
+        "{password: 31337.5}",
+        "{pins: [{passwd: 31337}]}",
+        "{environment: [A=1, API_KEY=hunter2]}",
+        "{headers: ['Authorization: Bearer hunter2']}",
+        "{env: [{name: API_KEY, value: hunter2}]}",
+        "{proxy: 'http://me:hunter2@proxy:3128'}",
+    ],
+)  # fmt: skip
+def test_a_secret_is_known_in_any_spelling(config: Path, text: str) -> None:
+    with pytest.raises(InputError, match=r"looks like a secret") as caught:
+        read(config, "--set", f"engine.deepspeed={{any: {text}}}")
+    assert not re.search("hunter2|31337", str(caught.value))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{tokens: 2000}", "{max_tokens: 128, token_count: 5, num_keys: 3, keys: 7}", "{token_path: /run/token}",
+        "{token: null, password: '', use_auth_token: true}", "{monkey: a, hotkeys: b, compass: north, tokenizer: x}",
+        "{keyboard: a, passes: 3, passive: x, author: Ann, authorised: yes}", "{note: 'keyed: by day'}",
+        "{address: 'http://proxy:3128'}", "{env: [{name: NCCL_DEBUG, value: INFO}]}",
+    ],
+)  # fmt: skip
+def test_what_only_resembles_a_secret_is_none(config: Path, text: str) -> None:
+    assert read(config, "--set", f"engine.deepspeed={{any: {text}}}")
 
 
 def test_settings_about_tokens_are_no_secrets(config: Path) -> None:
