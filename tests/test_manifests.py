@@ -662,8 +662,6 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("rayup", [*NEEDED["rayup"], "place.image=x --privileged"], "place.image is 'x --privileged'; expected text"),
         ("slurm", ["place.partition=a b"], "place.partition is 'a b'; expected text like"),
         ("slurm", ["place.constraint=a;b"], "place.constraint is 'a;b'; expected text like"),
-        ("slurm", ['place.storage="a\\nb"'], "control character"),
-        ("kuberay", ['place.annotations={a: "x\\ty"}'], "control character"),
         ("kuberay", ["place.worker_resources={nvidia.com/gpu: 1}"], "set by place.workers_per_node and place.gpus"),
         ("kuberay", ["place.worker_resources={rdma/ib: some}"], "is 'some'; expected text like"),
         ("kuberay", ["place.worker_environment={A-B: x}"], "'A-B'; expected text like"),
@@ -752,7 +750,7 @@ SHELL_LINES = {"environment"}
 
 
 def accepted(place: type[Nodes], value: str, folder: Path) -> Nodes:
-    """A place in which every text is hostile that its checks let through."""
+    """A place in which every text is hostile that its own checks let through; those of a whole config come before them."""
     given: dict[str, Any] = {"file_system": "fs-1"} if "file_system" in place.model_fields else {}
     given |= {"efa_interfaces": 0} if "efa_interfaces" in place.model_fields else {}
     names = [name for name in place.model_fields if name not in SHELL_LINES]
@@ -821,7 +819,6 @@ def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: 
     value = value.replace(_CANARY, str(canary))
     module = {"kuberay": manifests.kuberay, "rayup": manifests.rayup, "slurm": manifests.slurm}[kind]
     place = accepted(module.Place, value, work)
-    assert "\n" not in json.dumps(place.model_dump(), ensure_ascii=False)
     if kind == "slurm":
         place = place.model_copy(update={"environment": "cd ."})
     Path(place.storage if place.storage.startswith(str(tmp_path)) else work).mkdir(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import Field, create_model, field_validator
+from pydantic import Field, create_model
 
 from finetune.config import TASKS, FinetuneConfig
 from pretrain import settings
@@ -37,14 +37,6 @@ class Nodes(Section):
     grace_seconds: int = Field(
         default=300, ge=30, description="Time for the last step and its checkpoint when the nodes are taken away."
     )  # fmt: skip
-
-    @field_validator("*")
-    @classmethod
-    def _check_printable(cls, value: Any) -> Any:
-        for text in _texts(value):
-            if not text.isprintable():
-                raise ValueError(f"{text!r} holds a control character. Write it on one line, without any.")
-        return value
 
 
 P = TypeVar("P", bound=Nodes)
@@ -87,17 +79,6 @@ def load(path: Path | str, place: type[P], overrides: Sequence[str]) -> tuple[Jo
     )
     config: Any = settings.load(path, placed, overrides)
     return _job(path, config, config.place), config.place
-
-
-def _texts(value: Any) -> Iterator[str]:
-    """Every text in a setting, keys of mappings as well."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict):
-        yield from _texts([*value, *value.values()])
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _texts(item)
 
 
 def locked_version(package: str) -> str:

@@ -40,7 +40,13 @@ _LIKE_A_NUMBER = re.compile(r"[-+.]*[0-9]")
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    style = "|" if "\n" in text else "'" if _LIKE_A_NUMBER.match(text) else None
+    lines = text.split("\n")
+    if not all(line.isprintable() for line in lines):
+        style = '"'  # the only one that has escapes: YAML reads a bare \x85 as the end of a line
+    elif len(lines) > 1:
+        style = "|"
+    else:
+        style = "'" if _LIKE_A_NUMBER.match(text) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
