@@ -215,19 +215,14 @@ def test_a_cluster_without_a_token_is_warned_of(
     is_open: bool, mark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     told = f"{driver.MARK}{json.dumps({'rows': [], 'head': machine.versions()})}\n"
-    given: list[Any] = []
-
-    class Jobs(MagicMock):
-        def __init__(self, *arguments: Any, **more: Any) -> None:
-            super().__init__()
-            given.append((arguments, more))
-            self.is_open.return_value, self.log.return_value = is_open, told
-
-    monkeypatch.setattr(remote.jobs, "Jobs", Jobs)
+    jobs = MagicMock()
+    jobs.return_value.is_open.return_value = is_open
+    jobs.return_value.log.return_value = told
+    monkeypatch.setattr(remote.jobs, "Jobs", jobs)
     row = remote.check("http://head:8265", tmp_path, plain_http=True)[0]
     assert (row.what, row.mark) == ("access", mark)
     assert ("RAY_AUTH_MODE=token" in row.advice) == is_open
-    assert given == [(("http://head:8265",), {"plain_http": True})]
+    jobs.assert_called_once_with("http://head:8265", plain_http=True)
 
 
 def _shown(rows: list[Row]) -> str:
