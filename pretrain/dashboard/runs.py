@@ -106,10 +106,11 @@ class Score:
     remark: str = ""
 
 
-def find_folder(name: str, address: str = "") -> Path:
+def find_folder(name: str, address: str = "", *, plain_http: bool = False) -> Path:
     """The folder `name`, or runs/`name`, or that of the job `name` on the cluster that runs here.
 
-    With `address`, the URL of a cluster's dashboard, it is the folder of that cluster's job.
+    With `address`, the URL of a cluster's dashboard, it is the folder of that cluster's job; `plain_http` sends the token
+    over http to other machines than this one, too.
 
     Raises `InputError` where there is none, or it cannot be seen from this machine.
     """
@@ -119,7 +120,7 @@ def find_folder(name: str, address: str = "") -> Path:
                 return folder
     from cluster.jobs import run_folder
 
-    folder = run_folder(name, address)
+    folder = run_folder(name, address, plain_http=plain_http)
     if folder is None:
         raise InputError(f"{name}: is no folder, and neither is runs/{name}. Name a run folder or a run.")
     if not folder.is_dir():
