@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.manifests.command import add_to as add_manifest
-from pretrain.commands import add_command, exit_code, make_parser
+from pretrain.commands import add_command, exit_code, local_path, make_parser
 from pretrain.errors import InputError
 
 
@@ -146,7 +146,7 @@ def _parser() -> argparse.ArgumentParser:
     submit.add_argument("--workers", metavar="N|MIN-MAX", help="worker processes, or a range to keep within")
     submit.add_argument("--follow", action="store_true", help="print what the job prints, to its end")
     submit.add_argument(
-        "--dir", type=Path, metavar="FOLDER",
+        "--dir", type=local_path, metavar="FOLDER",
         help="folder on the cluster, shared by its machines, that relative paths start from; otherwise this one",
     )  # fmt: skip
     submit.add_argument(
@@ -197,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--cluster", action="store_true", help="check the cluster that `up` started here")
     doctor.add_argument(
         "--dir",
-        type=Path,
+        type=local_path,
         metavar="FOLDER",
         help="folder that all machines of the cluster should share; otherwise this one",
     )

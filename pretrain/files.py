@@ -11,6 +11,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import secrets
 import shutil
 from collections.abc import Iterator
@@ -21,6 +22,17 @@ from pretrain.errors import InputError, MachineError
 
 MANIFEST = "manifest.json"
 _OWN_HASH = "manifest_sha256"
+# With one slash too: that is what pathlib leaves of two.
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+
+
+def check_local(path: Path | str) -> None:
+    """`ValueError` where `path` is a remote address such as s3://bucket/run, of which a local folder would be made."""
+    if _REMOTE.match(str(path)):
+        raise ValueError(
+            f"{str(path)!r} is a remote address, and only paths of this machine are read and written. "
+            "Mount or copy it, and name the path."
+        )
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from cluster.manifests.run import Job, Nodes, locked_version
 from cluster.manifests.text import as_yaml
 from cluster.members import PROCESS_TITLE
 from pretrain.errors import InputError
+from pretrain.settings import LocalPath
 
 _FILES = "/etc/bertrain"  # where the ConfigMap lies in every container
 _GCS = "/var/lib/gcs"
@@ -35,7 +36,7 @@ class Place(Nodes):
     )
     image: str = Field(default="bertrain:latest", description="What cluster/manifests/Containerfile builds.")
     namespace: str = Field(default="default", description="Namespace of everything in the file.")
-    storage: str = Field(
+    storage: LocalPath = Field(
         default="/shared", pattern=r"^/", description="Where the claim is mounted; the run starts there."
     )
     storage_claim: str = Field(

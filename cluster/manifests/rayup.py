@@ -9,6 +9,7 @@ from pydantic import Field
 
 from cluster.manifests.run import Job, Nodes
 from cluster.manifests.text import as_yaml
+from pretrain.settings import LocalPath
 
 _HOME, _USER = "/home/bertrain", 1000  # of the Containerfile
 _TOKEN = f"{_HOME}/.ray/auth_token"
@@ -43,14 +44,14 @@ class Place(Nodes):
         default=False,
         description="Nodes without public addresses; then call `ray up` from within the network.",
     )
-    netrc: str = Field(
+    netrc: LocalPath = Field(
         default="",
         description="Your netrc with W&B's key, copied to the nodes; empty leaves W&B offline there.",
     )
     image: str = Field(
         default="bertrain:latest", description="What cluster/manifests/Containerfile builds, in a registry."
     )
-    storage: str = Field(
+    storage: LocalPath = Field(
         default="/shared", pattern=r"^/", description="Where EFS is mounted; the run starts there."
     )
 
