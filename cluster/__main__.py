@@ -9,7 +9,7 @@ from pathlib import Path
 
 from cluster.manifests.command import add_to as add_manifest
 from pretrain.commands import add_command, exit_code, local_path, make_parser
-from pretrain.errors import InputError
+from pretrain.errors import InputError, printable
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -84,12 +84,13 @@ def _list(arguments: argparse.Namespace) -> None:
         table.add_column(column, overflow="fold")
     for job in jobs.Jobs(arguments.address).all():
         metadata = job.metadata or {}
-        table.add_row(
-            job.submission_id, metadata.get("bertrain", "other"), jobs.state(job), jobs.clock(job.start_time),
+        cells = (
+            str(job.submission_id), metadata.get("bertrain", "other"), jobs.state(job), jobs.clock(job.start_time),
             "".join(jobs.progress(Path(metadata.get("run_dir", "/nowhere")))),
         )  # fmt: skip
+        table.add_row(*map(printable, cells))
     if table.row_count:
-        Console().print(table)
+        Console(markup=False).print(table)
     else:
         print("no jobs")
 

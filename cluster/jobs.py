@@ -299,8 +299,9 @@ def progress(run_dir: Path) -> list[str]:
     last = next((record for record in reversed(records) if is_training(record)), None)
     if last is None:
         return []
-    loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
-    return [f"step {last['step']:,}, loss {loss}, {last['tokens_per_second']:,.0f} tokens/s"]
+    loss, rate = last.get("loss"), last.get("tokens_per_second") or 0.0
+    loss = "not finite" if loss is None else f"{loss:.4f}"
+    return [f"step {last['step']:,}, loss {loss}, {rate:,.0f} tokens/s"]
 
 
 def _metadata(job: Job) -> dict[str, str]:
@@ -321,8 +322,7 @@ def _check_reachable(address: str) -> None:
 
     Ray's own client would wait for an answer for ever.
     """
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not _is_url(address):
         raise InputError(
             f"--address: {address!r} is no URL of a Ray dashboard, such as http://10.0.0.5:8265."
         )
@@ -330,10 +330,18 @@ def _check_reachable(address: str) -> None:
 
     try:
         requests.get(f"{address.rstrip('/')}/api/version", timeout=_REACH_SECONDS)
-    except requests.RequestException as error:
+    except (requests.RequestException, ValueError) as error:  # the latter of a host that no name can be
         raise MachineError(
             f"No cluster answers at {address} ({one_line(error)}). Check --address, and that this machine is let in."
         ) from None
+
+
+def _is_url(address: str) -> bool:
+    try:
+        parts = urlsplit(address)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # half an IPv6 address, a port that is none
+        return False
 
 
 def clock(milliseconds: int | None) -> str:

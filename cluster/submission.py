@@ -16,7 +16,7 @@ from pretrain.errors import InputError
 if TYPE_CHECKING:
     from pretrain.config import Run
 
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
 def read_job(arguments: Sequence[str], *, folder: Path, workers: str | None) -> Job:

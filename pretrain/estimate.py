@@ -343,7 +343,7 @@ def parse_cluster(text: str, config: RunConfig) -> Cluster:
         how = f"measured {config.engine.precision} matmul peak"
         share = ASSUMED_UTILISATION[device]
         return Cluster("this machine", config.scheduling.workers, device, peak, share, how)
-    match = re.fullmatch(r"(?:(\d+)\s*[xX]\s*)?([A-Za-z0-9]+)", text.strip())
+    match = re.fullmatch(r"(?:(\d{1,9})\s*[xX]\s*)?([A-Za-z0-9]+)", text.strip())
     names = {name.upper(): name for name in PEAK_FLOPS}
     if not match or match[2].upper() not in names or match[1] == "0":
         known = ", ".join(PEAK_FLOPS)

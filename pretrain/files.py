@@ -164,7 +164,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise ValueError("no list of files")
     except FileNotFoundError:
         raise InputError(f"{path}: not found, so this folder is not complete. Make it again.") from None
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: damaged ({error}). Make the folder again.") from None
     return manifest
 

@@ -512,7 +512,7 @@ class _Bar:
 
     def say(self, text: str) -> None:
         """A line of its own."""
-        self._progress.console.print(text, highlight=False)
+        self._progress.console.print(text, highlight=False, markup=False)
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
