@@ -11,6 +11,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -93,9 +94,7 @@ def check_run_folder(config: R, resume: bool, changed: Callable[[R, R], list[str
     folder = config.folder
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".{os.getpid()}.probe"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     checkpoints = sorted(path.parent.name for path in folder.glob(f"checkpoints/*/{MANIFEST}"))
     if checkpoints and not resume:
         raise InputError(

@@ -30,6 +30,10 @@ _LONGEST_OVERRIDE = 200
 
 def _local(text: str) -> str:
     check_local(text)
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{text!r} begins with a user that this machine does not know") from None
     return text
 
 
