@@ -97,8 +97,12 @@ def vocabulary_size(config: RunConfig) -> int:
         return int(read_manifest(manifest.parent)["vocabulary_size"])
     given = Path(config.corpus.vocabulary.path)
     if config.corpus.vocabulary.path and given.is_file():
-        text = given.read_text(encoding="utf-8")
-        return len(json.loads(text)["model"]["vocab"]) if given.suffix == ".json" else len(text.splitlines())
+        try:
+            text = given.read_text(encoding="utf-8")
+            entries = json.loads(text)["model"]["vocab"] if given.suffix == ".json" else text.splitlines()
+            return len(entries)
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise InputError(f"{given}: cannot be read as a vocabulary ({error}).") from None
     return config.corpus.vocabulary.size
 
 

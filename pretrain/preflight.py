@@ -159,7 +159,7 @@ def _entries(path: Path) -> list[str]:
             return text.splitlines()
         vocabulary: dict[str, int] = json.loads(text)["model"]["vocab"]
         return sorted(vocabulary, key=vocabulary.__getitem__)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as a vocabulary ({error}).") from None
 
 

@@ -403,3 +403,25 @@ def test_what_a_message_quotes_does_nothing_to_the_terminal(capsys):
     assert main(["prepare", "no\x1b[2J\u2028such.yaml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: no\\x1b[2J\\u2028such.yaml: cannot be read")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["export", "runs/a", "s3://bucket/model"],
+        ["predict", "runs/a", "--text", "x", "--out", "s3://bucket/lines.jsonl"],
+        ["evaluate", "runs/a", "--out", "s3://bucket/scores"],
+        ["finetune", "task.yaml", "--from", "s3://bucket/model"],
+        ["glue", "--submission", "s3://bucket/out"],
+    ],
+)
+def test_fine_tuning_refuses_remote_addresses(
+    arguments: list[str], capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from finetune.__main__ import main as finetune
+
+    monkeypatch.chdir(tmp_path)
+    assert finetune(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is a remote address, and only paths of this machine are read and written." in line
+    assert not list(tmp_path.iterdir())

@@ -159,6 +159,7 @@ def test_a_wrong_token(tmp_path: Path, config: Path, refusing: str) -> None:
             ["submit", "--workers", "1" * 5000, "--", "pretrain", "{config}"],
             "neither a number from 1 nor a range",
         ),
+        (["submit", "--", "finetune", "{config}", "--from", "s3://b/m"], "is a remote address"),
         (["submit", "--dir", "s3://b/f", "--", "pretrain", "{config}"], "is a remote address"),
         (["submit", "--", "pretrain", "nowhere.yaml"], "nowhere.yaml"),
         (["submit", "--", "pretrain", "{config}", "--set", "phasess=1"], "did you mean phases"),

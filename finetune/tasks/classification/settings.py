@@ -139,6 +139,8 @@ class ClassificationSettings(Section):
             raise ValueError(
                 f"delimiter: {self.delimiter!r} is more than one character; a tab is '\\t' in quotes"
             )
+        if self.delimiter in ("\n", '"'):
+            raise ValueError(f"delimiter: {self.delimiter!r} ends a row or quotes a cell; name another")
         if not self.header and not self.glue:
             for name in ("text_column", "pair_column", "label_column"):
                 if isinstance(value := getattr(self, name), str) and value:
