@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.manifests.command import add_to as add_manifest
-from pretrain.commands import add_command, exit_code, make_parser
-from pretrain.errors import InputError
+from pretrain.commands import add_command, exit_code, local_path, make_parser
+from pretrain.errors import InputError, printable
 
 if TYPE_CHECKING:
     from cluster.jobs import Jobs
@@ -93,12 +93,13 @@ def _list(arguments: argparse.Namespace) -> None:
         table.add_column(column, overflow="fold")
     for job in _jobs(arguments).all():
         metadata = job.metadata or {}
-        table.add_row(
-            job.submission_id, metadata.get("bertrain", "other"), jobs.state(job), jobs.clock(job.start_time),
+        cells = (
+            str(job.submission_id), metadata.get("bertrain", "other"), jobs.state(job), jobs.clock(job.start_time),
             "".join(jobs.progress(Path(metadata.get("run_dir", "/nowhere")))),
         )  # fmt: skip
+        table.add_row(*map(printable, cells))
     if table.row_count:
-        Console().print(table)
+        Console(markup=False).print(table)
     else:
         print("no jobs")
 
@@ -160,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
     submit.add_argument("--workers", metavar="N|MIN-MAX", help="worker processes, or a range to keep within")
     submit.add_argument("--follow", action="store_true", help="print what the job prints, to its end")
     submit.add_argument(
-        "--dir", type=Path, metavar="FOLDER",
+        "--dir", type=local_path, metavar="FOLDER",
         help="folder on the cluster, shared by its machines, that relative paths start from; otherwise this one",
     )  # fmt: skip
     submit.add_argument(
@@ -211,7 +212,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--cluster", action="store_true", help="check the cluster that `up` started here")
     doctor.add_argument(
         "--dir",
-        type=Path,
+        type=local_path,
         metavar="FOLDER",
         help="folder that all machines of the cluster should share; otherwise this one",
     )

@@ -151,7 +151,7 @@ def join_ray(address: str, last_word: Callable[[MachineError], None]) -> None:
     advice = "Check scheduling.address, and that the cluster runs and lets this machine in."
     try:
         socket.create_connection((host, int(port)), timeout=_REACH_SECONDS).close()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, OverflowError) as error:  # the last of a port beyond 65535
         raise MachineError(f"No Ray cluster answers at {address} ({one_line(error)}). {advice}") from None
     import ray
     from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]  # as `ray health-check` asks

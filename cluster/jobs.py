@@ -308,8 +308,9 @@ def progress(run_dir: Path) -> list[str]:
     last = next((record for record in reversed(records) if is_training(record)), None)
     if last is None:
         return []
-    loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
-    return [f"step {last['step']:,}, loss {loss}, {last['tokens_per_second']:,.0f} tokens/s"]
+    loss, rate = last.get("loss"), last.get("tokens_per_second") or 0.0
+    loss = "not finite" if loss is None else f"{loss:.4f}"
+    return [f"step {last['step']:,}, loss {loss}, {rate:,.0f} tokens/s"]
 
 
 def _metadata(job: Job) -> dict[str, str]:

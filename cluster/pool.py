@@ -28,7 +28,7 @@ from cluster.driver import choose_token, die_with, join_ray
 from cluster.run import check_address, end_session, environment, last_line
 from cluster.worker import change_folder, error_from, one_line
 from pretrain.errors import MachineError, RunError
-from pretrain.files import disk_errors
+from pretrain.files import append_open, disk_errors
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class RayPool(Executor):
         self._connection, theirs = Pipe()
         with disk_errors(self._log):
             self._log.parent.mkdir(parents=True, exist_ok=True)
-            log = self._log.open("ab")
+            log = append_open(self._log)
         with log, theirs:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "cluster.pool", str(theirs.fileno())],

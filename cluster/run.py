@@ -27,7 +27,7 @@ import psutil
 from cluster.address import without_password
 from cluster.worker import error_from
 from pretrain.errors import InputError, MachineError, StoppedError
-from pretrain.files import disk_errors
+from pretrain.files import append_open, disk_errors
 
 STOP_FILE = "stop"
 RESTART_FILE = "restart"  # the workers are to save and end, and will be started again
@@ -107,7 +107,7 @@ def drive(
     with (
         _private_folder() as folder,
         disk_errors(run_dir),
-        (run_dir / LOGS / RAY_LOG).open("ab") as log,
+        append_open(run_dir / LOGS / RAY_LOG) as log,
         _Signals(stop_file) as signals,
     ):
         outcome = folder / "outcome.json"

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.jobs import KINDS, Job
+from pretrain.commands import local_path, local_text
 from pretrain.errors import InputError
 
 if TYPE_CHECKING:
     from pretrain.config import Run
 
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
 
 def read_job(arguments: Sequence[str], *, folder: Path, workers: str | None) -> Job:
@@ -64,7 +65,7 @@ def _workers(text: str) -> list[str]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="submit --", allow_abbrev=False)
     parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("config", type=Path, metavar="CONFIG")
+    parser.add_argument("config", type=local_path, metavar="CONFIG")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--from", dest="start_from", metavar="DIR")
+    parser.add_argument("--from", dest="start_from", type=local_text, metavar="DIR")
     return parser

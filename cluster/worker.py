@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.files import open_regular
 from pretrain.worker import Worker
 
 _ERRORS: dict[str, type[RunError]] = {
@@ -161,7 +162,10 @@ def _log_to(path: Path, attempt: int) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    try:
+        file = open_regular(path, os.O_WRONLY | os.O_APPEND)
+    except RunError as error:
+        raise WorkerEnd(type(error).__name__, str(error)) from None
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.commands import add_command, exit_code, is_alone, is_follower, make_parser, train
+from pretrain.commands import add_command, exit_code, is_alone, is_follower, local_path, make_parser, train
 from pretrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -247,7 +247,7 @@ def _parser() -> argparse.ArgumentParser:
         help="cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli; otherwise all there are",
     )
     glue.add_argument(
-        "--submission", type=Path, metavar="DIR",
+        "--submission", type=local_path, metavar="DIR",
         help="predict the official test sets with each task's best run, and write gluebenchmark.com's files",
     )  # fmt: skip
 
@@ -260,7 +260,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument(
         "--out",
-        type=Path,
+        type=local_path,
         metavar="DIR",
         help="folder for metrics.json and predictions (default: evaluation/ beside the model)",
     )
@@ -276,7 +276,7 @@ def _parser() -> argparse.ArgumentParser:
         "input", nargs="?", default="-", metavar="FILE", help="lines of text or JSON; - is standard input"
     )
     predict.add_argument(
-        "--out", type=Path, metavar="FILE", help="JSON Lines to write; otherwise standard output"
+        "--out", type=local_path, metavar="FILE", help="JSON Lines to write; otherwise standard output"
     )
     for name, what in (("text", "one text"), ("pair", "its second text"), ("question", "a question"), ("context", "the text to answer from")):  # fmt: skip
         predict.add_argument(f"--{name}", metavar="TEXT", help=what)
@@ -285,7 +285,9 @@ def _parser() -> argparse.ArgumentParser:
   ./launch.sh export runs/sst2 exported/sst2
   ./launch.sh export runs/sst2 exported/sst2 --onnx""")  # fmt: skip
     export.add_argument("model", type=Path, metavar="MODEL", help="a fine-tuned model, or its run folder")
-    export.add_argument("out", type=Path, metavar="DIR", help="folder to make; an earlier export is replaced")
+    export.add_argument(
+        "out", type=local_path, metavar="DIR", help="folder to make; an earlier export is replaced"
+    )
     export.add_argument(
         "--onnx", action="store_true", help="also write model.onnx (packages: onnx, onnxscript, onnxruntime)"
     )
@@ -299,7 +301,7 @@ def _add_config(
 ) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", nargs="?" if optional else None, help=what)
     parser.add_argument(
-        "--from", dest="start_from", type=Path, metavar="DIR",
+        "--from", dest="start_from", type=local_path, metavar="DIR",
         help="checkpoint to start from: a released one, an export or a run (start_from)",
     )  # fmt: skip
     parser.add_argument("--workers", type=int, metavar="N", help="worker processes (scheduling.workers)")

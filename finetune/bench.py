@@ -23,6 +23,7 @@ import numpy as np
 
 from finetune.config import FinetuneConfig, load_config
 from finetune.saved import SCORES
+from pretrain.commands import local_path, local_text
 from pretrain.errors import InputError, MachineError
 from pretrain.precision import settle_here
 from pretrain.settings import dump
@@ -38,8 +39,10 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="./launch.sh bench finetune", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="the task's YAML file")
-    parser.add_argument("--from", dest="start_from", metavar="DIR", help="checkpoint to start from")
+    parser.add_argument("config", type=local_path, metavar="CONFIG", help="the task's YAML file")
+    parser.add_argument(
+        "--from", dest="start_from", type=local_text, metavar="DIR", help="checkpoint to start from"
+    )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (default: 3)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")

@@ -14,7 +14,7 @@ from finetune.tasks.entities import EntitiesSettings
 from finetune.tasks.questions import QuestionsSettings
 from pretrain import settings
 from pretrain.config import FREE_ON_RESUME, Checkpointing, Engine, Guard, Optimizer, Phase, Run, as_begun
-from pretrain.settings import Section
+from pretrain.settings import LocalPath, Section
 
 TASKS = ("classification", "entities", "questions")
 
@@ -126,7 +126,7 @@ class Evaluations(Section):
 class FinetuneConfig(Run):
     """Everything a fine-tuning is."""
 
-    start_from: str = Field(
+    start_from: LocalPath = Field(
         default="",
         description="Folder of the checkpoint: a released one, an export or a run. --from gives it too.",
     )

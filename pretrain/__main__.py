@@ -7,10 +7,18 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretrain.commands import add_command, exit_code, is_alone, is_follower, make_parser, train
+from pretrain.commands import (
+    add_command,
+    exit_code,
+    is_alone,
+    is_follower,
+    local_path,
+    local_text,
+    make_parser,
+    train,
+)
 from pretrain.errors import InputError
 
 if TYPE_CHECKING:
@@ -179,15 +187,17 @@ def _parser() -> argparse.ArgumentParser:
     export = add_command(commands, "export", _export, "write a run's checkpoint in the Hugging Face layout", """
   ./launch.sh export runs/bert-mini exported/bert-mini
   ./launch.sh export runs/bert-mini exported/best --checkpoint best""")  # fmt: skip
-    export.add_argument("run", type=Path, metavar="RUN", help="the run folder, such as runs/bert-mini")
-    export.add_argument("out", type=Path, metavar="DIR", help="folder to write")
+    export.add_argument("run", type=local_path, metavar="RUN", help="the run folder, such as runs/bert-mini")
+    export.add_argument("out", type=local_path, metavar="DIR", help="folder to write")
     export.add_argument("--checkpoint", metavar="NAME", help="a checkpoint of the run; otherwise the newest")
 
     report = add_command(commands, "report", _report, "a run's curves, corpus and fillings as one HTML page", """
   ./launch.sh report runs/bert-mini
   ./launch.sh report runs/bert-mini --out bert-mini.html""")  # fmt: skip
-    report.add_argument("run", type=Path, metavar="RUN", help="the run folder, finished or not")
-    report.add_argument("--out", type=Path, metavar="FILE", help="page to write; otherwise RUN/report.html")
+    report.add_argument("run", type=local_path, metavar="RUN", help="the run folder, finished or not")
+    report.add_argument(
+        "--out", type=local_path, metavar="FILE", help="page to write; otherwise RUN/report.html"
+    )
 
     dashboard = add_command(commands, "dashboard", _dashboard, "a run's curves and events as HTML page and W&B workspace", """
   ./launch.sh dashboard bert-mini
@@ -195,7 +205,10 @@ def _parser() -> argparse.ArgumentParser:
   ./launch.sh dashboard runs/bert-mini --follow
   ./launch.sh dashboard --address http://127.0.0.1:8265 bert-mini""")  # fmt: skip
     dashboard.add_argument(
-        "run", metavar="RUN|JOB", help="run folder, folder of several runs, name below runs/, or job"
+        "run",
+        type=local_text,
+        metavar="RUN|JOB",
+        help="run folder, folder of several runs, name below runs/, or job",
     )
     dashboard.add_argument(
         "--address", default="", metavar="URL", help="the dashboard of the cluster whose job it is"
@@ -206,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
         help="send the token over unencrypted http to another machine: whoever reads it may run code on the cluster",
     )
     dashboard.add_argument(
-        "--out", type=Path, metavar="FILE", help="page to write; otherwise RUN/dashboard.html"
+        "--out", type=local_path, metavar="FILE", help="page to write; otherwise RUN/dashboard.html"
     )
     dashboard.add_argument(
         "--follow", action="store_true", help="write the page anew every 10 s until the run is over"
@@ -229,7 +242,7 @@ benchmarks:
 
 def _add_config(parser: argparse.ArgumentParser, dry_run: str) -> None:
     parser.add_argument(
-        "config", type=Path, metavar="CONFIG", help="the run's YAML file, see configs/pretrain"
+        "config", type=local_path, metavar="CONFIG", help="the run's YAML file, see configs/pretrain"
     )
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
     parser.add_argument(

@@ -7,9 +7,11 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.errors import DivergedError, InputError, RunError, StoppedError
+from pretrain.errors import DivergedError, InputError, RunError, StoppedError, printable
+from pretrain.files import check_local
 
 if TYPE_CHECKING:
     from pretrain.config import Run
@@ -20,8 +22,8 @@ def exit_code(run: Callable[[], int | None]) -> int:
     try:
         return run() or 0
     except RunError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+        for line in str(error).split("\n"):
+            print(f"error: {printable(line)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
@@ -52,6 +54,20 @@ def add_command(
     )
     parser.set_defaults(command=function)
     return parser
+
+
+def local_text(text: str) -> str:
+    """An argument that may be a path: `InputError` where it is a remote address."""
+    try:
+        check_local(text)
+    except ValueError as error:
+        raise InputError(f"{error}") from None
+    return text
+
+
+def local_path(text: str) -> Path:
+    """An argument that is a path of this machine; `InputError` where it is a remote address."""
+    return Path(local_text(text))
 
 
 def is_alone(config: Run, no_ray: bool) -> bool:

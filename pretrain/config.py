@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, field_validator, model_validator
 
 from pretrain import settings
-from pretrain.settings import Section
+from pretrain.settings import LocalPath, Section
 
 _RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
@@ -37,8 +37,10 @@ class Source(Section):
     name: str = Field(
         default="", description="Name on the corpus card; empty takes the kind and the path's stem."
     )
-    path: str = Field(default="", description="A file, folder or glob; relative to the working directory.")
-    dataset: str = Field(
+    path: LocalPath = Field(
+        default="", description="A file, folder or glob; relative to the working directory."
+    )
+    dataset: LocalPath = Field(
         default="", description="huggingface: hub name, or a folder written by save_to_disk."
     )
     subset: str = Field(default="", description="huggingface: configuration name, such as 20231101.en.")
@@ -63,7 +65,9 @@ class Source(Section):
 class Vocabulary(Section):
     """The WordPiece vocabulary: trained on the corpus, or taken over from `path`."""
 
-    path: str = Field(default="", description="Existing vocab.txt or tokenizer.json; empty trains a new one.")
+    path: LocalPath = Field(
+        default="", description="Existing vocab.txt or tokenizer.json; empty trains a new one."
+    )
     size: int = Field(default=30522, ge=64, description="Entries to train, special tokens included.")
     lowercase: bool = Field(
         default=True, description="Uncased: lower-case and strip accents, as BertNormalizer does."
@@ -77,7 +81,7 @@ class Vocabulary(Section):
 class Corpus(Section):
     """Where the text comes from and where its token shards go."""
 
-    dir: str = Field(description="Folder of the token shards, tokenizer, manifest and card.")
+    dir: LocalPath = Field(description="Folder of the token shards, tokenizer, manifest and card.")
     sources: tuple[Source, ...] = Field(
         default=(), description="Texts to prepare; may be empty when dir is already prepared."
     )
@@ -390,7 +394,7 @@ class Run(Section):
     """What every run has, whatever it trains."""
 
     name: str = Field(description="Run id: a-z, 0-9 and dashes, at most 63.")
-    run_dir: str = Field(default="", description="Run folder; empty means runs/<name>.")
+    run_dir: LocalPath = Field(default="", description="Run folder; empty means runs/<name>.")
     seed: int = Field(default=0, ge=0, lt=2**63)
     optimizer: Optimizer = Optimizer()
     engine: Engine = Engine()

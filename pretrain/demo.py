@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from pretrain.commands import local_path
 from pretrain.errors import InputError
 from pretrain.files import MANIFEST
 
@@ -82,10 +83,10 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--workers", type=int, default=min(2, len(os.sched_getaffinity(0))), metavar="N",
                         help="worker processes (default: 2, or 1 on a single core)")  # fmt: skip
     parser.add_argument(
-        "--run-dir", type=Path, default=Path("runs/demo"), metavar="DIR", help="the run folder"
+        "--run-dir", type=local_path, default=Path("runs/demo"), metavar="DIR", help="the run folder"
     )
     parser.add_argument(
-        "--data-dir", type=Path, default=Path("data/demo"), metavar="DIR", help="the corpus folder"
+        "--data-dir", type=local_path, default=Path("data/demo"), metavar="DIR", help="the corpus folder"
     )
     parser.add_argument(
         "--fresh", action="store_true", help="remove an earlier demo run first; the corpus is kept"

@@ -99,8 +99,12 @@ def vocabulary_size(config: RunConfig) -> int:
         return int(read_manifest(manifest.parent)["vocabulary_size"])
     given = Path(config.corpus.vocabulary.path)
     if config.corpus.vocabulary.path and given.is_file():
-        text = given.read_text(encoding="utf-8")
-        return len(json.loads(text)["model"]["vocab"]) if given.suffix == ".json" else len(text.splitlines())
+        try:
+            text = given.read_text(encoding="utf-8")
+            entries = json.loads(text)["model"]["vocab"] if given.suffix == ".json" else text.splitlines()
+            return len(entries)
+        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
+            raise InputError(f"{given}: cannot be read as a vocabulary ({error}).") from None
     return config.corpus.vocabulary.size
 
 
@@ -345,7 +349,7 @@ def parse_cluster(text: str, config: RunConfig) -> Cluster:
         how = f"measured {config.engine.precision} matmul peak"
         share = ASSUMED_UTILISATION[device]
         return Cluster("this machine", config.scheduling.workers, device, peak, share, how)
-    match = re.fullmatch(r"(?:(\d+)\s*[xX]\s*)?([A-Za-z0-9]+)", text.strip())
+    match = re.fullmatch(r"(?:(\d{1,9})\s*[xX]\s*)?([A-Za-z0-9]+)", text.strip())
     names = {name.upper(): name for name in PEAK_FLOPS}
     if not match or match[2].upper() not in names or match[1] == "0":
         known = ", ".join(PEAK_FLOPS)

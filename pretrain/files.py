@@ -10,17 +10,38 @@ import errno
 import fcntl
 import hashlib
 import json
+import logging
 import os
+import re
+import resource
 import secrets
 import shutil
+import stat
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, cast
 
 from pretrain.errors import InputError, MachineError
 
+logger = logging.getLogger(__name__)
+
 MANIFEST = "manifest.json"
 _OWN_HASH = "manifest_sha256"
+# With one slash too: that is what pathlib leaves of two.
+_REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
+_OTHER_FILES = 4096  # sockets, libraries and logs of a large run, several times over
+# What flock says where the file system or its mount has no locks.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+_NO_SUCH_PATH = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
+
+
+def check_local(path: Path | str) -> None:
+    """`ValueError` where `path` is a remote address such as s3://bucket/run, of which a local folder would be made."""
+    if _REMOTE.match(str(path)):
+        raise ValueError(
+            f"{str(path)!r} is a remote address, and only paths of this machine are read and written. "
+            "Mount or copy it, and name the path."
+        )
 
 
 @contextlib.contextmanager
@@ -35,7 +56,7 @@ def disk_errors(path: Path) -> Iterator[None]:
                 f"{path}: disk full ({free / 1e9:.2f} GB free). Nothing half-written is kept; "
                 "free some space and run the same command again."
             ) from error
-        if error.errno in (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR):
+        if error.errno in _NO_SUCH_PATH:
             raise InputError(
                 f"{path}: cannot write here ({error.strerror}). Choose a writable path."
             ) from error
@@ -80,21 +101,75 @@ def write_json(path: Path, value: Any) -> None:
         file.write("\n")
 
 
+def open_regular(path: Path, flags: int) -> int:
+    """A descriptor of the regular file `path`, made where it is missing; `flags` are those of `os.open`.
+
+    A name that is known beforehand may be taken by a link to another file, or by a pipe: `InputError`.
+    """
+    with disk_errors(path):
+        try:
+            # Not blocking, because the opening of a pipe would wait for its other end.
+            descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+            if stat.S_ISREG(os.fstat(descriptor).st_mode):
+                os.set_blocking(descriptor, True)
+                return descriptor
+            os.close(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
+                raise
+    raise InputError(f"{path}: is a link or no regular file, and is not written to. Remove it.")
+
+
+def append_open(path: Path, buffering: int = -1) -> IO[bytes]:
+    """The regular file `path`, opened as `open_regular` does to append to it."""
+    return cast(
+        "IO[bytes]", open(path, "ab", buffering, opener=lambda name, flags: open_regular(Path(name), flags))
+    )
+
+
+def allow_open_files(count: int) -> None:
+    """Let this process have `count` files open besides others, as far as the system's hard limit goes.
+
+    Soft limits are often 1,024; the hard one can be a billion, and some programs walk through all that are allowed.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = count + _OTHER_FILES
+    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and most > soft:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
 @contextlib.contextmanager
-def locked(path: Path, refusal: str) -> Iterator[None]:
+def locked(path: Path, refusal: str) -> Iterator[bool]:
     """Hold the lock file `path` for this process; `InputError(refusal)` where another one holds it.
 
-    The lock is the kernel's, so it ends with the process however that ends.
+    The lock is the kernel's, so it ends with the process however that ends. Yields whether there is one: on a file
+    system without locks a warning says so and the work goes on, since whoever works there can seldom change the mount.
     """
     with disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("w")
-    with file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise InputError(refusal) from None
-        yield
+    descriptor = open_regular(path, os.O_RDWR)
+    try:
+        yield _lock(descriptor, path, refusal)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, path: Path, refusal: str) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise InputError(refusal) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        logger.warning(
+            "%s: this file system has no locks (%s). See to it that nothing else works in %s at the same time.",
+            path, error.strerror, path.parent,
+        )  # fmt: skip
+        return False
+    return True
 
 
 def fsync_folder(folder: Path) -> None:
@@ -152,7 +227,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             raise ValueError("no list of files")
     except FileNotFoundError:
         raise InputError(f"{path}: not found, so this folder is not complete. Make it again.") from None
-    except (ValueError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: damaged ({error}). Make the folder again.") from None
     return manifest
 

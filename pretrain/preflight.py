@@ -11,6 +11,7 @@ import platform
 import shlex
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -72,7 +73,7 @@ def check_corpus(config: RunConfig) -> None:
     _check_case(folder, asked, advice)
 
 
-def only_run(folder: Path) -> contextlib.AbstractContextManager[None]:
+def only_run(folder: Path) -> contextlib.AbstractContextManager[bool]:
     """Hold the run folder for this process; a second one that trains in it is refused with `InputError`."""
     return locked(
         folder / ".lock",
@@ -92,9 +93,7 @@ def check_run_folder(config: R, resume: bool, changed: Callable[[R, R], list[str
     folder = config.folder
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        probe = folder / f".{os.getpid()}.probe"
-        probe.touch()
-        probe.unlink()
+        tempfile.TemporaryFile(dir=folder).close()
     checkpoints = sorted(path.parent.name for path in folder.glob(f"checkpoints/*/{MANIFEST}"))
     if checkpoints and not resume:
         raise InputError(
@@ -170,7 +169,7 @@ def _entries(path: Path) -> list[str]:
             return text.splitlines()
         vocabulary: dict[str, int] = json.loads(text)["model"]["vocab"]
         return sorted(vocabulary, key=vocabulary.__getitem__)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as a vocabulary ({error}).") from None
 
 

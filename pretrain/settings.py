@@ -9,14 +9,40 @@ import typing
 from collections.abc import Callable, Iterator, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Generic, TypeGuard, TypeVar
+from typing import Annotated, Any, Generic, TypeGuard, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from pretrain.errors import InputError
+from pretrain.errors import InputError, is_control, printable
+from pretrain.files import check_local
 from pretrain.secret_names import secret_paths
+
+# Bounds of one YAML text, far above those of any run's settings.
+_MOST_BYTES = 1 << 20
+_MOST_VALUES = 50_000  # an alias counts as all that it stands for
+_MOST_LEVELS = 50  # of sections and lists within each other
+# What messages show at most, in characters.
+_LONGEST_VALUE = 60
+_LONGEST_OVERRIDE = 200
+
+
+def _local(text: str) -> str:
+    check_local(text)
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{text!r} begins with a user that this machine does not know") from None
+    return text
+
+
+LocalPath = Annotated[str, AfterValidator(_local)]
+"""A path of the machines that run, relative or absolute; remote addresses are refused."""
+
+SEVERAL_LINES: dict[str, JsonValue] = {"several_lines": True}
+"""`Field(json_schema_extra=SEVERAL_LINES)`: text that may hold tabs and line breaks; all other text may not."""
 
 
 class Section(BaseModel):
@@ -43,10 +69,18 @@ def load(path: Path | str, kind: type[S], overrides: Sequence[str] = ()) -> S:
     return source.validate()
 
 
+def read_values(path: Path | str) -> dict[str, Any]:
+    """What the YAML file `path` holds, whatever it describes, read as `load` reads it but not checked.
+
+    Raises `InputError` where it cannot be read; a file that holds no section is an empty one.
+    """
+    values = _parse(_read(Path(path)), str(path))[1]
+    return {str(key): value for key, value in values.items()} if isinstance(values, dict) else {}
+
+
 def names(path: Path | str) -> set[str]:
     """The names that stand first in the YAML file `path`, whatever it describes; `InputError` where it cannot be read."""
-    values = _parse(_read(Path(path)), str(path))[1]
-    return set(map(str, values)) if isinstance(values, dict) else set()
+    return set(read_values(path))
 
 
 def dump(settings: Section, exclude: set[str] | None = None) -> str:
@@ -79,19 +113,88 @@ def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class _Loader(yaml.SafeLoader):
-    """PyYAML's safe loader with YAML 1.2 scalars; PyYAML itself reads 1e-4 as text and `off` as false."""
+    """PyYAML's safe loader with YAML 1.2 scalars; PyYAML itself reads 1e-4 as text and `off` as false.
+
+    What it returns can be walked: it is bounded in size and depth with every alias written out, and holds no circle.
+    """
 
     yaml_implicit_resolvers: typing.ClassVar[dict] = {}
+    # Those of YAML 1.2's core schema; the key None refuses all others, such as timestamps.
+    yaml_constructors: typing.ClassVar[dict] = {
+        tag: constructor
+        for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
+    }
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._level = 0
+        self._extents: dict[
+            yaml.Node, tuple[int, int]
+        ] = {}  # values and levels of each node that is complete
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
+        self._level += 1
+        self._check(len(self._extents), self._level, mark)  # before the recursion goes deeper
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        if node is None:
+            return None
+        if not is_alias:
+            self._extents[node] = self._extent(node)
+        elif node not in self._extents:
+            raise _problem("an alias stands within what it is an alias of", mark)
+        self._check(*self._extents[node], mark)
+        return node
+
+    def _check(self, values: int, levels: int, mark: yaml.Mark) -> None:
+        if values > _MOST_VALUES:
+            raise _problem(f"more than {_MOST_VALUES:,} values, with every alias written out", mark)
+        if levels > _MOST_LEVELS:
+            raise _problem(f"more than {_MOST_LEVELS} levels of sections and lists", mark)
+
+    def _extent(self, node: yaml.Node) -> tuple[int, int]:
+        """(Values, levels) of a node whose children are complete."""
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            children = node.value
+        elif isinstance(node, yaml.MappingNode):
+            children = [one for pair in node.value for one in pair]
+        extents = [self._extents[child] for child in children]
+        return 1 + sum(values for values, _ in extents), 1 + max((levels for _, levels in extents), default=0)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError):  # a tag such as !!int before what is none
+            kind = node.tag.rpartition(":")[2]
+            raise _problem(f"{_shown(node.value)} is no {kind}", node.start_mark) from None
+
+    def construct_text(self, node: yaml.ScalarNode) -> str:
+        """Text. JSON, which is YAML too, writes a character beyond 16 bits as two escapes: they become one again."""
+        return node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        """A whole number in decimal or hexadecimal digits; PyYAML would read a leading 0 as octal."""
+        if len(node.value) <= _MOST_DIGITS:
+            number = int(node.value, 16 if "x" in node.value else 10)
+            if -(2**63) <= number < 2**63:
+                return number
+        raise _problem(f"{_shown(node.value)} is beyond 64 bits", node.start_mark)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: dict[str, int] = {}
         for key, _ in node.value:
             name = str(key.value)
             if name in seen and key.tag != "tag:yaml.org,2002:merge":
-                problem = f"{name} stands twice, first on line {seen[name]}"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
+                raise _problem(f"{name} stands twice, first on line {seen[name]}", key.start_mark)
             seen[name] = key.start_mark.line + 1
         return super().construct_mapping(node, deep)
+
+
+def _problem(text: str, mark: yaml.Mark | None) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=text, problem_mark=mark)
 
 
 class _Dumper(yaml.SafeDumper):
@@ -113,10 +216,9 @@ _SCALARS: tuple[tuple[str, str, list[str]], ...] = (
 for _tag, _pattern, _first in _SCALARS:
     for _side in (_Loader, _Dumper):
         _side.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
-# PyYAML would read a leading 0 as octal.
-_Loader.add_constructor(
-    "tag:yaml.org,2002:int", lambda loader, node: int(node.value, 16 if "x" in node.value else 10)
-)
+_MOST_DIGITS = 100  # of a whole number as it is written; Python itself refuses to read 5,000
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
+_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)
 
 _Keys = tuple[str | int, ...]
 
@@ -135,10 +237,10 @@ class _Document(Generic[S]):
 
     def override(self, text: str) -> None:
         """Lay `key.path=value` over the file's values."""
-        where = f"--set {text}"
+        where = f"--set {_cut(printable(text), _LONGEST_OVERRIDE)}"
         name, equals, written = text.partition("=")
         keys = _keys(name.strip())
-        if not equals or "" in keys:
+        if not equals or "" in keys or len(keys) > _MOST_LEVELS:
             raise InputError(f"{where}: expected key.path=value, for example phases.0.steps=10.")
         value = _parse(written, where)[1] if written.strip() else ""
         self.overrides.append((keys, where))
@@ -150,6 +252,8 @@ class _Document(Generic[S]):
             holder = _enter(holder, key, fresh, place, replace=last)
 
     def validate(self) -> S:
+        if problems := list(self._control_characters(self.values)):
+            raise InputError("\n".join(problems))
         try:
             settings = self.kind.model_validate(_with_tuples(self.values, self.kind), strict=True)
         except ValidationError as error:
@@ -165,6 +269,24 @@ class _Document(Generic[S]):
                 "and checkpoints. Set it in the environment of the machines that train."
             )
         return settings
+
+    def _control_characters(self, value: Any, path: _Keys = ()) -> Iterator[str]:
+        """One line for each text in `value` with characters that would leave the line or the quotes it is put into."""
+        if isinstance(value, dict):
+            for key, item in value.items():
+                if found := _controls(str(key)):
+                    yield f"{self.where((*path, str(key)))}: the name {printable(str(key))} holds {found}. Write it without."
+                else:
+                    yield from self._control_characters(item, (*path, str(key)))
+        elif isinstance(value, list):
+            for number, item in enumerate(value):
+                yield from self._control_characters(item, (*path, number))
+        elif isinstance(value, str):
+            field = _field(self.kind, path)
+            allowed = "\t\n" if field is not None and field.json_schema_extra == SEVERAL_LINES else ""
+            if found := _controls(value, allowed):
+                name = ".".join(map(str, path))
+                yield f"{self.where(path)}: {name} is {_shown(value)}, which holds {found}. Write it without."
 
     def explain(self, error: ErrorDetails) -> str:
         """One line for one problem that pydantic found."""
@@ -226,12 +348,22 @@ def _secrets(value: Any, path: _Keys = ()) -> Iterator[_Keys]:
 
 def _keys(name: str) -> _Keys:
     """The keys of a dotted name; whole numbers are list positions."""
-    return tuple(int(key) if key.isdecimal() else key for key in name.split("."))
+    return tuple(int(key) if key.isdecimal() and len(key) < 10 else key for key in name.split("."))
+
+
+def _controls(text: str, allowed: str = "") -> str:
+    """The control characters in `text`, for a message; "" where there are none but `allowed`."""
+    found = dict.fromkeys(one for one in text if is_control(one) and one not in allowed)
+    return f"control characters ({', '.join(map(printable, found))})" if found else ""
 
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise InputError(f"{path}: more than {_MOST_BYTES >> 20} MiB. Name a YAML file of settings.")
+        return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: byte {error.start} is not UTF-8. Save the file as UTF-8.") from None
     except OSError as error:
@@ -240,6 +372,7 @@ def _read(path: Path) -> str:
 
 def _parse(text: str, where: str) -> tuple[yaml.Node | None, Any]:
     """The node tree and the values of one YAML text; `InputError` with the line when it is none."""
+    in_file = not where.startswith("--set")
     try:
         loader = _Loader(text)
         try:
@@ -248,11 +381,12 @@ def _parse(text: str, where: str) -> tuple[yaml.Node | None, Any]:
         finally:
             loader.dispose()
     except yaml.MarkedYAMLError as error:
-        mark = None if where.startswith("--set") else error.problem_mark
-        line = f":{mark.line + 1}" if mark else ""
+        line = f":{error.problem_mark.line + 1}" if in_file and error.problem_mark else ""
         raise InputError(f"{where}{line}: not valid YAML: {error.problem or error.context}.") from None
-    except yaml.YAMLError as error:
-        raise InputError(f"{where}: not valid YAML: {' '.join(str(error).split())}.") from None
+    except yaml.reader.ReaderError as error:
+        line = f":{text.count(chr(10), 0, error.position) + 1}" if in_file else ""
+        found = printable(text[error.position])
+        raise InputError(f"{where}{line}: not valid YAML: the character {found} cannot stand here.") from None
 
 
 def _enter(holder: Any, part: str | int, value: Any, where: str, replace: bool = False) -> Any:
@@ -355,9 +489,14 @@ def _is_echo(problem: ErrorDetails) -> bool:
 
 
 def _description(kind: type[Section], path: _Keys) -> str:
-    model = _section(kind, path[:-1])
-    field = model.model_fields.get(str(path[-1])) if model else None
+    field = _field(kind, path)
     return (field.description if field else None) or ""
+
+
+def _field(kind: type[Section], path: _Keys) -> FieldInfo | None:
+    """What describes the setting `path` of `kind`; None where there is nothing."""
+    model = _section(kind, path[:-1]) if path else None
+    return model.model_fields.get(str(path[-1])) if model else None
 
 
 _EXPECTED: dict[str, Callable[[dict[str, Any]], str]] = {
@@ -393,5 +532,8 @@ def _shown(value: Any) -> str:
         return "a section"
     if isinstance(value, list | tuple):
         return f"a list of {len(value)}"
-    text = repr(value) if not isinstance(value, bool) else str(value).lower()
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return _cut(repr(value) if not isinstance(value, bool) else str(value).lower(), _LONGEST_VALUE)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."

@@ -382,3 +382,54 @@ def test_the_driver_loads_no_torch_before_workers_start(config_file: Path):
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["export", "runs/a", "s3://bucket/model"],
+        ["export", "s3://bucket/run", "model"],
+        ["report", "runs/a", "--out", "gs://bucket/page.html"],
+        ["dashboard", "s3://bucket/run"],
+        ["dashboard", "runs/a", "--out", "s3://bucket/page.html"],
+        ["prepare", "s3://bucket/run.yaml"],
+        ["demo", "--run-dir", "s3://bucket/run"],
+        ["bench", "all", "--corpus", "s3://bucket/a", "--text", "b"],
+    ],
+)
+def test_remote_addresses_are_refused(
+    arguments: list[str], capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is a remote address, and only paths of this machine are read and written." in line
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_message_quotes_does_nothing_to_the_terminal(capsys):
+    assert main(["prepare", "no\x1b[2J\u2028such.yaml"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: no\\x1b[2J\\u2028such.yaml: cannot be read")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["export", "runs/a", "s3://bucket/model"],
+        ["predict", "runs/a", "--text", "x", "--out", "s3://bucket/lines.jsonl"],
+        ["evaluate", "runs/a", "--out", "s3://bucket/scores"],
+        ["finetune", "task.yaml", "--from", "s3://bucket/model"],
+        ["glue", "--submission", "s3://bucket/out"],
+    ],
+)
+def test_fine_tuning_refuses_remote_addresses(
+    arguments: list[str], capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    from finetune.__main__ import main as finetune
+
+    monkeypatch.chdir(tmp_path)
+    assert finetune(arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "is a remote address, and only paths of this machine are read and written." in line
+    assert not list(tmp_path.iterdir())

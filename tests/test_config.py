@@ -150,7 +150,7 @@ def test_every_number_of_workers_that_there_may_be_must_be_able_to_deal(write):
     [
         ("", "run.yaml: found no settings"),
         ("- a\n", "run.yaml: found no settings"),
-        ("name: \x01\n" + GOOD, "run.yaml: not valid YAML: unacceptable character #x0001"),
+        ("name: \x01\n" + GOOD, "run.yaml:1: not valid YAML: the character \\x01 cannot stand here."),
         ("? [a]\n: 1\n" + GOOD, "run.yaml:1: not valid YAML"),
         ("7: x\n" + GOOD, "run.yaml:1: 7 is not a known setting"),
     ],
@@ -277,3 +277,97 @@ def test_dumped_text_stays_text(text: str, write):
     config = load_config(CONFIGS[0], [f"tracking.group={json.dumps(text)}"])
     assert config.tracking.group == text
     assert load_config(write(dump(config))).tracking.group == text
+
+
+def bomb(level: str) -> str:
+    """Eleven levels, each of nine aliases of the one before: 9^12 values where they are written out."""
+    return "a0: &a0 {k: x}\n" + "".join(
+        f"a{n}: &a{n} {level % ','.join([f'*a{n - 1}'] * 9)}\n" for n in range(1, 12)
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (bomb("[%s]"), "run.yaml:6: not valid YAML: more than 50,000 values, with every alias written out."),
+        (bomb("{<<: [%s]}"), "run.yaml:6: not valid YAML: more than 50,000 values, with every alias written out."),
+        (GOOD + "  deepspeed: &a {b: {c: *a}}\n", "run.yaml:18: not valid YAML: an alias stands within what it is an alias of."),
+        (GOOD + "  deepspeed: {a: " + "[" * 3000 + "]" * 3000 + "}\n", "run.yaml:18: not valid YAML: more than 50 levels of sections and lists."),
+        ("a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 3000)), "run.yaml:50: not valid YAML: more than 50 levels of sections and lists."),
+        (GOOD + "seed: " + "1" * 5000 + "\n", "run.yaml:18: not valid YAML: '" + "1" * 56 + "... is beyond 64 bits."),
+        (GOOD + "seed: 0x" + "f" * 17 + "\n", "run.yaml:18: not valid YAML: '0xfffffffffffffffff' is beyond 64 bits."),
+        (GOOD + "seed: !!int ten\n", "run.yaml:18: not valid YAML: 'ten' is no int."),
+        (GOOD + "seed: !!bool ten\n", "run.yaml:18: not valid YAML: 'ten' is no bool."),
+        (GOOD + "seed: !!timestamp ten\n", "run.yaml:18: not valid YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:timestamp'."),
+        (GOOD + "#" * (1 << 20), "run.yaml: more than 1 MiB. Name a YAML file of settings."),
+    ],
+    ids=lambda value: value[:40] if value.startswith("run") else "",
+)  # fmt: skip
+def test_hostile_yaml_is_a_line(write, text: str, expected: str):
+    assert problems(write(text)) == [expected]
+
+
+def test_values_are_bounded_before_all_are_read(write, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("pretrain.settings._MOST_VALUES", 1000)
+    read: list[int] = []
+    monkeypatch.setattr("pretrain.settings._Loader._extent", lambda loader, node: read.append(1) or (1, 1))
+    [line] = problems(write(GOOD + f"  deepspeed: {{a: [{'1,' * 2000}]}}\n"))
+    assert line == "run.yaml:18: not valid YAML: more than 1,000 values, with every alias written out."
+    assert len(read) == 1001
+
+
+def test_aliases_and_merged_sections_are_read(write):
+    text = GOOD + "checkpoint: &c {every_steps: 7}\nevaluation: {<<: *c, sequences: 5}\n"
+    config = load_config(write(text))
+    assert (config.checkpoint.every_steps, config.evaluation.every_steps, config.evaluation.sequences) == (
+        7,
+        7,
+        5,
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        (f"seed={'1' * 5000}", f"--set seed={'1' * 192}...: not valid YAML: '{'1' * 56}... is beyond 64 bits."),
+        (f"phases.{'1' * 5000}=1", f"--set phases.{'1' * 190}...: phases is a list of 2; '{'1' * 5000}' is none of its numbers 0 to 2."),
+        (f"{'a.' * 3000}a=1", f"--set {'a.' * 98}a...: expected key.path=value, for example phases.0.steps=10."),
+        ("run_dir=[" + "[" * 500, "--set run_dir=" + "[" * 189 + "...: not valid YAML: more than 50 levels of sections and lists."),
+        ('run_dir="a\\nb"', "--set run_dir=\"a\\nb\": run_dir is 'a\\nb', which holds control characters (\\n). Write it without."),
+        ("run_dir=a\x1b[2J", "--set run_dir=a\\x1b[2J: not valid YAML: the character \\x1b cannot stand here."),
+    ],
+    ids=lambda value: value[:20],
+)  # fmt: skip
+def test_hostile_overrides_are_a_line(write, override: str, expected: str):
+    assert problems(write(GOOD), override) == [expected]
+
+
+@pytest.mark.parametrize("character", ["\\n", "\\r", "\\t", "\\e", "\\x7f", "\\N", "\\L", "\\P", "\\ud800"])
+@pytest.mark.parametrize(
+    ("text", "where"),
+    [
+        ('run_dir: "%s"\n', "run.yaml:18: run_dir is "),
+        ('tracking: {tags: [a, "%s"]}\n', "run.yaml:18: tracking.tags.1 is "),
+        ('  deepspeed: {a: [{b: "%s"}]}\n', "run.yaml:18: engine.deepspeed.a.0.b is "),
+        ('  deepspeed: {"%s": 1}\n', "run.yaml:18: the name "),
+    ],
+)
+def test_control_characters_are_refused_by_name(write, text: str, where: str, character: str):
+    [line] = problems(write(GOOD + text % f"a{character}b"))
+    assert line.startswith(where)
+    assert "control characters (" in line
+    assert line.isprintable()
+
+
+def test_a_character_that_json_writes_as_two_is_read_as_one(write):
+    folder = "runs/\N{SLICE OF PIZZA}"
+    assert load_config(write(GOOD), [f"run_dir={json.dumps(folder)}"]).run_dir == folder
+
+
+@pytest.mark.parametrize("name", ["run_dir", "corpus.dir", "corpus.sources.0.path", "corpus.vocabulary.path"])
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b", "hdfs:///a", "file:///tmp/a", "s3:/bucket"])
+def test_remote_addresses_are_refused(write, name: str, address: str):
+    assert problems(write(GOOD), f"{name}={address}") == [
+        f"--set {name}={address}: {name}: {address!r} is a remote address, and only paths of this machine are read and "
+        "written. Mount or copy it, and name the path."
+    ]

@@ -11,15 +11,18 @@ import subprocess
 import sys
 import threading
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 from tokenizers import Tokenizer
 
 from pretrain.config import Corpus, Phase, RunConfig, Source
-from pretrain.corpus import pool, shards
+from pretrain.corpus import jobs, pool, shards
+from pretrain.corpus.documents import Documents, Summary
 from pretrain.corpus.prepare import describe, prepare
 from pretrain.corpus.shards import open_shards, verify_shards
 from pretrain.errors import InputError, MachineError
@@ -338,3 +341,39 @@ def test_a_proven_file_is_not_read_again(prepared: Path, monkeypatch: pytest.Mon
     verify_shards(prepared)
     monkeypatch.setattr(shards, "sha256_file", lambda path: pytest.fail(f"{path} was read"))
     verify_shards(prepared)
+
+
+def test_the_table_of_documents_takes_the_memory_that_is_said(tmp_path: Path) -> None:
+    """The coordinating process's memory is a number of bytes for each document, whatever the documents hold."""
+    count, parts = 40_000, 8
+    generator = np.random.default_rng(0)
+    summaries = []
+    for number in range(parts):
+        table = np.zeros(count // parts, jobs.DOCUMENT)
+        table["hash"] = generator.integers(0, 1 << 62, (count // parts, 2))
+        table["items"], table["sentences"], table["bytes"] = 20, 3, 80
+        np.save(tmp_path / f"{number}.npy", table)
+        summaries.append(Summary(number % 2, len(table), [f"{number}.npy"]))
+    tracemalloc.start()
+    try:
+        documents = Documents.load(tmp_path, summaries, 0.005)
+        assert int(documents.sample(1 << 60).sum()) == int((documents.stays & ~documents.held_out).sum())
+        plan = documents.plan(100_000)
+        kept, peak = (traced / count for traced in tracemalloc.get_traced_memory())
+    finally:
+        tracemalloc.stop()
+    assert sum(len(shard.documents) for shard in plan) == count
+    assert kept < 43
+    assert peak < 70
+
+
+def test_repeated_documents_are_found_across_the_rows_compared_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pretrain.corpus.documents._ROWS", 3)
+    hashes = [(5, 1), (4, 1), (5, 1), (5, 2), (4, 1), (5, 1), (3, 1), (5, 2), (4, 2), (5, 1)]
+    table = np.zeros(len(hashes), jobs.DOCUMENT)
+    table["hash"], table["items"] = hashes, 1
+    np.save(tmp_path / "part.npy", table)
+    documents = Documents.load(tmp_path, [Summary(0, len(hashes), ["part.npy"])], 0.0)
+    assert documents.stays.tolist() == [True, True, False, True, False, False, True, False, True, False]

@@ -199,6 +199,8 @@ def test_empty_and_wrong_files_are_reported(tmp_path: Path) -> None:
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(b""))
     (tmp_path / "c.jsonl").write_bytes(
         b'{"text": "fine"}\n{"text": 3}\nnot json\n\n{"other": 1}\n["list"]\n{"text": "half \\ud83d"}\n'
+        + b"[" * 100_000
+        + b"\n"
     )
     texts, problems = read(Source(kind="jsonl", path=str(tmp_path)))
     assert texts == ["fine", "half ?"]
@@ -206,7 +208,7 @@ def test_empty_and_wrong_files_are_reported(tmp_path: Path) -> None:
         ("a.jsonl", "empty file"), ("b.jsonl.gz", "empty file"), ("c.jsonl", "line that is not JSON"),
         ("c.jsonl", "line without 'text'"), ("c.jsonl", "'text' that is not text"), ("c.jsonl", "half a surrogate pair"),
     }  # fmt: skip
-    assert sum(problem["count"] for problem in problems) == 7
+    assert sum(problem["count"] for problem in problems) == 8
     (tmp_path / "plain.txt").write_text("No tags here.\n")
     texts, problems = read(Source(kind="wikiextractor", path=str(tmp_path / "plain.txt")))
     assert texts == []

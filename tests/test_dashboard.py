@@ -471,3 +471,13 @@ class TestWorkspace:
 def test_a_report_and_the_live_line_pass_over_events(run: Path) -> None:
     kinds = [is_training(record) for record in read_records(run)]
     assert kinds == [True, True, False, True, False]
+
+
+@pytest.mark.parametrize(
+    "config", ["phases: x", "phases: [1]", "phases: [{steps: a}]", "a: &a [*a]", "a: [\n"]
+)
+def test_a_damaged_config_of_a_run_is_one_line(run: Path, config: str) -> None:
+    (run / "config.yaml").write_text(config)
+    with pytest.raises(InputError, match=r"config\.yaml") as caught:
+        dashboard.write_dashboard(str(run))
+    assert "\n" not in str(caught.value)

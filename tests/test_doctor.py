@@ -379,12 +379,53 @@ def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_storage_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+class OneProcessTeam:
+    """`driver.Team` without Ray: each node is a folder, which nodes share or not."""
+
+    def __init__(self, folders: dict[str, Path]) -> None:
+        self.folders = folders
+        self.members = dict.fromkeys(folders)
+        self.probes = {name: Probe("127.0.0.1", 1, True) for name in folders}
+
+    def ask(self, method: str, each: Any, among: Any = None) -> dict[str, Any]:
+        return {
+            name: getattr(self.probes[name], method)(str(self.folders[name]), *each(name)[1:])
+            for name in (self.members if among is None else list(among))
+        }
+
+
+def locks(team: OneProcessTeam) -> list[tuple[str, str, str]]:
+    rows: Any = driver._storage(team, "/s")  # pyright: ignore[reportArgumentType]
+    return [(row.where, row.mark, row.found) for row in rows if row.what == "storage, locks"]
+
+
+def test_a_lock_of_one_node_must_be_seen_by_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    team = OneProcessTeam(dict.fromkeys("abc", tmp_path))
+    assert locks(team) == [(name, PASS, "/s: a lock of a is seen") for name in "bc"]
+    assert not list(tmp_path.iterdir())
+
+    # Locks that each node keeps to itself: an NFS mount with local_lock, Lustre with -o localflock.
+    monkeypatch.setattr("pretrain.files.fcntl.flock", lambda *_: None)
+    assert locks(team) == [(name, WARN, "/s: a lock of a is not seen") for name in "bc"]
+    assert not list(tmp_path.iterdir())
+
     def refuse(*_: Any) -> None:
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr("pretrain.files.fcntl.flock", refuse)
-    assert "No locks" in Probe("127.0.0.1", 1, True).write_probe(str(tmp_path), "x", "a")[1]
+    assert locks(team) == [("a", WARN, "/s: has no locks")]
+
+
+def test_locks_are_looked_at_among_nodes_that_share_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.doctor.task._SEEN_SECONDS", 0.2)
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    assert locks(OneProcessTeam({"a": tmp_path / "one", "b": tmp_path / "two"})) == []
+    assert locks(OneProcessTeam({"a": tmp_path / "one"})) == []
 
 
 # ---- a real cluster

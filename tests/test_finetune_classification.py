@@ -418,6 +418,16 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
         ("{train: x, encoding: utf-88}", "encoding: 'utf-88' is unknown"),
         ("{train: x, encoding: rot13}", "encoding: 'rot13' is unknown"),
         ("{train: x, delimiter: ', '}", "delimiter: ', ' is more than one character"),
+        ('{train: x, delimiter: "\\n"}', "delimiter: '\\n' ends a row or quotes a cell"),
+        ('{train: "x\\ny"}', "train is 'x\\ny', which holds control characters (\\n)"),
+        ("{train: s3://bucket/x.csv}", "train: 's3://bucket/x.csv' is a remote address"),
+        ("{train: x, test: gs://b/x.csv}", "test: 'gs://b/x.csv' is a remote address"),
+        ("{glue: rte, glue_dir: s3://b}", "glue_dir: 's3://b' is a remote address"),
+        ("{dataset: hf://datasets/x}", "dataset: 'hf://datasets/x' is a remote address"),
+        (
+            "{train: ~nosuchuser/x.csv}",
+            "train: '~nosuchuser/x.csv' begins with a user that this machine does not know",
+        ),
         ("{train: x, header: false}", "text_column: 'text', but without a header"),
         ("{train: x, labels: [a, a]}", "labels: one stands there twice"),
         ("{train: x, labels: [a]}", "labels: one class alone"),
@@ -435,6 +445,13 @@ def test_settings_that_do_not_fit_are_refused(write: Callable[..., str], lines: 
     with pytest.raises(InputError) as error:
         load(write("a.yaml", lines), ClassificationSettings)
     assert message in str(error.value)
+
+
+def test_separators_may_be_tabs_and_line_breaks(write: Callable[..., str]) -> None:
+    settings = load(
+        write("a.yaml", '{train: x, delimiter: "\\t", label_separator: "\\n"}'), ClassificationSettings
+    )
+    assert (settings.delimiter, settings.label_separator) == ("\t", "\n")
 
 
 def test_every_setting_is_described() -> None:

@@ -165,6 +165,7 @@ LINES = [
     (b'\xef\xbb\xbf\n"\xff', r"a.jsonl:2: byte 5 \(0xff\) is not UTF-8"),
     (good() + "\n{", r"a.jsonl:2: not JSON, .* at column 2. A .jsonl file has one object per line"),
     ("[" * 200_000, r"a.jsonl:1: too deeply nested|a.jsonl:1: not JSON"),
+    ("1" * 5000, r"a.jsonl:1: cannot be read \(Exceeds the limit"),
     ("[1]", r"a.jsonl:1: found a list of 1; expected a flat record"),
     (json.dumps(nested(CAT)), r'a.jsonl:1: found an object of version, data; .* A nested SQuAD file is called "\.json"'),
     (good(context="left out"), r"a.jsonl:1: found an object of id, question, answers; expected a flat record"),
@@ -188,6 +189,7 @@ LINES = [
 
 DOCUMENTS = [
     ("{", r"a.json:1: not JSON, .* at column 2"),
+    ("1" * 5000, r"a.json: cannot be read \(Exceeds the limit"),
     (good() + "\n" + good(), r'a.json:2: not JSON, Extra data at column 1. One object per line is called ".jsonl"'),
     ("3", r"a.json: found 3; expected a SQuAD file .* or flat records"),
     ('{"version": "1.1", "data": []}', r"a.json: has no questions in it"),

@@ -660,6 +660,27 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("rayup", ["place.file_system=fs-1"], "need place.private, place.subnet, place.security_group, place.placement_group"),
         ("rayup", [*NEEDED["rayup"], "place.region=$(id)"], "place.region is '$(id)'; expected text like"),
         ("rayup", [*NEEDED["rayup"], "place.image=x --privileged"], "place.image is 'x --privileged'; expected text"),
+        ("slurm", ["place.storage=s3://bucket/run"], "place.storage: 's3://bucket/run' is a remote address"),
+        (
+            "slurm",
+            ['place.storage="a\\nb"'],
+            "place.storage is 'a\\nb', which holds control characters (\\n)",
+        ),
+        (
+            "slurm",
+            ['run_dir="a\\ntouch canary"'],
+            "run_dir is 'a\\ntouch canary', which holds control characters",
+        ),
+        (
+            "rayup",
+            ["place.file_system=fs-1a", 'place.region="a\\tb"'],
+            "place.region is 'a\\tb', which holds control",
+        ),
+        (
+            "rayup",
+            ["place.file_system=fs-1a", "place.netrc=s3://b/netrc"],
+            "place.netrc: 's3://b/netrc' is a remote",
+        ),
         ("slurm", ["place.partition=a b"], "place.partition is 'a b'; expected text like"),
         ("slurm", ["place.constraint=a;b"], "place.constraint is 'a;b'; expected text like"),
         ("kuberay", ["place.worker_resources={nvidia.com/gpu: 1}"], "set by place.workers_per_node and place.gpus"),
@@ -680,6 +701,11 @@ def test_bad_input_is_one_line(
     assert captured.out == ""
     assert told in captured.err
     assert captured.err.count("\n") == 1
+
+
+def test_the_shell_lines_of_a_place_may_be_several(config: Path) -> None:
+    lines = "module load cuda\nsource .venv/bin/activate\n"
+    assert f"\n{lines}" in render("slurm", config, [f"place.environment={json.dumps(lines)}"])
 
 
 def test_a_finetuning_needs_its_checkpoint(finetuning: Path) -> None:

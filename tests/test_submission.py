@@ -324,6 +324,20 @@ def test_a_wrong_token(tmp_path: Path, config: Path, refusing: str) -> None:
     ("arguments", "said"),
     [
         (["submit", "--address", "auto", "--", "pretrain", "{config}"], "is no URL of a Ray dashboard"),
+        (
+            ["submit", "--address", "http://[::1", "--", "pretrain", "{config}"],
+            "is no URL of a Ray dashboard",
+        ),
+        (
+            ["submit", "--address", "http://h:99999", "--", "pretrain", "{config}"],
+            "is no URL of a Ray dashboard",
+        ),
+        (
+            ["submit", "--workers", "1" * 5000, "--", "pretrain", "{config}"],
+            "neither a number from 1 nor a range",
+        ),
+        (["submit", "--", "finetune", "{config}", "--from", "s3://b/m"], "is a remote address"),
+        (["submit", "--dir", "s3://b/f", "--", "pretrain", "{config}"], "is a remote address"),
         (["submit", "--", "pretrain", "nowhere.yaml"], "nowhere.yaml"),
         (["submit", "--", "pretrain", "{config}", "--set", "phasess=1"], "did you mean phases"),
         (["submit", "--", "pretrain", "{config}", "--from", "x"], "--from: is for finetune"),
@@ -336,3 +350,21 @@ def test_mistakes_are_told_before_anything_is_sent(
     assert code == 2
     assert said in output
     assert "Traceback" not in output
+
+
+def test_the_list_of_jobs_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """Whoever reaches the cluster names jobs."""
+    from types import SimpleNamespace
+
+    from cluster import __main__, jobs
+
+    status = SimpleNamespace(value="RUNNING")
+    job = SimpleNamespace(
+        submission_id="[/red]a\x1b[2J", metadata={"bertrain": "[bold]"}, status=status, driver_exit_code=None,
+        start_time=0, end_time=None, message="",
+    )  # fmt: skip
+    monkeypatch.setattr(jobs, "Jobs", lambda address: SimpleNamespace(all=lambda: [job]))
+    assert __main__.main(["list"]) == 0
+    shown = capsys.readouterr().out
+    assert "[/red]a\\x1b[2J" in shown
+    assert "[bold]" in shown

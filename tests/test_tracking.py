@@ -139,6 +139,29 @@ class TestMetricsFile:
             start(tmp_path, run_id="tiny-1", step=10)
         assert b'{"st\n' in (tmp_path / "metrics.jsonl").read_bytes()
 
+    @pytest.mark.parametrize(
+        ("line", "reason"),
+        [
+            ('{"event": "restart", "step": 1, "time": "yesterday"}', "time is 'yesterday'; expected seconds since 1970"),
+            ('{"event": "restart", "step": 1, "time": 1e20}', "time is 1e+20; expected seconds since 1970"),
+            ('{"event": "restart", "step": 1, "time": NaN}', "time is nan; expected seconds since 1970"),
+            ('{"event": 1, "step": 1}', "event is 1; expected text"),
+            ('{"step": "one"}', "step is 'one'; expected a step"),
+            ('{"step": 1, "loss": "low"}', "loss is 'low'; expected a number"),
+            ('{"step": 1, "rank_wait_seconds": [1, "x"]}', "rank_wait_seconds is [1, 'x']; expected a number"),
+            ('{"step": 1, "seconds": Infinity}', "seconds is inf; expected a number"),
+            ('{"step": 1, "tokens": ' + "1" * 5000 + "}", "not a JSON object"),
+            ("[" * 100_000, "not a JSON object"),
+        ],
+        ids=lambda value: value[:30],
+    )  # fmt: skip
+    def test_a_record_that_cannot_be_shown_is_named(self, tmp_path: Path, line: str, reason: str) -> None:
+        path = tmp_path / "metrics.jsonl"
+        path.write_text(f'{{"step": 1, "loss": null, "best": true}}\n{line}\n')
+        with pytest.raises(InputError) as caught:
+            read_records(tmp_path)
+        assert str(caught.value) == f"{path}:2: {reason}. Remove the line, or restore the file."
+
     def test_a_killed_writer_leaves_a_readable_file(self, tmp_path: Path) -> None:
         program = """
             import sys, itertools
@@ -148,7 +171,7 @@ class TestMetricsFile:
             config = RunConfig.model_validate_json(sys.argv[1])
             tracker = Tracker(config, Path(sys.argv[2]), run_id=None, step=0, card={}, job_type="x", enabled=True)
             for step in itertools.count(1):
-                tracker.log({"step": step, "loss": 1 / step, "text": "x" * 3000})
+                tracker.log({"step": step, "loss": 1 / step, "message": "x" * 3000})
                 if step == 20:
                     print("twenty", flush=True)
         """

@@ -33,9 +33,10 @@ def main(
         RunError: the cluster is not reached, refuses us, or does not run the checks.
     """
     from rich.console import Console
+    from rich.markup import escape
 
     what = f"the cluster {without_password(address)}".rstrip() if cluster else "this machine"
-    with Console(stderr=True).status(f"checking {what}"):
+    with Console(stderr=True).status(escape(f"checking {what}")):
         rows = _cluster(address, folder or Path.cwd(), plain_http) if cluster else _machine()
     if as_json:
         print(to_json(rows))

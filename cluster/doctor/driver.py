@@ -182,10 +182,27 @@ def _storage(team: Team, folder: str) -> list[Row]:
     good = {files[name]: f"{token} {name}" for name, (_, error) in written.items() if not error}
     seen = team.ask("see_probes", lambda name: (folder, good)) if good else {}
     writers = {file: name for name, file in files.items()}
+    good_names = [writers[file] for file in good]
     for name, (seconds, missing) in seen.items():
         others = [writers[file] for file in missing]
         rows.append(nodes.judge_seen(name, folder, seconds, others, len(good)))
+    sharing = [name for name, (_, missing) in seen.items() if name in good_names and not missing]
+    rows += _locks(team, folder, f".doctor-{token}.lock", sharing)
     team.ask("remove_probe", lambda name: (folder, files[name]))
+    return rows
+
+
+def _locks(team: Team, folder: str, file: str, names: list[str]) -> list[Row]:
+    """Whether a lock that the first of these nodes holds is seen by the others, which see its files."""
+    if not names:
+        return []
+    holder, *others = names
+    held = team.ask("hold_lock", lambda name: (folder, file), among=[holder])
+    rows = [nodes.judge_lock(holder, folder, holder, what) for what in held.values() if what != nodes.HELD]
+    if held and not rows:
+        tried = team.ask("try_lock", lambda name: (folder, file), among=others)
+        rows = [nodes.judge_lock(name, folder, holder, outcome) for name, outcome in tried.items()]
+    team.ask("release_lock", lambda name: (folder, file), among=held)
     return rows
 
 

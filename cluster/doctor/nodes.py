@@ -15,6 +15,10 @@ _SKEW_WARN_SECONDS, _SKEW_FAIL_SECONDS = 0.5, 5.0
 _PROBE_SLOW_SECONDS = 2.0
 _SLOW_DEVICE = 0.7  # of the median of its kind: a step takes as long as its slowest worker
 
+_LOCKS = "storage, locks"
+# What comes of trying to lock a file: it is held now, another holds it, or the file system has no locks.
+HELD, TAKEN, NO_LOCKS = "held", "taken", "no locks"
+
 Versions = Mapping[str, str]
 
 
@@ -115,11 +119,11 @@ def judge_skew(node: str, offset: float, doubt: float) -> Row:
 def judge_write(node: str, folder: str, seconds: float, error: str) -> Row:
     """What came of writing a probe file."""
     if error:
-        advice = "Let all nodes write, lock and rename there; --dir names another folder that they share."
+        advice = "Let all nodes write and rename there; --dir names another folder that they share."
         return Row("storage, write", f"{folder}: {error}", FAIL, advice, node)
     mark = WARN if seconds > _PROBE_SLOW_SECONDS else PASS
     advice = "Two files of a few bytes should not take so long: checkpoints will be slow."
-    return Row("storage, write", f"{folder}: written, locked, renamed in {seconds:.2f} s", mark, advice, node)
+    return Row("storage, write", f"{folder}: written and renamed in {seconds:.2f} s", mark, advice, node)
 
 
 def judge_seen(node: str, folder: str, seconds: float, missing: Sequence[str], of: int) -> Row:
@@ -129,6 +133,18 @@ def judge_seen(node: str, folder: str, seconds: float, missing: Sequence[str], o
         advice = "Mount one network folder at this path on all nodes, or name one with --dir."
         return Row("storage, shared", found, FAIL, advice, node)
     return Row("storage, shared", f"{folder}: all {of} nodes' files seen after {seconds:.2f} s", where=node)
+
+
+def judge_lock(node: str, folder: str, holder: str, outcome: str) -> Row:
+    """What came of it when `node` tried to lock what `holder` held: `TAKEN` is right."""
+    if outcome == TAKEN:
+        return Row(_LOCKS, f"{folder}: a lock of {holder} is seen", where=node)
+    found = {HELD: f"a lock of {holder} is not seen", NO_LOCKS: "has no locks"}.get(outcome, outcome)
+    advice = (
+        "Mount it with locks that all nodes share (NFS: without nolock and local_lock; Lustre: -o flock). Until then "
+        "nothing refuses a run that is started twice at once, which would damage its folder."
+    )
+    return Row(_LOCKS, f"{folder}: {found}", WARN, advice, node)
 
 
 def judge_reduce(backend: str, outcomes: Mapping[str, tuple[float, int] | str], world: int) -> Row:

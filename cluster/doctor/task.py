@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -11,13 +12,14 @@ from typing import Any
 
 import psutil
 
-from cluster.doctor import machine, reduce
+from cluster.doctor import machine, nodes, reduce
 from cluster.worker import one_line
-from pretrain.errors import RunError
+from pretrain.errors import InputError, RunError
 from pretrain.files import atomic_open, locked
 
 _SEEN_SECONDS = 5.0  # network file systems may show others' files a little later
 _SEEN_POLL_SECONDS = 0.1
+_TAKEN = "locked by another"
 
 
 class Probe:
@@ -32,6 +34,7 @@ class Probe:
     def __init__(self, address: str, threads: int, works: bool) -> None:
         self._address, self._threads, self._works = address, threads, works
         self._listener: socket.socket | None = None
+        self._held = contextlib.ExitStack()
 
     def about(self) -> dict[str, Any]:
         """What all nodes are compared by, and what gloo would take for this one's address."""
@@ -49,14 +52,14 @@ class Probe:
         return time.time()
 
     def write_probe(self, folder: str, name: str, text: str) -> tuple[float, str]:
-        """Write, flush, lock, rename over and read back a file in `folder`; (seconds, what went wrong)."""
+        """Write, flush, rename over and read back a file in `folder`; (seconds, what went wrong)."""
         began = time.perf_counter()
         path = Path(folder) / name
         if not path.parent.is_dir():  # else it would be made here, and runs would write beside what is shared
             return 0.0, "is no folder here"
         try:
             for content in ("to be replaced", text):
-                with locked(path.with_suffix(".lock"), "locked by another"), atomic_open(path, "w") as file:
+                with atomic_open(path, "w") as file:
                     file.write(content)
             found = path.read_text(encoding="utf-8")
         except (OSError, RunError) as error:
@@ -76,9 +79,30 @@ class Probe:
                 return passed, missing
             time.sleep(_SEEN_POLL_SECONDS)
 
+    def hold_lock(self, folder: str, name: str) -> str:
+        """Hold the lock file `name` in `folder` until `release_lock`; what came of it: HELD, NO_LOCKS or an error."""
+        return self._try_lock(Path(folder) / name, self._held)
+
+    def try_lock(self, folder: str, name: str) -> str:
+        """What comes of trying to lock what another node holds: TAKEN is right; HELD, NO_LOCKS or an error."""
+        with contextlib.ExitStack() as stack:
+            return self._try_lock(Path(folder) / name, stack)
+
+    def release_lock(self, folder: str, name: str) -> None:
+        """End `hold_lock` and remove its file."""
+        self._held.close()
+        (Path(folder) / name).unlink(missing_ok=True)
+
+    def _try_lock(self, path: Path, stack: contextlib.ExitStack) -> str:
+        try:
+            return nodes.HELD if stack.enter_context(locked(path, _TAKEN)) else nodes.NO_LOCKS
+        except InputError as error:
+            return nodes.TAKEN if str(error) == _TAKEN else one_line(error)
+        except (OSError, RunError) as error:
+            return one_line(error)
+
     def remove_probe(self, folder: str, name: str) -> None:
-        for path in (Path(folder) / name, (Path(folder) / name).with_suffix(".lock")):
-            path.unlink(missing_ok=True)
+        (Path(folder) / name).unlink(missing_ok=True)
 
     def look(self, folder: str) -> machine.Facts:
         return machine.look(Path(folder), self._threads, self._works)

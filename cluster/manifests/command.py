@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
 
-from pretrain.commands import add_command
+from pretrain.commands import add_command, local_path
 from pretrain.files import atomic_open, disk_errors
 
 _KINDS = ("kuberay", "rayup", "slurm")
@@ -22,8 +21,10 @@ def add_to(commands: Any) -> None:
 
 Settings below place. say where it runs; cluster/manifests/{kuberay,rayup,slurm}.py describe them.""")  # fmt: skip
     parser.add_argument("kind", choices=_KINDS, metavar="KIND", help=", ".join(_KINDS))
-    parser.add_argument("config", type=Path, metavar="CONFIG", help="of a pretraining or a fine-tuning")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="file to write; otherwise standard output")
+    parser.add_argument("config", type=local_path, metavar="CONFIG", help="of a pretraining or a fine-tuning")
+    parser.add_argument(
+        "--out", type=local_path, metavar="FILE", help="file to write; otherwise standard output"
+    )
     parser.add_argument(
         "--set",
         action="append",

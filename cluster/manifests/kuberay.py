@@ -18,6 +18,7 @@ from cluster.manifests.run import IMAGE, Job, Nodes, locked_version
 from cluster.manifests.text import as_yaml
 from cluster.members import PROCESS_TITLE
 from pretrain.errors import InputError
+from pretrain.settings import LocalPath
 
 _FILES = "/etc/bertrain"  # where the ConfigMap lies in every container
 _GCS = "/var/lib/gcs"
@@ -73,7 +74,7 @@ class Place(Nodes):
         default_factory=dict,
         description="Annotations of all pods, such as {karpenter.sh/do-not-disrupt: 'true'}.",
     )
-    storage: str = Field(
+    storage: LocalPath = Field(
         default="/shared",
         pattern=r"^/[^:]*$",
         description="Where the claim is mounted; the run starts there.",

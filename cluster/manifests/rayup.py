@@ -10,6 +10,7 @@ from pydantic import Field
 from cluster.manifests.run import IMAGE, Job, Nodes
 from cluster.manifests.text import as_yaml
 from pretrain.errors import InputError
+from pretrain.settings import LocalPath
 
 _HOME, _USER = "/home/bertrain", 1000  # of the Containerfile
 _TOKEN = f"{_HOME}/.ray/auth_token"
@@ -87,7 +88,7 @@ class Place(Nodes):
         default=False,
         description="Nodes without public addresses; then call `ray up` from within the network.",
     )
-    netrc: str = Field(
+    netrc: LocalPath = Field(
         default="",
         pattern=r"^([/~].*)?$",
         description="Your netrc with W&B's key, copied to the nodes; empty leaves W&B offline there.",
@@ -97,7 +98,7 @@ class Place(Nodes):
         pattern=IMAGE,
         description="What cluster/manifests/Containerfile builds, in a registry.",
     )
-    storage: str = Field(
+    storage: LocalPath = Field(
         default="/shared", pattern=r"^/[^:]*$", description="Where EFS is mounted; the run starts there."
     )
 

@@ -8,6 +8,7 @@ from pydantic import Field
 
 from cluster.manifests.run import Job, Nodes
 from cluster.manifests.text import as_comment, here_document
+from pretrain.settings import SEVERAL_LINES, LocalPath
 
 _WORD = r"^[A-Za-z0-9_.,:@/+-]*$"
 _CONSTRAINT = r"^[A-Za-z0-9_.,:@/+&|*()\[\]-]*$"  # with sbatch's operators
@@ -31,12 +32,13 @@ class Place(Nodes):
         pattern=r"^(\d+-)?\d+(:\d\d){0,2}$",
         description="Time of one start; at its end the run saves a checkpoint and is queued again.",
     )
-    storage: str = Field(
+    storage: LocalPath = Field(
         default=".", description="Folder that all nodes see; the run starts there. A dot is where sbatch was called."
     )  # fmt: skip
     environment: str = Field(
         default="source .venv/bin/activate",
-        description="Shell line that puts this project's python on the path. It is executed as it stands.",
+        json_schema_extra=SEVERAL_LINES,
+        description="Shell lines that put this project's python on the path. They are executed as they stand.",
     )
 
 

@@ -348,9 +348,9 @@ def show(table: Table) -> None:
     """Print a table as wide as the terminal; into a file as wide as it needs."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False)
     if not console.is_terminal:
-        console = Console(highlight=False, width=200)
+        console = Console(highlight=False, markup=False, width=200)
     console.print(table)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.tracking.live import clock
-from pretrain.tracking.records import METRICS, is_training
+from pretrain.tracking.records import METRICS, is_training, parse_record
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -40,7 +39,7 @@ class View:
     ) -> None:
         from rich.console import Console as RichConsole
 
-        self._console = console or RichConsole(highlight=False, soft_wrap=True)
+        self._console = console or RichConsole(highlight=False, markup=False, soft_wrap=True)
         self._runs, self._stop_file = runs, stop_file
         self._running: dict[int, float] = {}  # number -> clock at its start
         self._left = list(pending)
@@ -158,10 +157,7 @@ def _last_record(folder: Path) -> dict[str, Any]:
     except OSError:
         return {}
     for line in reversed(lines):
-        try:
-            record = json.loads(line)
-        except ValueError:  # torn, or cut by the seek
-            continue
-        if isinstance(record, dict) and is_training(record):
+        record = parse_record(line)  # None where it is torn, or cut by the seek
+        if record is not None and is_training(record):
             return record
     return {}

@@ -77,7 +77,7 @@ def _set(cell: Any, separator: str, where: str) -> tuple[str, ...]:
     elif isinstance(cell, str):
         try:
             parts = json.loads(cell) if cell.strip() else []
-        except ValueError:
+        except (ValueError, RecursionError):
             parts = None
     if not isinstance(parts, list):
         raise InputError(

@@ -175,6 +175,8 @@ def _document(path: str) -> Iterator[tuple[str, Any, Any]]:
         ) from None
     except RecursionError:
         raise InputError(f"{path}: too deeply nested to be {_FORMS}.") from None
+    except ValueError as error:  # a number of more digits than Python reads
+        raise InputError(f"{path}: cannot be read ({error}).") from None
     items = document.get("data") if isinstance(document, dict) else document
     if not isinstance(items, list):
         found = f"an object of {_keys(document)}" if isinstance(document, dict) else _kind(document)
@@ -216,6 +218,8 @@ def _lines(path: str) -> Iterator[tuple[str, Any, Any]]:
             ) from None
         except RecursionError:
             raise InputError(f"{place}: too deeply nested to be a question.") from None
+        except ValueError as error:  # a number of more digits than Python reads
+            raise InputError(f"{place}: cannot be read ({error}).") from None
         if not isinstance(record, dict) or "question" not in record or "context" not in record:
             found = f"an object of {_keys(record)}" if isinstance(record, dict) else _kind(record)
             hint = ' A nested SQuAD file is called ".json".' if "data" in (record or ()) else ""

@@ -21,7 +21,7 @@ from finetune.sets.sentences import Remarks, Sentence, document_of, read_sentenc
 from finetune.task import Head, Objective, Windows
 from finetune.text import Column, TextEncoder, frame, ragged, slide
 from pretrain.errors import InputError
-from pretrain.settings import Section
+from pretrain.settings import LocalPath, Section
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +31,11 @@ _FORM = ".jsonl has records (tokens and tags, or text and entities), anything el
 class EntitiesSettings(Section):
     """Named entities from CoNLL columns or JSON lines."""
 
-    train: str = Field(default="", description=f"Training file. {_FORM}")
-    dev: str = Field(default="", description="Labelled file that chooses the checkpoint; empty for none.")
-    test: str = Field(
+    train: LocalPath = Field(default="", description=f"Training file. {_FORM}")
+    dev: LocalPath = Field(
+        default="", description="Labelled file that chooses the checkpoint; empty for none."
+    )
+    test: LocalPath = Field(
         default="", description="File to predict at the end, with labels or without; may be empty."
     )
     token_column: int = Field(

@@ -19,7 +19,7 @@ from finetune.sets.squad import Question
 from finetune.task import Head, Objective, Windows
 from finetune.text import Column, TextEncoder, distinct, frame, ragged, slide
 from pretrain.errors import InputError
-from pretrain.settings import Section
+from pretrain.settings import LocalPath, Section
 
 logger = logging.getLogger(__name__)
 
@@ -31,14 +31,16 @@ _WORDS = {0: "0", 1: "1", 2: "2", 4: "3 to 4", 8: "5 to 8", 16: "9 to 16", math.
 class QuestionsSettings(Section):
     """Span questions: an answer is marked in a context (SQuAD v1.1), or said not to be in it (v2.0)."""
 
-    train: str = Field(
+    train: LocalPath = Field(
         default="",
         description="Questions to learn from: SQuAD's nested .json of v1.1 or v2.0, or flat records as .json or .jsonl.",
     )
-    dev: str = Field(
+    dev: LocalPath = Field(
         default="", description="Questions to score on; they choose the checkpoint and the threshold."
     )
-    test: str = Field(default="", description="Questions to answer at the end, with answers or without.")
+    test: LocalPath = Field(
+        default="", description="Questions to answer at the end, with answers or without."
+    )
     stride: int = Field(
         default=128,
         ge=0,

@@ -22,6 +22,7 @@ from typing import Any
 
 from pretrain.bench import page, results
 from pretrain.bench.results import Failure, Machine, Results, Row, Run
+from pretrain.commands import local_path
 from pretrain.errors import InputError, MachineError
 from pretrain.files import disk_errors, read_manifest, sha256_file
 from pretrain.preflight import environment
@@ -113,14 +114,19 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 done, 2 your input, 3 a benchmark failed; its row says why, the others are measured.",
         allow_abbrev=False,
     )
-    parser.add_argument("--corpus", type=Path, required=True, metavar="DIR", help="prepared corpus folder")
     parser.add_argument(
-        "--text", type=Path, required=True, metavar="FILE",
+        "--corpus", type=local_path, required=True, metavar="DIR", help="prepared corpus folder"
+    )
+    parser.add_argument(
+        "--text", type=local_path, required=True, metavar="FILE",
         help="WikiExtractor file to prepare: its first 50 MB, with --quick 10 MB",
     )  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="without BERT-Base, and with less text")
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="otherwise runs/bench-DATE-TIME-COMMIT, below this folder"
+        "--out",
+        type=local_path,
+        metavar="FOLDER",
+        help="otherwise runs/bench-DATE-TIME-COMMIT, below this folder",
     )
     return parser
 

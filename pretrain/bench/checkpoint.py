@@ -16,6 +16,7 @@ from typing import Any
 from pretrain.bench.contestants import bench_config
 from pretrain.bench.results import aligned
 from pretrain.checkpoint.saver import Saver
+from pretrain.commands import local_path
 from pretrain.config import RunConfig
 from pretrain.engine import Engine
 from pretrain.model.heads import PretrainingModel
@@ -34,7 +35,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--size", default="base", help="model size (default: base)")
     parser.add_argument("--zero", type=int, default=1, choices=[0, 1, 2, 3], help="ZeRO stage (default: 1)")
     parser.add_argument("--rounds", type=int, default=5, help="saves of each kind; the median is reported")
-    parser.add_argument("--dir", type=Path, help="where to write; otherwise the temporary folder")
+    parser.add_argument("--dir", type=local_path, help="where to write; otherwise the temporary folder")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)
     config = bench_config("unused", options.size, 128, 8)

@@ -8,9 +8,9 @@ overlap. A row is slower or faster where the change is real and not below the th
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from pretrain.bench.results import Figure, Results, Row, aligned, number, read, short_commit, span
+from pretrain.commands import local_path
 from pretrain.errors import InputError
 
 EXIT_SLOWER = 1
@@ -74,8 +74,8 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 nothing became slower, 1 something did, or failed only in B, 2 your input.",
         allow_abbrev=False,
     )
-    parser.add_argument("a", type=Path, metavar="A.json", help="bench.json of before")
-    parser.add_argument("b", type=Path, metavar="B.json", help="bench.json of after")
+    parser.add_argument("a", type=local_path, metavar="A.json", help="bench.json of before")
+    parser.add_argument("b", type=local_path, metavar="B.json", help="bench.json of after")
     parser.add_argument(
         "--threshold", type=float, default=0.05, metavar="SHARE",
         help="least change that counts (default: 0.05, which is 5 %%)",

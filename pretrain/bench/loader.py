@@ -26,6 +26,7 @@ import numpy as np
 import torch
 
 from pretrain.batches.loader import BatchMaker, Loader
+from pretrain.commands import local_path
 from pretrain.config import Corpus, Phase, RunConfig
 from pretrain.corpus.shards import Shard, TokenShards, open_shards
 from pretrain.errors import InputError
@@ -42,12 +43,12 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="./launch.sh bench loader", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--corpus", type=Path, help="prepared corpus folder (default: a synthetic one)")
+    parser.add_argument("--corpus", type=local_path, help="prepared corpus folder (default: a synthetic one)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512], help="sequence lengths")
     parser.add_argument("--sequences", type=int, default=256, help="sequences per batch")
     parser.add_argument("--repeats", type=int, default=5, help="alternations; the median is reported")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    parser.add_argument("--resume-only", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--resume-only", type=local_path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.resume_only:
         print(json.dumps(_resume_here(options.resume_only)))

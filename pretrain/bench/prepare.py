@@ -43,6 +43,7 @@ import numpy as np
 import psutil
 from tokenizers import Tokenizer
 
+from pretrain.commands import local_path
 from pretrain.config import RunConfig, Source
 from pretrain.corpus import docstrings, jobs, prepare, sources
 from pretrain.corpus.sentences import split_sentences
@@ -92,10 +93,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="./launch.sh bench prepare", description=(__doc__ or "").split("\n")[0]
     )
-    parser.add_argument("--file", type=Path, help="WikiExtractor file (default: the installed docstrings)")
+    parser.add_argument(
+        "--file", type=local_path, help="WikiExtractor file (default: the installed docstrings)"
+    )
     parser.add_argument("--limit-mb", type=float, default=0, help="only the first MB of it; 0 takes all")
     parser.add_argument(
-        "--vocabulary", type=Path, help="folder with a tokenizer.json (default: one trained on the file)"
+        "--vocabulary",
+        type=local_path,
+        help="folder with a tokenizer.json (default: one trained on the file)",
     )
     parser.add_argument("--repeats", type=int, default=5, help="alternations; the median is reported")
     parser.add_argument("--check-ids", action="store_true", help="compare every sentence's ids instead")

@@ -243,7 +243,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     """The checkpoint's state.json."""
     try:
         return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(
             f"{checkpoint / 'state.json'}: cannot be read ({error}). Use another checkpoint."
         ) from None

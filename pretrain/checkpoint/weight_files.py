@@ -80,7 +80,7 @@ def read_json(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise InputError(f"{path}: not found. Give a folder with a released model.") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as JSON ({error}). Download it again.") from None
     if not isinstance(value, dict):
         raise InputError(f"{path}: holds no JSON object. Download it again.")

@@ -12,6 +12,7 @@ from pretrain.corpus import jobs
 from pretrain.errors import InputError
 
 _MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence needs another document
+_ROWS = 1 << 18  # compared at once
 
 
 @dataclass
@@ -33,7 +34,7 @@ class ShardPlan:
 
 
 class Documents:
-    """The table of all documents: 32 bytes each, in the order of the corpus."""
+    """The table of all documents, in the order of the corpus: 36 bytes each, and up to as much again to sort them."""
 
     def __init__(
         self, table: np.ndarray, source: np.ndarray, parts: list[str], sizes: list[int], read: list[Summary]
@@ -48,12 +49,13 @@ class Documents:
     def load(cls, work: Path, summaries: list[Summary], validation_fraction: float) -> Documents:
         """Read the tables of all part files and decide which documents stay and which are held out."""
         parts = [part for summary in summaries for part in summary.parts]
-        tables = [jobs.load_documents(work / part) for part in parts]
         of_part = [summary.source for summary in summaries for _ in summary.parts]
-        sizes = [len(table) for table in tables]
+        sizes = [jobs.count_documents(work / part) for part in parts]
         source = np.repeat(np.array(of_part, np.uint16), sizes)
-        table = np.concatenate([np.zeros(0, jobs.DOCUMENT), *tables])
+        table = np.empty(sum(sizes), jobs.DOCUMENT)
         documents = cls(table, source, parts, sizes, summaries)
+        for part, rows in zip(parts, documents.by_part(table), strict=True):
+            rows[:] = jobs.load_documents(work / part)
         documents._decide(validation_fraction)
         return documents
 
@@ -61,10 +63,13 @@ class Documents:
         """Keep the first of every group of equal documents; hold out those whose hash is below the fraction."""
         first, second = self.table["hash"][:, 0], self.table["hash"][:, 1]
         order = np.lexsort((second, first))  # stable: equal documents stay in the order of the corpus
-        repeated = np.zeros(len(order), bool)
-        repeated[1:] = (first[order[1:]] == first[order[:-1]]) & (second[order[1:]] == second[order[:-1]])
         self.stays = np.ones(len(order), bool)
-        self.stays[order[repeated]] = False
+        for start in range(1, len(order), _ROWS):
+            these = order[start : start + _ROWS]
+            before = order[start - 1 :][: len(these)]
+            repeated = (first[these] == first[before]) & (second[these] == second[before])
+            self.stays[these[repeated]] = False
+        del order
         if not self.stays.any():
             read = sum(summary.documents for summary in self._read)
             raise InputError(
@@ -83,9 +88,9 @@ class Documents:
 
     def sample(self, most_bytes: int) -> np.ndarray:
         """bool [D]: training documents with the lowest hashes, at most `most_bytes` of text, at least one."""
-        candidates = np.flatnonzero(self.stays & ~self.held_out)
+        candidates = self._numbers(self.stays & ~self.held_out)
         if not candidates.size:
-            candidates = np.flatnonzero(self.stays)
+            candidates = self._numbers(self.stays)
         ordered = candidates[np.argsort(self.table["hash"][candidates, 1], kind="stable")]
         fits = np.cumsum(self.table["bytes"][ordered], dtype=np.int64) <= most_bytes
         chosen = np.zeros(len(self.table), bool)
@@ -98,7 +103,7 @@ class Documents:
         for split, mask in (("train", self.stays & ~self.held_out), ("validation", self.held_out)):
             number = 0
             for source in np.unique(self._source):
-                documents = np.flatnonzero(mask & (self._source == source))
+                documents = self._numbers(mask & (self._source == source))
                 ends = np.cumsum(self.table["items"][documents], dtype=np.int64)
                 start = 0
                 while start < len(documents):
@@ -114,6 +119,10 @@ class Documents:
                     number += 1
                     start = end
         return plans
+
+    def _numbers(self, chosen: np.ndarray) -> np.ndarray:
+        """Numbers of the documents where bool `chosen` is set, as narrow as they fit."""
+        return np.flatnonzero(chosen).astype(np.min_scalar_type(len(chosen)))
 
     def selections(self, documents: np.ndarray) -> list[tuple[str, np.ndarray]]:
         """Ascending document numbers as (part, numbers within it)."""

@@ -89,6 +89,13 @@ class Part:
         return Part(self.items[items], self.sentence_items[sentences], self.documents[keep], self.distinct)
 
 
+def count_documents(path: Path) -> int:
+    """Rows of the DOCUMENT table of a part file."""
+    with path.open("rb") as file:
+        np.lib.format.read_magic(file)
+        return np.lib.format.read_array_header_1_0(file)[0][0]
+
+
 def load_documents(path: Path) -> np.ndarray:
     """The DOCUMENT table of a part file, without the rest."""
     with path.open("rb") as file:

@@ -10,8 +10,12 @@ A shard holds documents of one source and one split. `manifest.json` lists them 
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
+import mmap
+import resource
+import sys
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +24,13 @@ from typing import IO, Any
 import numpy as np
 
 from pretrain.errors import InputError, MachineError
-from pretrain.files import MANIFEST, atomic_open, sha256_file, verify_manifest, write_json
+from pretrain.files import MANIFEST, allow_open_files, atomic_open, sha256_file, verify_manifest, write_json
 
 FORMAT = 1
 _PROVEN = ".proven.json"
 _ARRAYS = ("tokens", "sentences", "documents")
+# A mapping needs no descriptor; before Python 3.13 mmap keeps one all the same.
+_NO_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 
 def token_dtype(vocabulary_size: int) -> np.dtype:
@@ -59,7 +65,9 @@ class TokenShards:
 def open_shards(folder: Path, split: str) -> TokenShards:
     """Open the shards of `split` ("train" or "validation"). File sizes are checked, contents are not read.
 
-    Raises `InputError` if the folder is not a prepared corpus or a file is missing, truncated or of another format.
+    Raises:
+        InputError: the folder is not a prepared corpus, or a file is missing, truncated or of another format.
+        MachineError: a file cannot be opened or read, though it is there.
     """
     folder = Path(folder)
     if not (folder / MANIFEST).exists():
@@ -67,6 +75,7 @@ def open_shards(folder: Path, split: str) -> TokenShards:
             f"{folder}: not a prepared corpus (no {MANIFEST}). Run `prepare` with this config first."
         )
     manifest = _check_format(folder, verify_manifest(folder, content=False))
+    allow_open_files(len(_ARRAYS) * len(manifest["shards"]))
     return TokenShards(
         folder=folder,
         fingerprint=manifest["fingerprint"],
@@ -117,13 +126,7 @@ def _check_format(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def _open_shard(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -> Shard:
-    arrays = {}
-    for part in _ARRAYS:
-        path = folder / f"{entry['name']}.{part}.npy"
-        try:
-            arrays[part] = np.load(path, mmap_mode="r", allow_pickle=False)
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path}: damaged ({error}). Prepare the corpus again.") from None
+    arrays = {part: _mapped(folder / f"{entry['name']}.{part}.npy") for part in _ARRAYS}
     expected = {
         "tokens": (np.dtype(manifest["dtype"]), (entry["tokens"],)),
         "sentences": (np.dtype(np.uint64), (entry["sentences"] + 1,)),
@@ -136,6 +139,33 @@ def _open_shard(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -
                 f"{dtype} {shape}. Prepare the corpus again."
             )
     return Shard(entry["name"], entry["split"], entry["source"], **arrays)
+
+
+def _mapped(path: Path) -> np.ndarray:
+    """The array in a .npy file, memory-mapped and read-only."""
+    try:
+        with path.open("rb") as file:
+            if np.lib.format.read_magic(file) != (1, 0):
+                raise ValueError("another version of .npy")
+            shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
+            if fortran or dtype.hasobject:
+                raise ValueError("not as it was written")
+            mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **_NO_DESCRIPTOR)
+            return np.ndarray(shape, dtype, mapping, offset=file.tell())
+    except (ValueError, TypeError) as error:
+        raise InputError(f"{path}: damaged ({error}). Prepare the corpus again.") from None
+    except OSError as error:
+        if error.errno == errno.EMFILE:
+            most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+            advice = (
+                "Raise the limit (ulimit -n), or prepare the corpus with larger shards (corpus.shard_tokens)."
+            )
+            found = (
+                f"{path}: cannot be opened beside the other shards: this process may have {most} open files"
+            )
+            raise MachineError(f"{found}. {advice}") from None
+        advice = "Check the storage that holds it, and its permissions."
+        raise MachineError(f"{path}: cannot be read ({error.strerror}). {advice}") from None
 
 
 class ShardWriter:

@@ -185,7 +185,7 @@ def _check_column(source: Source, file: Path, where: str) -> None:
             names = list(row) if isinstance(row, dict) else []
         else:
             return
-    except (ValueError, pa.ArrowException, *_BROKEN):
+    except (ValueError, RecursionError, pa.ArrowException, *_BROKEN):
         return
     if source.text_column not in names:
         raise InputError(
@@ -560,7 +560,7 @@ def _jsonl_texts(data: bytes, piece: Piece, problems: Problems) -> Iterator[str]
             continue
         try:
             text = json.loads(line)[column]
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             problems.add(path, "line that is not JSON", f"line {number + 1} of block {piece.block}: {error}")
         except (KeyError, TypeError):
             problems.add(path, f"line without {column!r}", f"line {number + 1} of block {piece.block}")

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pretrain.dashboard.panels import panels_for
 from pretrain.dashboard.subjects import Subject, subject
 from pretrain.errors import InputError
+from pretrain.settings import read_values
 from pretrain.tracking.records import METRICS, is_training, read_records
 
 # What a fine-tuning leaves: its scores, or word of why there are none.
@@ -182,13 +181,20 @@ def _ascending(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    """The run's config, {} without one; of its phases what is shown here is checked."""
+    if not path.exists():
         return {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read ({str(error).splitlines()[0]}). Restore it.") from None
-    return config if isinstance(config, dict) else {}
+    config = read_values(path)
+    phases = config.get("phases") or []
+    if not isinstance(phases, list) or not all(map(_is_phase, phases)):
+        raise InputError(f"{path}: phases is no list with steps and sequence_length of each. Restore it.")
+    return config
+
+
+def _is_phase(value: Any) -> bool:
+    return isinstance(value, dict) and all(
+        isinstance(value.get(key), int) for key in ("steps", "sequence_length")
+    )
 
 
 def _read_scores(path: Path, top: Path) -> Iterator[Score]:
@@ -200,7 +206,7 @@ def _read_scores(path: Path, top: Path) -> Iterator[Score]:
             return
         for part, values in said["scores"].items():
             yield Score(label, part, said["metric"], values, said.get("step"), learnt)
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InputError(
             f"{path}: damaged ({error!r}). Restore it, or remove it and run the same command again."
         ) from None

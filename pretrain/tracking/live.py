@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pretrain.errors import InputError
 from pretrain.tracking.records import METRICS, parse_record
 
 if TYPE_CHECKING:
@@ -172,10 +173,10 @@ class _Progress:
     def _read_phases(self) -> list[tuple[int, int, int]]:
         """(steps, global sequences, sequence length) of each phase; [] until the run's config is written."""
         if not self._phases:
-            import yaml
+            from pretrain.settings import read_values
 
-            with contextlib.suppress(OSError, yaml.YAMLError, KeyError, TypeError):
-                config = yaml.safe_load((self._run_dir / "config.yaml").read_text(encoding="utf-8"))
+            with contextlib.suppress(InputError, KeyError, TypeError, ValueError):
+                config = read_values(self._run_dir / "config.yaml")
                 self._phases = [
                     (int(phase["steps"]), int(phase["global_sequences"]), int(phase["sequence_length"]))
                     for phase in config["phases"]

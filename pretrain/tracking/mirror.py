@@ -83,7 +83,11 @@ def _wandb_key_set() -> bool:
     import wandb
 
     # `wandb login` keeps the key in ~/.netrc, under the name of its server.
-    host = urlsplit(os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url).hostname or ""
+    server = os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url
+    try:
+        host = urlsplit(server).hostname or ""
+    except ValueError:
+        raise InputError(f"WANDB_BASE_URL: {server!r} is no URL. Correct or unset it.") from None
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):

@@ -12,11 +12,15 @@ from pretrain.files import atomic_open, disk_errors
 
 METRICS = "metrics.jsonl"
 
+_TEXTS = ("split", "event", "message")
+_LARGEST = 1e300  # a number beyond it, or none, stops whoever calculates with it
+_LAST_SECOND = 253_402_300_799  # of the year 9999, the last that can be shown
+
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
     """All records of a run's metrics.jsonl in file order; [] without one. A torn last line is left out.
 
-    Raises `InputError` with the line's number where anything before the last line is no JSON object.
+    Raises `InputError` with the line's number where anything before the last line is no record.
     """
     path = run_dir / METRICS
     if not path.is_file():
@@ -24,11 +28,11 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
     lines = path.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, 1):
-        record = parse_record(line)
-        if record is not None:
-            records.append(record)
-        elif number < len(lines):
-            raise InputError(f"{path}:{number}: not a JSON object. Remove the line, or restore the file.")
+        try:
+            records.append(_record(line))
+        except ValueError as error:
+            if number < len(lines):
+                raise InputError(f"{path}:{number}: {error}. Remove the line, or restore the file.") from None
     return records
 
 
@@ -49,11 +53,46 @@ def is_training(record: dict[str, Any]) -> bool:
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
+    """The record in a line of metrics.jsonl; None where there is none."""
     try:
-        record = json.loads(line)
+        return _record(line)
     except ValueError:
         return None
-    return record if isinstance(record, dict) else None
+
+
+def _record(line: bytes) -> dict[str, Any]:
+    """The record in a line; `ValueError` says what is wrong with it."""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict):
+        raise ValueError("not a JSON object")
+    for key, value in record.items():
+        expected = _expected(key, value, in_event="event" in record)
+        if expected:
+            shown = repr(value)
+            raise ValueError(f"{key} is {shown[:60]}{'...' * (len(shown) > 60)}; expected {expected}")
+    return record
+
+
+def _expected(key: str, value: Any, *, in_event: bool) -> str:
+    """What should stand under `key` where `value` is something else; "" where it is right."""
+    if key in _TEXTS:
+        return "" if isinstance(value, str) else "text"
+    if key == "step":
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        return "" if whole and 0 <= value < 2**63 else "a step"
+    if key == "time":
+        return "" if _is_number(value) and 0 <= value <= _LAST_SECOND else "seconds since 1970"
+    if in_event:  # each kind of event has details of its own
+        return ""
+    numbers = value if isinstance(value, list) else [value]
+    return "" if all(one is None or _is_number(one) for one in numbers) else "a number"
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and -_LARGEST < value < _LARGEST
 
 
 def keep_until(path: Path, step: int) -> None:

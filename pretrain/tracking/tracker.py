@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.config import Run
-from pretrain.files import disk_errors
+from pretrain.files import append_open, disk_errors
 from pretrain.tracking.mirror import WandbMirror, wandb_arguments, wandb_mode, wandb_names
 from pretrain.tracking.records import METRICS, keep_until
 
@@ -54,7 +54,7 @@ class Tracker:
             run_dir.mkdir(parents=True, exist_ok=True)
             keep_until(path, step if run_id else -1)
             # Unbuffered: what `log` wrote is the system's, and a full disk is told at once and once.
-            self._file = path.open("ab", buffering=0)
+            self._file = append_open(path, buffering=0)
         if mode != "off":
             self._wandb = WandbMirror(mode, wandb_arguments(config, run_dir, self.run_id, card, job_type))
 
@@ -86,7 +86,7 @@ class Tracker:
             with disk_errors(path):
                 self._file.close()
                 keep_until(path, step)
-                self._file = path.open("ab", buffering=0)
+                self._file = append_open(path, buffering=0)
 
     @property
     def mirrored(self) -> bool:

@@ -10,7 +10,7 @@ from finetune.sets import glue, tables
 from finetune.sets.files import is_encoding
 from finetune.sets.glue import Name as GlueName
 from finetune.sets.labels import Problem
-from pretrain.settings import Section
+from pretrain.settings import SEVERAL_LINES, LocalPath, Section
 
 # Of each problem; the first chooses the checkpoint unless the settings say otherwise.
 SCORES: dict[Problem, tuple[str, ...]] = {
@@ -26,21 +26,21 @@ class ClassificationSettings(Section):
     glue: GlueName = Field(
         default="", description="A task of GLUE by name: its official files, labels and scores."
     )
-    glue_dir: str = Field(
+    glue_dir: LocalPath = Field(
         default="", description="glue: folder with the official downloads (CoLA, SST-2, ...)."
     )
-    dataset: str = Field(
+    dataset: LocalPath = Field(
         default="",
         description="Hugging Face: hub name, or a folder written by save_to_disk. train, dev and test name its splits.",
     )
     subset: str = Field(default="", description="dataset: configuration name.")
     revision: str = Field(default="", description="dataset: pinned commit, required for hub names.")
-    train: str = Field(
+    train: LocalPath = Field(
         default="",
         description="Training set: a .csv, .tsv, .jsonl, .json or .parquet file, also compressed (.gz, .bz2, .xz).",
     )
-    dev: str = Field(default="", description="Labelled set that chooses the checkpoint.")
-    test: str = Field(default="", description="Set to predict at the end, with labels or without.")
+    dev: LocalPath = Field(default="", description="Labelled set that chooses the checkpoint.")
+    test: LocalPath = Field(default="", description="Set to predict at the end, with labels or without.")
     dev_share: float = Field(
         default=0.0,
         ge=0,
@@ -57,6 +57,7 @@ class ClassificationSettings(Section):
     )
     delimiter: str = Field(
         default="",
+        json_schema_extra=SEVERAL_LINES,
         description="csv, tsv: the character between columns; empty is a comma in .csv, a tab in .tsv.",
     )
     quoting: Literal["auto", "standard", "none"] = Field(
@@ -84,7 +85,9 @@ class ClassificationSettings(Section):
         default=(), description="Names to show for labels, in the same order, where the files have numbers."
     )
     label_separator: str = Field(
-        default="", description="multi_label: what separates labels in a cell; empty: cells are JSON lists."
+        default="",
+        json_schema_extra=SEVERAL_LINES,
+        description="multi_label: what separates labels in a cell; empty: cells are JSON lists.",
     )
     class_weights: Literal["none", "balanced"] = Field(
         default="none",
@@ -136,6 +139,8 @@ class ClassificationSettings(Section):
             raise ValueError(
                 f"delimiter: {self.delimiter!r} is more than one character; a tab is '\\t' in quotes"
             )
+        if self.delimiter in ("\n", '"'):
+            raise ValueError(f"delimiter: {self.delimiter!r} ends a row or quotes a cell; name another")
         if not self.header and not self.glue:
             for name in ("text_column", "pair_column", "label_column"):
                 if isinstance(value := getattr(self, name), str) and value:

@@ -1,0 +1,188 @@
+"""Locks, logs and shards on file systems and under limits that are not those of the developer's machine."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import logging
+import os
+import resource
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import make_vocabulary, write_corpus
+
+from pretrain.corpus import shards as shards_of
+from pretrain.corpus.shards import open_shards
+from pretrain.errors import InputError, MachineError
+from pretrain.files import append_open, locked
+
+ROOT = Path(__file__).parent.parent
+
+
+# ---- locks
+
+
+def test_a_lock_is_held_against_others(tmp_path: Path) -> None:
+    path = tmp_path / "run" / ".lock"
+    with locked(path, "another works there") as held:
+        assert held is True
+        with pytest.raises(InputError, match="another works there"), locked(path, "another works there"):
+            pass
+    with locked(path, "another works there"):
+        pass
+
+
+@pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
+def test_without_locks_the_work_goes_on_with_a_warning(
+    tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*arguments: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with caplog.at_level(logging.WARNING), locked(tmp_path / ".lock", "another works there") as held:
+        assert held is False
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        f"{tmp_path}/.lock: this file system has no locks ({os.strerror(error)}). "
+        f"See to it that nothing else works in {tmp_path} at the same time."
+    )
+
+
+# ---- names that lead elsewhere
+
+
+@pytest.fixture
+def precious(tmp_path: Path) -> Path:
+    path = tmp_path / "precious"
+    path.write_text("not yours")
+    return path
+
+
+def test_a_lock_file_is_neither_followed_nor_emptied(tmp_path: Path, precious: Path) -> None:
+    link = tmp_path / ".lock"
+    link.symlink_to(precious)
+    with pytest.raises(InputError, match=r"\.lock: is a link or no regular file"), locked(link, "taken"):
+        pass
+    assert precious.read_text() == "not yours"
+    link.unlink()
+    link.write_text("kept")
+    with locked(link, "taken"):
+        assert link.read_text() == "kept"
+
+
+def test_a_log_is_appended_to_and_no_link_followed(tmp_path: Path, precious: Path) -> None:
+    path = tmp_path / "worker-0.log"
+    for text in (b"one\n", b"two\n"):
+        with append_open(path) as file:
+            file.write(text)
+    assert path.read_text() == "one\ntwo\n"
+    link = tmp_path / "ray.log"
+    link.symlink_to(precious)
+    with pytest.raises(InputError, match=r"ray\.log: is a link or no regular file"):
+        append_open(link)
+    link.unlink()
+    link.symlink_to(tmp_path / "to be made")
+    with pytest.raises(InputError, match=r"ray\.log: is a link or no regular file"):
+        append_open(link)
+    assert not (tmp_path / "to be made").exists()
+    assert precious.read_text() == "not yours"
+
+
+def test_a_pipe_in_the_place_of_a_log_does_not_hang(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "log")
+    opened: list[BaseException] = []
+
+    def open_it() -> None:
+        try:
+            append_open(tmp_path / "log")
+        except InputError as error:
+            opened.append(error)
+
+    thread = threading.Thread(target=open_it, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert opened
+
+
+def test_a_workers_log_follows_no_link(tmp_path: Path, precious: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from cluster.worker import WorkerEnd, _log_to\n"
+        "try: _log_to(Path(sys.argv[1]), 0)\n"
+        "except WorkerEnd as end: print(end.kind)\n"
+    )
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "worker-0.log").symlink_to(precious)
+    command = [sys.executable, "-c", program, str(tmp_path / "logs" / "worker-0.log")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "InputError\n"
+    assert precious.read_text() == "not yours"
+
+
+# ---- shards
+
+
+@pytest.fixture
+def many_shards(tmp_path: Path) -> Path:
+    """A corpus of 40 shards, which are 120 files."""
+    document = [np.arange(5, 9)]
+    parts = [(0, [document]) for _ in range(40)]
+    return write_corpus(
+        tmp_path / "corpus", {"train": parts, "validation": parts[:1]}, make_vocabulary(200), weights=(1.0,)
+    )
+
+
+_OPEN = """
+import os, sys
+from pretrain.corpus.shards import open_shards
+from pretrain.errors import RunError
+before = len(os.listdir("/proc/self/fd"))
+try:
+    shards = open_shards(sys.argv[1], "train").shards
+    print(sum(int(shard.tokens.sum()) for shard in shards), len(os.listdir("/proc/self/fd")) - before)
+except RunError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def opened(corpus: Path, soft: int, hard: int) -> str:
+    """What a process says that opens the corpus under these limits of open files."""
+    done = subprocess.run(
+        [sys.executable, "-c", _OPEN, str(corpus)], cwd=ROOT, capture_output=True, text=True, check=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)),
+    )  # fmt: skip
+    return done.stdout
+
+
+def test_more_shards_than_the_soft_limit_are_opened(many_shards: Path) -> None:
+    total, descriptors = opened(many_shards, 64, 1024).split()
+    assert int(total) == 40 * (5 + 6 + 7 + 8)
+    assert int(descriptors) == (0 if sys.version_info >= (3, 13) else 120)
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 13), reason="a mapping keeps no descriptor there")
+def test_more_shards_than_the_hard_limit_are_no_damage(many_shards: Path) -> None:
+    said = opened(many_shards, 64, 64)
+    assert said.startswith(f"MachineError {many_shards}/")
+    assert "this process may have 64 open files. Raise the limit (ulimit -n)" in said
+
+
+def test_storage_that_fails_is_no_damage(many_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mmap(*arguments: object, **named: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(shards_of.mmap, "mmap", mmap)
+    with pytest.raises(MachineError, match=r"cannot be read \(Input/output error\)\. Check the storage"):
+        open_shards(many_shards, "train")
+
+
+def test_mapped_arrays_are_read_only_and_let_go_of_their_pages(many_shards: Path) -> None:
+    shard = open_shards(many_shards, "train").shards[0]
+    for array in (shard.tokens, shard.sentences, shard.documents):
+        assert not array.flags.writeable
+        assert isinstance(array.base, shards_of.mmap.mmap)
