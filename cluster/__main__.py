@@ -86,7 +86,7 @@ def _list(arguments: argparse.Namespace) -> None:
         metadata = job.metadata or {}
         table.add_row(
             job.submission_id, metadata.get("bertrain", "other"), jobs.state(job), jobs.clock(job.start_time),
-            "".join(jobs.progress(Path(metadata.get("run_dir", "/nowhere")))),
+            "; ".join(jobs.progress(job)),
         )  # fmt: skip
     if table.row_count:
         Console().print(table)

@@ -22,6 +22,7 @@ from cluster.driver import choose_token
 from cluster.nodes import nodes_fit
 from cluster.worker import one_line
 from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.worker import WAITING_FILE
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
@@ -264,7 +265,7 @@ def describe(job: JobDetails) -> str:
     metadata = job.metadata or {}
     if "run_dir" in metadata:
         lines.append(f"  run folder {metadata['run_dir']}")
-        lines += [f"  {line}" for line in progress(Path(metadata["run_dir"]))]
+        lines += [f"  {line}" for line in progress(job)]
     return "\n".join(lines)
 
 
@@ -288,8 +289,20 @@ def exit_code(job: JobDetails) -> int:
     return job.driver_exit_code or MachineError.exit_code
 
 
-def progress(run_dir: Path) -> list[str]:
-    """How far a run is by its folder; [] where that cannot be seen from here."""
+def progress(job: JobDetails) -> list[str]:
+    """How far a job's run is by its folder, and what it waits for; [] where that cannot be seen from here."""
+    run_dir = Path((job.metadata or {}).get("run_dir", "/nowhere"))
+    return [*(_waiting(run_dir) if job.status not in ENDED else ()), *_trained(run_dir)]
+
+
+def _waiting(run_dir: Path) -> list[str]:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        notice = json.loads((run_dir / "logs" / WAITING_FILE).read_text(encoding="utf-8"))
+        return [f"{notice['message']}, for {_clock(time.time() - notice['time'])}"]
+    return []
+
+
+def _trained(run_dir: Path) -> list[str]:
     from pretrain.tracking.records import is_training, read_records
 
     try:
@@ -343,6 +356,9 @@ def clock(milliseconds: int | None) -> str:
 
 def _duration(job: JobDetails) -> str:
     end = (job.end_time or time.time() * 1000) / 1000
-    seconds = max(0, int(end - (job.start_time or 0) / 1000))
-    hours, rest = divmod(seconds, 3600)
-    return f"{'ran' if job.status in ENDED else 'for'} {hours}:{rest // 60:02}:{rest % 60:02}"
+    return f"{'ran' if job.status in ENDED else 'for'} {_clock(end - (job.start_time or 0) / 1000)}"
+
+
+def _clock(seconds: float) -> str:
+    hours, rest = divmod(max(0, int(seconds)), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}"

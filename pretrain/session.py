@@ -44,7 +44,8 @@ def process_group(worker: Worker) -> Iterator[None]:
 def choose_device(settings: EngineSettings, worker: Worker) -> torch.device:
     """This worker's device; settings that it cannot serve are refused with the reason."""
     if torch.cuda.is_available():
-        device = torch.device("cuda", worker.local_rank)
+        # Where each process sees its own GPU alone, that is number 0.
+        device = torch.device("cuda", worker.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
         return device
     if settings.precision == "fp16":
