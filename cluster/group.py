@@ -16,7 +16,15 @@ from typing import Any
 from cluster.failures import Failures
 from cluster.members import Found, MemberError, Members, NoRoomError
 from cluster.nodes import usable_nodes
-from cluster.room import LOOK_SECONDS, Growth, fewest_workers, find_room, wait_for_room, waiting_seconds
+from cluster.room import (
+    LOOK_SECONDS,
+    Growth,
+    add_event,
+    fewest_workers,
+    find_room,
+    wait_for_room,
+    waiting_seconds,
+)
 from cluster.run import LOGS, last_line
 from cluster.worker import CRASH, RESTART_FILE, WorkerEnd, error_from, one_line, restart_flag, stop_flag
 from pretrain.errors import MachineError, StoppedError
@@ -27,7 +35,6 @@ logger = logging.getLogger(__name__)
 
 ROOM_SECONDS = 20  # for the cluster to make room for the workers
 _VERDICT_SECONDS = 8.0  # for Ray to learn that a node is lost, where that decides over the run's end
-_WORTH_TELLING_SECONDS = 10.0  # of a wait for nodes
 
 
 def train(request: dict[str, Any], *, use_gpu: bool, keep_logs: Callable[[], None]) -> None:
@@ -45,7 +52,9 @@ def train(request: dict[str, Any], *, use_gpu: bool, keep_logs: Callable[[], Non
     told: set[str] = set()  # ids of bad nodes that an event named
     for attempt in itertools.count():
         avoid = _avoidable(request, failures.bad_nodes())
-        _add_events(request, *(_left_out(avoid[node]) for node in avoid if node not in told))
+        for node in avoid.keys() - told:
+            logger.warning("%s", _left_out(avoid[node]))
+            add_event(request, "left_out", _left_out(avoid[node]))
         told.update(avoid)
         workers = _choose_size(request, failures, avoid, crowded_until)
         (run_dir / RESTART_FILE).unlink(missing_ok=True)
@@ -84,14 +93,14 @@ def train(request: dict[str, Any], *, use_gpu: bool, keep_logs: Callable[[], Non
             crowded_until = None
         logger.info("starting again: %s", reason)
         request["payload"]["resume"] = True
-        request["payload"]["events"] = [_event(event, reason)]
+        request["payload"]["events"] = []
+        add_event(request, event, reason)
 
 
 def _choose_size(
     request: dict[str, Any], failures: Failures, avoid: Mapping[str, str], crowded_until: float | None
 ) -> int:
     """How many workers the cluster holds; `StoppedError` where it stays too small, or a stop is asked for."""
-    began = time.monotonic()
     room = wait_for_room(request, crowded=crowded_until is not None, avoid=avoid, deadline=crowded_until)
     if not room.workers:
         raise StoppedError(
@@ -101,12 +110,6 @@ def _choose_size(
         )
     if request["address"]:
         failures.forgive(room.staying)  # Ray has learned of more nodes that are lost by now
-    waited = time.monotonic() - began
-    if waited > _WORTH_TELLING_SECONDS:
-        _add_events(
-            request,
-            _event("waited", f"{waited:.0f} s for nodes, until there was room for {room.workers} workers"),
-        )
     return room.workers
 
 
@@ -132,21 +135,10 @@ def _avoidable(request: dict[str, Any], bad: dict[str, str]) -> dict[str, str]:
     return {}
 
 
-def _event(kind: str, message: str) -> dict[str, Any]:
-    return {"event": kind, "time": time.time(), "message": message}
-
-
-def _add_events(request: dict[str, Any], *events: dict[str, Any]) -> None:
-    """Have the next start record them, too."""
-    if events:
-        request["payload"]["events"] = [*request["payload"].get("events", ()), *events]
-
-
-def _left_out(address: str) -> dict[str, Any]:
-    return _event(
-        "left_out",
+def _left_out(address: str) -> str:
+    return (
         f"node {address}: workers crashed on it twice within a day, so it gets none. It is used again a day later, when "
-        "Ray was restarted on it, when the others do not suffice, or when the run is started with --resume.",
+        "Ray was restarted on it, when the others do not suffice, or when the run is started with --resume."
     )
 
 

@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 from cluster import local
 from cluster.driver import choose_token
 from cluster.nodes import nodes_fit
+from cluster.turn import ENDED
 from cluster.worker import one_line
 from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.worker import WAITING_FILE
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
 
 KINDS = ("pretrain", "finetune", "prepare")
-ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
 
 _REACH_SECONDS = 3.0
 _ANSWER_SECONDS = 5.0

@@ -20,6 +20,7 @@ from pretrain.worker import WAITING_FILE
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 1.0
+_WORTH_TELLING_SECONDS = 10.0  # of a wait
 _OWN_SECONDS = 10.0  # for a Ray of our own, to which no nodes come: it may be slow to answer
 _SINGLE_BUNDLES = 64  # at most so many, beyond the fewest workers, are asked of an autoscaler
 
@@ -110,16 +111,27 @@ def wait_for_room(
     with _Demand(request, avoid) as demand, _Notice(request) as notice:
         while True:
             room, why = _look(request, crowded, avoid, demand)
+            waited = time.monotonic() - began
+            if room.workers and waited > _WORTH_TELLING_SECONDS:
+                add_event(
+                    request, "waited", f"{waited:.0f} s for nodes; there is room for {room.workers} workers"
+                )
             if room.workers or time.monotonic() > deadline:
                 return room
             if stop.is_set():
                 raise StoppedError(
                     f"{request['run_dir']}: stopped while it waited for nodes. --resume goes on."
                 )
-            if time.monotonic() - began > LOOK_SECONDS:  # most waits are over at the second look
+            if waited > LOOK_SECONDS:  # most waits are over at the second look
                 notice.tell(why)
                 demand.make(room.nodes)
             time.sleep(LOOK_SECONDS)
+
+
+def add_event(request: Mapping[str, Any], kind: str, message: str) -> None:
+    """Have the next start of the workers record an event."""
+    event = {"event": kind, "time": time.time(), "message": message}
+    request["payload"].setdefault("events", []).append(event)
 
 
 def waiting_seconds(request: Mapping[str, Any]) -> float:

@@ -13,15 +13,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from cluster import group, job, jobs, room
+from cluster import group, room
 from cluster.group import _cause, _Crash
-from cluster.job import _ahead
 from cluster.members import PROCESS_TITLE
 from cluster.nodes import Node, nodes_fit, share_out
 from cluster.run import _Signals, end_session, last_line, run
@@ -369,55 +367,6 @@ def test_a_head_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(room, "usable_nodes", usable_nodes)
     monkeypatch.setattr(group, "_attempt", lambda *_: None)
     group.train(_request(tmp_path, 0), use_gpu=False, keep_logs=lambda: None)
-    assert not answers
-
-
-class _Known:
-    """The jobs of a cluster of eight CPUs, as `jobs.Jobs` lists them."""
-
-    address = "http://127.0.0.1:8265"
-
-    def __init__(self, **workers: tuple[int, int]) -> None:
-        self._jobs = [
-            SimpleNamespace(
-                submission_id=name, status="RUNNING",
-                metadata={"workers": str(low), "most_workers": str(high), "cpus_per_worker": "1"},
-            )
-            for name, (low, high) in workers.items()
-        ]  # fmt: skip
-
-    def all(self) -> list[Any]:
-        return self._jobs
-
-
-def test_a_job_waits_for_all_that_those_before_it_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "nodes_of", lambda _: [{"resources_total": {"CPU": 8.0}}])
-    assert _ahead(_Known(elastic=(1, 8), small=(1, 1)), "small") == ["elastic"]
-    assert _ahead(_Known(half=(4, 4), elastic=(1, 8)), "elastic") == []
-    assert _ahead(_Known(half=(4, 4), whole=(8, 8), small=(1, 1)), "small") == ["half", "whole"]
-
-
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_waiting_job_outlives_a_silent_head_and_hears_a_stop(
-    monkeypatch: pytest.MonkeyPatch, stopped: bool
-) -> None:
-    """A stop that comes while the head is asked must not be lost, though it is the job's turn."""
-    answers: list[Any] = [MachineError("away"), ["other"], []]
-
-    def ahead(*_: Any) -> list[str]:
-        answer = answers.pop(0)
-        if not answers and stopped:
-            os.kill(os.getpid(), signal.SIGTERM)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(job, "_dashboard", lambda: "")
-    monkeypatch.setattr(jobs, "Jobs", lambda _: None)
-    monkeypatch.setattr(job, "_ahead", ahead)
-    monkeypatch.setattr(job, "_POLL_SECONDS", 0.01)
-    with pytest.raises(StoppedError) if stopped else contextlib.nullcontext():
-        job._await_turn("mine")
     assert not answers
 
 
