@@ -60,7 +60,7 @@ def _submit(arguments: argparse.Namespace) -> int:
 
     job = read_job(arguments.run, folder=arguments.dir or Path.cwd(), workers=arguments.workers)
     cluster = jobs.Jobs(arguments.address)
-    cluster.submit(job)
+    cluster.submit(job, wait_for_nodes=arguments.wait_for_nodes)
     if not arguments.follow:
         print(f"{job.name}: submitted to {cluster.address}. Watch it with ./launch.sh logs -f {job.name}")
         return 0
@@ -145,6 +145,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_address(submit)
     submit.add_argument("--workers", metavar="N|MIN-MAX", help="worker processes, or a range to keep within")
     submit.add_argument("--follow", action="store_true", help="print what the job prints, to its end")
+    submit.add_argument(
+        "--wait-for-nodes", action="store_true",
+        help="submit though the cluster is too small now: nodes will come, as by an autoscaler",
+    )  # fmt: skip
     submit.add_argument(
         "--dir", type=Path, metavar="FOLDER",
         help="folder on the cluster, shared by its machines, that relative paths start from; otherwise this one",

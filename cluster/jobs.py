@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 KINDS = ("pretrain", "finetune", "prepare")
 
+_JOB_BYTES = 90 << 20  # of a job on the head while it waits: Ray's supervisor has 73 MiB, our process 13
 _REACH_SECONDS = 3.0
 _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.5
@@ -100,25 +101,26 @@ class Jobs:
             self._client: JobSubmissionClient = JobSubmissionClient(self.address)
             self._client.list_jobs()  # the version is told to anyone
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, *, wait_for_nodes: bool = False) -> None:
         """Start the run, or continue it where it was begun; it goes on when this process has ended.
+
+        With `wait_for_nodes` a cluster that is too small as it is will do: the run waits for nodes on it.
 
         Raises:
             InputError: it runs or waits already.
-            MachineError: its workers would never fit on the cluster.
+            MachineError: its workers would not fit on the cluster, or its head holds no more jobs.
         """
-        before = self.find(job.name)
+        known = self.all()
+        before = next((one for one in known if one.submission_id == job.name), None)
         if before is not None and before.status not in ENDED:
             raise InputError(
                 f"{job.name}: is {before.status.lower()} already on {self.address}. Watch it with `logs -f {job.name}`, "
                 f"end it with `stop {job.name}`, or choose another name."
             )
-        nodes = [
-            (int(node["resources_total"].get("CPU", 0)), int(node["resources_total"].get("GPU", 0)))
-            for node in nodes_of(self.address)
-        ]
-        needed = 1 if job.kind == "prepare" else job.workers[0]
-        nodes_fit(nodes, needed, job.cpus_per_worker, f"the cluster at {self.address}")
+        found = nodes_of(self.address)
+        _check_head(found, sum(one.status not in ENDED for one in known), self.address)
+        if not wait_for_nodes:
+            _check_room(found, job, self.address)
         if before is not None:
             self._forget(before)
         self.start(job.name, "cluster.job", _metadata(job))
@@ -235,6 +237,28 @@ class Jobs:
             raise MachineError(
                 f"{self.address}: the cluster did not answer as Ray does ({one_line(error)})."
             ) from None
+
+
+def _check_room(nodes: list[dict[str, Any]], job: Job, address: str) -> None:
+    sizes = [
+        (int(node["resources_total"].get("CPU", 0)), int(node["resources_total"].get("GPU", 0)))
+        for node in nodes
+    ]
+    needed = 1 if job.kind == "prepare" else job.workers[0]
+    try:
+        nodes_fit(sizes, needed, job.cpus_per_worker, f"the cluster at {address}")
+    except MachineError as error:
+        raise MachineError(f"{error} Where nodes will come, add --wait-for-nodes.") from None
+
+
+def _check_head(nodes: list[dict[str, Any]], jobs: int, address: str) -> None:
+    """Refuse (`MachineError`) a job that the head has no memory for: it would take all others with it."""
+    memory = next((node["resources_total"].get("memory", 0) for node in nodes if node["is_head_node"]), 0)
+    if memory and (jobs + 1) * _JOB_BYTES > memory:
+        raise MachineError(
+            f"the cluster at {address} runs or holds {jobs} jobs, as many as the memory of its head allows "
+            f"({memory / 2**30:.1f} GiB, {_JOB_BYTES >> 20} MiB each). Submit again when some have ended."
+        )
 
 
 def nodes_of(dashboard: str) -> list[dict[str, Any]]:

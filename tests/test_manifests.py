@@ -257,13 +257,25 @@ def test_an_elastic_run_goes_on_without_a_pod(
     given = [f"place.storage={tmp_path}", "scheduling.min_workers=8", "scheduling.workers=16"]
     data = kuberay(config, *given)["ConfigMap"]["data"]
     program(tmp_path / "bin", "ray", f'echo "$@" >>{tmp_path}/calls\nexit {0 if drained else 1}\n')
-    program(tmp_path / "bin", "pgrep", "exit 1\n")  # nothing of the run in this pod
+    # Workers, until they were looked for once; the command is not in this pod.
+    seen = tmp_path / "seen"
+    program(tmp_path / "bin", "pgrep", f'[[ "$*" != *ray::* || -e {seen} ]] && exit 1\ntouch {seen}\n')
     hook = ["bash", "-c", data["stop.sh"]]
     assert (
         subprocess.run(hook, env=with_programs(tmp_path / "bin", HOSTNAME=host), timeout=20).returncode == 0
     )
     assert (tmp_path / "runs/my-run/stop").exists() == stops
     assert (tmp_path / "calls").exists() == ("head" not in host)
+
+
+def test_a_pod_with_nothing_of_the_run_asks_nothing(config: Path, tmp_path: Path) -> None:
+    """The run may have been started again elsewhere by now, and the request would be taken for its own."""
+    (tmp_path / "runs/my-run").mkdir(parents=True)
+    data = kuberay(config, f"place.storage={tmp_path}")["ConfigMap"]["data"]
+    program(tmp_path / "bin", "pgrep", "exit 1\n")
+    hook = ["bash", "-c", data["stop.sh"]]
+    assert subprocess.run(hook, env=with_programs(tmp_path / "bin"), timeout=20).returncode == 0
+    assert not (tmp_path / "runs/my-run/stop").exists()
 
 
 # ray up
