@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster.failures import Failures
 from cluster.members import Found, MemberError, Members, NoRoomError
-from cluster.nodes import usable_nodes
+from cluster.nodes import Node, usable_nodes
 from cluster.room import (
     LOOK_SECONDS,
     Growth,
@@ -196,19 +196,30 @@ class _Overseer:
             except Exception as error:  # a head that is away for a while
                 logger.warning("the nodes cannot be asked for: %s", one_line(error))
                 continue
-            if any(node.draining and node.id in held for node in nodes):
-                self._ask("a node is drained")
+            reason = self._reason(nodes, held, growth)
+            if reason and self._ask(reason):
                 return
-            if self._request["min_workers"]:
-                room = find_room(nodes, self._request, held=held, avoid=self._avoid).workers
-                if growth.due(room, time.monotonic()):
-                    self._ask(f"nodes have come, with room for {room} workers")
-                    return
 
-    def _ask(self, reason: str) -> None:
+    def _reason(self, nodes: Sequence[Node], held: Mapping[str, int], growth: Growth) -> str:
+        """Why the workers are to end now; empty where they are not."""
+        if any(node.draining and node.id in held for node in nodes):
+            return "a node is drained"
+        if self._request["min_workers"]:
+            room = find_room(nodes, self._request, held=held, avoid=self._avoid).workers
+            if growth.due(room, time.monotonic()):
+                return f"nodes have come, with room for {room} workers"
+        return ""
+
+    def _ask(self, reason: str) -> bool:
         self.reason = reason
+        try:
+            self._restart.set()
+        except OSError as error:
+            self.reason = None
+            logger.warning("%s, but the workers cannot be asked to end: %s", reason, one_line(error))
+            return False
         logger.info("%s: the workers are to save and end", reason)
-        self._restart.set()
+        return True
 
 
 def _newest_step(run_dir: Path) -> int:

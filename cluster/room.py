@@ -179,7 +179,7 @@ def _look(
     wanted = fewest_workers(request)
     try:
         nodes = usable_nodes()
-        if (request.get("use_gpu") or demand.gpus) and not any(node.gpus for node in nodes):
+        if demand.gpus and not any(node.gpus for node in nodes):
             return Room([], 0), f"waiting for nodes: has none with a GPU, for {wanted} workers"
         room = find_room(nodes, request, held=held, avoid=avoid)
         placed = demand.placed()
@@ -207,7 +207,9 @@ class _Demand:
 
     @property
     def gpus(self) -> bool:
-        """Whether the autoscaler has nodes with GPUs, so that the workers should wait for one."""
+        """Whether each worker takes a GPU: known once workers have run, otherwise because an autoscaler has some."""
+        if "use_gpu" in self._request:
+            return self._request["use_gpu"]
         if self._gpus is None:
             self._gpus = bool(self._request["address"]) and _autoscaled_gpus() > 0
         return self._gpus
@@ -216,7 +218,7 @@ class _Demand:
         """Ask for what is missing, once."""
         if self._groups or not self._request["address"]:
             return
-        gpu = self._request.get("use_gpu") or self.gpus or any(node.gpus for node in nodes)
+        gpu = self.gpus or any(node.gpus for node in nodes)
         resources = {"CPU": self._request["cpus_per_worker"] or 1, **({"GPU": 1} if gpu else {})}
         low, high = fewest_workers(self._request), self._request["workers"]
         for size in [low] + [1] * min(high - low, _SINGLE_BUNDLES):

@@ -29,6 +29,7 @@ _SILENCE_SECONDS = 120.0  # of the cluster's head, while a job waits
 _STOP_SECONDS = 0.5  # after which a stop is heard
 _SHORTEST_PAUSE_SECONDS = 2.0
 _LONGEST_PAUSE_SECONDS = 30.0
+_FEW = 3  # names of jobs, in the log
 _NODES_SECONDS = 60.0  # after which nodes are asked for again, though no job has ended
 
 # Prints the dashboard's URL. In a process of its own: importing Ray takes 60 MB, which Python does not give back.
@@ -88,7 +89,7 @@ def _wait(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) -> None:
             )
         if its_turn:
             return
-        if queue and told != (told := ", ".join(queue.ahead)):
+        if queue and told != (told := _few(queue.ahead)):
             print(f"{name}: waits for {told}", flush=True)
         _sleep(pause(len(queue.ahead) if queue else 0), stopped)
 
@@ -224,6 +225,11 @@ class Dashboard:
             ) from None
         finally:
             connection.close()
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _FEW} more" if len(names) > _FEW else ""
+    return ", ".join(names[:_FEW]) + more
 
 
 def _waiting(job: Mapping[str, Any]) -> Waiting:

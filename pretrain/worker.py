@@ -56,7 +56,12 @@ class Flag:
         """Write the file. It is renamed into place, so a link of that name is replaced and not followed."""
         aside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
         try:
-            aside.write_text(f"{_OWNER}{self.owner}\n", encoding="utf-8")
+            aside.touch()
+            try:
+                aside.write_text(f"{_OWNER}{self.owner}\n", encoding="utf-8")
+            except OSError:  # on a full disk the file stays empty
+                if self.since is None:
+                    raise
             aside.replace(self.path)
         finally:
             with contextlib.suppress(OSError):

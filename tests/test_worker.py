@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -64,6 +65,20 @@ def test_a_file_that_names_nobody_counts_when_it_is_new(tmp_path: Path) -> None:
     os.utime(path, ns=(began, began))
     assert flag.is_set()
     assert not Flag(path, "launch", since=None).is_set(), "only who starts the workers again asks for that"
+
+
+def test_a_stop_is_heard_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a file can be made, but nothing be written into it."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    stop = Flag(tmp_path / "stop", "launch")
+    stop.set()
+    assert stop.is_set()
+    with pytest.raises(OSError, match="No space left"):
+        Flag(tmp_path / "restart", "launch 1", since=None).set()
 
 
 def test_a_link_is_no_flag_and_is_not_followed(tmp_path: Path) -> None:
