@@ -25,7 +25,7 @@ from pretrain.errors import InputError, MachineError, StoppedError
 ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
 
 _ANSWER_SECONDS = 10.0
-_SILENCE_SECONDS = 120.0  # of the cluster's head, while a job waits
+_SILENCE_SECONDS = 600.0  # of the cluster's head, while a job waits; without a head the job is ended anyway
 _STOP_SECONDS = 0.5  # after which a stop is heard
 _SHORTEST_PAUSE_SECONDS = 2.0
 _LONGEST_PAUSE_SECONDS = 30.0
@@ -61,7 +61,7 @@ def await_turn(name: str) -> None:
 
     Raises:
         StoppedError: a SIGTERM came.
-        MachineError: the cluster's head did not answer for two minutes.
+        MachineError: the cluster's head did not answer for ten minutes.
     """
     stopped: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))
