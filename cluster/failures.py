@@ -13,7 +13,7 @@ _CRASHES_OF_A_BAD_NODE = 2
 
 
 @dataclass(frozen=True)
-class _Crash:
+class _Entry:
     time: float
     nodes: frozenset[str]  # of all workers
     blamed: str  # the node of the worker that crashed first; empty where that is not known
@@ -32,8 +32,8 @@ class Failures:
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
-        self._counted: list[_Crash | None] = []  # None: the workers did not start
-        self._remembered: list[_Crash] = []
+        self._counted: list[_Entry | None] = []  # None: the workers did not start
+        self._remembered: list[_Entry] = []
         self._addresses: dict[str, str] = {}
 
     def add(self, nodes: Mapping[str, str], blamed: str, *, progressed: bool) -> None:
@@ -44,7 +44,7 @@ class Failures:
             blamed: id of the node of the worker that crashed; empty where that is not known.
             progressed: whether a checkpoint was written since the crash before.
         """
-        crash = _Crash(self._clock(), frozenset(nodes), blamed)
+        crash = _Entry(self._clock(), frozenset(nodes), blamed)
         self._counted = [crash] if progressed else [*self._counted, crash]
         self._remembered.append(crash)
         self._addresses.update(nodes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from cluster import group, jobs, room
 from cluster.failures import Failures
@@ -23,6 +25,7 @@ from cluster.room import Growth, wait_for_room
 from cluster.run import drive
 from cluster.worker import WorkerEnd, restart_flag, stop_flag
 from pretrain.errors import MachineError, StoppedError
+from pretrain.tracking.live import _Progress
 
 
 def node(name: str, cpus: int = 2, *, gpus: int = 0, draining: bool = False, free: int | None = None) -> Node:
@@ -159,6 +162,19 @@ def test_a_notice_of_a_driver_that_was_killed_is_removed(
     show(monkeypatch, lambda: [node("a", 4)])
     wait_for_room(request_)
     assert not notice.exists()
+
+
+def test_the_terminal_tells_a_wait_once(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    notice, said = tmp_path / "logs/waiting.json", io.StringIO()
+    progress = _Progress(tmp_path, 10, Console(file=said))
+    for message in ("has room for 1 of 4", "has room for 1 of 4", "has room for 2 of 4", ""):
+        if message:
+            notice.write_text(json.dumps({"time": 0.0, "message": message}))
+        else:
+            notice.unlink()
+        progress.poll()
+    assert said.getvalue().splitlines() == ["  has room for 1 of 4", "  has room for 2 of 4"]
 
 
 # Crashes and preemptions
