@@ -239,6 +239,8 @@ class _Demand:
         return self
 
     def __exit__(self, *_: object) -> None:
+        if not self._groups:
+            return
         from ray.util import remove_placement_group
 
         for group in self._groups:
