@@ -69,7 +69,7 @@ def _submit(arguments: argparse.Namespace) -> int:
             "Start its Ray anew with RAY_AUTH_MODE=token; SECURITY.md says more.",
             file=sys.stderr,
         )
-    cluster.submit(job)
+    cluster.submit(job, wait_for_nodes=arguments.wait_for_nodes)
     if not arguments.follow:
         print(f"{job.name}: submitted to {cluster.shown}. Watch it with ./launch.sh logs -f {job.name}")
         return 0
@@ -95,7 +95,7 @@ def _list(arguments: argparse.Namespace) -> None:
         metadata = job.metadata or {}
         cells = (
             str(job.submission_id), metadata.get("bertrain", "other"), jobs.state(job), jobs.clock(job.start_time),
-            "".join(jobs.progress(Path(metadata.get("run_dir", "/nowhere")))),
+            "; ".join(jobs.progress(job)),
         )  # fmt: skip
         table.add_row(*map(printable, cells))
     if table.row_count:
@@ -160,6 +160,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_address(submit)
     submit.add_argument("--workers", metavar="N|MIN-MAX", help="worker processes, or a range to keep within")
     submit.add_argument("--follow", action="store_true", help="print what the job prints, to its end")
+    submit.add_argument(
+        "--wait-for-nodes", action="store_true",
+        help="submit though the cluster is too small now: nodes will come, as by an autoscaler",
+    )  # fmt: skip
     submit.add_argument(
         "--dir", type=local_path, metavar="FOLDER",
         help="folder on the cluster, shared by its machines, that relative paths start from; otherwise this one",

@@ -23,6 +23,7 @@ from typing import Any
 
 from cluster.group import train
 from cluster.nodes import nodes_fit, share_out, usable_nodes
+from cluster.room import fewest_workers, wait_for_room
 from cluster.run import LOGS, RAY_FOLDER, end_session
 from cluster.worker import one_line
 from pretrain.errors import MachineError, RunError
@@ -67,17 +68,21 @@ def main(request_path: str, work: Callable[[dict[str, Any]], None]) -> None:
 def _train(request: dict[str, Any]) -> None:
     """Start or join Ray, run the workers to their end, and leave Ray again."""
 
-    least = request["min_workers"] or request["workers"]
+    least = fewest_workers(request)
 
     def share(nodes: Sequence[tuple[int, int]], where: str) -> None:
+        if request["address"]:
+            nodes = wait_for_room(request).sizes
+            where += f", after a wait of up to {request['wait_for_nodes_seconds']:.0f} s (scheduling.wait_for_nodes_seconds),"
         request["cpus_per_worker"] = share_out(
             nodes, least, request["workers"], request["cpus_per_worker"], where
         )
+        request["use_gpu"] = any(gpu for _, gpu in nodes)
 
     if not request["address"]:  # said before torch and Ray are loaded
         nodes_fit([(_cores(), 0)], least, request["cpus_per_worker"], _here())
-    with ray_of(request, share) as nodes:
-        train(request, use_gpu=any(gpu for _, gpu in nodes), keep_logs=lambda: _keep_ray_logs(request))
+    with ray_of(request, share):
+        train(request, use_gpu=request["use_gpu"], keep_logs=lambda: _keep_ray_logs(request))
 
 
 @contextlib.contextmanager

@@ -8,14 +8,25 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.members import MemberError, Members, NoRoomError
-from cluster.nodes import Node, most_that_fit, usable_nodes
-from cluster.run import LOGS, RESTART_FILE, STOP_FILE, last_line
-from cluster.worker import CRASH, WorkerEnd, error_from, one_line
+from cluster.failures import Failures
+from cluster.members import Found, MemberError, Members, NoRoomError
+from cluster.nodes import Node, usable_nodes
+from cluster.room import (
+    LOOK_SECONDS,
+    Growth,
+    add_event,
+    fewest_workers,
+    find_room,
+    wait_for_room,
+    waiting_seconds,
+)
+from cluster.run import LOGS, last_line
+from cluster.worker import CRASH, RESTART_FILE, WorkerEnd, error_from, one_line, restart_flag, stop_flag
 from pretrain.errors import MachineError, StoppedError
 from pretrain.files import MANIFEST
 from pretrain.worker import HANG_FILE
@@ -23,92 +34,112 @@ from pretrain.worker import HANG_FILE
 logger = logging.getLogger(__name__)
 
 ROOM_SECONDS = 20  # for the cluster to make room for the workers
-_LOOK_SECONDS = 1.0
-_LOOKS_TO_GROW = 2  # in a row, so that a node that flickers does not stop everything
-_PATIENCE_SECONDS = 60.0  # for lost nodes to return, where the rest is too small
+_VERDICT_SECONDS = 8.0  # for Ray to learn that a node is lost, where that decides over the run's end
 
 
 def train(request: dict[str, Any], *, use_gpu: bool, keep_logs: Callable[[], None]) -> None:
     """Run the workers to their end, however often they have to start.
 
-    request["min_workers"] to request["workers"] of them, as many as the cluster holds at each start. A crash costs one
-    of request["max_failures"], which are had anew when a checkpoint was written since; a change of size costs none.
+    request["min_workers"] to request["workers"] of them, as many as the cluster holds at each start; where it holds too
+    few, nodes are waited for. A crash costs one of request["max_failures"], which are had anew when a checkpoint was
+    written since; a preemption or a change of size costs none. Nodes on which workers crashed twice are left out where
+    the others have room.
     """
     run_dir = Path(request["run_dir"])
-    failures, reached, crowded = 0, _newest_step(run_dir), False
+    request["use_gpu"] = use_gpu
+    failures, reached = Failures(request["max_failures"]), _newest_step(run_dir)
+    crowded_until: float | None = None  # the cluster turned out to be busy, and is waited for until then
+    told: set[str] = set()  # ids of bad nodes that an event named
     for attempt in itertools.count():
-        workers = _choose_size(request, crowded=crowded)
-        crowded = False
+        avoid = _avoidable(request, failures.bad_nodes())
+        for node in avoid.keys() - told:
+            logger.warning("%s", _left_out(avoid[node]))
+            add_event(request, "left_out", _left_out(avoid[node]))
+        told.update(avoid)
+        workers = _choose_size(request, failures, avoid, crowded_until)
         (run_dir / RESTART_FILE).unlink(missing_ok=True)
-        with _Overseer(request, workers) as overseer:
+        with _Overseer(request, attempt, workers, avoid) as overseer:
             try:
-                return _attempt(request, attempt, workers, use_gpu, overseer.watch)
+                return _attempt(request, attempt, workers, use_gpu, overseer.watch, avoid)
             except _Crash as crash:
                 hang = _hang(run_dir, since=overseer.began)
-                reason = hang or f"worker {crash.rank}: {crash.reason}"
+                rank, reason = hang or (crash.rank, f"worker {crash.rank}: {crash.reason}")
                 logger.warning("start %d ended in a crash, %s", attempt + 1, reason)
                 keep_logs()
-                _refuse_if_stopped(run_dir, reason)
+                _refuse_if_stopped(request, reason)
                 newest = _newest_step(run_dir)
-                failures, reached = (1, newest) if newest > reached else (failures + 1, reached)
-                if failures > request["max_failures"]:
-                    raise _used_up(run_dir, crash.rank, reason, request["max_failures"]) from None
+                failures.add(overseer.nodes, overseer.node_of(rank), progressed=newest > reached)
+                reached = max(reached, newest)
+                if lost := _forgive(request, failures):
+                    reason = f"lost the node {', '.join(lost)} ({reason})"
+                if failures.exhausted:
+                    raise _used_up(request, crash.rank, reason, failures) from None
                 event = "hang" if hang else "restart"
             except NoRoomError as error:
-                failures, crowded = failures + 1, True
-                if not request["min_workers"] or failures > request["max_failures"]:
-                    raise _not_started(request, workers, str(error)) from None
+                crowded_until = crowded_until or time.monotonic() + waiting_seconds(request)
+                reason = str(error)
+                if reason:
+                    failures.add_start()
+                never = not request["address"] and not request["min_workers"]
+                if never or failures.exhausted or time.monotonic() > crowded_until:
+                    raise _not_started(request, workers, reason) from None
                 event = "restart"
-                reason = str(error) or "nodes went, or others took them, while the workers were started"
+                reason = reason or "nodes went, or others took them, while the workers were started"
             except StoppedError:
-                if overseer.reason is None or (run_dir / STOP_FILE).exists():
+                if overseer.reason is None or stop_flag(request).is_set():
                     raise
                 event, reason = "resize", overseer.reason
+        if overseer.began_work:
+            crowded_until = None
         logger.info("starting again: %s", reason)
         request["payload"]["resume"] = True
-        request["payload"]["events"] = [{"event": event, "time": time.time(), "message": reason}]
+        request["payload"]["events"] = []
+        add_event(request, event, reason)
 
 
-def _choose_size(request: dict[str, Any], *, crowded: bool) -> int:
-    """How many workers the cluster holds now; `StoppedError` where it stays too small.
-
-    What others hold counts only where the cluster turned out to be `crowded`: after a crash it is known to be free later
-    than it is.
-    """
-    low, high = request["min_workers"] or request["workers"], request["workers"]
-    deadline = time.monotonic() + _PATIENCE_SECONDS
-    while True:
-        why = f"the cluster has no room for {low} workers any more"
-        try:
-            workers = _room(
-                usable_nodes(), low, high, request["cpus_per_worker"], held={} if crowded else None
-            )
-        except Exception as error:  # a head that is away for a while
-            why = f"the cluster's head does not answer any more ({one_line(error)})"
-            logger.warning("the nodes cannot be asked for: %s", one_line(error))
-            workers = 0
-        if workers:
-            return workers
-        if time.monotonic() > deadline or (Path(request["run_dir"]) / STOP_FILE).exists():
-            raise StoppedError(
-                f"{request['run_dir']}: {why}. --resume goes on from the newest checkpoint when that is mended."
-            )
-        time.sleep(_LOOK_SECONDS)
-
-
-def _room(
-    nodes: list[Node], low: int, high: int, cpus_per_worker: int, *, held: Mapping[str, int] | None
+def _choose_size(
+    request: dict[str, Any], failures: Failures, avoid: Mapping[str, str], crowded_until: float | None
 ) -> int:
-    """How many workers find room; beside others where `held` says how many of ours each node has already."""
+    """How many workers the cluster holds; `StoppedError` where it stays too small, or a stop is asked for."""
+    room = wait_for_room(request, crowded=crowded_until is not None, avoid=avoid, deadline=crowded_until)
+    if not room.workers:
+        raise StoppedError(
+            f"{request['run_dir']}: the cluster had no room for {fewest_workers(request)} workers for "
+            f"{waiting_seconds(request):.0f} s (scheduling.wait_for_nodes_seconds). "
+            "--resume continues from the newest checkpoint when there are enough nodes."
+        )
+    if request["address"]:
+        failures.forgive(room.staying)  # Ray has learned of more nodes that are lost by now
+    return room.workers
 
-    def room_on(node: Node) -> tuple[int, int]:
-        if held is None:
-            return node.cpus, node.gpus
-        ours = held.get(node.id, 0)
-        return node.free_cpus + ours * cpus_per_worker, node.free_gpus + (ours if node.gpus else 0)
 
-    staying = [room_on(node) for node in nodes if not node.draining]
-    return most_that_fit(staying, low, high, cpus_per_worker)
+def _forgive(request: dict[str, Any], failures: Failures) -> list[str]:
+    """The addresses of nodes whose loss explains the newest crash. The last crash that may be waits for news of it."""
+    if not request["address"]:
+        return []
+    deadline = time.monotonic() + _VERDICT_SECONDS
+    while True:
+        with contextlib.suppress(Exception):  # a head that is away for a while
+            if lost := failures.forgive([node.id for node in usable_nodes() if not node.draining]):
+                return lost
+        if not failures.exhausted or time.monotonic() > deadline:
+            return []
+        time.sleep(LOOK_SECONDS)
+
+
+def _avoidable(request: dict[str, Any], bad: dict[str, str]) -> dict[str, str]:
+    """The bad nodes, by id with their addresses, if the others have room for the run; else none."""
+    with contextlib.suppress(Exception):  # a head that is away for a while
+        if bad and find_room(usable_nodes(), request, avoid=bad).workers:
+            return bad
+    return {}
+
+
+def _left_out(address: str) -> str:
+    return (
+        f"node {address}: workers crashed on it twice within a day, so it gets none. It is used again a day later, when "
+        "Ray was restarted on it, when the others do not suffice, or when the run is started with --resume."
+    )
 
 
 class _Overseer:
@@ -116,22 +147,37 @@ class _Overseer:
 
     Attributes:
         reason: why they were asked to end; None if they were not.
+        began: when the attempt began, as `time.time` has it.
     """
 
-    def __init__(self, request: dict[str, Any], workers: int) -> None:
+    def __init__(self, request: dict[str, Any], attempt: int, workers: int, avoid: Collection[str]) -> None:
         self.reason: str | None = None
         self.began = time.time()
-        self._request, self._workers = request, workers
-        self._run_dir = Path(request["run_dir"])
-        self._nodes: Mapping[str, int] = {}
+        self._request, self._workers, self._avoid = request, workers, avoid
+        self._restart = restart_flag(request, attempt)
+        self._found: Sequence[Found] = ()
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._look, name="overseer", daemon=True)
 
-    def watch(self, nodes: Mapping[str, int]) -> None:
-        """The workers run on these nodes, so many on each."""
-        self._nodes = nodes
+    def watch(self, found: Sequence[Found]) -> None:
+        """The workers run there, by rank."""
+        self._found = found
         if self._request["address"]:  # a Ray of our own has one node, which stays
             self._thread.start()
+
+    @property
+    def began_work(self) -> bool:
+        """Whether the workers were started."""
+        return bool(self._found)
+
+    @property
+    def nodes(self) -> dict[str, str]:
+        """Addresses of the workers' nodes, by id."""
+        return {one.node: one.address for one in self._found}
+
+    def node_of(self, rank: int) -> str:
+        """The id of the node of a worker; empty where that is not known."""
+        return self._found[rank].node if rank < len(self._found) else ""
 
     def __enter__(self) -> _Overseer:
         return self
@@ -142,32 +188,38 @@ class _Overseer:
             self._thread.join()
 
     def _look(self) -> None:
-        looks = 0
-        while not self._end.wait(_LOOK_SECONDS):
+        held = Counter(one.node for one in self._found)
+        growth = Growth(self._workers, self._request["workers"], time.monotonic())
+        while not self._end.wait(LOOK_SECONDS):
             try:
                 nodes = usable_nodes()
             except Exception as error:  # a head that is away for a while
                 logger.warning("the nodes cannot be asked for: %s", one_line(error))
                 continue
-            if any(node.draining and node.id in self._nodes for node in nodes):
-                self._ask("a node is drained")
-                return
-            looks = looks + 1 if self._may_grow(nodes) else 0
-            if looks == _LOOKS_TO_GROW:
-                self._ask("nodes have come")
+            reason = self._reason(nodes, held, growth)
+            if reason and self._ask(reason):
                 return
 
-    def _may_grow(self, nodes: list[Node]) -> bool:
-        low, high = self._request["min_workers"], self._request["workers"]
-        if not low or self._workers == high:
-            return False
-        cpus = self._request["cpus_per_worker"]
-        return _room(nodes, low, high, cpus, held=self._nodes) > self._workers
+    def _reason(self, nodes: Sequence[Node], held: Mapping[str, int], growth: Growth) -> str:
+        """Why the workers are to end now; empty where they are not."""
+        if any(node.draining and node.id in held for node in nodes):
+            return "a node is drained"
+        if self._request["min_workers"]:
+            room = find_room(nodes, self._request, held=held, avoid=self._avoid).workers
+            if growth.due(room, time.monotonic()):
+                return f"nodes have come, with room for {room} workers"
+        return ""
 
-    def _ask(self, reason: str) -> None:
+    def _ask(self, reason: str) -> bool:
         self.reason = reason
+        try:
+            self._restart.set()
+        except OSError as error:
+            self.reason = None
+            logger.warning("%s, but the workers cannot be asked to end: %s", reason, one_line(error))
+            return False
         logger.info("%s: the workers are to save and end", reason)
-        (self._run_dir / RESTART_FILE).touch()
+        return True
 
 
 def _newest_step(run_dir: Path) -> int:
@@ -175,19 +227,19 @@ def _newest_step(run_dir: Path) -> int:
     return max(steps, default=-1)
 
 
-def _hang(run_dir: Path, *, since: float) -> str | None:
-    """What the watchdog of a worker found, if it ended the workers after that time."""
-    with contextlib.suppress(OSError, ValueError):
+def _hang(run_dir: Path, *, since: float) -> tuple[int, str] | None:
+    """The rank that hung and what was seen, if the watchdog of a worker ended the workers after that time."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
         found = json.loads((run_dir / LOGS / HANG_FILE).read_text(encoding="utf-8"))
         if found["time"] >= since:
-            return found["reason"]
+            return found["rank"], found["reason"]
     return None
 
 
-def _refuse_if_stopped(run_dir: Path, reason: str) -> None:
-    if (run_dir / STOP_FILE).exists():
+def _refuse_if_stopped(request: dict[str, Any], reason: str) -> None:
+    if stop_flag(request).is_set():
         raise StoppedError(
-            f"{run_dir}: the workers crashed while stopping ({reason}). --resume continues from the newest checkpoint."
+            f"{request['run_dir']}: the workers crashed while stopping ({reason}). --resume continues from the newest checkpoint."
         )
 
 
@@ -200,11 +252,13 @@ def _not_started(request: dict[str, Any], workers: int, why: str) -> MachineErro
     )
 
 
-def _used_up(run_dir: Path, rank: int, reason: str, max_failures: int) -> MachineError:
-    log = run_dir / LOGS / f"worker-{rank}.log"
+def _used_up(request: dict[str, Any], rank: int, reason: str, failures: Failures) -> MachineError:
+    log = Path(request["run_dir"]) / LOGS / f"worker-{rank}.log"
+    bad = ", ".join(failures.bad_nodes().values()) if request["address"] else ""
+    where = f" Workers crashed more than once on {bad}: check that machine." if bad else ""
     return MachineError(
-        f"{log}: {reason}, and all max_failures={max_failures} restarts without a new checkpoint are used up. Its log ends "
-        f"with: {last_line(log)!r}. Mend the cause and run the same command with --resume."
+        f"{log}: {reason}, and all max_failures={request['max_failures']} restarts without a new checkpoint are used up. "
+        f"Its log ends with: {last_line(log)!r}.{where} Mend the cause and run the same command with --resume."
     )
 
 
@@ -222,14 +276,15 @@ def _attempt(
     attempt: int,
     workers: int,
     use_gpu: bool,
-    begun: Callable[[Mapping[str, int]], None],
+    begun: Callable[[Sequence[Found]], None],
+    avoid: Collection[str],
 ) -> None:
-    """One start of so many workers, to their end; `begun` is told the ids of their nodes."""
+    """One start of so many workers, to their end; `begun` is told where they run, by rank."""
     resources = {"CPU": request["cpus_per_worker"], **({"GPU": 1} if use_gpu else {})}
     started = time.monotonic()
     try:
-        with Members(workers, resources, ROOM_SECONDS) as members:
-            begun(members.nodes)
+        with Members(workers, resources, ROOM_SECONDS, avoid) as members:
+            begun(members.found)
             logger.info(
                 "start %d has its %d workers after %.1f s", attempt + 1, workers, time.monotonic() - started
             )
@@ -256,5 +311,6 @@ def _cause(failures: dict[int, Exception]) -> Exception:
     if gone:
         logger.error("worker %d: %s", gone[0], failures[gone[0]])
         return _Crash(gone[0], "its process died (killed, or out of memory)")
-    rank, end = ends[0]
+    # The first one: what the others say, they say of a peer that was gone by then.
+    rank, end = next((rank, error) for rank, error in failures.items() if isinstance(error, WorkerEnd))
     return _Crash(rank, end.message)

@@ -20,14 +20,16 @@ from cluster import local
 from cluster.address import answers_without_token, check_dashboard, told, without_password
 from cluster.driver import choose_token
 from cluster.nodes import nodes_fit
+from cluster.turn import ENDED
 from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.worker import WAITING_FILE
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient
 
 KINDS = ("pretrain", "finetune", "prepare")
-ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
 
+_JOB_BYTES = 90 << 20  # of a job on the head while it waits: Ray's supervisor has 73 MiB, our process 13
 _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 _WATCH_SECONDS = 2.5
@@ -106,25 +108,26 @@ class Jobs:
         """Whether the cluster answers without a token, so that whoever reaches it can run code there."""
         return answers_without_token(self.address)
 
-    def submit(self, job: Job) -> None:
+    def submit(self, job: Job, *, wait_for_nodes: bool = False) -> None:
         """Start the run, or continue it where it was begun; it goes on when this process has ended.
+
+        With `wait_for_nodes` a cluster that is too small as it is will do: the run waits for nodes on it.
 
         Raises:
             InputError: it runs or waits already.
-            MachineError: its workers would never fit on the cluster.
+            MachineError: its workers would not fit on the cluster, or its head holds no more jobs.
         """
-        before = self.find(job.name)
+        known = self.all()
+        before = next((one for one in known if one.submission_id == job.name), None)
         if before is not None and before.status not in ENDED:
             raise InputError(
                 f"{job.name}: is {before.status.lower()} already on {self.shown}. Watch it with `logs -f {job.name}`, "
                 f"end it with `stop {job.name}`, or choose another name."
             )
-        nodes = [
-            (int(node["resources_total"].get("CPU", 0)), int(node["resources_total"].get("GPU", 0)))
-            for node in nodes_of(self.address)
-        ]
-        needed = 1 if job.kind == "prepare" else job.workers[0]
-        nodes_fit(nodes, needed, job.cpus_per_worker, f"the cluster at {self.shown}")
+        found = nodes_of(self.address)
+        _check_head(found, sum(one.status not in ENDED for one in known), self.shown)
+        if not wait_for_nodes:
+            _check_room(found, job, self.shown)
         if before is not None:
             self._forget(before)
         self.start(job.name, "cluster.job", _metadata(job))
@@ -243,6 +246,28 @@ class Jobs:
             ) from None
 
 
+def _check_room(nodes: list[dict[str, Any]], job: Job, address: str) -> None:
+    sizes = [
+        (int(node["resources_total"].get("CPU", 0)), int(node["resources_total"].get("GPU", 0)))
+        for node in nodes
+    ]
+    needed = 1 if job.kind == "prepare" else job.workers[0]
+    try:
+        nodes_fit(sizes, needed, job.cpus_per_worker, f"the cluster at {address}")
+    except MachineError as error:
+        raise MachineError(f"{error} Where nodes will come, add --wait-for-nodes.") from None
+
+
+def _check_head(nodes: list[dict[str, Any]], jobs: int, address: str) -> None:
+    """Refuse (`MachineError`) a job that the head has no memory for: it would take all others with it."""
+    memory = next((node["resources_total"].get("memory", 0) for node in nodes if node["is_head_node"]), 0)
+    if memory and (jobs + 1) * _JOB_BYTES > memory:
+        raise MachineError(
+            f"the cluster at {address} runs or holds {jobs} jobs, as many as the memory of its head allows "
+            f"({memory / 2**30:.1f} GiB, {_JOB_BYTES >> 20} MiB each). Submit again when some have ended."
+        )
+
+
 def nodes_of(dashboard: str) -> list[dict[str, Any]]:
     """The living nodes, by the dashboard: node_id, node_ip, resources_total and more. The token must be set."""
     from ray.util.state import list_nodes
@@ -273,7 +298,7 @@ def describe(job: JobDetails) -> str:
     metadata = job.metadata or {}
     if "run_dir" in metadata:
         lines.append(f"  run folder {metadata['run_dir']}")
-        lines += [f"  {line}" for line in progress(Path(metadata["run_dir"]))]
+        lines += [f"  {line}" for line in progress(job)]
     return "\n".join(lines)
 
 
@@ -297,8 +322,20 @@ def exit_code(job: JobDetails) -> int:
     return job.driver_exit_code or MachineError.exit_code
 
 
-def progress(run_dir: Path) -> list[str]:
-    """How far a run is by its folder; [] where that cannot be seen from here."""
+def progress(job: JobDetails) -> list[str]:
+    """How far a job's run is by its folder, and what it waits for; [] where that cannot be seen from here."""
+    run_dir = Path((job.metadata or {}).get("run_dir", "/nowhere"))
+    return [*(_waiting(run_dir) if job.status not in ENDED else ()), *_trained(run_dir)]
+
+
+def _waiting(run_dir: Path) -> list[str]:
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        notice = json.loads((run_dir / "logs" / WAITING_FILE).read_text(encoding="utf-8"))
+        return [f"{notice['message']}, for {_clock(time.time() - notice['time'])}"]
+    return []
+
+
+def _trained(run_dir: Path) -> list[str]:
     from pretrain.tracking.records import is_training, read_records
 
     try:
@@ -333,6 +370,9 @@ def clock(milliseconds: int | None) -> str:
 
 def _duration(job: JobDetails) -> str:
     end = (job.end_time or time.time() * 1000) / 1000
-    seconds = max(0, int(end - (job.start_time or 0) / 1000))
-    hours, rest = divmod(seconds, 3600)
-    return f"{'ran' if job.status in ENDED else 'for'} {hours}:{rest // 60:02}:{rest % 60:02}"
+    return f"{'ran' if job.status in ENDED else 'for'} {_clock(end - (job.start_time or 0) / 1000)}"
+
+
+def _clock(seconds: float) -> str:
+    hours, rest = divmod(max(0, int(seconds)), 3600)
+    return f"{hours}:{rest // 60:02}:{rest % 60:02}"

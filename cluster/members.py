@@ -10,7 +10,7 @@ import os
 import socket
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +18,8 @@ from cluster.worker import Place, WorkerEnd, enter, one_line
 
 _LAST_WORDS_SECONDS = 2.0  # after the first failure, for the others to say theirs
 _START_SECONDS = 120.0  # for a process to start where a place for it is
+_NODE_LABEL = "ray.io/node-id"
+_MIG = "MIG-"
 
 
 PROCESS_TITLE = "ray::_Member"  # how the process of a member begins in the list of processes
@@ -30,15 +32,17 @@ class NoRoomError(Exception):
 class Members:
     """`workers` processes with `resources` each, ready to run; use as a context manager, which ends them.
 
-    Raises `NoRoomError` when there is no place for them within `patience` seconds.
+    None is placed on the nodes with the ids `avoid`. Raises `NoRoomError` when there is no place for them within
+    `patience` seconds.
     """
 
-    def __init__(self, workers: int, resources: dict[str, float], patience: float) -> None:
+    def __init__(
+        self, workers: int, resources: dict[str, float], patience: float, avoid: Collection[str] = ()
+    ) -> None:
         import ray
-        from ray.util.placement_group import placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        self._group = placement_group([resources] * workers, strategy="PACK")
+        self._group = ask_for(workers, resources, avoid)
         try:
             if not self._group.wait(patience):
                 raise NoRoomError
@@ -57,14 +61,16 @@ class Members:
             self._remove()
             raise
         # Ranks of one machine follow one another, as launchers of torch have it.
-        order = sorted(range(workers), key=lambda number: (found[number].address, found[number].gpus, number))
+        order = sorted(
+            range(workers),
+            key=lambda number: (
+                found[number].address,
+                [_gpu_order(gpu) for gpu in found[number].gpus],
+                number,
+            ),
+        )
         self._actors = [self._actors[number] for number in order]
         self.found = [found[number] for number in order]
-
-    @property
-    def nodes(self) -> Counter[str]:
-        """How many run on each node, by its id."""
-        return Counter(one.node for one in self.found)
 
     def run(self, request: dict[str, Any]) -> list[dict[str, str] | None]:
         """`cluster.worker.enter` in each, to the end of all; what each returned, by rank.
@@ -126,6 +132,19 @@ class Members:
         remove_placement_group(self._group)
 
 
+def ask_for(workers: int, resources: dict[str, float], avoid: Collection[str] = ()) -> Any:
+    """A placement group of so many bundles, pending until they fit: Ray's autoscaler sees it and starts nodes for it.
+
+    It ends with this process. `ray.autoscaler.sdk.request_resources` would outlive it, and there is only one such
+    request for all users of a cluster.
+    """
+    from ray.util.placement_group import placement_group
+
+    # The same in all bundles; Ray labels each node with its id.
+    selector = [{_NODE_LABEL: f"!in({','.join(sorted(avoid))})"}] * workers if avoid else None
+    return placement_group([resources] * workers, strategy="PACK", bundle_label_selector=selector)  # pyright: ignore[reportArgumentType]
+
+
 class MemberError(Exception):
     """Members failed: their exceptions by rank, `WorkerEnd` for those that could tell, Ray's for those that died."""
 
@@ -136,12 +155,12 @@ class MemberError(Exception):
 
 @dataclass(frozen=True)
 class Found:
-    """Where a member runs: node id, the node's address, a free port there, its GPUs by the node's numbers."""
+    """Where a member runs: node id, the node's address, a free port there, its GPUs as CUDA_VISIBLE_DEVICES names them."""
 
     node: str
     address: str
     port: int
-    gpus: tuple[int, ...]
+    gpus: tuple[str, ...]  # numbers, UUIDs or ids of MIG instances
 
 
 class _Member:
@@ -154,13 +173,13 @@ class _Member:
         with socket.socket() as probe:
             probe.bind(("", 0))
             port = probe.getsockname()[1]
-        gpus = tuple(sorted(int(gpu) for gpu in ray.get_gpu_ids()))
+        gpus = tuple(sorted(map(str, ray.get_gpu_ids()), key=_gpu_order))
         return Found(context.get_node_id(), ray.util.get_node_ip_address(), port, gpus)
 
     def run(self, request: dict[str, Any], place: Place) -> dict[str, str] | None:
         if place.visible_gpus:
             # All GPUs of this machine that are the run's, so that NCCL reaches its peers directly.
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, place.visible_gpus))
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.visible_gpus)
         return enter(request, place)
 
 
@@ -170,7 +189,11 @@ def _places(found: Sequence[Found]) -> list[Place]:
     seen: Counter[str] = Counter()
     places = []
     for rank, one in enumerate(found):
-        visible = sorted({gpu for other in found if other.node == one.node for gpu in other.gpus})
+        visible = sorted(
+            {gpu for other in found if other.node == one.node for gpu in other.gpus}, key=_gpu_order
+        )
+        if any(gpu.startswith(_MIG) for gpu in visible):
+            visible = one.gpus  # CUDA shows a process one MIG instance only, the first that is named
         places.append(
             Place(
                 rank=rank, world_size=len(found), local_rank=seen[one.node], local_world_size=sizes[one.node],
@@ -179,3 +202,8 @@ def _places(found: Sequence[Found]) -> list[Place]:
         )  # fmt: skip
         seen[one.node] += 1
     return places
+
+
+def _gpu_order(gpu: str) -> tuple[bool, int, str]:
+    """Numbers by their value, then UUIDs and ids of MIG instances."""
+    return (True, 0, gpu) if not gpu.isdigit() else (False, int(gpu), "")

@@ -35,10 +35,6 @@ def nodes_fit(
     machine or cluster in the `MachineError` that says what there is when they do not fit, and `setting` what to lower.
     """
     cpus, gpus = sum(cpu for cpu, _ in nodes), sum(gpu for _, gpu in nodes)
-
-    def room(each: int) -> int:
-        return sum(min(cpu // each, gpu) if gpus else cpu // each for cpu, gpu in nodes)
-
     if gpus and workers > gpus:
         raise MachineError(
             f"{where} has {gpus} GPUs, too few for {workers} workers of one GPU each. "
@@ -47,7 +43,7 @@ def nodes_fit(
     largest = max((cpu for cpu, _ in nodes), default=0)
     choices = [cpus_per_worker] if cpus_per_worker else range(largest, 0, -1)
     for each in choices:
-        if room(each) >= workers:
+        if _room(nodes, each) >= workers:
             return each
     raise MachineError(
         f"{where} has {cpus} CPU cores, too few for {workers} workers of {cpus_per_worker or 1} each. "
@@ -55,13 +51,16 @@ def nodes_fit(
     )
 
 
+def _room(nodes: Sequence[tuple[int, int]], each: int) -> int:
+    """For how many workers of `each` CPUs there is room."""
+    gpus = any(gpu for _, gpu in nodes)
+    return sum(min(cpu // each, gpu) if gpus else cpu // each for cpu, gpu in nodes)
+
+
 def most_that_fit(nodes: Sequence[tuple[int, int]], low: int, high: int, cpus_per_worker: int) -> int:
     """How many of `low` to `high` workers find room on `nodes`, a list of (CPUs, GPUs); 0 where not even `low` do."""
-    for workers in range(high, low - 1, -1):
-        with contextlib.suppress(MachineError):
-            nodes_fit(nodes, workers, cpus_per_worker, "")
-            return workers
-    return 0
+    workers = min(high, _room(nodes, cpus_per_worker or 1))
+    return workers if workers >= low else 0
 
 
 def share_out(nodes: Sequence[tuple[int, int]], low: int, high: int, cpus_per_worker: int, where: str) -> int:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import subprocess
@@ -25,12 +26,11 @@ from typing import Any
 import psutil
 
 from cluster.address import without_password
-from cluster.worker import error_from
+from cluster.worker import STOP_FILE, error_from, stop_flag
 from pretrain.errors import InputError, MachineError, StoppedError
 from pretrain.files import append_open, disk_errors
+from pretrain.worker import Flag
 
-STOP_FILE = "stop"
-RESTART_FILE = "restart"  # the workers are to save and end, and will be started again
 LOGS = "logs"
 RAY_LOG = "ray.log"
 
@@ -54,6 +54,7 @@ def run(
     address: str = "",
     max_failures: int = 0,
     min_workers: int = 0,
+    wait_for_nodes_seconds: float = 0.0,
 ) -> None:
     """Call `target` ("package.module:function") with (payload, Worker) in `workers` processes, to its end.
 
@@ -62,7 +63,8 @@ def run(
     `address` ("host:port") joins that Ray cluster, which must see the same files; empty starts a Ray of our
     own on this machine, closed to others and gone when this returns. `cpus_per_worker` 0 shares out the
     cores. With `min_workers` there are as many from it to `workers` as the cluster holds, fewer when nodes are lost or
-    drained and more when they return.
+    drained and more when they return. A cluster that holds fewer is given `wait_for_nodes_seconds`, at the start and
+    later.
 
     A `RunError` raised in a worker is raised here, same class and message, and never retried. Any other end
     of a worker restarts all of them with payload["resume"] = True, at most `max_failures` times without a new
@@ -83,6 +85,7 @@ def run(
             "address": address,
             "max_failures": max_failures,
             "min_workers": min_workers,
+            "wait_for_nodes_seconds": wait_for_nodes_seconds,
         },
         run_dir=run_dir,
     )
@@ -93,27 +96,32 @@ def drive(
 ) -> None:
     """Run a driver of Ray, `python -m MODULE request.json`, to its end and raise what ended it.
 
-    The request is completed by what all drivers need: run_dir, working_dir, ray_dir and outcome. `poll` is called
+    The request is completed by what all drivers need: run_dir, working_dir, ray_dir, outcome, and `launch` and `since`,
+    which tell this launch's stop file from one of another launch (`stop_flag`). `poll` is called
     about four times a second, in this thread, with the private folder `ray_dir`, where a driver may leave word.
     Signals are those of `run`.
     """
     check_address(request["address"])
     run_dir = Path(run_dir).absolute()
-    stop_file = run_dir / STOP_FILE
     with disk_errors(run_dir):
         (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
-        stop_file.unlink(missing_ok=True)
+        (run_dir / STOP_FILE).unlink(missing_ok=True)
+        request = {
+            **request,
+            "run_dir": str(run_dir),
+            "launch": secrets.token_hex(8),
+            "since": _time_at(run_dir),
+        }
 
     with (
         _private_folder() as folder,
         disk_errors(run_dir),
         append_open(run_dir / LOGS / RAY_LOG) as log,
-        _Signals(stop_file) as signals,
+        _Signals(stop_flag(request)) as signals,
     ):
         outcome = folder / "outcome.json"
         request = {
             **request,
-            "run_dir": str(run_dir),
             "working_dir": str(Path.cwd()),
             "ray_dir": str(folder),
             "outcome": str(outcome),
@@ -145,6 +153,12 @@ def _wait(child: subprocess.Popen[bytes], folder: Path, poll: Callable[[Path], N
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_POLL_SECONDS)
     poll(folder)
+
+
+def _time_at(folder: Path) -> int:
+    """Now, by the clock that stamps the files of `folder`: a network file system has its own. Nanoseconds."""
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as file:
+        return os.fstat(file.fileno()).st_mtime_ns
 
 
 def check_address(address: str) -> None:
@@ -214,12 +228,12 @@ def environment() -> dict[str, str]:
 
 
 class _Signals:
-    """While entered, the first SIGTERM or SIGINT creates the stop file; a SIGINT after it ends at once."""
+    """While entered, the first SIGTERM or SIGINT sets the stop flag; a SIGINT after it ends at once."""
 
-    def __init__(self, stop_file: Path):
+    def __init__(self, stop: Flag):
         self.ended_at_once = False
         self.on_second: Callable[[], None] = lambda: None
-        self._stop_file = stop_file
+        self._stop = stop
         self._asked = False
         self._previous: dict[int, Any] = {}
 
@@ -238,7 +252,7 @@ class _Signals:
             self.ended_at_once = True
             self.on_second()
         self._asked = True
-        self._stop_file.touch()
+        self._stop.set()
 
 
 def _raise_outcome(outcome: Path, run_dir: Path, exit_code: int, ended_at_once: bool) -> None:

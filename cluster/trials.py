@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from cluster.driver import main, ray_of
 from cluster.nodes import nodes_fit
-from cluster.run import STOP_FILE, drive
-from cluster.worker import error_from
+from cluster.run import drive
+from cluster.worker import error_from, stop_flag
 from pretrain.errors import MachineError, RunError, StoppedError
 
 EVENTS = "events.jsonl"
@@ -138,7 +138,7 @@ def _tune(request: dict[str, Any]) -> None:
 
         ended = tune_trials(request, use_gpu=any(gpu for _, gpu in nodes))
     unfinished = len(request["trials"]) - ended
-    if unfinished and (Path(request["run_dir"]) / STOP_FILE).exists():
+    if unfinished and stop_flag(request).is_set():
         raise StoppedError(f"{request['run_dir']}: stopped with {unfinished} runs to go.")
     if unfinished:
         raise MachineError(

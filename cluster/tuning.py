@@ -12,9 +12,10 @@ from ray import tune
 from ray.tune.experiment import Trial
 from ray.tune.search import Searcher
 
-from cluster.run import LOGS, STOP_FILE, last_line
+from cluster.run import LOGS, last_line
 from cluster.trials import EVENTS
-from cluster.worker import CRASH, WorkerEnd, enter_trial
+from cluster.worker import CRASH, WorkerEnd, enter_trial, stop_flag
+from pretrain.worker import Flag
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +37,7 @@ def tune_trials(request: dict[str, Any], use_gpu: bool) -> int:
     tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(
-            search_alg=_Queue(len(request["trials"]), Path(request["run_dir"]) / STOP_FILE),
+            search_alg=_Queue(len(request["trials"]), stop_flag(request)),
             num_samples=len(request["trials"]),
             max_concurrent_trials=request["workers"],
             trial_name_creator=_name,
@@ -54,15 +55,15 @@ def tune_trials(request: dict[str, Any], use_gpu: bool) -> int:
 
 
 class _Queue(Searcher):
-    """Hands out the trials in their order, until they are all out or the stop file is there."""
+    """Hands out the trials in their order, until they are all out or a stop is asked for."""
 
-    def __init__(self, trials: int, stop_file: Path) -> None:
+    def __init__(self, trials: int, stop: Flag) -> None:
         super().__init__()
-        self._trials, self._stop_file = trials, stop_file
+        self._trials, self._stop = trials, stop
         self._next = 0
 
     def suggest(self, trial_id: str) -> Any:
-        if self._next == self._trials or self._stop_file.exists():
+        if self._next == self._trials or self._stop.is_set():
             return Searcher.FINISHED
         self._next += 1
         return {"number": self._next - 1}

@@ -10,18 +10,21 @@ import os
 import sys
 import time
 import traceback
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.files import open_regular
-from pretrain.worker import Worker
+from pretrain.worker import Flag, Worker
 
 _ERRORS: dict[str, type[RunError]] = {
     kind.__name__: kind for kind in (RunError, InputError, MachineError, DivergedError, StoppedError)
 }
 CRASH = "crash"
+STOP_FILE = "stop"  # in the run folder: the run is to save and end
+RESTART_FILE = "restart"  # likewise: the workers are to save and end, and will be started again
 
 
 class WorkerEnd(Exception):
@@ -49,6 +52,16 @@ def error_from(data: dict[str, str]) -> RunError:
     return _ERRORS[data["kind"]](data["message"])
 
 
+def stop_flag(request: Mapping[str, Any]) -> Flag:
+    """Asks the whole launch to end. `touch` may set it, too: so does a pod's hook, or a user."""
+    return Flag(Path(request["run_dir"]) / STOP_FILE, request["launch"], request["since"])
+
+
+def restart_flag(request: Mapping[str, Any], attempt: int) -> Flag:
+    """Asks the workers of one attempt of the launch to end."""
+    return Flag(Path(request["run_dir"]) / RESTART_FILE, f"{request['launch']} {attempt}", since=None)
+
+
 @dataclass(frozen=True)
 class Place:
     """A worker among all of a start. `master` and `port` are where they meet."""
@@ -60,7 +73,7 @@ class Place:
     address: str  # of its node, where the others reach it
     master: str
     port: int
-    visible_gpus: tuple[int, ...] = ()
+    visible_gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
 
 
 def enter(request: dict[str, Any], place: Place) -> dict[str, str] | None:
@@ -81,8 +94,7 @@ def enter(request: dict[str, Any], place: Place) -> dict[str, str] | None:
         local_rank=place.local_rank,
         local_world_size=place.local_world_size,
         threads=request["cpus_per_worker"],
-        stop_file=run_dir / "stop",
-        restart_file=run_dir / "restart",
+        flags=(stop_flag(request), restart_flag(request, request["attempt"])),
     )
     try:
         if worker.stop_requested():
@@ -123,7 +135,7 @@ def enter_trial(config: dict[str, int], request: dict[str, Any]) -> dict[str, st
     trial = request["trials"][config["number"]]
     run_dir = Path(trial["run_dir"])
     _log_to(run_dir / "logs" / "worker-0.log", 0)
-    worker = Worker(threads=request["cpus_per_worker"], stop_file=Path(request["run_dir"]) / "stop")
+    worker = Worker(threads=request["cpus_per_worker"], flags=(stop_flag(request),))
     try:
         if worker.stop_requested():
             raise StoppedError(f"{run_dir}: stopped before the first step.")

@@ -124,4 +124,5 @@ def _start(target: str, config: Run, resume: bool, *, alone: bool) -> None:
         address=scheduling.address,
         max_failures=scheduling.max_failures,
         min_workers=scheduling.min_workers,
+        wait_for_nodes_seconds=scheduling.wait_for_nodes_seconds,
     )

@@ -379,6 +379,11 @@ class Scheduling(Section):
         description="Standstill after which the workers are restarted; ten times the longest of late where that is more. "
         "0 never does.",
     )  # fmt: skip
+    wait_for_nodes_seconds: float = Field(
+        default=1800.0, ge=0,
+        description="On a cluster (address): how long to wait for nodes, at the start and when some are lost. An "
+        "autoscaler is told what is missing.",
+    )  # fmt: skip
     max_failures: int = Field(
         default=3, ge=0, description="Worker failures survived by restarting from a checkpoint."
     )

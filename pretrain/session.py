@@ -55,7 +55,8 @@ def settle_device(config: R, worker: Worker) -> tuple[R, torch.device]:
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", worker.local_rank)
+        # Where each process sees its own GPU alone, that is number 0.
+        device = torch.device("cuda", worker.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     config = _settle_precision(config, device, worker)
     if config.engine.precision == "fp16" and device.type == "cpu":

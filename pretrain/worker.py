@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import signal
 import threading
 from collections.abc import Mapping
@@ -11,6 +13,59 @@ from pathlib import Path
 from types import FrameType
 
 HANG_FILE = "hang.json"  # in the run's logs: what a watchdog found, for who restarts the workers
+WAITING_FILE = "waiting.json"  # in the run's logs, as long as the run waits for nodes: {"time", "message"}
+
+_OWNER = "for "
+_OWNER_BYTES = 200
+
+
+@dataclass(frozen=True)
+class Flag:
+    """A file that asks the processes of one attempt to save and end.
+
+    Shared storage may show a file for a minute after it was removed, and a process of an earlier attempt may write one
+    late. So a file counts only where it belongs to this attempt.
+
+    Attributes:
+        path: where the file is.
+        owner: what `set` writes into it; a file of another owner does not count.
+        since: a file that names no owner, as `touch` leaves it, counts when it is not older than this, in nanoseconds by
+            the file system's clock. None: such a file never counts.
+    """
+
+    path: Path
+    owner: str = ""
+    since: int | None = 0
+
+    def is_set(self) -> bool:
+        """Whether the file is there for this attempt. Without a file this costs one stat."""
+        try:
+            self.path.stat()
+            # Opening asks the server of a network file system; the look above is answered from a cache.
+            descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            with os.fdopen(descriptor, "rb") as file:
+                written = os.fstat(descriptor).st_mtime_ns
+                text = file.read(_OWNER_BYTES).decode("utf-8", "replace")
+        except OSError:
+            return False
+        if text.startswith(_OWNER):
+            return text.removeprefix(_OWNER).strip() == self.owner
+        return self.since is not None and written >= self.since
+
+    def set(self) -> None:
+        """Write the file. It is renamed into place, so a link of that name is replaced and not followed."""
+        aside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
+        try:
+            aside.touch()
+            try:
+                aside.write_text(f"{_OWNER}{self.owner}\n", encoding="utf-8")
+            except OSError:  # on a full disk the file stays empty
+                if self.since is None:
+                    raise
+            aside.replace(self.path)
+        finally:
+            with contextlib.suppress(OSError):
+                aside.unlink()
 
 
 @dataclass
@@ -25,14 +80,12 @@ class Worker:
     local_rank: int = 0
     local_world_size: int = 1
     threads: int = 0  # CPU threads for torch; 0 leaves torch alone
-    stop_file: Path | None = None  # its existence asks for a stop
-    restart_file: Path | None = None  # likewise, of who will start the workers again
+    flags: tuple[Flag, ...] = ()  # each asks for a stop where it is set
     _signalled: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
 
     def stop_requested(self) -> bool:
-        """True once this process saw SIGTERM or SIGINT, or one of the files exists. Cheap: two stats."""
-        files = (self.stop_file, self.restart_file)
-        return self._signalled.is_set() or any(file is not None and file.exists() for file in files)
+        """True once this process saw SIGTERM or SIGINT, or a flag is set. Cheap: a stat for each flag."""
+        return self._signalled.is_set() or any(flag.is_set() for flag in self.flags)
 
     def listen(self) -> None:
         """Take SIGTERM and the first SIGINT as a wish to stop; a second SIGINT ends the process at once.

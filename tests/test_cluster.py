@@ -13,20 +13,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
-from cluster import group, job, jobs
+from cluster import group, room
 from cluster.group import _cause, _Crash
-from cluster.job import _ahead
 from cluster.members import PROCESS_TITLE
 from cluster.nodes import Node, nodes_fit, share_out
 from cluster.run import _Signals, end_session, last_line, run
 from cluster.worker import CRASH, WorkerEnd, error_from, one_line
 from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.worker import Flag
 
 ROOT = Path(__file__).parent.parent
 CORES = len(os.sched_getaffinity(0))
@@ -329,17 +328,21 @@ def test_cpus_are_shared_among_as_many_as_there_may_be(nodes, low: int, high: in
 
 
 def test_room_beside_others_counts_what_is_free_and_what_is_ours() -> None:
+    def count(nodes: list[Node], most: int, cpus: int, **options: Any) -> int:
+        request = {"min_workers": 1, "workers": most, "cpus_per_worker": cpus}
+        return room.find_room(nodes, request, **options).workers
+
     nodes = [Node("a", 4, 0, False, 1, 0), Node("b", 4, 0, False, 0, 0), Node("c", 4, 0, True, 4, 0)]
-    assert group._room(nodes, 1, 12, 1, held=None) == 8
-    assert group._room(nodes, 1, 12, 1, held={}) == 1
-    assert group._room(nodes, 1, 12, 1, held={"a": 3, "b": 2}) == 6
-    gpus = [Node("a", 16, 4, False, 12, 1)]
-    assert group._room(gpus, 1, 4, 4, held={"a": 1}) == 2
+    assert count(nodes, 12, 1) == 8
+    assert count(nodes, 12, 1, held={}) == 1
+    assert count(nodes, 12, 1, held={"a": 3, "b": 2}) == 6
+    assert count(nodes, 12, 1, avoid={"b"}) == 4
+    assert count([Node("a", 16, 4, False, 12, 1)], 4, 4, held={"a": 1}) == 2
 
 
 def test_a_crowded_cluster_is_asked_for_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others took one of two cores, of which the totals tell nothing."""
-    monkeypatch.setattr(group, "usable_nodes", lambda: [Node("here", 2, 0, False, 1, 0)])
+    monkeypatch.setattr(room, "usable_nodes", lambda: [Node("here", 2, 0, False, 1, 0)])
     asked = []
 
     def attempt(request: dict[str, Any], number: int, workers: int, *_: Any) -> None:
@@ -361,58 +364,9 @@ def test_a_head_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
             raise answer
         return answer
 
-    monkeypatch.setattr(group, "usable_nodes", usable_nodes)
+    monkeypatch.setattr(room, "usable_nodes", usable_nodes)
     monkeypatch.setattr(group, "_attempt", lambda *_: None)
     group.train(_request(tmp_path, 0), use_gpu=False, keep_logs=lambda: None)
-    assert not answers
-
-
-class _Known:
-    """The jobs of a cluster of eight CPUs, as `jobs.Jobs` lists them."""
-
-    address = "http://127.0.0.1:8265"
-
-    def __init__(self, **workers: tuple[int, int]) -> None:
-        self._jobs = [
-            SimpleNamespace(
-                submission_id=name, status="RUNNING",
-                metadata={"workers": str(low), "most_workers": str(high), "cpus_per_worker": "1"},
-            )
-            for name, (low, high) in workers.items()
-        ]  # fmt: skip
-
-    def all(self) -> list[Any]:
-        return self._jobs
-
-
-def test_a_job_waits_for_all_that_those_before_it_may_take(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "nodes_of", lambda _: [{"resources_total": {"CPU": 8.0}}])
-    assert _ahead(_Known(elastic=(1, 8), small=(1, 1)), "small") == ["elastic"]
-    assert _ahead(_Known(half=(4, 4), elastic=(1, 8)), "elastic") == []
-    assert _ahead(_Known(half=(4, 4), whole=(8, 8), small=(1, 1)), "small") == ["half", "whole"]
-
-
-@pytest.mark.parametrize("stopped", [False, True])
-def test_a_waiting_job_outlives_a_silent_head_and_hears_a_stop(
-    monkeypatch: pytest.MonkeyPatch, stopped: bool
-) -> None:
-    """A stop that comes while the head is asked must not be lost, though it is the job's turn."""
-    answers: list[Any] = [MachineError("away"), ["other"], []]
-
-    def ahead(*_: Any) -> list[str]:
-        answer = answers.pop(0)
-        if not answers and stopped:
-            os.kill(os.getpid(), signal.SIGTERM)
-        if isinstance(answer, Exception):
-            raise answer
-        return answer
-
-    monkeypatch.setattr(job, "_dashboard", lambda: "")
-    monkeypatch.setattr(jobs, "Jobs", lambda _: None)
-    monkeypatch.setattr(job, "_ahead", ahead)
-    monkeypatch.setattr(job, "_POLL_SECONDS", 0.01)
-    with pytest.raises(StoppedError) if stopped else contextlib.nullcontext():
-        job._await_turn("mine")
     assert not answers
 
 
@@ -425,13 +379,16 @@ def _request(folder: Path, max_failures: int) -> dict[str, Any]:
         "min_workers": 0,
         "cpus_per_worker": 1,
         "address": "",
+        "wait_for_nodes_seconds": 0.0,
+        "launch": "this",
+        "since": 0,
         "payload": {"resume": False},
     }
 
 
 def _train(monkeypatch: pytest.MonkeyPatch, request: dict[str, Any], attempt: Callable[[int], None]) -> None:
     """`group.train` on a machine of two cores, with `attempt` for Ray's part."""
-    monkeypatch.setattr(group, "usable_nodes", lambda: [Node("here", 2, 0, False, 2, 0)])
+    monkeypatch.setattr(room, "usable_nodes", lambda: [Node("here", 2, 0, False, 2, 0)])
     monkeypatch.setattr(group, "_attempt", lambda request, number, *_: attempt(number))
     group.train(request, use_gpu=False, keep_logs=lambda: None)
 
@@ -506,7 +463,7 @@ def test_end_session_ends_grandchildren_and_nobody_else() -> None:
 def test_signals_first_asks_second_ends(tmp_path: Path) -> None:
     before = signal.getsignal(signal.SIGINT)
     ended = []
-    with _Signals(tmp_path / "stop") as signals:
+    with _Signals(Flag(tmp_path / "stop")) as signals:
         signals.on_second = lambda: ended.append(True)
         os.kill(os.getpid(), signal.SIGINT)
         assert (tmp_path / "stop").exists()
@@ -525,7 +482,7 @@ def test_signals_are_left_alone_off_the_main_thread(tmp_path: Path) -> None:
 
     def enter() -> None:
         try:
-            with _Signals(tmp_path / "stop"):
+            with _Signals(Flag(tmp_path / "stop")):
                 assert signal.getsignal(signal.SIGTERM) is before
         except BaseException as error:
             errors.append(error)

@@ -315,7 +315,9 @@ def test_an_elastic_run_goes_on_without_a_pod(
     given = [f"place.storage={tmp_path}", "scheduling.min_workers=8", "scheduling.workers=16"]
     data = kuberay(config, *given)["ConfigMap"]["data"]
     program(tmp_path / "bin", "ray", f'echo "$@" >>{tmp_path}/calls\nexit {0 if drained else 1}\n')
-    program(tmp_path / "bin", "pgrep", "exit 1\n")  # nothing of the run in this pod
+    # Workers, until they were looked for once; the command is not in this pod.
+    seen = tmp_path / "seen"
+    program(tmp_path / "bin", "pgrep", f'[[ "$*" != *ray::* || -e {seen} ]] && exit 1\ntouch {seen}\n')
     hook = ["bash", "-c", data["stop.sh"]]
     assert (
         subprocess.run(hook, env=with_programs(tmp_path / "bin", HOSTNAME=host), timeout=20).returncode == 0
@@ -329,14 +331,24 @@ def test_a_control_store_that_is_gone_does_not_hold_a_pod_up(config: Path, tmp_p
     (tmp_path / "runs/my-run").mkdir(parents=True)
     given = [f"place.storage={tmp_path}", "scheduling.min_workers=8", "scheduling.workers=16"]
     data = kuberay(config, *given)["ConfigMap"]["data"]
-    real = shutil.which("timeout")
+    real, seen = shutil.which("timeout"), tmp_path / "seen"
     program(tmp_path / "bin", "ray", "exec sleep 600\n")
     program(tmp_path / "bin", "timeout", f'echo "$@" >>{tmp_path}/limits\nexec {real} 0.2 "${{@:3}}"\n')
-    program(tmp_path / "bin", "pgrep", "exit 1\n")
+    program(tmp_path / "bin", "pgrep", f'[[ "$*" != *ray::* || -e {seen} ]] && exit 1\ntouch {seen}\n')
     environment = with_programs(tmp_path / "bin", HOSTNAME="run-workers-1")
     assert subprocess.run(["bash", "-c", data["stop.sh"]], env=environment, timeout=30).returncode == 0
     assert (tmp_path / "runs/my-run/stop").exists()
     assert (tmp_path / "limits").read_text().startswith("--kill-after=5 20 ray drain-node ")
+
+
+def test_a_pod_with_nothing_of_the_run_asks_nothing(config: Path, tmp_path: Path) -> None:
+    """The run may have been started again elsewhere by now, and the request would be taken for its own."""
+    (tmp_path / "runs/my-run").mkdir(parents=True)
+    data = kuberay(config, f"place.storage={tmp_path}")["ConfigMap"]["data"]
+    program(tmp_path / "bin", "pgrep", "exit 1\n")
+    hook = ["bash", "-c", data["stop.sh"]]
+    assert subprocess.run(hook, env=with_programs(tmp_path / "bin"), timeout=20).returncode == 0
+    assert not (tmp_path / "runs/my-run/stop").exists()
 
 
 # ray up

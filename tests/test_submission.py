@@ -14,16 +14,18 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import requests
 import yaml
 
+from cluster import jobs
 from cluster.__main__ import main
 from cluster.jobs import Job
 from cluster.run import check_address
 from cluster.submission import read_job
-from pretrain.errors import InputError
+from pretrain.errors import InputError, MachineError
 
 ROOT = Path(__file__).parent.parent
 
@@ -368,3 +370,36 @@ def test_the_list_of_jobs_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatc
     shown = capsys.readouterr().out
     assert "[/red]a\\x1b[2J" in shown
     assert "[bold]" in shown
+
+
+# ---- what a cluster holds
+
+
+def a_node(cpus: float, memory_gib: float = 0, *, head: bool = False) -> dict[str, Any]:
+    return {"resources_total": {"CPU": cpus, "memory": memory_gib * 2**30}, "is_head_node": head}
+
+
+def test_a_cluster_that_is_too_small_may_be_waited_for(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[str] = []
+    cluster = jobs.Jobs.__new__(jobs.Jobs)
+    cluster.address = "http://127.0.0.1:8265"
+    monkeypatch.setattr(jobs.Jobs, "all", lambda _: [])
+    monkeypatch.setattr(jobs.Jobs, "start", lambda _, name, *__: started.append(name))
+    monkeypatch.setattr(jobs, "nodes_of", lambda _: [a_node(0, 8, head=True)])
+    with pytest.raises(
+        MachineError, match=r"has 0 CPU cores.* Where nodes will come, add --wait-for-nodes\."
+    ):
+        cluster.submit(read(config))
+    assert not started
+    cluster.submit(read(config), wait_for_nodes=True)
+    assert started == ["trial"]
+
+
+def test_a_head_is_not_filled_with_jobs_that_wait() -> None:
+    nodes = [a_node(64, 900), a_node(4, 5, head=True)]
+    jobs._check_head(nodes, 50, "http://head:8265")
+    with pytest.raises(
+        MachineError,
+        match=r"holds 60 jobs, as many as the memory of its head allows \(5\.0 GiB, 90 MiB each\)",
+    ):
+        jobs._check_head(nodes, 60, "http://head:8265")

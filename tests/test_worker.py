@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.worker import Worker
+from pretrain.worker import Flag, Worker
 
 
 @pytest.fixture(autouse=True)
@@ -36,10 +37,59 @@ def test_under_torchrun() -> None:
 
 
 def test_stop_file_is_heard_whenever_it_appears(tmp_path: Path) -> None:
-    worker = Worker(stop_file=tmp_path / "stop")
+    worker = Worker(flags=(Flag(tmp_path / "stop"), Flag(tmp_path / "restart", "a")))
     assert not worker.stop_requested()
     (tmp_path / "stop").touch()
     assert worker.stop_requested()
+
+
+def test_a_flag_is_for_one_attempt(tmp_path: Path) -> None:
+    path = tmp_path / "restart"
+    first, second = Flag(path, "launch 1"), Flag(path, "launch 2")
+    first.set()
+    assert first.is_set()
+    assert not second.is_set(), "an attempt before it was asked"
+    second.set()
+    assert second.is_set()
+    assert not first.is_set()
+    assert [one.name for one in tmp_path.iterdir()] == ["restart"], "nothing is left beside it"
+
+
+def test_a_file_that_names_nobody_counts_when_it_is_new(tmp_path: Path) -> None:
+    """As a pod's hook or a user touches it. Network storage shows a file for a while after its removal."""
+    path, began = tmp_path / "stop", 1_700_000_000_000_000_000
+    flag = Flag(path, "launch", since=began)
+    path.touch()
+    os.utime(path, ns=(began - 1, began - 1))
+    assert not flag.is_set(), "it was meant for an earlier launch"
+    os.utime(path, ns=(began, began))
+    assert flag.is_set()
+    assert not Flag(path, "launch", since=None).is_set(), "only who starts the workers again asks for that"
+
+
+def test_a_stop_is_heard_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """There a file can be made, but nothing be written into it."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    stop = Flag(tmp_path / "stop", "launch")
+    stop.set()
+    assert stop.is_set()
+    with pytest.raises(OSError, match="No space left"):
+        Flag(tmp_path / "restart", "launch 1", since=None).set()
+
+
+def test_a_link_is_no_flag_and_is_not_followed(tmp_path: Path) -> None:
+    target = tmp_path / "precious"
+    target.write_text("kept")
+    (tmp_path / "stop").symlink_to(target)
+    flag = Flag(tmp_path / "stop", "launch")
+    assert not flag.is_set()
+    flag.set()
+    assert flag.is_set()
+    assert target.read_text() == "kept"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -395,7 +395,9 @@ export PYTHONSAFEPATH=1
 
 def _stop_script(job: Job, place: Place) -> str:
     stop = shlex.quote(f"{place.storage}/{job.folder}/stop" if job.folder[0] != "/" else f"{job.folder}/stop")
-    ask = f"touch -- {stop} 2>/dev/null || exit 0 # no run folder: nothing to save"
+    ours = f"pgrep -f '^{PROCESS_TITLE}|{_COMMAND}' >/dev/null"
+    # Not from a pod with nothing of the run: the run may go on elsewhere, or have been started again.
+    ask = f"{{ {ours} && touch -- {stop} 2>/dev/null; }} || exit 0 # nothing of the run here, or no run folder: nothing to save"
     # Without an answer of the control store `ray drain-node` waits for many minutes, longer than the pod has.
     if job.min_nodes < job.nodes:  # the others go on without this pod, if the command itself is not in it
         ask = f"""if [[ $HOSTNAME == *-head-* ]] || pgrep -f -- '{_COMMAND}' >/dev/null ||
@@ -407,7 +409,7 @@ fi"""
 # Before a pod ends: asks the run for a checkpoint, and waits until nothing of it runs in this pod.
 {ask}
 for ((second = 0; second < {place.grace_seconds}; second++)); do
-    pgrep -f '^{PROCESS_TITLE}|{_COMMAND}' >/dev/null || exit 0
+    {ours} || exit 0
     sleep 1
 done
 """

@@ -44,7 +44,9 @@ PANELS = (
     Panel("Steps skipped for NaN or infinity", ("skipped_steps",), "steps", "Workers"),
 )
 
-EVENTS = ("restart", "rollback", "straggler", "resize", "hang", "storage", "stop", "diverged")
+EVENTS = (
+    "restart", "rollback", "straggler", "resize", "waited", "left_out", "hang", "storage", "stop", "diverged",
+)  # fmt: skip
 """Kinds of events that runs record; each is a line across all panels."""
 
 # What evaluations have beside scores.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import threading
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.errors import InputError
 from pretrain.tracking.records import METRICS, parse_record
+from pretrain.worker import WAITING_FILE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -97,9 +99,11 @@ class _Progress:
         self._pace: deque[tuple[float, float]] = deque(maxlen=60)  # (clock, work done), for the time left
         self._best = math.inf
         self._phases: list[tuple[int, int, int]] = []
+        self._waiting = ""
 
     def poll(self) -> None:
-        """Take in what is new; say evaluations and restarts on lines of their own."""
+        """Take in what is new; say evaluations, restarts and waits for nodes on lines of their own."""
+        self._tell_wait()
         records, fresh = self._tail.read()
         if not records and not fresh:
             return
@@ -114,6 +118,16 @@ class _Progress:
                 self.console.print(f"  going on from step {self.step:,}", style="dim")
             self._news = self._news or not history
             self._take(record)
+
+    def _tell_wait(self) -> None:
+        message = ""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            message = json.loads((self._run_dir / "logs" / WAITING_FILE).read_text(encoding="utf-8"))[
+                "message"
+            ]
+        if message and message != self._waiting:
+            self.console.print(f"  {message}", style="yellow", markup=False)
+        self._waiting = message
 
     def _take(self, record: dict[str, Any]) -> None:
         if "event" in record:
