@@ -44,8 +44,10 @@ def train(request: dict[str, Any], *, use_gpu: bool, keep_logs: Callable[[], Non
             try:
                 return _attempt(request, attempt, workers, use_gpu, overseer.watch)
             except _Crash as crash:
-                hang = _hang(run_dir, since=overseer.began)
-                reason = hang or f"worker {crash.rank}: {crash.reason}"
+                event, reason = _hang(run_dir, since=overseer.began) or (
+                    "restart",
+                    f"worker {crash.rank}: {crash.reason}",
+                )
                 logger.warning("start %d ended in a crash, %s", attempt + 1, reason)
                 keep_logs()
                 _refuse_if_stopped(run_dir, reason)
@@ -53,7 +55,6 @@ def train(request: dict[str, Any], *, use_gpu: bool, keep_logs: Callable[[], Non
                 failures, reached = (1, newest) if newest > reached else (failures + 1, reached)
                 if failures > request["max_failures"]:
                     raise _used_up(run_dir, crash.rank, reason, request["max_failures"]) from None
-                event = "hang" if hang else "restart"
             except NoRoomError as error:
                 failures, crowded = failures + 1, True
                 if not request["min_workers"] or failures > request["max_failures"]:
@@ -175,12 +176,12 @@ def _newest_step(run_dir: Path) -> int:
     return max(steps, default=-1)
 
 
-def _hang(run_dir: Path, *, since: float) -> str | None:
-    """What the watchdog of a worker found, if it ended the workers after that time."""
+def _hang(run_dir: Path, *, since: float) -> tuple[str, str] | None:
+    """The event and its reason that the watchdog of a worker found, if it ended the workers after that time."""
     with contextlib.suppress(OSError, ValueError):
         found = json.loads((run_dir / LOGS / HANG_FILE).read_text(encoding="utf-8"))
         if found["time"] >= since:
-            return found["reason"]
+            return found["event"], found["reason"]
     return None
 
 

@@ -11,8 +11,10 @@ import fcntl
 import hashlib
 import json
 import os
+import resource
 import secrets
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
@@ -95,6 +97,15 @@ def locked(path: Path, refusal: str) -> Iterator[None]:
         except BlockingIOError:
             raise InputError(refusal) from None
         yield
+
+
+def raise_open_files_limit() -> int:
+    """Let this process have as many files and connections open as its hard limit says; returns how many."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # a system may have a lower limit of its own
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 def fsync_folder(folder: Path) -> None:

@@ -17,8 +17,11 @@ from pretrain.config import Engine as EngineSettings
 from pretrain.config import Run
 from pretrain.engine import Engine, end_process_group
 from pretrain.errors import MachineError
+from pretrain.files import raise_open_files_limit
 from pretrain.watchdog import Watchdog
 from pretrain.worker import Worker
+
+_OTHER_FILES = 256  # that a worker has open: libraries, shards, logs, connections of collectives
 
 
 @contextlib.contextmanager
@@ -30,6 +33,7 @@ def process_group(worker: Worker) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
+    _check_open_files(worker)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
@@ -39,6 +43,16 @@ def process_group(worker: Worker) -> Iterator[None]:
         yield
     finally:
         end_process_group()
+
+
+def _check_open_files(worker: Worker) -> None:
+    """Rank 0 serves the store that the ranks meet in: each has a connection for training and one for its heartbeats."""
+    allowed, needed = raise_open_files_limit(), 2 * worker.world_size + _OTHER_FILES
+    if worker.rank == 0 < worker.world_size - 1 and allowed < needed:
+        raise MachineError(
+            f"worker 0: may open {allowed} files, and {worker.world_size} workers need {needed}. Raise the hard limit of "
+            "its machine (ulimit -Hn; LimitNOFILE of its service)."
+        )
 
 
 def choose_device(settings: EngineSettings, worker: Worker) -> torch.device:
@@ -66,10 +80,10 @@ def newest_checkpoint(checkpoints: Path, engine: Engine) -> Path | None:
 
 @contextlib.contextmanager
 def watched(config: Run, worker: Worker) -> Iterator[Watchdog]:
-    """Work that is ended, for whoever restarts it, when it stands still; from the process group on, so starts are, too."""
+    """Work that is ended, for whoever restarts it, when a rank hangs; from the process group on, so starts are, too."""
     with Watchdog(
         worker.rank, worker.world_size, config.folder / "logs", config.scheduling.hang_seconds,
-        compiles=config.engine.compile,
+        stall_seconds=config.scheduling.data_stall_seconds, compiles=config.engine.compile,
     ) as watchdog:  # fmt: skip
         yield watchdog
 

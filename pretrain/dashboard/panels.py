@@ -44,7 +44,7 @@ PANELS = (
     Panel("Steps skipped for NaN or infinity", ("skipped_steps",), "steps", "Workers"),
 )
 
-EVENTS = ("restart", "rollback", "straggler", "resize", "hang", "storage", "stop", "diverged")
+EVENTS = ("restart", "rollback", "straggler", "resize", "hang", "data_stall", "storage", "stop", "diverged")
 """Kinds of events that runs record; each is a line across all panels."""
 
 # What evaluations have beside scores.
