@@ -56,32 +56,52 @@ class Store(Protocol):
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
     def multi_get(self, keys: list[str]) -> list[bytes]: ...
+    def check(self, keys: list[str]) -> bool: ...
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes: ...
 
 
 class Exchange:
-    """One rank's part in the rounds. Rank 0 has to make its own first: `multi_get` waits for keys that are missing."""
+    """One rank's part in the rounds, over the store that it was last attached to."""
 
-    def __init__(self, store: Store, rank: int, world_size: int) -> None:
-        self.store, self._rank = store, rank
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._store: Store | None = None
+        self._told = False  # whether there is a summary; `get` waits for a key that is missing, and complains
         # A store of torchrun's agent outlives a start, and a process may have several runs.
         start = f"watchdog/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{next(_starts)}"
         self._summary = f"{start}/summary"
         self._keys = [f"{start}/{one}" for one in range(world_size)]
-        if rank == 0:
+
+    @property
+    def attached(self) -> bool:
+        return self._store is not None
+
+    def attach(self, store: Store) -> None:
+        """Use this store from now on."""
+        if self._rank == 0:  # `multi_get` waits for keys that are missing
             for key in self._keys[1:]:
                 store.compare_set(key, "", "null")  # keeps a heartbeat that came before
+        self._store = store
+
+    def detach(self) -> None:
+        """The store is of no use any more."""
+        self._store = None
 
     def gather(self, mine: Heartbeat, finding: Finding | None) -> list[Heartbeat | None]:
         """Rank 0: publish the summary; returns the newest heartbeat of each rank, None before its first."""
-        self.store.set(self._summary, json.dumps([mine, finding]))
-        others = self.store.multi_get(self._keys[1:]) if len(self._keys) > 1 else []
+        assert self._store is not None
+        self._store.set(self._summary, json.dumps([mine, finding]))
+        others = self._store.multi_get(self._keys[1:])
         return [mine, *(_heartbeat(json.loads(value)) for value in others)]
 
-    def report(self, mine: Heartbeat) -> Summary:
-        """Other ranks: publish a heartbeat; returns the newest summary."""
-        self.store.set(self._keys[self._rank], json.dumps(mine))
-        aggregator, finding = json.loads(self.store.get(self._summary))
+    def report(self, mine: Heartbeat) -> Summary | None:
+        """Other ranks: publish a heartbeat; returns the newest summary, None before the first."""
+        assert self._store is not None
+        self._store.set(self._keys[self._rank], json.dumps(mine))
+        self._told = self._told or self._store.check([self._summary])
+        if not self._told:
+            return None
+        aggregator, finding = json.loads(self._store.get(self._summary))
         return Summary(Heartbeat(*aggregator), Finding(*finding) if finding else None)
 
 

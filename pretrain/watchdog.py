@@ -46,7 +46,8 @@ _ROUND_SECONDS = (0.2, 2.0)  # between heartbeats: a sixteenth of the limit, wit
 _LINGER_ROUNDS = (
     2.5  # between a finding and the end, so that every rank learns of it before a collective breaks
 )
-_STORE_SECONDS = 2.0
+_STORE_SECONDS = 30.0  # for an answer of the store
+_GOODBYE_SECONDS = 4.0  # for the last heartbeat to be out
 _ANNOUNCE_SECONDS = 1.0  # that a rank waits at most for its announcement to be out
 _COMPILE_SECONDS = 1800.0
 _FIRST_BEATS = 20  # before so many, what follows may be slow for good reasons
@@ -293,7 +294,7 @@ class _Talk:
         self.heard: list[Heartbeat | None] | None = None
         self.summary: Summary | None = None
         self._watchdog, self._connect, self._rank, self._seconds = watchdog, connect, rank, seconds
-        self._exchange = Exchange(connect(), rank, world_size)
+        self._exchange = Exchange(rank, world_size)
         self._finding: Finding | None = None
         self._end = False
         self._asked = self._answered = 0
@@ -319,7 +320,7 @@ class _Talk:
         with self._changed:
             self._end = True
             self._changed.notify_all()
-        self._thread.join(2 * _STORE_SECONDS)
+        self._thread.join(_GOODBYE_SECONDS)
 
     def _run(self) -> None:
         while True:
@@ -335,13 +336,14 @@ class _Talk:
 
     def _talk_once(self, mine: Heartbeat) -> None:
         try:
+            if not self._exchange.attached:  # which takes long where hundreds of ranks connect at once
+                self._exchange.attach(self._connect())
             if self._rank == 0:
                 self.heard = self._exchange.gather(mine, self._finding)
             else:
                 self.summary = self._exchange.report(mine)
         except dist.DistNetworkError:  # a broken connection stays broken
-            with contextlib.suppress(Exception):
-                self._exchange.store = self._connect()
+            self._exchange.detach()
         except Exception:  # whatever it is, others notice when it lasts
             pass
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections import Counter
 from datetime import timedelta
+from typing import Any
 
 import pytest
 
@@ -173,9 +173,19 @@ class CountingStore:
         self.bytes["multi_get"] += sum(len(self.values[key]) for key in keys)
         return [self.values[key].encode() for key in keys]
 
+    def check(self, keys: list[str]) -> bool:
+        self.requests["check"] += 1
+        return all(key in self.values for key in keys)
+
     def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
         self.values.setdefault(key, desired_value)
         return self.values[key].encode()
+
+
+def attached(store: Any, rank: int, size: int) -> Exchange:
+    exchange = Exchange(rank, size)
+    exchange.attach(store)
+    return exchange
 
 
 @pytest.fixture
@@ -188,7 +198,7 @@ def same_start(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_round_costs_each_rank_two_requests_however_many_there_are() -> None:
     def requests_of_a_round(size: int) -> tuple[Counter[str], Counter[str]]:
         store = CountingStore()
-        exchanges = [Exchange(store, rank, size) for rank in range(size)]
+        exchanges = [attached(store, rank, size) for rank in range(size)]
         exchanges[0].gather(told(1), None)
         for exchange in exchanges[1:]:
             exchange.report(told(1))
@@ -212,7 +222,7 @@ def test_a_round_costs_each_rank_two_requests_however_many_there_are() -> None:
 @pytest.mark.usefixtures("same_start")
 def test_64_ranks_on_one_store() -> None:
     """Real connections: whoever hangs, all of them learn it from rank 0."""
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     size, guilty = 64, random.Random(0).randrange(1, 64)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -223,19 +233,15 @@ def test_64_ranks_on_one_store() -> None:
             "127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30)
         )
 
-    first = Exchange(connect(), 0, size)
+    first = attached(connect(), 0, size)
     first.gather(told(1, doing=WAITS), None)
-    exchanges = {rank: Exchange(connect(), rank, size) for rank in range(1, size)}
-
-    def report(rank: int, count: int) -> None:
-        learnt[rank] = exchanges[rank].report(told(count, doing="" if rank == guilty else WAITS)).finding
+    exchanges = {rank: attached(connect(), rank, size) for rank in range(1, size)}
 
     def report_all(count: int) -> None:
-        threads = [threading.Thread(target=report, args=(rank, count)) for rank in exchanges]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        for rank, exchange in exchanges.items():
+            summary = exchange.report(told(count, doing="" if rank == guilty else WAITS))
+            assert summary is not None
+            learnt[rank] = summary.finding
 
     ranks = Ranks(size, 0.0)
     for count in (2, 3):
@@ -253,6 +259,16 @@ def test_64_ranks_on_one_store() -> None:
 
 def test_a_second_start_in_the_same_processes_hears_nothing_of_the_first() -> None:
     store = CountingStore()
-    Exchange(store, 0, 2).gather(told(1), Finding("hang", 1, "sleeps", "a", 1))
-    second = Exchange(store, 0, 2)
+    attached(store, 0, 2).gather(told(1), Finding("hang", 1, "sleeps", "a", 1))
+    second = attached(store, 0, 2)
     assert second.gather(told(1), None) == [told(1), None]
+
+
+@pytest.mark.usefixtures("same_start")
+def test_ranks_may_begin_in_any_order() -> None:
+    store = CountingStore()
+    other = attached(store, 1, 2)
+    assert other.report(told(1)) is None
+    first = attached(store, 0, 2)
+    assert first.gather(told(1), None) == [told(1), told(1)]
+    assert other.report(told(2)) == Summary(told(1), None)
