@@ -133,9 +133,11 @@ class Ranks:
             self._told[rank] = new
         self._heard_at = now
 
-    def unheard(self, now: float) -> float:
-        """Seconds since the last round."""
-        return now - self._heard_at
+    def unheard(self, now: float, limit: float) -> float:
+        """Seconds since the last round where they are more than `limit`, or than a start takes; else 0."""
+        started = any(told is not None for told in self._told)
+        seconds = now - self._heard_at
+        return seconds if seconds > (limit if started else max(limit, START_SECONDS)) else 0.0
 
     def find(self) -> Finding | None:
         """The rank that holds up the others; None while all is well."""

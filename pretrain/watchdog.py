@@ -214,8 +214,7 @@ class Watchdog:
             heard, talk.heard = talk.heard, None
             if heard is not None:
                 ranks.hear(heard, now)
-            unheard = ranks.unheard(now)
-            if unheard > self._limit:
+            if unheard := ranks.unheard(now, self._limit):
                 why = f"has had no answer from the store of the heartbeats for {unheard:.0f} s"
                 return Finding(HANG, self._rank, why, self._host, self._pid)
             return ranks.find()

@@ -78,7 +78,9 @@ def test_silence_is_measured_in_rounds_that_were_heard() -> None:
     ranks.hear([told(1), told(1)], 0.0)
     ranks.hear([told(2, 1), told(2, 1)], 100.0)  # the store paused
     assert ranks.find() is None
-    assert ranks.unheard(130.0) == 30
+    assert ranks.unheard(108.0, limit=8.0) == 0
+    assert ranks.unheard(130.0, limit=8.0) == 30
+    assert Ranks(2, 0.0).unheard(130.0, limit=8.0) == 0, "connections take long where there are many"
     for now in range(101, 109):
         ranks.hear([told(now, now), told(2, 1)], float(now))
         assert ranks.find() is None
