@@ -48,6 +48,9 @@ class Engine:
     def seed_device(self, *_: int) -> None:
         pass
 
+    def side_group(self) -> None:
+        pass
+
 
 def test_each_wait_for_data_or_storage_is_announced(tmp_path: Path) -> None:
     """The task makes batches and opens the data of a phase where the loop asks for a step."""
@@ -72,13 +75,12 @@ def test_each_wait_for_data_or_storage_is_announced(tmp_path: Path) -> None:
         config=SimpleNamespace(seed=0, tracking=tracking, checkpoint=saving), total_steps=2, evaluate_every_steps=9,
         checkpoint_every_steps=9, keep_best=False, patience=0,
     )  # fmt: skip
-    engine.side_group = lambda: None  # type: ignore[attr-defined]
-    run = loop._Run(
-        engine, SimpleNamespace(batches=batches, stalled_seconds=lambda: 0.0), plan, loop.Progress(), tmp_path, {}, recorder
-    )  # type: ignore[arg-type]  # fmt: skip
-    run.train_step = lambda step, stop: look("step")  # type: ignore[method-assign,assignment,return-value]
-    run.log = lambda: run.recorder.log({})  # type: ignore[method-assign]
-    run.evaluate = run.save = lambda: None  # type: ignore[method-assign]
+    task: Any = SimpleNamespace(batches=batches, stalled_seconds=lambda: 0.0)
+    parts: list[Any] = [engine, task, plan, loop.Progress(), tmp_path, {}, recorder]
+    run: Any = loop._Run(*parts)
+    run.train_step = lambda step, stop: look("step")
+    run.log = lambda: run.recorder.log({})
+    run.evaluate = run.save = lambda: None
     assert not run.train(stop_requested)
     run.recorder.rewind(0)
     storage = "the run folder's storage"
