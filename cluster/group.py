@@ -63,7 +63,7 @@ def train(request: dict[str, Any], *, use_gpu: bool, keep_logs: Callable[[], Non
                 return _attempt(request, attempt, workers, use_gpu, overseer.watch, avoid)
             except _Crash as crash:
                 hang = _hang(run_dir, since=overseer.began)
-                rank, reason = hang or (crash.rank, f"worker {crash.rank}: {crash.reason}")
+                event, rank, reason = hang or ("restart", crash.rank, f"worker {crash.rank}: {crash.reason}")
                 logger.warning("start %d ended in a crash, %s", attempt + 1, reason)
                 keep_logs()
                 _refuse_if_stopped(request, reason)
@@ -74,7 +74,6 @@ def train(request: dict[str, Any], *, use_gpu: bool, keep_logs: Callable[[], Non
                     reason = f"lost the node {', '.join(lost)} ({reason})"
                 if failures.exhausted:
                     raise _used_up(request, crash.rank, reason, failures) from None
-                event = "hang" if hang else "restart"
             except NoRoomError as error:
                 crowded_until = crowded_until or time.monotonic() + waiting_seconds(request)
                 reason = str(error)
@@ -227,12 +226,12 @@ def _newest_step(run_dir: Path) -> int:
     return max(steps, default=-1)
 
 
-def _hang(run_dir: Path, *, since: float) -> tuple[int, str] | None:
-    """The rank that hung and what was seen, if the watchdog of a worker ended the workers after that time."""
+def _hang(run_dir: Path, *, since: float) -> tuple[str, int, str] | None:
+    """(event, rank that caused it, what was seen), if the watchdog of a worker ended the workers after that time."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         found = json.loads((run_dir / LOGS / HANG_FILE).read_text(encoding="utf-8"))
         if found["time"] >= since:
-            return found["rank"], found["reason"]
+            return found["event"], found["rank"], found["reason"]
     return None
 
 

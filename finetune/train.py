@@ -66,7 +66,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
             ),
             config.engine,
         )
-        engine.beat, engine.allow = watchdog.beat, watchdog.allow
+        engine.beat, engine.allow, engine.awaiting = watchdog.beat, watchdog.allow, watchdog.awaiting
         # DeepSpeed takes its master weights from a rounded copy.
         engine.load(_FreshState(weights), 0)
         del weights

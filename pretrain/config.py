@@ -375,9 +375,15 @@ class Scheduling(Section):
         default="", description="What --dry-run tells the time for without --on, such as 8xH100."
     )
     hang_seconds: float = Field(
-        default=8.0, ge=0,
-        description="Standstill after which the workers are restarted; ten times the longest of late where that is more. "
-        "0 never does.",
+        default=180.0, ge=0,
+        description="Seconds without progress in any worker, or without a sign of life from one, after which the workers "
+        "are restarted; ten times what long micro-batches take of late where that is more. A restart of hundreds of GPUs costs "
+        "minutes; a few workers can have less, such as 30. 0 never restarts them.",
+    )  # fmt: skip
+    data_stall_seconds: float = Field(
+        default=1800.0, ge=0,
+        description="The same for a worker that waits for a batch or for the run folder's storage, which a restart seldom "
+        "helps; at least hang_seconds. 0 waits for ever.",
     )  # fmt: skip
     wait_for_nodes_seconds: float = Field(
         default=1800.0, ge=0,

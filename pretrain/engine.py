@@ -117,6 +117,10 @@ class Engine:
         self.allow: Callable[[float], contextlib.AbstractContextManager[None]] = lambda _: (
             contextlib.nullcontext()
         )
+        # Around waits for data or storage, with what is waited for.
+        self.awaiting: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: (
+            contextlib.nullcontext()
+        )
         # DeepSpeed's fp32 stage 0 neither clips with a norm we can see nor notices NaN: there we do both.
         self._bare = settings.zero_stage == 0 and settings.precision == "fp32"
         named = list(model.named_parameters())

@@ -17,6 +17,7 @@ import resource
 import secrets
 import shutil
 import stat
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
@@ -127,8 +128,10 @@ def append_open(path: Path, buffering: int = -1) -> IO[bytes]:
     )
 
 
-def allow_open_files(count: int) -> None:
+def allow_open_files(count: int) -> int:
     """Let this process have `count` files open besides others, as far as the system's hard limit goes.
+
+    Returns how many it may have open in all.
 
     Soft limits are often 1,024; the hard one can be a billion, and some programs walk through all that are allowed.
     """
@@ -138,6 +141,8 @@ def allow_open_files(count: int) -> None:
     if soft != resource.RLIM_INFINITY and most > soft:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 @contextlib.contextmanager

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _SKIPS_AT_ONE_SCALE = 3  # that fp16's loss scaler lets pass (its hysteresis is 2) before it lowers it
 LONG_SECONDS = 1800.0  # that an evaluation, a save or a rollback may take at most
+_STORAGE = "the run folder's storage"
 
 
 class Step(Protocol):
@@ -171,6 +172,21 @@ class Recorder(Protocol):
     def rewind(self, step: int) -> None: ...
 
 
+class _PatientRecorder:
+    """A recorder whose storage may pause."""
+
+    def __init__(self, recorder: Recorder, engine: Engine) -> None:
+        self._recorder, self._engine = recorder, engine
+
+    def log(self, record: dict[str, Any]) -> None:
+        with self._engine.awaiting(_STORAGE):
+            self._recorder.log(record)
+
+    def rewind(self, step: int) -> None:
+        with self._engine.awaiting(_STORAGE):
+            self._recorder.rewind(step)
+
+
 def fit(
     engine: Engine,
     task: Task[S],
@@ -279,7 +295,8 @@ class _Run(Generic[S]):
         extra_state: dict[str, Any], recorder: Recorder,
     ) -> None:  # fmt: skip
         self.engine, self.task, self.plan, self.progress = engine, task, plan, progress
-        self.checkpoints, self.extra_state, self.recorder = checkpoints, extra_state, recorder
+        self.checkpoints, self.extra_state = checkpoints, extra_state
+        self.recorder: Recorder = _PatientRecorder(recorder, engine)
         saving = plan.config.checkpoint
         self.saver = Saver(
             checkpoints, engine.side_group(), keep_last=saving.keep_last, background=saving.background,
@@ -298,10 +315,11 @@ class _Run(Generic[S]):
         progress, plan = self.progress, self.plan
         self.engine.module.train()
         self.engine.seed_device(plan.config.seed, progress.step + progress.rollbacks)
-        steps = self.task.batches(progress.step, progress.passed_over)
         self.clock.lap()
-        for step in steps:
-            stop = self.train_step(step, stop_requested())
+        for step in self.steps():
+            with self.engine.awaiting(_STORAGE):
+                asked = stop_requested()  # looks for files
+            stop = self.train_step(step, asked)
             progress.step += 1
             last, best = progress.step == plan.total_steps, False
             if self.wrong:
@@ -325,6 +343,18 @@ class _Run(Generic[S]):
                     f"{store.name_of(progress.step)} is saved. Continue with --resume."
                 )
         return False
+
+    def steps(self) -> Iterator[S]:
+        """The task's steps from here on. Waiting for one, as where a phase opens its data, is no hang."""
+        steps = self.task.batches(self.progress.step, self.progress.passed_over)
+        while True:
+            began = time.perf_counter()
+            with self.engine.awaiting("a batch"):
+                step = next(steps, None)
+            if step is None:
+                return
+            self.rank_times.waited_once(time.perf_counter() - began)
+            yield step
 
     def train_step(self, step: S, stop_here: bool) -> bool:
         """One optimizer step; returns whether any rank asks for a stop."""

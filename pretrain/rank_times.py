@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 _RECORDS = 3
 _SECONDS = 10.0
 _NOISE_SECONDS = 0.005  # of a forward pass
+_STALL_SECONDS = 5.0  # that a rank waits for one batch, from which on it is an event
 
 
 class RankTimes:
@@ -42,6 +43,7 @@ class RankTimes:
         self._events: list[tuple[Any, Any]] = []  # CUDA: begun and ended
         self._slow: dict[int, _Slow] = {}
         self.waited = 0.0  # for batches
+        self._longest_wait = 0.0  # for one batch
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
@@ -58,22 +60,30 @@ class RankTimes:
         yield
         self._seconds += time.perf_counter() - began
 
+    def waited_once(self, seconds: float) -> None:
+        """This rank has waited so long for one batch."""
+        self._longest_wait = max(self._longest_wait, seconds)
+
     def lap(self, recorder: Recorder, step: int) -> dict[str, list[float]]:
         """Per rank, for the record of `step`: mean seconds of a forward pass, and seconds waited for data since the last.
 
-        A rank that is a straggler in all records for a while is named in the log and by an event. Every rank calls this.
+        A rank that is a straggler in all records for a while is named in the log and by an event; so is the one that
+        waited longest for a batch, where that was long. Every rank calls this.
         """
         engine = self._engine
         if self._events:
             torch.cuda.synchronize()
             self._seconds = sum(begun.elapsed_time(ended) for begun, ended in self._events) / 1000
-        table = torch.zeros(2, engine.world_size, dtype=torch.float64)
-        table[:, engine.rank] = torch.tensor([self._seconds / max(1, self._passes), self.waited])
+        table = torch.zeros(3, engine.world_size, dtype=torch.float64)
+        table[:, engine.rank] = torch.tensor(
+            [self._seconds / max(1, self._passes), self.waited, self._longest_wait]
+        )
         engine.sum_over_workers(table)
-        self._seconds, self._passes, self.waited = 0.0, 0, 0.0
+        self._seconds, self._passes, self.waited, self._longest_wait = 0.0, 0, 0.0, 0.0
         self._events.clear()
-        forward, waited = table.tolist()
+        forward, waited, longest = table.tolist()
         self._name_stragglers(forward, recorder, step)
+        _name_stall(longest, recorder, step)
         return {"rank_forward_seconds": forward, "rank_wait_seconds": waited}
 
     def _name_stragglers(self, forward: list[float], recorder: Recorder, step: int) -> None:
@@ -91,6 +101,16 @@ class RankTimes:
             recorder.log(
                 {"event": "straggler", "step": step, "rank": rank, "time": time.time(), "message": message}
             )
+
+
+def _name_stall(longest: list[float], recorder: Recorder, step: int) -> None:
+    rank, seconds = max(enumerate(longest), key=lambda one: one[1])
+    if seconds < _STALL_SECONDS:
+        return
+    message = f"rank {rank} waited {seconds:.0f} s for a batch"
+    recorder.log(
+        {"event": "data_stall", "step": step, "rank": rank, "seconds": seconds, "time": time.time(), "message": message}
+    )  # fmt: skip
 
 
 @dataclass

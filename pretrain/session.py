@@ -18,8 +18,11 @@ from pretrain.checkpoint import store
 from pretrain.config import R, Run, with_precision
 from pretrain.engine import Engine, end_process_group
 from pretrain.errors import MachineError
+from pretrain.files import allow_open_files
 from pretrain.watchdog import Watchdog
 from pretrain.worker import Worker
+
+_OTHER_FILES = 256  # that a worker has open: libraries, shards, logs, connections of collectives
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +36,7 @@ def process_group(worker: Worker) -> Iterator[None]:
     if dist.is_initialized():
         yield
         return
+    _check_open_files(worker)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if "MASTER_ADDR" in os.environ:
         dist.init_process_group(backend, timeout=timedelta(minutes=30))
@@ -42,6 +46,17 @@ def process_group(worker: Worker) -> Iterator[None]:
         yield
     finally:
         end_process_group()
+
+
+def _check_open_files(worker: Worker) -> None:
+    """Rank 0 serves the store that the ranks meet in: each has a connection for training and one for its heartbeats."""
+    connections = 2 * worker.world_size
+    allowed = allow_open_files(connections)
+    if worker.rank == 0 < worker.world_size - 1 and allowed < connections + _OTHER_FILES:
+        raise MachineError(
+            f"worker 0: may open {allowed} files, and {worker.world_size} workers need {connections + _OTHER_FILES}. "
+            "Raise the hard limit of its machine (ulimit -Hn; LimitNOFILE of its service)."
+        )
 
 
 def settle_device(config: R, worker: Worker) -> tuple[R, torch.device]:
@@ -101,10 +116,10 @@ def newest_checkpoint(checkpoints: Path, engine: Engine) -> Path | None:
 
 @contextlib.contextmanager
 def watched(config: Run, worker: Worker) -> Iterator[Watchdog]:
-    """Work that is ended, for whoever restarts it, when it stands still; from the process group on, so starts are, too."""
+    """Work that is ended, for whoever restarts it, when a rank hangs; from the process group on, so starts are, too."""
     with Watchdog(
         worker.rank, worker.world_size, config.folder / "logs", config.scheduling.hang_seconds,
-        compiles=config.engine.compile,
+        stall_seconds=config.scheduling.data_stall_seconds, compiles=config.engine.compile,
     ) as watchdog:  # fmt: skip
         yield watchdog
 

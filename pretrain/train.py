@@ -52,7 +52,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
             lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.optimizer.weight_decay)),
             config.engine,
         )  # fmt: skip
-        engine.beat, engine.allow = watchdog.beat, watchdog.allow
+        engine.beat, engine.allow, engine.awaiting = watchdog.beat, watchdog.allow, watchdog.awaiting
         _train(config, shards, held_out, engine, worker, device, payload)
         engine.close()
 

@@ -42,7 +42,12 @@ def settings(
         "evaluation": {"every_steps": 10**6, "sequences": 16},
         "checkpoint": {"every_steps": 25},
         "tracking": {"log_every_steps": 1, "wandb": "off"},
-        "scheduling": {"workers": workers, "cpus_per_worker": 1},
+        "scheduling": {
+            "workers": workers,
+            "cpus_per_worker": 1,
+            "hang_seconds": 8,
+            "data_stall_seconds": 8,
+        },
         **more,
     }
 
@@ -198,9 +203,12 @@ def fingerprint(run_dir: Path) -> str:
 
 def recovery_seconds(run_dir: Path, began: float) -> float:
     """Seconds from `began` (time.time()) to the first record that a new start wrote; waits for it."""
-    restarts = len(events(run_dir, "restart")) + len(events(run_dir, "hang"))
-    path = run_dir / "metrics.jsonl"
-    wait_for(lambda: len(events(run_dir, "restart")) + len(events(run_dir, "hang")) > restarts, 60)
+
+    def restarts() -> int:
+        return sum(len(events(run_dir, kind)) for kind in ("restart", "hang", "data_stall"))
+
+    before, path = restarts(), run_dir / "metrics.jsonl"
+    wait_for(lambda: restarts() > before, 60)
     size = path.stat().st_size
     wait_for(lambda: path.stat().st_size > size, 60)
     return time.time() - began

@@ -1,4 +1,4 @@
-"""The watchdog in real processes: one that stands still ends them, work that is slow for good reasons does not."""
+"""The watchdog in real processes: one that hangs ends them and is named, work that is slow for good reasons goes on."""
 
 from __future__ import annotations
 
@@ -9,47 +9,71 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from pretrain.watchdog import Watchdog, _Clock, _waits_for_others
+
 ROOT = Path(__file__).parent.parent
 
-# What each process does: 25 steps that wait for one another, then, on rank 1, what is given.
+# What each process does: 25 steps that wait for one another, then, on the rank that is given, what is given.
 SCRIPT = """
-import sys, time, torch, torch.distributed as dist
+import ctypes, sys, time, torch, torch.distributed as dist
 from datetime import timedelta
 from pathlib import Path
 from pretrain.watchdog import Watchdog
-rank, port, logs, then = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), sys.argv[4]
+rank, port, logs, guilty = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
+then, limit, stall = sys.argv[5], float(sys.argv[6]), float(sys.argv[7])
 dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(minutes=5))
-def step():
+def step(between=lambda: None):
     watchdog.beat()
+    between()
     dist.all_reduce(torch.ones(1))
     time.sleep(0.01)
-with Watchdog(rank, 2, logs, 1.5) as watchdog:
+def hold_the_lock(seconds):
+    ctypes.PyDLL(None).usleep(int(seconds * 1e6))
+with Watchdog(rank, 2, logs, limit, stall_seconds=stall) as watchdog:
     for _ in range(25):
         step()
     (logs / f"ready-{rank}").touch()
-    if rank == 1 and then == "sleeps":
-        time.sleep(60)
-    elif rank == 1 and then == "allowed":
-        with watchdog.allow(60):
-            time.sleep(4)
-    elif then == "wait":
+    if then == "wait":
         for _ in range(500):
             step()
+    if then == "slow work":
+        for one in (0, 1):
+            if rank == one:
+                with watchdog.allow(60):
+                    hold_the_lock(1.5 * limit)
+            step()
+        if rank == 1:
+            with watchdog.awaiting("a batch"):
+                time.sleep(1.5 * limit)
+        step()
+    elif rank == guilty:
+        if then == "sleeps":
+            step(lambda: time.sleep(600))
+        elif then == "holds the lock":
+            hold_the_lock(600)
+        elif then == "waits for data":
+            with watchdog.awaiting("a batch"):
+                time.sleep(600)
     step()
 print("done")
 """
 
 
-def start(logs: Path, then: str) -> list[subprocess.Popen[str]]:
+def start(
+    logs: Path, guilty: int, then: str, *, limit: float = 1.5, stall: float = 3.0
+) -> list[subprocess.Popen[str]]:
     from tests.distributed import _free_port
 
     port = _free_port()
     return [
         subprocess.Popen(
-            [sys.executable, "-c", SCRIPT, str(rank), str(port), str(logs), then], cwd=ROOT,
+            [
+                sys.executable, "-c", SCRIPT, str(rank), str(port), str(logs), str(guilty), then, str(limit), str(stall)
+            ], cwd=ROOT,
             env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
         for rank in range(2)
@@ -58,32 +82,61 @@ def start(logs: Path, then: str) -> list[subprocess.Popen[str]]:
 
 def end(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     ends = []
-    for process in processes:
-        output, _ = process.communicate(timeout=60)
-        ends.append((process.returncode, output))
+    try:
+        for process in processes:
+            output, _ = process.communicate(timeout=240)
+            ends.append((process.returncode, output))
+    except subprocess.TimeoutExpired:
+        for process in processes:
+            process.kill()
+        raise
     return ends
 
 
+def found(logs: Path) -> dict[str, Any]:
+    return json.loads((logs / "hang.json").read_text())
+
+
 def test_one_that_sleeps_ends_all_and_every_stack_is_written(tmp_path: Path) -> None:
-    (first, said), (second, _) = end(start(tmp_path, "sleeps"))
-    assert 0 not in (first, second), said
-    found = json.loads((tmp_path / "hang.json").read_text())
-    assert found["rank"] == 1
-    assert "no rank came on for" in found["reason"]
-    assert "all_reduce" in (tmp_path / "stacks-0.txt").read_text()
+    """Both have begun the same micro-batch: one is in a collective, the other is not."""
+    ends = end(start(tmp_path, 1, "sleeps"))
+    assert [code for code, _ in ends] == [3, 3], ends
+    assert (found(tmp_path)["event"], found(tmp_path)["rank"]) == ("hang", 1)
+    assert "has made no progress for" in found(tmp_path)["reason"]
+    assert "distributed_c10d" in (tmp_path / "stacks-0.txt").read_text()
+    assert "distributed_c10d" not in (tmp_path / "stacks-1.txt").read_text()
     assert "<module>" in (tmp_path / "stacks-1.txt").read_text()
 
 
-def test_slow_work_that_is_allowed_goes_on(tmp_path: Path) -> None:
-    assert [(code, output.splitlines()[-1]) for code, output in end(start(tmp_path, "allowed"))] == [
-        (0, "done")
-    ] * 2
+def test_slow_work_that_was_announced_goes_on(tmp_path: Path) -> None:
+    """Each rank in turn holds Python's lock in an announced block, and one waits for data: longer than the limit."""
+    ends = end(start(tmp_path, -1, "slow work", limit=2.5, stall=60))
+    assert [(code, output.splitlines()[-1]) for code, output in ends] == [(0, "done")] * 2
     assert not (tmp_path / "hang.json").exists()
+
+
+def test_waiting_for_data_has_a_limit_and_a_name_of_its_own(tmp_path: Path) -> None:
+    ends = end(start(tmp_path, 1, "waits for data"))
+    assert [code for code, _ in ends] == [3, 3], ends
+    assert (found(tmp_path)["event"], found(tmp_path)["rank"]) == ("data_stall", 1)
+    assert "s for a batch" in found(tmp_path)["reason"]
+
+
+def test_one_that_holds_the_lock_unannounced_is_named(tmp_path: Path) -> None:
+    """Its own watchdog cannot run: the other ends, and finds it."""
+    processes = start(tmp_path, 1, "holds the lock")
+    try:
+        _, said = end(processes[:1])[0]
+        assert "watchdog: rank 1 was silent for" in said
+        assert found(tmp_path)["rank"] == 1
+    finally:
+        processes[1].kill()
+        processes[1].communicate()
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_stopped_process_is_named_and_its_stack_read_from_outside(tmp_path: Path, rank: int) -> None:
-    processes = start(tmp_path, "wait")
+    processes = start(tmp_path, -1, "wait")
     while not all((tmp_path / f"ready-{one}").exists() for one in range(2)):
         time.sleep(0.05)
     time.sleep(1.5)  # they know of one another
@@ -91,8 +144,79 @@ def test_a_stopped_process_is_named_and_its_stack_read_from_outside(tmp_path: Pa
     try:
         _, said = end([processes[1 - rank]])[0]
         assert f"watchdog: rank {rank} was silent for" in said
-        assert json.loads((tmp_path / "hang.json").read_text())["rank"] == rank
+        assert found(tmp_path)["rank"] == rank
         assert "step" in (tmp_path / f"stacks-{rank}.txt").read_text()
     finally:
         processes[rank].kill()
         processes[rank].communicate()
+
+
+def test_time_in_which_this_process_was_stopped_is_not_held_against_others(monkeypatch: Any) -> None:
+    now = [100.0]
+    monkeypatch.setattr("pretrain.watchdog.time.monotonic", lambda: now[0])
+    clock = _Clock(longest=1.0)
+    ticks = []
+    for later in (0.5, 0.5, 3600.0, 0.5):
+        now[0] += later
+        ticks.append(clock.tick())
+    assert ticks == [0.5, 1.0, 2.0, 2.5]
+
+
+def test_a_stall_does_not_make_the_watchdog_patient(tmp_path: Path, monkeypatch: Any) -> None:
+    now = [0.0]
+    monkeypatch.setattr("pretrain.watchdog.time.monotonic", lambda: now[0])
+    watchdog = Watchdog(0, 1, tmp_path, 8.0)
+
+    def train(seconds: float, micro_batches: int) -> None:
+        for _ in range(micro_batches):
+            watchdog.beat()
+            now[0] += seconds
+
+    train(0.5, 25)
+    assert watchdog.heartbeat().allowed == 8
+    with watchdog.awaiting("a batch"):
+        now[0] += 600
+    train(0.5, 1)
+    now[0] += 600  # in a collective, for another rank's batch
+    train(0.5, 1)
+    assert watchdog.heartbeat().allowed == 8
+    train(5.0, 4)
+    assert watchdog.heartbeat().allowed == 50, "work that is slow again and again"
+
+
+def test_blocks_say_what_they_need(tmp_path: Path) -> None:
+    watchdog = Watchdog(0, 1, tmp_path, 8.0, stall_seconds=600.0)
+    for _ in range(25):
+        watchdog.beat()
+    usual = watchdog.heartbeat()
+    assert (usual.allowed, usual.quiet, usual.doing, usual.position) == (8, 8, "", 25)
+    with watchdog.allow(100.0):
+        watchdog.beat()
+        inside = watchdog.heartbeat()
+    assert (inside.allowed, inside.quiet, inside.position) == (100, 100, 25), (
+        "evaluations differ between ranks"
+    )
+    assert inside.pulses > usual.pulses
+    with watchdog.awaiting("a batch"):
+        waiting = watchdog.heartbeat()
+    assert (waiting.allowed, waiting.quiet, waiting.doing) == (600, 8, "a batch")
+    assert watchdog.heartbeat().allowed == 8
+    with Watchdog(0, 1, tmp_path, 0.0).awaiting("a batch"):
+        pass
+    endless = Watchdog(0, 1, tmp_path, 8.0)
+    with endless.awaiting("a batch"):
+        assert endless.heartbeat().allowed == float("inf")
+
+
+def test_a_collective_is_told_from_work() -> None:
+    import threading
+
+    seen: dict[str, bool] = {}
+    code = compile("def all_reduce(then): then()", "c10d", "exec")
+    scope: dict[str, Any] = {"__name__": "torch.distributed.distributed_c10d"}
+    exec(code, scope)
+    me = threading.get_ident()
+    seen["work"] = _waits_for_others(me)
+    scope["all_reduce"](lambda: seen.setdefault("collective", _waits_for_others(me)))
+    assert seen == {"work": False, "collective": True}
+    assert not _waits_for_others(-1), "a thread that has ended"

@@ -45,7 +45,7 @@ PANELS = (
 )
 
 EVENTS = (
-    "restart", "rollback", "straggler", "resize", "waited", "left_out", "hang", "storage", "stop", "diverged",
+    "restart", "rollback", "straggler", "resize", "waited", "left_out", "hang", "data_stall", "storage", "stop", "diverged",
 )  # fmt: skip
 """Kinds of events that runs record; each is a line across all panels."""
 

@@ -1,0 +1,276 @@
+"""What follows from heartbeats, and what their exchange costs."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from pretrain import heartbeats
+from pretrain.heartbeats import Exchange, Finding, Follower, Heartbeat, Ranks, Summary
+
+WAITS = heartbeats.IN_COLLECTIVE
+
+
+def told(count: int, pulses: int = 0, **more: object) -> Heartbeat:
+    usual: dict[str, object] = {
+        "position": 0, "allowed": 8.0, "quiet": 8.0, "doing": "", "ended": False, "host": "a", "pid": 1
+    }  # fmt: skip
+    return Heartbeat(count, pulses, **{**usual, **more})  # type: ignore[arg-type]
+
+
+def find(*last: dict[str, object], seconds: int = 9) -> Finding | None:
+    """What is found so long after ranks last made progress, whose heartbeats go on with these values."""
+    ranks = Ranks(len(last), 0.0)
+    finding = None
+    for now in range(seconds + 1):
+        ranks.hear([told(now + 1, **one) for one in last], float(now))  # type: ignore[arg-type]
+        finding = ranks.find()
+        if now < seconds:
+            assert finding is None
+    return finding
+
+
+def test_progress_of_one_rank_is_enough() -> None:
+    ranks = Ranks(3, 0.0)
+    for now in range(100):
+        ranks.hear([told(now), told(now, pulses=now), told(now)], float(now))
+        assert ranks.find() is None
+
+
+@pytest.mark.parametrize("guilty", range(4))
+def test_the_rank_that_is_in_no_collective_is_named(guilty: int) -> None:
+    """Even where it is not behind: a rank may hang after its forward pass."""
+    finding = find(*({"doing": "" if rank == guilty else WAITS, "position": 7} for rank in range(4)))
+    assert finding is not None
+    assert (finding.event, finding.rank) == ("hang", guilty)
+
+
+def test_the_furthest_behind_is_named_where_frames_do_not_tell() -> None:
+    finding = find({"position": 8}, {"position": 7}, {"position": 8})
+    assert finding is not None
+    assert finding.rank == 1
+    finding = find(*({"position": position, "doing": WAITS} for position in (8, 8, 7)))
+    assert finding is not None
+    assert finding.rank == 2
+    assert "all ranks have waited" in finding.why
+
+
+def test_a_rank_that_has_ended_is_named_by_those_that_wait_for_it() -> None:
+    finding = find({"doing": WAITS}, {"ended": True, "position": 9}, {"doing": WAITS})
+    assert finding is not None
+    assert finding.rank == 1
+    assert "has ended" in finding.why
+
+
+def test_data_stalls_apart_from_hangs() -> None:
+    waiting = {"doing": "a batch", "allowed": 30.0, "position": 6}
+    assert find({"doing": WAITS}, waiting, seconds=30) is None
+    finding = find({"doing": WAITS}, waiting, seconds=31)
+    assert finding == Finding("data_stall", 1, "has waited 31 s for a batch", "a", 1)
+
+
+def test_silence_is_measured_in_rounds_that_were_heard() -> None:
+    ranks = Ranks(2, 0.0)
+    ranks.hear([told(1), told(1)], 0.0)
+    ranks.hear([told(2, 1), told(2, 1)], 100.0)  # the store paused
+    assert ranks.find() is None
+    assert ranks.unheard(108.0, limit=8.0) == 0
+    assert ranks.unheard(130.0, limit=8.0) == 30
+    assert Ranks(2, 0.0).unheard(130.0, limit=8.0) == 0, "connections take long where there are many"
+    for now in range(101, 109):
+        ranks.hear([told(now, now), told(2, 1)], float(now))
+        assert ranks.find() is None
+    ranks.hear([told(109, 109), told(2, 1)], 109.0)
+    finding = ranks.find()
+    assert finding is not None
+    assert (finding.event, finding.rank) == ("hang", 1)
+    assert "was silent for 9 s" in finding.why
+
+
+def test_an_announced_block_may_be_silent_and_an_ended_rank_for_ever() -> None:
+    ranks = Ranks(3, 0.0)
+    for now in range(60):
+        ranks.hear([told(now, now), told(1, quiet=60.0), told(1, ended=True)], float(now))
+        assert ranks.find() is None
+    ranks.hear([told(61, 61), told(1, quiet=60.0), told(1, ended=True)], 61.0)
+    finding = ranks.find()
+    assert finding is not None
+    assert finding.rank == 1
+
+
+def test_a_rank_that_never_reports_has_time_to_start() -> None:
+    ranks = Ranks(2, 0.0)
+    for now in range(0, 1801, 60):
+        ranks.hear([told(now, now), None], float(now))
+        assert ranks.find() is None
+    ranks.hear([told(1801, 1801), None], 1801.0)
+    finding = ranks.find()
+    assert finding is not None
+    assert finding.rank == 1
+    assert "not reported" in finding.why
+
+
+class TestFollower:
+    def summary(self, count: int, finding: Finding | None = None, **more: object) -> Summary:
+        return Summary(told(count, **more), finding)  # type: ignore[arg-type]
+
+    def test_rank_0_is_named_where_its_summary_gets_old(self) -> None:
+        follower = Follower(5, patience=1.0)
+        for now in range(100):
+            assert follower.find(self.summary(now), 0, 8.0, float(now)) is None
+        for now in range(100, 108):
+            assert follower.find(self.summary(99), now, 8.0, float(now)) is None
+        finding = follower.find(self.summary(99), 0, 8.0, 108.5)
+        assert finding is not None
+        assert finding.rank == 0
+
+    def test_rank_0_may_be_silent_in_an_announced_block(self) -> None:
+        follower = Follower(5, patience=1.0)
+        assert follower.find(self.summary(1, quiet=60.0), 0, 8.0, 0.0) is None
+        assert follower.find(self.summary(1, quiet=60.0), 0, 8.0, 60.5) is None
+        assert follower.find(self.summary(1, quiet=60.0), 0, 8.0, 61.5) is not None
+
+    def test_what_rank_0_found_is_taken(self) -> None:
+        finding = Finding("hang", 3, "sleeps", "b", 9)
+        assert Follower(5, 1.0).find(self.summary(1, finding), 0, 8.0, 0.0) == finding
+
+    def test_a_rank_that_works_may_outlive_rank_0(self) -> None:
+        follower = Follower(5, patience=1.0)
+        for now in range(100):
+            assert follower.find(self.summary(1, ended=True), now, 8.0, float(now)) is None
+        finding = follower.find(self.summary(1, ended=True), 99, 8.0, 108.0)
+        assert finding is not None
+        assert finding.rank == 0
+        assert "rank 5 has made no progress" in finding.why
+
+    def test_rank_0_has_time_to_start(self) -> None:
+        follower = Follower(5, patience=1.0)
+        assert follower.find(None, 0, 8.0, 1800.0) is None
+        assert follower.find(None, 0, 8.0, 1801.0) is not None
+
+
+class CountingStore:
+    """A store in memory, and what it was asked."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, str] = {}
+        self.requests, self.bytes = Counter[str](), Counter[str]()
+
+    def set(self, key: str, value: str) -> None:
+        self.requests["set"] += 1
+        self.bytes["set"] += len(value)
+        self.values[key] = value
+
+    def get(self, key: str) -> bytes:
+        self.requests["get"] += 1
+        self.bytes["get"] += len(self.values[key])
+        return self.values[key].encode()
+
+    def multi_get(self, keys: list[str]) -> list[bytes]:
+        self.requests["multi_get"] += 1
+        self.bytes["multi_get"] += sum(len(self.values[key]) for key in keys)
+        return [self.values[key].encode() for key in keys]
+
+    def check(self, keys: list[str]) -> bool:
+        self.requests["check"] += 1
+        return all(key in self.values for key in keys)
+
+    def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+        self.values.setdefault(key, desired_value)
+        return self.values[key].encode()
+
+
+def attached(store: Any, rank: int, size: int) -> Exchange:
+    exchange = Exchange(rank, size)
+    exchange.attach(store)
+    return exchange
+
+
+@pytest.fixture
+def same_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks are processes: each counts its starts."""
+    monkeypatch.setattr(heartbeats, "_starts", iter(lambda: 0, 1))
+
+
+@pytest.mark.usefixtures("same_start")
+def test_a_round_costs_each_rank_two_requests_however_many_there_are() -> None:
+    def requests_of_a_round(size: int) -> tuple[Counter[str], Counter[str]]:
+        store = CountingStore()
+        exchanges = [attached(store, rank, size) for rank in range(size)]
+        exchanges[0].gather(told(1), None)
+        for exchange in exchanges[1:]:
+            exchange.report(told(1))
+        store.requests.clear()
+        store.bytes.clear()
+        for exchange in exchanges[1:]:
+            exchange.report(told(2, position=10**6, host="a" * 64))
+        heard = exchanges[0].gather(told(2), None)
+        assert [one and one.count for one in heard] == [2] * size
+        return store.requests, store.bytes
+
+    for size in (2, 64, 128):
+        requests, _ = requests_of_a_round(size)
+        assert requests == {"set": size, "get": size - 1, "multi_get": 1}
+    (_, few), (_, many) = requests_of_a_round(64), requests_of_a_round(128)
+    assert few["get"] / 63 == many["get"] / 127, "the summary does not grow"
+    assert sum(many.values()) < 2.1 * sum(few.values())
+    assert sum(many.values()) / 128 < 500
+
+
+@pytest.mark.usefixtures("same_start")
+def test_64_ranks_on_one_store() -> None:
+    """Real connections: whoever hangs, all of them learn it from rank 0."""
+    from torch._C._distributed_c10d import TCPStore
+
+    size, guilty = 64, random.Random(0).randrange(1, 64)
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    learnt: dict[int, Finding | None] = {}
+
+    def connect() -> TCPStore:
+        return TCPStore(
+            "127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30)
+        )
+
+    first = attached(connect(), 0, size)
+    first.gather(told(1, doing=WAITS), None)
+    exchanges = {rank: attached(connect(), rank, size) for rank in range(1, size)}
+
+    def report_all(count: int) -> None:
+        for rank, exchange in exchanges.items():
+            summary = exchange.report(told(count, doing="" if rank == guilty else WAITS))
+            assert summary is not None
+            learnt[rank] = summary.finding
+
+    ranks = Ranks(size, 0.0)
+    for count in (2, 3):
+        report_all(count)
+        ranks.hear(first.gather(told(count, doing=WAITS), None), 9.0 * (count - 2))
+    finding = ranks.find()
+    assert finding is not None
+    assert finding.rank == guilty
+    assert set(learnt.values()) == {None}
+    first.gather(told(4, doing=WAITS), finding)
+    report_all(4)
+    assert len(learnt) == size - 1
+    assert set(learnt.values()) == {finding}
+
+
+def test_a_second_start_in_the_same_processes_hears_nothing_of_the_first() -> None:
+    store = CountingStore()
+    attached(store, 0, 2).gather(told(1), Finding("hang", 1, "sleeps", "a", 1))
+    second = attached(store, 0, 2)
+    assert second.gather(told(1), None) == [told(1), None]
+
+
+@pytest.mark.usefixtures("same_start")
+def test_ranks_may_begin_in_any_order() -> None:
+    store = CountingStore()
+    other = attached(store, 1, 2)
+    assert other.report(told(1)) is None
+    first = attached(store, 0, 2)
+    assert first.gather(told(1), None) == [told(1), told(1)]
+    assert other.report(told(2)) == Summary(told(1), None)

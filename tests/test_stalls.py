@@ -1,0 +1,170 @@
+"""Waits for data and storage: the watchdog hears of them, and the records tell of long ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from cluster import group
+from pretrain import loop, rank_times, session
+from pretrain.config import Scheduling
+from pretrain.errors import MachineError
+from pretrain.files import allow_open_files
+from pretrain.rank_times import RankTimes
+from pretrain.watchdog import Watchdog
+from pretrain.worker import HANG_FILE, Worker
+
+
+class Engine:
+    """An engine of `size` ranks, this one among them, with a watchdog that watches nothing."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, logs: Path, size: int = 1, rank: int = 0) -> None:
+        self.world_size, self.rank = size, rank
+        self.watchdog = Watchdog(0, 1, logs, 0.0)
+        self.beat, self.allow, self.awaiting = (
+            self.watchdog.beat, self.watchdog.allow, self.watchdog.awaiting
+        )  # fmt: skip
+        self.others = torch.zeros(3, size, dtype=torch.float64)
+        self.module = SimpleNamespace(train=lambda: None)
+
+    @property
+    def doing(self) -> str:
+        return self.watchdog.heartbeat().doing
+
+    def sum_over_workers(self, values: torch.Tensor) -> torch.Tensor:
+        return values.add_(self.others)
+
+    def seed_device(self, *_: int) -> None:
+        pass
+
+    def side_group(self) -> None:
+        pass
+
+
+def test_each_wait_for_data_or_storage_is_announced(tmp_path: Path) -> None:
+    """The task makes batches and opens the data of a phase where the loop asks for a step."""
+    engine, doing = Engine(tmp_path), dict[str, list[str]]()
+
+    def look(where: str) -> None:
+        doing.setdefault(where, []).append(engine.doing)
+
+    def batches(*_: Any) -> Iterator[int]:
+        for number in range(2):
+            look("batch")
+            yield number
+
+    def stop_requested() -> bool:
+        look("stop files")
+        return False
+
+    recorder = SimpleNamespace(log=lambda record: look("log"), rewind=lambda step: look("rewind"))
+    tracking = SimpleNamespace(log_every_steps=1, straggler_factor=1.5)
+    saving = SimpleNamespace(keep_last=1, background=False, retry_seconds=0.0)
+    plan = SimpleNamespace(
+        config=SimpleNamespace(seed=0, tracking=tracking, checkpoint=saving), total_steps=2, evaluate_every_steps=9,
+        checkpoint_every_steps=9, keep_best=False, patience=0,
+    )  # fmt: skip
+    task: Any = SimpleNamespace(batches=batches, stalled_seconds=lambda: 0.0)
+    parts: list[Any] = [engine, task, plan, loop.Progress(), tmp_path, {}, recorder]
+    run: Any = loop._Run(*parts)
+    run.train_step = lambda step, stop: look("step")
+    run.log = lambda: run.recorder.log({})
+    run.evaluate = run.save = lambda: None
+    assert not run.train(stop_requested)
+    run.recorder.rewind(0)
+    storage = "the run folder's storage"
+    assert doing == {
+        "batch": ["a batch"] * 2, "stop files": [storage] * 2, "step": [""] * 2, "log": [storage] * 2, "rewind": [storage]
+    }  # fmt: skip
+
+
+def test_a_long_wait_for_one_batch_is_an_event(tmp_path: Path) -> None:
+    engine, logged = Engine(tmp_path, size=3, rank=1), list[dict[str, Any]]()
+    times = RankTimes(engine, 1.5)  # type: ignore[arg-type]
+    recorder = SimpleNamespace(log=logged.append)
+    times.waited_once(4.0)
+    times.waited_once(3.0)
+    times.lap(recorder, 10)  # type: ignore[arg-type]
+    assert not logged, "below the seconds that are worth an event"
+    times.waited_once(40.0)
+    engine.others[2] = torch.tensor([6.0, 0.0, 31.0])
+    record = times.lap(recorder, 20)  # type: ignore[arg-type]
+    assert set(record) == {"rank_forward_seconds", "rank_wait_seconds"}
+    (event,) = logged
+    assert (event["event"], event["step"], event["rank"], event["seconds"]) == ("data_stall", 20, 1, 40.0)
+    assert event["message"] == "rank 1 waited 40 s for a batch"
+    engine.others.zero_()
+    times.lap(recorder, 30)  # type: ignore[arg-type]
+    assert len(logged) == 1, "told once"
+
+
+@pytest.mark.parametrize("event", ["hang", "data_stall"])
+def test_a_restart_says_what_the_watchdog_found(tmp_path: Path, event: str) -> None:
+    (tmp_path / "logs").mkdir()
+    began = time.time()
+    assert group._hang(tmp_path, since=began) is None
+    found = {"event": event, "rank": 3, "reason": "rank 3 was slow", "time": began + 1, "found_by": 0}
+    (tmp_path / "logs" / HANG_FILE).write_text(json.dumps(found))
+    assert group._hang(tmp_path, since=began) == (event, "rank 3 was slow")
+    assert group._hang(tmp_path, since=began + 2) is None
+
+
+def test_the_first_finding_of_a_start_stays(tmp_path: Path) -> None:
+    """A rank that was cut off blames rank 0, which has found before that it was cut off."""
+    from pretrain.heartbeats import Finding
+
+    path = tmp_path / HANG_FILE
+    path.write_text(
+        json.dumps({"event": "hang", "rank": 5, "reason": "an old one", "time": time.time() - 60})
+    )
+    watchdog = Watchdog(0, 8, tmp_path, 8.0)
+    watchdog._write_finding(Finding("hang", 7, "was silent", "a", 1))
+    Watchdog(7, 8, tmp_path, 8.0)
+    watchdog._write_finding(Finding("hang", 0, "was silent", "a", 1))
+    assert json.loads(path.read_text())["rank"] == 7
+
+
+def test_patience_suits_a_cluster() -> None:
+    """To initialise NCCL again on hundreds of GPUs takes more than a minute."""
+    assert Scheduling().hang_seconds > 120
+    assert Scheduling().data_stall_seconds >= 600
+
+
+@contextlib.contextmanager
+def open_files(soft: int) -> Iterator[int]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, before[1]), before[1]))
+    try:
+        yield before[1]
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_rank_0_may_open_a_connection_for_every_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_files(soft=512) as hard:
+        wanted = min(2048 + 4096, hard)
+        assert allow_open_files(2048) == wanted
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == wanted
+    monkeypatch.setattr(session, "allow_open_files", lambda _: 1024)
+    session._check_open_files(Worker(rank=0, world_size=300))
+    session._check_open_files(Worker(rank=1, world_size=1024))
+    with pytest.raises(MachineError, match="may open 1024 files, and 1024 workers need 2304"):
+        session._check_open_files(Worker(rank=0, world_size=1024))
+
+
+def test_events_have_their_line_in_the_panels() -> None:
+    from pretrain.dashboard.panels import EVENTS
+
+    assert {"hang", "data_stall"} <= set(EVENTS)
+    assert Scheduling().hang_seconds > rank_times._STALL_SECONDS
