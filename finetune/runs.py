@@ -237,7 +237,7 @@ def evaluate(model: Path, file: str | None, out: Path | None, precision: str) ->
 
 def _evaluation_folder(folder: Path) -> Path:
     """Beside the model: in its run folder, or, since an export may be replaced, next to it under its name."""
-    folder = folder.resolve()
+    folder = folder if folder.name not in ("", "..") else folder.resolve()
     is_run = folder.name == MODEL and (folder.parent / SCORES).is_file()
     return folder.parent / ("evaluation" if is_run else f"{folder.name}-evaluation")
 

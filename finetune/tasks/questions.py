@@ -41,7 +41,8 @@ class QuestionsSettings(Section):
         default="", description="Questions to score on; they choose the checkpoint and the threshold."
     )
     test: str = Field(
-        default="", description="Questions to answer at the end, and to score if they have answers; they choose nothing."
+        default="",
+        description="Questions to answer at the end, and to score if they have answers; they choose nothing.",
     )
     stride: int = Field(
         default=128,

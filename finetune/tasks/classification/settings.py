@@ -41,7 +41,8 @@ class ClassificationSettings(Section):
     )
     dev: str = Field(default="", description="Labelled set that chooses the checkpoint.")
     test: str = Field(
-        default="", description="Set to predict at the end, and to score if it has labels; it chooses nothing."
+        default="",
+        description="Set to predict at the end, and to score if it has labels; it chooses nothing.",
     )
     dev_share: float = Field(
         default=0.0,
