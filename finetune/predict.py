@@ -80,17 +80,27 @@ class Predictor:
 
         With `live` none waits for records that come after it: those that are there already make a portion.
         """
-        return self.stream_lines(enumerate(records, 1), where, live=live)
+        for record, _, made in self._predicted(enumerate(records, 1), where, live):
+            yield {**_identity(record), **made}
 
     def stream_lines(
         self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, *, live: bool = False
     ) -> Iterator[dict[str, Any]]:
-        """`stream` for records with the numbers of their lines, which messages about them say."""
+        """`stream` for records with the numbers of their lines, which messages about them say.
+
+        Each prediction has before it what the task says of its example.
+        """
+        for record, example, made in self._predicted(numbered, where, live):
+            yield {**_identity(record), **self.task.record(example), **made}
+
+    def _predicted(
+        self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, live: bool
+    ) -> Iterator[tuple[str | Mapping[str, Any], Any, dict[str, Any]]]:
+        """(record, example, prediction) of each."""
         for portion in _portions_that_came(numbered) if live else _growing_portions(numbered):
             examples = [self.task.example(record, f"{where}:{number}") for number, record in portion]
-            for (_, record), made in zip(portion, self.predict(examples), strict=True):
-                identity = {"id": record["id"]} if isinstance(record, Mapping) and "id" in record else {}
-                yield {**identity, **made}
+            for (_, record), example, made in zip(portion, examples, self.predict(examples), strict=True):
+                yield record, example, made
 
     def predict(self, examples: Sequence[Any]) -> list[dict[str, Any]]:
         """Predictions for the task's own examples."""
@@ -119,6 +129,10 @@ def _settle(asked: _Asked, trained: Engine, device: torch.device) -> Choice:
         choice = run_precision(trained.settled_precision, device)
     allow_tf32(choice.precision, device)
     return choice
+
+
+def _identity(record: str | Mapping[str, Any]) -> dict[str, Any]:
+    return {"id": record["id"]} if isinstance(record, Mapping) and "id" in record else {}
 
 
 def _growing_portions(records: Iterable[T]) -> Iterator[list[T]]:

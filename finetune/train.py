@@ -20,7 +20,7 @@ from finetune.batches import Batches, LabelledBatch, LabelledStep
 from finetune.config import FinetuneConfig
 from finetune.inference import inference_model, predict_logits
 from finetune.model import Output, TaskModel
-from finetune.saved import MODEL, save_model
+from finetune.saved import MODEL, SetResult, save_model
 from finetune.start import initial_state
 from finetune.task import Task, Windows, data_digest
 from finetune.tasks import make_task
@@ -124,8 +124,12 @@ class Finetuning:
         self.total_steps = config.total_steps(self.units)
         self._stalled = 0.0
 
-    def data_digest(self) -> str:
-        return data_digest(self.task.labels, self._batches.windows, self._held_out_windows)
+    def data_digest(self, tests: Mapping[str, list[Any]]) -> str:
+        """Of what it is trained and scored on, labelled test sets included."""
+        scored = {
+            name: self._windows(members) for name, members in tests.items() if self.task.is_labelled(members)
+        }
+        return data_digest(self.task.labels, self._batches.windows, {**self._held_out_windows, **scored})
 
     def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[LabelledStep]:
         count = self.config.training.examples_per_step
@@ -312,19 +316,17 @@ def _finish(
         # The second one got no gradient, and its row must not make the model one of two.
         weights["embeddings.token_type"][1] = weights["embeddings.token_type"][0]
     model = inference_model(job.task, released, weights, engine.device, config.engine.settled_precision)
-    scores, predictions, details = {}, {}, {}
+    predictions: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {}
     for number, (split, examples) in enumerate(job.held_out.items()):
-        made = job.predictions_of(model, examples, tune=number == 0)
-        if engine.rank == 0:
-            predictions[split] = made
-            scores[split] = job.task.score(examples, made)
-            details[split] = job.task.details(examples, made)
-    for split, examples in job.task.read_test().items() if test_sets else ():
-        predictions[split] = job.predictions_of(model, examples, tune=False)
+        predictions[split] = examples, job.predictions_of(model, examples, tune=number == 0)
+    tests = job.task.read_test() if test_sets else {}
+    for split, examples in tests.items():
+        predictions[split] = examples, job.predictions_of(model, examples, tune=False)
     if engine.rank == 0:
         save_model(
-            config, job.task, released, weights, step=state["step"], scores=scores, predictions=predictions, details=details,
-            training_examples=job.training_examples, data=job.data_digest(),
+            config, job.task, released, weights, step=state["step"], chosen_on=job.validation_set(),
+            results={split: SetResult.of(job.task, *both) for split, both in predictions.items()},
+            training_examples=job.training_examples, data=job.data_digest(tests),
         )  # fmt: skip
         tracker.log_artifact(config.folder / MODEL)
         shutil.rmtree(checkpoints)

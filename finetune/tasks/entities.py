@@ -113,6 +113,7 @@ class Entities:
     head: Head = "tokens"
     objective: Objective = "classes"
     asks = ("text",)
+    tunes = False
 
     def __init__(self, settings: EntitiesSettings, state: Mapping[str, Any] | None = None) -> None:
         self.settings = settings
@@ -159,8 +160,8 @@ class Entities:
     def read_test(self) -> dict[str, list[Sentence]]:
         return {"test": self._read_known(self.settings.test, labelled=False)} if self.settings.test else {}
 
-    def read_file(self, path: str) -> list[Sentence]:
-        return self._read_known(path, labelled=True)
+    def read_file(self, path: str, *, labelled: bool = True) -> list[Sentence]:
+        return self._read_known(path, labelled=labelled)
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Sentence:
         """From text, {"text": ...} or {"tokens": [...]}; labels in it are not looked at.
@@ -176,6 +177,18 @@ class Entities:
         document = self._document[1]
         document.append(one.words)
         return replace(one, document=document, place=len(document) - 1)
+
+    def is_labelled(self, examples: Sequence[Sentence]) -> bool:
+        return bool(examples) and all(one.tags is not None for one in examples)
+
+    def record(self, example: Sentence) -> dict[str, Any]:
+        gold = {} if example.tags is None else {"gold": list(example.tags)}
+        return {"text": example.characters()[0], **gold}
+
+    def scorer_files(
+        self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]
+    ) -> dict[str, str]:
+        return {}
 
     def _read_known(self, path: str, *, labelled: bool) -> list[Sentence]:
         if not self._types:
