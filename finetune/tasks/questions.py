@@ -131,6 +131,12 @@ class Questions:
     def example(self, record: Mapping[str, Any] | str, where: str) -> Question:
         return squad.from_record(record, where)
 
+    def with_context(
+        self, examples: Sequence[Question], *, ended: bool
+    ) -> tuple[list[Question], list[Question]]:
+        """Each stands alone."""
+        return list(examples), []
+
     def _read(self, path: str, *, labelled: bool, training: bool) -> list[Question]:
         questions = squad.read(path, labelled=labelled)
         questions = squad.without_bad_answers(questions, path, self.settings.bad_answers, training=training)

@@ -164,6 +164,12 @@ class Classification:
             raise InputError(f"{where}: a pair, but the model was trained on single texts. Leave `pair` out.")
         return Example(text, None, None, where)
 
+    def with_context(
+        self, examples: Sequence[Example], *, ended: bool
+    ) -> tuple[list[Example], list[Example]]:
+        """Each stands alone."""
+        return list(examples), []
+
     # ------------------------------------------------------------ windows
 
     def windows(self, examples: Sequence[Example], encoder: TextEncoder, *, training: bool) -> Windows:
