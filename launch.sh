@@ -17,7 +17,7 @@ usage() {
   export   RUN DIR           its model in the Hugging Face layout; a fine-tuned one also as ONNX with --onnx
   finetune CONFIG            classification, entities or questions, --from a checkpoint; --seeds N, --workers N
   evaluate MODEL [FILE]      official scores of a fine-tuned model on a labelled file
-  predict  MODEL [FILE]      its predictions for lines of text or JSON
+  predict  MODEL [FILE]      its predictions for a file, or for lines of text or JSON
   sweep    CONFIG            a grid of settings; --grid devlin or small-bert, --grid-set KEY=VALUE,VALUE
   glue     [CONFIG]          every task of GLUE in --glue-dir, and the table of the BERT paper
   report   RUN               curves, corpus card and filled-in masks of a run as one HTML page
@@ -147,9 +147,10 @@ case $command in
         PYTHONSAFEPATH=1 exec "$venv/bin/python" -m finetune "$command" "$@"
         ;;
     export) # of a fine-tuned model, or of a pretraining run
-        module=pretrain extra=base
-        for run in "$@"; do # the first that is no option
-            [[ $run == -* ]] || break
+        module=pretrain extra=base before=
+        for run in "$@"; do # the first that is neither an option nor its value
+            [[ $run == -* || $before == --checkpoint ]] || break
+            before=$run
         done
         [[ ! -f ${run:-}/finetune.json && ! -f ${run:-}/model/finetune.json ]] || module=finetune
         [[ $module == pretrain || " $* " != *" --onnx "* ]] || extra=onnx

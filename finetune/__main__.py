@@ -7,7 +7,7 @@ import io
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,29 +120,54 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 def _predict(arguments: argparse.Namespace) -> None:
     from finetune import load
     from finetune.predict import read_records
-    from pretrain.files import atomic_open
+    from finetune.saved import prediction_lines, write_predictions
 
-    source = arguments.input
+    source, out = "-" if arguments.input is None else arguments.input, arguments.out
     given = {
-        key: value for key in ("text", "pair", "question", "context") if (value := getattr(arguments, key))
+        key: value
+        for key in ("text", "pair", "question", "context")
+        if (value := getattr(arguments, key)) is not None
     }
+    if given and arguments.input is not None:
+        raise InputError(f"predict: both {source} and --{next(iter(given))} are given. Give one of them.")
     if not given and source == "-" and sys.stdin.isatty():
         raise InputError("predict: nothing to read. Give --text, a file, or lines on standard input.")
     model = load(arguments.model, precision=arguments.precision)
     if given:
         record: Any = given["text"] if set(given) == {"text"} else given
-        print(json.dumps(model(record), ensure_ascii=False))
+        _write_lines(map(_as_line, model.stream_lines([(1, record)], "record")), out)
+    elif source == "-" or _is_stream(Path(source)):
+        with _lines(source) as (lines, where):
+            _write_lines(map(_as_line, model.stream_lines(read_records(lines, where), where, live=True)), out)
+    else:
+        examples = model.task.read_file(source, labelled=False)
+        predictions = model.predict(examples)
+        if out is None:
+            _write_lines(prediction_lines(model.task, examples, predictions), None)
+        else:
+            write_predictions(out, model.task, examples, predictions)
+
+
+def _is_stream(path: Path) -> bool:
+    """Whether it is a pipe or a terminal, such as bash's <(command)."""
+    return path.is_fifo() or path.is_char_device()
+
+
+def _as_line(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False)
+
+
+def _write_lines(lines: Iterable[str], out: Path | None) -> None:
+    """Into the file `out`, whole or not at all, or at once on standard output."""
+    from pretrain.files import atomic_open
+
+    if out is None:
+        for line in lines:
+            print(line, flush=True)
         return
-    with _lines(source) as (lines, where):
-        records = model.stream_lines(read_records(lines, where), where, live=source == "-")
-        made = (json.dumps(one, ensure_ascii=False) for one in records)
-        if arguments.out is None:
-            for line in made:
-                print(line, flush=True)
-            return
-        with atomic_open(arguments.out, "w") as file:
-            for line in made:
-                file.write(line + "\n")
+    with atomic_open(out, "w") as file:
+        for line in lines:
+            file.write(line + "\n")
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -256,27 +281,39 @@ def _parser() -> argparse.ArgumentParser:
   ./launch.sh evaluate runs/sst2 other.tsv --out scores/""")  # fmt: skip
     _add_model(evaluate)
     evaluate.add_argument(
-        "file", nargs="?", metavar="FILE", help="labelled file; otherwise the dev sets of the config"
+        "file",
+        nargs="?",
+        metavar="FILE",
+        help="labelled file; otherwise the dev sets of the config, and its test sets that have labels",
     )
     evaluate.add_argument(
         "--out",
         type=Path,
         metavar="DIR",
-        help="folder for metrics.json and predictions (default: evaluation/ beside the model)",
+        help="folder for metrics.json and predictions (default: evaluation/ in the run folder, EXPORT-evaluation/ beside "
+        "an export)",
     )
 
-    predict = add_command(commands, "predict", _predict, "predictions for lines of text or JSON", """
+    predict = add_command(commands, "predict", _predict, "predictions for a file, or for lines of text or JSON", """
   ./launch.sh predict runs/sst2 --text "a lovely film"
   ./launch.sh predict runs/rte --text "A man sleeps." --pair "Somebody rests."
   ./launch.sh predict runs/squad --question "Who wrote it?" --context "It was written by Ann."
+  ./launch.sh predict runs/sst2 test.csv --out predictions.jsonl
   ./launch.sh predict runs/ner texts.jsonl --out spans.jsonl
   cat texts.txt | ./launch.sh predict runs/sst2""")  # fmt: skip
     _add_model(predict)
     predict.add_argument(
-        "input", nargs="?", default="-", metavar="FILE", help="lines of text or JSON; - is standard input"
+        "input",
+        nargs="?",
+        metavar="FILE",
+        help=".csv, .tsv, .jsonl, .json, .parquet with the config's columns, or .txt with a text a line; otherwise, "
+        "or with -, lines of text or JSON on standard input",
     )
     predict.add_argument(
-        "--out", type=Path, metavar="FILE", help="JSON Lines to write; otherwise standard output"
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="JSON Lines to write, and beside them what the task's scorers read; otherwise standard output",
     )
     for name, what in (("text", "one text"), ("pair", "its second text"), ("question", "a question"), ("context", "the text to answer from")):  # fmt: skip
         predict.add_argument(f"--{name}", metavar="TEXT", help=what)

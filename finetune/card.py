@@ -43,7 +43,7 @@ _HUB_METRICS = {
 
 
 def model_card(
-    config: FinetuneConfig, task: Task[Any], *, family: str, shape: Model, parameters: int, step: int,
+    config: FinetuneConfig, task: Task[Any], *, family: str, shape: Model, parameters: int, step: int, chosen_on: str,
     examples: Mapping[str, int], scores: Mapping[str, Mapping[str, float]], details: Mapping[str, Any],
 ) -> str:  # fmt: skip
     """The card in Markdown.
@@ -51,8 +51,9 @@ def model_card(
     Args:
         family, shape, parameters: of the model.
         step: whose weights they are.
+        chosen_on: the set whose score chose that step, and what the task tunes; "" for none.
         examples: how many each set has, the training set under "train".
-        scores, details: of each held-out set, as the task gives them.
+        scores, details: of each labelled dev and test set, as the task gives them.
     """
     import jinja2
 
@@ -60,7 +61,8 @@ def model_card(
         loader=jinja2.PackageLoader("finetune"), undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
-    templates.filters |= {"cell": _cell, "number": _number}
+    repeated = config.repeated_sets()
+    templates.filters |= {"cell": _cell, "code": "`{}`".format, "number": _number}
     return templates.get_template("model_card.md.j2").render(
         metadata=yaml.safe_dump(_metadata(config, task, family, scores), sort_keys=False, allow_unicode=True),
         config=config,
@@ -70,6 +72,9 @@ def model_card(
         shape=shape,
         parameters=parameters,
         step=step,
+        chosen_on=chosen_on,
+        untouched=[name for name in scores if name not in (chosen_on, *dict(repeated))],
+        remarks=[repeated_remark(*pair) for pair in repeated],
         sets=[(name, _source(config, name), count) for name, count in examples.items()],
         scores=scores,
         score_names=list(dict.fromkeys(name for values in scores.values() for name in values)),
@@ -78,6 +83,12 @@ def model_card(
         confusions=_confusions,
         config_yaml=dump(config).strip(),
     )
+
+
+def repeated_remark(name: str, earlier: str) -> str:
+    """What a reader must know where the set `name` is the same file as `earlier`, for terminal and card."""
+    known = "that the model has learnt" if earlier == "train" else "that chose the checkpoint"
+    return f"{name} is the same file as {earlier}: its scores are of examples {known}, and say nothing of others."
 
 
 # ---- the hub's metadata, https://huggingface.co/docs/hub/model-cards
@@ -136,7 +147,11 @@ def _dataset(config: FinetuneConfig, name: str) -> dict[str, str]:
         title = f"GLUE {TASKS[section.glue].title}"
         return {"name": title, "type": "nyu-mll/glue", "config": section.glue, "split": split}
     if section is not None and section.dataset and _is_on_hub(config):
-        found = {"name": section.dataset, "type": section.dataset, "split": section.dev or "train"}
+        found = {
+            "name": section.dataset,
+            "type": section.dataset,
+            "split": _file(config, name) or "train",  # dev_share's dev set is of the training split
+        }
         return found | {
             key: value for key, value in (("config", section.subset), ("revision", section.revision)) if value
         }

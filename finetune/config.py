@@ -185,6 +185,22 @@ class FinetuneConfig(Run):
         """The section that is given: classification, entities or questions."""
         return next(name for name in TASKS if getattr(self, name) is not None)
 
+    def repeated_sets(self) -> list[tuple[str, str]]:
+        """(set, earlier set) for each of dev and test whose file, or split of a data set, is that of an earlier one."""
+        section = getattr(self, self.task_name)
+        is_split = bool(getattr(section, "dataset", ""))
+        places: dict[str, str] = {}
+        repeated = []
+        for name in ("train", "dev", "test"):
+            given = getattr(section, name)
+            if is_split and name == "train":
+                given = given or "train"
+            if given:
+                place = given if is_split else str(Path(given).expanduser().resolve())
+                if (earlier := places.setdefault(place, name)) != name:
+                    repeated.append((name, earlier))
+        return repeated
+
     def total_steps(self, examples: int) -> int:
         """Optimizer steps over a training set of so many examples."""
         passes = math.ceil(examples * self.training.epochs / self.training.examples_per_step)

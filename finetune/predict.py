@@ -82,17 +82,26 @@ class Predictor:
         With `live` none waits for records that come after it: those that are there already make a portion. But a
         sentence whose document may go on waits for its end where the model sees its neighbours (`document_context`).
         """
-        return self.stream_lines(enumerate(records, 1), where, live=live)
+        for record, _, made in self._predicted(enumerate(records, 1), where, live):
+            yield {**_identity(record), **made}
 
     def stream_lines(
         self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, *, live: bool = False
     ) -> Iterator[dict[str, Any]]:
-        """`stream` for records with the numbers of their lines, which messages about them say."""
+        """`stream` for records with the numbers of their lines, which messages about them say.
+
+        Each prediction has before it what the task says of its example.
+        """
+        for record, example, made in self._predicted(numbered, where, live):
+            yield {**_identity(record), **self.task.record(example), **made}
+
+    def _predicted(
+        self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, live: bool
+    ) -> Iterator[tuple[str | Mapping[str, Any], Any, dict[str, Any]]]:
+        """(record, example, prediction) of each."""
         portions = _portions_that_came(numbered) if live else _growing_portions(numbered)
         for records, examples in self._ready(portions, where):
-            for record, made in zip(records, self.predict(examples), strict=True):
-                identity = {"id": record["id"]} if isinstance(record, Mapping) and "id" in record else {}
-                yield {**identity, **made}
+            yield from zip(records, examples, self.predict(examples), strict=True)
 
     def _ready(
         self, portions: Iterable[list[tuple[int, str | Mapping[str, Any]]]], where: str
@@ -129,6 +138,10 @@ class Predictor:
         examples = self.task.read_file(path)
         predictions = self.predict(examples)
         return self.task.score(examples, predictions), self.task.details(examples, predictions), predictions
+
+
+def _identity(record: str | Mapping[str, Any]) -> dict[str, Any]:
+    return {"id": record["id"]} if isinstance(record, Mapping) and "id" in record else {}
 
 
 def _growing_portions(records: Iterable[T]) -> Iterator[list[T]]:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.card import repeated_remark
 from finetune.config import FinetuneConfig, changed_for_resume, load_config
-from finetune.saved import MODEL, PREDICTIONS, load_saved, model_folder, write_records
-from finetune.task import data_digest
+from finetune.saved import (
+    MODEL,
+    PREDICTIONS,
+    SCORES,
+    SetResult,
+    load_saved,
+    model_folder,
+    write_predictions,
+)
+from finetune.sets.files import plain_stem
+from finetune.task import Task, data_digest
 from finetune.tasks import make_task
 from finetune.text import TextEncoder
 from pretrain import preflight
@@ -20,6 +32,9 @@ from pretrain.files import MANIFEST, write_json
 
 if TYPE_CHECKING:
     from pretrain.checkpoint.released import Released
+
+
+_METRICS = "metrics.json"
 
 
 @dataclass(frozen=True)
@@ -67,15 +82,16 @@ def check_same(config: FinetuneConfig, *, over: bool) -> None:
         )
 
 
-def digest(config: FinetuneConfig) -> str:
-    """`data_digest` of what the files say now."""
+def digest(config: FinetuneConfig, *, test_sets: bool = True) -> str:
+    """`data_digest` of what the files say now; `test_sets`: whether labelled ones are scored, too."""
     _, encoder = _read_start(config)
     task = make_task(config)
     training = task.windows(task.read_train(), encoder, training=True)
-    held_out = {
-        name: task.windows(members, encoder, training=False) for name, members in task.read_held_out().items()
-    }
-    return data_digest(task.labels, training, held_out)
+    scored = task.read_held_out()
+    tests = task.read_test() if test_sets else {}
+    scored |= {name: members for name, members in tests.items() if task.is_labelled(members)}
+    windows = {name: task.windows(members, encoder, training=False) for name, members in scored.items()}
+    return data_digest(task.labels, training, windows)
 
 
 def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Plan:
@@ -151,6 +167,7 @@ def describe_start(config: FinetuneConfig, plan: Plan) -> str:
     ]
     if plan.labels:
         lines.append(f"  {len(plan.labels)} labels: {shown}")
+    lines += [f"  remark: {repeated_remark(*pair)}" for pair in config.repeated_sets()]
     return "\n".join(lines)
 
 
@@ -198,24 +215,56 @@ def evaluate(model: Path, file: str | None, out: Path | None, precision: str) ->
 
     folder = model_folder(model)
     predictor = load(folder, precision=precision)
-    sets = {Path(file).stem: predictor.task.read_file(file)} if file else predictor.task.read_held_out()
+    out = out or _evaluation_folder(folder)
+    metrics = _read_metrics(out / _METRICS)
+    if file:
+        sets = {plain_stem(Path(file)): predictor.task.read_file(file)}
+    else:
+        sets = _labelled_sets(predictor.task)
+    source = str(Path(file).expanduser().resolve()) if file else None
     if not sets:
-        raise InputError(f"{folder}: its config names no dev set. Give a labelled file.")
-    out = out or folder.parent / "evaluation"
-    result: dict[str, Any] = {}
+        raise InputError(f"{folder}: its config names no labelled dev or test set. Give a labelled file.")
     lines = []
     for name, examples in sets.items():
-        predictions = predictor.predict(examples)
-        scores = predictor.task.score(examples, predictions)
-        result[name] = {
-            "scores": scores,
-            "details": predictor.task.details(examples, predictions),
-            "file": file,
-        }
-        write_records(out / PREDICTIONS / f"{name}.jsonl", predictions)
-        lines.append(f"{name}: {_scores(scores)}")
-    write_json(out / "metrics.json", result)
-    return "\n".join([*lines, f"{out}: metrics.json and predictions written"])
+        result = SetResult.of(predictor.task, examples, predictor.predict(examples))
+        name = _free_name(name, source, metrics)
+        metrics[name] = {"scores": result.scores, "details": result.details, "file": source}
+        write_predictions(out / PREDICTIONS / f"{name}.jsonl", predictor.task, examples, result.predictions)
+        lines.append(f"{name}: {_scores(result.scores)}")
+    write_json(out / _METRICS, metrics)
+    return "\n".join([*lines, f"{out}: {_METRICS} and predictions written"])
+
+
+def _evaluation_folder(folder: Path) -> Path:
+    """Beside the model: in its run folder, or, since an export may be replaced, next to it under its name."""
+    folder = folder.resolve()
+    is_run = folder.name == MODEL and (folder.parent / SCORES).is_file()
+    return folder.parent / ("evaluation" if is_run else f"{folder.name}-evaluation")
+
+
+def _labelled_sets(task: Task[Any]) -> dict[str, list[Any]]:
+    """The dev sets of the config, and those of its test sets that have labels."""
+    tests = {name: members for name, members in task.read_test().items() if task.is_labelled(members)}
+    return {**task.read_held_out(), **tests}
+
+
+def _read_metrics(path: Path) -> dict[str, Any]:
+    """What earlier evaluations found; {} before the first."""
+    try:
+        metrics = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({error}). Remove it, or choose another --out.") from None
+    if not isinstance(metrics, dict) or not all(isinstance(one, dict) for one in metrics.values()):
+        raise InputError(f"{path}: holds no metrics of evaluate. Choose another --out.")
+    return metrics
+
+
+def _free_name(name: str, source: str | None, metrics: Mapping[str, Any]) -> str:
+    """`name`, or with -2, -3, ... behind it where another file than `source` was scored under that."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(one for one in names if one not in metrics or metrics[one].get("file") == source)
 
 
 def _scores(scores: dict[str, float]) -> str:

@@ -1,14 +1,14 @@
 """A fine-tuned model on disk: a Hugging Face folder that also holds `finetune.json`, which says how to use it.
 
 runs/NAME/model/       config.json model.safetensors tokenizer.json ... README.md finetune.json manifest.json
-runs/NAME/scores.json  scores of every held-out set, and which step they are of
-runs/NAME/predictions/SET.jsonl
+runs/NAME/scores.json  scores of every labelled dev and test set, which step they are of, and which set chose it
+runs/NAME/predictions/SET.jsonl, and beside it what the task's own scorers read
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -37,6 +37,25 @@ _PROBLEM = {
 
 
 @dataclass(frozen=True)
+class SetResult:
+    """A set that was predicted with the finished model; without labels it has no scores."""
+
+    examples: Sequence[Any]
+    predictions: list[dict[str, Any]]
+    scores: dict[str, float]
+    details: dict[str, Any]
+
+    @classmethod
+    def of(cls, task: Task[Any], examples: Sequence[Any], predictions: list[dict[str, Any]]) -> SetResult:
+        """With what the task says of the predictions."""
+        if not task.is_labelled(examples):
+            return cls(examples, predictions, {}, {})
+        return cls(
+            examples, predictions, task.score(examples, predictions), task.details(examples, predictions)
+        )
+
+
+@dataclass(frozen=True)
 class Saved:
     """What `finetune.json` says."""
 
@@ -47,21 +66,35 @@ class Saved:
 
 def save_model(
     config: FinetuneConfig, task: Task[Any], released: Released, weights: Mapping[str, Tensor], *,
-    step: int, scores: dict[str, dict[str, float]], predictions: dict[str, list[dict[str, Any]]],
-    details: dict[str, Any], training_examples: int, data: str,
+    step: int, results: Mapping[str, SetResult], chosen_on: str, training_examples: int, data: str,
 ) -> None:  # fmt: skip
     """Write model, scores and predictions into the run folder; the model comes last and says that all is there.
 
-    `data` is the digest of what it was trained and scored on.
+    Args:
+        step: whose weights they are.
+        results: of every dev and test set, by name.
+        chosen_on: the set whose score chose the step, and what the task tunes; "" for none.
+        data: the digest of what it was trained and scored on.
     """
     from finetune.card import model_card
     from pretrain.checkpoint.released import write_released
 
-    for name, records in predictions.items():
-        write_records(config.folder / PREDICTIONS / f"{name}.jsonl", records)
+    for name, result in results.items():
+        write_predictions(
+            config.folder / PREDICTIONS / f"{name}.jsonl", task, result.examples, result.predictions
+        )
+    scores = {name: result.scores for name, result in results.items() if result.scores}
+    details = {name: result.details for name, result in results.items() if result.details}
     write_json(
         config.folder / SCORES,
-        {"metric": task.metric, "step": step, "data": data, "scores": scores, "details": details},
+        {
+            "metric": task.metric,
+            "step": step,
+            "chosen_on": chosen_on,
+            "data": data,
+            "scores": scores,
+            "details": details,
+        },
     )
     settings = {
         "format": FORMAT,
@@ -86,12 +119,13 @@ def save_model(
             family=released.family,
             shape=released.model,
             step=step,
+            chosen_on=chosen_on,
             scores=scores,
             details=details,
             parameters=sum(tensor.numel() for tensor in weights.values()),
             examples={
                 "train": training_examples,
-                **{name: len(records) for name, records in predictions.items()},
+                **{name: len(result.examples) for name, result in results.items()},
             },
         ),
         extra={SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False)},
@@ -120,11 +154,24 @@ def model_folder(folder: Path) -> Path:
     )
 
 
-def write_records(path: Path, records: Sequence[Mapping[str, Any]]) -> None:
-    """JSON Lines, atomically."""
+def write_predictions(
+    path: Path, task: Task[Any], examples: Sequence[Any], predictions: Sequence[Mapping[str, Any]]
+) -> None:
+    """Write `prediction_lines` to `path`, and beside it the task's `scorer_files` under its name."""
     with atomic_open(path, "w") as file:
-        for record in records:
-            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+        for line in prediction_lines(task, examples, predictions):
+            file.write(line + "\n")
+    for suffix, content in task.scorer_files(examples, predictions).items():
+        with atomic_open(path.with_name(path.stem + suffix), "w") as file:
+            file.write(content)
+
+
+def prediction_lines(
+    task: Task[Any], examples: Iterable[Any], predictions: Iterable[Mapping[str, Any]]
+) -> Iterator[str]:
+    """A line of JSON for each example: what it is, then what was predicted."""
+    for example, made in zip(examples, predictions, strict=True):
+        yield json.dumps({**task.record(example), **made}, ensure_ascii=False)
 
 
 # Of the checkpoint that was started from, these would be wrong of the new model.

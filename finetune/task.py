@@ -109,8 +109,12 @@ class Task(Protocol[E]):
         """Sets to predict at the end, with labels or without. {} without any."""
         ...
 
-    def read_file(self, path: str) -> list[E]:
-        """Another file of the same form as the dev file (for `evaluate`)."""
+    def read_file(self, path: str, *, labelled: bool = True) -> list[E]:
+        """Another file in the form that its suffix and the settings say.
+
+        With `labelled` false (for `predict`) labels may be missing, and `.txt` may hold a text a line. A labelled
+        file gives the same examples either way.
+        """
         ...
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> E:
@@ -124,12 +128,29 @@ class Task(Protocol[E]):
         """
         ...
 
+    def is_labelled(self, examples: Sequence[E]) -> bool:
+        """Whether every example has its label, so that predictions on them can be scored."""
+        ...
+
+    def record(self, example: E) -> dict[str, Any]:
+        """What a file of predictions says of the example: its id and text, and its label as "gold" if it has one."""
+        ...
+
     def windows(self, examples: Sequence[E], encoder: TextEncoder, *, training: bool) -> Windows:
         """`examples` cut to what the model can see; labels where the examples have them."""
         ...
 
     def decode(self, examples: Sequence[E], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
         """One JSON-like prediction for each example from the logits, float32 [R, C], of the asked rows."""
+        ...
+
+    def scorer_files(self, examples: Sequence[E], predictions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """The predictions as the field's own scorers read them: name's suffix -> content. {} if JSON Lines will do."""
+        ...
+
+    @property
+    def tunes(self) -> bool:
+        """Whether `tune` chooses anything."""
         ...
 
     def tune(self, examples: Sequence[E], predictions: Sequence[Mapping[str, Any]]) -> None:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from finetune.batches import Batches, LabelledBatch, LabelledStep
 from finetune.config import FinetuneConfig, Training
 from finetune.model import Output, TaskModel
-from finetune.saved import MODEL, save_model
+from finetune.saved import MODEL, SetResult, save_model
 from finetune.task import Task, Windows, data_digest
 from finetune.tasks import make_task
 from finetune.text import TextEncoder
@@ -137,8 +137,12 @@ class Finetuning:
         self.total_steps = config.total_steps(self.units)
         self._stalled = 0.0
 
-    def data_digest(self) -> str:
-        return data_digest(self.task.labels, self._batches.windows, self._held_out_windows)
+    def data_digest(self, tests: Mapping[str, list[Any]]) -> str:
+        """Of what it is trained and scored on, labelled test sets included."""
+        scored = {
+            name: self._windows(members) for name, members in tests.items() if self.task.is_labelled(members)
+        }
+        return data_digest(self.task.labels, self._batches.windows, {**self._held_out_windows, **scored})
 
     def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[LabelledStep]:
         count = self.config.training.examples_per_step
@@ -307,23 +311,21 @@ def _finish(
     if name is None:
         raise InputError(f"{checkpoints}: holds no complete checkpoint. Begin the run anew.")
     state = loop.restore(engine, checkpoints / name)
-    scores, predictions, details = {}, {}, {}
+    predictions: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {}
     for number, (split, examples) in enumerate(job.held_out.items()):
-        made, _ = job.predictions(split, tune=number == 0)
-        if engine.rank == 0:
-            predictions[split] = made
-            scores[split] = job.task.score(examples, made)
-            details[split] = job.task.details(examples, made)
-    for split, examples in job.task.read_test().items() if test_sets else ():
-        predictions[split] = job.predictions_on(examples)
+        predictions[split] = examples, job.predictions(split, tune=number == 0)[0]
+    tests = job.task.read_test() if test_sets else {}
+    for split, examples in tests.items():
+        predictions[split] = examples, job.predictions_on(examples)
     if engine.rank == 0:
         weights = store.read_weights(checkpoints / name)
         if released.token_types == 1:
             # The second one got no gradient, and its row must not make the model one of two.
             weights["embeddings.token_type"][1] = weights["embeddings.token_type"][0]
         save_model(
-            config, job.task, released, weights, step=state["step"], scores=scores, predictions=predictions, details=details,
-            training_examples=job.training_examples, data=job.data_digest(),
+            config, job.task, released, weights, step=state["step"], chosen_on=job.validation_set(),
+            results={split: SetResult.of(job.task, *both) for split, both in predictions.items()},
+            training_examples=job.training_examples, data=job.data_digest(tests),
         )  # fmt: skip
         tracker.log_artifact(config.folder / MODEL)
         shutil.rmtree(checkpoints)

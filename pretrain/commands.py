@@ -28,8 +28,28 @@ def exit_code(run: Callable[[], int | None]) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """Options may stand before an optional positional, as in `evaluate RUN --precision fp32 FILE`.
+
+    argparse gives such a positional its default as soon as the one before it is read.
+    """
+
+    _is_inside = False
+
+    def parse_known_args(
+        self, args: Any = None, namespace: Any = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        if self._is_inside or all(action.nargs != "?" for action in self._get_positional_actions()):
+            return super().parse_known_args(args, namespace)
+        self._is_inside = True  # what follows comes back here
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_inside = False
+
+
 def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
+    return _Parser(
         prog=prog,
         description=description,
         epilog="Exit codes: 0 done, 2 your input, 3 the machine or cluster is not fit, 4 training diverged, "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -374,3 +375,26 @@ def test_the_driver_loads_no_torch_before_workers_start(config_file: Path):
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=environment)
+
+
+@pytest.mark.parametrize("options", [[], ["--onnx"], ["--checkpoint", "best"], ["--checkpoint=best"]])
+def test_launch_sh_exports_a_run_by_what_it_holds(tmp_path: Path, options: list[str]):
+    """`best` is a fine-tuned model here, which an option's value is not mistaken for."""
+    shutil.copy(ROOT / "launch.sh", tmp_path)
+    for name in ("requirements.lock", "pyproject.toml"):
+        (tmp_path / name).write_text("")
+    for folder in ("best", "tuned/model"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "finetune.json").write_text("{}")
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\necho "$@"\n')
+    python.chmod(0o755)
+    stamp = subprocess.run(["cksum"], input=b"", capture_output=True, check=True).stdout
+    for extra in ("base", "onnx"):
+        (tmp_path / ".venv" / f"stamp-{extra}").write_bytes(stamp)
+    for run, module in (("pretrained", "pretrain"), ("tuned", "finetune")):
+        said = subprocess.run(
+            ["./launch.sh", "export", *options, run, "out"], cwd=tmp_path, capture_output=True, text=True, check=True
+        )  # fmt: skip
+        assert said.stdout.split()[:3] == ["-m", module, "export"]

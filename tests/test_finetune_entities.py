@@ -995,12 +995,12 @@ def test_predictions_are_columns_for_conlleval():
     gold = [Sentence(["a b", "\u00a0", "c"], ["B-PER", "I-PER", "B-LOC"], "1"), Sentence([], [], "2"), Sentence(["d"], ["O"], "3")]  # fmt: skip
     predictions = [{"tags": ["B-PER", "I-PER", "I-LOC"]}, {"tags": []}, {"tags": ["B-PER"]}]
     files = task.scorer_files(gold, predictions)
-    assert files == {".conll": "a_b B-PER B-PER\n_ I-PER I-PER\nc B-LOC I-LOC\n\n\nd O B-PER\n\n"}
+    assert files == {".tags.conll": "a_b B-PER B-PER\n_ I-PER I-PER\nc B-LOC I-LOC\n\n\nd O B-PER\n\n"}
     bare = [replace(one, tags=None) for one in gold]
-    assert task.scorer_files(bare, predictions)[".conll"].splitlines()[2] == "c I-LOC"
+    assert task.scorer_files(bare, predictions)[".tags.conll"].splitlines()[2] == "c I-LOC"
     text = task.example("d", "it")
     assert task.scorer_files([text], predictions[2:]) == {}
-    assert task.scorer_files([replace(text, tags=["O"])], predictions[2:]) == {".conll": "d O B-PER\n\n"}
+    assert task.scorer_files([replace(text, tags=["O"])], predictions[2:]) == {".tags.conll": "d O B-PER\n\n"}
 
 
 # ---------------------------------------------------------------- words of a text

@@ -24,7 +24,7 @@ from finetune.card import model_card
 from finetune.config import FinetuneConfig
 from finetune.model import TaskModel
 from finetune.padded import PaddedModel
-from finetune.saved import save_model
+from finetune.saved import SetResult, save_model
 from finetune.task import Head, Objective, Task, Windows
 from finetune.tasks import make_task
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION
@@ -201,11 +201,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         task.outputs,
         "tanh",
     )
-    predictions = {"dev": [{"label": "negative"} for _ in held_out["dev"]]}
+    predictions: list[dict[str, Any]] = [{"label": "negative"} for _ in held_out["dev"]]
     save_model(
-        config, task, released, model.state_dict(), step=7, predictions=predictions,
-        scores={"dev": task.score(held_out["dev"], predictions["dev"])}, training_examples=len(examples), data="",
-        details={"dev": task.details(held_out["dev"], predictions["dev"])},
+        config, task, released, model.state_dict(), step=7, chosen_on="dev", training_examples=len(examples), data="",
+        results={"dev": SetResult.of(task, held_out["dev"], predictions)},
     )  # fmt: skip
     return folder / "reviews"
 
@@ -295,16 +294,19 @@ def test_onnx_that_cannot_be_made_leaves_nothing(
 # ---- cards
 
 
-def render(config: dict[str, Any], predictions: list[dict[str, Any]], *, scored: bool = True) -> str:
-    """The card of a model that made these predictions on the dev set."""
+def render(
+    config: dict[str, Any], predictions: list[dict[str, Any]], *, scored: bool = True, chosen_on: str = "dev"
+) -> str:
+    """The card of a model that made these predictions on the dev set, and on the test set if there is one."""
     made = FinetuneConfig.model_validate({"name": "it", "start_from": "released/bert", **config})
     task: Task[Any] = make_task(made)
-    train, dev = task.read_train(), task.read_held_out()["dev"]
+    train, sets = task.read_train(), {**task.read_held_out(), **task.read_test()}
+    results = {name: SetResult.of(task, members, predictions) for name, members in sets.items()}
     return model_card(
-        made, task, family="bert", shape=Model(size="mini"), parameters=12345, step=300,
-        examples={"train": len(train), "dev": len(dev)},
-        scores={"dev": task.score(dev, predictions)} if scored else {},
-        details={"dev": task.details(dev, predictions)} if scored else {},
+        made, task, family="bert", shape=Model(size="mini"), parameters=12345, step=300, chosen_on=chosen_on,
+        examples={"train": len(train), **{name: len(members) for name, members in sets.items()}},
+        scores={name: result.scores for name, result in results.items()} if scored else {},
+        details={name: result.details for name, result in results.items()} if scored else {},
     )  # fmt: skip
 
 
@@ -369,12 +371,39 @@ def test_the_card_of_a_classifier(tmp_path: Path) -> None:
     assert confusion[2:] == [["**a\\|b**", "1", "1", "0"], ["**c**", "0", "1", "1"], ["**d**", "0", "0", "1"]]
     assert types[3] == ["c", "0.5000", "0.5000", "0.5000", "2"]
     assert "best one by `accuracy` on `dev`" in card
+    assert "The score on `dev` chose the checkpoint, so it is optimistic" in card
+    assert "took no part" not in card
     values = metadata(card)
     assert values["pipeline_tag"] == "text-classification"
     assert "base_model" not in values
     (result,) = values["model-index"][0]["results"]
     assert result["dataset"] == {"name": "dev.jsonl", "type": "it", "split": "dev"}
     assert {"type": "accuracy", "name": "accuracy", "value": 0.6} in result["metrics"]
+
+
+def test_the_card_says_which_scores_chose_the_model(tmp_path: Path) -> None:
+    files = {name: labelled(tmp_path / f"{name}.jsonl", [["x"], ["y"]]) for name in ("train", "dev", "test")}
+    chances = [{"scores": {"x": 0.9, "y": 0.2}}, {"scores": {"x": 0.7, "y": 0.8}}]
+    sets = {"problem_type": "multi_label", "format": "jsonl"}
+    card = render({"classification": {**files, **sets}}, chances)
+    assert tables(card)[1][0] == ["", "dev", "test"]
+    assert "The score on `dev` chose the checkpoint and the threshold, so it is optimistic" in card
+    assert "`test` took no part in that choice." in card
+    assert [result["dataset"]["split"] for result in metadata(card)["model-index"][0]["results"]] == [
+        "dev",
+        "test",
+    ]
+    fixed = render({"classification": {**files, **sets, "threshold": 0.4}}, chances)
+    assert "chose the checkpoint, so it is optimistic" in fixed
+    # A set that is another one once more is no independent one.
+    same = render({"classification": {**files, **sets, "test": files["dev"]}}, chances)
+    assert "took no part" not in same
+    assert (
+        "Remark: test is the same file as dev: its scores are of examples that chose the checkpoint" in same
+    )
+    alone = render({"classification": {**files, **sets}}, chances, chosen_on="")
+    assert "the last one: no dev set was there to choose another by." in alone
+    assert "optimistic" not in alone
 
 
 def test_a_large_matrix_becomes_its_most_frequent_mistakes(tmp_path: Path) -> None:

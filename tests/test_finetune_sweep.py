@@ -340,7 +340,7 @@ def test_names_stay_within_63_characters(work: Path) -> None:
 
 
 def done(score: float, metric: str = "accuracy", **others: float) -> Outcome:
-    return Outcome(metric, {"dev": {"loss": 1.0, metric: score, **others}})
+    return Outcome(metric, {"dev": {"loss": 1.0, metric: score, **others}}, chosen_on="dev")
 
 
 FAILED = Outcome(error=DivergedError("step 3: loss is NaN."))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -62,6 +64,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     cut, edited = settings(root, "cut"), settings(root, "edited")
     lines = (root / "train.jsonl").read_text().splitlines(keepends=True)
     (root / "reversed.jsonl").write_text("".join(reversed(lines)))
+    (root / "test.jsonl").write_text("".join(lines[:20]))
     outcomes = run_workers(
         1, starts,
         [
@@ -73,6 +76,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Start(settings(root, "patient", training__patience=1, training__learning_rate=1e-9)),
             Start(settings(root, "drawn", random_weights=True, training__epochs=1.0)),
             Start(settings(root, "unsteady", training__learning_rate=UNSTEADY, checkpoint__every_steps=7)),
+            Start(settings(root, "tested", classification__test=str(root / "test.jsonl"), training__epochs=1.0)),
             Start(settings(root, "one-type", start_from=str(root / "roberta"), training__epochs=1.0)),
         ],
     )[0]  # fmt: skip
@@ -82,7 +86,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         stopped,
         "",
         stopped,
-        *[""] * 5,
+        *[""] * 6,
     ]
     assert "step-00000007: was trained on other data" in outcomes[4]
     assert run_workers(2, starts, [Start(settings(root, "two"))]) == [[""], [""]]
@@ -112,6 +116,36 @@ def test_it_learns_and_keeps_the_best_evaluation(root: Path) -> None:
     evaluated = {r["step"]: r["accuracy"] for r in records(root / "whole", "validation")}
     assert sorted(evaluated) == [10, 20, 30]
     assert scores["scores"]["dev"]["accuracy"] == evaluated[scores["step"]] == max(evaluated.values()) > 0.9
+
+
+def test_a_labelled_test_set_is_scored(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = root / "tested"
+    said = json.loads((folder / "scores.json").read_text())
+    assert (list(said["scores"]), list(said["details"]), said["chosen_on"]) == (["dev", "test"],) * 2 + (
+        "dev",
+    )
+    config = FinetuneConfig.model_validate(
+        settings(root, "tested", classification__test=str(root / "test.jsonl"), training__epochs=1.0)
+    )
+    assert re.search(r"^test: accuracy \d\.\d{4}", runs.summary(config), re.MULTILINE)
+    # A run that is put beside others is of the same test set, too.
+    assert said["data"] == runs.digest(config) != runs.digest(config, test_sets=False)
+    lines = [json.loads(line) for line in (folder / "predictions/test.jsonl").read_text().splitlines()]
+    rows = [json.loads(line) for line in (root / "test.jsonl").read_text().splitlines()]
+    assert [(line["text"], line["gold"]) for line in lines] == [(row["text"], row["label"]) for row in rows]
+    right = sum(line["label"] == line["gold"] for line in lines) / len(lines)
+    assert said["scores"]["test"]["accuracy"] == pytest.approx(right)
+    card = (folder / "model/README.md").read_text()
+    assert "The score on `dev` chose the checkpoint, so it is optimistic" in card
+    assert "`test` took no part in that choice" in card
+    assert (
+        "| accuracy | " + " | ".join(f"{said['scores'][name]['accuracy']:.4f}" for name in ("dev", "test"))
+        in card
+    )
+    assert main(["evaluate", str(folder), "--precision", "fp32"]) == 0
+    assert "\ntest: accuracy" in capsys.readouterr().out
+    measured = json.loads((folder / "evaluation/metrics.json").read_text())
+    assert measured["test"]["scores"] == pytest.approx(said["scores"]["test"])
 
 
 def test_the_best_evaluation_is_kept_between_checkpoints(root: Path) -> None:
@@ -198,20 +232,31 @@ def test_transformers_gives_the_same_probabilities(root: Path) -> None:
 
 
 def test_predictions_stream_in_order(root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    source = tmp_path / "texts.jsonl"
     # A byte order mark and "\r\n" as on Windows; an empty line among objects is nothing.
-    source.write_bytes(
-        b"\xef\xbb\xbf"
-        + json.dumps({"id": "b", "text": "awful"}).encode()
-        + b"\r\n\r\nthe\rplot\r\nthe film was good\n\n"
-    )
-    assert main(["predict", str(root / "whole"), str(source)]) == 0
+    mixed = b"\xef\xbb\xbf" + json.dumps({"id": "b", "text": "awful"}).encode()
+    mixed += b"\r\n\r\nthe\rplot\r\nthe film was good\n\n"
+    assert predict_lines(root, mixed, tmp_path) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert [line.get("id") for line in lines] == ["b", None, None]
+    assert [(line.get("id"), line["text"]) for line in lines] == [
+        ("b", "awful"),
+        (None, "the\rplot"),
+        (None, "the film was good"),
+    ]
     assert {line["label"] for line in lines} <= {"positive", "negative"}
-    source.write_text('{"text": "a"}\n\n{"tex": "b"}\n')
-    assert main(["predict", str(root / "whole"), str(source)]) == 2
-    assert "texts.jsonl:3: no 'text'" in capsys.readouterr().err, "empty lines count"
+    assert predict_lines(root, b'{"text": "a"}\n\n{"tex": "b"}\n', tmp_path) == 2
+    assert "lines:3: no 'text'" in capsys.readouterr().err, "empty lines count"
+
+
+def predict_lines(root: Path, content: bytes, folder: Path) -> int:
+    """The exit code of `predict` on a pipe with this content."""
+    pipe = folder / "lines"
+    pipe.unlink(missing_ok=True)
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_bytes, args=(content,))
+    writer.start()
+    code = main(["predict", str(root / "whole"), str(pipe), "--precision", "fp32"])
+    writer.join()
+    return code
 
 
 def test_standard_input_is_utf8_whatever_the_locale(root: Path) -> None:
@@ -299,8 +344,6 @@ def test_evaluate_writes_the_scores_of_training(
 def test_mistakes_are_told_in_a_line(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
-    import re
-
     import yaml
 
     values = settings(root, "whole")

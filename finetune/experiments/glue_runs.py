@@ -12,7 +12,7 @@ from finetune import runs
 from finetune.config import FinetuneConfig, load_config
 from finetune.experiments.sweep import SUMMARY, count_line, end, summary
 from finetune.experiments.trials import Outcome, Trial, run_all, spreads, trial_config
-from finetune.saved import MODEL, PREDICTIONS, write_records
+from finetune.saved import MODEL, PREDICTIONS, write_predictions
 from finetune.sets import glue
 from pretrain.errors import InputError
 from pretrain.files import MANIFEST, write_json
@@ -192,7 +192,9 @@ def _submit(
         predictions: dict[str, list[dict[str, Any]]] = {}
         for part, examples in predictor.task.read_test().items():
             predictions[part] = predictor.predict(examples)
-            write_records(run / PREDICTIONS / f"{part}.jsonl", predictions[part])
+            write_predictions(
+                run / PREDICTIONS / f"{part}.jsonl", predictor.task, examples, predictions[part]
+            )
         written += glue.write_submission(name, predictions, folder)
     absent = [task.title for name, task in glue.TASKS.items() if name not in best]
     print(f"{folder}: {', '.join(path.name for path in written) or 'nothing, for want of test sets'}")

@@ -33,7 +33,7 @@ class Trial:
     label: str
     config: FinetuneConfig
     steps: int
-    test_sets: bool = True  # whether to predict them at the end
+    test_sets: bool = True  # whether to predict them at the end, and score those with labels
 
     @property
     def examples(self) -> int:
@@ -48,14 +48,14 @@ class Outcome:
     metric: str = ""  # the score that counts, of the first set
     scores: dict[str, dict[str, float]] = field(default_factory=dict)  # set -> name -> share of 1
     error: RunError | None = None
+    chosen_on: str = ""  # the set whose score chose the checkpoint; only that one may choose among trials
     degenerate: str = ""  # why the run has learnt nothing although it came to its end
     data: str = ""  # digest of what it was trained and scored on
 
     @property
     def score(self) -> float | None:
-        """`metric` on the first held-out set; None for a failed run and without such a set."""
-        first = next(iter(self.scores.values()), {})
-        return first.get(self.metric)
+        """`metric` on the first dev set; None for a failed run and without such a set. Test sets choose nothing."""
+        return self.scores.get(self.chosen_on, {}).get(self.metric)
 
 
 @dataclass(frozen=True)
@@ -157,7 +157,13 @@ def read_outcome(trial: Trial) -> Outcome | None:
         return None
     runs.check_same(trial.config, over=True)
     said = _read(folder / SCORES)
-    return Outcome(said["metric"], said["scores"], degenerate=degenerate(said), data=said.get("data", ""))
+    return Outcome(
+        said["metric"],
+        said["scores"],
+        chosen_on=said.get("chosen_on", next(iter(said["scores"]), "")),  # older runs scored dev sets alone
+        degenerate=degenerate(said),
+        data=said.get("data", ""),
+    )
 
 
 def degenerate(said: dict[str, Any]) -> str:
@@ -281,14 +287,14 @@ def _end(trial: Trial, error: RunError | None) -> Outcome:
 
 def _check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> None:
     """Refuse to put runs beside others whose files have changed since."""
-    now: dict[str, str] = {}
+    now: dict[tuple[str, bool], str] = {}
     for trial, outcome in zip(trials, outcomes, strict=True):
         if outcome is None or not outcome.data:
             continue
         config = trial.config
-        said = config.model_dump_json(include={config.task_name, "max_length", "start_from"})
+        said = config.model_dump_json(include={config.task_name, "max_length", "start_from"}), trial.test_sets
         if said not in now:
-            now[said] = runs.digest(config)
+            now[said] = runs.digest(config, test_sets=trial.test_sets)
         if now[said] != outcome.data:
             raise InputError(
                 f"{config.folder}: was trained or scored on other data than the files of {config.task_name} give now. "

@@ -20,6 +20,11 @@ def plain_suffix(path: Path) -> str:
     return (Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix).lower()
 
 
+def plain_stem(path: Path) -> str:
+    """The name without its suffixes: `a` of `a.json.gz`."""
+    return Path(path.stem).stem if path.suffix in _COMPRESSED else path.stem
+
+
 def is_encoding(name: str) -> bool:
     """Whether Python can read text in it; rot13 and base64, which it knows as well, are none."""
     try:

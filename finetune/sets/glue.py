@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from finetune.sets.files import read_text
 from finetune.sets.tables import Key, Layout, Table, read_table
 from pretrain.errors import InputError
 from pretrain.files import atomic_open
@@ -133,9 +134,16 @@ def _has(place: Path, name: str, split: str) -> bool:
     return any(_find(place, file) for file in files)
 
 
-def read_file(name: str, path: Path | str) -> Table:
-    """Another file in the form of the task's dev file."""
-    return _read(Path(path), name, TASKS[name].text)
+def read_file(name: str, path: Path | str, *, labelled: bool = True) -> Table:
+    """Another file in the form of the task's dev file, or, without `labelled`, of its test file."""
+    text = TASKS[name].text
+    if not labelled and isinstance(text, int) and "sentence" in _header(Path(path)):
+        return _read(Path(path), name, "sentence", labelled=False)
+    return _read(Path(path), name, text, may_lack_labels=not labelled)
+
+
+def _header(path: Path) -> list[str]:
+    return read_text(path).partition("\n")[0].rstrip("\r").split("\t")
 
 
 def expected_files(name: str, folder: Path | str, split: str) -> str:
@@ -179,7 +187,7 @@ def _find_diagnostic(place: Path) -> Path | None:
     return next((path for path in found if path), None)
 
 
-def _read(path: Path, name: str, text: Key, *, labelled: bool = True) -> Table:
+def _read(path: Path, name: str, text: Key, *, labelled: bool = True, may_lack_labels: bool = False) -> Table:
     task = TASKS[name]
     columns = {"text": text, "pair": task.pair, "label": task.label if labelled else None}
     wanted = {ours: theirs for ours, theirs in columns.items() if theirs is not None}
@@ -187,14 +195,17 @@ def _read(path: Path, name: str, text: Key, *, labelled: bool = True) -> Table:
     # The official training set of QQP has torn rows; `datasets` leaves them out as well (glue.py, _generate_examples).
     torn: list[str] = []
     skipped = torn.append if name == "qqp" and labelled else None
-    table = read_table(path, list(wanted.values()), layout=layout, skipped=skipped)
+    optional = [task.label] if may_lack_labels else []
+    table = read_table(path, list(wanted.values()), layout=layout, optional=optional, skipped=skipped)
     if torn:
         logger.warning("%s: %d torn rows are left out, the first is %s", path, len(torn), torn[0])
     return _ours(table, wanted, task)
 
 
 def _ours(table: Table, wanted: Mapping[str, Key], task: GlueTask) -> Table:
-    columns: dict[Key, list[Any]] = {ours: table.columns[theirs] for ours, theirs in wanted.items()}
+    columns: dict[Key, list[Any]] = {
+        ours: table.columns[theirs] for ours, theirs in wanted.items() if theirs in table.columns
+    }
     if "label" in columns and task.labels:
         columns["label"] = [task.labels.get(value, value) for value in columns["label"]]
     return Table(columns, table.source, table.places, table.place)

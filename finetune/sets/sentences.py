@@ -37,7 +37,7 @@ from pretrain.errors import InputError
 
 _LINES = (".jsonl", ".ndjson", ".json")
 _TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")
-_COLUMNS = ("text", "tokens", *_TAGS, *_ENTITIES, "document")  # of a Parquet file
+_COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "document")  # of a Parquet file
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _BLANKS = re.compile("[ \t]+")
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z]+)*:")
@@ -62,6 +62,7 @@ class Sentence:
     document: Sequence[Sequence[str]] = ()  # words of all sentences of its document, its own among them
     place: int = 0  # which of them it is
     name: str | None = None  # of its document, where a record says it
+    id: Any = None  # that a record has
     from_spans: bool = False  # tags were made from spans of characters: IOB2, whatever the file's scheme
     from_text: bool = False  # the words were cut from the text, not given
 
@@ -174,7 +175,7 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut:
         raise InputError(
             f'{where}: neither "text" nor "tokens"; it has {", ".join(map(str, list(record)[:10])) or "nothing"}.'
         )
-    one = replace(one, name=_document_name(record, where))
+    one = replace(one, name=_document_name(record, where), id=record.get("id"))
     return one if tags is not None or entities is None else _with_spans(one, entities, where, remarks)
 
 
@@ -320,7 +321,7 @@ def _json_records(path: str, lines: list[str]) -> Iterator[tuple[str, int, Any]]
 
 def _parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
     table = read_table(path, _COLUMNS, optional=_COLUMNS)
-    if not table.columns:
+    if not table.columns.keys() & {"text", "tokens"}:
         raise InputError(
             f"{path}: neither a column tokens nor text. Name them so, with tags or entities beside them."
         )

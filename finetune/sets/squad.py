@@ -10,6 +10,8 @@ Flat, one object per line (.jsonl) or a list of them, also below "data" (.json):
     {"id": "", "question": "", "context": "", "answers": {"text": [""], "answer_start": [0]}}
     {"id": "", "question": "", "context": "", "answers": [{"text": "", "answer_start": 0}]}
 
+Tables (.parquet, .csv, .tsv) with columns of these names, in text tables `answers` as JSON.
+
 The form is told by its keys: "version" holds anything in the wild ("1.0" in SQuADShifts, "KorQuAD_v1.0"), and says
 nothing of it. No answers (`[]`) means that the context does not answer the question. Characters are Unicode code
 points, as SQuAD counts them.
@@ -25,11 +27,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.sets.files import plain_suffix, read_text
+from finetune.sets.tables import read_table
 from pretrain.errors import InputError
 
 logger = logging.getLogger(__name__)
 
-_LINES = (".jsonl", ".ndjson")
+_COLUMNS = ("question", "context", "id", "answers")
 _SHOWN = 3  # faults that a message quotes
 _FORMS = (
     'a SQuAD file ({"data": [{"paragraphs": [{"context", "qas"}]}]}) or flat records '
@@ -56,7 +59,9 @@ class Question:
 
 
 def read(path: str, *, labelled: bool) -> list[Question]:
-    """The questions of a file (.json, .jsonl, also .gz, .bz2, .xz); questions on one context share its string.
+    """The questions of a file (.json, .jsonl, .parquet, .csv, .tsv, also .gz, .bz2, .xz).
+
+    Questions on one context share its string.
 
     Answers are not compared with the context here, see `without_bad_answers`.
 
@@ -64,7 +69,7 @@ def read(path: str, *, labelled: bool) -> list[Question]:
         InputError: the file cannot be read, is not UTF-8, not JSON, of another form or empty; two questions have
             the same id; `labelled`, and a question does not say its answers.
     """
-    records = _lines(path) if plain_suffix(Path(path)) in _LINES else _document(path)
+    records = _READERS.get(plain_suffix(Path(path)), _document)(path)
     questions: list[Question] = []
     places: dict[str, str] = {}
     contexts: dict[str, str] = {}
@@ -223,6 +228,36 @@ def _lines(path: str) -> Iterator[tuple[str, Any, Any]]:
                 f"{place}: found {found}; expected a flat record with id, question, context and answers.{hint}"
             )
         yield place, {"id": str(number), **record}, record["context"]
+
+
+def _table(path: str) -> Iterator[tuple[str, Any, Any]]:
+    """(place, record, context) for every row."""
+    table = read_table(path, _COLUMNS, optional=("id", "answers"))
+    for row, cells in enumerate(zip(*table.columns.values(), strict=True)):
+        record = {
+            "id": str(table.places[row]),
+            **{str(name): cell for name, cell in zip(table.columns, cells, strict=True) if cell is not None},
+        }
+        if isinstance(record.get("answers"), str):
+            record["answers"] = _answers_cell(record["answers"], table.where(row))
+        yield table.where(row), record, record.get("context")
+
+
+def _answers_cell(cell: str, place: str) -> Any:
+    if not cell.strip():
+        return None
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError):
+        raise InputError(
+            f'{place}: answers is {_shown(cell)}, not JSON. Write [{{"text": "...", "answer_start": 0}}], or leave it out.'
+        ) from None
+
+
+_READERS = {
+    **dict.fromkeys((".jsonl", ".ndjson"), _lines),
+    **dict.fromkeys((".parquet", ".csv", ".tsv"), _table),
+}
 
 
 def _text(path: str) -> str:

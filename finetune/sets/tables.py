@@ -8,14 +8,18 @@ from __future__ import annotations
 import csv
 import io
 import json
+import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 from finetune.sets.files import plain_suffix, read_text
 from pretrain.errors import InputError
+
+logger = logging.getLogger(__name__)
 
 Key = str | int
 """A column's name, or its number from 0 on."""
@@ -33,6 +37,9 @@ _FORMATS: dict[str, Format] = {
 }
 
 
+_OTHER_ENCODING = ", or set `encoding`, such as latin-1"
+
+
 @dataclass(frozen=True)
 class Layout:
     """How a file is to be read; what is empty follows from the file's suffix."""
@@ -40,7 +47,7 @@ class Layout:
     format: Format = ""
     encoding: str = "utf-8"  # a byte order mark of UTF-8 is not text
     delimiter: str = ""  # one character; "" is a comma, of .tsv a tab
-    quoting: Literal["auto", "standard", "none"] = "auto"  # auto: standard, of .tsv none
+    quoting: Literal["auto", "standard", "none"] = "auto"  # auto: standard, of .tsv what the file shows
     header: bool = True
 
 
@@ -69,12 +76,14 @@ def read_table(
     *,
     layout: Layout = Layout(),
     optional: Collection[Key] = (),
+    aliases: Mapping[Key, str] = MappingProxyType({}),
     skipped: Callable[[str], None] | None = None,
 ) -> Table:
     """The named `columns` of a file, plain or compressed (.gz, .bz2, .xz).
 
     Args:
         optional: those of `columns` that may be missing.
+        aliases: names under which `columns` may stand where they do not stand under their own.
         skipped: is told the place of each row with another number of columns, which is then left out;
             None makes such a row an error.
 
@@ -83,14 +92,27 @@ def read_table(
     """
     path = Path(path).expanduser()
     kind = layout.format or _format_of(path)
+    wanted = _Wanted(columns, optional, aliases)
     if kind == "parquet":
-        return _read_parquet(path, columns, optional)
-    text = read_text(path, layout.encoding, ", or set `encoding`, such as latin-1")
+        return _read_parquet(path, wanted)
+    text = read_text(path, layout.encoding, _OTHER_ENCODING)
     if not text.strip():
         raise InputError(f"{path}: empty file. Give a file with at least one row.")
     if kind in ("jsonl", "json"):
-        return _read_json(path, text, kind, columns, optional)
-    return _read_delimited(path, text, kind, layout, columns, optional, skipped)
+        return _read_json(path, text, kind, wanted)
+    return _read_delimited(path, text, kind, layout, wanted, skipped)
+
+
+def read_texts(path: Path | str, encoding: str = "utf-8") -> Table:
+    """The column `text` of a file with a text a line; an empty line is an empty text."""
+    path = Path(path).expanduser()
+    lines = _lines(read_text(path, encoding, _OTHER_ENCODING))
+    return Table({"text": lines}, str(path), range(1, 1 + len(lines)), ":")
+
+
+def format_of(path: Path | str) -> Format:
+    """The format that the file's suffix says; "" if none."""
+    return _FORMATS.get(plain_suffix(Path(path)), "")
 
 
 def read_dataset(
@@ -110,6 +132,7 @@ def read_dataset(
     from pretrain.config import Source
     from pretrain.corpus import sources
 
+    wanted = _Wanted(columns, optional)
     source = Source(kind="huggingface", dataset=name, subset=subset, split=split, revision=revision)
     label = f"{name}[{split}]"
     folder = Path(name).expanduser()
@@ -121,7 +144,7 @@ def read_dataset(
         source = source.model_copy(update={"dataset": str(folder)})
         dataset = sources.saved_dataset(source)
         names = dataset.column_names
-        found = _known_columns(label, columns, optional, names)
+        found = list(wanted.among(names, label).values())
         values = dataset.with_format(None).select_columns(found)[:]
     else:
         if not revision:
@@ -132,21 +155,48 @@ def read_dataset(
         dataset = sources.hub_dataset(source, where)
         rows = list(dataset)
         names = list(rows[0]) if rows else columns
-        found = _known_columns(label, columns, optional, names)
+        found = list(wanted.among(names, label).values())
         values = {column: [row.get(column) for row in rows] for column in found}
-    return _with_classes(values, found, dataset.features or {}, label)
+    return _with_classes(values, wanted.among(names, label), dataset.features or {}, label)
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """Which columns are asked for, and under what names they may stand."""
+
+    columns: Sequence[Key]
+    optional: Collection[Key] = ()
+    aliases: Mapping[Key, str] = field(default_factory=dict)
+
+    def among(self, names: Sequence[Any], source: str) -> dict[Key, str]:
+        """Column -> its name among `names`; optional ones may be left out."""
+        found: dict[Key, str] = {}
+        for column in self.columns:
+            if (name := self.name(column, names)) is not None:
+                found[column] = str(name)
+            elif column not in self.optional:
+                raise InputError(f"{source}: no column {column!r}; it has {_listed(names)}.")
+        return found
+
+    def name(self, column: Key, names: Collection[Any]) -> Key | None:
+        """The one of `names` that the column stands under."""
+        if column in names:
+            return column
+        alias = self.aliases.get(column)
+        return alias if alias in names else None
 
 
 # ---------------------------------------------------------------- text
 
 
 def _format_of(path: Path) -> Format:
-    suffix = plain_suffix(path)
-    if suffix not in _FORMATS:
+    found = format_of(path)
+    if not found:
         raise InputError(
-            f"{path}: its suffix {suffix!r} says no format. Set `format`, or name it one of {', '.join(_FORMATS)}."
+            f"{path}: its suffix {plain_suffix(path)!r} says no format. Set `format`, or name it one of "
+            f"{', '.join(_FORMATS)}."
         )
-    return _FORMATS[suffix]
+    return found
 
 
 def _read_delimited(
@@ -154,8 +204,7 @@ def _read_delimited(
     text: str,
     kind: Format,
     layout: Layout,
-    columns: Sequence[Key],
-    optional: Collection[Key],
+    wanted: _Wanted,
     skipped: Callable[[str], None] | None,
 ) -> Table:
     rows = _rows(path, text, kind, layout)
@@ -168,10 +217,10 @@ def _read_delimited(
     if not names or kind == "lines":
         rows = _chain(first_line, first, rows)
     width = len(names) or len(first)
-    positions = _positions(path, columns, optional, names, width)
+    positions = _positions(path, wanted, names, width)
     cells: list[list[str]] = [[] for _ in positions]
     lines = []
-    wanted = list(zip(cells, positions.values(), strict=True))
+    filled = list(zip(cells, positions.values(), strict=True))
     for line, fields in rows:
         if len(fields) != width:
             if skipped is None:
@@ -179,27 +228,43 @@ def _read_delimited(
             skipped(f"{path}:{line}")
             continue
         lines.append(line)
-        for column, position in wanted:
+        for column, position in filled:
             column.append(fields[position])
     return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":")
 
 
 def _rows(path: Path, text: str, kind: Format, layout: Layout) -> Iterator[tuple[int, list[str]]]:
     """(line it begins on, fields) of each row that is not blank; of single columns, blank ones between others, too."""
-    standard = kind == "csv" if layout.quoting == "auto" else layout.quoting == "standard"
-    if kind == "lines" or not standard:
-        delimiter = layout.delimiter or ("," if kind == "csv" else "\t")
-        # Lines end with "\n" alone: what else Python calls a line end may stand in a text.
-        lines = [line.removesuffix("\r") for line in text.split("\n")]
-        filled = [number for number, line in enumerate(lines) if line]
-        lines = lines[: filled[-1] + 1]
-        is_single = kind != "lines" and delimiter not in lines[filled[0]]
-        for number, line in enumerate(lines, 1):
-            if line or (is_single and number > filled[0]):
-                yield number, line.split(None, 1) if kind == "lines" else line.split(delimiter)
+    if kind == "lines":
+        yield from ((number, line.split(None, 1)) for number, line in enumerate(_lines(text), 1) if line)
         return
-    csv.field_size_limit(sys.maxsize if sys.maxsize < 1 << 31 else (1 << 31) - 1)  # 128 kB otherwise
     delimiter = layout.delimiter or ("\t" if kind == "tsv" else ",")
+    quoting = layout.quoting
+    if quoting == "auto":
+        quoting = "standard" if kind == "csv" else _quoting_shown(path, text, delimiter)
+    yield from _quoted_rows(path, text, delimiter) if quoting == "standard" else _bare_rows(text, delimiter)
+
+
+def _lines(text: str) -> list[str]:
+    """Lines end with "\\n" or "\\r\\n" alone: what else Python calls a line end may stand in a text."""
+    lines = [line.removesuffix("\r") for line in text.split("\n")]
+    return lines[:-1] if not lines[-1] else lines
+
+
+def _bare_rows(text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Rows in which a quotation mark is a character as any other."""
+    lines = _lines(text)
+    filled = [number for number, line in enumerate(lines) if line]
+    lines = lines[: filled[-1] + 1]
+    is_single = delimiter not in lines[filled[0]]
+    for number, line in enumerate(lines, 1):
+        if line or (is_single and number > filled[0]):
+            yield number, line.split(delimiter)
+
+
+def _quoted_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
+    """Rows as RFC 4180 has them."""
+    csv.field_size_limit(sys.maxsize if sys.maxsize < 1 << 31 else (1 << 31) - 1)  # 128 kB otherwise
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     begin = 1
     try:
@@ -213,6 +278,49 @@ def _rows(path: Path, text: str, kind: Format, layout: Layout) -> Iterator[tuple
         ) from None
 
 
+def _quoting_shown(path: Path, text: str, delimiter: str) -> Literal["standard", "none"]:
+    """Whether the quotes of a .tsv file were put there by its writer (RFC 4180) or belong to its texts.
+
+    Official sets of GLUE quote nothing, and many of their cells begin with a quote; pandas and spreadsheets quote.
+    A writer that quotes does so with every cell that has a quote in it, so one bare quote shows that none was
+    written; a doubled quote inside, a header or a column that is quoted throughout, or lines that are rows only
+    together show the opposite. A file that shows neither is taken as it stands, and that is logged.
+    """
+    if '"' not in text:
+        return "none"
+    rows = list(_bare_rows(text, delimiter))
+    if len({len(fields) for _, fields in rows}) > 1:
+        return "standard" if _is_rectangular(path, text, delimiter) else "none"
+    quoted = [(line, cell) for line, fields in rows for cell in fields if '"' in cell]
+    doubled = [(line, cell) for line, cell in quoted if _is_quoted(cell) and '""' in cell[1:-1]]
+    is_bare = not all(_is_quoted(cell) for _, cell in quoted)
+    throughout = [rows[0][1], *zip(*(fields for _, fields in rows[1:]), strict=True)]
+    if not is_bare and (doubled or any(all(map(_is_quoted, cells)) for cells in throughout)):
+        return "standard"
+    if doubled or not is_bare:
+        line, cell = (doubled or quoted)[0]
+        logger.warning(
+            "%s:%d: the cell %s looks quoted, but %s; quotes are read as characters of the texts. If they are not, "
+            "set `quoting: standard`.",
+            path, line, _shown(cell), "others have bare quotes" if is_bare else "nothing else shows that it is",
+        )  # fmt: skip
+    return "none"
+
+
+def _is_quoted(cell: str) -> bool:
+    """Whether it is a whole cell as RFC 4180 quotes it."""
+    inner = cell[1:-1].replace('""', "")
+    return len(cell) > 1 and cell[0] == cell[-1] == '"' and '"' not in inner
+
+
+def _is_rectangular(path: Path, text: str, delimiter: str) -> bool:
+    """Whether the rows of RFC 4180 have as many cells each."""
+    try:
+        return len({len(fields) for _, fields in _quoted_rows(path, text, delimiter)}) == 1
+    except InputError:
+        return False
+
+
 def _chain(
     line: int, fields: list[str], rows: Iterator[tuple[int, list[str]]]
 ) -> Iterator[tuple[int, list[str]]]:
@@ -220,24 +328,22 @@ def _chain(
     yield from rows
 
 
-def _positions(
-    path: Path, columns: Sequence[Key], optional: Collection[Key], names: list[str], width: int
-) -> dict[Key, int]:
+def _positions(path: Path, wanted: _Wanted, names: list[str], width: int) -> dict[Key, int]:
     """Where in a row each column stands."""
     positions: dict[Key, int] = {}
-    for column in columns:
-        if isinstance(column, int):
-            if 0 <= column < width:
-                positions[column] = column
-                continue
-        elif names.count(column) > 1:
-            raise InputError(
-                f"{path}:1: column {column!r} stands there {names.count(column)} times. Rename one."
-            )
-        elif column in names:
-            positions[column] = names.index(column)
+    for column in wanted.columns:
+        if isinstance(column, int) and 0 <= column < width:
+            positions[column] = column
             continue
-        if column not in optional:
+        name = wanted.name(column, names)
+        if isinstance(name, str):
+            if names.count(name) > 1:
+                raise InputError(
+                    f"{path}:1: column {name!r} stands there {names.count(name)} times. Rename one."
+                )
+            positions[column] = names.index(name)
+            continue
+        if column not in wanted.optional:
             there = f"it has {_listed(names)}" if names else f"its rows have {width}, numbered from 0"
             raise InputError(
                 f"{path}:1: no column {column!r}; {there}. Set the column, `header` or `delimiter`."
@@ -260,26 +366,25 @@ def _ragged(path: Path, line: int, found: int, width: int, names: list[str], kin
 # ---------------------------------------------------------------- JSON
 
 
-def _read_json(
-    path: Path, text: str, kind: Format, columns: Sequence[Key], optional: Collection[Key]
-) -> Table:
+def _read_json(path: Path, text: str, kind: Format, wanted: _Wanted) -> Table:
     whole = _parsed(text) if kind == "json" else None
     is_list = isinstance(whole, list)
     places, records = [], []
     for place, record in enumerate(whole, 1) if is_list else _line_records(path, text, whole):
         if not isinstance(record, dict):
             at = f"{path}: record {place}" if is_list else f"{path}:{place}"
-            raise InputError(f"{at}: {_shown(record)}, not an object with {_listed(columns)}.")
+            raise InputError(f"{at}: {_shown(record)}, not an object with {_listed(wanted.columns)}.")
         places.append(place)
         records.append(record)
     cells: dict[Key, list[Any]] = {}
     table = Table(cells, str(path), places, ": record " if is_list else ":")
-    for column in columns:
-        values = [record.get(column) for record in records]
-        if column in optional and all(value is None for value in values):
+    for column in wanted.columns:
+        names = [wanted.name(column, record) for record in records]
+        values = [record.get(name) for record, name in zip(records, names, strict=True)]
+        if column in wanted.optional and all(value is None for value in values):
             continue
-        for row, (value, record) in enumerate(zip(values, records, strict=True)):
-            if value is None and column not in record:
+        for row, (name, record) in enumerate(zip(names, records, strict=True)):
+            if name is None and column not in wanted.optional:
                 raise InputError(f"{table.where(row)}: no {column!r}; it has {_listed(record)}.")
         cells[column] = values
     return table
@@ -310,7 +415,7 @@ def _line_records(path: Path, text: str, whole: Any) -> Iterator[tuple[int, Any]
 # ---------------------------------------------------------------- Arrow
 
 
-def _read_parquet(path: Path, columns: Sequence[Key], optional: Collection[Key]) -> Table:
+def _read_parquet(path: Path, wanted: _Wanted) -> Table:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -321,23 +426,23 @@ def _read_parquet(path: Path, columns: Sequence[Key], optional: Collection[Key])
     try:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow
-            found = _known_columns(str(path), columns, optional, schema.names)
-            table = file.read(found)
+            found = wanted.among(schema.names, str(path))
+            table = file.read(list(found.values()))
     except (OSError, pa.ArrowException) as error:
         raise InputError(f"{path}: not a Parquet file ({str(error).splitlines()[0]}).") from None
-    values = {column: _arrow_values(path, table[column]) for column in found}
+    values = {name: _arrow_values(path, table[name]) for name in found.values()}
     return _with_classes(values, found, _arrow_features(schema.metadata or {}), str(path))
 
 
 def _with_classes(
-    values: Mapping[str, list[Any]], columns: Sequence[str], features: Mapping[str, Any], source: str
+    values: Mapping[str, list[Any]], found: Mapping[Key, str], features: Mapping[str, Any], source: str
 ) -> Table:
-    """Columns with the names of their classes in place of the numbers."""
+    """The columns `found` with the names of their classes in place of the numbers."""
     classes: dict[Key, list[str]] = {
-        column: names for column in columns if (names := _class_names(features.get(column)))
+        column: names for column, name in found.items() if (names := _class_names(features.get(name)))
     }
     named: dict[Key, list[Any]] = {
-        column: _with_class_names(values[column], classes.get(column, [])) for column in columns
+        column: _with_class_names(values[name], classes.get(column, [])) for column, name in found.items()
     }
     rows = len(next(iter(named.values()), []))
     return Table(named, source, range(1, 1 + rows), ": row ", classes)
@@ -382,15 +487,6 @@ def _with_class_names(values: list[Any], names: list[str]) -> list[Any]:
         return names[value] if isinstance(value, int) and 0 <= value < len(names) else None
 
     return [named(value) for value in values] if names else values
-
-
-def _known_columns(
-    source: str, columns: Sequence[Key], optional: Collection[Key], names: Sequence[Any]
-) -> list[str]:
-    for column in columns:
-        if column not in names and column not in optional:
-            raise InputError(f"{source}: no column {column!r}; it has {_listed(names)}.")
-    return [str(column) for column in columns if column in names]
 
 
 def _listed(names: Collection[Any]) -> str:

@@ -119,6 +119,7 @@ class Entities:
     head: Head = "tokens"
     objective: Objective = "classes"
     asks = ("text",)
+    tunes = False
 
     def __init__(self, settings: EntitiesSettings, state: Mapping[str, Any] | None = None) -> None:
         self.settings = settings
@@ -181,7 +182,9 @@ class Entities:
         Its context is known when `with_context` has seen its neighbours.
         """
         if isinstance(record, Mapping):
-            record = {key: value for key, value in record.items() if key in ("text", "tokens", "document")}
+            record = {
+                key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")
+            }
         return sentence(record, where, Remarks(), self._cut_text)
 
     def with_context(
@@ -197,6 +200,15 @@ class Entities:
             while ready and examples[ready - 1].name == name:
                 ready -= 1
         return in_documents(examples[:ready]), list(examples[ready:])
+
+    def is_labelled(self, examples: Sequence[Sentence]) -> bool:
+        return bool(examples) and all(one.tags is not None for one in examples)
+
+    def record(self, example: Sentence) -> dict[str, Any]:
+        """{"id", "text", "gold": its tags}, of these what there is."""
+        record = {"id": example.id, "text": example.characters()[0]}
+        gold = {} if example.tags is None else {"gold": list(example.tags)}
+        return {key: value for key, value in record.items() if value is not None} | gold
 
     @property
     def _cut_text(self) -> Cut:
@@ -422,7 +434,7 @@ class Entities:
                 prediction["tags"],
             ]
             columns += [" ".join(row) for row in zip(*rows, strict=True)] + [""]
-        return {".conll": "\n".join(columns) + "\n"}
+        return {".tags.conll": "\n".join(columns) + "\n"}
 
     # ------------------------------------------------------------ scores
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import unicodedata
@@ -33,7 +34,8 @@ class QuestionsSettings(Section):
 
     train: str = Field(
         default="",
-        description="Questions to learn from: SQuAD's nested .json of v1.1 or v2.0, or flat records as .json or .jsonl.",
+        description="Questions to learn from: SQuAD's nested .json of v1.1 or v2.0, or flat records as .json, .jsonl, "
+        ".parquet, .csv or .tsv.",
     )
     dev: str = Field(
         default="", description="Questions to score on; they choose the checkpoint and the threshold."
@@ -125,8 +127,18 @@ class Questions:
             return {}
         return {"test": self._read(self.settings.test, labelled=False, training=False)}
 
-    def read_file(self, path: str) -> list[Question]:
-        return self._read(path, labelled=True, training=False)
+    def read_file(self, path: str, *, labelled: bool = True) -> list[Question]:
+        return self._read(path, labelled=labelled, training=False, check=labelled)
+
+    def is_labelled(self, examples: Sequence[Question]) -> bool:
+        return bool(examples) and all(one.answers is not None for one in examples)
+
+    def record(self, example: Question) -> dict[str, Any]:
+        """{"id", "question", "context", "gold": the texts of its answers, [] where it has none}."""
+        record: dict[str, Any] = {"id": example.id, "question": example.text, "context": example.context}
+        if example.answers is not None:
+            record["gold"] = [answer.text for answer in example.answers]
+        return record
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Question:
         return squad.from_record(record, where)
@@ -137,13 +149,14 @@ class Questions:
         """Each stands alone."""
         return list(examples), []
 
-    def _read(self, path: str, *, labelled: bool, training: bool) -> list[Question]:
+    def _read(self, path: str, *, labelled: bool, training: bool, check: bool = True) -> list[Question]:
+        """`check`: whether questions without an answer are refused of a model that always answers."""
         questions = squad.read(path, labelled=labelled)
         questions = squad.without_bad_answers(questions, path, self.settings.bad_answers, training=training)
         bare = [question.id for question in questions if question.answers == ()]
         if self._unanswerable is None and labelled:
             self._settle(bool(bare))
-        if bare and not self.unanswerable:
+        if check and bare and not self.unanswerable:
             why = (
                 "unanswerable is false"
                 if self.settings.unanswerable is False
@@ -303,17 +316,36 @@ class Questions:
             "windows": windows,
         }
 
+    def scorer_files(
+        self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]
+    ) -> dict[str, str]:
+        """{id: answer} as evaluate-v1.1.py and evaluate-v2.0.py take it, and {id: probability of no answer} for the latter.
+
+        The probability is that of no answer beside the best answer alone, which orders questions as `no_answer_score`
+        does; none exceeds 1, the script's own threshold, so that it scores the answers as they are.
+        """
+        files = {".answers.json": _json(self._answers(predictions))}
+        if self.unanswerable:
+            files[".no-answer.json"] = _json(
+                {one["id"]: _logistic(float(one["no_answer_score"])) for one in predictions}
+            )
+        return files
+
     def _is_nothing(self, no_answer_score: float) -> bool:
         return self.unanswerable and no_answer_score > self.threshold
 
     # ---- scores
+
+    @property
+    def tunes(self) -> bool:
+        return self.unanswerable and self.settings.threshold is None
 
     def tune(self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]) -> None:
         """Set the threshold to the best one for `metric`, unless the settings do.
 
         `score` and `details` follow at once; the answers in `predictions` are as they were decoded.
         """
-        if self.settings.threshold is not None or not self.unanswerable:
+        if not self.tunes:
             return
         golds, by_id = _golds(examples), {one["id"]: one for one in predictions}
         best = {question: one["best_non_empty"] for question, one in by_id.items()}
@@ -576,6 +608,14 @@ def _with_marks(context: str, end: int, limit: int) -> int:
     while end < limit and unicodedata.category(context[end])[0] == "M":
         end += 1
     return end
+
+
+def _logistic(value: float) -> float:
+    return 0.5 * (1 + math.tanh(value / 2))  # without overflow
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, ensure_ascii=False, indent=1) + "\n"
 
 
 def _softmax(scores: Sequence[float]) -> list[float]:

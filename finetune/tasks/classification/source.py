@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.sets import glue, tables
+from finetune.sets.files import plain_suffix
 from finetune.tasks.classification.settings import ClassificationSettings
 from pretrain.errors import InputError
 
@@ -48,15 +49,38 @@ class Source:
         """A set whose labels may be missing; None where GLUE's folder has no such file."""
         return self._read(part, labelled=False)
 
-    def read_file(self, path: str) -> tables.Table:
-        """Another file, or a folder written by save_to_disk (its split `dev` is named)."""
-        settings = self._settings
-        if settings.glue:
-            return glue.read_file(settings.glue, path)
-        if Path(path).is_dir():
+    def read_file(self, path: str, *, labelled: bool = True) -> tables.Table:
+        """Another file, or a folder written by save_to_disk (its split `dev` is named).
+
+        A file with the training file's suffix is read as that one is, any other as its own suffix says. Without
+        `labelled` the label may be missing, texts may stand under `text` and `pair`, and `.txt` has a text a line.
+        """
+        settings, place = self._settings, Path(path).expanduser()
+        keys = self._keys()
+        if place.is_dir():
             split = (settings.dev if settings.dataset else "") or "train"
-            return self._named(tables.read_dataset(path, self._columns(), split=split))
-        return self._named(tables.read_table(path, self._columns(), layout=self._layout()))
+            optional = [keys["id"]] if labelled else [keys["id"], keys["label"]]
+            table = tables.read_dataset(str(place), [*keys.values()], split=split, optional=optional)
+            return self._named(table)
+        kind, layout = tables.format_of(place), self._layout()
+        if kind and kind != tables.format_of(settings.train):
+            layout = tables.Layout(encoding=settings.encoding, header=settings.header)
+        if not labelled and not kind and not layout.format:
+            if plain_suffix(place) == ".txt" and "pair" not in keys:
+                return tables.read_texts(place, settings.encoding)
+            if not settings.glue:
+                raise InputError(self._formless(path))
+        if settings.glue and kind in ("", "tsv"):
+            return glue.read_file(settings.glue, place, labelled=labelled)
+        optional = [keys["id"]] if labelled else [keys["id"], keys["label"]]
+        aliases = {} if labelled else {keys[name]: name for name in ("text", "pair") if name in keys}
+        table = tables.read_table(place, [*keys.values()], layout=layout, optional=optional, aliases=aliases)
+        return self._named(table)
+
+    def _formless(self, path: str) -> str:
+        known = "Name it .csv, .tsv, .jsonl, .json or .parquet"
+        texts = "" if self.pair_column is not None else ", or .txt for a text a line"
+        return f"{path}: its suffix says no format. {known}{texts}, or give its lines on standard input."
 
     def check_no_dev(self) -> None:
         """Nothing is held out of a task that has an official dev set."""
@@ -69,16 +93,17 @@ class Source:
         settings = self._settings
         if settings.glue:
             return glue.read_split(settings.glue, settings.glue_dir, part)
-        optional = [] if labelled else [settings.label_column]
+        keys = self._keys()
+        optional = [keys["id"]] if labelled else [keys["id"], keys["label"]]
         named = getattr(settings, part)
         if not settings.dataset:
             return self._named(
-                tables.read_table(named, self._columns(), layout=self._layout(), optional=optional)
+                tables.read_table(named, [*keys.values()], layout=self._layout(), optional=optional)
             )
         return self._named(
             tables.read_dataset(
                 settings.dataset,
-                self._columns(),
+                [*keys.values()],
                 subset=settings.subset,
                 split=named or "train",
                 revision=settings.revision,
@@ -87,18 +112,26 @@ class Source:
             )
         )
 
-    def _columns(self) -> list[tables.Key]:
-        pair = [] if self.pair_column is None else [self.pair_column]
-        return [self._settings.text_column, self._settings.label_column, *pair]
+    def _keys(self) -> dict[str, tables.Key]:
+        """Our names of the columns -> theirs. In other forms than their own, GLUE's tasks have names for all."""
+        settings = self._settings
+        text, label = self.text_column, self._glue.label if self._glue else settings.label_column
+        if self._glue:
+            text, label = (
+                key if isinstance(key, str) else name for key, name in ((text, "sentence"), (label, "label"))
+            )
+        pair = {} if self.pair_column is None else {"pair": self.pair_column}
+        return {"text": text, "label": label, **pair, "id": "id"}
 
     def _named(self, table: tables.Table) -> tables.Table:
-        """With our names of the columns."""
-        settings = self._settings
-        theirs = {"text": settings.text_column, "label": settings.label_column, "pair": settings.pair_column}
+        """With our names of the columns, and of GLUE's labels."""
+        keys = self._keys()
         found: dict[tables.Key, list[Any]] = {
-            name: table.columns[key] for name, key in theirs.items() if key in table.columns
+            name: table.columns[key] for name, key in keys.items() if key in table.columns
         }
-        classes = table.classes.get(settings.label_column, [])
+        if self._glue and "label" in found:
+            found["label"] = [self._glue.labels.get(str(value), value) for value in found["label"]]
+        classes = table.classes.get(keys["label"], [])
         return replace(table, columns=found, classes={"label": classes} if classes else {})
 
     def _layout(self) -> tables.Layout:

@@ -37,6 +37,7 @@ class Example:
     pair: str | None
     label: Label | None
     where: str  # its place in the files, for messages
+    id: str | int | None = None
 
 
 class Classification:
@@ -141,9 +142,15 @@ class Classification:
             if table is not None
         }
 
-    def read_file(self, path: str) -> list[Example]:
-        """Labelled examples of another file, or of a folder written by save_to_disk (its split `dev` is named)."""
-        return self._examples(self._source.read_file(path))
+    def read_file(self, path: str, *, labelled: bool = True) -> list[Example]:
+        """Examples of another file, or of a folder written by save_to_disk (its split `dev` is named).
+
+        Without `labelled`, cells that hold none of the labels are left out, and that is logged.
+        """
+        table = self._source.read_file(path, labelled=labelled)
+        # In `lines` an unknown label may be the first word of a text.
+        is_strict = labelled or (self.settings.format == "lines" and not tables.format_of(path))
+        return self._examples(table, None if is_strict else self._labels_known(table))
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Example:
         """Of plain text, or of a record with `text` and `pair` or with the columns' names."""
@@ -169,6 +176,15 @@ class Classification:
     ) -> tuple[list[Example], list[Example]]:
         """Each stands alone."""
         return list(examples), []
+
+    def is_labelled(self, examples: Sequence[Example]) -> bool:
+        return bool(examples) and all(example.label is not None for example in examples)
+
+    def record(self, example: Example) -> dict[str, Any]:
+        """{"id", "text", "pair", "gold": a label's name, a list of them or a value}, of these what there is."""
+        gold = list(example.label) if isinstance(example.label, tuple) else example.label
+        record = {"id": example.id, "text": example.text, "pair": example.pair, "gold": gold}
+        return {key: value for key, value in record.items() if value is not None}
 
     # ------------------------------------------------------------ windows
 
@@ -205,14 +221,23 @@ class Classification:
         means_NC = np.add.reduceat(logits.astype(np.float64), begins, axis=0) / counts[:, None]
         return self._outputs().predictions(means_NC)
 
+    def scorer_files(
+        self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]
+    ) -> dict[str, str]:
+        return {}
+
     # ------------------------------------------------------------ scores
+
+    @property
+    def tunes(self) -> bool:
+        return self.problem == "multi_label" and not self.settings.threshold
 
     def tune(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> None:
         """multi_label: the threshold, one for all labels, with the best `metric` on these examples.
 
         Of equally good ones the nearest to 0.5. Nothing to do where the settings have one.
         """
-        if self.problem != "multi_label" or self.settings.threshold or not examples:
+        if not self.tunes or not examples:
             return
         self.threshold = self._outputs().best_threshold(self._label_rows(examples), predictions, self.metric)
 
@@ -223,7 +248,7 @@ class Classification:
 
         Sets of labels follow from the probabilities and the present threshold, also after `tune`.
         """
-        if not examples or any(example.label is None for example in examples):
+        if not self.is_labelled(examples):
             return {}
         scores = self._outputs().scores(self._label_rows(examples), predictions)
         return {name: scores[name] for name in self._glue.scores} if self._glue else scores
@@ -232,7 +257,7 @@ class Classification:
         self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]
     ) -> dict[str, Any]:
         """Precision, recall and F1 of each class; for single_label the confusion counts [true][predicted]."""
-        if not examples or any(example.label is None for example in examples):
+        if not self.is_labelled(examples):
             return {}
         return self._outputs().details(self._label_rows(examples), predictions)
 
@@ -254,6 +279,28 @@ class Classification:
             return [None] * len(table)
         separator = self.settings.label_separator
         return [parse(cell, self.problem, separator, table.where(row)) for row, cell in enumerate(cells)]
+
+    def _labels_known(self, table: tables.Table) -> list[Label | None]:
+        """Labels as the files have them, where they are among those of the model."""
+        raw: list[Label | None] = [None] * len(table)
+        unknown: list[str] = []
+        cells = table.columns.get("label", [])
+        is_empty = all(cell is None or cell == "" for cell in cells)
+        for row, cell in enumerate(cells):
+            if cell is None or is_empty or (cell == "" and self.problem != "multi_label"):
+                continue
+            try:
+                raw[row] = parse(cell, self.problem, self.settings.label_separator, table.where(row))
+                renamed(raw[row], self._label_names(), table.where(row))
+            except InputError as error:
+                raw[row] = None
+                unknown.append(str(error))
+        if unknown:
+            logger.warning(
+                "%d of %d labels are not known and left out of the predictions; the first: %s",
+                len(unknown), len(table), unknown[0],
+            )  # fmt: skip
+        return raw
 
     def _find_labels(self, raw: Sequence[Label | None], table: tables.Table) -> dict[str, str]:
         """The files' labels -> names, in a data set's own order if it has one."""
@@ -278,12 +325,19 @@ class Classification:
         raw = self._raw_labels(table) if raw is None else raw
         names = self._label_names()
         texts, pairs = table.columns["text"], table.columns.get("pair")
+        ids = table.columns.get("id", [None] * len(table))
         examples = []
         for row, (text, label) in enumerate(zip(texts, raw, strict=True)):
             where = table.where(row)
             pair = None if pairs is None else _text(pairs[row], where, "the second text")
             examples.append(
-                Example(_text(text, where, "the text"), pair, renamed(label, names, where), where)
+                Example(
+                    _text(text, where, "the text"),
+                    pair,
+                    renamed(label, names, where),
+                    where,
+                    ids[row] if ids[row] is None or isinstance(ids[row], str | int) else str(ids[row]),
+                )
             )
         return examples
 

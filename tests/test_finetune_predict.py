@@ -1,0 +1,447 @@
+"""`predict` and `evaluate` as a user types them: which files they read, how, and what they write where."""
+
+from __future__ import annotations
+
+import csv
+import json
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tiny_checkpoints import make_bert, write_reviews
+
+from finetune import runs
+from finetune.__main__ import main
+from finetune.config import FinetuneConfig
+from finetune.metrics.squad import squad_v2
+from finetune.model import TaskModel
+from finetune.saved import save_model
+from finetune.sets.tables import Layout, read_table
+from finetune.tasks import make_task
+from pretrain.checkpoint.layouts import HEAD_ACTIVATION
+from pretrain.checkpoint.released import read_released
+
+CONTEXT = "the film was good and the book was bad"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Runs of models that were not trained: reviews, pairs (of a headed .csv with names of its own) and questions."""
+    folder = tmp_path_factory.mktemp("predict")
+    make_bert(folder / "bert")
+    reviews = write_reviews(folder)
+    rows = [["the film", "the book", "1", "a"], ["good", "bad", "0", "b"], ["a plot", "very fine", "1", "c"]]
+    write_csv(folder / "pairs.csv", ["one", "two", "same", "id"], rows)
+    save_untrained(folder, "reviews", {"classification": reviews})
+    pairs = {"train": str(folder / "pairs.csv"), "dev": str(folder / "pairs.csv")}
+    columns = {"text_column": "one", "pair_column": "two", "label_column": "same"}
+    save_untrained(folder, "pairs", {"classification": {**pairs, **columns}})
+    asked = [
+        question("1", "what was good", "the film"),
+        question("2", "what was bad", "the book", "book"),
+        question("3", "what is very poor"),
+    ]
+    path = folder / "questions.jsonl"
+    path.write_text("".join(json.dumps(one) + "\n" for one in asked))
+    section = {"train": str(path), "dev": str(path), "stride": 4, "max_question_tokens": 8}
+    save_untrained(folder, "questions", {"questions": section})
+    return folder
+
+
+def question(identity: str, text: str, *answers: str) -> dict[str, Any]:
+    found = [{"text": answer, "answer_start": CONTEXT.index(answer)} for answer in answers]
+    return {"id": identity, "question": text, "context": CONTEXT, "answers": found}
+
+
+def save_untrained(folder: Path, name: str, section: dict[str, Any]) -> None:
+    """A finished run with random weights."""
+    config = FinetuneConfig.model_validate(
+        {
+            "name": name, "run_dir": str(folder / name), "start_from": str(folder / "bert"), "max_length": 32, **section,
+            "engine": {"precision": "fp32"},
+        }
+    )  # fmt: skip
+    task = make_task(config)
+    examples, released = task.read_train(), read_released(folder / "bert")
+    torch.manual_seed(1)
+    model = TaskModel(
+        released.model, released.vocabulary_size, task.head, task.objective, task.outputs, HEAD_ACTIVATION["bert"]
+    )  # fmt: skip
+    with torch.no_grad():
+        for parameter in model.parameters():  # else all predictions would be nearly the same
+            parameter.add_(torch.randn_like(parameter) * 0.3)
+    save_model(
+        config, task, released, model.state_dict(), step=1, chosen_on="", results={},
+        training_examples=len(examples), data="",
+    )  # fmt: skip
+
+
+def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]], **form: Any) -> Path:
+    with path.open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file, **form).writerows([header, *rows])
+    return path
+
+
+def predict(*arguments: Any) -> int:
+    return main(["predict", *map(str, arguments), "--precision", "fp32"])
+
+
+def evaluate(*arguments: Any) -> int:
+    return main(["evaluate", *map(str, arguments), "--precision", "fp32"])
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def output(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+
+
+# ---- what is read
+
+
+@pytest.mark.parametrize("suffix", [".csv", ".tsv", ".jsonl", ".json", ".parquet", ".txt"])
+def test_a_file_is_read_as_its_suffix_says(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], suffix: str
+) -> None:
+    texts = ["the film was good, very", "awful", "a book"]
+    labels = ["positive", "negative", "positive"]
+    path = tmp_path / f"some{suffix}"
+    records = [
+        {"label": label, "text": text, "id": n}
+        for n, (text, label) in enumerate(zip(texts, labels, strict=True))
+    ]
+    cells = [[*map(str, record.values())] for record in records]
+    if suffix in (".csv", ".tsv"):
+        write_csv(path, ["label", "text", "id"], cells, delimiter="," if suffix == ".csv" else "\t")
+    elif suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(records), path)
+    elif suffix == ".txt":
+        path.write_text("".join(f"{text}\n" for text in texts))
+    else:
+        lines = [json.dumps(record) for record in records]
+        path.write_text("\n".join(lines) if suffix == ".jsonl" else f"[{','.join(lines)}]")
+    assert predict(folder / "reviews", path) == 0
+    made = output(capsys)
+    assert [one["text"] for one in made] == texts
+    if suffix != ".txt":
+        assert [one["gold"] for one in made] == labels
+        assert [str(one["id"]) for one in made] == ["0", "1", "2"]
+    assert len({one["score"] for one in made}) == 3
+    for one, text in zip(made, texts, strict=True):
+        assert predict(folder / "reviews", "--text", text) == 0
+        (alone,) = output(capsys)
+        assert alone["scores"] == pytest.approx(one["scores"], abs=1e-6)
+
+
+def test_unlabelled_files_and_pairs(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_csv(tmp_path / "new.csv", ["two", "one"], [["the book", "the film, too"], ["", "good"]])
+    assert predict(folder / "pairs", path) == 0
+    made = output(capsys)
+    assert [(one["text"], one["pair"]) for one in made] == [("the film, too", "the book"), ("good", "")]
+    assert all("gold" not in one and "id" not in one for one in made)
+    # Records may have our names instead of the columns'.
+    (tmp_path / "new.jsonl").write_text(json.dumps({"text": "the film, too", "pair": "the book"}))
+    assert predict(folder / "pairs", tmp_path / "new.jsonl") == 0
+    assert output(capsys)[0]["scores"] == pytest.approx(made[0]["scores"], abs=1e-6)
+
+
+def test_gold_that_is_no_label_of_the_model_is_left_out(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    path = write_csv(
+        tmp_path / "a.csv", ["text", "label"], [["good", "positive"], ["bad", "mixed"], ["it", ""]]
+    )
+    assert predict(folder / "reviews", path) == 0
+    assert [one.get("gold") for one in output(capsys)] == ["positive", None, None]
+    assert "1 of 3 labels are not known" in caplog.text
+    assert "a.csv:3: label 'mixed'" in caplog.text
+    assert evaluate(folder / "reviews", path) == 2
+    assert "a.csv:4: label is empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "message"),
+    [
+        ("reviews", "a.log", "a.log: its suffix says no format. Name it .csv"),
+        ("pairs", "a.txt", "a.txt: its suffix says no format. Name it .csv, .tsv, .jsonl, .json or .parquet, or give"),
+        ("reviews", "a.csv", "a.csv:1: no column 'text'; it has some, thing."),
+        ("reviews", "a.jsonl", "a.jsonl:1: not JSON"),
+        ("reviews", "none.csv", "none.csv: not found"),
+        ("questions", "a.csv", "a.csv:1: no column 'question'; it has some, thing."),
+    ],
+)  # fmt: skip
+def test_files_that_cannot_be_predicted_are_told_in_a_line(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, name: str, message: str
+) -> None:
+    if name != "none.csv":
+        (tmp_path / name).write_text("some,thing\nelse,here\n")
+    assert predict(folder / model, tmp_path / name) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
+
+
+def test_an_empty_text_is_a_text(folder: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert predict(folder / "reviews", "--text", "") == 0
+    (made,) = output(capsys)
+    assert made["text"] == ""
+    assert predict(folder / "reviews", "--text", "", "--out", tmp_path / "one.jsonl") == 0
+    assert read_lines(tmp_path / "one.jsonl") == [made]
+    assert predict(folder / "reviews", tmp_path / "one.jsonl", "--text", "a") == 2
+    assert "one.jsonl and --text are given" in capsys.readouterr().err
+
+
+def test_models_of_glue_read_glues_files_and_others(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    home = tmp_path / "glue/CoLA"
+    home.mkdir(parents=True)
+    for name in ("train", "dev"):
+        (home / f"{name}.tsv").write_text('gj04\t1\t\t"good" film\ngj04\t0\t*\tbad "film\n')
+    (home / "test.tsv").write_text("index\tsentence\n0\ta film\n")
+    save_untrained(folder, "cola", {"classification": {"glue": "cola", "glue_dir": str(tmp_path / "glue")}})
+    expected = ['"good" film', 'bad "film']
+    write_csv(tmp_path / "a.csv", ["sentence", "label"], [[expected[0], "1"], [expected[1], "0"]])
+    for path in (home / "dev.tsv", tmp_path / "a.csv"):
+        assert predict(folder / "cola", path) == 0
+        made = output(capsys)
+        assert [(one["text"], one["gold"]) for one in made] == [
+            (expected[0], "acceptable"),
+            (expected[1], "unacceptable"),
+        ]
+        assert evaluate(folder / "cola", path, "--out", tmp_path / "out") == 0
+        capsys.readouterr()
+    assert predict(folder / "cola", home / "test.tsv") == 0
+    assert [(one["text"], one.get("gold")) for one in output(capsys)] == [("a film", None)]
+
+
+# ---- the same as evaluate
+
+
+@pytest.mark.parametrize("model", ["reviews", "pairs", "questions"])
+def test_predict_gives_what_evaluate_gives(folder: Path, tmp_path: Path, model: str) -> None:
+    path = {"reviews": folder / "dev.jsonl", "pairs": folder / "pairs.csv"}.get(
+        model, folder / "questions.jsonl"
+    )
+    assert evaluate(folder / model, path, "--out", tmp_path) == 0
+    assert predict(folder / model, path, "--out", tmp_path / "made.jsonl") == 0
+    scored = (tmp_path / "predictions" / f"{path.stem}.jsonl").read_text()
+    assert (tmp_path / "made.jsonl").read_text() == scored
+    assert all("gold" in one for one in read_lines(tmp_path / "made.jsonl"))
+
+
+def test_questions_come_from_tables_too(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert predict(folder / "questions", folder / "questions.jsonl") == 0
+    expected = output(capsys)
+    assert expected[1]["gold"] == ["the book", "book"]
+    assert (expected[0]["id"], expected[0]["question"], expected[0]["context"]) == (
+        "1",
+        "what was good",
+        CONTEXT,
+    )
+    records = read_lines(folder / "questions.jsonl")
+    pq.write_table(pa.Table.from_pylist(records), tmp_path / "a.parquet")
+    columns = ["id", "question", "context", "answers"]
+    rows = [[*(one[name] for name in columns[:3]), json.dumps(one["answers"])] for one in records]
+    write_csv(tmp_path / "a.csv", columns, rows)
+    for name in ("a.parquet", "a.csv"):
+        assert predict(folder / "questions", tmp_path / name) == 0
+        assert output(capsys) == expected
+    write_csv(tmp_path / "b.csv", columns[1:3], [row[1:3] for row in rows])
+    assert predict(folder / "questions", tmp_path / "b.csv") == 0
+    made = output(capsys)
+    assert [one["id"] for one in made] == ["2", "3", "4"], "lines, where there are no ids"
+    assert [one["answer"] for one in made] == [one["answer"] for one in expected]
+    write_csv(tmp_path / "c.csv", columns, [[*rows[0][:3], "{'text': ['x']}"]])
+    assert predict(folder / "questions", tmp_path / "c.csv") == 2
+    assert "c.csv:2: answers is" in capsys.readouterr().err
+
+
+def test_questions_are_written_for_the_official_script(folder: Path, tmp_path: Path) -> None:
+    path = folder / "questions.jsonl"
+    assert predict(folder / "questions", path, "--out", tmp_path / "made.jsonl") == 0
+    lines = {one["id"]: one for one in read_lines(tmp_path / "made.jsonl")}
+    answers = json.loads((tmp_path / "made.answers.json").read_text())
+    assert answers == {identity: one["answer"] for identity, one in lines.items()}
+    nothing = json.loads((tmp_path / "made.no-answer.json").read_text())
+    by_score = sorted(lines, key=lambda identity: lines[identity]["no_answer_score"])
+    assert sorted(nothing, key=nothing.__getitem__) == by_score
+    # None is above the script's own threshold of 1, at which it takes the answers as they are.
+    assert all(0 <= chance <= 1 for chance in nothing.values())
+    assert evaluate(folder / "questions", path, "--out", tmp_path / "out") == 0
+    scores = json.loads((tmp_path / "out/metrics.json").read_text())["questions"]["scores"]
+    golds = {identity: one["gold"] for identity, one in lines.items()}
+    official = squad_v2(golds, answers, nothing)
+    assert {name: official[name] for name in ("exact", "f1", "total")} == pytest.approx(
+        {name: scores[name] for name in ("exact", "f1", "total")}
+    )
+    assert json.loads((tmp_path / "out/predictions/questions.answers.json").read_text()) == answers
+
+
+# ---- the command line
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["runs/x", "--precision", "fp32", "test.csv"],
+        ["--precision", "fp32", "runs/x", "test.csv"],
+        ["runs/x", "test.csv", "--precision", "fp32"],
+    ],
+)
+def test_options_may_stand_before_the_file(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(runs, "evaluate", lambda *given: seen.append(given) or "")
+    assert main(["evaluate", *arguments]) == 0
+    assert main(["evaluate", *[one for one in arguments if one != "test.csv"]]) == 0
+    assert [[*map(str, given[:2])] for given in seen] == [["runs/x", "test.csv"], ["runs/x", "None"]]
+
+
+@pytest.mark.parametrize("command", ["evaluate", "predict", "glue"])
+def test_help_of_commands_with_an_optional_file(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main([command, "--help"])
+    assert end.value.code == 0
+    usage, _, rest = capsys.readouterr().out.partition("positional arguments:")
+    assert ("[CONFIG]" if command == "glue" else "MODEL [FILE]") in " ".join(usage.split())
+    assert ("CONFIG" if command == "glue" else "FILE") in rest.partition("options:")[0]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [(["evaluate", "--out", "x"], "required: MODEL"), (["evaluate", "a", "b", "c"], "unrecognized arguments: c")],
+)  # fmt: skip
+def test_too_few_and_too_many_are_refused(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(arguments)
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+# ---- where evaluate writes
+
+
+def test_a_second_file_keeps_the_first_ones_metrics(folder: Path, tmp_path: Path) -> None:
+    def metrics() -> dict[str, Any]:
+        return json.loads((tmp_path / "out/metrics.json").read_text())
+
+    (tmp_path / "other").mkdir()
+    lines = (folder / "dev.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "other/dev.jsonl").write_text("".join(lines[:3]))
+    for arguments in ([folder / "dev.jsonl"], [tmp_path / "other/dev.jsonl"], []):
+        assert evaluate(folder / "reviews", *arguments, "--out", tmp_path / "out") == 0
+    assert {name: one["file"] for name, one in metrics().items()} == {
+        "dev": str(folder / "dev.jsonl"),
+        "dev-2": str(tmp_path / "other/dev.jsonl"),
+        "dev-3": None,  # the config's own
+    }
+    counts = [len(read_lines(tmp_path / f"out/predictions/{name}.jsonl")) for name in metrics()]
+    assert counts == [12, 3, 12]
+    before = metrics()
+    assert evaluate(folder / "reviews", tmp_path / "other/dev.jsonl", "--out", tmp_path / "out") == 0
+    assert metrics() == before, "the same file once more replaces its own"
+
+
+def test_an_export_is_evaluated_beside_itself(folder: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        assert main(["export", str(folder / "reviews"), str(tmp_path / name)]) == 0
+        assert evaluate(tmp_path / name, folder / "dev.jsonl") == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "one",
+        "one-evaluation",
+        "two",
+        "two-evaluation",
+    ]
+    assert (tmp_path / "one-evaluation/metrics.json").is_file()
+    assert evaluate(folder / "reviews/model", folder / "dev.jsonl") == 0
+    assert (folder / "reviews/evaluation/metrics.json").is_file()
+
+
+# ---- remarks
+
+
+def test_sets_that_are_one_file_are_remarked(folder: Path) -> None:
+    section = {"train": str(folder / "train.jsonl"), "dev": str(folder / "." / "train.jsonl")}
+    values = {
+        "name": "x",
+        "start_from": str(folder / "bert"),
+        "max_length": 32,
+        "engine": {"precision": "fp32"},
+    }
+    config = FinetuneConfig.model_validate({**values, "classification": section})
+    assert config.repeated_sets() == [("dev", "train")]
+    said = runs.describe_start(config, runs.plan(config, alone=True))
+    assert (
+        "remark: dev is the same file as train: its scores are of examples that the model has learnt" in said
+    )
+    others = {**section, "dev": str(folder / "dev.jsonl"), "test": str(folder / "dev.jsonl")}
+    config = FinetuneConfig.model_validate({**values, "classification": others})
+    assert config.repeated_sets() == [("test", "dev")]
+    hub = {"dataset": "some/name", "revision": "1", "dev": "train", "test": "test"}
+    assert FinetuneConfig.model_validate({"name": "x", "classification": hub}).repeated_sets() == [
+        ("dev", "train")
+    ]
+
+
+# ---- quotes of .tsv files
+
+
+def rows_of(path: Path, caplog: pytest.LogCaptureFixture, **layout: Any) -> tuple[list[str], str]:
+    """The texts, and what was said of the file."""
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        table = read_table(path, ["text", "label"], layout=Layout(**layout))
+    return table.columns["text"], caplog.text
+
+
+def test_quotes_that_belong_to_texts_swallow_no_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As in MRPC and QQP: pandas' default would read the first cell up to the second quote, three lines on."""
+    path = tmp_path / "a.tsv"
+    texts = ['"We are here , he said .', "a film", '" No "', 'the book "']
+    path.write_text("text\tlabel\n" + "".join(f"{text}\t1\n" for text in texts))
+    assert rows_of(path, caplog) == (texts, "")
+
+
+@pytest.mark.parametrize("quoting", [csv.QUOTE_MINIMAL, csv.QUOTE_ALL, csv.QUOTE_NONNUMERIC])
+def test_quotes_that_a_writer_put_there_are_taken_off(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, quoting: Any
+) -> None:
+    texts = ['He said "no", twice', "plain", "a\ttab", "two\nlines", '"whole"']
+    rows = [[text, "1"] for text in texts]
+    path = write_csv(tmp_path / "a.tsv", ["text", "label"], rows, delimiter="\t", quoting=quoting)
+    assert rows_of(path, caplog) == (texts, "")
+    path = write_csv(
+        tmp_path / "b.tsv", ["text", "label"], rows[:2], delimiter="\t", quoting=quoting, lineterminator="\n"
+    )
+    assert rows_of(path, caplog) == (texts[:2], "")
+
+
+def test_a_file_whose_quotes_may_be_either_is_remarked(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "a.tsv"
+    path.write_text('text\tlabel\n"Never mind."\t1\na film\t0\n')
+    texts, said = rows_of(path, caplog)
+    assert texts == ['"Never mind."', "a film"]
+    assert "a.tsv:2: the cell" in said
+    assert "looks quoted, but nothing else shows that it is" in said
+    assert "`quoting: standard`" in said
+    assert rows_of(path, caplog, quoting="standard") == (["Never mind.", "a film"], "")
+    path.write_text('text\tlabel\n"He said ""no""."\t1\nan "odd" film\t0\n')
+    texts, said = rows_of(path, caplog)
+    assert texts == ['"He said ""no""."', 'an "odd" film']
+    assert "a.tsv:2: the cell" in said
+    assert "others have bare quotes" in said
