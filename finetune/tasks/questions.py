@@ -40,7 +40,9 @@ class QuestionsSettings(Section):
     dev: str = Field(
         default="", description="Questions to score on; they choose the checkpoint and the threshold."
     )
-    test: str = Field(default="", description="Questions to answer at the end, with answers or without.")
+    test: str = Field(
+        default="", description="Questions to answer at the end, and to score if they have answers; they choose nothing."
+    )
     stride: int = Field(
         default=128,
         ge=0,

@@ -40,7 +40,9 @@ class ClassificationSettings(Section):
         description="Training set: a .csv, .tsv, .jsonl, .json or .parquet file, also compressed (.gz, .bz2, .xz).",
     )
     dev: str = Field(default="", description="Labelled set that chooses the checkpoint.")
-    test: str = Field(default="", description="Set to predict at the end, with labels or without.")
+    test: str = Field(
+        default="", description="Set to predict at the end, and to score if it has labels; it chooses nothing."
+    )
     dev_share: float = Field(
         default=0.0,
         ge=0,
@@ -61,7 +63,8 @@ class ClassificationSettings(Section):
     )
     quoting: Literal["auto", "standard", "none"] = Field(
         default="auto",
-        description='csv, tsv: standard (RFC 4180: "" inside quotes), none (a quote is a character); auto: none in .tsv.',
+        description='csv, tsv: standard (RFC 4180: "" inside quotes), none (a quote is a character); auto: standard in '
+        ".csv, in .tsv what the file shows.",
     )
     text_column: str | int = Field(
         default="text", description="Column of the text: its name, or its number from 0."
