@@ -78,7 +78,8 @@ class Predictor:
     ) -> Iterator[dict[str, Any]]:
         """Predictions in the order of `records`, which are taken in small portions.
 
-        With `live` none waits for records that come after it: those that are there already make a portion.
+        With `live` none waits for records that come after it: those that are there already make a portion. But a
+        sentence whose document may go on waits for its end where the model sees its neighbours (`document_context`).
         """
         for record, _, made in self._predicted(enumerate(records, 1), where, live):
             yield {**_identity(record), **made}
@@ -97,10 +98,31 @@ class Predictor:
         self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, live: bool
     ) -> Iterator[tuple[str | Mapping[str, Any], Any, dict[str, Any]]]:
         """(record, example, prediction) of each."""
-        for portion in _portions_that_came(numbered) if live else _growing_portions(numbered):
-            examples = [self.task.example(record, f"{where}:{number}") for number, record in portion]
-            for (_, record), example, made in zip(portion, examples, self.predict(examples), strict=True):
-                yield record, example, made
+        portions = _portions_that_came(numbered) if live else _growing_portions(numbered)
+        for records, examples in self._ready(portions, where):
+            yield from zip(records, examples, self.predict(examples), strict=True)
+
+    def _ready(
+        self, portions: Iterable[list[tuple[int, str | Mapping[str, Any]]]], where: str
+    ) -> Iterator[tuple[list[str | Mapping[str, Any]], list[Any]]]:
+        """(records, their examples) that no later record can be context of; what ends the reading is raised after them."""
+        records: list[str | Mapping[str, Any]] = []
+        waiting: list[Any] = []
+        error = None
+        try:
+            for portion in portions:
+                waiting += [self.task.example(record, f"{where}:{number}") for number, record in portion]
+                records += [record for _, record in portion]
+                ready, waiting = self.task.with_context(waiting, ended=False)
+                if ready:
+                    yield records[: len(ready)], ready
+                records = records[len(ready) :]
+        except Exception as caught:
+            error = caught
+        if waiting:
+            yield records, self.task.with_context(waiting, ended=True)[0]
+        if error is not None:
+            raise error
 
     def predict(self, examples: Sequence[Any]) -> list[dict[str, Any]]:
         """Predictions for the task's own examples."""

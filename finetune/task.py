@@ -121,6 +121,13 @@ class Task(Protocol[E]):
         """An unlabelled example from one JSON object or plain text of the user's; `where` is for messages."""
         ...
 
+    def with_context(self, examples: Sequence[E], *, ended: bool) -> tuple[list[E], list[E]]:
+        """Unlabelled examples in the order of their records, as context of each other where they are.
+
+        Returns those that no later record can change, and those that wait for more; none wait where all `ended`.
+        """
+        ...
+
     def is_labelled(self, examples: Sequence[E]) -> bool:
         """Whether every example has its label, so that predictions on them can be scored."""
         ...

@@ -6,6 +6,8 @@ import gzip
 import json
 import string
 import time
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
 from finetune.metrics import entities as metrics
+from finetune.predict import Predictor
 from finetune.sets.sentences import Sentence
+from finetune.sets.word_cuts import WordCuts
 from finetune.sets.words import cut_words, joined
 from finetune.task import Windows
 from finetune.tasks.entities import Entities, EntitiesSettings
@@ -81,7 +85,8 @@ def test_every_scheme_becomes_iob2(tmp_path, scheme):
     task = Entities(EntitiesSettings(train=write(tmp_path / "a.conll", "\n".join(lines))))
     (one,) = task.read_train()
     assert one.tags == IN_SCHEMES["iob2"].split()
-    assert task.state() == {"types": ["LOC", "PER"], "scheme": scheme.replace("bilou", "bioes")}
+    state = task.state()
+    assert (state["types"], state["scheme"]) == (["LOC", "PER"], scheme.replace("bilou", "bioes"))
     assert task.labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
     assert task.outputs == 5
     assert not task.remarks
@@ -145,6 +150,41 @@ def test_gold_that_breaks_its_scheme_is_read_as_conlleval_does_and_told(tmp_path
     assert task.remarks == [
         f"{tmp_path}/a.conll:3: a tag that does not follow iob2; read as conlleval reads it; 2 in all, this is the first"
     ]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "# id 0c6f\tdomain=en\nAnn\tB-PER\n#\tO\n\n# id 0c70\tdomain=en\n#\tO\nBob\tB-PER\n",
+        "# id 1\nAnn B-PER\n# O\n\n# a comment\n#2\n# O\nBob B-PER\n#end of it\n",
+        "# global.columns = FORM NER\n\n# sent_id = 1\nAnn\tB-PER\n#\tO\n\n# sent_id = 2\n# text = # Bob\n#\tO\nBob\tB-PER\n",
+        "Ann _ _ B-PER\n# _ _ O\n\n# id 3 _ x\n# _ _ O\nBob _ _ B-PER\n",
+    ],
+)
+def test_comments_are_no_words_and_signs_are(tmp_path, text):
+    text = text.replace("#end of it\n", "\n#end of it\n")
+    sentences = read(write(tmp_path / "a.conll", text))
+    assert [one.words for one in sentences] == [["Ann", "#"], ["#", "Bob"]]
+    assert [one.tags for one in sentences] == [["B-PER", "O"], ["O", "B-PER"]]
+    lines = text.split("\n")
+    assert (
+        sentences[1].where(1)
+        == f"{tmp_path}/a.conll:{lines.index(next(x for x in lines if x[:3] == 'Bob')) + 1}"
+    )
+
+
+def test_words_alone_may_begin_with_the_sign_of_comments(tmp_path):
+    train = write(tmp_path / "a.txt", GOOD)
+    task = Entities(
+        EntitiesSettings(train=train, test=write(tmp_path / "b.txt", "#ff\nAnn\n\n# two words\n#\nB\n"))
+    )
+    assert [one.words for one in task.read_test()["test"]] == [["#ff", "Ann"], ["#", "B"]]
+
+
+def test_a_comment_may_begin_a_document(tmp_path):
+    text = "# newdoc id = 1\na B-PER\n\nb O\n\n# newdoc\n# text = c\nc O\n"
+    sentences = read(write(tmp_path / "a.conll", text))
+    assert [list(one.document) for one in sentences] == [[["a"], ["b"]], [["a"], ["b"]], [["c"]]]
 
 
 # ---------------------------------------------------------------- records
@@ -231,6 +271,49 @@ def test_half_a_surrogate_pair_keeps_its_place():
     (prediction,) = task.decode([one], windows, logits_of(windows, np.array([0, 1]), 5))
     assert prediction["entities"][0]["start"] == 4
     json.dumps(prediction, ensure_ascii=False).encode()
+
+
+def test_parquet_has_records(tmp_path):
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    names = ["O", "B-PER", "I-PER"]
+    rows = [
+        {"id": "1", "tokens": ["Ann", "B", "left"], "ner_tags": [1, 2, 0], "document": 1},
+        {"id": "2", "tokens": ["Bob"], "ner_tags": [1], "document": 1},
+    ]
+    table = pa.Table.from_pylist(rows)
+    path = tmp_path / "a.parquet"
+    pq.write_table(table, path)
+    with pytest.raises(
+        InputError, match=r"a.parquet: row 1: tags is \[1, 2, 0\]; .* Write the names where there are numbers"
+    ):
+        read(str(path))
+    features = {"info": {"features": {"ner_tags": {"feature": {"names": names, "_type": "ClassLabel"}, "_type": "Sequence"}}}}  # fmt: skip
+    pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(features)}), path)
+    sentences = read(str(path))
+    assert [one.tags for one in sentences] == [["B-PER", "I-PER", "O"], ["B-PER"]]
+    assert sentences[1].where(0) == f"{path}: row 2"
+    assert list(sentences[1].document) == [["Ann", "B", "left"], ["Bob"]]
+    spans = [{"start": 0, "end": 3, "type": "PER"}]
+    pq.write_table(pa.Table.from_pylist([{"text": "Ann left", "entities": spans}]), path)
+    assert read(str(path))[0].tags == ["B-PER", "O"]
+    pq.write_table(pa.table({"words": [["Ann"]]}), path)
+    with pytest.raises(InputError, match=r"a.parquet: neither a column tokens nor text"):
+        read(str(path))
+
+
+def test_a_file_to_predict_may_hold_texts(tmp_path):
+    task = Entities(EntitiesSettings(train=write(tmp_path / "train", GOOD)))
+    texts = task.read_file(write(tmp_path / "a.txt", "Ann left, O\n\nB O\n"), labelled=False)
+    assert [one.words for one in texts] == [["Ann", "left", ",", "O"], [], ["B", "O"]]
+    assert [one.where() for one in texts] == [f"{tmp_path}/a.txt:{line}" for line in (1, 2, 3)]
+    columns = write(tmp_path / "b.txt", "-DOCSTART- O\n\nAnn B-PER\nB. I-PER\n\nleft O\n")
+    labelled, unlabelled = task.read_file(columns), task.read_file(columns, labelled=False)
+    assert [(one.words, one.tags) for one in labelled] == [(one.words, one.tags) for one in unlabelled]
+    assert labelled[0].words == ["Ann", "B."]
+    alone = task.read_file(write(tmp_path / "c.conll", "Ann\nB.\n\nleft\n"), labelled=False)
+    assert [one.words for one in alone] == [["Ann", "B."], ["left"]]
 
 
 # ---------------------------------------------------------------- what is wrong in files
@@ -607,26 +690,81 @@ def test_context_is_that_of_the_document(tmp_path):
 def test_documents_of_records(tmp_path):
     records = [
         {"tokens": [word], "tags": ["B-PER"], "document": name}
-        for word, name in zip("abcd", [1, 2, 1, None], strict=True)
+        for word, name in zip("abcde", [1, 1, 2, 1, None], strict=True)
     ]
     task = Entities(
         EntitiesSettings(train=write_records(tmp_path / "a.jsonl", *records), document_context=True)
     )
     sentences, encoder = task.read_train(), make_encoder(16)
-    windows = task.windows([sentences[2], sentences[1], sentences[3]], encoder, training=False)
-    assert [text_of(windows, encoder, number)[1:-1] for number in range(3)] == [["a", "c"], ["b"], ["d"]]
-    made = [
-        task.example({"text": word, "document": name}, "x")
-        for word, name in zip("abcde", [5, 5, 6, None, None], strict=True)
+    chosen = [sentences[1], sentences[0], *sentences[2:]]
+    windows = task.windows(chosen, encoder, training=False)
+    shown = [text_of(windows, encoder, number)[1:-1] for number in range(5)]
+    assert shown == [["a", "b"], ["a", "b"], ["c"], ["d"], ["e"]]
+    assert task.remarks == [
+        f"{tmp_path}/a.jsonl:4: document '1' goes on after another one; its parts are no context of each other"
     ]
-    windows = task.windows(made, encoder, training=False)
-    assert [text_of(windows, encoder, number)[1:-1] for number in range(5)] == [
-        ["a", "b"],
-        ["a", "b"],
-        ["c"],
-        ["d"],
-        ["e"],
+    other = Entities(EntitiesSettings(train=str(tmp_path / "a.jsonl")))
+    other.read_train()
+    assert not other.remarks  # nothing depends on documents
+
+
+class Shower(Predictor):
+    """A predictor without a model: it predicts what its windows show."""
+
+    def __init__(self, task: Entities, encoder: TextEncoder) -> None:
+        self.task, self.encoder = task, encoder
+
+    def predict(self, examples: Sequence[Any]) -> list[dict[str, Any]]:
+        windows = self.task.windows(examples, self.encoder, training=False)
+        assert len(windows) == len(examples)
+        return [{"shown": text_of(windows, self.encoder, number)} for number in range(len(windows))]
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("context", [False, True, 3])
+def test_a_document_is_the_same_in_a_file_and_in_lines(tmp_path, context, live):
+    names = [7, 7, None, 7, *["long"] * 9, "x", None, None, 3, 3]
+    records = [
+        {"text": f"w{number}, it", "document": name, "id": number} for number, name in enumerate(names)
     ]
+    task = make_task(document_context=context)
+    predictor = Shower(task, make_encoder(64))
+    whole = predictor.predict(task.read_file(write_records(tmp_path / "a.jsonl", *records), labelled=False))
+    made = list(predictor.stream(records, live=live))
+    assert [one.pop("id") for one in made] == list(range(len(names)))
+    assert made == whole
+    assert ("7" in "".join(whole[11]["shown"])) == (context is True)  # the context is there at all
+    assert [predictor([one])[0]["shown"] for one in records[:2]] == [
+        predictor(one)["shown"] for one in records[:2]
+    ]
+
+
+def test_a_sentence_waits_for_the_end_of_its_document_alone():
+    predictor = Shower(make_task(document_context=True), make_encoder(64))
+    taken = []
+
+    def records():
+        for number, name in enumerate(["a", "a", "b", None]):
+            taken.append(number)
+            yield {"text": f"w{number}", "document": name}
+
+    made = predictor.stream(records())
+    assert next(made)["shown"] == ["[CLS]", "w", "##0", "w", "##1", "[SEP]"]
+    assert len(taken) < 4
+    assert len(list(made)) == 3
+
+
+def test_what_ends_the_records_is_told_after_those_that_wait():
+    predictor = Shower(make_task(document_context=True), make_encoder(64))
+
+    def records():
+        yield from ({"text": f"w{number}", "document": "a"} for number in range(2))
+        raise InputError("line 3: not JSON")
+
+    made = predictor.stream(records(), live=True)
+    assert [next(made)["shown"] for _ in range(2)] == [["[CLS]", "w", "##0", "w", "##1", "[SEP]"]] * 2
+    with pytest.raises(InputError, match="line 3"):
+        next(made)
 
 
 def test_a_sentence_given_twice_is_asked_twice():
@@ -790,7 +928,8 @@ def test_a_trained_task_comes_back_from_its_state(tmp_path):
     (tmp_path / "train").unlink()
     again = Entities(EntitiesSettings(train=path, metric="strict_f1"), state)
     assert again.labels == task.labels == ("O", "B-LOC", "I-LOC", "B-PER", "I-PER")
-    assert again.state() == task.state() == {"types": ["LOC", "PER"], "scheme": "iob1"}
+    assert again.state() == task.state() == state
+    assert (state["types"], state["scheme"]) == (["LOC", "PER"], "iob1")
     assert again.metric == "strict_f1"
     assert again.read_file(write(tmp_path / "other", "a I-PER\nb O\n"))[0].tags == ["B-PER", "O"]
     assert not again.remarks
@@ -851,7 +990,83 @@ def test_a_text_of_a_megabyte_is_predicted_whole():
         assert text[entity["start"] : entity["end"]] == entity["text"]
 
 
+def test_predictions_are_columns_for_conlleval():
+    task = make_task()
+    gold = [Sentence(["a b", "\u00a0", "c"], ["B-PER", "I-PER", "B-LOC"], "1"), Sentence([], [], "2"), Sentence(["d"], ["O"], "3")]  # fmt: skip
+    predictions = [{"tags": ["B-PER", "I-PER", "I-LOC"]}, {"tags": []}, {"tags": ["B-PER"]}]
+    files = task.scorer_files(gold, predictions)
+    assert files == {".tags.conll": "a_b B-PER B-PER\n_ I-PER I-PER\nc B-LOC I-LOC\n\n\nd O B-PER\n\n"}
+    bare = [replace(one, tags=None) for one in gold]
+    assert task.scorer_files(bare, predictions)[".tags.conll"].splitlines()[2] == "c I-LOC"
+    text = task.example("d", "it")
+    assert task.scorer_files([text], predictions[2:]) == {}
+    assert task.scorer_files([replace(text, tags=["O"])], predictions[2:]) == {".tags.conll": "d O B-PER\n\n"}
+
+
 # ---------------------------------------------------------------- words of a text
+
+
+TRAINED_WORDS = [
+    *["Ann", "went", "home", "again"] * 20, *[".", ","] * 10, "(", ")", "-", "U.S.", "U.S.", "J.", "G.I.", "Mr.", "Mr.",
+    "anti-war", "co-op", "well-to-do", "'s", "'s", "'s", "n't", "n't", "does", "O'Neil", "4.5", "1,000", "$", "@ann", "@bo",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("He left the U.S., again.", "He|left|the|U.S.|,|again|."),
+        ("Mr. X.Y. Bell's anti-Spanish (pro-war) aide.", "Mr.|X.Y.|Bell|'s|anti-Spanish|(|pro-war|)|aide|."),
+        ("Bell’s right-to-left", "Bell|’s|right-to-left"),
+        ("doesn't, isn’t", "does|n't|,|is|n’t"),
+        ("It cost $6.5-$1,234.", "It|cost|$|6.5|-|$|1,234|."),
+        ("@paul a+b 100%", "@paul|a|+|b|100|%"),
+        ("東京tower", "東|京|tower"),
+        (" \n", ""),
+        ("", ""),
+    ],
+)
+def test_text_is_cut_as_the_training_words_were(text, expected):
+    cuts = WordCuts.learn(TRAINED_WORDS)
+    again = WordCuts.from_state(json.loads(json.dumps(cuts.state())))
+    for one in (cuts, again):
+        assert "|".join(text[begin:end] for begin, end in one(text).tolist()) == expected
+    assert again.state() == cuts.state()
+
+
+@settings(deadline=None)
+@given(st.text(max_size=40), st.lists(st.text(max_size=9), max_size=20))
+def test_learnt_words_are_whole_pieces_of_the_text(text, learnt):
+    pieces = cut_words(text)
+    assert (
+        WordCuts.learn([text[begin:end] for begin, end in pieces.tolist()])(text).tolist() == pieces.tolist()
+    )
+    found = WordCuts.learn(learnt)(text)
+    assert (found[:, 1] > found[:, 0]).all()
+    assert set(found[:, 0]) <= set(pieces[:, 0])
+    covered = [
+        np.concatenate([np.zeros(0, int), *(np.arange(*one) for one in words)]) for words in (found, pieces)
+    ]
+    assert covered[0].tolist() == covered[1].tolist()
+
+
+def test_words_are_learnt_from_the_training_file_and_kept(tmp_path):
+    train = write(tmp_path / "a.conll", "Ann B-PER\nU.S. B-LOC\nanti-war O\n. O\n")
+    task = Entities(EntitiesSettings(train=train, labels=("LOC", "PER")))
+    record = {"text": "pro-war U.S. aide.", "entities": [{"start": 8, "end": 12, "type": "LOC"}]}
+    (one,) = task.read_file(write_records(tmp_path / "b.jsonl", record))
+    assert (one.words, one.tags) == (["pro-war", "U.S.", "aide", "."], ["O", "B-LOC", "O", "O"])
+    again = Entities(EntitiesSettings(train=train), json.loads(json.dumps(task.state())))
+    assert again.example(record["text"], "it").words == one.words
+    earlier = Entities(EntitiesSettings(train=train), {"types": ["LOC", "PER"], "scheme": "iob2"})
+    assert earlier.example("U.S.", "it").words == ["U", ".", "S", "."]  # as it was trained to be used
+
+
+def test_a_long_run_of_signs_is_cut_into_known_words():
+    cuts = WordCuts.learn(["...", "...", "..", "..", "."])
+    lengths = np.diff(cuts("." * 600), axis=1)
+    assert set(lengths.ravel().tolist()) == {3}
+    assert lengths.sum() == 600
 
 
 @pytest.mark.parametrize(

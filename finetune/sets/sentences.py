@@ -1,9 +1,11 @@
-"""Sentences with or without entities, from CoNLL columns, JSON lines, or one record or text of a user's.
+"""Sentences with or without entities, from CoNLL columns, JSON lines, Parquet, or one record or text of a user's.
 
-Columns: a line per word, a blank line (or one of blanks and tabs alone) between sentences, `-DOCSTART-` between
-documents. The first line of a word tells whether columns are parted by tabs or by runs of blanks.
+Columns: a line per word, a blank line (or one of blanks and tabs alone) between sentences, `-DOCSTART-` or
+`# newdoc` between documents. The first line of a word tells whether columns are parted by tabs or by runs of blanks.
+Lines before a sentence that begin with `#` are comments, unless they are a word and its tag as all other lines.
 
-JSON lines, one object for each sentence, with `document` (text or a number) where several belong together:
+JSON lines, one object for each sentence, with the same `document` (text or a number) in all of a document's, which
+follow each other:
 
     {"tokens": ["Ann", "left"], "tags": ["B-PER", "O"]}
     {"text": "Ann left", "entities": [{"start": 0, "end": 3, "type": "PER"}]}
@@ -11,7 +13,8 @@ JSON lines, one object for each sentence, with `document` (text or a number) whe
 `labels` and `ner_tags` stand for `tags`, `spans` for `entities`, and an entity's `label` for its `type`, as other
 tools write them. Tokens that are text are the words, also of a record with `text` and `entities`; where they are
 objects, as Prodigy has them, the words are cut from the text. Characters are Unicode code points, of the tokens joined
-by blanks where there is no text. Without tags or entities a sentence is unlabelled.
+by blanks where there is no text. Without tags or entities a sentence is unlabelled. Parquet files have columns of the
+same names; numbers in them get the names that `datasets` wrote beside them.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -28,14 +31,21 @@ from typing import Any
 import numpy as np
 
 from finetune.sets.files import plain_suffix, read_text
+from finetune.sets.tables import read_table
 from finetune.sets.words import cut_words, joined
 from pretrain.errors import InputError
 
 _LINES = (".jsonl", ".ndjson", ".json")
 _TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")
+_COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "document")  # of a Parquet file
 _SURROGATES = re.compile("[\ud800-\udfff]")
 _BLANKS = re.compile("[ \t]+")
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z]+)*:")
+_TAG = re.compile(r"O|[BIESLU]-.+")
+_NEW_DOCUMENT = re.compile(r"#\s*newdoc\b")
+
+Cut = Callable[[str], np.ndarray]
+"""Where the words of a text are: int64 [W, 2], as `cut_words` has it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,13 +55,16 @@ class Sentence:
     words: Sequence[str]
     tags: Sequence[str] | None  # [W]; None: nobody has said
     source: str  # a file, or whatever names a single record
-    line: int = 0  # the record's, or the first word's where `lined`; 0 where there are no lines
+    line: int = 0  # the record's, or the first word's where `lined`; 0 where `source` says all
     lined: bool = False  # a line for each word
     text: str | None = None  # None: the words joined by blanks
     offsets: np.ndarray | None = None  # int64 [W, 2], places of the words in `text`
     document: Sequence[Sequence[str]] = ()  # words of all sentences of its document, its own among them
     place: int = 0  # which of them it is
+    name: str | None = None  # of its document, where a record says it
+    id: Any = None  # that a record has
     from_spans: bool = False  # tags were made from spans of characters: IOB2, whatever the file's scheme
+    from_text: bool = False  # the words were cut from the text, not given
 
     def __post_init__(self) -> None:
         if not self.document:
@@ -94,31 +107,49 @@ def read_sentences(
     label_column: int = -1,
     encoding: str = "utf-8",
     labelled: bool = True,
+    texts: bool = False,
+    cut: Cut = cut_words,
 ) -> list[Sentence]:
-    """The sentences of a file, plain or compressed (.gz, .bz2, .xz): .jsonl as records, anything else as columns.
+    """The sentences of a file: .jsonl and .parquet as records, anything else as columns.
 
-    Tags are as the file has them. Either all sentences have some or none has. Where they need none (`labelled`
-    False), a single column holds the words, whatever the columns are called in other files.
+    All but Parquet may be compressed (.gz, .bz2, .xz). Tags are as the file has them. Either all sentences have some
+    or none has. Where they need none (`labelled` False), a single column holds the words, whatever the columns are
+    called in other files.
+
+    Args:
+        texts: whether a .txt without a tag on every line holds a text on each, not columns.
+        cut: where the words of texts are.
 
     Raises:
         InputError: no such file, other bytes than `encoding` has, ragged columns, a record of another form,
             spans that do not fit their text, no sentence at all.
     """
     path = Path(path).expanduser()
+    if plain_suffix(path) == ".parquet":
+        sentences = _of_records(_parquet_records(path), remarks, cut)
+        return _some(sentences, path)
     lines = read_text(path, encoding, ", or set `encoding`, such as latin-1").split(
         "\n"
     )  # not splitlines: U+2028 and others may be words
     if plain_suffix(path) in _LINES:
-        sentences = _read_records(str(path), lines, remarks)
+        sentences = _of_records(_json_records(str(path), lines), remarks, cut)
+    elif texts and plain_suffix(path) == ".txt" and not _are_tagged(lines, label_column):
+        sentences = _read_texts(str(path), lines, cut)
     else:
         sentences = _read_columns(str(path), lines, token_column, label_column, remarks, labelled=labelled)
+    return _some(sentences, path)
+
+
+def _some(sentences: list[Sentence], path: Path) -> list[Sentence]:
     if not sentences:
         raise InputError(f"{path}: no sentence in it. Give a file with at least one.")
     return sentences
 
 
-def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks) -> Sentence:
-    """A sentence from plain text or one JSON object, as above.
+def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut: Cut = cut_words) -> Sentence:
+    """A sentence from plain text, which `cut` cuts into words, or one JSON object, as above.
+
+    It stands alone until `in_documents` has seen its neighbours.
 
     Raises:
         InputError: neither text nor tokens; tags that are not as many as the tokens; an entity that does not fit
@@ -135,7 +166,7 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks) -> S
     if text is not None and (not tokens or _are_objects(tokens)):
         if tokens and tags is not None and entities is None:
             raise InputError(f"{where}: tags need tokens that are texts; give those, or entities.")
-        one, tags = _from_text(text, where), None
+        one, tags = _from_text(text, where, cut), None
     elif tokens is not None:
         if text is not None and entities is not None:
             tags = None
@@ -144,7 +175,22 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks) -> S
         raise InputError(
             f'{where}: neither "text" nor "tokens"; it has {", ".join(map(str, list(record)[:10])) or "nothing"}.'
         )
+    one = replace(one, name=_document_name(record, where), id=record.get("id"))
     return one if tags is not None or entities is None else _with_spans(one, entities, where, remarks)
+
+
+def in_documents(sentences: Iterable[Sentence]) -> list[Sentence]:
+    """`sentences` as each other's context: those that follow each other with the same name make a document.
+
+    One without a name is a document of its own.
+    """
+    made: list[Sentence] = []
+    for one in sentences:
+        known = bool(made) and one.name is not None and one.name == made[-1].name
+        document: list[Sequence[str]] = made[-1].document if known else []  # pyright: ignore[reportAssignmentType]
+        document.append(one.words)
+        made.append(replace(one, document=document, place=len(document) - 1))
+    return made
 
 
 # ---------------------------------------------------------------- columns
@@ -161,6 +207,9 @@ def _read_columns(
     tokens_at = labels_at = 0
     for number, line in enumerate([*lines, ""], 1):
         line = line.rstrip(" \t\r")
+        if not words and _is_comment(line, width, tabs, token_column, label_column):
+            document = [] if _NEW_DOCUMENT.match(line) else document
+            continue
         if not line or line.startswith("-DOCSTART-"):
             if words:
                 document.append(words)
@@ -174,8 +223,7 @@ def _read_columns(
             continue
         if not width:
             tabs = "\t" in line
-        # Not split() without an argument: a no-break space may be a word.
-        fields = line.split("\t") if tabs else _BLANKS.split(line.strip(" \t"))
+        fields = _fields(line, tabs)
         if len(fields) != width:
             if width:
                 raise InputError(_ragged(path, number, len(fields), width, tabs))
@@ -188,6 +236,41 @@ def _read_columns(
         if tags is not None:
             tags.append(fields[labels_at])
     return _without_language(sentences, remarks)
+
+
+def _fields(line: str, tabs: bool) -> list[str]:
+    # Not split() without an argument: a no-break space may be a word.
+    return line.split("\t") if tabs else _BLANKS.split(line.strip(" \t"))
+
+
+def _is_comment(line: str, width: int, tabs: bool, token_column: int, label_column: int) -> bool:
+    """Whether a line before a sentence is no word: `#` with as many columns as the others and a tag is one.
+
+    `width` and `tabs` are those of the file, or 0 before its first word.
+    """
+    if not line.startswith("#"):
+        return False
+    fields = _fields(line, tabs if width else "\t" in line)
+    if len(fields) == 1:
+        return width > 1
+    if (width and len(fields) != width) or not -len(fields) <= label_column < len(fields):
+        return True
+    return label_column % len(fields) != token_column % len(fields) and not _TAG.fullmatch(
+        fields[label_column]
+    )
+
+
+def _are_tagged(lines: list[str], label_column: int) -> bool:
+    """Whether all lines have as many columns, with a tag in one: no text looks like that."""
+    rows = [
+        _BLANKS.split(line.strip(" \t\r"))
+        for line in lines
+        if line.strip(" \t\r") and not line.startswith(("#", "-DOCSTART-"))
+    ]
+    widths = {len(row) for row in rows}
+    if len(widths) != 1 or not -max(widths) <= label_column < max(widths) or max(widths) < 2:
+        return False
+    return all(_TAG.fullmatch(row[label_column]) for row in rows)
 
 
 def _column(path: str, line: int, name: str, wanted: int, width: int) -> int:
@@ -226,35 +309,54 @@ def _without_language(sentences: list[Sentence], remarks: Remarks) -> list[Sente
 # ---------------------------------------------------------------- records
 
 
-def _read_records(path: str, lines: list[str], remarks: Remarks) -> list[Sentence]:
-    sentences: list[Sentence] = []
-    documents: dict[Any, list[Sequence[str]]] = {}
+def _json_records(path: str, lines: list[str]) -> Iterator[tuple[str, int, Any]]:
     for number, line in enumerate(lines, 1):
         if not line or line.isspace():
             continue
-        where = f"{path}:{number}"
         try:
-            record = json.loads(line)
+            yield path, number, json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{where}: not JSON ({error}). Write one object on each line.") from None
-        one = sentence(record, where, remarks)
-        document = documents.setdefault(document_of(record, where, number), [])
-        document.append(one.words)
-        sentences.append(replace(one, source=path, line=number, document=document, place=len(document) - 1))
+            raise InputError(f"{path}:{number}: not JSON ({error}). Write one object on each line.") from None
+
+
+def _parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
+    table = read_table(path, _COLUMNS, optional=_COLUMNS)
+    if not table.columns.keys() & {"text", "tokens"}:
+        raise InputError(
+            f"{path}: neither a column tokens nor text. Name them so, with tags or entities beside them."
+        )
+    for row in range(len(table)):
+        yield table.where(row), 0, {name: cells[row] for name, cells in table.columns.items()}
+
+
+def _of_records(records: Iterable[tuple[str, int, Any]], remarks: Remarks, cut: Cut) -> list[Sentence]:
+    """From (source, line or 0, record)."""
+    sentences: list[Sentence] = []
+    for source, line, record in records:
+        one = sentence(record, f"{source}:{line}" if line else source, remarks, cut)
+        sentences.append(replace(one, source=source, line=line))
     labelled = [one.tags is not None for one in sentences]
     if any(labelled) and not all(labelled):
         raise InputError(
             f"{sentences[labelled.index(False)].where()}: neither tags nor entities, as {sentences[labelled.index(True)].where()} "
             f'has them. Write "entities": [] where there are none.'
         )
-    return sentences
+    return in_documents(sentences)
 
 
-def document_of(record: Mapping[str, Any] | str, where: str, otherwise: Any) -> Any:
-    """What tells a record's document from others: its `document`, else `otherwise`, which is its own alone."""
-    name = record.get("document") if isinstance(record, Mapping) else None
+def _read_texts(path: str, lines: list[str], cut: Cut) -> list[Sentence]:
+    """A document on each line; an empty line is an empty one."""
+    numbered = enumerate(lines if lines[-1] else lines[:-1], 1)
+    return [
+        replace(_from_text(line.removesuffix("\r"), f"{path}:{number}", cut), source=path, line=number)
+        for number, line in numbered
+    ]
+
+
+def _document_name(record: Mapping[str, Any], where: str) -> str | None:
+    name = record.get("document")
     if name is None:
-        return (otherwise,)
+        return None
     if not isinstance(name, str | int):
         raise InputError(f"{where}: document is {_shown(name)}; expected text or a number.")
     return str(name)
@@ -296,13 +398,13 @@ def _find(words: list[str], text: Any, where: str, needless: str) -> tuple[str, 
     return text, offsets
 
 
-def _from_text(text: Any, where: str) -> Sentence:
+def _from_text(text: Any, where: str, cut: Cut) -> Sentence:
     if not isinstance(text, str):
         raise InputError(f"{where}: text is {_shown(text)}; expected text.")
     text = _whole(text)
-    offsets = cut_words(text)
+    offsets = cut(text)
     words = [text[begin:end] for begin, end in offsets.tolist()]
-    return Sentence(words, None, where, text=text, offsets=offsets)
+    return Sentence(words, None, where, text=text, offsets=offsets, from_text=True)
 
 
 def _with_spans(one: Sentence, entities: Any, where: str, remarks: Remarks) -> Sentence:

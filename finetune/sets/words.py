@@ -46,14 +46,15 @@ def joined(words: list[str]) -> np.ndarray:
 def _kind(character: str) -> int:
     if character.isspace() and not "\x1c" <= character <= "\x1f":
         return _SPACE
-    point, category = ord(character), unicodedata.category(character)
-    if category[0] in "PS" or _is_ideograph(point):
+    category = unicodedata.category(character)
+    if category[0] in "PS" or is_ideograph(character):
         return _ALONE
     return _MARK if category[0] == "M" or category in ("Cc", "Cf") else _RUN
 
 
-def _is_ideograph(point: int) -> bool:
+def is_ideograph(character: str) -> bool:
     """The CJK blocks of google-research/bert tokenization.py, BasicTokenizer._is_chinese_char."""
+    point = ord(character)
     return (
         0x4E00 <= point <= 0x9FFF or 0x3400 <= point <= 0x4DBF or 0x20000 <= point <= 0x2A6DF
         or 0x2A700 <= point <= 0x2CEAF or 0xF900 <= point <= 0xFAFF or 0x2F800 <= point <= 0x2FA1F

@@ -17,7 +17,9 @@ from pydantic import Field, field_validator
 
 from finetune.metrics import entities as metrics
 from finetune.sets.files import is_encoding
-from finetune.sets.sentences import Remarks, Sentence, document_of, read_sentences, sentence
+from finetune.sets.sentences import Cut, Remarks, Sentence, in_documents, read_sentences, sentence
+from finetune.sets.word_cuts import WordCuts
+from finetune.sets.words import cut_words
 from finetune.task import Head, Objective, Windows
 from finetune.text import Column, TextEncoder, frame, ragged, slide
 from pretrain.errors import InputError
@@ -25,7 +27,10 @@ from pretrain.settings import LocalPath, Section
 
 logger = logging.getLogger(__name__)
 
-_FORM = ".jsonl has records (tokens and tags, or text and entities), anything else columns; .gz, .bz2 and .xz too."
+_FORM = (
+    ".jsonl and .parquet have records (tokens and tags, or text and entities), anything else columns; .gz, .bz2 and .xz "
+    "too."
+)
 
 
 class EntitiesSettings(Section):
@@ -55,8 +60,9 @@ class EntitiesSettings(Section):
     document_context: bool | int = Field(
         default=False,
         description="Neighbours of a sentence in its document that the model sees around it: true fills the window "
-        "(BERT paper), a number is tokens at each side (FLERT: 64). Documents end at -DOCSTART-, and columns without are one; records are of one where their "
-        "`document` is the same. Each sentence is still a window of its own, so this costs time.",
+        "(BERT paper), a number is tokens at each side (FLERT: 64). Documents end at -DOCSTART- or `# newdoc`, and columns "
+        "without are one; records that follow each other are of one where their `document` is the same, and any other "
+        "text is one. Each sentence is still a window of its own, so this costs time.",
     )
     overlap: int = Field(
         default=64,
@@ -106,6 +112,8 @@ class Entities:
     behind the last; `last_word` is within. `score` is the mean probability of the words' tags. `tags` are the most
     probable ones, whether they follow IOB2 or not; entities are read off them as conlleval does.
 
+    A text is cut into words as those of the training set are, see `WordCuts`.
+
     What was odd in the files without being wrong is logged, and kept in `remarks`.
     """
 
@@ -121,9 +129,12 @@ class Entities:
         self.remarks: list[str] = []
         self._types: tuple[str, ...] = tuple(state["types"]) if state else settings.labels
         self._scheme: metrics.Scheme | None = settings.scheme if settings.scheme != "auto" else None
+        self._cuts: WordCuts | None = None
         if state and self._scheme is None:
             self._scheme = state["scheme"]
-        self._document: tuple[Any, list[Sequence[str]]] = (None, [])
+        if state and "word_cuts" in state:
+            self._cuts = WordCuts.from_state(state["word_cuts"])
+        self._is_trained = state is not None
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -136,15 +147,19 @@ class Entities:
         return len(self.labels)
 
     def state(self) -> dict[str, Any]:
-        """{"types": in the order of the labels, "scheme": of the files}."""
-        return {"types": list(self._types), "scheme": self._scheme or "iob2"}
+        """{"types": in the order of the labels, "scheme": of the files, "word_cuts": of `WordCuts`}."""
+        cuts = {"word_cuts": self._cuts.state()} if self._cuts else {}
+        return {"types": list(self._types), "scheme": self._scheme or "iob2", **cuts}
 
     # ------------------------------------------------------------ reading
 
     def read_train(self) -> list[Sentence]:
         if not self.settings.train:
             raise InputError("train: empty. Name the file with the labelled sentences to learn from.")
-        return self._read(self.settings.train, labelled=True, is_train=True)
+        sentences = self._read(self.settings.train, labelled=True, is_train=True)
+        self._cuts = WordCuts.learn(chain.from_iterable(one.words for one in sentences))
+        self._is_trained = True
+        return sentences
 
     def read_held_out(self) -> dict[str, list[Sentence]]:
         if not self.settings.dev:
@@ -161,41 +176,54 @@ class Entities:
         return {"test": self._read_known(self.settings.test, labelled=False)} if self.settings.test else {}
 
     def read_file(self, path: str, *, labelled: bool = True) -> list[Sentence]:
-        return self._read_known(path, labelled=labelled)
+        return self._read_known(path, labelled=labelled, texts=not labelled)
 
     def example(self, record: Mapping[str, Any] | str, where: str) -> Sentence:
         """From text, {"text": ...} or {"tokens": [...]}; labels in it are not looked at.
 
-        Records with the same `document` that come one after another are each other's context.
+        Its context is known when `with_context` has seen its neighbours.
         """
         if isinstance(record, Mapping):
-            record = {key: value for key, value in record.items() if key in ("text", "tokens", "document")}
-        one = sentence(record, where, Remarks())
-        name = document_of(record, where, None)
-        if name == (None,) or name != self._document[0]:
-            self._document = (name, [])
-        document = self._document[1]
-        document.append(one.words)
-        return replace(one, document=document, place=len(document) - 1)
+            record = {
+                key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")
+            }
+        return sentence(record, where, Remarks(), self._cut_text)
+
+    def with_context(
+        self, examples: Sequence[Sentence], *, ended: bool
+    ) -> tuple[list[Sentence], list[Sentence]]:
+        ready = len(examples)
+        if (
+            not ended
+            and self.settings.document_context
+            and examples
+            and (name := examples[-1].name) is not None
+        ):
+            while ready and examples[ready - 1].name == name:
+                ready -= 1
+        return in_documents(examples[:ready]), list(examples[ready:])
 
     def is_labelled(self, examples: Sequence[Sentence]) -> bool:
         return bool(examples) and all(one.tags is not None for one in examples)
 
     def record(self, example: Sentence) -> dict[str, Any]:
+        """{"id", "text", "gold": its tags}, of these what there is."""
+        record = {"id": example.id, "text": example.characters()[0]}
         gold = {} if example.tags is None else {"gold": list(example.tags)}
-        return {"text": example.characters()[0], **gold}
+        return {key: value for key, value in record.items() if value is not None} | gold
 
-    def scorer_files(
-        self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]
-    ) -> dict[str, str]:
-        return {}
+    @property
+    def _cut_text(self) -> Cut:
+        return self._cuts or cut_words
 
-    def _read_known(self, path: str, *, labelled: bool) -> list[Sentence]:
-        if not self._types:
+    def _read_known(self, path: str, *, labelled: bool, texts: bool = False) -> list[Sentence]:
+        if not self._is_trained:
             self.read_train()
-        return self._read(path, labelled=labelled)
+        return self._read(path, labelled=labelled, texts=texts)
 
-    def _read(self, path: str, *, labelled: bool, is_train: bool = False) -> list[Sentence]:
+    def _read(
+        self, path: str, *, labelled: bool, is_train: bool = False, texts: bool = False
+    ) -> list[Sentence]:
         """The sentences of a file with IOB2 tags of known types; the training file is what makes them known."""
         remarks = Remarks()
         settings = self.settings
@@ -206,7 +234,11 @@ class Entities:
             label_column=settings.label_column,
             encoding=settings.encoding,
             labelled=labelled,
+            texts=texts,
+            cut=cut_words if is_train else self._cut_text,
         )
+        if settings.document_context:
+            _check_documents(sentences, remarks)
         if sentences[0].tags is None:
             if labelled:
                 raise InputError(
@@ -387,6 +419,25 @@ class Entities:
     def tune(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> None:
         """There is nothing to choose."""
 
+    def scorer_files(
+        self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]
+    ) -> dict[str, str]:
+        """Columns for conlleval, parted by blanks: word, right tag where all have one, predicted tag. IOB2.
+
+        None where the words are no one else's: texts without labels.
+        """
+        if all(one.from_text and one.tags is None for one in examples):
+            return {}
+        columns = []
+        for one, prediction in zip(examples, predictions, strict=True):
+            rows = [
+                map(_as_field, one.words),
+                *([one.tags] if one.tags is not None else []),
+                prediction["tags"],
+            ]
+            columns += [" ".join(row) for row in zip(*rows, strict=True)] + [""]
+        return {".tags.conll": "\n".join(columns) + "\n"}
+
     # ------------------------------------------------------------ scores
 
     def score(
@@ -510,6 +561,24 @@ def _assign(
     kept = ~shared
     kept[rival[order[is_first]]] = True
     return window[kept], word[kept]
+
+
+def _as_field(word: str) -> str:
+    """A word that is one column for those who part them at white space."""
+    return "_".join(word.split()) or "_"
+
+
+def _check_documents(sentences: list[Sentence], remarks: Remarks) -> None:
+    """Tell of documents that come in several parts."""
+    seen: set[str] = set()
+    for one in sentences:
+        if one.place == 0 and one.name is not None:
+            if one.name in seen:
+                remarks.add(
+                    f"document {one.name!r} goes on after another one; its parts are no context of each other",
+                    one.where(),
+                )
+            seen.add(one.name)
 
 
 def _check_tags(sentences: list[Sentence], distinct: set[str]) -> None:

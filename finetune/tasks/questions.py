@@ -146,6 +146,12 @@ class Questions:
     def example(self, record: Mapping[str, Any] | str, where: str) -> Question:
         return squad.from_record(record, where)
 
+    def with_context(
+        self, examples: Sequence[Question], *, ended: bool
+    ) -> tuple[list[Question], list[Question]]:
+        """Each stands alone."""
+        return list(examples), []
+
     def _read(self, path: str, *, labelled: bool, training: bool, check: bool = True) -> list[Question]:
         """`check`: whether questions without an answer are refused of a model that always answers."""
         questions = squad.read(path, labelled=labelled)

@@ -171,6 +171,12 @@ class Classification:
             raise InputError(f"{where}: a pair, but the model was trained on single texts. Leave `pair` out.")
         return Example(text, None, None, where)
 
+    def with_context(
+        self, examples: Sequence[Example], *, ended: bool
+    ) -> tuple[list[Example], list[Example]]:
+        """Each stands alone."""
+        return list(examples), []
+
     def is_labelled(self, examples: Sequence[Example]) -> bool:
         return bool(examples) and all(example.label is not None for example in examples)
 
