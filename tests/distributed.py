@@ -21,10 +21,12 @@ def run_workers(world_size: int, function: Callable[..., Any], *arguments: Any) 
 
     `function` must be importable. An exception in any process fails the caller with its traceback.
     """
+    # Held here and not by rank 0: a port that is looked up for later may be another test's by then.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(  # pyright: ignore[reportPrivateImportUsage]
             _worker,
-            (world_size, _free_port(), folder, function, arguments),
+            (world_size, store.port, folder, function, arguments),
             nprocs=world_size,
             start_method="spawn",
         )
@@ -42,7 +44,8 @@ def _worker(
     logging.disable(logging.WARNING)
     os.environ |= {"DS_ACCELERATOR": "cpu"}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
         result = function(*arguments)
     finally:

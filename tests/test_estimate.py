@@ -226,7 +226,7 @@ def test_other_clusters_are_refused(text: str):
 def test_this_machine_is_measured():
     cluster = estimate.parse_cluster("here", make_config(scheduling=Scheduling(workers=2)))
     assert cluster.workers == 2
-    assert cluster.peak_flops > 1e9
+    assert 1e6 < cluster.peak_flops < 1e18, "FLOP/s of any processor"
 
 
 def test_time_is_work_over_rate():
