@@ -68,7 +68,7 @@ def _finetune(arguments: argparse.Namespace) -> None:
         return
     print(runs.describe_start(config, plan))
     with preflight.only_run(config.folder):
-        runs.begin(config, arguments.resume, [sys.executable, *sys.orig_argv[1:]])
+        config = runs.begin(config, arguments.resume, [sys.executable, *sys.orig_argv[1:]])
         train(_TARGET, config, arguments.resume, plan.steps, alone=alone)
     print(runs.summary(config))
 
@@ -335,7 +335,10 @@ _count.__name__ = "whole number above 0"  # what argparse calls it
 def _add_model(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path, metavar="MODEL", help="a fine-tuned model, or its run folder")
     parser.add_argument(
-        "--precision", choices=("bf16", "fp32"), default="bf16", help="of the arithmetic (default: bf16)"
+        "--precision",
+        choices=("auto", "bf16", "fp16", "fp32"),
+        default="auto",
+        help="of the arithmetic (default: auto, as the model was trained, unless this machine is slow in it)",
     )
 
 

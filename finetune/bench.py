@@ -24,6 +24,7 @@ import numpy as np
 from finetune.config import FinetuneConfig, load_config
 from finetune.saved import SCORES
 from pretrain.errors import InputError, MachineError
+from pretrain.precision import settle_here
 from pretrain.settings import dump
 from pretrain.tracking.records import is_training, read_records
 
@@ -53,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
         *options.set,
         *([f"start_from={json.dumps(options.start_from)}"] if options.start_from else []),
     ]
-    config = load_config(options.config, overrides)
+    config, _ = settle_here(load_config(options.config, overrides))
     if options.peer:
         Path(options.peer).write_text(json.dumps(_train_peer(config)))
         return 0

@@ -13,7 +13,7 @@ from finetune.tasks.classification import ClassificationSettings
 from finetune.tasks.entities import EntitiesSettings
 from finetune.tasks.questions import QuestionsSettings
 from pretrain import settings
-from pretrain.config import FREE_ON_RESUME, Checkpointing, Engine, Guard, Optimizer, Phase, Run
+from pretrain.config import FREE_ON_RESUME, Checkpointing, Engine, Guard, Optimizer, Phase, Run, as_begun
 from pretrain.settings import Section
 
 TASKS = ("classification", "entities", "questions")
@@ -221,4 +221,4 @@ _FREE_ON_RESUME = (
 
 def changed_for_resume(before: FinetuneConfig, after: FinetuneConfig) -> list[str]:
     """Dotted names of the settings that differ although a resumed run must keep them, with both values."""
-    return settings.differences(before, after, free=_FREE_ON_RESUME)
+    return settings.differences(before, as_begun(after, before), free=_FREE_ON_RESUME)

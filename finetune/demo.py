@@ -72,7 +72,6 @@ def _finetune(arguments: argparse.Namespace) -> int:
                     "run_dir": target,
                     "start_from": run / "export",
                     "random_weights": str(random_weights).lower(),
-                    "engine.precision": pretraining.precision(run),
                     f"{_section(task)}.train": data / f"{task}-train.jsonl",
                     f"{_section(task)}.dev": data / f"{task}-dev.jsonl",
                 }

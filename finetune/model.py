@@ -24,11 +24,13 @@ _HEAD_DROPOUT = 3  # apart from the encoder's own uses of a token's key
 
 class Output(NamedTuple):
     loss: Tensor  # fp32 scalar: sum over rows (or examples, or windows) times their weights
-    logits: Tensor  # [R, C]
+    logits: Tensor  # fp32 [R, C]
 
 
 class TaskModel(Encoder):
-    """A backbone with one task head.
+    """A backbone with one task head, which computes in fp32 whatever the precision of the backbone.
+
+    bf16 has 8 bits of mantissa: as a regression's outputs they would be a dozen distinct numbers.
 
     Args:
         shape: sizes and dropout of the encoder.
@@ -59,7 +61,7 @@ class TaskModel(Encoder):
         """Loss and logits of one micro-batch."""
         rows = None if self.every_row else batch.rows
         logits_RC = self.head(self.encode(batch, rows), batch.token_keys[batch.rows])
-        return Output(self.loss(logits_RC.float(), batch), logits_RC)
+        return Output(self.loss(logits_RC, batch), logits_RC)
 
 
 class SequenceHead(nn.Module):
@@ -76,9 +78,9 @@ class SequenceHead(nn.Module):
 
     def forward(self, hidden_RH: Tensor, keys_R: Tensor) -> Tensor:
         """[R, C]"""
-        pooled_RH = self.activation(F.linear(hidden_RH, self.dense_weight, self.dense_bias))
+        pooled_RH = self.activation(_linear_fp32(hidden_RH, self.dense_weight, self.dense_bias))
         dropped_RH = hash_dropout(pooled_RH, keys_R, _HEAD_DROPOUT, self.dropout if self.training else 0.0)
-        return F.linear(dropped_RH, self.out_weight, self.out_bias)
+        return _linear_fp32(dropped_RH, self.out_weight, self.out_bias)
 
 
 class RowHead(nn.Module):
@@ -92,7 +94,12 @@ class RowHead(nn.Module):
     def forward(self, hidden_RH: Tensor, keys_R: Tensor) -> Tensor:
         """[R, C]"""
         dropped_RH = hash_dropout(hidden_RH, keys_R, _HEAD_DROPOUT, self.dropout if self.training else 0.0)
-        return F.linear(dropped_RH, self.out_weight, self.out_bias)
+        return _linear_fp32(dropped_RH, self.out_weight, self.out_bias)
+
+
+def _linear_fp32(hidden_RH: Tensor, weight_CH: Tensor, bias_C: Tensor) -> Tensor:
+    """fp32 [R, C]"""
+    return F.linear(hidden_RH.float(), weight_CH.float(), bias_C.float())
 
 
 def pool(logits_RC: Tensor, batch: LabelledBatch) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,26 +8,25 @@ import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
 from finetune.batches import Batches
-from finetune.model import TaskModel
+from finetune.inference import inference_model, predict_logits
 from finetune.saved import load_saved, model_folder
 from finetune.tasks import make_task
 from finetune.text import TextEncoder
-from finetune.train import predict
-from pretrain.checkpoint.layouts import HEAD_ACTIVATION
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
+from pretrain.config import Engine
 from pretrain.errors import InputError
+from pretrain.precision import Choice, allow_tf32, choose, offer, run_precision
 
 T = TypeVar("T")
+_Asked = Literal["auto", "bf16", "fp16", "fp32"]
 
 MOST_RECORDS = 512  # predicted at a time; the first ones come sooner
-
-_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 class Predictor:
@@ -35,7 +34,8 @@ class Predictor:
 
     Args:
         folder: the model, or its run folder.
-        precision: bf16 or fp32.
+        precision: bf16, fp16 (on a GPU) or fp32; auto is that in which the model was trained, unless this device is slow
+            in it (`precision_reason` says so).
         micro_batch_tokens: most tokens of a forward pass; 0 takes what it was trained with.
         compile: fuse the layers with torch.compile: a minute at first, then faster.
     """
@@ -44,7 +44,7 @@ class Predictor:
         self,
         folder: Path | str,
         *,
-        precision: str = "bf16",
+        precision: _Asked = "auto",
         micro_batch_tokens: int = 0,
         compile: bool = False,
     ) -> None:
@@ -53,6 +53,7 @@ class Predictor:
         self.config, self.scores = saved.config, saved.scores
         self.task = make_task(saved.config, saved.state)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.precision, self.precision_reason = _settle(precision, saved.config.engine, self.device)
         self._budget = micro_batch_tokens or saved.config.engine.micro_batch_tokens
         released = read_released(folder)
         self.encoder = TextEncoder(
@@ -60,13 +61,11 @@ class Predictor:
             saved.config.max_length,
             segments=released.token_types > 1,
         )
-        model = TaskModel(
-            released.model, released.vocabulary_size, self.task.head, self.task.objective,
-            self.task.outputs, HEAD_ACTIVATION[released.family], compile=compile,
-        )  # fmt: skip
         head = {f"head.{name}": tensor for name, tensor in released.head.items()}
-        model.load_state_dict({**released.backbone, **head})
-        self.model = model.eval().to(self.device, _DTYPES[precision])
+        weights = {**released.backbone, **head}
+        self.model = inference_model(
+            self.task, released, weights, self.device, self.precision, compile=compile
+        )
 
     def __call__(self, records: str | Mapping[str, Any] | Sequence[Any]) -> Any:
         """The prediction for one text or record, or a list of them for a list. Keys as in the README."""
@@ -98,7 +97,7 @@ class Predictor:
         windows = self.task.windows(examples, self.encoder, training=False)
         batches = Batches(windows, seed=0, budget=self._budget, rank=0, world_size=1)
         with torch.inference_mode():
-            logits = predict(self.model, batches, self.task.outputs, self.device)
+            logits = predict_logits(self.model, batches, self.task.outputs, self.device)
         return self.task.decode(examples, windows, logits)
 
     def evaluate(self, path: str) -> tuple[dict[str, float], dict[str, Any], list[dict[str, Any]]]:
@@ -106,6 +105,20 @@ class Predictor:
         examples = self.task.read_file(path)
         predictions = self.predict(examples)
         return self.task.score(examples, predictions), self.task.details(examples, predictions), predictions
+
+
+def _settle(asked: _Asked, trained: Engine, device: torch.device) -> Choice:
+    """The precision to compute in; also allows TF32 where training did."""
+    if asked == "fp16" and device.type == "cpu":
+        raise InputError("precision: fp16 needs a GPU. Use auto, which takes what is fastest here.")
+    if asked != "auto":
+        choice = Choice(asked, "as asked")
+    elif trained.precision == "auto":  # a config that no run has settled
+        choice = choose([offer(device)])
+    else:
+        choice = run_precision(trained.settled_precision, device)
+    allow_tf32(choice.precision, device)
+    return choice
 
 
 def _growing_portions(records: Iterable[T]) -> Iterator[list[T]]:

@@ -166,16 +166,21 @@ def describe_checkpoint(config: FinetuneConfig, plan: Plan) -> str:
 
 def describe(config: FinetuneConfig, plan: Plan) -> str:
     """The dry run: the resolved config and what a run would begin with."""
+    from pretrain.estimate import settle_precision
     from pretrain.settings import dump
 
+    config, why = settle_precision(config)
     settings = "\n".join(f"  {line}" for line in dump(config).splitlines())
-    return f"Resolved config\n{settings}\n\n{describe_start(config, plan)}"
+    precision = f"Precision\n  {config.engine.precision}: {why}"
+    return f"Resolved config\n{settings}\n\n{precision}\n\n{describe_start(config, plan)}"
 
 
-def begin(config: FinetuneConfig, resume: bool, command: Sequence[str]) -> None:
-    """Check the run folder and write config and environment into it."""
+def begin(config: FinetuneConfig, resume: bool, command: Sequence[str]) -> FinetuneConfig:
+    """Check the run folder and write config and environment into it; returns the config as the run began with it."""
     preflight.check_run_folder(config, resume, changed_for_resume)
+    config = preflight.as_begun(config) if resume else config
     preflight.record_run(config, command)
+    return config
 
 
 def summary(config: FinetuneConfig) -> str:
@@ -215,6 +220,8 @@ def evaluate(model: Path, file: str | None, out: Path | None, precision: str) ->
         write_records(out / PREDICTIONS / f"{name}.jsonl", predictions)
         lines.append(f"{name}: {_scores(scores)}")
     write_json(out / "metrics.json", result)
+    if predictor.precision != predictor.config.engine.precision:
+        lines.append(f"Computed in {predictor.precision}: {predictor.precision_reason}.")
     return "\n".join([*lines, f"{out}: metrics.json and predictions written"])
 
 

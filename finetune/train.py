@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from finetune.batches import Batches, LabelledBatch, LabelledStep
 from finetune.config import FinetuneConfig, Training
+from finetune.inference import inference_model, predict_logits
 from finetune.model import Output, TaskModel
 from finetune.saved import MODEL, save_model
 from finetune.task import Task, Windows, data_digest
@@ -33,7 +34,7 @@ from pretrain.engine import Engine
 from pretrain.errors import InputError
 from pretrain.estimate import encoder_flops
 from pretrain.optim import learning_rate, make_optimizer, parameter_groups
-from pretrain.session import choose_device, matmul_peak, newest_checkpoint, process_group, watched
+from pretrain.session import matmul_peak, newest_checkpoint, process_group, settle_device, watched
 from pretrain.tracking.logs import quiet_logging
 from pretrain.tracking.tracker import Tracker
 from pretrain.worker import Worker
@@ -50,7 +51,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
     config = FinetuneConfig.model_validate(payload["config"])
     quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
     with process_group(worker), watched(config, worker) as watchdog:
-        device = choose_device(config.engine, worker)
+        config, device = settle_device(config, worker)
         torch.manual_seed(config.seed)
         task = make_task(config)
         examples = task.read_train()
@@ -100,22 +101,6 @@ def layered_groups(
             for group in parameter_groups(members, config.optimizer.weight_decay)
         ]
     return groups
-
-
-def predict(
-    forward: Callable[[LabelledBatch], Output], batches: Batches, outputs: int, device: torch.device,
-    gather: Callable[[Any], list[Any]] = lambda mine: [mine],
-) -> np.ndarray:  # fmt: skip
-    """float32 [R, C]: the logits of every row that a set asks for, on all ranks."""
-    mine: list[tuple[np.ndarray, np.ndarray]] = []
-    for batch in batches.every_window():
-        logits = forward(batch.to(device)).logits
-        mine.append((batch.asked, logits.float().cpu().numpy()))
-    logits = np.zeros((len(batches.windows.asked), outputs), np.float32)
-    for part in gather(mine):
-        for asked, values in part:
-            logits[asked] = values
-    return logits
 
 
 class Finetuning:
@@ -186,9 +171,14 @@ class Finetuning:
         """
         return self._predict(self.held_out[name], self._held_out_windows[name], tune=tune)
 
-    def predictions_on(self, examples: list[Any]) -> list[dict[str, Any]]:
-        """Rank 0: the predictions on any set."""
-        return self._predict(examples, self._windows(examples), tune=False)[0]
+    def predictions_of(self, model: TaskModel, examples: list[Any], *, tune: bool) -> list[dict[str, Any]]:
+        """Rank 0: the predictions of `model`, which every rank has; nothing on other ranks."""
+        windows = self._windows(examples)
+        with torch.inference_mode():
+            logits = predict_logits(
+                model, self._cut(windows, 0), self.task.outputs, self._device, self._engine.gather_objects
+            )
+        return [] if self._engine.rank else self._decode(examples, windows, logits, tune=tune)
 
     def to_minimise(self, means: dict[str, float]) -> float:
         return -means[self.task.metric]
@@ -222,19 +212,24 @@ class Finetuning:
 
         engine.module.eval()
         with torch.no_grad():
-            logits = predict(
+            logits = predict_logits(
                 forward, self._cut(windows, 0), self.task.outputs, self._device, engine.gather_objects
             )
         engine.module.train()
         engine.sum_over_workers(losses)
         if engine.rank:
             return [], 0.0
-        predictions = self.task.decode(examples, windows, logits)
-        if tune:
-            self.task.tune(examples, predictions)
-            predictions = self.task.decode(examples, windows, logits)
         total, weight = losses.tolist()
-        return predictions, total / (weight or 1.0)
+        return self._decode(examples, windows, logits, tune=tune), total / (weight or 1.0)
+
+    def _decode(
+        self, examples: list[Any], windows: Windows, logits: np.ndarray, *, tune: bool
+    ) -> list[dict[str, Any]]:
+        predictions = self.task.decode(examples, windows, logits)
+        if not tune:
+            return predictions
+        self.task.tune(examples, predictions)
+        return self.task.decode(examples, windows, logits)
 
 
 def _train(
@@ -300,27 +295,31 @@ def _finish(
     *,
     test_sets: bool,
 ) -> None:
-    """Bring back the best checkpoint, score and predict with it, save it as a model, and drop the checkpoints."""
+    """Score and predict with the best checkpoint, save it as a model, and drop the checkpoints.
+
+    The scores are those of the model as `evaluate` loads it, so that both agree.
+    """
     checkpoints = config.folder / "checkpoints"
     best = store.best(checkpoints) or store.newest(checkpoints) if engine.rank == 0 else None
     name = engine.gather_objects(best and best.name)[0]
     if name is None:
         raise InputError(f"{checkpoints}: holds no complete checkpoint. Begin the run anew.")
-    state = loop.restore(engine, checkpoints / name)
+    state = loop.read_state(engine, checkpoints / name)
+    weights = store.read_weights(checkpoints / name)
+    if released.token_types == 1:
+        # The second one got no gradient, and its row must not make the model one of two.
+        weights["embeddings.token_type"][1] = weights["embeddings.token_type"][0]
+    model = inference_model(job.task, released, weights, engine.device, config.engine.settled_precision)
     scores, predictions, details = {}, {}, {}
     for number, (split, examples) in enumerate(job.held_out.items()):
-        made, _ = job.predictions(split, tune=number == 0)
+        made = job.predictions_of(model, examples, tune=number == 0)
         if engine.rank == 0:
             predictions[split] = made
             scores[split] = job.task.score(examples, made)
             details[split] = job.task.details(examples, made)
     for split, examples in job.task.read_test().items() if test_sets else ():
-        predictions[split] = job.predictions_on(examples)
+        predictions[split] = job.predictions_of(model, examples, tune=False)
     if engine.rank == 0:
-        weights = store.read_weights(checkpoints / name)
-        if released.token_types == 1:
-            # The second one got no gradient, and its row must not make the model one of two.
-            weights["embeddings.token_type"][1] = weights["embeddings.token_type"][0]
         save_model(
             config, job.task, released, weights, step=state["step"], scores=scores, predictions=predictions, details=details,
             training_examples=job.training_examples, data=job.data_digest(),

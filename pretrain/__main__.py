@@ -78,6 +78,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     _check(config, alone)
     with preflight.only_run(config.folder):
         preflight.check_run_folder(config, arguments.resume, changed_for_resume)
+        config = preflight.as_begun(config) if arguments.resume else config
         if preflight.is_finished(config):
             print(f"{config.folder}: was finished already; nothing to do")
             return

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
@@ -18,6 +18,8 @@ from pretrain.settings import Section
 
 _RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
+Precision = Literal["bf16", "fp16", "fp32"]
+R = TypeVar("R", bound="Run")
 
 # Scores of the vocabulary that the model makes at a time: 2^26 bf16 entries are 128 MiB. Smaller pieces would add up
 # the decoder's gradient more often. Here, because the memory estimate knows it too and must not load torch.
@@ -254,7 +256,11 @@ class Engine(Section):
     """Precision, ZeRO and the micro-batch."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1
-    precision: Literal["bf16", "fp16", "fp32"] = "bf16"
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+        default="auto",
+        description="Floating-point type of the arithmetic. auto: on GPUs bf16 from Ampere on, fp16 on Volta and "
+        "Turing, else fp32; on CPUs bf16 or fp32, whichever multiplies matrices faster.",
+    )
     micro_batch_tokens: int = Field(
         default=8192, ge=8, description="Most tokens a worker holds in one forward pass."
     )
@@ -271,6 +277,13 @@ class Engine(Section):
         description="Steps with NaN or inf in a row before the run goes back to its newest checkpoint.",
     )
     deepspeed: dict[str, Any] = Field(default_factory=dict, description="DeepSpeed settings we do not name.")
+
+    @property
+    def settled_precision(self) -> Precision:
+        """`precision` once auto has become one; see `pretrain.precision`."""
+        if self.precision == "auto":
+            raise ValueError("engine.precision is not settled yet")
+        return self.precision
 
     @field_validator("deepspeed")
     @classmethod
@@ -454,6 +467,18 @@ class RunConfig(Run):
         raise IndexError("past the last phase")
 
 
+def with_precision(config: R, precision: Precision) -> R:
+    """`config` with this `engine.precision`."""
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"precision": precision})})
+
+
+def as_begun(config: R, before: Run) -> R:
+    """`config` with the precision that `before`, an earlier start of the run, settled, if `config` leaves it to auto."""
+    if config.engine.precision != "auto" or before.engine.precision == "auto":
+        return config
+    return with_precision(config, before.engine.precision)
+
+
 def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
     """The run described by the YAML file `path` with `key.path=value` overrides, as `settings.load` reads it."""
     return settings.load(path, RunConfig, overrides)
@@ -489,4 +514,4 @@ _FREE_ON_RESUME = (
 
 def changed_for_resume(before: RunConfig, after: RunConfig) -> list[str]:
     """Dotted names of the settings that differ although a resumed run must keep them, with both values."""
-    return settings.differences(before, after, free=_FREE_ON_RESUME)
+    return settings.differences(before, as_begun(after, before), free=_FREE_ON_RESUME)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import subprocess
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,7 +38,7 @@ def run(arguments: argparse.Namespace, more_stages: int = 0) -> int:
     if arguments.fresh and folder.exists():
         _remove_run(folder)
     resume = ["--resume"] if any(folder.glob(f"checkpoints/*/{MANIFEST}")) else []
-    settings = _settings(arguments, precision(folder))
+    settings = _settings(arguments)
     stages = [
         ("text to token shards", ["prepare", str(_CONFIG), *settings]),
         ("training", ["pretrain", str(_CONFIG), *settings, *resume]),
@@ -102,29 +100,12 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def precision(run_dir: Path) -> str:
-    """That of the run in the folder; for a new one fp32 where this machine's CPU multiplies it faster than bf16."""
-    from pretrain.config import load_config
-
-    if (run_dir / "config.yaml").is_file():
-        return load_config(run_dir / "config.yaml").engine.precision
-    # In a process of its own: where torch has had threads, none can be forked for the corpus.
-    measure = (
-        "from pretrain.estimate import measure_peak, multiplies_fp32_faster as slow; "
-        "(device, bf16), (_, fp32) = measure_peak('bf16'), measure_peak('fp32'); "
-        "print('fp32' if device == 'cpu' and slow(bf16, fp32) else 'bf16')"
-    )
-    command = [sys.executable, "-c", measure]
-    return subprocess.run(command, cwd=_ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
-
-
-def _settings(arguments: argparse.Namespace, precision: str) -> list[str]:
+def _settings(arguments: argparse.Namespace) -> list[str]:
     values = [
         "name=demo",
         f"run_dir={arguments.run_dir}",
         f"corpus.dir={arguments.data_dir}",
         f"scheduling.workers={arguments.workers}",
-        *(["engine.precision=fp32"] if precision == "fp32" else []),
         *arguments.set,
     ]
     return [word for value in values for word in ("--set", value)]

@@ -1,7 +1,7 @@
 """What a run costs, by arithmetic alone: parameters, memory per worker by ZeRO stage, FLOPs and time.
 
 Letters: H hidden width, F feed-forward width, V vocabulary, L layers, P parameters, W workers, T tokens and K
-masked tokens of a micro-batch. No torch is needed, except to measure this machine when asked.
+masked tokens of a micro-batch. No torch is needed, except to measure this machine.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from __future__ import annotations
 import json
 import os
 import re
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from pretrain.config import LOGITS_PER_PIECE, Model, Phase, RunConfig
+from pretrain.config import LOGITS_PER_PIECE, Model, Phase, Precision, R, RunConfig, with_precision
 from pretrain.errors import InputError
 from pretrain.files import MANIFEST, read_manifest
+from pretrain.precision import matmul_peak, settle_here
 from pretrain.settings import dump
 
 Device = Literal["cpu", "cuda"]
@@ -42,7 +42,7 @@ def dry_run(config: RunConfig, on: str | None = None, mean_length: float | None 
     """The resolved config and all estimates as text for the terminal.
 
     Args:
-        on: cluster to tell the time for, such as "8xH100"; "here" measures this machine (needs torch).
+        on: cluster to tell the time for, such as "8xH100"; "here" measures this machine.
         mean_length: mean tokens per sequence, for every phase; otherwise `expected_length`.
 
     Raises:
@@ -50,10 +50,12 @@ def dry_run(config: RunConfig, on: str | None = None, mean_length: float | None 
     """
     size = vocabulary_size(config)
     on = on or config.scheduling.cluster
+    config, why = settle_precision(config, on)
     cluster = parse_cluster(on, config) if on else None
     device: Device = cluster.device if cluster else "cuda" if Path("/proc/driver/nvidia").exists() else "cpu"
     parts = [
         "Resolved config\n" + _indent(dump(config)),
+        f"Precision\n  {config.engine.precision}: {why}",
         "Parameters\n" + _parameter_lines(config, size),
         "Memory per worker\n" + _memory_lines(config, cluster.workers if cluster else None, device),
         "Work\n" + _work_lines(config, size, mean_length),
@@ -339,7 +341,7 @@ class Cluster:
 def parse_cluster(text: str, config: RunConfig) -> Cluster:
     """`8xH100`, `H100`, or `here`, which measures this machine's matmul peak for half a second."""
     if text == "here":
-        device, peak = measure_peak(config.engine.precision)
+        device, peak = _measure_peak(config.engine.settled_precision)
         how = f"measured {config.engine.precision} matmul peak"
         share = ASSUMED_UTILISATION[device]
         return Cluster("this machine", config.scheduling.workers, device, peak, share, how)
@@ -356,29 +358,24 @@ def parse_cluster(text: str, config: RunConfig) -> Cluster:
     return Cluster(f"{count} x {name}", count, "cuda", peak, ASSUMED_UTILISATION["cuda"], how)
 
 
-def multiplies_fp32_faster(bf16: float, fp32: float) -> bool:
-    """Whether two measured peaks of a device, FLOP/s, are apart by more than they vary, and the wrong way round."""
-    return bf16 < 0.9 * fp32
+def settle_precision(config: R, on: str = "") -> tuple[R, str]:
+    """(config with its precision settled for the cluster `on`, or for this machine; how that came about)."""
+    address = config.scheduling.address
+    if config.engine.precision != "auto" or not (address or on) or on == "here":
+        return settle_here(config)
+    if not on:
+        return with_precision(config, "bf16"), f"assumed; the nodes of {address} decide when the run starts"
+    choice: Precision = "fp16" if on.upper().endswith("V100") else "bf16"
+    return with_precision(config, choice), f"what {on} computes"
 
 
-def measure_peak(precision: str) -> tuple[Device, float]:
-    """(device, FLOP/s) of square matrix products on all cores, or on all GPUs by one of them."""
-    try:
-        import torch
-    except ImportError:
-        raise InputError("--on here: needs torch, which is not installed. Name a cluster instead.") from None
+def _measure_peak(precision: Precision) -> tuple[Device, float]:
+    """(device, FLOP/s) of matrix products on all cores, or on all GPUs by one of them."""
+    import torch
+
     device: Device = "cuda" if torch.cuda.is_available() else "cpu"
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
-    size = 8192 if device == "cuda" else 2048
-    a = torch.randn(size, size, device=device).to(dtype)
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    (a @ a).sum().item()
-    began, count = time.perf_counter(), 0
-    while time.perf_counter() - began < 0.5:
-        (a @ a)[0, 0].item()  # waits for the device
-        count += 1
-    peak = 2 * size**3 * count / (time.perf_counter() - began)
-    return device, peak * max(1, torch.cuda.device_count())
+    return device, matmul_peak(device, precision) * max(1, torch.cuda.device_count())
 
 
 # ---- Text

@@ -13,14 +13,13 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pretrain.config import Run, RunConfig, Vocabulary
+from pretrain.config import R, Run, RunConfig, Vocabulary
+from pretrain.config import as_begun as config_as_begun
 from pretrain.errors import InputError
 from pretrain.files import MANIFEST, atomic_open, disk_errors, locked, verify_manifest, write_json
 from pretrain.settings import dump, load
-
-R = TypeVar("R", bound=Run)
 
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
@@ -123,10 +122,21 @@ def is_finished(config: RunConfig) -> bool:
     return False
 
 
-def record_run(config: Run, command: Sequence[str]) -> None:
-    """Write the resolved config and the environment into the run folder."""
+def as_begun(config: R) -> R:
+    """`config` with what an earlier start in its run folder settled (`pretrain.config.as_begun`)."""
+    before = config.folder / CONFIG_FILE
+    return config_as_begun(config, load(before, type(config))) if before.is_file() else config
+
+
+def record_config(config: Run) -> None:
+    """Write the config into the run folder."""
     with atomic_open(config.folder / CONFIG_FILE, "w") as file:
         file.write(dump(config))
+
+
+def record_run(config: Run, command: Sequence[str]) -> None:
+    """Write the resolved config and the environment into the run folder."""
+    record_config(config)
     write_json(config.folder / ENVIRONMENT_FILE, environment(command))
 
 

@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from pretrain import precision, preflight
 from pretrain.checkpoint import store
-from pretrain.config import Engine as EngineSettings
-from pretrain.config import Run
+from pretrain.config import R, Run, with_precision
 from pretrain.engine import Engine, end_process_group
 from pretrain.errors import MachineError
 from pretrain.watchdog import Watchdog
 from pretrain.worker import Worker
+
+logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
@@ -41,17 +44,48 @@ def process_group(worker: Worker) -> Iterator[None]:
         end_process_group()
 
 
-def choose_device(settings: EngineSettings, worker: Worker) -> torch.device:
-    """This worker's device; settings that it cannot serve are refused with the reason."""
+def settle_device(config: R, worker: Worker) -> tuple[R, torch.device]:
+    """(the config with its precision settled, this worker's device).
+
+    `engine.precision: auto` becomes the same in all workers. The first start of a run decides, and writes it into the
+    run's config.yaml, where restarts find it.
+
+    Raises:
+        MachineError: the device cannot compute in the precision asked for.
+    """
+    device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", worker.local_rank)
         torch.cuda.set_device(device)
-        return device
-    if settings.precision == "fp16":
+    config = _settle_precision(config, device, worker)
+    if config.engine.precision == "fp16" and device.type == "cpu":
         raise MachineError(
-            "engine.precision: fp16 needs a GPU (DeepSpeed has none of it on CPU). Use bf16, which is also faster here."
+            "engine.precision: fp16 needs a GPU (DeepSpeed has none of it on CPU). Use auto, which takes what is fastest here."
         )
-    return torch.device("cpu")
+    if precision.allow_tf32(config.engine.precision, device):
+        logger.info("matrix products of fp32 use TF32 tensor cores")
+    return config, device
+
+
+def _settle_precision(config: R, device: torch.device, worker: Worker) -> R:
+    # Under torchrun only the first process has read what an earlier start settled.
+    begun = preflight.as_begun(config) if worker.rank == 0 else config
+    kept = _gather(begun.engine.precision)[0]
+    if kept != "auto":
+        return with_precision(config, kept)
+    choice = precision.choose(_gather(precision.offer(device)))
+    config = with_precision(config, choice.precision)
+    if worker.rank == 0:
+        logger.info("engine.precision: %s; %s", choice.precision, choice.reason)
+        preflight.record_config(config)
+    return config
+
+
+def _gather(value: Any) -> list[Any]:
+    """What every rank gave, by rank."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, value)
+    return gathered
 
 
 def newest_checkpoint(checkpoints: Path, engine: Engine) -> Path | None:
@@ -75,17 +109,7 @@ def watched(config: Run, worker: Worker) -> Iterator[Watchdog]:
 
 
 def matmul_peak(engine: Engine) -> float:
-    """Measured matmul peak of all workers together at the engine's precision, FLOP/s: half a second."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[engine.settings.precision]
-    size = 2048 if engine.device.type == "cpu" else 8192
-    a = torch.randn(size, size, device=engine.device).to(dtype)
-    torch.mm(a, a)
-    engine.barrier()
-    began, count = time.perf_counter(), 0
-    while time.perf_counter() - began < 0.5:
-        torch.mm(a, a)
-        count += 1
-        if engine.device.type == "cuda":
-            torch.cuda.synchronize()
-    mine = torch.tensor([2 * size**3 * count / (time.perf_counter() - began)], dtype=torch.float64)
-    return engine.sum_over_workers(mine.to(engine.device)).item()
+    """Measured matmul peak of all workers together at the engine's precision, FLOP/s."""
+    engine.barrier()  # all measure at once, as they train
+    mine = precision.matmul_peak(str(engine.device), engine.settings.settled_precision)
+    return engine.sum_over_workers(torch.tensor([mine], dtype=torch.float64, device=engine.device)).item()

@@ -24,7 +24,7 @@ from pretrain.errors import InputError
 from pretrain.estimate import executed_flops, micro_batch_tokens
 from pretrain.model.heads import Losses, PretrainingModel
 from pretrain.optim import learning_rate, make_optimizer, parameter_groups
-from pretrain.session import choose_device, matmul_peak, newest_checkpoint, process_group, watched
+from pretrain.session import matmul_peak, newest_checkpoint, process_group, settle_device, watched
 from pretrain.tracking.logs import quiet_logging
 from pretrain.tracking.tracker import Tracker
 from pretrain.worker import Worker
@@ -40,7 +40,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
     config = RunConfig.model_validate(payload["config"])
     quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
     with process_group(worker), watched(config, worker) as watchdog:
-        device = choose_device(config.engine, worker)
+        config, device = settle_device(config, worker)
         torch.manual_seed(config.seed)
         shards = open_shards(Path(config.corpus.dir), "train")
         held_out = open_shards(Path(config.corpus.dir), "validation")

@@ -66,7 +66,7 @@ def test_a_fit_machine_passes() -> None:
         ({"gpu_files": 8, "versions": {**VERSIONS, "CUDA": "none"}}, "GPUs", FAIL, "made for CPUs"),
         ({"gpu_files": 8, "visible": ""}, "GPUs", WARN, "Unset"),
         ({"gpus": 8, "versions": {**VERSIONS, "NCCL": "none"}}, "GPUs", FAIL, "with NCCL"),
-        ({"devices": (dataclasses.replace(CPU, bf16=100e9),)}, "matmul", WARN, "engine.precision: fp32"),
+        ({"devices": (dataclasses.replace(CPU, bf16=100e9),)}, "matmul", WARN, "engine.precision: auto"),
         ({"sequences_per_second": 1.0}, "loader", WARN, "A worker could take"),
         ({"versions": {**VERSIONS, "Python": "3.9.2"}}, "Python", FAIL, "3.10 to 3.13"),
         ({"versions": {**VERSIONS, "torch": "none: ImportError"}}, "torch", FAIL, ".venv"),

@@ -224,7 +224,8 @@ def test_other_clusters_are_refused(text: str):
 
 
 def test_this_machine_is_measured():
-    cluster = estimate.parse_cluster("here", make_config(scheduling=Scheduling(workers=2)))
+    config = make_config(scheduling=Scheduling(workers=2), engine=Engine(precision="fp32"))
+    cluster = estimate.parse_cluster("here", config)
     assert cluster.workers == 2
     assert 1e6 < cluster.peak_flops < 1e18, "FLOP/s of any processor"
 

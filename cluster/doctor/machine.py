@@ -23,8 +23,6 @@ from cluster.worker import one_line
 NONE = "none"
 
 GIB = 1 << 30
-_MATMUL = 2048  # square; large enough to reach the peak, small enough for any machine
-_MATMUL_SECONDS = 0.5
 _LOADER_SECONDS = 0.5
 _BUSY_SECONDS = 0.5
 _COMPILE_SECONDS = 20.0
@@ -250,25 +248,6 @@ def _devices() -> tuple[Device, ...]:
 
 
 def _measured(name: str, kind: str, device: str) -> Device:
-    import torch
+    from pretrain.precision import measure_matmul
 
-    return Device(name, kind, _matmul_flops(device, torch.bfloat16), _matmul_flops(device, torch.float32))
-
-
-def _matmul_flops(device: str, dtype: object) -> float:
-    """The best rate of matrix products in half a second; 2 n^3 operations each."""
-    import torch
-
-    size = _MATMUL if device == "cpu" else 4 * _MATMUL
-    a = torch.randn(size, size, device=device).to(dtype)  # pyright: ignore[reportCallIssue, reportArgumentType]
-    out = torch.mm(a, a)
-    best, deadline = float("inf"), time.perf_counter() + _MATMUL_SECONDS
-    while time.perf_counter() < deadline:
-        if device != "cpu":
-            torch.cuda.synchronize(device)
-        start = time.perf_counter()
-        torch.mm(a, a, out=out)
-        if device != "cpu":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size**3 / best
+    return Device(name, kind, measure_matmul(device, "bf16"), measure_matmul(device, "fp32"))

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from cluster.doctor.machine import GIB, NONE, Device, Disk, Facts
 from cluster.doctor.rows import FAIL, PASS, WARN, Row, above, below
-from pretrain.estimate import multiplies_fp32_faster
+from pretrain.precision import is_faster_in_fp32
 
 _BUSY = 0.25
 _NEEDED = ("torch", "gloo", "DeepSpeed", "Ray", "bertrain")
@@ -122,14 +122,14 @@ def judge_gpus(files: int, count: int, found: Mapping[str, str], visible: str | 
 
 def judge_matmul(device: Device) -> Row:
     found = f"{device.bf16 / 1e9:,.0f} GFLOP/s in bf16, {device.fp32 / 1e9:,.0f} in fp32"
-    mark = WARN if multiplies_fp32_faster(device.bf16, device.fp32) else PASS
-    advice = "This processor multiplies fp32 faster than bf16: set engine.precision: fp32."
-    return Row("matmul", f"{found} ({device.name})", mark, advice)
+    slow = is_faster_in_fp32(device.bf16, device.fp32)
+    advice = "Faster in fp32 than in bf16: engine.precision: auto trains in fp32 here; leave bf16 out of the config."
+    return Row("matmul", f"{found} ({device.name})", WARN if slow else PASS, advice)
 
 
 def judge_loader(rate: float, devices: tuple[Device, ...]) -> Row:
     """Batches of one worker against what its device could take of BERT-Base, if it did nothing but matrix products."""
-    wanted = max(device.bf16 for device in devices) / _flops_per_sequence()
+    wanted = max(max(device.bf16, device.fp32) for device in devices) / _flops_per_sequence()
     found = f"{rate:,.0f} sequences/s of 128 for one worker"
     advice = (
         f"A worker could take {wanted:,.0f} of BERT-Base: faster cores are needed, or other programs closed."

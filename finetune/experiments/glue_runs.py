@@ -73,7 +73,7 @@ def run_glue(
     _print_results(config, results, seeds)
     print(f"{config.folder / RESULTS}: {count_line(ran.outcomes)}")
     if submission is not None and ran.stopped is None:
-        _submit(members, ran.outcomes, submission, config.engine.precision)
+        _submit(members, ran.outcomes, submission)
     end(ran)
 
 
@@ -171,9 +171,7 @@ def _task_trials(config: FinetuneConfig, folder: Path, name: str, steps: int, se
     ]
 
 
-def _submit(
-    members: Sequence[_Run], outcomes: Sequence[Outcome | None], folder: Path, precision: str
-) -> None:
+def _submit(members: Sequence[_Run], outcomes: Sequence[Outcome | None], folder: Path) -> None:
     """Predict the official test sets with the best run of every task, and write what GLUE's site takes."""
     from finetune import load
 
@@ -188,7 +186,7 @@ def _submit(
             raise InputError(
                 f"{run / MODEL}: not there any more, so nothing predicts {name}. Remove {run} to train it again."
             )
-        predictor = load(run, precision="fp32" if precision == "fp32" else "bf16")
+        predictor = load(run)
         predictions: dict[str, list[dict[str, Any]]] = {}
         for part, examples in predictor.task.read_test().items():
             predictions[part] = predictor.predict(examples)

@@ -11,7 +11,7 @@ import math
 import statistics
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,10 @@ from finetune.config import FinetuneConfig, changed_for_resume
 from finetune.experiments.trials_view import View
 from finetune.saved import MODEL, SCORES
 from pretrain import preflight
+from pretrain.config import Precision, with_precision
 from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.files import MANIFEST, write_json
+from pretrain.precision import choose_here
 
 FAILED = "failed.json"  # of a run that diverged
 
@@ -118,6 +120,7 @@ def run_all(
     """
     check_alone(config)
     with preflight.only_run(config.folder):
+        trials = _with_one_precision(config, trials)
         outcomes = [read_outcome(trial) for trial in trials]
         _check_data(trials, outcomes)
         pending = [number for number, outcome in enumerate(outcomes) if outcome is None]
@@ -138,6 +141,25 @@ def check_alone(config: FinetuneConfig) -> None:
             f"scheduling.workers: {config.scheduling.workers}, but each of several runs is one process. "
             "Leave --workers out; --parallel says how many run at once."
         )
+
+
+def _with_one_precision(config: FinetuneConfig, trials: Sequence[Trial]) -> list[Trial]:
+    """The trials, those that leave the precision to the machine with the same one, so that their scores compare."""
+    left = [trial for trial in trials if trial.config.engine.precision == "auto"]
+    if not left:
+        return list(trials)
+    begun = (preflight.as_begun(trial.config).engine for trial in left)
+    chosen: Precision | None = next(
+        (engine.settled_precision for engine in begun if engine.precision != "auto"), None
+    )
+    if chosen is None:
+        if config.scheduling.address:  # this machine is not the one that trains
+            return list(trials)
+        chosen = choose_here().precision
+    return [
+        replace(trial, config=with_precision(trial.config, chosen)) if trial in left else trial
+        for trial in trials
+    ]
 
 
 def read_outcome(trial: Trial) -> Outcome | None:

@@ -6,6 +6,7 @@ holds on to freed memory) neither helps nor harms the other. Only one of them wo
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import time
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from pretrain.engine import Engine
 from pretrain.memory import hold_freed_memory
 from pretrain.model.heads import PretrainingModel
 from pretrain.optim import make_optimizer, parameter_groups
+from pretrain.precision import settle_here, torch_dtype
 
 OURS = "ours"
 # Kinds of the peer: its attention, and whether torch.compile fuses it. Which is fastest depends on the machine.
@@ -43,25 +45,29 @@ class Entry:
 
 
 def bench_config(
-    corpus: str, size: str, length: int, sequences: int, *, rate: float = 1e-4, **model: Any
-) -> RunConfig:
-    """A run without end of `sequences` a step, each step one micro-batch; `model` adds to its section."""
+    corpus: str, size: str, length: int, sequences: int, *, rate: float = 1e-4, precision: str = "auto", **model: Any
+) -> RunConfig:  # fmt: skip
+    """A run without end of `sequences` a step, each step one micro-batch; `model` adds to its section.
+
+    Its precision is settled for this machine, and is also that of those it is compared with.
+    """
     phase = {
         "sequence_length": length,
         "global_sequences": sequences,
         "steps": 1 << 30,
         "peak_learning_rate": rate,
     }
-    return RunConfig.model_validate(
+    config = RunConfig.model_validate(
         {
             "name": "bench",
             "corpus": {"dir": corpus},
             "model": {"size": size, **model},
             "phases": [phase],
-            "engine": {"zero_stage": 1, "micro_batch_tokens": sequences * length},
+            "engine": {"zero_stage": 1, "micro_batch_tokens": sequences * length, "precision": precision},
             "evaluation": {"sequences": 512},
         }
     )
+    return settle_here(config)[0]
 
 
 class StepReport(NamedTuple):
@@ -199,7 +205,7 @@ class Ours:
 
 
 class Bare:
-    """Our model in a loop of torch alone: bf16 weights, fp32 masters, clipping and fused AdamW; no DeepSpeed."""
+    """Our model in a loop of torch alone: rounded weights, fp32 masters, clipping and fused AdamW; no DeepSpeed."""
 
     def __init__(self, config: RunConfig, vocabulary_size: int, device: torch.device) -> None:
         hold_freed_memory()
@@ -209,7 +215,7 @@ class Bare:
             group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
         self._masters = [p for group in groups for p in group["params"]]
         self._optimizer = make_optimizer(config.optimizer, groups)
-        self._model = model.to(torch.bfloat16)
+        self._model = model.to(torch_dtype(config.engine.precision))
         named = dict(model.named_parameters())
         self._weights = [named[name] for group in groups for name in group["names"]]
 
@@ -251,7 +257,7 @@ def _held_out_loss(model: nn.Module, steps: list[StepBatch]) -> float:
 
 
 class Peer:
-    """transformers: autocast to bf16, fused AdamW, padded to the longest of the batch.
+    """transformers: autocast to the config's precision, fused AdamW, padded to the longest of the batch.
 
     Args:
         kind: its attention, "eager" or "sdpa", and "-compiled" behind it for torch.compile. Which is the fastest
@@ -263,7 +269,10 @@ class Peer:
         import transformers
 
         shape = config.model
-        self._device = device
+        self._device, dtype = device, torch_dtype(config.engine.precision)
+        self._autocast = functools.partial(
+            torch.autocast, device.type, dtype=dtype, enabled=dtype is not torch.float32
+        )
         self._model = transformers.BertForPreTraining(
             transformers.BertConfig(
                 vocab_size=vocabulary_size, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
@@ -288,7 +297,7 @@ class Peer:
         """One optimizer step; returns its loss."""
         total = 0.0
         for batch in step:
-            with torch.autocast(self._device.type, dtype=torch.bfloat16):
+            with self._autocast():
                 loss = self._forward(**batch).loss / len(step)
             loss.backward()
             total += loss.item()
@@ -303,7 +312,7 @@ class Peer:
         """Mean cross-entropy of the masked tokens in nats, without dropout."""
         self._model.eval()
         total = 0.0
-        with torch.no_grad(), torch.autocast(self._device.type, dtype=torch.bfloat16):
+        with torch.no_grad(), self._autocast():
             for batch in (batch for step in steps for batch in step.micro_batches):
                 inputs = pad(batch)
                 labels = inputs.pop("labels")

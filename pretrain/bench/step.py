@@ -1,7 +1,7 @@
 """`bench step`: the same batches trained by ours and by transformers' BertForPreTraining, in turn.
 
 The peer in every kind asked for (`--peers`): padded to the longest of the batch, eager or scaled-dot-product
-attention, with torch.compile or without, autocast to bf16, torch's fused AdamW; the ratio is to the fastest. Ours:
+attention, with torch.compile or without, autocast to the same precision, torch's fused AdamW; the ratio is to the fastest. Ours:
 the product's own engine (DeepSpeed ZeRO-1 on one worker) over the same sequences without padding. Each has a process of
 its own, and one works at a time. Useful tokens are those of the sequences; padding never counts.
 """
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from pretrain.bench.contestants import BARE, OURS, PEERS, Contestant, Entry, ben
 from pretrain.config import RunConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.estimate import executed_flops, step_flops
+from pretrain.precision import measure_matmul
 
 LEARNING_RATE = 1e-4
 WARM_UP = 3  # steps that compile and fill the memory
@@ -47,6 +47,12 @@ def main(argv: list[str]) -> int:
     )
     parser.add_argument(
         "--dropout", type=float, default=0.1, help="hidden dropout of both; 0 switches it off"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=["auto", "bf16", "fp16", "fp32"],
+        default="auto",
+        help="of all of them (default: auto, what is fastest here)",
     )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's default")
     parser.add_argument(
@@ -74,7 +80,10 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
     """One model size at one sequence length: medians over alternations."""
     shards = open_shards(Path(options.corpus), "train")
     sequences = max(1, options.tokens // length)
-    config = bench_config(options.corpus, size, length, sequences, hidden_dropout=options.dropout)
+    config = bench_config(
+        options.corpus, size, length, sequences, precision=options.precision, hidden_dropout=options.dropout
+    )
+    precision = config.engine.settled_precision
     count = options.repeats + WARM_UP
     entries = {
         kind: Entry(kind, config, device.type, options.threads, count) for kind in (OURS, *options.peers)
@@ -90,7 +99,7 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
                 seconds[kind].append(report.seconds / report.tokens)
                 losses[kind].append(report.loss)
         if number >= WARM_UP:
-            peaks.append(matmul_peak(device))
+            peaks.append(measure_matmul(device.type, precision))
     for contestant in contestants.values():
         contestant.close()
     steps = _steps(shards, config, count)[WARM_UP:]
@@ -106,6 +115,7 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
         "size": size,
         "length": length,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+        "precision": precision,
         "sequences_per_step": sequences,
         "mean_tokens": tokens / (sequences * options.repeats),
         "tokens_per_second": {kind: 1 / statistics.median(values) for kind, values in seconds.items()},
@@ -128,20 +138,6 @@ def _ratio(peer: list[float], ours: list[float]) -> list[float]:
     return [statistics.median(ratios), min(ratios), max(ratios)]
 
 
-def matmul_peak(device: torch.device, dtype: torch.dtype = torch.bfloat16) -> float:
-    """FLOP/s of a large square matmul: the median of nine."""
-    size = 2048 if device.type == "cpu" else 8192
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    times = []
-    for _ in range(12):
-        _synchronise(device)
-        began = time.perf_counter()
-        torch.mm(a, b)
-        _synchronise(device)
-        times.append(time.perf_counter() - began)
-    return 2 * size**3 / statistics.median(times[3:])
-
-
 def _steps(shards: TokenShards, config: RunConfig, count: int) -> list[StepBatch]:
     loader = Loader(shards, config, 0, rank=0, world_size=1)
     steps = [step for _, step in zip(range(count), loader, strict=False)]
@@ -156,16 +152,11 @@ def _flops(
     return sum(count(config, shards.vocabulary_size, b.lengths, len(b.masked_rows)) for b in batches)
 
 
-def _synchronise(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-
-
 def _row(result: dict[str, Any]) -> str:
     low, high = result["peak_fraction_spread"]
     lines = [
         f"{result['size']} @ {result['length']}, mean {result['mean_tokens']:.0f} tokens: "
-        f"ours {_rate(result, OURS)}, {result['peak_fraction']:.0%} ({low:.0%}-{high:.0%}) of {result['matmul_peak_gflops']:.0f} GFLOP/s"
+        f"ours {_rate(result, OURS)}, {result['peak_fraction']:.0%} ({low:.0%}-{high:.0%}) of {result['matmul_peak_gflops']:.0f} GFLOP/s in {result['precision']}"
     ]
     for kind, (median, low, high) in result["ratios"].items():
         mark = "  the fastest peer" if kind == result["best_peer"] else ""

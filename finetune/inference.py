@@ -1,0 +1,55 @@
+"""The model outside its training: the one way to logits for `evaluate`, `predict` and the scores of a finished run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from finetune.batches import Batches, LabelledBatch
+from finetune.model import Output, TaskModel
+from finetune.task import Task
+from pretrain.checkpoint.layouts import HEAD_ACTIVATION
+from pretrain.checkpoint.released import Released
+from pretrain.config import Precision
+from pretrain.precision import torch_dtype
+
+
+def inference_model(
+    task: Task[Any], released: Released, weights: Mapping[str, Tensor], device: torch.device, precision: Precision,
+    *, compile: bool = False,
+) -> TaskModel:  # fmt: skip
+    """A model of the checkpoint's shape with `task`'s head and these weights, without dropout.
+
+    Args:
+        weights: fp32, by `TaskModel`'s names.
+        precision: what they are rounded to.
+    """
+    model = TaskModel(
+        released.model, released.vocabulary_size, task.head, task.objective, task.outputs,
+        HEAD_ACTIVATION[released.family], compile=compile,
+    )  # fmt: skip
+    model.load_state_dict(weights)
+    return model.eval().to(device, torch_dtype(precision))
+
+
+def predict_logits(
+    forward: Callable[[LabelledBatch], Output], batches: Batches, outputs: int, device: torch.device,
+    gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+) -> np.ndarray:  # fmt: skip
+    """float32 [R, C]: the logits of every row that a set asks for, on all ranks.
+
+    Which windows share a forward pass does not depend on the number of ranks, so neither do the logits.
+    """
+    mine: list[tuple[np.ndarray, np.ndarray]] = []
+    for batch in batches.every_window():
+        logits = forward(batch.to(device)).logits
+        mine.append((batch.asked, logits.float().cpu().numpy()))
+    logits = np.zeros((len(batches.windows.asked), outputs), np.float32)
+    for part in gather(mine):
+        for asked, values in part:
+            logits[asked] = values
+    return logits

@@ -1,0 +1,162 @@
+"""How fast a device multiplies matrices, and in which floating-point type it should train.
+
+`engine.precision: auto` is settled here, by what every worker's device offers: bf16 has the range of fp32 and needs no
+loss scaling, but processors without bf16 arithmetic emulate it at a fraction of their fp32 rate, and GPUs before Ampere
+do not have it.
+"""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
+
+from pretrain.config import Precision, Run, with_precision
+
+if TYPE_CHECKING:
+    import torch
+
+R = TypeVar("R", bound=Run)
+
+SECONDS = 0.25  # of one measurement
+_FIRST_SIZE, _LARGEST_SIZE = 128, {"cpu": 2048, "cuda": 8192}
+_LONG_ENOUGH_SECONDS = 5e-3  # for starting a product not to count
+_CLEARLY = 0.9  # two rates nearer than this differ by no more than the measurement does
+
+
+class Offer(NamedTuple):
+    """What one device can do."""
+
+    name: str
+    capability: tuple[int, int] | None = None  # CUDA's compute capability; None on CPU
+    bf16: float = 0.0  # measured matrix products in FLOP/s; on CUDA not measured
+    fp32: float = 0.0
+
+
+class Choice(NamedTuple):
+    """A precision and why it was chosen, as text for the log."""
+
+    precision: Precision
+    reason: str
+
+
+def torch_dtype(precision: str) -> torch.dtype:
+    """The torch type of a settled `engine.precision`."""
+    import torch
+
+    return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
+
+
+def measure_matmul(device: str, precision: Precision, seconds: float = SECONDS) -> float:
+    """Rate of square matrix products on one device in FLOP/s: the median product of about `seconds`.
+
+    The size doubles until a product takes milliseconds, so a device that is slow in this type is measured as quickly as
+    a fast one. On CPU the threads are torch's.
+    """
+    import torch
+
+    dtype = torch_dtype(precision)
+
+    def product(a: torch.Tensor) -> float:
+        began = time.perf_counter()
+        torch.mm(a, a)
+        if a.is_cuda:
+            torch.cuda.synchronize(a.device)
+        return time.perf_counter() - began
+
+    size, largest = _FIRST_SIZE, _LARGEST_SIZE[torch.device(device).type]
+    while True:
+        a = torch.randn(size, size, device=device).to(dtype)
+        product(a)  # the first one of a size may initialise a library
+        took = product(a)
+        if took >= _LONG_ENOUGH_SECONDS or size == largest:
+            break
+        size *= 2
+    times, deadline = [took], time.perf_counter() + seconds
+    while time.perf_counter() < deadline:
+        times.append(product(a))
+    return 2 * size**3 / statistics.median(times)
+
+
+@functools.cache
+def matmul_peak(device: str, precision: Precision) -> float:
+    """`measure_matmul` once for a device and type of this process."""
+    return measure_matmul(device, precision)
+
+
+def is_faster_in_fp32(bf16: float, fp32: float) -> bool:
+    """Whether a device whose matrix products run at these rates (FLOP/s) should rather compute in fp32."""
+    return bf16 < _CLEARLY * fp32
+
+
+def offer(device: torch.device) -> Offer:
+    """What this process's device can do. On CPU both rates are measured, about half a second together."""
+    import torch
+
+    if device.type == "cuda":
+        return Offer(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
+    return Offer("this CPU", None, matmul_peak("cpu", "bf16"), matmul_peak("cpu", "fp32"))
+
+
+def choose(offers: Sequence[Offer]) -> Choice:
+    """The precision for workers with these devices; where they differ, what all of them compute."""
+    weakest = min(
+        (one for one in offers if one.capability), key=lambda one: one.capability or (), default=None
+    )
+    if weakest is not None and weakest.capability is not None:
+        return _for_gpu(weakest.name, weakest.capability)
+    bf16, fp32 = (sum(getattr(one, name) for one in offers) for name in ("bf16", "fp32"))
+    rates = f"{bf16 / 1e9:,.3g} GFLOP/s of matrix products in bf16, {fp32 / 1e9:,.3g} in fp32"
+    return Choice("fp32" if is_faster_in_fp32(bf16, fp32) else "bf16", f"measured {rates} on the CPU")
+
+
+def _for_gpu(name: str, capability: tuple[int, int]) -> Choice:
+    what = f"{name} has compute capability {capability[0]}.{capability[1]}"
+    if capability >= (8, 0):
+        return Choice("bf16", f"{what}, which computes bf16")
+    if capability >= (7, 0):
+        return Choice("fp16", f"{what}: tensor cores for fp16, none for bf16; the loss is scaled")
+    return Choice("fp32", f"{what}: no tensor cores")
+
+
+def allow_tf32(precision: str, device: torch.device) -> bool:
+    """Let fp32 matrix products use TF32 tensor cores on GPUs that have them (Ampere and newer); whether they do."""
+    import torch
+
+    tf32 = (
+        precision == "fp32" and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
+    )
+    if tf32:
+        torch.set_float32_matmul_precision("high")
+    return tf32
+
+
+def choose_here() -> Choice:
+    """The precision for this machine, as its workers would choose it."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return choose([offer(torch.device("cpu"))])
+    return choose([offer(torch.device("cuda", number)) for number in range(torch.cuda.device_count())])
+
+
+def settle_here(config: R) -> tuple[R, str]:
+    """(config whose precision is settled for this machine, how that came about)."""
+    if config.engine.precision != "auto":
+        return config, "as configured"
+    choice = choose_here()
+    return with_precision(config, choice.precision), choice.reason
+
+
+def run_precision(trained: Precision, device: torch.device) -> Choice:
+    """The precision in which to run a model that was trained in `trained`: the same, unless the device is slow in it."""
+    if trained == "fp32":
+        return Choice("fp32", "as trained")
+    best = choose([offer(device)])
+    if trained == best.precision or (
+        trained == "fp16" and best.precision == "bf16" and device.type == "cuda"
+    ):
+        return Choice(trained, "as trained")
+    return Choice(best.precision, f"trained in {trained}, but {best.reason}")

@@ -1,0 +1,185 @@
+"""Which precision a run takes: what the device says, the same in all workers, kept at every restart."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pretrain import precision, preflight, session
+from pretrain.config import Engine, RunConfig, as_begun, changed_for_resume
+from pretrain.errors import MachineError
+from pretrain.precision import Choice, Offer, choose
+from pretrain.worker import Worker
+from tests.distributed import run_workers
+
+
+def run_config(folder: Path | str = "run", chosen: str = "auto") -> RunConfig:
+    return RunConfig.model_validate(
+        {
+            "name": "trial",
+            "run_dir": str(folder),
+            "corpus": {"dir": "corpus"},
+            "phases": [{"sequence_length": 32, "global_sequences": 8, "steps": 3, "peak_learning_rate": 1e-3}],
+            "engine": {"precision": chosen},
+        }
+    )  # fmt: skip
+
+
+def gpu(major: int, minor: int) -> Offer:
+    return Offer("GPU", (major, minor))
+
+
+def cpu(bf16: float, fp32: float) -> Offer:
+    return Offer("this CPU", None, bf16, fp32)
+
+
+@pytest.mark.parametrize(
+    ("offers", "expected"),
+    [
+        ([gpu(9, 0)], "bf16"),
+        ([gpu(8, 0)], "bf16"),
+        ([gpu(7, 5)], "fp16"),  # T4
+        ([gpu(7, 0)], "fp16"),  # V100
+        ([gpu(6, 1)], "fp32"),
+        ([gpu(8, 0), gpu(7, 0)], "fp16"),  # all workers must compute it
+        ([gpu(7, 0), gpu(6, 0)], "fp32"),
+        ([cpu(2.6e9, 98e9)], "fp32"),  # emulated
+        ([cpu(800e9, 225e9)], "bf16"),
+        ([cpu(200e9, 210e9)], "bf16"),  # no difference beyond that of measurements
+        ([cpu(100e9, 200e9), cpu(900e9, 200e9)], "bf16"),  # the sum counts: workers wait for one another
+    ],
+)
+def test_the_devices_decide(offers: list[Offer], expected: str) -> None:
+    assert choose(offers).precision == expected
+
+
+@pytest.mark.parametrize("rate", [0.3e9, 90e9, 5e12])
+def test_a_product_takes_milliseconds_whatever_the_rate(monkeypatch: pytest.MonkeyPatch, rate: float) -> None:
+    """A device of each rate, whose clock is that of its products: the rate comes out, and soon."""
+    now, products = [0.0], [0.0]
+
+    def product(a: torch.Tensor, _: torch.Tensor) -> None:
+        products[-1] = 2 * len(a) ** 3 / rate
+        now[0] += products[-1]
+
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(torch, "randn", lambda n, _, device: torch.empty(n, n))
+    monkeypatch.setattr(precision.time, "perf_counter", lambda: now[0])
+    assert precision.measure_matmul("cpu", "fp32", 0.25) == pytest.approx(rate)
+    assert now[0] < 0.5
+    assert products[-1] < 0.05
+
+
+def test_the_choice_of_a_run_is_not_a_change_of_its_settings() -> None:
+    before = run_config(chosen="fp32")
+    assert as_begun(run_config(), before).engine.precision == "fp32"
+    assert changed_for_resume(before, run_config()) == []
+    assert changed_for_resume(before, run_config(chosen="bf16")) == ["engine.precision (fp32 -> bf16)"]
+
+
+def test_what_is_not_settled_cannot_be_used() -> None:
+    with pytest.raises(ValueError, match="not settled"):
+        _ = Engine().settled_precision
+
+
+def settle(folder: str, given: list[str]) -> list[str]:
+    """What each config in turn is settled to; rank 0's processor is slow in bf16, the other's hardly faster."""
+    worker = Worker(rank=dist.get_rank(), world_size=dist.get_world_size())
+    made = cpu(10e9, 100e9) if worker.rank == 0 else cpu(110e9, 100e9)
+    found = []
+    for number, chosen in enumerate(given):
+        session.precision.offer = lambda _: made if number == 0 else pytest.fail("measured again")  # noqa: B023
+        config, _ = session.settle_device(run_config(folder, chosen), worker)
+        found.append(config.engine.precision)
+    return found
+
+
+def test_all_workers_take_what_is_fastest_for_all_and_restarts_keep_it(tmp_path: Path) -> None:
+    made = run_workers(2, settle, str(tmp_path), ["auto", "auto", "bf16"])
+    assert made == [["fp32", "fp32", "bf16"]] * 2
+    assert "precision: fp32" in (tmp_path / "config.yaml").read_text()
+
+
+def test_only_the_first_process_may_know_an_earlier_choice(tmp_path: Path) -> None:
+    """torchrun's other processes read no run folder: they must not wait for one that measures nothing."""
+    assert run_workers(2, first_knows, str(tmp_path)) == [["fp16"], ["fp16"]] or torch.cuda.is_available()
+
+
+def first_knows(folder: str) -> list[str]:
+    worker = Worker(rank=dist.get_rank(), world_size=dist.get_world_size())
+    if worker.rank == 0:
+        preflight.record_config(run_config(folder, "fp16"))
+    try:
+        session.settle_device(run_config(folder, "auto"), worker)
+    except MachineError as error:  # the choice was taken over, and a CPU refuses this one
+        return [str(error).split(":")[1].split()[0]]
+    return []
+
+
+@pytest.mark.parametrize(
+    ("trained", "device", "offered", "expected"),
+    [
+        ("fp32", "cpu", cpu(900e9, 200e9), "fp32"),
+        ("bf16", "cpu", cpu(900e9, 200e9), "bf16"),
+        ("bf16", "cpu", cpu(3e9, 98e9), "fp32"),
+        ("fp16", "cpu", cpu(900e9, 200e9), "bf16"),
+        ("bf16", "cuda", gpu(8, 0), "bf16"),
+        ("fp16", "cuda", gpu(8, 0), "fp16"),
+        ("bf16", "cuda", gpu(7, 5), "fp16"),
+        ("fp16", "cuda", gpu(6, 0), "fp32"),
+    ],
+)
+def test_a_model_runs_as_it_was_trained_where_that_is_not_slow(
+    monkeypatch: pytest.MonkeyPatch, trained: Any, device: str, offered: Offer, expected: str
+) -> None:
+    monkeypatch.setattr(precision, "offer", lambda _: offered)
+    choice = precision.run_precision(trained, torch.device(device))
+    assert choice.precision == expected
+    assert (choice.reason == "as trained") == (trained == expected)
+
+
+def test_the_dry_run_says_the_choice_and_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from pretrain import estimate
+
+    monkeypatch.setattr(precision, "choose_here", lambda: Choice("fp32", "because it is faster"))
+    text = estimate.dry_run(run_config(tmp_path))
+    assert "Precision\n  fp32: because it is faster" in text
+    assert "precision: fp32" in text
+    assert "bf16: what 8xH100 computes" in estimate.dry_run(run_config(tmp_path), on="8xH100")
+    assert "fp16: what 4xV100 computes" in estimate.dry_run(run_config(tmp_path), on="4xV100")
+    elsewhere = run_config(tmp_path).model_copy(
+        update={"scheduling": run_config().scheduling.model_copy(update={"address": "10.0.0.5:6379"})}
+    )
+    assert "bf16: assumed; the nodes of 10.0.0.5:6379 decide" in estimate.dry_run(elsewhere)
+
+
+def test_all_runs_of_one_command_have_one_precision(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from finetune.config import FinetuneConfig
+    from finetune.experiments import trials
+
+    answers = itertools.chain([Choice("fp32", "")], itertools.repeat(Choice("bf16", "the load has changed")))
+    monkeypatch.setattr(trials, "choose_here", lambda: next(answers))
+    given = {"name": "task", "run_dir": str(tmp_path), "classification": {"train": "train.csv"}}
+    config = FinetuneConfig.model_validate(given)
+    members = [
+        trials.Trial(f"seed {seed}", trials.trial_config(config, f"seed-{seed}", folder=tmp_path / f"{seed}", seed=seed), 1)
+        for seed in range(3)
+    ]  # fmt: skip
+    made = trials._with_one_precision(config, members)
+    assert [one.config.engine.precision for one in made] == ["fp32"] * 3
+    preflight.record_config(made[1].config) if made[1].config.folder.mkdir() is None else None
+    again = trials._with_one_precision(config, members)
+    assert [one.config.engine.precision for one in again] == ["fp32"] * 3, "that of the run which has begun"
+
+
+def test_a_begun_run_keeps_its_precision_in_config_yaml(tmp_path: Path) -> None:
+    preflight.record_config(run_config(tmp_path, "fp32"))
+    assert preflight.as_begun(run_config(tmp_path)).engine.precision == "fp32"
+    assert preflight.as_begun(run_config(tmp_path, "bf16")).engine.precision == "bf16"
+    assert json.dumps(preflight.as_begun(run_config(tmp_path / "new")).engine.precision) == '"auto"'
