@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -34,10 +35,16 @@ TOKEN = "0" * 64
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def place() -> Iterator[Path]:
+    """A folder for Ray's unix sockets, which have short names: pytest's own is too deep in a worker's."""
+    with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def address(place: Path) -> Iterator[str]:
     """A cluster of one node with two cores, open to nobody without a token."""
     port = _free_port()
-    place = tmp_path_factory.mktemp("r")  # short: unix sockets
     start = f"start --head --block --port={port} --num-cpus=2 --include-dashboard=false --disable-usage-stats"
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_AUTH_TOKEN", TOKEN)
@@ -312,7 +319,7 @@ def _answers(port: int) -> bool:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
-def _wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+def _wait_for(condition: Callable[[], bool], seconds: float = 300) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
