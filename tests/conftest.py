@@ -23,11 +23,10 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
 
     Those are few, or watched (-s), or marked: tests with marks start clusters and kill processes, one after another.
     """
-    named = config.args_source is config.ArgsSource.ARGS and not all(
-        Path(one).is_dir() for one in config.args
-    )
-    marked = config.option.markexpr not in config.getini("addopts")
-    if named or marked or config.option.keyword or config.option.lf or config.option.capture == "no":
+    option, given = config.option, config.args_source is config.ArgsSource.ARGS
+    named = given and not all(Path(one).is_dir() for one in config.args)
+    marked = option.markexpr not in config.getini("addopts")
+    if named or marked or option.keyword or config.getoption("lf", False) or option.capture == "no":
         return 0
     cores = len(os.sched_getaffinity(0))
     return max(1, min(cores, psutil.virtual_memory().available // _WORKER_BYTES, 16))
