@@ -6,10 +6,14 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cluster.manifests.command import add_to as add_manifest
 from pretrain.commands import add_command, exit_code, make_parser
 from pretrain.errors import InputError
+
+if TYPE_CHECKING:
+    from cluster.jobs import Jobs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,7 +32,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
     return doctor.main(
         cluster=arguments.cluster or bool(arguments.address), address=arguments.address, folder=arguments.dir,
-        as_json=arguments.json,
+        as_json=arguments.json, plain_http=arguments.allow_plain_http,
     )  # fmt: skip
 
 
@@ -55,14 +59,19 @@ def _down(arguments: argparse.Namespace) -> None:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    from cluster import jobs
     from cluster.submission import read_job
 
     job = read_job(arguments.run, folder=arguments.dir or Path.cwd(), workers=arguments.workers)
-    cluster = jobs.Jobs(arguments.address)
+    cluster = _jobs(arguments)
+    if cluster.is_open():
+        print(
+            f"warning: {cluster.shown}: this cluster answers without a token, so whoever reaches it can run code there. "
+            "Start its Ray anew with RAY_AUTH_MODE=token; SECURITY.md says more.",
+            file=sys.stderr,
+        )
     cluster.submit(job)
     if not arguments.follow:
-        print(f"{job.name}: submitted to {cluster.address}. Watch it with ./launch.sh logs -f {job.name}")
+        print(f"{job.name}: submitted to {cluster.shown}. Watch it with ./launch.sh logs -f {job.name}")
         return 0
     return _follow(cluster, job.name)
 
@@ -70,7 +79,7 @@ def _submit(arguments: argparse.Namespace) -> int:
 def _status(arguments: argparse.Namespace) -> None:
     from cluster import jobs
 
-    print(jobs.describe(jobs.Jobs(arguments.address).get(arguments.job)))
+    print(jobs.describe(_jobs(arguments).get(arguments.job)))
 
 
 def _list(arguments: argparse.Namespace) -> None:
@@ -82,7 +91,7 @@ def _list(arguments: argparse.Namespace) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("job", "kind", "state", "submitted", "progress"):
         table.add_column(column, overflow="fold")
-    for job in jobs.Jobs(arguments.address).all():
+    for job in _jobs(arguments).all():
         metadata = job.metadata or {}
         table.add_row(
             job.submission_id, metadata.get("bertrain", "other"), jobs.state(job), jobs.clock(job.start_time),
@@ -95,9 +104,8 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def _logs(arguments: argparse.Namespace) -> int:
-    from cluster import jobs
 
-    cluster = jobs.Jobs(arguments.address)
+    cluster = _jobs(arguments)
     if arguments.follow:
         return _follow(cluster, arguments.job)
     sys.stdout.write(cluster.log(arguments.job))
@@ -107,15 +115,21 @@ def _logs(arguments: argparse.Namespace) -> int:
 def _stop(arguments: argparse.Namespace) -> None:
     from cluster import jobs
 
-    job = jobs.Jobs(arguments.address).stop(arguments.job)
+    job = _jobs(arguments).stop(arguments.job)
     print(f"{arguments.job}: {jobs.state(job)}")
 
 
 def _delete(arguments: argparse.Namespace) -> None:
+
+    _jobs(arguments).delete(arguments.job)
+    print(f"{arguments.job}: forgotten; its run folder stays")
+
+
+def _jobs(arguments: argparse.Namespace) -> Jobs:
+    """The jobs of the cluster that was named."""
     from cluster import jobs
 
-    jobs.Jobs(arguments.address).delete(arguments.job)
-    print(f"{arguments.job}: forgotten; its run folder stays")
+    return jobs.Jobs(arguments.address, plain_http=arguments.allow_plain_http)
 
 
 def _follow(cluster, name: str) -> int:
@@ -140,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
 
     submit = add_command(commands, "submit", _submit, "run a config on a cluster, or continue its run", """
   ./launch.sh submit -- pretrain configs/pretrain/bert-mini.yaml
-  ./launch.sh submit --address http://10.0.0.5:8265 --workers 4-8 --follow -- pretrain my.yaml --set seed=1
+  ./launch.sh submit --address http://127.0.0.1:8265 --workers 4-8 --follow -- pretrain my.yaml --set seed=1
   ./launch.sh submit -- finetune configs/finetune/sst2.yaml --from runs/bert-mini""")  # fmt: skip
     _add_address(submit)
     submit.add_argument("--workers", metavar="N|MIN-MAX", help="worker processes, or a range to keep within")
@@ -192,7 +206,7 @@ def _parser() -> argparse.ArgumentParser:
         commands, "doctor", _doctor, "what this machine or a cluster has, what is missing and what to do about it", """
   ./launch.sh doctor
   ./launch.sh doctor --cluster
-  ./launch.sh doctor --address http://10.0.0.5:8265 --dir /mnt/shared/bert""")  # fmt: skip
+  ./launch.sh doctor --address http://127.0.0.1:8265 --dir /mnt/shared/bert""")  # fmt: skip
     _add_address(doctor)
     doctor.add_argument("--cluster", action="store_true", help="check the cluster that `up` started here")
     doctor.add_argument(
@@ -211,6 +225,11 @@ def _add_address(parser: argparse.ArgumentParser) -> None:
         default="",
         metavar="URL",
         help="the cluster's dashboard; otherwise the one that `up` started here",
+    )
+    parser.add_argument(
+        "--allow-plain-http",
+        action="store_true",
+        help="send the token over unencrypted http to another machine: whoever reads it may run code on the cluster",
     )
 
 

@@ -52,7 +52,7 @@ def _await_turn(name: str) -> None:
     """
     from cluster import jobs
 
-    known = jobs.Jobs(_dashboard())
+    known = jobs.Jobs(_dashboard(), plain_http=True)  # within the cluster
     stopped: list[int] = []
     heard = time.monotonic()
     before = signal.signal(signal.SIGTERM, lambda number, _: stopped.append(number))

@@ -15,12 +15,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
 
 from cluster import local
+from cluster.address import answers_without_token, check_dashboard, told, without_password
 from cluster.driver import choose_token
 from cluster.nodes import nodes_fit
-from cluster.worker import one_line
 from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 
 if TYPE_CHECKING:
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 KINDS = ("pretrain", "finetune", "prepare")
 ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
 
-_REACH_SECONDS = 3.0
 _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.5
 _WATCH_SECONDS = 2.5
@@ -69,14 +67,18 @@ class Jobs:
     """The jobs of one cluster.
 
     Args:
-        address: URL of the cluster's dashboard, such as http://10.0.0.5:8265; empty takes the local one of `up`.
+        address: URL of the cluster's dashboard, such as http://127.0.0.1:8265; empty takes the local one of `up`.
+        plain_http: send the token over http to other machines than this one, too.
+
+    Attributes:
+        address: that URL, as it was given; `shown` is the same for messages, without a password.
 
     Raises:
-        InputError: no URL; no local cluster; the token is missing or wrong.
+        InputError: no URL; no local cluster; the token is missing or wrong, or would leave this machine unencrypted.
         MachineError: nothing answers there.
     """
 
-    def __init__(self, address: str = "") -> None:
+    def __init__(self, address: str = "", *, plain_http: bool = False) -> None:
         cluster = local.find() if not address else None
         # Of the supervisor, who gives the driver so long for a last checkpoint; Ray's own default is 3 s. A cluster of
         # ours has it set, and workers without a special environment start sooner.
@@ -87,17 +89,22 @@ class Jobs:
                 "No cluster: name one with --address URL, or start one here with ./launch.sh up."
             )
         self.address = address or (cluster.dashboard if cluster else "")
-        _check_reachable(self.address)
+        self.shown = without_password(self.address)
         if cluster is not None and "RAY_AUTH_TOKEN" not in os.environ:
             local.use_token(cluster)
         elif address:
             choose_token(address)
+        check_dashboard(self.address, plain_http=plain_http)
         from ray.job_submission import JobSubmissionClient
 
         logging.getLogger("ray.dashboard").setLevel(logging.WARNING)  # it tells each closed connection
         with self._answers():
             self._client: JobSubmissionClient = JobSubmissionClient(self.address)
             self._client.list_jobs()  # the version is told to anyone
+
+    def is_open(self) -> bool:
+        """Whether the cluster answers without a token, so that whoever reaches it can run code there."""
+        return answers_without_token(self.address)
 
     def submit(self, job: Job) -> None:
         """Start the run, or continue it where it was begun; it goes on when this process has ended.
@@ -109,7 +116,7 @@ class Jobs:
         before = self.find(job.name)
         if before is not None and before.status not in ENDED:
             raise InputError(
-                f"{job.name}: is {before.status.lower()} already on {self.address}. Watch it with `logs -f {job.name}`, "
+                f"{job.name}: is {before.status.lower()} already on {self.shown}. Watch it with `logs -f {job.name}`, "
                 f"end it with `stop {job.name}`, or choose another name."
             )
         nodes = [
@@ -117,7 +124,7 @@ class Jobs:
             for node in nodes_of(self.address)
         ]
         needed = 1 if job.kind == "prepare" else job.workers[0]
-        nodes_fit(nodes, needed, job.cpus_per_worker, f"the cluster at {self.address}")
+        nodes_fit(nodes, needed, job.cpus_per_worker, f"the cluster at {self.shown}")
         if before is not None:
             self._forget(before)
         self.start(job.name, "cluster.job", _metadata(job))
@@ -152,7 +159,7 @@ class Jobs:
         job = self.find(name)
         if job is None:
             known = ", ".join(str(job.submission_id) for job in self.all()) or "none"
-            raise InputError(f"{name}: no such job on {self.address}. There are: {known}.")
+            raise InputError(f"{name}: no such job on {self.shown}. There are: {known}.")
         return job
 
     def all(self) -> list[JobDetails]:
@@ -225,14 +232,14 @@ class Jobs:
             yield
         except AuthenticationError:
             raise InputError(
-                f"{self.address}: the cluster refuses this token. Put the cluster's own into RAY_AUTH_TOKEN_PATH (a file "
+                f"{self.shown}: the cluster refuses this token. Put the cluster's own into RAY_AUTH_TOKEN_PATH (a file "
                 "of mode 0600) or ~/.ray/auth_token."
             ) from None
         except RunError:
             raise
         except Exception as error:
             raise MachineError(
-                f"{self.address}: the cluster did not answer as Ray does ({one_line(error)})."
+                f"{self.shown}: the cluster did not answer as Ray does ({told(error, self.address)})."
             ) from None
 
 
@@ -243,15 +250,17 @@ def nodes_of(dashboard: str) -> list[dict[str, Any]]:
     try:
         found = list_nodes(address=dashboard, timeout=int(_ANSWER_SECONDS), raise_on_missing_output=False)
     except Exception as error:
-        raise MachineError(f"{dashboard}: told nothing of its nodes ({one_line(error)}).") from None
+        raise MachineError(
+            f"{without_password(dashboard)}: told nothing of its nodes ({told(error, dashboard)})."
+        ) from None
     return [node for node in map(vars, found) if node["state"] == "ALIVE"]
 
 
-def run_folder(name: str, address: str = "") -> Path | None:
+def run_folder(name: str, address: str = "", *, plain_http: bool = False) -> Path | None:
     """The run folder of a job; None where no cluster is named and none runs here, or that has no such job."""
     if not address and local.find() is None:
         return None
-    jobs = Jobs(address)
+    jobs = Jobs(address, plain_http=plain_http)
     job = jobs.get(name) if address else jobs.find(name)
     folder = (job.metadata or {}).get("run_dir") if job else None
     return Path(folder) if folder else None
@@ -314,26 +323,6 @@ def _metadata(job: Job) -> dict[str, str]:
         "most_workers": str(job.workers[1]),
         "cpus_per_worker": str(job.cpus_per_worker),
     }
-
-
-def _check_reachable(address: str) -> None:
-    """Say in seconds, and not by a traceback, that nothing listens at a URL or that it says nothing.
-
-    Ray's own client would wait for an answer for ever.
-    """
-    parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise InputError(
-            f"--address: {address!r} is no URL of a Ray dashboard, such as http://10.0.0.5:8265."
-        )
-    import requests
-
-    try:
-        requests.get(f"{address.rstrip('/')}/api/version", timeout=_REACH_SECONDS)
-    except requests.RequestException as error:
-        raise MachineError(
-            f"No cluster answers at {address} ({one_line(error)}). Check --address, and that this machine is let in."
-        ) from None
 
 
 def clock(milliseconds: int | None) -> str:

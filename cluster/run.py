@@ -24,6 +24,7 @@ from typing import Any
 
 import psutil
 
+from cluster.address import without_password
 from cluster.worker import error_from
 from pretrain.errors import InputError, MachineError, StoppedError
 from pretrain.files import disk_errors
@@ -148,9 +149,9 @@ def _wait(child: subprocess.Popen[bytes], folder: Path, poll: Callable[[Path], N
 
 def check_address(address: str) -> None:
     """Refuse (`InputError`) what Ray would take for an address though it is not the host:port of a cluster."""
-    if address == "auto" or "://" in address:
+    if address == "auto" or "://" in address or "@" in address:
         raise InputError(
-            f"scheduling.address: {address!r} is not host:port. "
+            f"scheduling.address: {without_password(address)!r} is not host:port. "
             "Name the head node's own address, such as 10.0.0.5:6379."
         )
 

@@ -83,7 +83,7 @@ class Training(Section):
         default=0.1,
         ge=0,
         le=1,
-        description="Share of the steps over which the rate rises from 0 to its peak.",
+        description="Share of the steps over which the rate rises linearly to its peak.",
     )
     decay: Literal["linear", "constant"] = "linear"
     layer_decay: float = Field(

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from finetune.batches import LabelledBatch
 from finetune.task import Head, Objective
+from pretrain.checkpoint.layouts import HeadDropout
 from pretrain.config import Model
 from pretrain.model.encoder import Encoder
 from pretrain.model.parts import hash_dropout, normal, zeros
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu}
-_HEAD_DROPOUT = 3  # apart from the encoder's own uses of a token's key
+_NO_DROPOUT = HeadDropout()
+_BEFORE_OUT, _BEFORE_DENSE = 3, 4  # dropout apart from the encoder's own uses of a token's key
 
 
 class Output(NamedTuple):
@@ -39,12 +41,13 @@ class TaskModel(Encoder):
         objective: which loss.
         outputs: C.
         activation: of the sequence head, a name in `ACTIVATIONS`.
+        dropout: of the head, in training.
         compile, activation_checkpointing: as `Encoder`.
     """
 
     def __init__(
         self, shape: Model, vocabulary_size: int, head: Head, objective: Objective, outputs: int, activation: str,
-        *, compile: bool = False, activation_checkpointing: bool = False,
+        *, dropout: HeadDropout = _NO_DROPOUT, compile: bool = False, activation_checkpointing: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(
             shape, vocabulary_size, compile=compile, activation_checkpointing=activation_checkpointing
@@ -53,9 +56,9 @@ class TaskModel(Encoder):
         self.loss = LOSSES[head, objective]
         self.every_row = head == "spans"
         if head == "sequence":
-            self.head: nn.Module = SequenceHead(shape, outputs, activation)
-        else:  # of spans nothing is dropped: google-research/bert run_squad.py, create_model; BertForQuestionAnswering
-            self.head = RowHead(shape, outputs, 0.0 if head == "spans" else shape.hidden_dropout)
+            self.head: nn.Module = SequenceHead(shape, outputs, activation, dropout)
+        else:
+            self.head = RowHead(shape, outputs, dropout)
 
     def forward(self, batch: LabelledBatch) -> Output:
         """Loss and logits of one micro-batch."""
@@ -65,11 +68,11 @@ class TaskModel(Encoder):
 
 
 class SequenceHead(nn.Module):
-    """dense, activation, dropout, out: BERT's pooler and classifier, and what other families have in their place."""
+    """dense, activation, out: BERT's pooler and classifier, and what other families have in their place."""
 
-    def __init__(self, shape: Model, outputs: int, activation: str) -> None:
+    def __init__(self, shape: Model, outputs: int, activation: str, dropout: HeadDropout) -> None:
         super().__init__()
-        self.dropout, self.activation = shape.hidden_dropout, ACTIVATIONS[activation]
+        self.dropout, self.activation = dropout, ACTIVATIONS[activation]
         self.dense_weight, self.dense_bias = (
             normal(shape.init_std, shape.hidden, shape.hidden),
             zeros(shape.hidden),
@@ -78,22 +81,25 @@ class SequenceHead(nn.Module):
 
     def forward(self, hidden_RH: Tensor, keys_R: Tensor) -> Tensor:
         """[R, C]"""
+        before_dense, before_out = self.dropout if self.training else _NO_DROPOUT
+        hidden_RH = hash_dropout(hidden_RH, keys_R, _BEFORE_DENSE, before_dense)
         pooled_RH = self.activation(_linear_fp32(hidden_RH, self.dense_weight, self.dense_bias))
-        dropped_RH = hash_dropout(pooled_RH, keys_R, _HEAD_DROPOUT, self.dropout if self.training else 0.0)
-        return _linear_fp32(dropped_RH, self.out_weight, self.out_bias)
+        pooled_RH = hash_dropout(pooled_RH, keys_R, _BEFORE_OUT, before_out)
+        return _linear_fp32(pooled_RH, self.out_weight, self.out_bias)
 
 
 class RowHead(nn.Module):
-    """dropout, out at each row."""
+    """out at each row."""
 
-    def __init__(self, shape: Model, outputs: int, dropout: float) -> None:
+    def __init__(self, shape: Model, outputs: int, dropout: HeadDropout) -> None:
         super().__init__()
         self.dropout = dropout
         self.out_weight, self.out_bias = normal(shape.init_std, outputs, shape.hidden), zeros(outputs)
 
     def forward(self, hidden_RH: Tensor, keys_R: Tensor) -> Tensor:
         """[R, C]"""
-        dropped_RH = hash_dropout(hidden_RH, keys_R, _HEAD_DROPOUT, self.dropout if self.training else 0.0)
+        before_out = self.dropout.before_out if self.training else 0.0
+        dropped_RH = hash_dropout(hidden_RH, keys_R, _BEFORE_OUT, before_out)
         return _linear_fp32(dropped_RH, self.out_weight, self.out_bias)
 
 

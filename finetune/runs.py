@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.config import FinetuneConfig, changed_for_resume, load_config
 from finetune.saved import MODEL, PREDICTIONS, load_saved, model_folder, write_records
+from finetune.start import start_table
 from finetune.task import data_digest
 from finetune.tasks import make_task
 from finetune.text import TextEncoder
@@ -97,7 +98,6 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Plan
 
         cores = len(os.sched_getaffinity(0))
         nodes_fit([(cores, 0)], config.scheduling.workers, config.scheduling.cpus_per_worker, "this machine")
-    from pretrain.checkpoint.released import fate_table
 
     released, encoder = _read_start(config)
     check_fit(config, released.model)
@@ -110,7 +110,7 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Plan
         held_out={name: len(members) for name, members in held_out.items()},
         labels=task.labels,
         steps=config.total_steps(units),
-        fates=fate_table(released.fates),
+        fates=start_table(config, task, released),
         family=released.family,
         parameters=sum(tensor.numel() for tensor in released.backbone.values()),
         model=released.model,

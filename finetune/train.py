@@ -14,19 +14,20 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from finetune.batches import Batches, LabelledBatch, LabelledStep
-from finetune.config import FinetuneConfig, Training
+from finetune.config import FinetuneConfig
 from finetune.inference import inference_model, predict_logits
 from finetune.model import Output, TaskModel
 from finetune.saved import MODEL, save_model
+from finetune.start import initial_state
 from finetune.task import Task, Windows, data_digest
 from finetune.tasks import make_task
 from finetune.text import TextEncoder
 from pretrain import loop
 from pretrain.checkpoint import store
-from pretrain.checkpoint.layouts import HEAD_ACTIVATION
+from pretrain.checkpoint.layouts import HEAD_ACTIVATION, head_dropout
 from pretrain.checkpoint.released import Released, read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.config import Model
@@ -77,11 +78,12 @@ def make_model(config: FinetuneConfig, task: Task[Any], released: Released) -> T
     """The model to begin with: the checkpoint's weights, and drawn ones for what it has not."""
     model = TaskModel(
         released.model, released.vocabulary_size, task.head, task.objective, task.outputs,
-        HEAD_ACTIVATION[released.family], compile=config.engine.compile,
-        activation_checkpointing=config.engine.activation_checkpointing,
+        HEAD_ACTIVATION[released.family],
+        dropout=head_dropout(released.family, released.config, released.model, task.head),
+        compile=config.engine.compile, activation_checkpointing=config.engine.activation_checkpointing,
     )  # fmt: skip
     if not config.random_weights:
-        model.load_state_dict(_initial(config.training, task, released, model), strict=False)
+        model.load_state_dict(initial_state(config, task, released), strict=False)
     return model
 
 
@@ -337,37 +339,6 @@ class _FreshState:
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         return self._weights[name][start : start + numel] if kind == "weight" else torch.zeros(numel)
-
-
-def _initial(training: Training, task: Task[Any], released: Released, model: nn.Module) -> dict[str, Tensor]:
-    """The checkpoint's tensors that this model begins with."""
-    first_anew = released.model.layers - training.reinitialised_layers
-    state = {
-        name: tensor
-        for name, tensor in released.backbone.items()
-        if not name.startswith("layers.") or int(name.split(".")[1]) < first_anew
-    }
-    names = (
-        ["dense_weight", "dense_bias"] if task.head == "sequence" and not training.reinitialise_pooler else []
-    )
-    if _same_outputs(task, released):
-        names += ["out_weight", "out_bias"]
-    wanted = model.state_dict()
-    for name in names:
-        tensor = released.head.get(name)
-        if tensor is not None and tensor.shape == wanted[f"head.{name}"].shape:
-            state[f"head.{name}"] = tensor
-    return state
-
-
-def _same_outputs(task: Task[Any], released: Released) -> bool:
-    """Whether the checkpoint's own head says the very same labels (or is a span head)."""
-    names = {int(number): name for number, name in (released.config.get("id2label") or {}).items()}
-    if task.head == "spans":
-        return any(
-            name.endswith("ForQuestionAnswering") for name in released.config.get("architectures") or ()
-        )
-    return bool(names) and tuple(names[n] for n in sorted(names)) == task.labels
 
 
 def _depth(name: str, layers: int) -> int:

@@ -118,7 +118,11 @@ def _dashboard(arguments: argparse.Namespace) -> None:
 
     print(
         dashboard.write_dashboard(
-            arguments.run, arguments.out, follow=arguments.follow, address=arguments.address
+            arguments.run,
+            arguments.out,
+            follow=arguments.follow,
+            address=arguments.address,
+            plain_http=arguments.allow_plain_http,
         )
     )
 
@@ -189,12 +193,17 @@ def _parser() -> argparse.ArgumentParser:
   ./launch.sh dashboard bert-mini
   ./launch.sh dashboard runs/glue --out glue.html
   ./launch.sh dashboard runs/bert-mini --follow
-  ./launch.sh dashboard --address http://10.0.0.5:8265 bert-mini""")  # fmt: skip
+  ./launch.sh dashboard --address http://127.0.0.1:8265 bert-mini""")  # fmt: skip
     dashboard.add_argument(
         "run", metavar="RUN|JOB", help="run folder, folder of several runs, name below runs/, or job"
     )
     dashboard.add_argument(
         "--address", default="", metavar="URL", help="the dashboard of the cluster whose job it is"
+    )
+    dashboard.add_argument(
+        "--allow-plain-http",
+        action="store_true",
+        help="send the token over unencrypted http to another machine: whoever reads it may run code on the cluster",
     )
     dashboard.add_argument(
         "--out", type=Path, metavar="FILE", help="page to write; otherwise RUN/dashboard.html"

@@ -219,7 +219,11 @@ class Phase(Section):
     global_sequences: int = Field(ge=1, description="Sequences per optimizer step over all workers.")
     steps: int = Field(ge=1, description="Optimizer steps of this phase.")
     peak_learning_rate: float = Field(gt=0)
-    warmup_steps: int = Field(default=0, ge=0, description="Linear warm-up from 0 to the peak.")
+    warmup_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Steps of linear warm-up: from 1/warmup_steps of the peak to the peak, which the last of them has.",
+    )
     decay: Literal["linear", "polynomial", "constant"] = "linear"
     decay_power: float = Field(
         default=0.5, gt=0, description="Exponent of polynomial decay; NVIDIA's LAMB recipe uses 0.5."

@@ -66,8 +66,9 @@ def make_optimizer(settings: config.Optimizer, groups: list[dict[str, Any]]) -> 
 def learning_rate(phases: Sequence[config.Phase], step: int) -> float:
     """The rate of the 0-based optimizer `step`; the schedule starts anew with each phase.
 
-    Linear warm-up from 0 to the peak, then decay over the phase's remaining steps, continuous at the peak: as
-    transformers' get_{constant,linear,polynomial_decay}_schedule_with_warmup.
+    Linear warm-up from 1 / warmup_steps of the peak to the peak, which the last warm-up step has, then decay over the
+    phase's remaining steps: transformers' get_{constant,linear,polynomial_decay}_schedule_with_warmup over one step more,
+    without its first step, whose rate of 0 would spend a global batch on nothing.
     """
     for phase in phases:
         if step < phase.steps:
@@ -77,11 +78,12 @@ def learning_rate(phases: Sequence[config.Phase], step: int) -> float:
 
 
 def _phase_rate(phase: config.Phase, step: int) -> float:
-    if step < phase.warmup_steps:
-        return phase.peak_learning_rate * step / phase.warmup_steps
+    peak_step = max(0, phase.warmup_steps - 1)
+    if step < peak_step:
+        return phase.peak_learning_rate * (step + 1) / phase.warmup_steps
     if phase.decay == "constant":
         return phase.peak_learning_rate
-    remaining = (phase.steps - step) / (phase.steps - phase.warmup_steps)
+    remaining = (phase.steps - step) / (phase.steps - peak_step)
     power = phase.decay_power if phase.decay == "polynomial" else 1.0
     return (
         phase.final_learning_rate + (phase.peak_learning_rate - phase.final_learning_rate) * remaining**power
@@ -247,7 +249,8 @@ class Lamb(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
-        step, (beta1, beta2) = state["step"].item(), group["betas"]
+        # The count stays where it is, on a GPU too: to read it there would wait for all that was asked of the device.
+        step, (beta1, beta2) = state["step"].double(), group["betas"]
         correction1, correction2 = 1 - beta1**step, 1 - beta2**step
         gradient = parameter.grad
         assert gradient is not None

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from pretrain.errors import InputError
+from pretrain.secret_names import secret_paths
 
 
 class Section(BaseModel):
@@ -118,7 +119,6 @@ _Loader.add_constructor(
 )
 
 _Keys = tuple[str | int, ...]
-_SECRET = re.compile(r"(_|^)(key|token|secret|password)s?$", re.IGNORECASE)
 
 
 class _Document(Generic[S]):
@@ -212,19 +212,16 @@ class _Document(Generic[S]):
             node = step[1]
 
 
-def _secrets(value: Any, path: _Keys = (), *, ours: bool = True) -> Iterator[_Keys]:
-    """Where text stands under a secret's name in what a config passes on to other software; names of ours hold none."""
+def _secrets(value: Any, path: _Keys = ()) -> Iterator[_Keys]:
+    """Where a secret stands in what a config passes on to other software; names of ours hold none."""
     if isinstance(value, Section):
         for name in type(value).model_fields:
             yield from _secrets(getattr(value, name), (*path, name))
     elif isinstance(value, dict):
-        for name, item in value.items():
-            yield from _secrets(item, (*path, str(name)), ours=False)
+        yield from secret_paths(value, path)
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
-            yield from _secrets(item, (*path, number), ours=ours)
-    elif not ours and isinstance(value, str) and value and _SECRET.search(str(path[-1])):
-        yield path
+            yield from _secrets(item, (*path, number))
 
 
 def _keys(name: str) -> _Keys:

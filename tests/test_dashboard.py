@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
 
+from finetune import config as finetune_config
 from finetune import saved
 from finetune.experiments import trials
 from pretrain import __main__ as command_line
@@ -23,6 +25,7 @@ from pretrain import dashboard, loop, train
 from pretrain.dashboard import curves, workspace
 from pretrain.dashboard.panels import PANELS, panels_for
 from pretrain.dashboard.runs import FAILED, SCORES, find_folder, read_runs
+from pretrain.dashboard.subjects import TASKS
 from pretrain.errors import InputError
 from pretrain.rank_times import RankTimes
 from pretrain.tracking.records import is_training, note_end, read_records
@@ -57,6 +60,47 @@ def data_of(page: Path) -> dict[str, Any]:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', page.read_text(), re.S)
     assert found
     return json.loads(found[1])
+
+
+def write_tuned(folder: Path, score: float, **config: Any) -> Path:
+    """A finished fine-tuning whose f1 counts."""
+    evaluation = {"step": 2, "split": "validation", "loss": 1.0, "exact": 0.0, "f1": score, "seconds": 1.0}
+    write_run(folder, [training(2), evaluation], **config)
+    said = {"metric": "f1", "step": 2, "scores": {"dev": {"exact": 0.0, "f1": score}}, "details": {}}
+    (folder / SCORES).write_text(json.dumps(said))
+    return folder
+
+
+def write_tasks(folder: Path) -> None:
+    """Two tasks from pretrained weights with two seeds each, and from random weights."""
+    given = {"names": ("entities", 0.8, 0.2), "returns": ("questions", 0.5, 0.1)}
+    for name, (section, score, random_score) in given.items():
+        data: dict[str, Any] = {
+            section: {"train": f"labelled/{name}.jsonl"},
+            "start_from": "runs/demo/export",
+        }
+        for seed in (0, 1):
+            write_tuned(
+                folder / f"{name}-{seed}", score - 0.1 + 0.2 * seed, seed=seed, random_weights=False, **data
+            )
+        write_tuned(folder / f"{name}-random", random_score, random_weights=True, **data)
+
+
+def tables_of(page: Path) -> dict[str, list[list[str]]]:
+    """The text of each table's cells, by the heading above it."""
+    found: dict[str, list[list[str]]] = {}
+    for heading, body in re.findall(
+        r"<h2>([^<]*)</h2>\s*<div[^>]*><div[^>]*><table[^>]*>(.*?)</table>", page.read_text(), re.S
+    ):
+        rows = re.findall(r"<tr>(.*?)</tr>", body, re.S)
+        found[heading] = [
+            [
+                " ".join(re.sub(r"<[^>]+>", " ", cell).split())
+                for cell in re.findall(r"<t[hd][^>]*>(.*?)</t[hd]>", row, re.S)
+            ]
+            for row in rows
+        ]
+    return found
 
 
 def charts_of(page: Path) -> dict[str, list[dict[str, Any]]]:
@@ -105,6 +149,7 @@ class TestPanels:
 
     def test_files_of_a_fine_tuning_are_named_as_there(self) -> None:
         assert (SCORES, FAILED) == (saved.SCORES, trials.FAILED)
+        assert TASKS == finetune_config.TASKS
 
 
 class TestCurves:
@@ -213,7 +258,10 @@ class TestPage:
                 "f1": 0.1,
                 "seconds": 1.0,
             }
-            folder = write_run(tmp_path / "glue" / "rte" / f"seed-{seed}", [training(2), evaluation])
+            folder = write_run(
+                tmp_path / "glue" / "rte" / f"seed-{seed}", [training(2), evaluation], seed=seed,
+                classification={"glue": "rte"}, start_from="bert",
+            )  # fmt: skip
             said = {
                 "metric": "accuracy",
                 "step": 2,
@@ -229,8 +277,53 @@ class TestPage:
         assert [one["name"] for one in charts["Loss, held-out"]] == ["rte/seed-0", "rte/seed-1"]
         assert [one["y"] for one in charts["Scores on held-out examples: accuracy"]] == [[0.5], [0.75]]
         text = Page(page.read_text()).text
-        for expected in ("3 runs: 2 finished, 1 diverged", "rte, mean of 2", "0.6250 ± 0.1768", "alert(1)"):
+        for expected in (
+            "3 runs: 2 finished, 1 diverged",
+            "classification: rte",
+            "0.6250 ± 0.1768",
+            "mean of 2",
+            "alert(1)",
+        ):
             assert expected in text, expected
+
+    def test_only_seeds_of_one_thing_are_averaged(self, tmp_path: Path) -> None:
+        """Two tasks scored by the same metric, each from pretrained weights (two seeds) and from random ones."""
+        write_tasks(tmp_path)
+        dashboard.write_dashboard(str(tmp_path))
+        page = tmp_path / "dashboard.html"
+        table = tables_of(page)["Fine-tuning scores by task and start"]
+        assert table == [
+            ["task", "metric", "set", "from runs/demo/export", "from random weights"],
+            ["entities: names.jsonl", "f1", "dev", "0.8000 ± 0.1414 mean of 2, 0.7000 to 0.9000", "0.2000"],
+            [
+                "questions: returns.jsonl",
+                "f1",
+                "dev",
+                "0.5000 ± 0.1414 mean of 2, 0.4000 to 0.6000",
+                "0.1000",
+            ],
+        ]
+        assert not any("mean of" in " ".join(row) for row in tables_of(page)["Fine-tuning scores"])
+        assert "mean of 6" not in Page(page.read_text()).text
+        charts = charts_of(page)
+        for data, names in (("entities: names.jsonl", "names"), ("questions: returns.jsonl", "returns")):
+            shown = {one["name"]: one["y"] for one in charts[f"Scores on held-out examples: f1, {data}"]}
+            assert set(shown) == {f"{names}-0", f"{names}-1", f"{names}-random"}
+            assert all(len(values) == 1 for values in shown.values())
+
+    def test_runs_of_other_settings_are_rows_of_their_own(self, tmp_path: Path) -> None:
+        for rate, score in ((1e-5, 0.25), (5e-5, 0.75)):
+            for seed in (0, 1):
+                write_tuned(
+                    tmp_path / f"{rate}-{seed}", score, seed=seed, entities={"train": "a/names.jsonl"}, start_from="bert",
+                    training={"learning_rate": rate, "epochs": 3.0}, engine={"precision": ["bf16", "fp32"][seed]},
+                )  # fmt: skip
+        dashboard.write_dashboard(str(tmp_path))
+        rows = tables_of(tmp_path / "dashboard.html")["Fine-tuning scores by task and start"][1:]
+        assert rows == [
+            ["entities: names.jsonl, training.learning_rate 1e-05", "f1", "dev", "0.2500 ± 0.0000 mean of 2, 0.2500 to 0.2500"],
+            ["entities: names.jsonl, training.learning_rate 5e-05", "f1", "dev", "0.7500 ± 0.0000 mean of 2, 0.7500 to 0.7500"],
+        ]  # fmt: skip
 
     def test_a_torn_last_line_is_left_out(self, run: Path) -> None:
         with (run / "metrics.jsonl").open("a") as file:
@@ -317,6 +410,25 @@ class TestWorkspace:
         (run / "config.yaml").write_text(json.dumps({"name": "mini", "tracking": {"run_id": "mini-7"}}))
         dashboard.write_dashboard(str(run))
         assert re.fullmatch(workspace.read(path).runset_settings.query, "mini-7")
+
+    def test_runs_are_grouped_by_what_they_learnt(self, tmp_path: Path) -> None:
+        write_tasks(tmp_path)
+        dashboard.write_dashboard(str(tmp_path))
+        again = workspace.read(tmp_path / "dashboard.json")
+        assert [one.name for one in again.runset_settings.groupby] == [
+            "entities.train",
+            "questions.train",
+            "random_weights",
+        ]
+        bars: list[Any] = [
+            plot for one in again.sections for plot in one.panels if type(plot).__name__ == "BarPlot"
+        ]
+        assert [[metric.name for metric in plot.metrics] for plot in bars] == [["eval/f1"]]
+        for path in tmp_path.glob("returns-*"):
+            shutil.rmtree(path)
+        shutil.rmtree(tmp_path / "names-random")
+        dashboard.write_dashboard(str(tmp_path))
+        assert workspace.read(tmp_path / "dashboard.json").runset_settings.groupby == []  # seeds of one
 
     def test_saved_twice_it_is_one_and_holds_no_key(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WANDB_MODE", "online")

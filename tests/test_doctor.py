@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 from chaos import Cluster, cluster
@@ -210,6 +211,21 @@ def test_a_job_that_ends_without_a_result_is_told() -> None:
     with pytest.raises(MachineError, match=r"did not run: ModuleNotFoundError: cluster\.doctor"):
         remote._result("noise\nModuleNotFoundError: cluster.doctor\n", "doctor-1", job)
     assert remote._result(f'noise\n{driver.MARK}{{"rows": []}}\n', "doctor-1", job) == {"rows": []}
+
+
+@pytest.mark.parametrize(("is_open", "mark"), [(True, WARN), (False, PASS)])
+def test_a_cluster_without_a_token_is_warned_of(
+    is_open: bool, mark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    told = f"{driver.MARK}{json.dumps({'rows': [], 'head': machine.versions()})}\n"
+    jobs = MagicMock()
+    jobs.return_value.is_open.return_value = is_open
+    jobs.return_value.log.return_value = told
+    monkeypatch.setattr(remote.jobs, "Jobs", jobs)
+    row = remote.check("http://head:8265", tmp_path, plain_http=True)[0]
+    assert (row.what, row.mark) == ("access", mark)
+    assert ("RAY_AUTH_MODE=token" in row.advice) == is_open
+    jobs.assert_called_once_with("http://head:8265", plain_http=True)
 
 
 def _shown(rows: list[Row]) -> str:

@@ -420,6 +420,7 @@ def test_the_card_of_a_tagger(tmp_path: Path) -> None:
         ["PER", "1.0000", "1.0000", "1.0000", "1"],
     ]
     assert "sentences: 1, words: 3, entities: 2 (dev)." in card
+    assert 'pipeline("token-classification", ".", aggregation_strategy="first")' in card
     values = metadata(card)
     assert values["pipeline_tag"] == "token-classification"
     assert {"type": "recall", "name": "recall", "value": 0.5} in values["model-index"][0]["results"][0][

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,8 @@ from tiny_checkpoints import make_bert
 from finetune.batches import Batches, LabelledBatch
 from finetune.model import TaskModel
 from finetune.task import Head, Objective, Windows
-from pretrain.checkpoint.released import read_released
+from pretrain.checkpoint.layouts import HEAD_ACTIVATION, HeadDropout, head_dropout, read_config
+from pretrain.checkpoint.released import assemble, read_released
 from pretrain.config import Model
 from pretrain.engine import _add_rows, ask_for_rows
 from pretrain.model.heads import PretrainingModel
@@ -142,18 +144,91 @@ def test_spans_are_those_of_transformers(checkpoint: Path) -> None:
     torch.testing.assert_close(output.loss / 4, sum(losses) / 2, rtol=1e-5, atol=1e-6)
 
 
+SIZES = {
+    "vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+    "max_position_embeddings": 24,
+}  # fmt: skip
+NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+HALF = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.0}
+DISTILBERT = {
+    "vocab_size": 40, "dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 24,
+    "attention_dropout": 0.0,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    ("head", "objective", "drops"), [("sequence", "classes", True), ("tokens", "classes", True), ("spans", "span", False)]
+    ("family", "values"),
+    [
+        *(
+            (family, {**SIZES, **more})
+            for family in ("Bert", "Roberta", "Electra")
+            for more in (
+                HALF,
+                {**NO_DROPOUT, "classifier_dropout": 0.25},
+                {**HALF, "classifier_dropout": 0.0},
+            )
+        ),
+        ("DistilBert", {**DISTILBERT, "dropout": 0.5}),
+        ("DistilBert", {**DISTILBERT, "dropout": 0.0, "seq_classif_dropout": 0.25, "qa_dropout": 0.75}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("head", "kind"), [("sequence", "SequenceClassification"), ("tokens", "TokenClassification"), ("spans", "QuestionAnswering")]
 )  # fmt: skip
-def test_all_heads_but_that_of_spans_drop(
-    checkpoint: Path, head: Head, objective: Objective, drops: bool
+def test_heads_drop_where_and_as_much_as_transformers(
+    family: str, values: dict[str, Any], head: Head, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As transformers' BertFor... and run_squad.py have it."""
-    model = ours(checkpoint, head, objective, OUTPUTS[head])
+    """In training, with dropout made to multiply all that it is given by its share: place and share show in the logits."""
+    import transformers
+
+    monkeypatch.setattr(torch.nn.Dropout, "forward", lambda self, x: x * (1 - self.p) if self.training else x)
+    for module in ("pretrain.model.encoder", "finetune.model"):
+        monkeypatch.setattr(f"{module}.hash_dropout", lambda x, keys, use, dropout: x * (1 - dropout))
+    torch.manual_seed(0)
+    if family == "Roberta":
+        values = {**values, "max_position_embeddings": 26, "type_vocab_size": 1}
+    config = getattr(transformers, f"{family}Config")(**values)
+    peer = getattr(transformers, f"{family}For{kind}")(config).train()
+    with torch.no_grad():
+        for name, parameter in peer.named_parameters():
+            # DistilBERT's encoder drops no output of its attention, ours does: not what is asked here.
+            parameter.add_(torch.randn_like(parameter) * 0.1).mul_("out_lin" not in name)
+    released = assemble(dict(peer.state_dict()), read_config(config.to_dict()), config.to_dict())
+    model = TaskModel(
+        released.model, released.vocabulary_size, head, "span" if head == "spans" else "classes", 2,
+        HEAD_ACTIVATION[released.family],
+        dropout=head_dropout(released.family, released.config, released.model, head),
+    ).train()  # fmt: skip
+    model.load_state_dict(
+        released.backbone | {f"head.{name}": tensor for name, tensor in released.head.items()}
+    )
+    asked = FIRST if head == "sequence" else ALL
+    batch = make_batch(np.zeros((len(asked), 2) if head == "spans" else len(asked), np.int64), asked)
+    batch = dataclasses.replace(batch, token_types=batch.token_types * (released.token_types == 2))
+    inputs = padded(batch)
+    if released.token_types < 2:
+        del inputs["token_type_ids"]
+    with torch.no_grad():
+        output, expected = model(batch), peer(**inputs)
+    logits = (
+        torch.stack([expected.start_logits, expected.end_logits], -1) if head == "spans" else expected.logits
+    )
+    if head != "sequence":
+        logits = logits[batch.sequence, batch.positions[batch.rows]]
+    torch.testing.assert_close(output.logits, logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("head", "objective"), [("sequence", "classes"), ("tokens", "classes")])
+def test_heads_drop_in_training_alone(head: Head, objective: Objective) -> None:
+    shape = Model(size="custom", layers=1, hidden=32, heads=2, max_positions=24)
+    model = TaskModel(shape, 40, head, objective, 3, "tanh", dropout=HeadDropout(0.5, 0.5)).eval()
     hidden, keys = torch.randn(50, 32), torch.arange(50, dtype=torch.int32)
     kept = model.head(hidden, keys)
+    assert torch.equal(model.head(hidden, keys), kept)
     model.train()
-    assert torch.equal(model.head(hidden, keys), kept) != drops
+    dropped = model.head(hidden, keys)
+    assert not torch.equal(dropped, kept)
+    assert torch.equal(model.head(hidden, keys), dropped)  # drawn from the keys
 
 
 def test_windows_of_an_example_are_averaged_before_the_loss(checkpoint: Path) -> None:

@@ -353,7 +353,10 @@ def test_the_rate_rises_and_falls_as_transformers_has_it() -> None:
         {"name": "x", "classification": {"train": "x"}, "training": {"learning_rate": 1.0, "steps": 50}}
     )
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
-    schedule = get_linear_schedule_with_warmup(optimizer, 5, 50)
+    # Without the step of rate 0 that theirs begins with.
+    schedule = get_linear_schedule_with_warmup(optimizer, 5, 51)
+    optimizer.step()
+    schedule.step()
     for step in range(50):
         assert learning_rate([config.phase(1)], step) == pytest.approx(schedule.get_last_lr()[0])
         optimizer.step()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib.util
 import json
@@ -21,9 +22,12 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
+from pydantic import ValidationError
 
+from cluster import manifests
 from cluster.__main__ import main
 from cluster.manifests import KINDS, command, render
+from cluster.manifests.run import Job, Nodes
 from cluster.members import PROCESS_TITLE
 from finetune.config import load_config as load_finetuning
 from pretrain.config import load_config
@@ -45,7 +49,13 @@ start_from: exported/bert
 classification: {train: train.csv, dev: dev.csv, text_column: text, label_column: label}
 scheduling: {workers: 4}
 """
-NEEDED = {"kuberay": [], "rayup": ["place.file_system=fs-0123abcd"], "slurm": []}
+EFA = [
+    "place.private=true",
+    "place.subnet=subnet-1a",
+    "place.security_group=sg-1a",
+    "place.placement_group=near",
+]
+NEEDED = {"kuberay": [], "rayup": ["place.file_system=fs-0123abcd", *EFA], "slurm": []}
 
 
 @pytest.fixture
@@ -111,8 +121,15 @@ def check_kuberay(documents: dict[str, dict[str, Any]]) -> None:
         ["place.queue=training", "place.time_limit_seconds=86400", "place.prepare=true"],
         ["place.redis_address=redis:6379", "place.redis_secret=redis", "place.operator_namespace=kuberay"],
         ["place.gpus=false", "place.start_limit_seconds=0", "place.node_selector={pool: cpu}"],
+        [
+            "place.service_account=trainer", "place.priority_class=high", "place.image_pull_secrets=[registry, mirror]",
+            "place.annotations={karpenter.sh/do-not-disrupt: 'true'}",
+            "place.worker_annotations={k8s.v1.cni.cncf.io/networks: rdma}",
+            "place.worker_resources={rdma/hca_shared_devices_a: 1, hugepages-2Mi: 5120Mi}",
+            "place.worker_environment={NCCL_IB_HCA: mlx5, NCCL_DEBUG_FILE: /tmp/1e3}",
+        ],
     ],
-)
+)  # fmt: skip
 def test_kuberay_is_valid(config: Path, overrides: list[str]) -> None:
     documents = kuberay(config, *overrides)
     check_kuberay(documents)
@@ -139,6 +156,9 @@ def set_at(document: Any, path: str, value: Any) -> None:
         ("RayJob/spec/rayClusterSpec/workerGroupSpecs/0/template/spec/toleration", []),
         ("RayJob/spec/rayClusterSpec/workerGroupSpecs/0/template/spec/containers/0/lifecycle/preStop/exe", {}),
         ("RayJob/spec/submitterPodTemplate/spec/containers/0/securityContext/capabilities/drops", ["ALL"]),
+        ("RayJob/spec/submitterPodTemplate/spec/imagePullSecrets", ["registry"]),
+        ("RayJob/spec/rayClusterSpec/workerGroupSpecs/0/template/spec/priorityClass", "high"),
+        ("RayJob/spec/rayClusterSpec/workerGroupSpecs/0/template/metadata/annotations", {"count": 1}),
         ("NetworkPolicy/spec/policyType", ["Ingress"]),
         ("ConfigMap/data/number", 1),
     ],
@@ -165,6 +185,44 @@ def test_kuberay_follows_the_config(config: Path) -> None:
     assert cluster["headGroupSpec"]["rayStartParams"]["num-cpus"] == "0"
     assert f"ray=={cluster['rayVersion']}\n" in LOCK
     assert cluster["authOptions"] == {"mode": "token"}
+
+
+def test_what_a_cluster_asks_of_pods(config: Path) -> None:
+    """Account, priority, pull secrets and annotations of all pods; RDMA, its network and NCCL's settings of the workers'."""
+    documents = kuberay(
+        config, "place.service_account=trainer", "place.priority_class=high", "place.image_pull_secrets=[registry]",
+        "place.annotations={keep: 'true'}", "place.worker_annotations={k8s.v1.cni.cncf.io/networks: rdma}",
+        "place.worker_resources={rdma/ib: 2, hugepages-2Mi: 5120Mi}", "place.worker_environment={NCCL_IB_HCA: '1e3'}",
+    )  # fmt: skip
+    templates = list(pod_templates(documents["RayJob"]["spec"]))
+    for template in templates:
+        pod = template["spec"]
+        assert (pod["serviceAccountName"], pod["priorityClassName"]) == ("trainer", "high")
+        assert pod["imagePullSecrets"] == [{"name": "registry"}]
+        assert pod["automountServiceAccountToken"] is False
+        assert template["metadata"]["annotations"]["keep"] == "true"
+    [worker] = [one for one in templates if one["spec"]["containers"][0]["name"] == "ray-worker"]
+    container = worker["spec"]["containers"][0]
+    assert worker["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == "rdma"
+    assert container["resources"]["requests"] == container["resources"]["limits"]
+    assert container["resources"]["limits"].items() >= {"rdma/ib": "2", "hugepages-2Mi": "5120Mi", "nvidia.com/gpu": "8"}.items()  # fmt: skip
+    assert {"name": "NCCL_IB_HCA", "value": "1e3"} in container["env"]
+    others = json.dumps([one for one in templates if one is not worker])
+    assert not re.search("rdma|NCCL|hugepages", others)
+
+
+def test_pods_without_wishes_have_none(config: Path) -> None:
+    for template in pod_templates(kuberay(config)["RayJob"]["spec"]):
+        assert "annotations" not in template["metadata"]
+        assert not {"serviceAccountName", "priorityClassName", "imagePullSecrets"} & template["spec"].keys()
+
+
+def test_text_that_looks_like_a_number_stays_text(config: Path) -> None:
+    """PyYAML leaves 1e3 plain, which is a number for those who read YAML 1.2."""
+    text = render(
+        "kuberay", config, ["place.worker_environment={NCCL_A: '1e3', NCCL_B: '0o17', NCCL_C: '-.5e1'}"]
+    )
+    assert {"'1e3'", "'0o17'", "'-.5e1'"} <= set(re.findall(r"value: (.*)$", text, re.MULTILINE))
 
 
 def test_a_run_that_may_shrink_needs_fewer_pods(config: Path) -> None:
@@ -268,6 +326,21 @@ def test_an_elastic_run_goes_on_without_a_pod(
     assert (tmp_path / "calls").exists() == ("head" not in host)
 
 
+def test_a_control_store_that_is_gone_does_not_hold_a_pod_up(config: Path, tmp_path: Path) -> None:
+    """`ray drain-node` waits for minutes then; the hook gives it seconds, and stops the run instead."""
+    (tmp_path / "runs/my-run").mkdir(parents=True)
+    given = [f"place.storage={tmp_path}", "scheduling.min_workers=8", "scheduling.workers=16"]
+    data = kuberay(config, *given)["ConfigMap"]["data"]
+    real = shutil.which("timeout")
+    program(tmp_path / "bin", "ray", "exec sleep 600\n")
+    program(tmp_path / "bin", "timeout", f'echo "$@" >>{tmp_path}/limits\nexec {real} 0.2 "${{@:3}}"\n')
+    program(tmp_path / "bin", "pgrep", "exit 1\n")
+    environment = with_programs(tmp_path / "bin", HOSTNAME="run-workers-1")
+    assert subprocess.run(["bash", "-c", data["stop.sh"]], env=environment, timeout=30).returncode == 0
+    assert (tmp_path / "runs/my-run/stop").exists()
+    assert (tmp_path / "limits").read_text().startswith("--kill-after=5 20 ray drain-node ")
+
+
 # ray up
 
 
@@ -283,7 +356,8 @@ def ray_schema() -> dict[str, Any]:
 @pytest.mark.parametrize(
     "overrides",
     [[], ["place.spot=true", "place.private=true", "place.zone=us-west-2a", "place.security_group=sg-1a",
-          "place.machine_image=ami-1", "place.netrc=~/.netrc", "place.prepare=true"]],
+          "place.machine_image=ami-1", "place.netrc=~/.netrc", "place.prepare=true"],
+     ["place.gpus=false", "place.efa_interfaces=0", "place.instance=m6i.32xlarge"]],
 )  # fmt: skip
 def test_rayup_is_valid(config: Path, ray_schema: dict[str, Any], overrides: list[str]) -> None:
     cluster = rayup(config, *overrides)
@@ -321,6 +395,52 @@ def test_rayup_opens_nothing(config: Path) -> None:
     assert list(cluster["file_mounts"].values()) == ["~/.ray/auth_token"]
 
 
+@pytest.mark.parametrize(
+    ("instance", "count"), [("p4d.24xlarge", 4), ("p5.48xlarge", 32), ("p5en.48xlarge", 16)]
+)
+def test_nodes_with_efa_use_it(config: Path, instance: str, count: int) -> None:
+    """As AWS recommends: one interface for IP, one for EFA alone on each network card; Ray wants subnet and group in each."""
+    cluster = rayup(config, f"place.instance={instance}")
+    node = cluster["available_node_types"]["workers"]["node_config"]
+    first, *others = node["NetworkInterfaces"]
+    assert (first["NetworkCardIndex"], first["DeviceIndex"], first["InterfaceType"]) == (0, 0, "interface")
+    assert [one["NetworkCardIndex"] for one in others] == list(range(count))
+    assert [one["DeviceIndex"] for one in others] == [1, *[0] * (count - 1)]
+    assert {one["InterfaceType"] for one in others} == {"efa-only"}
+    for one in (first, *others):
+        assert (one["SubnetId"], one["Groups"]) == ("subnet-1a", ["sg-1a"])
+    assert not {"SubnetIds", "SubnetId", "SecurityGroupIds"} & node.keys()
+    assert node["Placement"] == {"GroupName": "near"}
+    options = cluster["docker"]["worker_run_options"]
+    assert {"--device=/dev/infiniband", "--ulimit=memlock=-1:-1"} <= set(options)
+    head = cluster["available_node_types"]["head"]["node_config"]
+    assert (head["SubnetIds"], head["SecurityGroupIds"]) == (["subnet-1a"], ["sg-1a"])
+    assert "NetworkInterfaces" not in head
+    assert "Placement" not in head
+
+
+def test_nodes_without_efa_keep_to_tcp(config: Path) -> None:
+    for given in (["place.efa_interfaces=0"], ["place.instance=g5.48xlarge"], ["scheduling.workers=8"]):
+        cluster = rayup(config, *given)
+        node = cluster["available_node_types"]["workers"]["node_config"]
+        assert "NetworkInterfaces" not in node
+        assert (node["SubnetIds"], node["SecurityGroupIds"]) == (["subnet-1a"], ["sg-1a"])
+        assert "--device=/dev/infiniband" not in cluster["docker"]["worker_run_options"]
+
+
+def test_workers_of_rayup_get_their_gpus(config: Path) -> None:
+    """The image names no GPUs, so NVIDIA's toolkit gives it none unless it is told; the head has none."""
+    docker = rayup(config)["docker"]
+    wanted = {
+        "--gpus=all",
+        "--env=NVIDIA_VISIBLE_DEVICES=all",
+        "--env=NVIDIA_DRIVER_CAPABILITIES=compute,utility",
+    }
+    assert wanted <= set(docker["worker_run_options"])
+    assert not [option for option in docker["run_options"] if "NVIDIA" in option or "gpus" in option]
+    assert "worker_run_options" not in rayup(config, "place.gpus=false", "place.efa_interfaces=0")["docker"]
+
+
 def test_rayup_writes_config_and_script_on_the_head(config: Path, tmp_path: Path) -> None:
     for line in rayup(config)["head_setup_commands"]:
         subprocess.run(["bash", "-c", line.replace("/home/bertrain", str(tmp_path))], check=True)
@@ -344,6 +464,13 @@ def test_scripts_are_clean(config: Path, overrides: list[str]) -> None:
     elastic = kuberay(config, *overrides, "scheduling.min_workers=8")["ConfigMap"]["data"]
     for text in (render("slurm", config, overrides), data["start.sh"], data["stop.sh"], elastic["stop.sh"]):
         check_script(text)
+
+
+def test_a_constraint_keeps_its_operators(config: Path) -> None:
+    for constraint in ("h100|a100", "[rack1|rack2]", "(h100&nvme)*2"):
+        script = render("slurm", config, [f"place.constraint='{constraint}'"])
+        assert f"#SBATCH --constraint='{constraint}'\n" in script
+    assert "#SBATCH --constraint=h100\n" in render("slurm", config, ["place.constraint=h100"])
 
 
 def test_slurm_follows_the_config(config: Path) -> None:
@@ -403,14 +530,16 @@ def slurm_job(config: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[st
         secret = f'[[ $1 != -c ]] || exec {sys.executable} "$@"\n'
         first = f"[[ $3 != prepare ]] || {{ {preparing}; exit; }}\n"
         program(folder, "python", f'{secret}echo "$@" >>{calls}\n{first}{lines}')
-        environment = with_programs(folder, SLURM_JOB_ID="4711", SLURM_JOB_NUM_NODES="2")
+        environment = with_programs(
+            folder, SLURM_JOB_ID="4711", SLURM_JOB_NUM_NODES="2", SLURM_CPUS_PER_TASK="24"
+        )
         return subprocess.Popen(["bash", tmp_path / "job.sh"], env=environment)
 
     return start
 
 
 def test_slurm_runs_and_tells_the_exit_code(slurm_job: Any, tmp_path: Path) -> None:
-    token = "cp -p runs/my-run/ray-token seen\n"
+    token = "cp -p runs/my-run/ray-token seen\necho $SRUN_CPUS_PER_TASK >cpus\n"
     assert slurm_job(f"{token}exit 4\n").wait(20) == 4
     calls = (tmp_path / "calls").read_text()
     assert re.search(r"^symmetric-run --address [\d.]+:24711 --min-nodes 2 ", calls)
@@ -418,6 +547,7 @@ def test_slurm_runs_and_tells_the_exit_code(slurm_job: Any, tmp_path: Path) -> N
         r"pretrain pretrain runs/my-run/submitted.yaml --set scheduling.address=[\d.]+:24711 --resume", calls
     )
     assert "scontrol" not in calls
+    assert (tmp_path / "cpus").read_text() == "24\n"  # which srun no longer takes from sbatch
     assert (tmp_path / "seen").stat().st_mode & 0o777 == 0o600
     assert re.fullmatch("[0-9a-f]{64}", (tmp_path / "seen").read_text())
     assert not (tmp_path / "runs/my-run/ray-token").exists()
@@ -529,9 +659,19 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("kuberay", ["phases.0.step=1"], "phases.0.step is not a known setting; did you mean"),
         ("kuberay", ["place.storage=shared"], "place.storage is 'shared'; expected text like ^/"),
         ("rayup", [], "place.file_system is missing. EFS"),
+        ("rayup", ["place.file_system=fs-1"], "need place.private, place.subnet, place.security_group, place.placement_group"),
+        ("rayup", [*NEEDED["rayup"], "place.region=$(id)"], "place.region is '$(id)'; expected text like"),
+        ("rayup", [*NEEDED["rayup"], "place.image=x --privileged"], "place.image is 'x --privileged'; expected text"),
         ("slurm", ["place.partition=a b"], "place.partition is 'a b'; expected text like"),
+        ("slurm", ["place.constraint=a;b"], "place.constraint is 'a;b'; expected text like"),
+        ("kuberay", ["place.worker_resources={nvidia.com/gpu: 1}"], "set by place.workers_per_node and place.gpus"),
+        ("kuberay", ["place.worker_resources={rdma/ib: some}"], "is 'some'; expected text like"),
+        ("kuberay", ["place.worker_environment={A-B: x}"], "'A-B'; expected text like"),
+        ("kuberay", ["place.worker_environment={RAY_AUTH_MODE: disabled}"], "RAY_AUTH_MODE is Ray's own"),
+        ("kuberay", ["place.worker_environment={WANDB_API_KEY: x}"], "looks like a secret"),
+        ("kuberay", ["place.service_account=Me"], "place.service_account is 'Me'; expected text like"),
     ],
-)
+)  # fmt: skip
 def test_bad_input_is_one_line(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     kind: str, overrides: list[str], told: str,
@@ -571,3 +711,139 @@ def test_the_container_file_takes_its_versions_from_the_lock() -> None:
     assert not re.search(r"\w==\d", text)
     assert re.search(r"FROM python:3\.1[0-3]-", text)  # requires-python
     assert "--uid 1000" in text  # runAsUser of the pods
+
+
+def test_the_image_has_what_the_head_starts_nodes_with() -> None:
+    """Ray's autoscaler runs in the head's container: boto3 for AWS, ssh and rsync for the nodes."""
+    text = (ROOT / "cluster/manifests/Containerfile").read_text()
+    assert ".[aws]" in text
+    assert {"openssh-client", "rsync"} <= set(text.split())
+    assert re.search(r"^aws = \[\n +\"boto3", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert re.search(r"^boto3==", LOCK, re.MULTILINE)
+
+
+# Hostile values
+
+_CANARY = "CANARY"  # stands for the path of a file that must not come into being
+HOSTILE = [
+    f"x\ntouch {_CANARY}\n",
+    f"x\r\ntouch {_CANARY}",
+    f"x\u2028touch {_CANARY}\x85touch {_CANARY}",
+    f"x\nCONFIG\ntouch {_CANARY}\n",
+    f"x; touch {_CANARY} #",
+    f"x & touch {_CANARY} | touch {_CANARY}",
+    f"$(touch {_CANARY})",
+    f"`touch {_CANARY}`",
+    f"'; touch {_CANARY}; '",
+    f"'$(touch {_CANARY})'",
+    f'"; touch {_CANARY}; "',
+    f"\\'; touch {_CANARY} \\",
+    f'x\' $(touch {_CANARY}) "$(touch {_CANARY})"',
+    f"${{x:=$(touch {_CANARY})}}",
+    f"x\n#SBATCH --wrap='touch {_CANARY}'\ntouch {_CANARY}",
+    f"-rf $(touch {_CANARY})",
+    f"--privileged --volume=/:/host $(touch {_CANARY})",
+    f"!!python/object/apply:os.system ['touch {_CANARY}']",
+    f"{{a: *b}} # - &b {_CANARY}",
+    "\x1b]0;x\x07 %s %n * ? [a] ~ {a,b}",
+]
+# Executed as it stands, and so described.
+SHELL_LINES = {"environment"}
+
+
+def accepted(place: type[Nodes], value: str, folder: Path) -> Any:
+    """A place in which every text is hostile that its own checks let through; those of a whole config come before them."""
+    given: dict[str, Any] = {"file_system": "fs-1"} if "file_system" in place.model_fields else {}
+    given |= {"efa_interfaces": 0} if "efa_interfaces" in place.model_fields else {}
+    names = [name for name in place.model_fields if name not in SHELL_LINES]
+    for name in names:
+        for wanted in (value, f"{folder}/{value}", (value,), {value: "x"}, {"x": value}, {"X": value}):
+            with contextlib.suppress(ValidationError):
+                given = place.model_validate({**given, name: wanted}, strict=True).model_dump(
+                    include={*given, name}
+                )
+    return place.model_validate(given)
+
+
+def hostile_job(value: str, canary: Path) -> Job:
+    return Job(
+        name="my-run",
+        folder=value,
+        config=f"a: {value!r}\nCONFIG\ntouch {canary}\nCONFIG_\n  touch {canary}\n",
+        subcommands=("pretrain prepare", "pretrain pretrain"),
+        nodes=2,
+        min_nodes=1,
+        workers_per_node=8,
+        cpus_per_worker=2,
+        gpus=True,
+    )
+
+
+@pytest.fixture
+def stand_ins(tmp_path: Path) -> dict[str, str]:
+    """An environment in which nothing that a manifest calls does anything but tell its arguments in tmp_path/calls."""
+    folder = tmp_path / "bin"
+    told = f'printf "%s\\n" "$0 $*" >>{tmp_path}/calls\n'
+    for name in ("docker", "sudo", "mount", "scontrol", "python"):
+        program(folder, name, told)
+    program(folder, "mountpoint", "exit 1\n")
+    program(folder, "pgrep", "exit 1\n")
+    program(folder, "srun", 'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
+    program(
+        folder,
+        "ray",
+        f'{told}until [[ -z $1 || $1 == -- ]]; do shift; done\n[[ -z $1 ]] || exec "${{@:2}}"\nexit 1\n',
+    )
+    return with_programs(folder, SLURM_JOB_ID="1", SLURM_JOB_NUM_NODES="2", SLURM_CPUS_PER_TASK="16",
+                         HOSTNAME="run-workers-1", RAY_ADDRESS="127.0.0.1:1")  # fmt: skip
+
+
+def scripts_of(kind: str, text: str, home: Path) -> list[str]:
+    """Every piece of shell in a manifest, as those who read it would run it."""
+    if kind == "slurm":
+        return [text]
+    if kind == "kuberay":
+        data = next(one for one in yaml.safe_load_all(text) if one["kind"] == "ConfigMap")["data"]
+        return [data["start.sh"], data["stop.sh"]]
+    cluster = yaml.safe_load(text)
+    docker = cluster["docker"]
+    words = [*docker["run_options"], *docker.get("worker_run_options", []), docker["image"]]
+    lines = [*cluster["initialization_commands"], *cluster["setup_commands"], *cluster["head_setup_commands"],
+             f"docker run {' '.join(words)} bash", "bash ~/start.sh"]  # fmt: skip
+    return [line.replace("/home/bertrain", str(home)) for line in lines]
+
+
+@pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: dict[str, str]) -> None:
+    """Whatever stands in a text, the scripts of a manifest parse, run, and do nothing that it says."""
+    canary, work = tmp_path / "canary", tmp_path / "work"
+    value = value.replace(_CANARY, str(canary))
+    module = {"kuberay": manifests.kuberay, "rayup": manifests.rayup, "slurm": manifests.slurm}[kind]
+    place = accepted(module.Place, value, work)
+    if kind == "slurm":
+        place = place.model_copy(update={"environment": "cd ."})
+    Path(place.storage if place.storage.startswith(str(tmp_path)) else work).mkdir(
+        parents=True, exist_ok=True
+    )
+    if not place.storage.startswith(str(tmp_path)):
+        place = place.model_copy(update={"storage": str(work)})
+    job = hostile_job(value, canary)
+    text = module.render(job, place)
+    (tmp_path / "home").mkdir()
+    for script in scripts_of(kind, text, tmp_path / "home"):
+        subprocess.run(["bash", "-n"], input=script, text=True, check=True)
+        subprocess.run(["bash", "-c", script], env={**stand_ins, "HOME": str(tmp_path / "home")}, cwd=work,
+                       timeout=60, capture_output=True)  # fmt: skip
+    assert not canary.exists()
+    assert "-m pretrain pretrain " in (tmp_path / "calls").read_text()  # it went all the way
+    assert written_config(kind, text, Path(place.storage) / value, tmp_path / "home") == job.config
+
+
+def written_config(kind: str, text: str, run_dir: Path, home: Path) -> str:
+    """The run's config where its command finds it."""
+    if kind == "kuberay":
+        return next(one for one in yaml.safe_load_all(text) if one["kind"] == "ConfigMap")["data"][
+            "config.yaml"
+        ]
+    return (run_dir / "submitted.yaml" if kind == "slurm" else home / "my-run.yaml").read_text()

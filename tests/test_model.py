@@ -29,7 +29,7 @@ from pretrain.model.attention import (
     keep_mask,
     self_attention,
 )
-from pretrain.model.encoder import Encoder
+from pretrain.model.encoder import Embeddings, Encoder, look_up
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.parts import normal
 from pretrain.model.vocabulary import vocabulary_losses
@@ -277,6 +277,43 @@ def test_without_next_sentence_prediction_there_is_no_pooler() -> None:
     assert not {name for name in names if "pooler" in name or "nsp" in name}
     assert set(gradients(model, batch)) == names
     assert model(batch).nsp_loss == 0
+
+
+def test_gradients_of_embeddings_in_bf16_are_rounded_once() -> None:
+    """Rows that hundreds of tokens read: words, positions and segments, against the same sums in fp64."""
+    shape = Model(size="custom", layers=1, hidden=8, heads=1, max_positions=16, hidden_dropout=0.0)
+    torch.manual_seed(0)
+    tokens, words = 4000, 10
+    embeddings = Embeddings(shape, words, False).to(torch.bfloat16)
+    frequent = torch.rand(tokens) < 0.5
+    ids = torch.where(frequent, 4, torch.randint(words, (tokens,)))
+    types, positions = torch.randint(2, (tokens,)), torch.randint(16, (tokens,))
+    gradient = (torch.randn(tokens, 8) + 0.3).bfloat16()
+    embeddings(ids, types, positions, torch.zeros(tokens, dtype=torch.int32)).backward(gradient)
+    exact = Embeddings(shape, words, False).double()
+    exact.load_state_dict(embeddings.state_dict())
+    with pytest.MonkeyPatch.context() as patch:  # `embed` computes in fp32, whatever it is given
+        patch.setattr(Tensor, "float", Tensor.double)
+        exact(ids, types, positions, torch.zeros(tokens, dtype=torch.int32)).backward(gradient.double())
+    one_rounding = torch.finfo(torch.bfloat16).eps / 2
+    for name in ("word", "position", "token_type"):
+        found, expected = (getattr(it, name).grad.double() for it in (embeddings, exact))
+        for row, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
+            assert (ours - theirs).norm() < 2 * one_rounding * theirs.norm(), f"{name} {row}"
+
+
+def test_a_look_up_in_half_precision_has_the_gradient_of_torchs() -> None:
+    """Repeated, unread and last rows, in any order; nothing else of the table is touched."""
+    table = torch.randn(7, 3).half().requires_grad_()
+    ids, gradient = torch.tensor([6, 0, 6, 2, 0, 6]), torch.randn(6, 3).half()
+    found = look_up(table, ids)
+    assert torch.equal(found, table[ids])
+    found.backward(gradient)
+    expected = torch.zeros(7, 3, dtype=torch.float64).index_add_(0, ids, gradient.double())
+    assert table.grad is not None
+    assert table.grad.dtype == torch.float16
+    torch.testing.assert_close(table.grad.double(), expected, rtol=1e-3, atol=1e-4)
+    assert not table.grad[[1, 3, 4, 5]].any()
 
 
 def test_initialisation_is_truncated_normal() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from typing import Literal
 
 import pytest
 import torch
@@ -150,6 +151,19 @@ def test_lamb_state_saves_and_loads():
         assert torch.equal(parameters[name], copied[name]), name
 
 
+def test_lamb_reads_nothing_back_from_the_device():
+    """The engine keeps the step count beside the weights. A tensor on `meta` has no value that could be read."""
+    parameters = {
+        name: torch.nn.Parameter(value.detach().to("meta")) for name, value in make_parameters().items()
+    }
+    optimizer = Lamb(parameter_groups(parameters.items(), 0.1), lr=0.1)
+    for parameter in parameters.values():
+        zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[parameter] = {"step": torch.zeros((), device="meta"), **zeros}
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+
+
 def test_lamb_takes_ratio_one_where_a_norm_is_zero():
     weights = torch.nn.Parameter(torch.zeros(4))
     optimizer = Lamb(parameter_groups([("a_weight", weights)], 0.0), lr=0.5)
@@ -258,19 +272,22 @@ def test_norms_of_long_tensors_are_exact():
 
 
 def transformers_rates(phase: Phase) -> list[float]:
+    """Of its schedule without the first step where that is one of warm-up: its rate is 0."""
+    skipped = min(1, phase.warmup_steps)
+    steps = phase.steps + skipped
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=phase.peak_learning_rate)
     if phase.decay == "linear":
-        schedule = get_linear_schedule_with_warmup(optimizer, phase.warmup_steps, phase.steps)
+        schedule = get_linear_schedule_with_warmup(optimizer, phase.warmup_steps, steps)
     else:
         schedule = get_polynomial_decay_schedule_with_warmup(
-            optimizer, phase.warmup_steps, phase.steps, phase.final_learning_rate, phase.decay_power
+            optimizer, phase.warmup_steps, steps, phase.final_learning_rate, phase.decay_power
         )
     rates = []
-    for _ in range(phase.steps):
+    for _ in range(steps):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
         schedule.step()
-    return rates
+    return rates[skipped:]
 
 
 def test_schedule_equals_transformers_and_restarts_per_phase():
@@ -306,4 +323,22 @@ def test_constant_schedule_holds_the_peak():
         warmup_steps=2,
         decay="constant",
     )
-    assert [learning_rate([phase], step) for step in range(5)] == [0.0, 0.2, 0.4, 0.4, 0.4]
+    assert [learning_rate([phase], step) for step in range(5)] == [0.2, 0.4, 0.4, 0.4, 0.4]
+
+
+@pytest.mark.parametrize("decay", ["linear", "polynomial", "constant"])
+@pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (6, 0), (6, 1), (6, 4), (6, 6)])
+def test_every_step_learns_and_the_last_of_the_warm_up_has_the_peak(
+    decay: Literal["linear", "polynomial", "constant"], steps: int, warmup: int
+):
+    phase = Phase(
+        sequence_length=8, global_sequences=1, steps=steps, peak_learning_rate=0.5, warmup_steps=warmup,
+        decay=decay,
+    )  # fmt: skip
+    rates = [learning_rate([phase], step) for step in range(steps)]
+    assert min(rates) > 0
+    assert rates[:warmup] == pytest.approx([0.5 * (step + 1) / warmup for step in range(warmup)])
+    after = rates[max(0, warmup - 1) :]
+    assert after[0] == 0.5
+    assert after == sorted(after, reverse=True)
+    assert decay == "constant" or len(set(after)) == len(after)

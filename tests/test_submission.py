@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.server
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -14,9 +16,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import requests
 import yaml
 
+from cluster.__main__ import main
 from cluster.jobs import Job
+from cluster.run import check_address
 from cluster.submission import read_job
 from pretrain.errors import InputError
 
@@ -66,6 +71,48 @@ def test_a_secret_in_a_config_is_refused(config: Path, key: str) -> None:
     assert "hunter2" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        *(f"{{{name}: hunter2}}" for name in (
+            "key", "apikey", "apiKey", "APIKEY", "api-key", "api.key", "WANDB_API_KEY", "x-api-key", "api_key_1", "private-key",
+            "authToken", "auth-token", "accesstoken", "tokens", "HF_TOKEN", "token2", "tokenValue",
+            "passwd", "Password", "dbPassword", "db-pass", "pwd", "passphrase", "PGPASSWORD",
+            "Authorization", "proxy-authorization", "auth", "credentials", "client-secret", "clientSecret", "clientsecret",
+            "bearer",
+        )),
+        "{token: [hunter2]}",
+        "{password: {value: hunter2}}",
+        "{secrets: [{a: [hunter2]}]}",
+        "{token: 31337}",
+        "{password: 31337.5}",
+        "{pins: [{passwd: 31337}]}",
+        "{environment: [A=1, API_KEY=hunter2]}",
+        "{headers: ['Authorization: Bearer hunter2']}",
+        "{env: [{name: API_KEY, value: hunter2}]}",
+        "{proxy: 'http://me:hunter2@proxy:3128'}",
+    ],
+)  # fmt: skip
+def test_a_secret_is_known_in_any_spelling(config: Path, text: str) -> None:
+    with pytest.raises(InputError, match=r"looks like a secret") as caught:
+        read(config, "--set", f"engine.deepspeed={{any: {text}}}")
+    assert not re.search("hunter2|31337", str(caught.value))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{tokens: 2000}", "{max_tokens: 128, token_count: 5, num_keys: 3, keys: 7}", "{token_path: /run/token}",
+        "{token: null, password: '', use_auth_token: true}", "{monkey: a, hotkeys: b, compass: north, tokenizer: x}",
+        "{keyboard: a, passes: 3, passive: x, author: Ann, authorised: yes}", "{note: 'keyed: by day'}",
+        "{address: 'http://proxy:3128'}", "{env: [{name: NCCL_DEBUG, value: INFO}]}",
+    ],
+)  # fmt: skip
+def test_what_only_resembles_a_secret_is_none(config: Path, text: str) -> None:
+    assert read(config, "--set", f"engine.deepspeed={{any: {text}}}")
+
+
 def test_settings_about_tokens_are_no_secrets(config: Path) -> None:
     assert read(config, "--set", "corpus.shard_tokens=2000").config["corpus"]["shard_tokens"] == 2000
 
@@ -79,11 +126,11 @@ def test_a_name_stays_a_name(config: Path, name: str) -> None:
 # ---- the command line, against what answers
 
 
-def run(tmp_path: Path, *arguments: str) -> tuple[int, str, float]:
+def run(tmp_path: Path, *arguments: str, **environment: str) -> tuple[int, str, float]:
     began = time.monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "cluster", *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env={**os.environ, "XDG_STATE_HOME": str(tmp_path)}, timeout=300,
+        stderr=subprocess.STDOUT, env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "HOME": str(tmp_path), **environment}, timeout=300,
     )  # fmt: skip
     return done.returncode, done.stdout, time.monotonic() - began
 
@@ -107,6 +154,136 @@ def refusing() -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
+
+
+class _Ray(http.server.BaseHTTPRequestHandler):
+    """A dashboard with no jobs. It asks for a token where the server has one, and keeps what it was sent."""
+
+    def do_GET(self) -> None:
+        sent = self.headers.get("Authorization")
+        self.server.seen.append(sent)  # type: ignore[attr-defined]
+        wanted = self.server.token  # type: ignore[attr-defined]
+        version = {"version": "4", "ray_version": "2.60.0", "ray_commit": "x", "session_name": "s"}
+        if self.path == "/api/version":
+            self._answer(200, version)
+        elif wanted and sent != f"Bearer {wanted}":
+            self._answer(403 if sent else 401, {})
+        else:
+            self._answer(200 if self.path == "/api/jobs/" else 500, [])
+
+    def _answer(self, status: int, value: object) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.end_headers()
+        self.wfile.write(json.dumps(value).encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def dashboard(token: str = "") -> Iterator[tuple[str, list[str | None]]]:
+    """The URL of a dashboard and the Authorization of each request that it gets."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Ray)
+    server.token, server.seen = token, []  # type: ignore[attr-defined]
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", server.seen  # type: ignore[attr-defined]
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+@pytest.mark.parametrize("token", ["", "c0ffee" * 10])
+def test_a_cluster_without_a_token_is_warned_of(tmp_path: Path, config: Path, token: str) -> None:
+    with dashboard(token) as (address, seen):
+        given = {"RAY_AUTH_TOKEN": token} if token else {}
+        _, said, _ = run(tmp_path, "submit", "--address", address, "--", "pretrain", str(config), **given)
+    warned = f"warning: {address}: this cluster answers without a token"
+    assert (warned in said) == (not token)
+    assert "told nothing of its nodes" in said  # it went on
+    assert set(seen) == ({None, f"Bearer {token}"} if token else {None})
+    assert "Traceback" not in said
+    assert "c0ffee" not in said
+
+
+def test_a_token_is_not_sent_for_all_to_read(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """The name is looked up and nothing is connected to: neither by http to another machine, nor when it is half of it."""
+    found = {"far": ["10.1.2.3"], "both": ["127.0.0.1", "10.1.2.3"], "near": ["127.0.0.1", "::1"]}
+    asked: list[str] = []
+
+    def get(url: str, **_: object) -> None:
+        asked.append(url)
+        raise requests.ConnectionError("nobody there")
+
+    monkeypatch.setattr(
+        socket, "getaddrinfo", lambda host, *_: [(0, 0, 0, "", (one, 0)) for one in found[host]]
+    )
+    monkeypatch.setattr(requests, "get", get)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "c0ffee")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token")
+    refused = "over http the token, or the password, would leave this machine unencrypted"
+    for command in (["status", "x"], ["submit", "--", "pretrain", str(config)], ["doctor"], ["list"]):
+        for address in ("http://far:8265", "http://both:8265"):
+            assert main([command[0], "--address", address, *command[1:]]) == 2
+            told = capsys.readouterr().err
+            assert told.startswith(f"error: {address}: {refused}")
+            assert told.count("\n") == 1
+            assert asked == []
+    for allowed in (["http://near:8265"], ["https://far:8265"], ["http://far:8265", "--allow-plain-http"]):
+        assert main(["list", "--address", *allowed]) == 3
+        assert asked.pop().startswith(allowed[0])
+        assert "No cluster answers" in capsys.readouterr().err
+    monkeypatch.delenv("RAY_AUTH_TOKEN")
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    assert main(["list", "--address", "http://far:8265"]) == 3  # there is nothing to read along
+    asked.clear()
+    assert main(["list", "--address", "http://me:hunter2@far:8265"]) == 2  # but a password
+    told = capsys.readouterr().err
+    assert asked == []
+    assert "http://***@far:8265" in told
+    assert "hunter2" not in told
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "http://me:hunter2@127.0.0.1:9", "http://me:hunter2@127.0.0.1:x", "http://me:hunter2@[::1", "me:hunter2@127.0.0.1:9",
+        "ftp://me:hunter2@127.0.0.1", "http://me:hun/hunter2@127.0.0.1:9", "http://hunter2@127.0.0.1:9", "http://me:a@hunter2@x:0",
+        "http://me:hunter2@127.0.0.1:9/#@",
+    ],
+)  # fmt: skip
+def test_a_password_in_an_address_is_not_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], address: str
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    for command in (["list"], ["doctor"]):
+        assert main([*command, "--address", address]) in (2, 3)
+        said = capfd.readouterr()
+        assert "hunter2" not in said.out + said.err
+        assert said.err.count("\n") == 1
+    with pytest.raises(InputError, match=r"scheduling\.address") as caught:
+        check_address(address)
+    assert "hunter2" not in str(caught.value)
+
+
+def test_a_refused_password_is_not_told(tmp_path: Path, refusing: str) -> None:
+    address = refusing.replace("//", "//me:hunter2@")
+    code, said, _ = run(tmp_path, "list", "--address", address)
+    assert code == 2
+    assert "//***@127.0.0.1" in said
+    assert "hunter2" not in said
+
+
+def test_an_address_that_is_no_url_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for address in ("http://[::1", "http://", "http://x:99999", "http:///a", "//x", "http://\ufffd:y"):
+        assert main(["list", "--address", address]) == 2
+        told = capsys.readouterr().err
+        assert "is no URL of a Ray dashboard" in told
+        assert told.count("\n") == 1
 
 
 def test_no_cluster(tmp_path: Path, config: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from corpora import SPECIALS, write_tokenizer
 from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers, processors
 
+from finetune.text import TextEncoder
 from pretrain.checkpoint.released import read_released, write_released
 from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer
 from pretrain.errors import InputError
@@ -116,6 +117,39 @@ def test_robertas_bytes(kind: str, prefix_space: bool, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     copy_tokenizer(tmp_path, tmp_path / "out", tokenizer_class="RobertaTokenizer", max_positions=40)
     assert_equals_transformers(tmp_path / "out", tokenizer)
+
+
+@pytest.mark.parametrize("purpose", ["tokens", "sequence"])
+def test_a_tagger_of_bytes_reads_a_text_as_it_read_words(purpose: str, tmp_path: Path) -> None:
+    """transformers gives the first word the token that it has within a text, as all words had in training."""
+    trained = ByteLevelBPETokenizer()
+    specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
+    trained.train_from_iterator(["the cat sat"] * 9, 320, special_tokens=specials, show_progress=False)
+    trained.save_model(str(tmp_path))
+    config = transformers.RobertaConfig(
+        vocab_size=320, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    classes = {"tokens": "RobertaForTokenClassification", "sequence": "RobertaForSequenceClassification"}
+    getattr(transformers, classes[purpose])(config).save_pretrained(tmp_path)
+    released = read_released(tmp_path)
+    write_released(
+        tmp_path / "out", family=released.family, model=released.model, backbone=released.backbone, head=released.head,
+        purpose=purpose, config=released.config, tokenizer=tmp_path, card="",
+    )  # fmt: skip
+    words = ["cat", "the", "sat"]
+    encoder = TextEncoder(read_tokenizer(tmp_path), 16)
+    ids = [0, *encoder.encode_words(words).ids.tolist(), 2]
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    said = json.loads((tmp_path / "out/tokenizer_config.json").read_text())
+    assert said["add_prefix_space"] == (purpose == "tokens")
+    assert (theirs("cat the sat")["input_ids"] == ids) == (purpose == "tokens")
+    if purpose == "tokens":
+        assert theirs(words, is_split_into_words=True)["input_ids"] == ids
+        again = TextEncoder(read_tokenizer(tmp_path / "out"), 16)
+        for ours, before in zip(
+            vars(again.encode_words(words)).values(), vars(encoder.encode_words(words)).values(), strict=True
+        ):
+            assert ours.tolist() == before.tolist()
 
 
 def test_a_sentencepiece_tokenizer_stays_what_it_is(tmp_path: Path) -> None:

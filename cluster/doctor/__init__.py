@@ -8,13 +8,15 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
+from cluster.address import without_password
 from cluster.doctor.rows import FAIL, PASS, WARN, Row, show, to_json
 from pretrain.errors import MachineError
 
 
 def main(
-    *, cluster: bool = False, address: str = "", folder: Path | None = None, as_json: bool = False
-) -> int:
+    *, cluster: bool = False, address: str = "", folder: Path | None = None, as_json: bool = False,
+    plain_http: bool = False,
+) -> int:  # fmt: skip
     """Check this machine, or a cluster, and print what was found.
 
     Args:
@@ -22,6 +24,7 @@ def main(
         address: URL of its dashboard; empty takes the local one of `up`.
         folder: on the cluster, the one that all its machines should share; otherwise this one.
         as_json: print the rows as JSON rather than as a table.
+        plain_http: send the token over http to other machines than this one, too.
 
     Returns:
         0 where no check fails, else the exit code of an unfit machine. Warnings do not fail.
@@ -31,9 +34,9 @@ def main(
     """
     from rich.console import Console
 
-    what = f"the cluster {address}".rstrip() if cluster else "this machine"
+    what = f"the cluster {without_password(address)}".rstrip() if cluster else "this machine"
     with Console(stderr=True).status(f"checking {what}"):
-        rows = _cluster(address, folder or Path.cwd()) if cluster else _machine()
+        rows = _cluster(address, folder or Path.cwd(), plain_http) if cluster else _machine()
     if as_json:
         print(to_json(rows))
     else:
@@ -49,10 +52,10 @@ def _machine() -> list[Row]:
     return [*verdicts.rows_here(facts), reduce.row_here(), verdicts.wandb_key()]
 
 
-def _cluster(address: str, folder: Path) -> list[Row]:
+def _cluster(address: str, folder: Path, plain_http: bool) -> list[Row]:
     from cluster.doctor import remote
 
-    return remote.check(address, folder)
+    return remote.check(address, folder, plain_http=plain_http)
 
 
 def _sum(rows: list[Row]) -> str:

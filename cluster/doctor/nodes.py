@@ -18,6 +18,14 @@ _SLOW_DEVICE = 0.7  # of the median of its kind: a step takes as long as its slo
 Versions = Mapping[str, str]
 
 
+def judge_access(is_open: bool) -> Row:
+    """Whether a cluster asks for a token."""
+    if is_open:
+        advice = "Whoever reaches it can run code there. Start Ray anew with RAY_AUTH_MODE=token; SECURITY.md says more."
+        return Row("access", "answers without a token", WARN, advice)
+    return Row("access", "asks for a token")
+
+
 def judge_node(
     name: str, cpus: int, gpus: int, about: Mapping[str, Any] | None, draining: bool, answers: bool
 ) -> Row:

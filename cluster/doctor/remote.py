@@ -21,26 +21,29 @@ _JOB_SECONDS = 300.0  # more than the job allows itself
 _STOP_SECONDS = 10.0
 
 
-def check(address: str, folder: Path) -> list[Row]:
+def check(address: str, folder: Path, *, plain_http: bool = False) -> list[Row]:
     """Check the cluster whose dashboard is at `address`, or the local one; `folder` should be shared by its machines.
+
+    `plain_http` as for `jobs.Jobs`.
 
     Raises:
         InputError: no such cluster, or it refuses the token.
         MachineError: it does not answer, or cannot run the job.
     """
-    cluster = jobs.Jobs(address)
+    cluster = jobs.Jobs(address, plain_http=plain_http)
+    access = nodes.judge_access(cluster.is_open())
     name = f"doctor-{secrets.token_hex(4)}"
     metadata = {"bertrain": "doctor", "folder": str(folder.absolute())}
     cluster.start(name, "cluster.doctor.driver", metadata)
     try:
         job = cluster.wait(name, _JOB_SECONDS)
-        found = _result(cluster.log(name), f"{name} on {cluster.address}", job)
+        found = _result(cluster.log(name), f"{name} on {cluster.shown}", job)
     finally:
         with contextlib.suppress(RunError):
             cluster.stop(name, _STOP_SECONDS)
             cluster.delete(name)
     rows = [Row(**row) for row in found["rows"]]
-    return [nodes.judge_client(machine.versions(), found["head"]), *rows]
+    return [access, nodes.judge_client(machine.versions(), found["head"]), *rows]
 
 
 def _result(log: str, name: str, job: Any) -> dict[str, Any]:

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 import shlex
-from typing import Any, Literal
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, StringConstraints, field_validator
 
-from cluster.manifests.run import Job, Nodes, locked_version
+from cluster.manifests.run import IMAGE, Job, Nodes, locked_version
 from cluster.manifests.text import as_yaml
 from cluster.members import PROCESS_TITLE
 from pretrain.errors import InputError
@@ -26,6 +28,25 @@ _INSTANCE = "app.kubernetes.io/instance"
 # KubeRay adds to the names of what it makes, which then still have to be names of DNS (its MaxRayJobNameLength).
 _NAME = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
 
+_OBJECT = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?)?$"  # the name of something in Kubernetes; may be empty
+_ObjectName = Annotated[str, StringConstraints(pattern=_OBJECT, min_length=1)]
+# Names of labels, annotations and resources, such as nvidia.com/gpu.
+_Qualified = Annotated[
+    str, StringConstraints(pattern=r"^([a-z0-9][-a-z0-9.]*/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$")
+]
+_Amount = Annotated[
+    str,
+    BeforeValidator(lambda value: str(value) if type(value) is int else value),
+    StringConstraints(pattern=r"^[0-9]+([kMGT]i?)?$"),
+]
+_Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+# What other settings say of a pod's resources.
+_COUNTED = {
+    "cpu": "scheduling.cpus_per_worker",
+    "memory": "place.memory_per_worker_gib",
+    "nvidia.com/gpu": "place.workers_per_node and place.gpus",
+}
+
 
 class Place(Nodes):
     """Where a run goes on Kubernetes, and how it behaves there."""
@@ -33,21 +54,55 @@ class Place(Nodes):
     kind: Literal["RayJob", "RayCluster"] = Field(
         default="RayJob", description="RayJob runs it and cleans up; RayCluster waits for `submit`."
     )
-    image: str = Field(default="bertrain:latest", description="What cluster/manifests/Containerfile builds.")
-    namespace: str = Field(default="default", description="Namespace of everything in the file.")
-    storage: str = Field(
-        default="/shared", pattern=r"^/", description="Where the claim is mounted; the run starts there."
+    image: str = Field(
+        default="bertrain:latest", pattern=IMAGE, description="What cluster/manifests/Containerfile builds."
     )
-    storage_claim: str = Field(
+    image_pull_secrets: tuple[_ObjectName, ...] = Field(
+        default=(), description="Secrets with which the image is fetched from a private registry."
+    )
+    namespace: _ObjectName = Field(default="default", description="Namespace of everything in the file.")
+    service_account: str = Field(
+        default="",
+        pattern=_OBJECT,
+        description="ServiceAccount of all pods; empty takes the namespace's default. Its token is not mounted.",
+    )
+    priority_class: str = Field(
+        default="", pattern=_OBJECT, description="PriorityClass of all pods; empty takes the cluster's default."
+    )  # fmt: skip
+    annotations: dict[_Qualified, str] = Field(
+        default_factory=dict,
+        description="Annotations of all pods, such as {karpenter.sh/do-not-disrupt: 'true'}.",
+    )
+    storage: str = Field(
+        default="/shared",
+        pattern=r"^/[^:]*$",
+        description="Where the claim is mounted; the run starts there.",
+    )
+    storage_claim: _ObjectName = Field(
         default="bertrain", description="PersistentVolumeClaim that all pods can write at once (ReadWriteMany)."
     )  # fmt: skip
     memory_per_worker_gib: int = Field(default=32, ge=2, description="Memory of a worker, shared memory included.")  # fmt: skip
-    node_selector: dict[str, str] = Field(
+    node_selector: dict[_Qualified, str] = Field(
         default_factory=dict,
         description="Labels of the nodes for workers, such as {nvidia.com/gpu.product: NVIDIA-H100-80GB-HBM3}.",
     )
+    worker_annotations: dict[_Qualified, str] = Field(
+        default_factory=dict,
+        description="Annotations of the workers' pods alone, such as {k8s.v1.cni.cncf.io/networks: rdma}.",
+    )
+    worker_resources: dict[_Qualified, _Amount] = Field(
+        default_factory=dict,
+        description="Further resources of a worker's pod, as Kubernetes counts them: {rdma/hca_shared_devices_a: 1}, or "
+        "{vpc.amazonaws.com/efa: 4, hugepages-2Mi: 5120Mi}. RDMA also needs a container runtime without a memlock limit.",
+    )
+    worker_environment: dict[_Variable, str] = Field(
+        default_factory=dict,
+        description="Environment of the workers, such as {NCCL_IB_HCA: mlx5, NCCL_SOCKET_IFNAME: eth0}.",
+    )
     queue: str = Field(
-        default="", description="Kueue's LocalQueue; the run waits there until all its pods fit."
+        default="",
+        pattern=_OBJECT,
+        description="Kueue's LocalQueue; the run waits there until all its pods fit.",
     )
     suspend: bool = Field(default=False, description="Apply without starting.")
     redis_address: str = Field(
@@ -56,13 +111,17 @@ class Place(Nodes):
         "in Ray's embedded RocksDB in the head's pod, where it outlives a crash.",
     )
     redis_secret: str = Field(
-        default="", description="Secret with the key `password` of that Redis; empty if it has none."
+        default="",
+        pattern=_OBJECT,
+        description="Secret with the key `password` of that Redis; empty if it has none.",
     )
-    wandb_secret: str = Field(
+    wandb_secret: _ObjectName = Field(
         default="wandb", description="Secret with the key `api-key` of W&B; where there is none, W&B stays offline."
     )  # fmt: skip
     operator_namespace: str = Field(
-        default="", description="Namespace of the KubeRay operator; empty lets it in from any."
+        default="",
+        pattern=_OBJECT,
+        description="Namespace of the KubeRay operator; empty lets it in from any.",
     )
     retries: int = Field(default=3, ge=0, description="New clusters, each of which resumes, before a RayJob fails.")  # fmt: skip
     start_limit_seconds: int = Field(
@@ -70,6 +129,22 @@ class Place(Nodes):
     )  # fmt: skip
     time_limit_seconds: int = Field(default=0, ge=0, description="Longest time of a RayJob; 0 has no limit.")
     keep_seconds: int = Field(default=600, ge=0, description="How long the pods of an ended RayJob stay.")
+
+    @field_validator("worker_resources")
+    @classmethod
+    def _check_resources(cls, amounts: dict[str, str]) -> dict[str, str]:
+        for name in amounts:
+            if name in _COUNTED:
+                raise ValueError(f"{name} is set by {_COUNTED[name]}; leave it out here")
+        return amounts
+
+    @field_validator("worker_environment")
+    @classmethod
+    def _check_environment(cls, variables: dict[str, str]) -> dict[str, str]:
+        for name in variables:
+            if name.startswith("RAY_"):
+                raise ValueError(f"{name} is Ray's own, which the manifest sets; leave it out here")
+        return variables
 
 
 def render(job: Job, place: Place) -> str:
@@ -183,7 +258,9 @@ def _head_pod(job: Job, place: Place) -> dict[str, Any]:
 def _worker_pod(job: Job, place: Place) -> dict[str, Any]:
     memory = job.workers_per_node * place.memory_per_worker_gib
     cpus = job.workers_per_node * job.cpus_per_worker + 1  # the command's, on one of the pods
-    container = _container("ray-worker", job, place, cpus=cpus, memory_gib=memory, gpus=job.gpus_per_node)
+    container = _container("ray-worker", job, place, cpus=cpus, memory_gib=memory)
+    container["resources"] = _resources(cpus, memory, job.gpus_per_node, place.worker_resources)
+    container["env"] += [{"name": name, "value": value} for name, value in place.worker_environment.items()]
     # As long as a head may need to come back; Ray's own minute is short for a pod that moves.
     container["env"].append({"name": "RAY_gcs_rpc_server_reconnect_timeout_s", "value": "600"})
     pod = _pod(job, place, container, [], memory_gib=memory)
@@ -191,6 +268,8 @@ def _worker_pod(job: Job, place: Place) -> dict[str, Any]:
         pod["spec"]["tolerations"] = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
     if place.node_selector:
         pod["spec"]["nodeSelector"] = dict(place.node_selector)
+    if place.worker_annotations:
+        pod["metadata"]["annotations"] = {**place.annotations, **place.worker_annotations}
     return pod
 
 
@@ -202,16 +281,10 @@ def _submitter(job: Job, place: Place) -> dict[str, Any]:
         "securityContext": _contained(),
         "resources": _resources(cpus=1, memory_gib=1),
     }
-    spec = {
-        "restartPolicy": "Never",
-        "automountServiceAccountToken": False,
-        "securityContext": _pod_security(),
-        "containers": [container],
-    }
-    return {"metadata": {"labels": _labels(job)}, "spec": spec}
+    return _template(job, place, {"restartPolicy": "Never", "containers": [container]})
 
 
-def _container(name: str, job: Job, place: Place, *, cpus: int, memory_gib: int, gpus: int = 0) -> dict[str, Any]:  # fmt: skip
+def _container(name: str, job: Job, place: Place, *, cpus: int, memory_gib: int) -> dict[str, Any]:
     return {
         "name": name,
         "image": place.image,
@@ -222,7 +295,7 @@ def _container(name: str, job: Job, place: Place, *, cpus: int, memory_gib: int,
             {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
             {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(place.grace_seconds)},  # Ray's own is 3
         ],
-        "resources": _resources(cpus, memory_gib, gpus),
+        "resources": _resources(cpus, memory_gib),
         "securityContext": _contained(),
         "volumeMounts": [
             {"name": "storage", "mountPath": place.storage},
@@ -233,9 +306,11 @@ def _container(name: str, job: Job, place: Place, *, cpus: int, memory_gib: int,
     }  # fmt: skip
 
 
-def _resources(cpus: int, memory_gib: int, gpus: int = 0) -> dict[str, Any]:
+def _resources(
+    cpus: int, memory_gib: int, gpus: int = 0, further: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
     """Requests equal to limits: Ray counts what the limit says, and such pods are evicted last."""
-    amounts = {"cpu": str(cpus), "memory": f"{memory_gib}Gi", **({"nvidia.com/gpu": str(gpus)} if gpus else {})}  # fmt: skip
+    amounts = {"cpu": str(cpus), "memory": f"{memory_gib}Gi", **({"nvidia.com/gpu": str(gpus)} if gpus else {}), **further}  # fmt: skip
     return {"requests": amounts, "limits": amounts}
 
 
@@ -244,8 +319,6 @@ def _pod(
 ) -> dict[str, Any]:  # fmt: skip
     spec = {
         "terminationGracePeriodSeconds": place.grace_seconds + 30,  # stop.sh, then Ray's own end
-        "automountServiceAccountToken": False,
-        "securityContext": _pod_security(),
         "containers": [container],
         "volumes": [
             {"name": "storage", "persistentVolumeClaim": {"claimName": place.storage_claim}},
@@ -255,7 +328,24 @@ def _pod(
             *volumes,
         ],
     }  # fmt: skip
-    return {"metadata": {"labels": _labels(job)}, "spec": spec}
+    return _template(job, place, spec)
+
+
+def _template(job: Job, place: Place, spec: dict[str, Any]) -> dict[str, Any]:
+    """A pod template with what all pods of the run have."""
+    metadata = {
+        "labels": _labels(job),
+        **({"annotations": dict(place.annotations)} if place.annotations else {}),
+    }
+    pulled = [{"name": name} for name in place.image_pull_secrets]
+    common = {
+        **({"serviceAccountName": place.service_account} if place.service_account else {}),
+        "automountServiceAccountToken": False,
+        **({"priorityClassName": place.priority_class} if place.priority_class else {}),
+        **({"imagePullSecrets": pulled} if pulled else {}),
+        "securityContext": _pod_security(),
+    }
+    return {"metadata": metadata, "spec": {**common, **spec}}
 
 
 def _pod_security() -> dict[str, Any]:
@@ -296,7 +386,7 @@ def _start_script(job: Job, place: Place) -> str:
     return f"""#!/bin/bash
 # The run, from its newest checkpoint if there is one. Ray sets RAY_ADDRESS for its jobs.
 set -euo pipefail
-cd {shlex.quote(place.storage)}
+cd -- {shlex.quote(place.storage)}
 export PYTHONSAFEPATH=1
 {lines}exec {last}
 """
@@ -304,10 +394,11 @@ export PYTHONSAFEPATH=1
 
 def _stop_script(job: Job, place: Place) -> str:
     stop = shlex.quote(f"{place.storage}/{job.folder}/stop" if job.folder[0] != "/" else f"{job.folder}/stop")
-    ask = f"touch {stop} 2>/dev/null || exit 0 # no run folder: nothing to save"
+    ask = f"touch -- {stop} 2>/dev/null || exit 0 # no run folder: nothing to save"
+    # Without an answer of the control store `ray drain-node` waits for many minutes, longer than the pod has.
     if job.min_nodes < job.nodes:  # the others go on without this pod, if the command itself is not in it
         ask = f"""if [[ $HOSTNAME == *-head-* ]] || pgrep -f -- '{_COMMAND}' >/dev/null ||
-    ! ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod ends' \\
+    ! timeout --kill-after=5 20 ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod ends' \\
         --deadline-remaining-seconds {place.grace_seconds}; then
     {ask}
 fi"""

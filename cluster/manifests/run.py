@@ -16,6 +16,7 @@ from pretrain.config import Run, RunConfig
 from pretrain.errors import InputError
 from pretrain.settings import Section
 
+IMAGE = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$"  # REGISTRY/NAME:TAG or @DIGEST
 _LOCK = Path(__file__).resolve().parents[2] / "requirements.lock"
 
 

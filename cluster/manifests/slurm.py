@@ -7,8 +7,10 @@ import shlex
 from pydantic import Field
 
 from cluster.manifests.run import Job, Nodes
+from cluster.manifests.text import as_comment, here_document
 
-_WORD = r"^[\w.,:@/+-]*$"  # what an #SBATCH line takes without quotes
+_WORD = r"^[A-Za-z0-9_.,:@/+-]*$"
+_CONSTRAINT = r"^[A-Za-z0-9_.,:@/+&|*()\[\]-]*$"  # with sbatch's operators
 
 
 class Place(Nodes):
@@ -19,7 +21,11 @@ class Place(Nodes):
         default="", pattern=_WORD, description="Account to charge; empty takes your default."
     )
     qos: str = Field(default="", pattern=_WORD, description="Quality of service; empty takes the default.")
-    constraint: str = Field(default="", pattern=_WORD, description="Feature that the nodes must have, such as h100.")  # fmt: skip
+    constraint: str = Field(
+        default="",
+        pattern=_CONSTRAINT,
+        description="Features that the nodes must have, as for sbatch --constraint: h100, h100|a100 or [rack1|rack2].",
+    )
     time_limit: str = Field(
         default="24:00:00",
         pattern=r"^(\d+-)?\d+(:\d\d){0,2}$",
@@ -30,7 +36,7 @@ class Place(Nodes):
     )  # fmt: skip
     environment: str = Field(
         default="source .venv/bin/activate",
-        description="Shell line that puts this project's python on the path.",
+        description="Shell line that puts this project's python on the path. It is executed as it stands.",
     )
 
 
@@ -56,11 +62,14 @@ def _options(job: Job, place: Place) -> str:
         "output": f"{job.name}-%j.log",
         "open-mode": "append",
     }
-    lines = [f"#SBATCH --{name}={value}" for name, value in options.items() if value != ""]
+    # sbatch takes quotes off as a shell does.
+    lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items() if value != ""]
     gpus = f" with {job.gpus_per_node} GPUs" if job.gpus else ""
+    stop = shlex.quote(f"{job.folder}/stop")
+    about = f"""{job.name} on {job.nodes} nodes{gpus}. Submit with sbatch FILE; to stop for good, touch {stop} or scancel.
+Whole nodes, because `ray stop`, with which `ray symmetric-run` ends, ends every Ray of this user on them."""
     return f"""#!/bin/bash
-# {job.name} on {job.nodes} nodes{gpus}. Submit with sbatch FILE; to stop for good, touch {job.folder}/stop or scancel.
-# Whole nodes, because `ray stop`, with which `ray symmetric-run` ends, ends every Ray of this user on them.
+{as_comment(about)}
 #SBATCH --exclusive
 #SBATCH --requeue
 {chr(10).join(lines)}
@@ -69,21 +78,20 @@ set -euo pipefail
 
 
 def _setup(job: Job, place: Place) -> str:
-    config = job.config.rstrip("\n")
-    return f"""cd {shlex.quote(place.storage)}
+    return f"""cd -- {shlex.quote(place.storage)}
 # shellcheck disable=SC1091
 {place.environment}
-run={shlex.quote(job.folder)}
+run={shlex.quote(f"./{job.folder}" if job.folder.startswith("-") else job.folder)}
 mkdir -p "$run"
 rm -f "$run/exit-code" "$run/preparing"
-cat >"$run/submitted.yaml" <<'CONFIG'
-{config}
-CONFIG
+{here_document('cat >"$run/submitted.yaml"', job.config)}
 
 # A token of this start alone; who has it may run code on these nodes.
 (umask 077 && rm -f "$run/ray-token" && python -c 'import secrets; print(secrets.token_hex(32), end="")' >"$run/ray-token")
 RAY_AUTH_TOKEN_PATH=$(realpath "$run/ray-token")
 export RAY_AUTH_TOKEN_PATH RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 PYTHONSAFEPATH=1
+# Since 22.05 srun does not take this from sbatch, and Ray's processes would share a core.
+export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 export RAY_TMPDIR=/tmp/ray-$SLURM_JOB_ID RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
 
 # This script runs on the first node, which becomes the head. Some machines know their own name as 127.0.1.1.

@@ -1,7 +1,8 @@
-"""YAML that people read: keys in their order, texts of several lines as blocks."""
+"""YAML that people read, and pieces of shell scripts that hold any text without being changed by it."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
@@ -9,8 +10,22 @@ import yaml
 
 def as_yaml(documents: list[dict[str, Any]], header: str) -> str:
     """The documents of one file below `header`, lines that become comments."""
-    comment = "".join(f"# {line}".rstrip() + "\n" for line in header.strip().splitlines())
-    return comment + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    text = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
+    return f"{as_comment(header.strip())}\n{text}"
+
+
+def as_comment(text: str) -> str:
+    """`text` as comment lines of YAML or of a shell script; whatever ends a line in either begins a new comment."""
+    return "\n".join(f"# {line}".rstrip() for line in text.splitlines())
+
+
+def here_document(command: str, text: str) -> str:
+    """The shell lines that give `text` to `command` on its standard input, unchanged, without a last line break."""
+    lines = text.rstrip("\n")
+    end = "CONFIG"
+    while end in lines.split("\n"):
+        end += "_"
+    return f"{command} <<'{end}'\n{lines}\n{end}"
 
 
 class _Dumper(yaml.SafeDumper):
@@ -20,8 +35,19 @@ class _Dumper(yaml.SafeDumper):
         return True
 
 
+# PyYAML leaves 1e3 and 0o17 plain, which are numbers in the YAML 1.2 of `kubectl`.
+_LIKE_A_NUMBER = re.compile(r"[-+.]*[0-9]")
+
+
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    lines = text.split("\n")
+    if not all(line.isprintable() for line in lines):
+        style = '"'  # the only one that has escapes: YAML reads a bare \x85 as the end of a line
+    elif len(lines) > 1:
+        style = "|"
+    else:
+        style = "'" if _LIKE_A_NUMBER.match(text) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _text)

@@ -26,6 +26,34 @@ from pretrain.config import Model
 HEAD_ACTIVATION: dict[str, str] = {"bert": "tanh", "distilbert": "relu", "roberta": "tanh", "electra": "gelu"}
 
 
+class HeadDropout(NamedTuple):
+    """Shares that a task's head drops in training; a head without head.dense has the second alone."""
+
+    before_dense: float = 0.0
+    before_out: float = 0.0
+
+
+def head_dropout(family: str, config: Mapping[str, Any], model: Model, purpose: str) -> HeadDropout:
+    """What transformers' class of a family drops in its head.
+
+    Args:
+        family: a key of `LAYOUTS`.
+        config: config.json, or {} for the family's defaults.
+        model: the shape, whose dropout holds where `config` names none for the head.
+        purpose: "sequence", "tokens" or "spans".
+    """
+    if family == "distilbert":
+        own = {"sequence": ("seq_classif_dropout", 0.2), "spans": ("qa_dropout", 0.1)}
+        return HeadDropout(before_out=config.get(*own[purpose]) if purpose in own else model.hidden_dropout)
+    if purpose == "spans":  # google-research/bert run_squad.py, create_model, drops nothing either
+        return HeadDropout()
+    share = config.get("classifier_dropout")
+    share = model.hidden_dropout if share is None else share
+    # RobertaClassificationHead and ElectraClassificationHead drop what they read as well.
+    twice = purpose == "sequence" and family in ("roberta", "electra")
+    return HeadDropout(share if twice else 0.0, share)
+
+
 class Place(NamedTuple):
     """Where a tensor belongs: our parameter, and which of its stacked parts it is."""
 
@@ -280,6 +308,10 @@ def read_config(config: Mapping[str, Any]) -> Facts:
     for key, supported in _SUPPORTED.items():
         if config.get(key, supported[0]) not in supported:
             raise ValueError(f"{key} is {config[key]!r}; only {supported[0]!r} is supported")
+    for key in _HEAD_DROPOUTS:
+        share = config.get(key)
+        if share is not None and not (isinstance(share, int | float) and 0 <= share < 1):
+            raise ValueError(f"{key} is {share!r}; expected a number from 0 to below 1")
     sizes = {
         ours: config[theirs] for ours, theirs in layout.config.items() if theirs in config or ours in _SIZES
     }
@@ -344,6 +376,7 @@ _SUPPORTED: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None),
     "pruned_heads": ({}, None),
 }
+_HEAD_DROPOUTS = ("classifier_dropout", "seq_classif_dropout", "qa_dropout")
 # Of another file or another code than ours.
 _NOT_COPIED = (
     "transformers_version",

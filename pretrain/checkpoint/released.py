@@ -232,7 +232,10 @@ def write_released(
         save_weights(tensors, aside / WEIGHTS)
         write_json(aside / "config.json", values)
         tokenizer_class = f"{values['architectures'][0].removesuffix(_CLASSES[purpose])}Tokenizer"
-        copy_tokenizer(tokenizer, aside, tokenizer_class=tokenizer_class, max_positions=model.max_positions)
+        copy_tokenizer(
+            tokenizer, aside, tokenizer_class=tokenizer_class, max_positions=model.max_positions,
+            for_words=purpose == "tokens",
+        )  # fmt: skip
         for name, text in {**(extra or {}), "README.md": card}.items():
             (aside / name).write_text(text, encoding="utf-8")
 
@@ -468,7 +471,10 @@ def _read_run(folder: Path) -> Released:
             if f"heads.pooler_{kind}" in pretraining
         },
         config={},
-        fates=tuple(Fate(name, tuple(tensor.shape), name) for name, tensor in state.items()),
+        fates=tuple(
+            Fate(name, tuple(tensor.shape), name.replace("heads.pooler_", "head.dense_"))
+            for name, tensor in state.items()
+        ),
         pretraining=pretraining,
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections import Counter
@@ -91,14 +92,20 @@ def tokenizer_folder(folder: Path) -> Path:
     return Path(load_config(folder / "config.yaml").corpus.dir) if is_run(folder) else folder
 
 
-def copy_tokenizer(folder: Path, out: Path, *, tokenizer_class: str, max_positions: int) -> None:
+def copy_tokenizer(
+    folder: Path, out: Path, *, tokenizer_class: str, max_positions: int, for_words: bool = False
+) -> None:
     """Write the tokenizer of `folder` into `out` so that transformers reads the same one.
 
     Args:
         tokenizer_class: transformers' class, where tokenizer_config.json names none.
         max_positions: tokens at most, likewise.
+        for_words: for a model that was trained on single words: a text's first word gets a blank before it, as all others
+            have, and so do words that are given apart (transformers refuses them otherwise).
     """
     tokenizer = read_tokenizer(folder)
+    if for_words:
+        tokenizer = _with_prefix_space(tokenizer)
     folder = tokenizer_folder(folder)
     for name in _COPIED:
         if (folder / name).is_file():
@@ -112,6 +119,17 @@ def copy_tokenizer(folder: Path, out: Path, *, tokenizer_class: str, max_positio
     if isinstance(normalizer, normalizers.BertNormalizer):
         said |= {flag: getattr(normalizer, name) for flag, name in _CASING.items()}
     write_json(out / "tokenizer_config.json", said)
+
+
+def _with_prefix_space(tokenizer: Tokenizer) -> Tokenizer:
+    """The same tokenizer with `add_prefix_space` where it is a byte-level one; others have no such choice."""
+    if not isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
+        return tokenizer
+    described = json.loads(tokenizer.to_str())
+    for part in ("pre_tokenizer", "post_processor"):
+        if "add_prefix_space" in (described[part] or {}):
+            described[part]["add_prefix_space"] = True
+    return Tokenizer.from_str(json.dumps(described))
 
 
 # transformers' tokenizers that read vocab.txt as BERT does, and vocab.json with merges.txt as RoBERTa does.

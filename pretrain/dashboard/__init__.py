@@ -13,16 +13,18 @@ from pretrain.errors import InputError
 _FOLLOW_SECONDS = 10
 
 
-def write_dashboard(name: str, out: Path | None = None, *, follow: bool = False, address: str = "") -> str:
+def write_dashboard(
+    name: str, out: Path | None = None, *, follow: bool = False, address: str = "", plain_http: bool = False
+) -> str:
     """Write the page of the run or runs `name` to `out`, and the W&B workspace beside it; returns what to tell.
 
-    `name` is a run folder, a run's name, or a job's (see `runs.find_folder`, also for `address`).
+    `name` is a run folder, a run's name, or a job's (see `runs.find_folder`, also for `address` and `plain_http`).
 
     With `follow` the page is written anew every 10 s and a browser loads it anew, until all runs are over.
 
     Raises `InputError` where there is no such run, it has no record, or `out` ends in .json.
     """
-    folder = find_folder(name, address)
+    folder = find_folder(name, address, plain_http=plain_http)
     out = out or folder / "dashboard.html"
     if out.suffix == ".json":
         raise InputError(f"{out}: is where the workspace goes. Name the page something.html.")

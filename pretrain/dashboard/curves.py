@@ -37,7 +37,7 @@ class Curve:
 def curves(panel: Panel, runs: Sequence[RunRecords]) -> list[Curve]:
     """What the panel shows: of one run all metrics, of several one curve each."""
     if len(runs) > 1:
-        return _one_each(panel, runs)
+        return one_each(panel, runs)
     (run,) = runs
     if panel.kind == "ranks":
         return [curve for metric in panel.metrics for curve in _by_rank(run, metric)]
@@ -67,7 +67,7 @@ def thin(name: str, kind: str, x: Sequence[int], y: Sequence[float | None], most
     return Curve(name, kind, middles.tolist(), _plain(means), _plain(low), _plain(high), bad)
 
 
-def _one_each(panel: Panel, runs: Sequence[RunRecords]) -> list[Curve]:
+def one_each(panel: Panel, runs: Sequence[RunRecords]) -> list[Curve]:
     """The panel's first metric of every run: on held-out examples where it is measured there."""
     metric = panel.metrics[0]
     if panel.kind == "ranks":

@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.dashboard.curves import BUCKETS, curves
+from pretrain.dashboard.curves import BUCKETS, curves, one_each
 from pretrain.dashboard.panels import Panel, panels_for
 from pretrain.dashboard.runs import RunRecords, Score, read_scores
+from pretrain.dashboard.subjects import Subject, differing, starts
 from pretrain.pages import write_page
 from pretrain.report import short
 from pretrain.tracking.live import clock
@@ -41,7 +42,8 @@ def write(folder: Path, runs: Sequence[RunRecords], out: Path, *, refresh_second
             for section, members in itertools.groupby(enumerate(charts), lambda one: one[1]["section"])
         ],
         events=list(_events(runs)),
-        scores=[*map(_score_row, scores), *_mean_rows(scores)],
+        scores=list(map(_score_row, scores)),
+        comparison=_comparison(scores),
         data={
             "charts": charts,
             "marks": [*_events(runs), *_phases(runs)],
@@ -59,15 +61,33 @@ def write(folder: Path, runs: Sequence[RunRecords], out: Path, *, refresh_second
 
 def _charts(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
     for panel in panels_for(record for run in runs for record in run.records):
+        if panel.kind == "scores" and len(runs) > 1:
+            yield from _score_charts(panel, runs)
+            continue
         shown = [dataclasses.asdict(curve) for curve in curves(panel, runs)]
         if shown:
             title = _title(panel, shown[0]["kind"]) if len(runs) > 1 else panel.title
             yield {"title": title, "unit": panel.unit, "section": panel.section, "curves": shown}
 
 
+def _score_charts(panel: Panel, runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
+    """A chart of the score that counts for each task and data: those of different ones are not compared."""
+    together: dict[tuple[str, str], list[RunRecords]] = {}
+    for run in runs:
+        if run.score:
+            together.setdefault((run.subject.data if run.subject else "", run.score), []).append(run)
+    for (data, metric), members in together.items():
+        shown = one_each(dataclasses.replace(panel, metrics=(metric,)), members)
+        title = f"{panel.title}: {metric.replace('_', ' ')}" + (f", {data}" if len(together) > 1 else "")
+        yield {
+            "title": title, "unit": panel.unit, "section": panel.section,
+            "curves": [dataclasses.asdict(curve) for curve in shown],
+        }  # fmt: skip
+
+
 def _title(panel: Panel, kind: str) -> str:
     """What is shown of several runs: one metric, of evaluations where it is measured there."""
-    if panel.kind == "scores" or len(panel.metrics) > 1:
+    if len(panel.metrics) > 1:
         return f"{panel.title}: {panel.metrics[0].replace('_', ' ')}"
     return f"{panel.title}, held-out" if kind == "held-out" else panel.title
 
@@ -158,11 +178,11 @@ def _time_left(run: RunRecords, seconds: float) -> str:
 
 def _tiles_of_many(runs: Sequence[RunRecords], scores: Sequence[Score]) -> list[tuple[str, str, str]]:
     tiles = [("runs", str(len(runs)), _state(runs).partition(": ")[2])]
-    values = [score.values[score.metric] for score in scores if score.metric in score.values]
-    metrics = {score.metric for score in scores if score.values}
-    if values and len(metrics) == 1:
+    series = _series(scores)
+    if len(series) == 1:  # of several there is no mean
+        [((_, _, metric), values)] = series.items()
         note = f"mean of {len(values)}, {min(values):.4f} to {max(values):.4f}"
-        tiles.append((metrics.pop().replace("_", " "), f"{statistics.fmean(values):.4f}", note))
+        tiles.append((metric.replace("_", " "), f"{statistics.fmean(values):.4f}", note))
     seconds = [value for run in runs for value in _values(run, "seconds")[-1:]]
     if seconds:
         tiles.append(("time of training", clock(sum(seconds)), "of all runs together"))
@@ -189,22 +209,51 @@ def _score_row(score: Score) -> dict[str, str]:
     }
 
 
-def _mean_rows(scores: Sequence[Score]) -> Iterator[dict[str, str]]:
-    """A row for the runs of each folder that have the same score, such as those of several seeds."""
-    together: dict[tuple[str, str, str], list[float]] = {}
+def _series(scores: Sequence[Score]) -> dict[tuple[Subject, str, str], list[float]]:
+    """(subject, set, metric) -> the scores that count of its runs, which differ in their seeds alone."""
+    series: dict[tuple[Subject, str, str], list[float]] = {}
     for score in scores:
-        if score.metric in score.values:
-            key = (score.label.rpartition("/")[0], score.part, score.metric)
-            together.setdefault(key, []).append(score.values[score.metric])
-    for (place, part, metric), values in together.items():
-        if len(values) > 1:
-            yield {
-                "label": f"{place or 'all'}, mean of {len(values)}",
-                "part": part,
-                "metric": metric.replace("_", " "),
-                "value": f"{statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f}",
-                "others": f"from {min(values):.4f} to {max(values):.4f}",
+        if score.subject is not None and score.metric in score.values:
+            series.setdefault((score.subject, score.part, score.metric), []).append(
+                score.values[score.metric]
+            )
+    return series
+
+
+def _comparison(scores: Sequence[Score]) -> dict[str, Any] | None:
+    """A row for each task and data, a column for each start; None where every run is another thing.
+
+    Settings in which runs of the same data differ stand in the row's label.
+    """
+    series = _series(scores)
+    subjects = [one for one, _, _ in series]
+    columns = starts(subjects)
+    rows: dict[tuple[str, str, str], dict[str, list[float]]] = {}
+    named = differing(subjects)
+    for (one, part, metric), values in series.items():
+        settings = dict(one.settings)
+        label = ", ".join([one.data, *(f"{name} {settings[name]}" for name in named if name in settings)])
+        rows.setdefault((label, part, metric), {})[one.start] = values
+    if all(len(row) == 1 for row in rows.values()) and all(len(values) == 1 for values in series.values()):
+        return None
+    return {
+        "starts": [f"from {start}" for start in columns],
+        "rows": [
+            {
+                "label": label, "part": part, "metric": metric.replace("_", " "),
+                "cells": [_cell(row.get(start, [])) for start in columns],
             }
+            for (label, part, metric), row in rows.items()
+        ],
+    }  # fmt: skip
+
+
+def _cell(values: Sequence[float]) -> tuple[str, str]:
+    """(the mean, of how many it is and how far they lie apart)."""
+    if len(values) < 2:
+        return "".join(f"{value:.4f}" for value in values), ""
+    mean = f"{statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f}"
+    return mean, f"mean of {len(values)}, {min(values):.4f} to {max(values):.4f}"
 
 
 def _moment(seconds: Any) -> str:

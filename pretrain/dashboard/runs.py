@@ -13,6 +13,8 @@ from typing import Any
 
 import yaml
 
+from pretrain.dashboard.panels import panels_for
+from pretrain.dashboard.subjects import Subject, subject
 from pretrain.errors import InputError
 from pretrain.tracking.records import METRICS, is_training, read_records
 
@@ -38,6 +40,24 @@ class RunRecords:
     @property
     def name(self) -> str:
         return str(self.config.get("name") or self.folder.resolve().name)
+
+    @property
+    def subject(self) -> Subject | None:
+        """What a fine-tuning learnt."""
+        return subject(self.config)
+
+    @property
+    def score(self) -> str:
+        """The score that counts of a fine-tuning, or until it is over the first of its evaluations'; "" without any."""
+        names = [
+            metric
+            for panel in panels_for(self.evaluations)
+            if panel.kind == "scores"
+            for metric in panel.metrics
+        ]
+        path = self.folder / SCORES
+        counts = [one.metric for one in _read_scores(path, self.folder)] if path.is_file() else []
+        return next((name for name in (*counts, *names) if name in names), "")
 
     @property
     def records(self) -> Iterator[dict[str, Any]]:
@@ -75,20 +95,22 @@ class RunRecords:
 
 @dataclass(frozen=True)
 class Score:
-    """One held-out set of one fine-tuning; without values where the run failed."""
+    """One held-out set of one fine-tuning, which learnt `subject`; without values where the run failed."""
 
     label: str
     part: str
     metric: str  # the score that counts
     values: dict[str, float]
     step: int | None
+    subject: Subject | None
     remark: str = ""
 
 
-def find_folder(name: str, address: str = "") -> Path:
+def find_folder(name: str, address: str = "", *, plain_http: bool = False) -> Path:
     """The folder `name`, or runs/`name`, or that of the job `name` on the cluster that runs here.
 
-    With `address`, the URL of a cluster's dashboard, it is the folder of that cluster's job.
+    With `address`, the URL of a cluster's dashboard, it is the folder of that cluster's job; `plain_http` sends the token
+    over http to other machines than this one, too.
 
     Raises `InputError` where there is none, or it cannot be seen from this machine.
     """
@@ -98,7 +120,7 @@ def find_folder(name: str, address: str = "") -> Path:
                 return folder
     from cluster.jobs import run_folder
 
-    folder = run_folder(name, address)
+    folder = run_folder(name, address, plain_http=plain_http)
     if folder is None:
         raise InputError(f"{name}: is no folder, and neither is runs/{name}. Name a run folder or a run.")
     if not folder.is_dir():
@@ -170,13 +192,14 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _read_scores(path: Path, top: Path) -> Iterator[Score]:
+    label, learnt = _label(path.parent, top), subject(_read_config(path.parent / "config.yaml"))
     try:
         said = json.loads(path.read_text(encoding="utf-8"))
         if path.name == FAILED:
-            yield Score(_label(path.parent, top), "", "", {}, None, str(said["message"]))
+            yield Score(label, "", "", {}, None, learnt, str(said["message"]))
             return
         for part, values in said["scores"].items():
-            yield Score(_label(path.parent, top), part, said["metric"], values, said.get("step"))
+            yield Score(label, part, said["metric"], values, said.get("step"), learnt)
     except (ValueError, KeyError, AttributeError, TypeError) as error:
         raise InputError(
             f"{path}: damaged ({error!r}). Restore it, or remove it and run the same command again."

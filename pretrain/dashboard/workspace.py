@@ -10,11 +10,13 @@ import json
 import os
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.dashboard.panels import EVENTS, Panel, panels_for
 from pretrain.dashboard.runs import RunRecords
+from pretrain.dashboard.subjects import by_subject, differing
 from pretrain.errors import InputError
 from pretrain.files import atomic_open
 from pretrain.tracking.mirror import wandb_entity, wandb_mode, wandb_names
@@ -70,6 +72,7 @@ def make(runs: Sequence[RunRecords], entity: str) -> Workspace:
             query="" if several else _query(runs[0]),
             regex_query=not several,
             filters=f'Metric("Group") in {_literal(groups)}',
+            groupby=_grouping(runs),
         ),
     )
 
@@ -89,6 +92,20 @@ def read(path: Path) -> Workspace:
 def _tracking(run: RunRecords) -> dict[str, str]:
     """The run's settings of tracking, as its config has them."""
     return run.config.get("tracking") or {}
+
+
+def _grouping(runs: Sequence[RunRecords]) -> list[Any]:
+    """The settings that tell what fine-tunings learnt, so that W&B averages seeds alone; [] where all learnt the same."""
+    from wandb_workspaces import expr
+
+    subjects = list(by_subject((run.subject, run) for run in runs))
+    if len(subjects) < 2:
+        return []
+    names = [one.data_key for one in subjects]
+    names += [
+        name for name in ("start_from", "random_weights") if len({run.config.get(name) for run in runs}) > 1
+    ]
+    return [expr.Config(name) for name in dict.fromkeys([*names, *differing(subjects)])]
 
 
 def _query(run: RunRecords) -> str:
@@ -124,7 +141,11 @@ def _plots(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
     names = _names(panel, runs)
     plots = [LinePlot(title=panel.title, x=_STEP, y=names, title_x="step", title_y=panel.unit or None)]
     if panel.kind == "scores":
-        plots += [BarPlot(title=f"{name.partition('/')[2]}, last", metrics=[name]) for name in names[:1]]
+        first = dict.fromkeys(
+            _names(replace(panel, metrics=(metric,)), runs)[0]
+            for metric in dict.fromkeys(run.score for run in runs if run.score)
+        )
+        plots += [BarPlot(title=f"{name.partition('/')[2]}, last", metrics=[name]) for name in first]
     return plots
 
 

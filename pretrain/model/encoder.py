@@ -9,7 +9,7 @@ one program for all layers of a model, and ZeRO-3 gathers a layer's parameters o
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -124,7 +124,7 @@ class Embeddings(nn.Module):
         """int64 [T] three times and int32 [T] -> [T, H]."""
         # The look-ups stay outside: torch's own gradient of them is faster than the compiled one.
         embedded_TE = program(embed, self.fused)(
-            F.embedding(input_ids, self.word, sparse=self.sparse_gradient), F.embedding(positions, self.position),
+            look_up(self.word, input_ids, sparse=self.sparse_gradient), look_up(self.position, positions),
             token_types, keys, self.token_type, self.norm_weight, self.norm_bias, self.eps, self.dropout if self.training else 0.0,
         )  # fmt: skip
         return (
@@ -188,13 +188,49 @@ class Layer(nn.Module):
         return program(after_attention, self.fused)(context_TH, hidden_TH, keys_T, weights, eps, dropout)
 
 
+def look_up(table: Tensor, ids: Tensor, *, sparse: bool = False) -> Tensor:
+    """The rows `ids` (int64 [T]) of `table` [V, E], whose gradient is summed in fp32 and rounded once: [T, E].
+
+    Args:
+        sparse: give the gradient as the rows alone, uncoalesced, for a caller that sums them itself.
+    """
+    # On CPU torch sums a gradient in the table's own precision: a row that is read a thousand times, such as that of
+    # [MASK], would be off by several percent in bf16. Its CUDA kernels sum in fp32, up to 3,072 tokens in short runs that
+    # are added up in the table's precision (aten EmbeddingBackwardKernel.cu and Embedding.cu).
+    if sparse or table.is_cuda or table.dtype == torch.float32:
+        return F.embedding(ids, table, sparse=sparse)
+    return _LookUp.apply(table, ids)  # pyright: ignore[reportReturnType]
+
+
+class _LookUp(torch.autograd.Function):
+    """A look-up in a half-precision table on CPU."""
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.rows = len(table)
+        return F.embedding(ids, table)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (ids_T,), (grad_TE,) = ctx.saved_tensors, grads
+        # Only rows that were read are summed: an fp32 copy of the table would take three times as long.
+        read_R, place_T = ids_T.unique(return_inverse=True)
+        sums_RE = torch.ops.aten.embedding_dense_backward(grad_TE.float(), place_T, len(read_R), -1, False)
+        whole_VE = grad_TE.new_zeros(ctx.rows, grad_TE.shape[1])
+        return whole_VE.index_copy_(0, read_R, sums_RE.to(grad_TE.dtype)), None
+
+
 def embed(
     words_TE: Tensor, positions_TE: Tensor, token_types_T: Tensor, keys_T: Tensor, token_type_2E: Tensor,
     norm_weight: Tensor, norm_bias: Tensor, eps: float, dropout: float,
 ) -> Tensor:  # fmt: skip
     """[T, E] normalised sum of the three embeddings."""
-    types_TE = torch.where(token_types_T[:, None] == 0, token_type_2E[0], token_type_2E[1])
-    summed_TE = words_TE.float() + positions_TE.float() + types_TE.float()
+    first_E, second_E = (
+        token_type_2E.float()
+    )  # before they are spread, so that their gradient is summed in fp32
+    types_TE = torch.where(token_types_T[:, None] == 0, first_E, second_E)
+    summed_TE = words_TE.float() + positions_TE.float() + types_TE
     embedded_TE = hash_dropout(layer_norm(summed_TE, norm_weight, norm_bias, eps), keys_T, 0, dropout)
     return embedded_TE.to(words_TE.dtype)
 

@@ -1,0 +1,91 @@
+"""What fine-tunings learnt, and from where: only runs that differ in nothing but their seed are averaged."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+TASKS = ("classification", "entities", "questions")
+"""Sections of a fine-tuning's config, of which each run has one."""
+
+RANDOM = "random weights"
+
+_DATA = ("glue", "dataset", "train")  # settings of a task that name its data; the first one given does
+# Who computes it, how fast and in which precision: not what is learnt.
+_APART = ("name", "run_dir", "seed", "engine", "checkpoint", "scheduling", "tracking")
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What one fine-tuning was trained on.
+
+    Attributes:
+        data_key: the setting that names the data, such as entities.train.
+        data: the task and its data, for people.
+        start: the checkpoint that it began with, or `RANDOM`.
+        settings: (dotted name, value) of all other settings but those of `_APART`.
+    """
+
+    data_key: str
+    data: str
+    start: str
+    settings: tuple[tuple[str, Hashable], ...]
+
+
+def subject(config: Mapping[str, Any]) -> Subject | None:
+    """The subject of the run with this config; None for a pretraining, and where the config says too little."""
+    task = next((name for name in TASKS if isinstance(config.get(name), Mapping)), None)
+    if task is None:
+        return None
+    given = next((key for key in _DATA if config[task].get(key)), None)
+    if given is None:
+        return None
+    name = str(config[task][given])
+    shown = f"{task}: {Path(name).name if given == 'train' else name}"
+    if config[task].get("subset"):
+        shown += f" {config[task]['subset']}"
+    start = RANDOM if config.get("random_weights") else str(config.get("start_from") or "")
+    others = {
+        key: value for key, value in config.items() if key not in (*_APART, "start_from", "random_weights")
+    }
+    return Subject(f"{task}.{given}", shown, start, tuple(_leaves(others)))
+
+
+Item = TypeVar("Item")
+
+
+def by_subject(items: Iterable[tuple[Subject | None, Item]]) -> dict[Subject, list[Item]]:
+    """The items of each subject, in the order of their first coming; those without one are left out."""
+    together: dict[Subject, list[Item]] = {}
+    for one, item in items:
+        if one is not None:
+            together.setdefault(one, []).append(item)
+    return together
+
+
+def starts(subjects: Iterable[Subject]) -> list[str]:
+    """The distinct starts, random weights last."""
+    found = dict.fromkeys(one.start for one in subjects)
+    return sorted(found, key=lambda start: start == RANDOM)
+
+
+def differing(subjects: Sequence[Subject]) -> list[str]:
+    """Dotted names of the settings, besides data and start, in which subjects with the same data differ."""
+    names: dict[str, None] = {}
+    for data in dict.fromkeys(one.data for one in subjects):
+        members = [dict(one.settings) for one in subjects if one.data == data]
+        for name in dict.fromkeys(name for member in members for name in member):
+            if len({member.get(name) for member in members}) > 1:
+                names[name] = None
+    return list(names)
+
+
+def _leaves(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Hashable]]:
+    for key, item in value.items():
+        if isinstance(item, Mapping):
+            yield from _leaves(item, f"{prefix}{key}.")
+        elif item is not None:
+            yield f"{prefix}{key}", item if isinstance(item, Hashable) else json.dumps(item, sort_keys=True)

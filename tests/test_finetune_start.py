@@ -1,0 +1,156 @@
+"""What a fine-tuning begins with, and the table that says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny_checkpoints import make_bert, write_reviews
+from torch import Tensor
+
+from finetune.config import FinetuneConfig
+from finetune.runs import plan
+from finetune.start import initial_state, start_table
+from finetune.task import Task
+from finetune.train import make_model
+from pretrain.checkpoint.layouts import BERT, read_config
+from pretrain.checkpoint.released import Released, assemble, their_tensors
+from pretrain.model.heads import PretrainingModel
+
+LABELS = ("bad", "good")
+CONFIG = {
+    "model_type": "bert", "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16,
+    "max_position_embeddings": 16,
+}  # fmt: skip
+PRETRAINED = (
+    "bert.embeddings.*          5 tensors -> embeddings.*",
+    "bert.encoder.layer.0-2.*  48 tensors -> layers.*",
+    "bert.pooler.dense.*        2 tensors -> head.dense.*",
+    "cls.seq_relationship.weight, cls.seq_relationship.bias, cls.predictions.transform.dense.weight, "
+    "cls.predictions.transform.dense.bias, cls.predictions.transform.LayerNorm.weight, "
+    "cls.predictions.transform.LayerNorm.bias and 1 more: 7 tensors left out: a head of pretraining",
+)
+
+
+def make_released(outputs: int = 0, name: str = "SequenceClassification", **config: Any) -> Released:
+    """A pretrained BERT; with `outputs` one with an output layer, which a class of transformers called `name` wrote."""
+    values = {**CONFIG, **config}
+    torch.manual_seed(0)
+    state: dict[str, Tensor] = {
+        name.replace("heads.pooler_", "head.dense_"): tensor
+        for name, tensor in PretrainingModel(read_config(values).model, 20).state_dict().items()
+        if not (outputs and name.startswith(("heads.mlm", "heads.nsp")))
+    }
+    if outputs:
+        values["architectures"] = [f"BertFor{name}"]
+        state |= {"head.out_weight": torch.randn(outputs, 16), "head.out_bias": torch.randn(outputs)}
+    return assemble(their_tensors(state, BERT), read_config(values), values)
+
+
+def make_config(**changes: Any) -> FinetuneConfig:
+    values = {"name": "x", "classification": {"train": "x"}, **changes}
+    return FinetuneConfig.model_validate(values)
+
+
+def make_task(
+    head: str = "sequence", objective: str = "classes", labels: tuple[str, ...] = LABELS
+) -> Task[Any]:
+    outputs = 1 if objective == "value" else len(labels)
+    task: Any = SimpleNamespace(head=head, objective=objective, labels=labels, outputs=outputs)
+    return task
+
+
+def named(*labels: str) -> dict[str, Any]:
+    return {"id2label": {str(number): label for number, label in enumerate(labels)}}
+
+
+def test_a_pretrained_model_gives_backbone_and_pooler() -> None:
+    lines = start_table(make_config(), make_task(), make_released()).split("\n")
+    assert sorted(lines) == sorted([*PRETRAINED, "initialised at random: head.out.*"])
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_the_table_tells_what_is_not_taken(layers: int) -> None:
+    training = {"reinitialised_layers": layers, "reinitialise_pooler": True}
+    config, task, released = make_config(training=training), make_task(), make_released()
+    text = start_table(config, task, released)
+    assert (
+        f"{16 * layers} tensors left out: initialised at random (training.reinitialised_layers: {layers})"
+        in text
+    )
+    assert f"{16 * (3 - layers)} tensors -> layers.*" in text or layers == 3
+    assert (
+        "bert.pooler.dense.weight, bert.pooler.dense.bias: 2 tensors left out: initialised at random" in text
+    )
+    assert text.endswith("initialised at random: head.dense.*, head.out.*")
+
+
+def test_a_head_without_a_pooler_and_random_weights_are_told() -> None:
+    config = FinetuneConfig.model_validate({"name": "x", "entities": {"train": "x"}})
+    text = start_table(config, make_task("tokens"), make_released())
+    assert "bert.pooler.dense.bias: 2 tensors left out: the head of entities has one layer alone" in text
+    assert text.endswith("\ninitialised at random: head.out.*")
+    text = start_table(make_config(random_weights=True), make_task(), make_released())
+    assert " -> " not in text
+    assert "62 tensors left out: initialised at random (random_weights)" in text
+
+
+@pytest.mark.parametrize(
+    ("task", "released", "kept"),
+    [
+        (make_task(), make_released(2, **named(*LABELS)), True),
+        (make_task(), make_released(2, **named("good", "bad")), False),
+        (make_task(), make_released(3, **named(*LABELS, "neutral")), False),
+        (make_task(labels=(), objective="value"), make_released(1, problem_type="regression", **named("LABEL_0")), True),
+        (make_task(labels=(), objective="value"), make_released(1, **named("similarity")), True),
+        (make_task(labels=(), objective="value"), make_released(2, problem_type="regression", **named("a", "b")), False),
+        (make_task(labels=(), objective="value"), make_released(1, problem_type="single_label_classification"), False),
+        (make_task(labels=(), objective="value"), make_released(1, "TokenClassification"), False),
+        (make_task("spans", "span", ("start", "end")), make_released(2, "QuestionAnswering"), True),
+        (make_task("spans", "span", ("start", "end")), make_released(2, "TokenClassification"), False),
+    ],
+)  # fmt: skip
+def test_an_output_layer_is_kept_where_it_says_the_same(
+    task: Task[Any], released: Released, kept: bool
+) -> None:
+    config = make_config()
+    state = initial_state(config, task, released)
+    model = make_model(config, task, released)
+    for name, tensor in model.state_dict().items():
+        assert name not in state or torch.equal(tensor, state[name]), name
+    assert ("head.out_weight" in state) == ("head.out_bias" in state) == kept
+    text = start_table(config, task, released)
+    assert ("-> head.out.*" in text) == kept
+    assert ("2 tensors left out: an output layer of another task or of other labels" in text) != kept
+    assert ("initialised at random: head.out.*" in text) != kept
+
+
+def test_a_run_of_pretraining_is_told_like_an_export(tmp_path: Path) -> None:
+    """Its own names: the pooler is the head's first layer there, too."""
+    from pretrain.checkpoint.released import Fate
+
+    released = make_released()
+    own = Released(
+        family="bert", model=released.model, backbone=released.backbone, head=released.head, config={},
+        fates=(Fate("heads.pooler_weight", (16, 16), "head.dense_weight"), Fate("heads.mlm_bias", (20,), "heads.mlm_bias")),
+    )  # fmt: skip
+    assert start_table(make_config(), make_task(), own).split("\n") == [
+        "heads.pooler_weight  1 tensor -> head.dense.*",
+        "heads.mlm_bias: 1 tensor left out: a head of pretraining",
+        "initialised at random: head.out.*",
+    ]
+
+
+def test_a_dry_run_shows_the_table_of_its_own_settings(tmp_path: Path) -> None:
+    sets = write_reviews(tmp_path, train=8, dev=4)
+    values = {
+        "name": "x", "start_from": str(make_bert(tmp_path / "bert")), "max_length": 32, "classification": sets,
+        "training": {"reinitialised_layers": 1, "examples_per_step": 4},
+    }  # fmt: skip
+    fates = plan(FinetuneConfig.model_validate(values), alone=True).fates
+    assert "16 tensors -> layers.*" in fates
+    assert "16 tensors left out: initialised at random (training.reinitialised_layers: 1)" in fates
+    assert fates.endswith("initialised at random: head.out.*")
