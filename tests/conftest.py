@@ -1,9 +1,59 @@
-"""What holds for every test: no network, no one's keys, no cluster but our own."""
+"""What holds for every test: no network, no one's keys, no cluster but our own, one thread; and who runs which test."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Generator
+from pathlib import Path
+
+import psutil
+import pytest
 
 os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1", WANDB_MODE="offline", MPLBACKEND="agg")
 for name in ("WANDB_API_KEY", "RAY_ADDRESS"):
     os.environ.pop(name, None)
+# Tests multiply small matrices, in many processes at once: more threads in each only wait for one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+_WORKER_BYTES = 3 << 30  # of a pytest worker at its highest: a test with two training processes, or with Ray
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """How many processes `-n auto` starts: one a core for the whole suite, none for tests that were picked.
+
+    Those are few, or watched (-s), or marked: tests with marks start clusters and kill processes, one after another.
+    """
+    option, given = config.option, config.args_source is config.ArgsSource.ARGS
+    named = given and not all(Path(one).is_dir() for one in config.args)
+    marked = option.markexpr not in config.getini("addopts")
+    if named or marked or option.keyword or config.getoption("lf", False) or option.capture == "no":
+        return 0
+    cores = len(os.sched_getaffinity(0))
+    return max(1, min(cores, psutil.virtual_memory().available // _WORKER_BYTES, 16))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests that share a module's fixtures in one worker, where these are made once."""
+    for item in items:
+        if shared := _shared_fixtures(item):
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{'-'.join(shared)}"))
+
+
+def _shared_fixtures(item: pytest.Item) -> list[str]:
+    """The fixtures of a test that are made for a whole module or session, without pytest's own."""
+    if not isinstance(item, pytest.Function):
+        return []
+    found = item._fixtureinfo.name2fixturedefs
+    return sorted(
+        name for name, (*_, used) in found.items() if used.baseid and used.scope in ("module", "session")
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Name a test as pytest takes it: xdist puts the group behind the name."""
+    report = yield
+    if group := item.get_closest_marker("xdist_group"):
+        report.nodeid = report.nodeid.removesuffix(f"@{group.args[0]}")
+    return report

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import logging
+import multiprocessing
 import os
 import pickle
 import socket
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from torch._C._distributed_c10d import TCPStore
 
 
 def run_workers(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -21,12 +24,16 @@ def run_workers(world_size: int, function: Callable[..., Any], *arguments: Any) 
 
     `function` must be importable. An exception in any process fails the caller with its traceback.
     """
+    # Forked from a process that has these already: importing them costs more than most tests.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._inductor.compile_fx"])
+    # Held here and not by rank 0: a port that is looked up for later may be another test's by then.
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(  # pyright: ignore[reportPrivateImportUsage]
             _worker,
-            (world_size, _free_port(), folder, function, arguments),
+            (world_size, store.port, folder, dict(os.environ), function, arguments),
             nprocs=world_size,
-            start_method="spawn",
+            start_method="forkserver",
         )
         return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world_size)]
 
@@ -36,13 +43,16 @@ def _worker(
     world_size: int,
     port: int,
     folder: str,
+    environment: dict[str, str],
     function: Callable[..., Any],
     arguments: tuple[Any, ...],
 ) -> None:
+    gc.freeze()  # DeepSpeed collects garbage often, and would look through all that was imported
     logging.disable(logging.WARNING)
-    os.environ |= {"DS_ACCELERATOR": "cpu"}
+    os.environ |= {**environment, "DS_ACCELERATOR": "cpu"}
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     try:
         result = function(*arguments)
     finally:

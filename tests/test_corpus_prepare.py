@@ -209,7 +209,7 @@ def test_a_killed_coordinator_leaves_neither_processes_nor_a_lock(tmp_path: Path
     assert len(children) == 2
     with locked(tmp_path / "out" / ".work" / "lock", "still held"):
         pass
-    assert not psutil.wait_procs(children, timeout=20)[1]
+    assert not psutil.wait_procs(children, timeout=120)[1]
 
 
 def test_a_vocabulary_taken_over_gives_the_same_shards(sources: Path, prepared: Path, tmp_path: Path) -> None:

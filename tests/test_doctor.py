@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import math
 import os
 import stat
 import subprocess
@@ -97,8 +98,10 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     assert {disk.what for disk in facts.disks} >= {"disk", "disk, temporary"}
     assert facts.compile_error == ""
     assert "cpu_adam" in facts.ops
-    assert all(device.bf16 > 0 and device.fp32 > 0 for device in facts.devices)
-    assert facts.sequences_per_second > 100
+    assert facts.devices
+    rates = [rate for device in facts.devices for rate in (device.bf16, device.fp32)]
+    assert all(1e6 < rate < 1e18 for rate in rates), "FLOP/s of any processor"
+    assert 0 < facts.sequences_per_second < math.inf
 
 
 def test_all_reduce_between_processes_here() -> None:

@@ -227,7 +227,7 @@ def test_this_machine_is_measured():
     config = make_config(scheduling=Scheduling(workers=2), engine=Engine(precision="fp32"))
     cluster = estimate.parse_cluster("here", config)
     assert cluster.workers == 2
-    assert cluster.peak_flops > 0
+    assert 1e6 < cluster.peak_flops < 1e18, "FLOP/s of any processor"
 
 
 def test_time_is_work_over_rate():

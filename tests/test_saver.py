@@ -122,7 +122,7 @@ def test_storage_that_fails_for_a_while_is_tried_again(
     monkeypatch.setattr(saver_module, "_FIRST_WAIT_SECONDS", 0.05)
     folder = tmp_path / "checkpoints"
     folder.write_text("in the way")
-    saver = make(folder, retry_seconds=5.0)
+    saver = make(folder, retry_seconds=60.0)
     saver.save(1, fragments(torch.ones(4)), STATE)
     time.sleep(0.3)
     assert not saver.failed

@@ -212,13 +212,13 @@ def test_sigterm_saves_and_exits_75_and_resume_goes_on(config_file: Path, tmp_pa
     with subprocess.Popen(
         command(config_file, "--no-ray"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     ) as process:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 600
         while not (metrics.exists() and metrics.read_text().count("\n") >= 3):
             assert process.poll() is None, process.communicate()
-            assert time.monotonic() < deadline, "no step in two minutes"
+            assert time.monotonic() < deadline, "no step in ten minutes"
             time.sleep(0.02)
         process.send_signal(signal.SIGTERM)
-        _, error = process.communicate(timeout=60)
+        _, error = process.communicate(timeout=300)
     assert process.returncode == 75, error
     assert error.startswith("error: stopped at step ")
     assert "Traceback" not in error
