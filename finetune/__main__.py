@@ -113,14 +113,17 @@ def _glue(arguments: argparse.Namespace) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     from finetune import runs
+    from pretrain.thread_waits import sleeping_when_crowded
 
-    print(runs.evaluate(arguments.model, arguments.file, arguments.out, arguments.precision))
+    with sleeping_when_crowded():
+        print(runs.evaluate(arguments.model, arguments.file, arguments.out, arguments.precision))
 
 
 def _predict(arguments: argparse.Namespace) -> None:
     from finetune import load
     from finetune.predict import read_records
     from finetune.saved import prediction_lines, write_predictions
+    from pretrain.thread_waits import sleeping_when_crowded
 
     source, out = "-" if arguments.input is None else arguments.input, arguments.out
     given = {
@@ -137,11 +140,12 @@ def _predict(arguments: argparse.Namespace) -> None:
         record: Any = given["text"] if set(given) == {"text"} else given
         _write_lines(map(_as_line, model.stream_lines([(1, record)], "record")), out)
     elif source == "-" or _is_stream(Path(source)):
-        with _lines(source) as (lines, where):
+        with _lines(source) as (lines, where), sleeping_when_crowded():
             _write_lines(map(_as_line, model.stream_lines(read_records(lines, where), where, live=True)), out)
     else:
         examples = model.task.read_file(source, labelled=False)
-        predictions = model.predict(examples)
+        with sleeping_when_crowded():
+            predictions = model.predict(examples)
         if out is None:
             _write_lines(prediction_lines(model.task, examples, predictions), None)
         else:

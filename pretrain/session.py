@@ -19,6 +19,7 @@ from pretrain.config import R, Run, with_precision
 from pretrain.engine import Engine, end_process_group
 from pretrain.errors import MachineError
 from pretrain.files import allow_open_files
+from pretrain.thread_waits import sleeping_when_crowded
 from pretrain.watchdog import Watchdog
 from pretrain.worker import Worker
 
@@ -29,12 +30,16 @@ logger = logging.getLogger(__name__)
 
 @contextlib.contextmanager
 def process_group(worker: Worker) -> Iterator[None]:
-    """The workers' process group, where MASTER_ADDR says that there are others; else one of this process alone."""
+    """The workers' process group, where MASTER_ADDR says that there are others; else one of this process alone.
+
+    While it lasts, CPU kernels make room for other programs (`pretrain.thread_waits`).
+    """
     os.environ["LOCAL_RANK"] = str(worker.local_rank)
     if worker.threads:
         torch.set_num_threads(worker.threads)
     if dist.is_initialized():
-        yield
+        with sleeping_when_crowded():
+            yield
         return
     _check_open_files(worker)
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -43,7 +48,8 @@ def process_group(worker: Worker) -> Iterator[None]:
     else:
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportAttributeAccessIssue]
     try:
-        yield
+        with sleeping_when_crowded():
+            yield
     finally:
         end_process_group()
 

@@ -1,0 +1,98 @@
+"""Threads of CPU kernels sleep while others want the cores, and only then."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from pretrain import thread_waits
+
+
+class Script:
+    """Looks at threads that wait by a script: a share of the time for each look; then the end."""
+
+    def __init__(self, shares: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+        self.end = threading.Event()
+        self.held: list[bool] = []  # at each look, whether there is a pool
+        self._holding, self._waited, self._now = False, 0.0, 0.0
+        self._shares = iter([0.0, *shares])
+        monkeypatch.setattr(thread_waits, "_LOOK_SECONDS", 0.0)
+        monkeypatch.setattr(thread_waits.time, "monotonic", lambda: self._now)
+
+    def waited(self) -> dict[int, float]:
+        share = next(self._shares, None)
+        if share is None:
+            self.end.set()
+            share = 0.0
+        self.held.append(self._holding)
+        self._now += 1.0
+        self._waited += share
+        return {1: self._waited, 2: 0.0}
+
+    @contextlib.contextmanager
+    def pool(self) -> Iterator[None]:
+        self._holding = True
+        yield
+        self._holding = False
+
+
+def test_threads_sleep_while_cores_are_contended(monkeypatch: pytest.MonkeyPatch) -> None:
+    free, busy = 0.0, 0.5
+    script = Script(
+        [free, 0.05, busy, 0.05, free, free, free, busy, free, free, free, free, free], monkeypatch
+    )
+    thread_waits._watch(script.pool, script.end, script.waited)
+    # The fourth free look in a row ends it; the first look only begins the account.
+    assert script.held == [False] * 4 + [True] * 9 + [False, False]
+    assert not script._holding
+
+
+def test_what_is_held_at_the_end_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    script = Script([0.9, 0.9], monkeypatch)
+    thread_waits._watch(script.pool, script.end, script.waited)
+    assert script.held[-1]
+    assert not script._holding
+
+
+def threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_a_pool_has_more_threads_than_cores_and_leaves_none(request: pytest.FixtureRequest) -> None:
+    openmp = thread_waits._openmp()
+    if openmp is None:
+        pytest.skip("torch has another OpenMP")
+    before = threads()
+    with thread_waits._idle_pool(openmp):
+        # The pool's master is a thread, too.
+        assert threads() >= before + len(os.sched_getaffinity(0)) + 1
+        torch.zeros(1 << 20).add_(1)
+    for _ in range(1000):  # the system takes a while to forget a thread that was joined
+        if threads() <= before + torch.get_num_threads():
+            return
+        threading.Event().wait(0.01)
+    pytest.fail(f"{threads() - before} threads are left")
+
+
+@pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])
+def test_what_the_user_decided_stays(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    monkeypatch.setattr(thread_waits, "_watch", lambda *_: pytest.fail("nobody looks"))
+    monkeypatch.setenv(name, "1")
+    with thread_waits.sleeping_when_crowded():
+        assert not any(thread.name == "thread-waits" for thread in threading.enumerate())
+
+
+def test_a_watcher_ends_with_the_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    with thread_waits.sleeping_when_crowded():
+        pass
+    assert not any(thread.name == "thread-waits" for thread in threading.enumerate())
