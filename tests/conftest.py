@@ -1,9 +1,8 @@
-"""What holds for every test: no network, no one's keys, no cluster but our own, one thread; and who runs which test."""
+"""What holds for every test: no network, no one's keys, no cluster but our own, one thread; and in how many processes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
 from pathlib import Path
 
 import psutil
@@ -30,30 +29,3 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
         return 0
     cores = len(os.sched_getaffinity(0))
     return max(1, min(cores, psutil.virtual_memory().available // _WORKER_BYTES, 16))
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests that share a module's fixtures in one worker, where these are made once."""
-    for item in items:
-        if shared := _shared_fixtures(item):
-            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}-{'-'.join(shared)}"))
-
-
-def _shared_fixtures(item: pytest.Item) -> list[str]:
-    """The fixtures of a test that are made for a whole module or session, without pytest's own."""
-    if not isinstance(item, pytest.Function):
-        return []
-    found = item._fixtureinfo.name2fixturedefs
-    return sorted(
-        name for name, (*_, used) in found.items() if used.baseid and used.scope in ("module", "session")
-    )
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Name a test as pytest takes it: xdist puts the group behind the name."""
-    report = yield
-    if group := item.get_closest_marker("xdist_group"):
-        report.nodeid = report.nodeid.removesuffix(f"@{group.args[0]}")
-    return report

@@ -693,7 +693,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         (
             "rayup",
             ["place.file_system=fs-1a", "place.netrc=s3://b/netrc"],
-            "place.netrc: 's3://b/netrc' is a remote",
+            "place.netrc is 's3://b/netrc'; expected text like",
         ),
         ("slurm", ["place.partition=a b"], "place.partition is 'a b'; expected text like"),
         ("slurm", ["place.constraint=a;b"], "place.constraint is 'a;b'; expected text like"),

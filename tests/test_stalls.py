@@ -116,7 +116,7 @@ def test_a_restart_says_what_the_watchdog_found(tmp_path: Path, event: str) -> N
     assert group._hang(tmp_path, since=began) is None
     found = {"event": event, "rank": 3, "reason": "rank 3 was slow", "time": began + 1, "found_by": 0}
     (tmp_path / "logs" / HANG_FILE).write_text(json.dumps(found))
-    assert group._hang(tmp_path, since=began) == (event, "rank 3 was slow")
+    assert group._hang(tmp_path, since=began) == (event, 3, "rank 3 was slow")
     assert group._hang(tmp_path, since=began + 2) is None
 
 

@@ -362,7 +362,7 @@ def test_the_list_of_jobs_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatc
         submission_id="[/red]a\x1b[2J", metadata={"bertrain": "[bold]"}, status=status, driver_exit_code=None,
         start_time=0, end_time=None, message="",
     )  # fmt: skip
-    monkeypatch.setattr(jobs, "Jobs", lambda address: SimpleNamespace(all=lambda: [job]))
+    monkeypatch.setattr(jobs, "Jobs", lambda *_, **__: SimpleNamespace(all=lambda: [job]))
     assert __main__.main(["list"]) == 0
     shown = capsys.readouterr().out
     assert "[/red]a\\x1b[2J" in shown
@@ -379,7 +379,7 @@ def a_node(cpus: float, memory_gib: float = 0, *, head: bool = False) -> dict[st
 def test_a_cluster_that_is_too_small_may_be_waited_for(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
     cluster = jobs.Jobs.__new__(jobs.Jobs)
-    cluster.address = "http://127.0.0.1:8265"
+    cluster.address = cluster.shown = "http://127.0.0.1:8265"
     monkeypatch.setattr(jobs.Jobs, "all", lambda _: [])
     monkeypatch.setattr(jobs.Jobs, "start", lambda _, name, *__: started.append(name))
     monkeypatch.setattr(jobs, "nodes_of", lambda _: [a_node(0, 8, head=True)])
