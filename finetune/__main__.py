@@ -64,7 +64,7 @@ def _finetune(arguments: argparse.Namespace) -> None:
         return
     plan = runs.plan(config, alone)
     if arguments.dry_run:
-        print(runs.describe(config, plan))
+        print(runs.describe(preflight.as_begun(config) if arguments.resume else config, plan))
         return
     print(runs.describe_start(config, plan))
     with preflight.only_run(config.folder):

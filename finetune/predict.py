@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import queue
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -22,6 +23,8 @@ from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.config import Engine
 from pretrain.errors import InputError
 from pretrain.precision import Choice, allow_tf32, choose, offer, run_precision
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 _Asked = Literal["auto", "bf16", "fp16", "fp32"]
@@ -149,7 +152,8 @@ def _settle(asked: _Asked, trained: Engine, device: torch.device) -> Choice:
         choice = choose([offer(device)])
     else:
         choice = run_precision(trained.settled_precision, device)
-    allow_tf32(choice.precision, device)
+    if allow_tf32(choice.precision, device):
+        logger.info("matrix products of fp32 use TF32 tensor cores")
     return choice
 
 

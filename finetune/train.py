@@ -180,9 +180,14 @@ class Finetuning:
     def predictions_of(self, model: TaskModel, examples: list[Any], *, tune: bool) -> list[dict[str, Any]]:
         """Rank 0: the predictions of `model`, which every rank has; nothing on other ranks."""
         windows = self._windows(examples)
+
+        def forward(batch: LabelledBatch) -> Output:
+            self._engine.beat()
+            return model(batch)
+
         with torch.inference_mode():
             logits = predict_logits(
-                model, self._cut(windows, 0), self.task.outputs, self._device, self._engine.gather_objects
+                forward, self._cut(windows, 0), self.task.outputs, self._device, self._engine.gather_objects
             )
         return [] if self._engine.rank else self._decode(examples, windows, logits, tune=tune)
 
@@ -322,6 +327,7 @@ def _finish(
     tests = job.task.read_test() if test_sets else {}
     for split, examples in tests.items():
         predictions[split] = examples, job.predictions_of(model, examples, tune=False)
+    engine.barrier()  # all have read the checkpoint
     if engine.rank == 0:
         save_model(
             config, job.task, released, weights, step=state["step"], chosen_on=job.validation_set(),

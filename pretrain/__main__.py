@@ -71,8 +71,9 @@ def _prepare(arguments: argparse.Namespace) -> None:
 def _pretrain(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
     if arguments.dry_run:
-        from pretrain import estimate
+        from pretrain import estimate, preflight
 
+        config = preflight.as_begun(config) if arguments.resume else config
         print(estimate.dry_run(config, on=arguments.on, mean_length=arguments.mean_length))
         return
     alone = is_alone(config, arguments.no_ray)

@@ -24,6 +24,7 @@ SECONDS = 0.25  # of one measurement
 _FIRST_SIZE, _LARGEST_SIZE = 128, {"cpu": 2048, "cuda": 8192}
 _LONG_ENOUGH_SECONDS = 5e-3  # for starting a product not to count
 _CLEARLY = 0.9  # two rates nearer than this differ by no more than the measurement does
+_USABLE = 0.5  # of the rate in fp32: a model that was trained in bf16 is still run in it
 
 
 class Offer(NamedTuple):
@@ -122,14 +123,16 @@ def _for_gpu(name: str, capability: tuple[int, int]) -> Choice:
 
 
 def allow_tf32(precision: str, device: torch.device) -> bool:
-    """Let fp32 matrix products use TF32 tensor cores on GPUs that have them (Ampere and newer); whether they do."""
+    """Let fp32 matrix products of a run in fp32 use TF32 tensor cores where the GPU has them (Ampere and newer).
+
+    Returns whether they do. In other precisions what is left of fp32, such as heads, stays exact.
+    """
     import torch
 
-    tf32 = (
-        precision == "fp32" and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
-    )
-    if tf32:
-        torch.set_float32_matmul_precision("high")
+    if device.type != "cuda":
+        return False
+    tf32 = precision == "fp32" and torch.cuda.get_device_capability(device) >= (8, 0)
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
     return tf32
 
 
@@ -151,12 +154,18 @@ def settle_here(config: R) -> tuple[R, str]:
 
 
 def run_precision(trained: Precision, device: torch.device) -> Choice:
-    """The precision in which to run a model that was trained in `trained`: the same, unless the device is slow in it."""
+    """The precision in which to run a model that was trained in `trained`: the same, unless the device is slow in it.
+
+    A CPU counts as slow in bf16 below half its rate in fp32: a measurement that varies must not change scores.
+    """
     if trained == "fp32":
         return Choice("fp32", "as trained")
-    best = choose([offer(device)])
-    if trained == best.precision or (
-        trained == "fp16" and best.precision == "bf16" and device.type == "cuda"
-    ):
+    here = offer(device)
+    best = choose([here])
+    if device.type == "cuda":
+        has_it = trained == best.precision or (trained == "fp16" and best.precision == "bf16")
+    else:
+        has_it = trained == "bf16" and here.bf16 > _USABLE * here.fp32
+    if has_it:
         return Choice(trained, "as trained")
     return Choice(best.precision, f"trained in {trained}, but {best.reason}")

@@ -80,13 +80,35 @@ def settle_device(config: R, worker: Worker) -> tuple[R, torch.device]:
         device = torch.device("cuda", worker.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     config = _settle_precision(config, device, worker)
-    if config.engine.precision == "fp16" and device.type == "cpu":
-        raise MachineError(
-            "engine.precision: fp16 needs a GPU (DeepSpeed has none of it on CPU). Use auto, which takes what is fastest here."
-        )
+    _check_device(config, device)
     if precision.allow_tf32(config.engine.precision, device):
         logger.info("matrix products of fp32 use TF32 tensor cores")
     return config, device
+
+
+def _check_device(config: Run, device: torch.device) -> None:
+    """Raise `MachineError` where the device cannot compute in the run's precision, or torch has no code for it."""
+    chosen = config.engine.precision
+    advice = (
+        "Continue a run that was begun elsewhere on such a device; for a new run, engine.precision: auto takes what is "
+        "fastest here."
+    )
+    if device.type == "cpu":
+        if chosen == "fp16":
+            raise MachineError(
+                f"engine.precision: fp16 needs a GPU (DeepSpeed has none of it on CPU). {advice}"
+            )
+        return
+    name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
+    has = f"{name} has {capability[0]}.{capability[1]}"
+    if chosen == "bf16" and capability < (8, 0):
+        raise MachineError(f"engine.precision: bf16 needs compute capability 8.0; {has}. {advice}")
+    known = [int(one[3:]) for one in torch.cuda.get_arch_list() if one[3:].isdigit()]
+    if known and 10 * capability[0] + capability[1] < min(known):
+        raise MachineError(
+            f"This torch ({torch.__version__}) has no code for the GPU: it begins at compute capability {min(known) / 10}, and "
+            f"{has}. Install a build of it for an earlier CUDA."
+        )
 
 
 def _settle_precision(config: R, device: torch.device, worker: Worker) -> R:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import resource
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,20 +26,22 @@ _LOOK_SECONDS = 0.5
 # Share of its time that a thread, ready to run, waits for a core: more is a crowd, less is none.
 _CROWDED, _FREE = 0.10, 0.03
 _FREE_LOOKS = 4  # in a row, before threads spin again
+_SPARE_TIMES = 16  # as many threads as a pool has must be free: other workers of the machine want theirs
 
 
 @contextlib.contextmanager
 def sleeping_when_crowded() -> Iterator[None]:
     """While entered, waiting threads of CPU kernels spin on free cores and sleep on contended ones.
 
-    Does nothing where kernels have one thread, torch has another OpenMP than GNU's, the system keeps no account of
+    Does nothing on GPUs and where kernels have one thread, torch has another OpenMP than GNU's, the system keeps no account of
     waits, or OMP_WAIT_POLICY or GOMP_SPINCOUNT say what is wanted.
     """
     import torch
 
     openmp = _openmp()
     decided = {"OMP_WAIT_POLICY", "GOMP_SPINCOUNT"} & os.environ.keys()
-    if torch.get_num_threads() == 1 or decided or openmp is None or not _waited_seconds():
+    no_need = torch.get_num_threads() == 1 or torch.cuda.is_available()
+    if no_need or decided or openmp is None or not _waited_seconds():
         yield
         return
     end = threading.Event()
@@ -68,7 +71,7 @@ def _watch(
             share = max(waits, default=0.0) / (then - at)
             before, at = now, then
             free = free + 1 if share < _FREE else 0
-            if not sleeping and share > _CROWDED:
+            if not sleeping and share > _CROWDED and _may_start(_pool_size()):
                 pool.enter_context(idle_pool())
                 sleeping = True
             elif sleeping and free >= _FREE_LOOKS:
@@ -92,9 +95,7 @@ def _idle_pool(openmp: ctypes.CDLL) -> Iterator[None]:
 
     def hold() -> None:
         # A team runs free(NULL), which does nothing. Its threads belong to this one, and end with it.
-        openmp.GOMP_parallel(
-            ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p), None, len(os.sched_getaffinity(0)) + 1, 0
-        )
+        openmp.GOMP_parallel(ctypes.cast(ctypes.CDLL(None).free, ctypes.c_void_p), None, _pool_size(), 0)
         made.set()
         done.wait()
 
@@ -106,6 +107,32 @@ def _idle_pool(openmp: ctypes.CDLL) -> Iterator[None]:
     finally:
         done.set()
         holder.join()
+
+
+def _pool_size() -> int:
+    return len(os.sched_getaffinity(0)) + 1
+
+
+def _may_start(threads: int) -> bool:
+    """Whether so many threads more are far from any limit: where one cannot be made, libgomp ends the process."""
+    if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
+        return False
+    limits = [resource.getrlimit(resource.RLIMIT_NPROC)[0]]
+    room = [limit - _threads_of_user() for limit in limits if limit != resource.RLIM_INFINITY]
+    for folder in (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/pids")):
+        with contextlib.suppress(OSError, ValueError):  # no such limit, or "max"
+            room.append(int((folder / "pids.max").read_text()) - int((folder / "pids.current").read_text()))
+    return all(_SPARE_TIMES * threads < one for one in room)
+
+
+def _threads_of_user() -> int:
+    """Threads of all processes of this user, as far as they can be seen."""
+    found = 0
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if process.stat().st_uid == os.getuid():
+                found += sum(1 for _ in (process / "task").iterdir())
+    return found
 
 
 def _openmp() -> ctypes.CDLL | None:

@@ -58,6 +58,12 @@ _WRITE_SECONDS = 10.0  # for stacks and hang.json, on storage that may be what h
 _INNERMOST = 8  # frames of a stack that are looked at
 # Python modules in whose functions a rank waits for others.
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "deepspeed.comm")
+# NCCL's calls return at once: where the host waits for their results instead, as the innermost Python function.
+_DEVICE_WAITS = {
+    ("pretrain.engine", "sum_over_workers"),
+    ("pretrain.engine", "step"),
+    ("pretrain.loop", "train_step"),
+}
 
 _Look = Callable[[float], Finding | None]  # who hangs, at a time of `_Clock`
 
@@ -366,6 +372,8 @@ class _Clock:
 def _waits_for_others(thread: int) -> bool:
     """Whether a thread is in a collective, as far as its Python frames tell."""
     frame, modules = sys._current_frames().get(thread), []
+    if frame is not None and (frame.f_globals.get("__name__"), frame.f_code.co_name) in _DEVICE_WAITS:
+        return True
     while frame is not None and len(modules) < _INNERMOST:
         modules.append(frame.f_globals.get("__name__") or "")
         frame = frame.f_back

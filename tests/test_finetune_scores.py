@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_checkpoints import make_bert, write_reviews
@@ -126,3 +128,19 @@ def test_heads_compute_in_fp32() -> None:
     head = dict(model.head.named_parameters())
     expected = hidden.double() @ head["out_weight"].double().T + head["out_bias"].double()
     torch.testing.assert_close(made.double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_scoring_at_the_end_is_progress_to_the_watchdog() -> None:
+    """Large sets take longer than the whole end of a run may be silent: each micro-batch counts."""
+    beats: list[int] = []
+    batches = [SimpleNamespace(asked=np.array([number])) for number in range(3)]
+    for batch in batches:
+        batch.to = lambda _, batch=batch: batch
+    cut = SimpleNamespace(every_window=lambda: iter(batches), windows=SimpleNamespace(asked=np.arange(3)))
+    job: Any = SimpleNamespace(
+        _windows=lambda _: None, _cut=lambda *_: cut, _device=torch.device("cpu"), task=SimpleNamespace(outputs=2),
+        _engine=SimpleNamespace(rank=1, gather_objects=lambda mine: [mine], beat=lambda: beats.append(len(beats))),
+    )  # fmt: skip
+    model: Any = lambda batch: SimpleNamespace(logits=torch.zeros(1, 2))  # noqa: E731
+    assert train.Finetuning.predictions_of(job, model, [], tune=False) == []
+    assert beats == [0, 1, 2]

@@ -128,6 +128,7 @@ def first_knows(folder: str) -> list[str]:
         ("fp32", "cpu", cpu(900e9, 200e9), "fp32"),
         ("bf16", "cpu", cpu(900e9, 200e9), "bf16"),
         ("bf16", "cpu", cpu(3e9, 98e9), "fp32"),
+        ("bf16", "cpu", cpu(85e9, 100e9), "bf16"),  # training may have measured a little more
         ("fp16", "cpu", cpu(900e9, 200e9), "bf16"),
         ("bf16", "cuda", gpu(8, 0), "bf16"),
         ("fp16", "cuda", gpu(8, 0), "fp16"),
@@ -176,6 +177,67 @@ def test_all_runs_of_one_command_have_one_precision(monkeypatch: pytest.MonkeyPa
     preflight.record_config(made[1].config) if made[1].config.folder.mkdir() is None else None
     again = trials._with_one_precision(config, members)
     assert [one.config.engine.precision for one in again] == ["fp32"] * 3, "that of the run which has begun"
+
+
+def test_runs_that_have_begun_keep_each_its_own_precision(tmp_path: Path) -> None:
+    """On a cluster of several kinds of nodes each decides for itself: going on must not change that."""
+    from finetune.config import FinetuneConfig
+    from finetune.experiments import trials
+
+    given = {"name": "task", "run_dir": str(tmp_path), "classification": {"train": "train.csv"}}
+    config = FinetuneConfig.model_validate(given)
+    members = []
+    for seed, settled in enumerate(["bf16", "fp16", "auto"]):
+        one = trials.trial_config(config, f"seed-{seed}", folder=tmp_path / f"{seed}", seed=seed)
+        members.append(trials.Trial(f"seed {seed}", one, 1))
+        one.folder.mkdir()
+        preflight.record_config(one.model_copy(update={"engine": Engine(precision=settled)}))  # pyright: ignore[reportArgumentType]
+    made = trials._with_one_precision(config, members)
+    assert [one.config.engine.precision for one in made] == ["bf16", "fp16", "bf16"]
+
+
+class FakeGpu:
+    """What torch says of a GPU that is not there."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], built_for: list[str]
+    ) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla")
+        monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built_for)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "capability", "message"),
+    [
+        ("bf16", (7, 0), "bf16 needs compute capability 8.0; Tesla has 7.0"),
+        ("fp16", (7, 0), "begins at compute capability 7.5, and Tesla has 7.0"),
+        ("fp16", (7, 5), ""),
+        ("bf16", (9, 0), ""),
+    ],
+)
+def test_a_gpu_that_cannot_is_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, chosen: str, capability: tuple[int, int], message: str
+) -> None:
+    FakeGpu(monkeypatch, capability, ["sm_75", "sm_80", "sm_90", "compute_120"])
+    config, device = run_config(chosen=chosen), torch.device("cuda")
+    if not message:
+        return session._check_device(config, device)
+    with pytest.raises(MachineError, match=message):
+        session._check_device(config, device)
+
+
+def test_tf32_is_for_runs_in_fp32_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The heads of a model in bf16, which are in fp32, must not lose digits because another model came before."""
+    set_to: list[str] = []
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", set_to.append)
+    FakeGpu(monkeypatch, (8, 0), [])
+    assert precision.allow_tf32("fp32", torch.device("cuda"))
+    assert not precision.allow_tf32("bf16", torch.device("cuda"))
+    FakeGpu(monkeypatch, (7, 5), [])
+    assert not precision.allow_tf32("fp32", torch.device("cuda"))
+    assert set_to == ["high", "highest", "highest"]
+    assert not precision.allow_tf32("fp32", torch.device("cpu"))
 
 
 def test_a_begun_run_keeps_its_precision_in_config_yaml(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,6 +79,29 @@ def test_a_pool_has_more_threads_than_cores_and_leaves_none(request: pytest.Fixt
             return
         threading.Event().wait(0.01)
     pytest.fail(f"{threads() - before} threads are left")
+
+
+def test_no_pool_is_made_near_a_limit_of_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """libgomp ends the process when it cannot make a thread."""
+    monkeypatch.setattr(thread_waits, "_may_start", lambda _: False)
+    script = Script([0.9, 0.9, 0.9], monkeypatch)
+    thread_waits._watch(script.pool, script.end, script.waited)
+    assert not any(script.held)
+
+
+def test_limits_of_threads_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {resource.RLIMIT_AS: resource.RLIM_INFINITY, resource.RLIMIT_NPROC: 1 << 40}
+    monkeypatch.setattr(thread_waits.resource, "getrlimit", lambda which: (limits[which], 0))
+    monkeypatch.setattr(Path, "read_text", lambda _: "max")  # the cgroup's
+    assert thread_waits._may_start(3)
+    limits[resource.RLIMIT_NPROC] = 20
+    assert not thread_waits._may_start(3)
+    limits[resource.RLIMIT_NPROC] = resource.RLIM_INFINITY
+    monkeypatch.setattr(Path, "read_text", lambda path: "1000" if path.name == "pids.max" else "960")
+    assert not thread_waits._may_start(3)
+    assert thread_waits._may_start(2)
+    limits[resource.RLIMIT_AS] = 1 << 34
+    assert not thread_waits._may_start(2)
 
 
 @pytest.mark.parametrize("name", ["OMP_WAIT_POLICY", "GOMP_SPINCOUNT"])

@@ -220,3 +220,22 @@ def test_a_collective_is_told_from_work() -> None:
     scope["all_reduce"](lambda: seen.setdefault("collective", _waits_for_others(me)))
     assert seen == {"work": False, "collective": True}
     assert not _waits_for_others(-1), "a thread that has ended"
+
+
+def test_a_read_of_what_a_collective_makes_is_one() -> None:
+    """NCCL's calls return at once, and the host waits where it reads their result."""
+    import threading
+
+    held, scope = threading.Lock(), {"__name__": "pretrain.engine"}
+    exec("def sum_over_workers(read): read()\ndef forward(read): read()", scope)
+    for name, expected in (("sum_over_workers", True), ("forward", False)):
+        function: Any = scope[name]
+        with held:
+            reader = threading.Thread(target=function, args=(held.acquire,))
+            reader.start()
+            assert reader.ident is not None
+            while sys._current_frames()[reader.ident].f_code.co_name != name:
+                time.sleep(0.001)
+            assert _waits_for_others(reader.ident) == expected
+        reader.join()
+        held.release()

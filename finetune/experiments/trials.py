@@ -20,7 +20,7 @@ from finetune.config import FinetuneConfig, changed_for_resume
 from finetune.experiments.trials_view import View
 from finetune.saved import MODEL, SCORES
 from pretrain import preflight
-from pretrain.config import Precision, with_precision
+from pretrain.config import with_precision
 from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.files import MANIFEST, write_json
 from pretrain.precision import choose_here
@@ -144,21 +144,29 @@ def check_alone(config: FinetuneConfig) -> None:
 
 
 def _with_one_precision(config: FinetuneConfig, trials: Sequence[Trial]) -> list[Trial]:
-    """The trials, those that leave the precision to the machine with the same one, so that their scores compare."""
-    left = [trial for trial in trials if trial.config.engine.precision == "auto"]
-    if not left:
-        return list(trials)
-    begun = (preflight.as_begun(trial.config).engine for trial in left)
-    chosen: Precision | None = next(
-        (engine.settled_precision for engine in begun if engine.precision != "auto"), None
+    """The trials, those that leave the precision to the machine with the same one, so that their scores compare.
+
+    On a cluster, whose nodes may differ, the first one that begins decides for those of a later call.
+    """
+    begun = [replace(trial, config=preflight.as_begun(trial.config)) for trial in trials]
+    left = [trial.config.engine.precision == "auto" for trial in begun]
+    if not any(left):
+        return begun
+    settled = (
+        one.config.engine.settled_precision
+        for one, before in zip(begun, trials, strict=True)
+        if one.config.engine.precision != before.config.engine.precision
     )
-    if chosen is None:
-        if config.scheduling.address:  # this machine is not the one that trains
-            return list(trials)
+    chosen = next(settled, None)
+    if (
+        chosen is None and not config.scheduling.address
+    ):  # on a cluster, this machine is not the one that trains
         chosen = choose_here().precision
+    if chosen is None:
+        return begun
     return [
-        replace(trial, config=with_precision(trial.config, chosen)) if trial in left else trial
-        for trial in trials
+        replace(trial, config=with_precision(trial.config, chosen)) if is_left else trial
+        for trial, is_left in zip(begun, left, strict=True)
     ]
 
 
