@@ -33,15 +33,15 @@ def told(error: BaseException, address: str) -> str:
 def check_dashboard(address: str, *, plain_http: bool = False) -> None:
     """Make sure that `address` is the URL of a dashboard that answers, and that no secret goes there for all to read.
 
-    The token is a secret, where this process has one, and so is a password in the URL. `plain_http` sends them over http to
-    other machines too.
+    The token is a secret, where this process has one, and so are user and password in the URL: services take a token for
+    either. `plain_http` sends them over http to other machines too.
 
     Raises:
         InputError: it is no URL, or a secret would leave this machine unencrypted; nothing was sent yet.
         MachineError: nothing answers there.
     """
     parts = _parts(address)
-    if parts.scheme == "http" and not plain_http and (parts.password or _has_token()):
+    if parts.scheme == "http" and not plain_http and (parts.username or parts.password or _has_token()):
         _check_local(address, str(parts.hostname))
     import requests
 

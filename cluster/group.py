@@ -42,8 +42,8 @@ def train(request: dict[str, Any], *, use_gpu: bool, keep_logs: Callable[[], Non
 
     request["min_workers"] to request["workers"] of them, as many as the cluster holds at each start; where it holds too
     few, nodes are waited for. A crash costs one of request["max_failures"], which are had anew when a checkpoint was
-    written since; a preemption or a change of size costs none. Nodes on which workers crashed twice are left out where
-    the others have room.
+    written since; a preemption or a change of size costs none, though many preemptions without a checkpoint
+    end the run, too. Nodes on which workers crashed twice are left out where the others have room.
     """
     run_dir = Path(request["run_dir"])
     request["use_gpu"] = use_gpu
@@ -72,8 +72,8 @@ def train(request: dict[str, Any], *, use_gpu: bool, keep_logs: Callable[[], Non
                 reached = max(reached, newest)
                 if lost := _forgive(request, failures):
                     reason = f"lost the node {', '.join(lost)} ({reason})"
-                if failures.exhausted:
-                    raise _used_up(request, crash.rank, reason, failures) from None
+                if failures.exhausted or failures.lost_too_often:
+                    raise _used_up(request, rank, reason, failures) from None
             except NoRoomError as error:
                 crowded_until = crowded_until or time.monotonic() + waiting_seconds(request)
                 reason = str(error)
@@ -255,9 +255,13 @@ def _used_up(request: dict[str, Any], rank: int, reason: str, failures: Failures
     log = Path(request["run_dir"]) / LOGS / f"worker-{rank}.log"
     bad = ", ".join(failures.bad_nodes().values()) if request["address"] else ""
     where = f" Workers crashed more than once on {bad}: check that machine." if bad else ""
+    spent = f"all max_failures={request['max_failures']} restarts without a new checkpoint are used up"
+    if not failures.exhausted:
+        spent = f"there were {failures.losses} crashes with the loss of a node and no new checkpoint"
+        where += " A machine out of memory may lose Ray together with its workers: check its memory first."
     return MachineError(
-        f"{log}: {reason}, and all max_failures={request['max_failures']} restarts without a new checkpoint are used up. "
-        f"Its log ends with: {last_line(log)!r}.{where} Mend the cause and run the same command with --resume."
+        f"{log}: {reason}, and {spent}. Its log ends with: {last_line(log)!r}.{where} "
+        "Mend the cause and run the same command with --resume."
     )
 
 

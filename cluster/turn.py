@@ -102,7 +102,8 @@ def pause(ahead: int) -> float:
 class Queue:
     """The jobs before one, as they end.
 
-    The oldest is asked for at each look, since it began first, and of the others one after another.
+    The oldest is asked for at each look, since it began first, and of the others one after another. As long as one of
+    them has ended, the next are asked for at once.
 
     Raises `InputError` where the dashboard knows no such job, and `MachineError` where it does not answer.
     """
@@ -131,11 +132,12 @@ class Queue:
 
     def look(self) -> bool:
         """Whether it is the job's turn."""
-        ended = {job.name for job in self._due() if self._has_ended(job)}
-        self._ahead = [job for job in self._ahead if job.name not in ended]
+        while ended := {job.name for job in self._due() if self._has_ended(job)}:
+            self._ahead = [job for job in self._ahead if job.name not in ended]
+            self._looked = float("-inf")  # there may be room now
         if not self._ahead:
             return True
-        if not ended and time.monotonic() - self._looked < _NODES_SECONDS:
+        if time.monotonic() - self._looked < _NODES_SECONDS:
             return False
         nodes = self._dashboard.nodes()
         self._looked = time.monotonic()

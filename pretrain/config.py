@@ -388,7 +388,7 @@ class Scheduling(Section):
     wait_for_nodes_seconds: float = Field(
         default=1800.0, ge=0,
         description="On a cluster (address): how long to wait for nodes, at the start and when some are lost. An "
-        "autoscaler is told what is missing.",
+        "autoscaler is told what is missing. Not for sweep, glue and --seeds: they take the nodes that are there.",
     )  # fmt: skip
     max_failures: int = Field(
         default=3, ge=0, description="Worker failures survived by restarting from a checkpoint."

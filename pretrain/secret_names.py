@@ -16,7 +16,8 @@ _ENDS = ("accesskey", "apikey", "authkey", "credential", "encryptionkey", "passp
          "privatekey", "secret", "secretkey", "signingkey", "token")  # fmt: skip
 # NAME=VALUE and "Name: value", as in lists of variables and headers.
 _ASSIGNMENT = re.compile(r"\s*([A-Za-z][\w.-]*)\s*[=:]\s*\S")
-_URL_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@")
+# User and password, or over http a user alone, which may be a token. Elsewhere it is none: abfss://container@account/.
+_URL_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@|\bhttps?://[^/\s?#@]+@")
 
 
 def secret_paths(value: Any, path: Path = ()) -> Iterator[Path]:

@@ -17,6 +17,8 @@ WAITING_FILE = "waiting.json"  # in the run's logs, as long as the run waits for
 
 _OWNER = "for "
 _OWNER_BYTES = 200
+# When `Flag.set` says that it wrote a file, in nanoseconds: in 2001. One that was touched since has another time.
+_SET_AT = 10**18
 
 
 @dataclass(frozen=True)
@@ -28,9 +30,9 @@ class Flag:
 
     Attributes:
         path: where the file is.
-        owner: what `set` writes into it; a file of another owner does not count.
-        since: a file that names no owner, as `touch` leaves it, counts when it is not older than this, in nanoseconds by
-            the file system's clock. None: such a file never counts.
+        owner: what `set` writes into it; a file of another owner does not count, unless it was touched.
+        since: a file that was touched, or names no owner, counts when it is not older than this, in nanoseconds by the
+            file system's clock. None: such a file never counts.
     """
 
     path: Path
@@ -49,7 +51,10 @@ class Flag:
         except OSError:
             return False
         if text.startswith(_OWNER):
-            return text.removeprefix(_OWNER).strip() == self.owner
+            if text.removeprefix(_OWNER).strip() == self.owner:
+                return True
+            if written == _SET_AT:
+                return False
         return self.since is not None and written >= self.since
 
     def set(self) -> None:
@@ -62,6 +67,9 @@ class Flag:
             except OSError:  # on a full disk the file stays empty
                 if self.since is None:
                     raise
+            else:
+                with contextlib.suppress(OSError):  # storage without such times: the file counts as touched
+                    os.utime(aside, ns=(_SET_AT, _SET_AT))
             aside.replace(self.path)
         finally:
             with contextlib.suppress(OSError):

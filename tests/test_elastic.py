@@ -25,7 +25,9 @@ from cluster.room import Growth, wait_for_room
 from cluster.run import drive
 from cluster.worker import WorkerEnd, restart_flag, stop_flag
 from pretrain.errors import MachineError, StoppedError
+from pretrain.files import MANIFEST
 from pretrain.tracking.live import _Progress
+from pretrain.worker import HANG_FILE
 
 
 def node(name: str, cpus: int = 2, *, gpus: int = 0, draining: bool = False, free: int | None = None) -> Node:
@@ -232,6 +234,51 @@ def test_a_crash_on_nodes_that_stay_is_a_failure(
     ):
         train(monkeypatch, request_, [node("a"), node("b")], attempt)
     assert seen == [0, 1, 2, 3], "a bad node that the run needs is not left out"
+
+
+def test_a_crash_that_takes_its_node_along_does_not_come_back_for_ever(
+    request_: dict[str, Any], asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pod that is out of memory ends Ray with the worker, and comes back under another id. A checkpoint clears the count."""
+    request_.update(max_failures=1, workers=1)
+    nodes = [node("0")]
+
+    def attempt(number: int, _: Any) -> None:
+        nodes[0] = node(str(number + 1))
+        if number == 8:
+            checkpoint = Path(request_["run_dir"], "checkpoints", "step-7", MANIFEST)
+            checkpoint.parent.mkdir(parents=True)
+            checkpoint.touch()
+        assert number < 30
+        raise _Crash(0, "its process died (killed, or out of memory)")
+
+    with pytest.raises(
+        MachineError,
+        match=r"lost the node 10\.0\.0\.18 .* 11 crashes with the loss of a node .* A machine out of memory may lose Ray",
+    ):
+        train(monkeypatch, request_, nodes, attempt)
+    assert nodes[0].id == "19", "eight crashes, a checkpoint, and eleven more"
+
+
+def test_the_log_of_the_worker_that_hangs_is_named(
+    request_: dict[str, Any], asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its watchdog ends another worker first, whose log says nothing of the cause."""
+    request_["max_failures"] = 0
+    monkeypatch.setattr(group, "_VERDICT_SECONDS", 0.0)
+    logs = Path(request_["run_dir"]) / "logs"
+    (logs / "worker-0.log").write_text("terminated\n")
+    (logs / "worker-3.log").write_text("waits in a collective\n")
+
+    def attempt(number: int, _: Any) -> None:
+        seen = {"event": "hang", "rank": 3, "reason": "worker 3 hangs", "time": time.time() + 1}
+        (logs / HANG_FILE).write_text(json.dumps(seen))
+        raise _Crash(0, "killed")
+
+    with pytest.raises(
+        MachineError, match=r"worker-3\.log: worker 3 hangs, .* ends with: 'waits in a collective'"
+    ):
+        train(monkeypatch, request_, [node("a"), node("b")], attempt)
 
 
 def test_a_node_with_two_crashes_is_left_out_and_named(

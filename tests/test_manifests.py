@@ -288,44 +288,55 @@ def test_pods_are_contained(config: Path) -> None:
         assert policy["ingress"][0]["from"] == [{"podSelector": policy["podSelector"]}]
 
 
-def test_stopping_a_pod_asks_for_a_checkpoint_and_waits(config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("title", "host", "drains"),
+    [
+        (f"{PROCESS_TITLE}.run", "run-workers-1", True),  # by the name that Ray gives it (test_cluster.py looks at a real one)
+        ("python -m finetune finetune", "run-workers-1", False),
+        ("python -m cluster.job", "run-head-1", False),  # of a RayCluster, where `submit` starts it
+        ("python -m cluster.driver", "run-head-1", False),
+    ],
+)  # fmt: skip
+def test_stopping_a_pod_asks_for_a_checkpoint_and_waits(
+    config: Path, tmp_path: Path, title: str, host: str, drains: bool
+) -> None:
+    """A worker's node is drained first, which fails here. The command, or the head, has none that could go alone."""
     (tmp_path / "runs/my-run").mkdir(parents=True)
     data = kuberay(config, f"place.storage={tmp_path}")["ConfigMap"]["data"]
-    # A worker, by the name that Ray gives its process (test_cluster.py looks at a real one).
-    worker = subprocess.Popen(["bash", "-c", f"exec -a {PROCESS_TITLE}.run sleep 60"], start_new_session=True)
+    process = subprocess.Popen(["bash", "-c", f"exec -a {shlex.quote(title)} sleep 60"], start_new_session=True)  # fmt: skip
     # A pod has its own processes; here others may train besides.
-    program(tmp_path / "bin", "pgrep", f'exec {shutil.which("pgrep")} -s {worker.pid} "$@"\n')
-    hook = subprocess.Popen(["bash", "-c", data["stop.sh"]], env=with_programs(tmp_path / "bin"))
-    while not (tmp_path / "runs/my-run/stop").exists():
-        assert hook.poll() is None
-        time.sleep(0.02)
-    with pytest.raises(subprocess.TimeoutExpired):
-        hook.wait(1)
-    worker.kill()
-    worker.wait()
+    program(tmp_path / "bin", "pgrep", f'exec {shutil.which("pgrep")} -s {process.pid} "$@"\n')
+    program(tmp_path / "bin", "ray", f'echo "$@" >>{tmp_path}/calls\nexit 1\n')
+    environment = with_programs(tmp_path / "bin", HOSTNAME=host)
+    hook = subprocess.Popen(["bash", "-c", data["stop.sh"]], env=environment)
+    try:
+        while not (tmp_path / "runs/my-run/stop").exists():
+            assert hook.poll() is None
+            time.sleep(0.02)
+        with pytest.raises(subprocess.TimeoutExpired):
+            hook.wait(0.5)
+    finally:
+        process.kill()
+        process.wait()
     assert hook.wait(60) == 0
+    assert (tmp_path / "calls").exists() == drains
 
 
-@pytest.mark.parametrize(
-    ("host", "drained", "stops"), [("run-workers-1", True, False), ("run-workers-1", False, True), ("run-head-1", True, True)]
-)  # fmt: skip
-def test_an_elastic_run_goes_on_without_a_pod(
-    config: Path, tmp_path: Path, host: str, drained: bool, stops: bool
-) -> None:
-    """Its node is drained, which the run answers by itself; the head's pod, or a drain that fails, stops the run."""
+@pytest.mark.parametrize("least", [0, 8])
+@pytest.mark.parametrize("drained", [True, False])
+def test_a_run_goes_on_without_a_pod(config: Path, tmp_path: Path, least: int, drained: bool) -> None:
+    """Its node is drained, which the run answers by itself, of fixed size or not; a drain that fails stops the run."""
     (tmp_path / "runs/my-run").mkdir(parents=True)
-    given = [f"place.storage={tmp_path}", "scheduling.min_workers=8", "scheduling.workers=16"]
+    given = [f"place.storage={tmp_path}", f"scheduling.min_workers={least}", "scheduling.workers=16"]
     data = kuberay(config, *given)["ConfigMap"]["data"]
     program(tmp_path / "bin", "ray", f'echo "$@" >>{tmp_path}/calls\nexit {0 if drained else 1}\n')
     # Workers, until they were looked for once; the command is not in this pod.
     seen = tmp_path / "seen"
     program(tmp_path / "bin", "pgrep", f'[[ "$*" != *ray::* || -e {seen} ]] && exit 1\ntouch {seen}\n')
-    hook = ["bash", "-c", data["stop.sh"]]
-    assert (
-        subprocess.run(hook, env=with_programs(tmp_path / "bin", HOSTNAME=host), timeout=20).returncode == 0
-    )
-    assert (tmp_path / "runs/my-run/stop").exists() == stops
-    assert (tmp_path / "calls").exists() == ("head" not in host)
+    environment = with_programs(tmp_path / "bin", HOSTNAME="run-workers-1")
+    assert subprocess.run(["bash", "-c", data["stop.sh"]], env=environment, timeout=20).returncode == 0
+    assert (tmp_path / "runs/my-run/stop").exists() != drained
+    assert (tmp_path / "calls").read_text().startswith("drain-node ")
 
 
 def test_a_control_store_that_is_gone_does_not_hold_a_pod_up(config: Path, tmp_path: Path) -> None:
@@ -348,6 +359,7 @@ def test_a_pod_with_nothing_of_the_run_asks_nothing(config: Path, tmp_path: Path
     (tmp_path / "runs/my-run").mkdir(parents=True)
     data = kuberay(config, f"place.storage={tmp_path}")["ConfigMap"]["data"]
     program(tmp_path / "bin", "pgrep", "exit 1\n")
+    program(tmp_path / "bin", "ray", "exit 1\n")
     hook = ["bash", "-c", data["stop.sh"]]
     assert subprocess.run(hook, env=with_programs(tmp_path / "bin"), timeout=20).returncode == 0
     assert not (tmp_path / "runs/my-run/stop").exists()
@@ -702,6 +714,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("kuberay", ["place.worker_environment={A-B: x}"], "'A-B'; expected text like"),
         ("kuberay", ["place.worker_environment={RAY_AUTH_MODE: disabled}"], "RAY_AUTH_MODE is Ray's own"),
         ("kuberay", ["place.worker_environment={WANDB_API_KEY: x}"], "looks like a secret"),
+        ("kuberay", ["place.redis_address=':pw@redis:6379'"], "place.redis_address is ':pw@redis:6379'; expected text"),
         ("kuberay", ["place.service_account=Me"], "place.service_account is 'Me'; expected text like"),
     ],
 )  # fmt: skip

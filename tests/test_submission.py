@@ -93,6 +93,7 @@ def test_a_secret_in_a_config_is_refused(config: Path, key: str) -> None:
         "{headers: ['Authorization: Bearer hunter2']}",
         "{env: [{name: API_KEY, value: hunter2}]}",
         "{proxy: 'http://me:hunter2@proxy:3128'}",
+        "{models: 'https://hunter2@hub.example/models'}",
     ],
 )  # fmt: skip
 def test_a_secret_is_known_in_any_spelling(config: Path, text: str) -> None:
@@ -108,7 +109,8 @@ def test_a_secret_is_known_in_any_spelling(config: Path, text: str) -> None:
         "{tokens: 2000}", "{max_tokens: 128, token_count: 5, num_keys: 3, keys: 7}", "{token_path: /run/token}",
         "{token: null, password: '', use_auth_token: true}", "{monkey: a, hotkeys: b, compass: north, tokenizer: x}",
         "{keyboard: a, passes: 3, passive: x, author: Ann, authorised: yes}", "{note: 'keyed: by day'}",
-        "{address: 'http://proxy:3128'}", "{env: [{name: NCCL_DEBUG, value: INFO}]}",
+        "{address: 'http://proxy:3128', storage: 'abfss://runs@store.dfs.core.windows.net/a', page: 'http://x/a?to=b@c'}",
+        "{mirror: 'http://x?to=b@c'}", "{env: [{name: NCCL_DEBUG, value: INFO}]}",
     ],
 )  # fmt: skip
 def test_what_only_resembles_a_secret_is_none(config: Path, text: str) -> None:
@@ -243,11 +245,12 @@ def test_a_token_is_not_sent_for_all_to_read(
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
     assert main(["list", "--address", "http://far:8265"]) == 3  # there is nothing to read along
     asked.clear()
-    assert main(["list", "--address", "http://me:hunter2@far:8265"]) == 2  # but a password
-    told = capsys.readouterr().err
-    assert asked == []
-    assert "http://***@far:8265" in told
-    assert "hunter2" not in told
+    for secret in ("me:hunter2", "hunter2", ":hunter2"):  # but a password, or a token in its place
+        assert main(["list", "--address", f"http://{secret}@far:8265"]) == 2
+        told = capsys.readouterr().err
+        assert asked == []
+        assert "http://***@far:8265" in told
+        assert "hunter2" not in told
 
 
 @pytest.mark.parametrize(

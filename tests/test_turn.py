@@ -122,6 +122,22 @@ def test_a_look_asks_for_two_jobs_however_many_there_are() -> None:
     assert set(cluster.asked) == {f"job-{number}" for number in range(99)}, "every job is heard of in time"
 
 
+def test_jobs_that_have_ended_are_passed_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a night of many short jobs: the turn would come minutes late."""
+    cluster = _Cluster(20)
+    listed = cluster.jobs
+
+    def jobs() -> list[dict[str, Any]]:
+        found = listed()
+        cluster.states.update(dict.fromkeys(list(cluster.states)[:-1], "SUCCEEDED"))
+        return found
+
+    monkeypatch.setattr(cluster, "jobs", jobs)
+    monkeypatch.setattr(turn, "_sleep", lambda *_: pytest.fail("it waits, though it is its turn"))
+    turn._wait("job-19", cluster, lambda: False)  # type: ignore[arg-type]
+    assert "nodes" not in cluster.asked
+
+
 def test_a_hundred_waiting_jobs_ask_little_of_the_dashboard() -> None:
     assert sum(2 / turn.pause(ahead) for ahead in range(1, 101)) < 25
     assert turn.pause(1) < 3

@@ -67,6 +67,21 @@ def test_a_file_that_names_nobody_counts_when_it_is_new(tmp_path: Path) -> None:
     assert not Flag(path, "launch", since=None).is_set(), "only who starts the workers again asks for that"
 
 
+def test_a_touch_counts_though_the_file_is_of_another_launch(tmp_path: Path) -> None:
+    """A launch that ended late left it; `touch`, by a pod's hook or a user, leaves its text as it is."""
+    path = tmp_path / "stop"
+    path.touch()
+    began = path.stat().st_mtime_ns
+    Flag(path, "before", since=0).set()
+    flag, restart = Flag(path, "launch", since=began), Flag(path, "launch 1", since=None)
+    assert not flag.is_set()
+    subprocess.run(["touch", "--", path], check=True)
+    assert flag.is_set()
+    assert not restart.is_set()
+    path.write_text("")  # as `: >stop` does
+    assert flag.is_set()
+
+
 def test_a_stop_is_heard_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """There a file can be made, but nothing be written into it."""
 
@@ -74,7 +89,8 @@ def test_a_stop_is_heard_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(Path, "write_text", full)
-    stop = Flag(tmp_path / "stop", "launch")
+    (tmp_path / "now").touch()
+    stop = Flag(tmp_path / "stop", "launch", since=(tmp_path / "now").stat().st_mtime_ns)
     stop.set()
     assert stop.is_set()
     with pytest.raises(OSError, match="No space left"):

@@ -23,7 +23,8 @@ from pretrain.settings import LocalPath
 _FILES = "/etc/bertrain"  # where the ConfigMap lies in every container
 _GCS = "/var/lib/gcs"
 _HEAD_MEMORY_GIB = 8
-_COMMAND = "-m (pretrain pretrain|finetune finetune)"  # of start.sh, as pgrep finds it
+# As pgrep finds the run's command: of start.sh, or of a job that `submit` has put on the head.
+_COMMAND = "-m (pretrain pretrain|finetune finetune|cluster[.]job|cluster[.]driver)"
 _USER = 1000  # of the Containerfile
 _INSTANCE = "app.kubernetes.io/instance"
 # KubeRay adds to the names of what it makes, which then still have to be names of DNS (its MaxRayJobNameLength).
@@ -108,6 +109,7 @@ class Place(Nodes):
     suspend: bool = Field(default=False, description="Apply without starting.")
     redis_address: str = Field(
         default="",
+        pattern=r"^([^@\s]+:\d+)?$",  # a password belongs in the secret
         description="host:port of a Redis for the head's state, which then outlives the loss of its node. Empty keeps it "
         "in Ray's embedded RocksDB in the head's pod, where it outlives a crash.",
     )
@@ -398,16 +400,15 @@ def _stop_script(job: Job, place: Place) -> str:
     ours = f"pgrep -f '^{PROCESS_TITLE}|{_COMMAND}' >/dev/null"
     # Not from a pod with nothing of the run: the run may go on elsewhere, or have been started again.
     ask = f"{{ {ours} && touch -- {stop} 2>/dev/null; }} || exit 0 # nothing of the run here, or no run folder: nothing to save"
+    # The run goes on with the others, or with a replacement, if the command itself is not in this pod.
     # Without an answer of the control store `ray drain-node` waits for many minutes, longer than the pod has.
-    if job.min_nodes < job.nodes:  # the others go on without this pod, if the command itself is not in it
-        ask = f"""if [[ $HOSTNAME == *-head-* ]] || pgrep -f -- '{_COMMAND}' >/dev/null ||
+    return f"""#!/bin/bash
+# Before a pod ends: asks the run for a checkpoint, and waits until nothing of it runs in this pod.
+if [[ $HOSTNAME == *-head-* ]] || pgrep -f -- '{_COMMAND}' >/dev/null ||
     ! timeout --kill-after=5 20 ray drain-node --reason DRAIN_NODE_REASON_PREEMPTION --reason-message 'the pod ends' \\
         --deadline-remaining-seconds {place.grace_seconds}; then
     {ask}
-fi"""
-    return f"""#!/bin/bash
-# Before a pod ends: asks the run for a checkpoint, and waits until nothing of it runs in this pod.
-{ask}
+fi
 for ((second = 0; second < {place.grace_seconds}; second++)); do
     {ours} || exit 0
     sleep 1
