@@ -53,6 +53,7 @@ class Outcome:
     chosen_on: str = ""  # the set whose score chose the checkpoint; only that one may choose among trials
     degenerate: str = ""  # why the run has learnt nothing although it came to its end
     data: str = ""  # digest of what it was trained and scored on
+    test_sets_scored: bool = True  # whether labelled test sets are part of that
 
     @property
     def score(self) -> float | None:
@@ -183,6 +184,7 @@ def read_outcome(trial: Trial) -> Outcome | None:
         said["metric"],
         said["scores"],
         chosen_on=said.get("chosen_on", next(iter(said["scores"]), "")),  # older runs scored dev sets alone
+        test_sets_scored=trial.test_sets and "chosen_on" in said,
         degenerate=degenerate(said),
         data=said.get("data", ""),
     )
@@ -314,9 +316,10 @@ def _check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> 
         if outcome is None or not outcome.data:
             continue
         config = trial.config
-        said = config.model_dump_json(include={config.task_name, "max_length", "start_from"}), trial.test_sets
+        with_tests = outcome.test_sets_scored
+        said = config.model_dump_json(include={config.task_name, "max_length", "start_from"}), with_tests
         if said not in now:
-            now[said] = runs.digest(config, test_sets=trial.test_sets)
+            now[said] = runs.digest(config, test_sets=with_tests)
         if now[said] != outcome.data:
             raise InputError(
                 f"{config.folder}: was trained or scored on other data than the files of {config.task_name} give now. "
