@@ -347,13 +347,18 @@ class _Run(Generic[S]):
     def steps(self) -> Iterator[S]:
         """The task's steps from here on. Waiting for one, as where a phase opens its data, is no hang."""
         steps = self.task.batches(self.progress.step, self.progress.passed_over)
+        part = None
         while True:
             began = time.perf_counter()
             with self.engine.awaiting("a batch"):
                 step = next(steps, None)
             if step is None:
                 return
-            self.rank_times.waited_once(time.perf_counter() - began)
+            before, part = part, self.task.validation_set()
+            if (
+                part == before
+            ):  # not the first batch of a phase, nor after a start or a rollback: it opens the data
+                self.rank_times.waited_once(time.perf_counter() - began)
             yield step
 
     def train_step(self, step: S, stop_here: bool) -> bool:

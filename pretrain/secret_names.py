@@ -9,13 +9,19 @@ from typing import Any
 Path = tuple[str | int, ...]
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-# The last word of a secret's name, in the singular, and what names written as one word end in.
-_LAST_WORDS = {"auth", "authorization", "bearer", "credential", "key", "pass", "passcode", "passphrase", "passwd",
-               "password", "pwd", "secret", "token"}  # fmt: skip
-_ENDS = ("accesskey", "apikey", "authkey", "credential", "encryptionkey", "passphrase", "passwd", "password",
-         "privatekey", "secret", "secretkey", "signingkey", "token")  # fmt: skip
-# NAME=VALUE and "Name: value", as in lists of variables and headers.
-_ASSIGNMENT = re.compile(r"\s*([A-Za-z][\w.-]*)\s*[=:]\s*\S")
+# The last word of a secret's name, in the singular, and what names written as one word end in. Ends such as "pass" and
+# "key" stand with what is before them: compass and monkey are no secrets.
+_LAST_WORDS = {"auth", "authorization", "bearer", "credential", "jwt", "key", "pass", "passcode", "passphrase", "passwd",
+               "password", "pw", "pwd", "secret", "token"}  # fmt: skip
+_ENDS = ("accesskey", "aeskey", "apikey", "authkey", "credential", "encryptionkey", "gpgkey", "hmackey", "masterkey",
+         "passphrase", "passwd", "password", "privatekey", "pwd", "rsakey", "secret", "secretkey", "sharedkey", "signingkey",
+         "sshkey", "sslkey", "tlskey", "token", *(f"{owner}{end}" for owner in ("admin", "db", "root", "user")
+                                                  for end in ("pass", "pw")))  # fmt: skip
+# What may follow the word that says it: tokenValue, private_key_pem.
+_FORMS = {"pem", "string", "value"}
+# NAME=VALUE and "Name: value", as in lists of variables, headers, shell lines and options.
+_ASSIGNMENT = re.compile(r"\s*(?:export\s+|--?)?([A-Za-z][\w.-]*)\s*[=:]\s*(\S+)")
+_BEARER = re.compile(r"\s*bearer\s+\S+\s*", re.IGNORECASE)
 # User and password, or over http a user alone, which may be a token. Elsewhere it is none: abfss://container@account/.
 _URL_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@|\bhttps?://[^/\s?#@]+@")
 
@@ -23,8 +29,8 @@ _URL_PASSWORD = re.compile(r"://[^/\s:@]*:[^/\s@]+@|\bhttps?://[^/\s?#@]+@")
 def secret_paths(value: Any, path: Path = ()) -> Iterator[Path]:
     """Paths below `value`, of mappings, lists, texts and numbers, where a secret stands.
 
-    A secret is what is named like one, at any depth below that name; a text such as `API_KEY=x` or `Authorization: x`; the
-    `value` beside a `name` of that kind; and a URL with a password.
+    A secret is what is named like one, at any depth below that name; a text such as `API_KEY=x`, `Authorization: x` or
+    `Bearer x`; the `value` beside a `name` of that kind; and a URL with a password.
     """
     if isinstance(value, Mapping):
         named = value.get("name", value.get("key"))
@@ -37,21 +43,33 @@ def secret_paths(value: Any, path: Path = ()) -> Iterator[Path]:
     elif isinstance(value, (list, tuple)):
         for number, item in enumerate(value):
             yield from secret_paths(item, (*path, number))
-    elif isinstance(value, str):
-        assignment = _ASSIGNMENT.match(value)
-        if (assignment and is_secret_name(assignment[1])) or _URL_PASSWORD.search(value):
-            yield path
+    elif isinstance(value, str) and _is_secret_text(value):
+        yield path
 
 
 def is_secret_name(name: str) -> bool:
     """Whether a setting of this name holds a secret: api_key, apiKey, API-KEY, apikey and the like."""
+    last = _last_word(name)
+    one = last if last.endswith("ss") else last.removesuffix("s")
+    return one in _LAST_WORDS or one.endswith(_ENDS)
+
+
+def _last_word(name: str) -> str:
+    """The last word that says what it is, in small letters: `key` of API_KEY_2; "" where there is none."""
     words = [word.lower() for word in _WORDS.findall(name)]
-    while words and (words[-1].isdigit() or words[-1] in ("value", "string")):
+    while words and (words[-1].isdigit() or words[-1] in _FORMS):
         words.pop()
-    if not words:
+    return words[-1] if words else ""
+
+
+def _is_secret_text(text: str) -> bool:
+    """Whether a text that no name tells of holds a secret."""
+    if _BEARER.fullmatch(text) or _URL_PASSWORD.search(text):
+        return True
+    found = _ASSIGNMENT.match(text)
+    if found is None or not is_secret_name(found[1]):
         return False
-    last = words[-1].removesuffix("s") if words[-1] != "pass" else "pass"
-    return last in _LAST_WORDS or last.endswith(_ENDS)
+    return not (found[2].isdigit() and _counts(found[1]))
 
 
 def _holds_something(item: Any, name: str) -> bool:
@@ -62,4 +80,9 @@ def _holds_something(item: Any, name: str) -> bool:
         return any(_holds_something(inner, name) for inner in item)
     if isinstance(item, bool) or item is None:
         return False
-    return item != "" if isinstance(item, str) else not name.lower().endswith("s")
+    return item != "" if isinstance(item, str) else not _counts(name)
+
+
+def _counts(name: str) -> bool:
+    """Whether a number of this name is how many there are: max_tokens, num_keys."""
+    return _last_word(name).endswith(("tokens", "keys"))

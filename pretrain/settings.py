@@ -44,6 +44,9 @@ LocalPath = Annotated[str, AfterValidator(_local)]
 SEVERAL_LINES: dict[str, JsonValue] = {"several_lines": True}
 """`Field(json_schema_extra=SEVERAL_LINES)`: text that may hold tabs and line breaks; all other text may not."""
 
+NO_SECRETS: dict[str, JsonValue] = {"no_secrets": True}
+"""`Field(json_schema_extra=NO_SECRETS)`: names of others' choosing, such as labels, whose values are public."""
+
 
 class Section(BaseModel):
     """Base of all sections: frozen, unknown keys refused, descriptions kept."""
@@ -337,7 +340,9 @@ class _Document(Generic[S]):
 def _secrets(value: Any, path: _Keys = ()) -> Iterator[_Keys]:
     """Where a secret stands in what a config passes on to other software; names of ours hold none."""
     if isinstance(value, Section):
-        for name in type(value).model_fields:
+        for name, field in type(value).model_fields.items():
+            if field.json_schema_extra == NO_SECRETS:
+                continue
             yield from _secrets(getattr(value, name), (*path, name))
     elif isinstance(value, dict):
         yield from secret_paths(value, path)

@@ -430,6 +430,17 @@ class TestWorkspace:
         dashboard.write_dashboard(str(tmp_path))
         assert workspace.read(tmp_path / "dashboard.json").runset_settings.groupby == []  # seeds of one
 
+    def test_a_score_without_a_value_has_no_bar(self, tmp_path: Path) -> None:
+        scores = {"accuracy": None, "f1": 0.1}
+        evaluation = {"step": 2, "split": "validation", "loss": 1.0, **scores, "seconds": 1.0}
+        run = write_run(tmp_path / "r", [training(2), evaluation], classification={"glue": "rte"})
+        said = {"metric": "accuracy", "step": 2, "scores": {"dev": scores}, "details": {}}
+        (run / SCORES).write_text(json.dumps(said))
+        dashboard.write_dashboard(str(run))
+        plots = [one for section in workspace.read(run / "dashboard.json").sections for one in section.panels]
+        assert {type(one).__name__ for one in plots} >= {"LinePlot"}
+        assert not any(type(one).__name__ == "BarPlot" for one in plots)
+
     def test_saved_twice_it_is_one_and_holds_no_key(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("WANDB_MODE", "online")
         monkeypatch.setattr(workspace, "wandb_entity", lambda: "we")

@@ -173,6 +173,15 @@ def test_comments_are_no_words_and_signs_are(tmp_path, text):
     )
 
 
+@pytest.mark.parametrize("blank", [" ", "\t"])
+def test_a_comment_of_one_word_may_begin_a_file(tmp_path, blank):
+    text = f"#doc1\nAnn{blank}B-PER\n#{blank}O\n\n#doc2\nBob{blank}B-PER\n"
+    path = write(tmp_path / "a.conll", text)
+    assert [one.words for one in read(path)] == [["Ann", "#"], ["Bob"]]
+    task = Entities(EntitiesSettings(train=path, test=path))
+    assert [one.tags for one in task.read_test()["test"]] == [["B-PER", "O"], ["B-PER"]]
+
+
 def test_words_alone_may_begin_with_the_sign_of_comments(tmp_path):
     train = write(tmp_path / "a.txt", GOOD)
     task = Entities(

@@ -23,6 +23,8 @@ from finetune.model import TaskModel
 from finetune.saved import save_model
 from finetune.sets.tables import Layout, read_table
 from finetune.tasks import make_task
+from finetune.tasks.classification.settings import ClassificationSettings
+from finetune.tasks.classification.task import Classification
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION
 from pretrain.checkpoint.released import read_released
 
@@ -427,6 +429,42 @@ def test_quotes_that_a_writer_put_there_are_taken_off(
         tmp_path / "b.tsv", ["text", "label"], rows[:2], delimiter="\t", quoting=quoting, lineterminator="\n"
     )
     assert rows_of(path, caplog) == (texts[:2], "")
+
+
+@pytest.mark.parametrize("is_quoted", [False, True])
+def test_quotes_are_those_of_the_training_file(tmp_path: Path, is_quoted: bool) -> None:
+    """A later file may be too short to show what its quotes are."""
+    bare, quoted = 'text\tlabel\n"Fine" film\ta\nbad\tb\n', 'text\tlabel\n"a ""fine"" film"\ta\nbad\tb\n'
+    alone, among = 'text\tlabel\n"good film"\ta\n', 'text\tlabel\n"good film"\ta\nbad\tb\n'
+    train = put(tmp_path / "train.tsv", quoted if is_quoted else bare)
+    later = put(tmp_path / "dev.tsv", among if is_quoted else alone)
+    trained = Classification(ClassificationSettings(train=train, dev=later))
+    trained.read_train()
+    state = json.loads(json.dumps(trained.state()))
+    again = Classification(ClassificationSettings(train="gone.tsv", dev=later), state)
+    expected = "good film" if is_quoted else '"good film"'
+    for one in (trained, again):
+        assert one.read_held_out()["dev"][0].text == expected
+        assert one.read_file(later, labelled=False)[0].text == expected
+    csv_file = put(tmp_path / "a.csv", 'text,label\n"good film",a\n')
+    assert again.read_file(csv_file)[0].text == "good film", "other formats have their own quotes"
+    older = {key: value for key, value in state.items() if key != "quoting"}
+    plain = Classification(ClassificationSettings(train="gone.tsv"), older)
+    assert plain.read_file(put(tmp_path / "b.tsv", alone))[0].text == "good film", "as the file shows"
+
+
+def test_a_training_file_without_quotes_says_nothing_of_later_ones(tmp_path: Path) -> None:
+    trained = Classification(
+        ClassificationSettings(train=put(tmp_path / "a.tsv", "text\tlabel\nx\ta\ny\tb\n"))
+    )
+    trained.read_train()
+    assert trained.state()["quoting"] is None
+    assert trained.read_file(put(tmp_path / "b.tsv", 'text\tlabel\n"good film"\ta\n'))[0].text == "good film"
+
+
+def put(path: Path, text: str) -> str:
+    path.write_text(text)
+    return str(path)
 
 
 def test_a_file_whose_quotes_may_be_either_is_remarked(

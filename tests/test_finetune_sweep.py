@@ -19,6 +19,7 @@ import yaml
 from rich.console import Console
 
 from cluster.trials import Event, share_out
+from finetune import runs
 from finetune.config import GRIDS, FinetuneConfig
 from finetune.experiments import glue_runs, sweep, trials, trials_view
 from finetune.experiments.sweep import Point, expand, parse_grid, rank, to_drop
@@ -452,6 +453,31 @@ def test_a_run_folder_says_whether_the_run_is_over(work: Path, monkeypatch: pyte
     diverged = trials.read_outcome(trial)
     assert diverged is not None
     assert isinstance(diverged.error, DivergedError)
+
+
+def test_a_run_that_scored_no_test_set_is_held_against_its_dev_set(
+    work: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As runs of the version before did, whose scores.json does not say what chose the checkpoint."""
+    monkeypatch.chdir(work)
+    write_set(work / "test.tsv", 6)
+    loaded = sweep.load_config("tiny.yaml", ["classification.test=test.tsv"])
+    config = trials.trial_config(loaded, "seed-0", folder=Path("runs/tiny/seed-0"), seed=0)
+    trial = Trial("seed 0", config, 4)
+    config.folder.mkdir(parents=True)
+
+    def check(test_sets: bool, **said: str) -> None:
+        scores = {"metric": "accuracy", "scores": {"dev": {"accuracy": 0.5}}, "details": {}}
+        scores["data"] = runs.digest(config, test_sets=test_sets)
+        (config.folder / "scores.json").write_text(json.dumps({**scores, **said}))
+        trials._check_data([trial], [trials.read_outcome(trial)])
+
+    check(test_sets=False)
+    check(test_sets=True, chosen_on="dev")
+    with pytest.raises(InputError, match="other data"):
+        check(test_sets=False, chosen_on="dev")
+    with pytest.raises(InputError, match="other data"):
+        check(test_sets=True)
 
 
 def test_several_workers_a_run_are_refused(work: Path) -> None:

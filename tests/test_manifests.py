@@ -211,6 +211,12 @@ def test_what_a_cluster_asks_of_pods(config: Path) -> None:
     assert not re.search("rdma|NCCL|hugepages", others)
 
 
+def test_labels_of_nodes_are_no_secrets(config: Path) -> None:
+    documents = kuberay(config, "place.node_selector={pool/key: gpu, node-token: a}")
+    selectors = [one["spec"].get("nodeSelector") for one in pod_templates(documents["RayJob"]["spec"])]
+    assert {"pool/key": "gpu", "node-token": "a"} in selectors
+
+
 def test_pods_without_wishes_have_none(config: Path) -> None:
     for template in pod_templates(kuberay(config)["RayJob"]["spec"]):
         assert "annotations" not in template["metadata"]

@@ -75,7 +75,7 @@ def test_each_wait_for_data_or_storage_is_announced(tmp_path: Path) -> None:
         config=SimpleNamespace(seed=0, tracking=tracking, checkpoint=saving), total_steps=2, evaluate_every_steps=9,
         checkpoint_every_steps=9, keep_best=False, patience=0,
     )  # fmt: skip
-    task: Any = SimpleNamespace(batches=batches, stalled_seconds=lambda: 0.0)
+    task: Any = SimpleNamespace(batches=batches, stalled_seconds=lambda: 0.0, validation_set=lambda: "dev")
     parts: list[Any] = [engine, task, plan, loop.Progress(), tmp_path, {}, recorder]
     run: Any = loop._Run(*parts)
     run.train_step = lambda step, stop: look("step")
@@ -87,6 +87,29 @@ def test_each_wait_for_data_or_storage_is_announced(tmp_path: Path) -> None:
     assert doing == {
         "batch": ["a batch"] * 2, "stop files": [storage] * 2, "step": [""] * 2, "log": [storage] * 2, "rewind": [storage]
     }  # fmt: skip
+
+
+def test_the_first_batch_of_a_loader_is_no_stall(tmp_path: Path) -> None:
+    """It includes opening the data: at a start, after a rollback and where a phase begins."""
+    waits: list[int] = []
+    phase = 0
+
+    def batches(start_step: int, passed_over: Any) -> Iterator[int]:
+        nonlocal phase
+        for step in range(start_step, 6):
+            phase = step // 3
+            yield step
+
+    run: Any = object.__new__(loop._Run)
+    run.engine, run.progress = Engine(tmp_path), loop.Progress()
+    run.task = SimpleNamespace(batches=batches, validation_set=lambda: f"phase {phase}")
+    run.rank_times = SimpleNamespace(waited_once=lambda seconds: waits.append(run.progress.step))
+    for start in (0, 1):
+        waits.clear()
+        run.progress.step = start
+        for step in run.steps():
+            run.progress.step = step + 1
+        assert waits == [one for one in range(start + 1, 6) if one != 3]
 
 
 def test_a_long_wait_for_one_batch_is_an_event(tmp_path: Path) -> None:

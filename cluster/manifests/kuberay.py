@@ -18,7 +18,7 @@ from cluster.manifests.run import IMAGE, Job, Nodes, locked_version
 from cluster.manifests.text import as_yaml
 from cluster.members import PROCESS_TITLE
 from pretrain.errors import InputError
-from pretrain.settings import LocalPath
+from pretrain.settings import NO_SECRETS, LocalPath
 
 _FILES = "/etc/bertrain"  # where the ConfigMap lies in every container
 _GCS = "/var/lib/gcs"
@@ -86,6 +86,7 @@ class Place(Nodes):
     memory_per_worker_gib: int = Field(default=32, ge=2, description="Memory of a worker, shared memory included.")  # fmt: skip
     node_selector: dict[_Qualified, str] = Field(
         default_factory=dict,
+        json_schema_extra=NO_SECRETS,
         description="Labels of the nodes for workers, such as {nvidia.com/gpu.product: NVIDIA-H100-80GB-HBM3}.",
     )
     worker_annotations: dict[_Qualified, str] = Field(

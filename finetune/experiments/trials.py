@@ -10,7 +10,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from finetune.config import FinetuneConfig, changed_for_resume
 from finetune.experiments.trials_view import View
 from finetune.saved import MODEL, SCORES
 from pretrain import preflight
-from pretrain.config import with_precision
+from pretrain.config import Precision, with_precision
 from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.files import MANIFEST, write_json
 from pretrain.precision import choose_here
@@ -53,6 +53,7 @@ class Outcome:
     chosen_on: str = ""  # the set whose score chose the checkpoint; only that one may choose among trials
     degenerate: str = ""  # why the run has learnt nothing although it came to its end
     data: str = ""  # digest of what it was trained and scored on
+    test_sets_scored: bool = True  # whether labelled test sets are part of that
 
     @property
     def score(self) -> float | None:
@@ -152,7 +153,7 @@ def _with_one_precision(config: FinetuneConfig, trials: Sequence[Trial]) -> list
     left = [trial.config.engine.precision == "auto" for trial in begun]
     if not any(left):
         return begun
-    settled = (
+    settled: Iterator[Precision] = (
         one.config.engine.settled_precision
         for one, before in zip(begun, trials, strict=True)
         if one.config.engine.precision != before.config.engine.precision
@@ -191,6 +192,7 @@ def read_outcome(trial: Trial) -> Outcome | None:
         said["metric"],
         said["scores"],
         chosen_on=said.get("chosen_on", next(iter(said["scores"]), "")),  # older runs scored dev sets alone
+        test_sets_scored=trial.test_sets and "chosen_on" in said,
         degenerate=degenerate(said),
         data=said.get("data", ""),
     )
@@ -322,9 +324,10 @@ def _check_data(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> 
         if outcome is None or not outcome.data:
             continue
         config = trial.config
-        said = config.model_dump_json(include={config.task_name, "max_length", "start_from"}), trial.test_sets
+        with_tests = outcome.test_sets_scored
+        said = config.model_dump_json(include={config.task_name, "max_length", "start_from"}), with_tests
         if said not in now:
-            now[said] = runs.digest(config, test_sets=trial.test_sets)
+            now[said] = runs.digest(config, test_sets=with_tests)
         if now[said] != outcome.data:
             raise InputError(
                 f"{config.folder}: was trained or scored on other data than the files of {config.task_name} give now. "

@@ -200,6 +200,7 @@ def _read_columns(
     path: str, lines: list[str], token_column: int, label_column: int, remarks: Remarks, *, labelled: bool
 ) -> list[Sentence]:
     width, tabs = 0, False
+    words_alone = not labelled and _begin_with_a_word_alone(lines)
     sentences: list[Sentence] = []
     document: list[Sequence[str]] = []
     words: list[str] = []
@@ -207,7 +208,7 @@ def _read_columns(
     tokens_at = labels_at = 0
     for number, line in enumerate([*lines, ""], 1):
         line = line.rstrip(" \t\r")
-        if not words and _is_comment(line, width, tabs, token_column, label_column):
+        if not words and _is_comment(line, width, tabs, token_column, label_column, words_alone=words_alone):
             document = [] if _NEW_DOCUMENT.match(line) else document
             continue
         if not line or line.startswith("-DOCSTART-"):
@@ -228,7 +229,6 @@ def _read_columns(
             if width:
                 raise InputError(_ragged(path, number, len(fields), width, tabs))
             width = len(fields)
-            words_alone = width == 1 and not labelled
             tokens_at = 0 if words_alone else _column(path, number, "token_column", token_column, width)
             labels_at = 0 if words_alone else _column(path, number, "label_column", label_column, width)
             tags = None if labels_at == tokens_at else []
@@ -243,16 +243,25 @@ def _fields(line: str, tabs: bool) -> list[str]:
     return line.split("\t") if tabs else _BLANKS.split(line.strip(" \t"))
 
 
-def _is_comment(line: str, width: int, tabs: bool, token_column: int, label_column: int) -> bool:
+def _begin_with_a_word_alone(lines: list[str]) -> bool:
+    """Whether the first line that can be no comment has a single column, as all others then must."""
+    shown = (line for line in lines if line.strip(" \t\r") and not line.startswith(("#", "-DOCSTART-")))
+    first = next(shown, "").rstrip(" \t\r")
+    return len(_fields(first, "\t" in first)) == 1
+
+
+def _is_comment(
+    line: str, width: int, tabs: bool, token_column: int, label_column: int, *, words_alone: bool
+) -> bool:
     """Whether a line before a sentence is no word: `#` with as many columns as the others and a tag is one.
 
-    `width` and `tabs` are those of the file, or 0 before its first word.
+    `width` and `tabs` are those of the file, or 0 before its first word; `words_alone`: its words have no columns beside.
     """
     if not line.startswith("#"):
         return False
     fields = _fields(line, tabs if width else "\t" in line)
     if len(fields) == 1:
-        return width > 1
+        return width > 1 or not (width or words_alone)
     if (width and len(fields) != width) or not -len(fields) <= label_column < len(fields):
         return True
     return label_column % len(fields) != token_column % len(fields) and not _TAG.fullmatch(

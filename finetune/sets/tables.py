@@ -39,6 +39,9 @@ _FORMATS: dict[str, Format] = {
 
 _OTHER_ENCODING = ", or set `encoding`, such as latin-1"
 
+Quoting = Literal["standard", "none"]
+"""standard: RFC 4180; none: a quotation mark is a character as any other."""
+
 
 @dataclass(frozen=True)
 class Layout:
@@ -47,7 +50,7 @@ class Layout:
     format: Format = ""
     encoding: str = "utf-8"  # a byte order mark of UTF-8 is not text
     delimiter: str = ""  # one character; "" is a comma, of .tsv a tab
-    quoting: Literal["auto", "standard", "none"] = "auto"  # auto: standard, of .tsv what the file shows
+    quoting: Literal["auto"] | Quoting = "auto"  # auto: standard, of .tsv what the file shows
     header: bool = True
 
 
@@ -62,6 +65,7 @@ class Table:
     classes: dict[Key, list[str]] = field(
         default_factory=dict
     )  # names a data set says its columns' classes have
+    quoting: Quoting | None = None  # of a .tsv with quotes: how they were read
 
     def __len__(self) -> int:
         return len(self.places)
@@ -207,7 +211,8 @@ def _read_delimited(
     wanted: _Wanted,
     skipped: Callable[[str], None] | None,
 ) -> Table:
-    rows = _rows(path, text, kind, layout)
+    quoting = _quoting(path, text, kind, layout)
+    rows = _rows(path, text, kind, _delimiter(kind, layout), quoting)
     first_line, first = next(rows)
     names: list[str] = []
     if kind == "lines":
@@ -230,18 +235,29 @@ def _read_delimited(
         lines.append(line)
         for column, position in filled:
             column.append(fields[position])
-    return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":")
+    shown = quoting if kind == "tsv" and '"' in text else None
+    return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":", quoting=shown)
 
 
-def _rows(path: Path, text: str, kind: Format, layout: Layout) -> Iterator[tuple[int, list[str]]]:
+def _delimiter(kind: Format, layout: Layout) -> str:
+    return layout.delimiter or ("\t" if kind == "tsv" else ",")
+
+
+def _quoting(path: Path, text: str, kind: Format, layout: Layout) -> Quoting:
+    if kind == "lines":
+        return "none"
+    if layout.quoting != "auto":
+        return layout.quoting
+    return "standard" if kind == "csv" else _quoting_shown(path, text, _delimiter(kind, layout))
+
+
+def _rows(
+    path: Path, text: str, kind: Format, delimiter: str, quoting: Quoting
+) -> Iterator[tuple[int, list[str]]]:
     """(line it begins on, fields) of each row that is not blank; of single columns, blank ones between others, too."""
     if kind == "lines":
         yield from ((number, line.split(None, 1)) for number, line in enumerate(_lines(text), 1) if line)
         return
-    delimiter = layout.delimiter or ("\t" if kind == "tsv" else ",")
-    quoting = layout.quoting
-    if quoting == "auto":
-        quoting = "standard" if kind == "csv" else _quoting_shown(path, text, delimiter)
     yield from _quoted_rows(path, text, delimiter) if quoting == "standard" else _bare_rows(text, delimiter)
 
 
@@ -278,7 +294,7 @@ def _quoted_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, l
         ) from None
 
 
-def _quoting_shown(path: Path, text: str, delimiter: str) -> Literal["standard", "none"]:
+def _quoting_shown(path: Path, text: str, delimiter: str) -> Quoting:
     """Whether the quotes of a .tsv file were put there by its writer (RFC 4180) or belong to its texts.
 
     Official sets of GLUE quote nothing, and many of their cells begin with a quote; pandas and spreadsheets quote.

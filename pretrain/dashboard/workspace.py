@@ -142,8 +142,9 @@ def _plots(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
     plots = [LinePlot(title=panel.title, x=_STEP, y=names, title_x="step", title_y=panel.unit or None)]
     if panel.kind == "scores":
         first = dict.fromkeys(
-            _names(replace(panel, metrics=(metric,)), runs)[0]
+            name
             for metric in dict.fromkeys(run.score for run in runs if run.score)
+            for name in _names(replace(panel, metrics=(metric,)), runs)[:1]  # none where it never had a value
         )
         plots += [BarPlot(title=f"{name.partition('/')[2]}, last", metrics=[name]) for name in first]
     return plots

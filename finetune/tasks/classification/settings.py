@@ -66,7 +66,7 @@ class ClassificationSettings(Section):
     quoting: Literal["auto", "standard", "none"] = Field(
         default="auto",
         description='csv, tsv: standard (RFC 4180: "" inside quotes), none (a quote is a character); auto: standard in '
-        ".csv, in .tsv what the file shows.",
+        ".csv, in .tsv what the training file shows.",
     )
     text_column: str | int = Field(
         default="text", description="Column of the text: its name, or its number from 0."

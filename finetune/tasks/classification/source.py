@@ -13,10 +13,15 @@ from pretrain.errors import InputError
 
 
 class Source:
-    """Tables of one config."""
+    """Tables of one config.
 
-    def __init__(self, settings: ClassificationSettings) -> None:
+    Args:
+        quoting: how quotes of the training set were read, where a trained model says it.
+    """
+
+    def __init__(self, settings: ClassificationSettings, quoting: tables.Quoting | None = None) -> None:
         self._settings = settings
+        self._quoting: tables.Quoting | None = quoting
         self._glue = glue.TASKS[settings.glue] if settings.glue else None
 
     def parts(self, kind: str) -> tuple[str, ...]:
@@ -24,6 +29,11 @@ class Source:
         if self._glue:
             return self._glue.dev if kind == "dev" else self._glue.test
         return (kind,) if getattr(self._settings, kind) else ()
+
+    @property
+    def quoting(self) -> tables.Quoting | None:
+        """How quotes of the training set, a .tsv, are read; None where it has none or is not read yet."""
+        return self._quoting
 
     @property
     def text_column(self) -> tables.Key:
@@ -43,6 +53,8 @@ class Source:
             wanted = glue.expected_files(self._settings.glue, self._settings.glue_dir, part)
             hint = " or set dev_share" if part == "dev" else ""
             raise InputError(f"classification.glue_dir: found no {wanted}. Download it{hint}.")
+        if part == "train":
+            self._quoting = self._quoting or table.quoting
         return table
 
     def read_unlabelled(self, part: str) -> tables.Table | None:
@@ -62,7 +74,7 @@ class Source:
             optional = [keys["id"]] if labelled else [keys["id"], keys["label"]]
             table = tables.read_dataset(str(place), [*keys.values()], split=split, optional=optional)
             return self._named(table)
-        kind, layout = tables.format_of(place), self._layout()
+        kind, layout = tables.format_of(place), self._layout(path)
         if kind and kind != tables.format_of(settings.train):
             layout = tables.Layout(encoding=settings.encoding, header=settings.header)
         if not labelled and not kind and not layout.format:
@@ -98,7 +110,7 @@ class Source:
         named = getattr(settings, part)
         if not settings.dataset:
             return self._named(
-                tables.read_table(named, [*keys.values()], layout=self._layout(), optional=optional)
+                tables.read_table(named, [*keys.values()], layout=self._layout(named), optional=optional)
             )
         return self._named(
             tables.read_dataset(
@@ -134,8 +146,9 @@ class Source:
         classes = table.classes.get(keys["label"], [])
         return replace(table, columns=found, classes={"label": classes} if classes else {})
 
-    def _layout(self) -> tables.Layout:
-        settings = self._settings
-        return tables.Layout(
-            settings.format, settings.encoding, settings.delimiter, settings.quoting, settings.header
-        )
+    def _layout(self, path: str) -> tables.Layout:
+        """How a file is read; one may be too short to show what its quotes are, so all are as in the training set."""
+        settings, quoting = self._settings, self._settings.quoting
+        if quoting == "auto" and self._quoting and (settings.format or tables.format_of(path)) == "tsv":
+            quoting = self._quoting
+        return tables.Layout(settings.format, settings.encoding, settings.delimiter, quoting, settings.header)

@@ -44,7 +44,7 @@ class Classification:
     """The task (finetune.task.Task) of classes, labels or values of texts.
 
     Args:
-        state: what a trained model kept of itself: its labels and its threshold.
+        state: what a trained model kept of itself: its labels, its threshold and how quotes of its training set were read.
     """
 
     kind = "classification"
@@ -52,7 +52,7 @@ class Classification:
 
     def __init__(self, settings: ClassificationSettings, state: Mapping[str, Any] | None = None) -> None:
         self.settings = settings
-        self._source = Source(settings)
+        self._source = Source(settings, state.get("quoting") if state else None)  # older models do not say it
         self._glue = glue.TASKS[settings.glue] if settings.glue else None
         self.problem: Problem = "regression" if settings.glue == "stsb" else settings.problem_type
         self.objective: Objective = _OBJECTIVES[self.problem]
@@ -99,6 +99,7 @@ class Classification:
             "labels": list(self.labels),
             "values": list(self._label_names()),
             "threshold": float(self.threshold),
+            "quoting": self._source.quoting,
         }
 
     # ------------------------------------------------------------ files in
