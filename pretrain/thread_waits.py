@@ -3,7 +3,7 @@
 A kernel of T threads ends when its last thread does. Until then, and until the next kernel, OpenMP's threads spin, since
 to wake a sleeping thread takes longer than most kernels do. If another program has the core of one of them, the others
 spin through the time that the late one is waited for, and use up the share of the processor that it needs. With twice as
-many busy threads as cores, training slows down to a quarter and less instead of a half. Sleeping threads give their
+many busy threads as cores, training slows down to a fifth and less instead of a half. Sleeping threads give their
 share back.
 
 libgomp, the OpenMP of GNU that torch is built with, spins only while it has no more threads than there are cores
