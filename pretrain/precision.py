@@ -8,7 +8,6 @@ do not have it.
 from __future__ import annotations
 
 import functools
-import statistics
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
@@ -23,6 +22,7 @@ R = TypeVar("R", bound=Run)
 SECONDS = 0.25  # of one measurement
 _FIRST_SIZE, _LARGEST_SIZE = 128, {"cpu": 2048, "cuda": 8192}
 _LONG_ENOUGH_SECONDS = 5e-3  # for starting a product not to count
+_TRIES = 4  # products of a size, before a larger one is taken
 _CLEARLY = 0.9  # two rates nearer than this differ by no more than the measurement does
 _USABLE = 0.5  # of the rate in fp32: a model that was trained in bf16 is still run in it
 
@@ -32,7 +32,7 @@ class Offer(NamedTuple):
 
     name: str
     capability: tuple[int, int] | None = None  # CUDA's compute capability; None on CPU
-    bf16: float = 0.0  # measured matrix products in FLOP/s; on CUDA not measured
+    bf16: float = 0.0  # measured matrix products of one thread in FLOP/s; on CUDA not measured
     fp32: float = 0.0
 
 
@@ -50,15 +50,18 @@ def torch_dtype(precision: str) -> torch.dtype:
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
 
 
-def measure_matmul(device: str, precision: Precision, seconds: float = SECONDS) -> float:
-    """Rate of square matrix products on one device in FLOP/s: the median product of about `seconds`.
+def measure_matmul(device: str, precision: Precision, seconds: float = SECONDS, threads: int = 0) -> float:
+    """Rate of square matrix products on one device in FLOP/s: the fastest product of about `seconds`.
 
-    The size doubles until a product takes milliseconds, so a device that is slow in this type is measured as quickly as
-    a fast one. On CPU the threads are torch's.
+    Others may have been held up by programs that share the cores, by a time slice each. The size doubles until a product
+    takes milliseconds on one thread, so a device that is slow in this type is measured as quickly as a fast one.
+
+    Args:
+        threads: of the CPU; 0 takes torch's. One thread waits for no other, and so bears busy cores best.
     """
     import torch
 
-    dtype = torch_dtype(precision)
+    dtype, before = torch_dtype(precision), torch.get_num_threads()
 
     def product(a: torch.Tensor) -> float:
         began = time.perf_counter()
@@ -68,23 +71,32 @@ def measure_matmul(device: str, precision: Precision, seconds: float = SECONDS) 
         return time.perf_counter() - began
 
     size, largest = _FIRST_SIZE, _LARGEST_SIZE[torch.device(device).type]
-    while True:
-        a = torch.randn(size, size, device=device).to(dtype)
-        product(a)  # the first one of a size may initialise a library
-        took = product(a)
-        if took >= _LONG_ENOUGH_SECONDS or size == largest:
-            break
-        size *= 2
-    times, deadline = [took], time.perf_counter() + seconds
-    while time.perf_counter() < deadline:
-        times.append(product(a))
-    return 2 * size**3 / statistics.median(times)
+    torch.set_num_threads(1)
+    try:
+        while True:
+            a = torch.randn(size, size, device=device).to(dtype)
+            took = min(product(a) for _ in range(_TRIES))  # the first one of a size may initialise a library
+            if took >= _LONG_ENOUGH_SECONDS or size == largest:
+                break
+            size *= 2
+        torch.set_num_threads(threads or before)
+        deadline = time.perf_counter() + seconds
+        while time.perf_counter() < deadline:
+            took = min(took, product(a))
+    finally:
+        torch.set_num_threads(before)
+    return 2 * size**3 / took
 
 
 @functools.cache
 def matmul_peak(device: str, precision: Precision) -> float:
     """`measure_matmul` once for a device and type of this process."""
     return measure_matmul(device, precision)
+
+
+@functools.cache
+def _of_one_thread(precision: Precision) -> float:
+    return measure_matmul("cpu", precision, threads=1)
 
 
 def is_faster_in_fp32(bf16: float, fp32: float) -> bool:
@@ -98,7 +110,7 @@ def offer(device: torch.device) -> Offer:
 
     if device.type == "cuda":
         return Offer(torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device))
-    return Offer("this CPU", None, matmul_peak("cpu", "bf16"), matmul_peak("cpu", "fp32"))
+    return Offer("this CPU", None, _of_one_thread("bf16"), _of_one_thread("fp32"))
 
 
 def choose(offers: Sequence[Offer]) -> Choice:
@@ -110,7 +122,10 @@ def choose(offers: Sequence[Offer]) -> Choice:
         return _for_gpu(weakest.name, weakest.capability)
     bf16, fp32 = (sum(getattr(one, name) for one in offers) for name in ("bf16", "fp32"))
     rates = f"{bf16 / 1e9:,.3g} GFLOP/s of matrix products in bf16, {fp32 / 1e9:,.3g} in fp32"
-    return Choice("fp32" if is_faster_in_fp32(bf16, fp32) else "bf16", f"measured {rates} on the CPU")
+    return Choice(
+        "fp32" if is_faster_in_fp32(bf16, fp32) else "bf16",
+        f"measured {rates} on a thread of each CPU worker",
+    )
 
 
 def _for_gpu(name: str, capability: tuple[int, int]) -> Choice:

@@ -76,6 +76,19 @@ def test_a_product_takes_milliseconds_whatever_the_rate(monkeypatch: pytest.Monk
     assert products[-1] < 0.05
 
 
+def test_products_that_others_hold_up_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside another program most products wait for a time slice: the rate is that of the ones that do not."""
+    now, number = [0.0], itertools.count()
+
+    def product(a: torch.Tensor, _: torch.Tensor) -> None:
+        now[0] += 2 * len(a) ** 3 / 100e9 + (0.0 if next(number) % 4 == 3 else 0.02)
+
+    monkeypatch.setattr(torch, "mm", product)
+    monkeypatch.setattr(torch, "randn", lambda n, _, device: torch.empty(n, n))
+    monkeypatch.setattr(precision.time, "perf_counter", lambda: now[0])
+    assert precision.measure_matmul("cpu", "fp32", 0.25) == pytest.approx(100e9)
+
+
 def test_the_choice_of_a_run_is_not_a_change_of_its_settings() -> None:
     before = run_config(chosen="fp32")
     assert as_begun(run_config(), before).engine.precision == "fp32"
