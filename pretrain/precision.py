@@ -10,14 +10,12 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple
 
-from pretrain.config import Precision, Run, with_precision
+from pretrain.config import Precision, R, with_precision
 
 if TYPE_CHECKING:
     import torch
-
-R = TypeVar("R", bound=Run)
 
 SECONDS = 0.25  # of one measurement
 _FIRST_SIZE, _LARGEST_SIZE = 128, {"cpu": 2048, "cuda": 8192}

@@ -159,9 +159,8 @@ def _with_one_precision(config: FinetuneConfig, trials: Sequence[Trial]) -> list
         if one.config.engine.precision != before.config.engine.precision
     )
     chosen = next(settled, None)
-    if (
-        chosen is None and not config.scheduling.address
-    ):  # on a cluster, this machine is not the one that trains
+    # On a cluster this machine is not the one that trains.
+    if chosen is None and not config.scheduling.address:
         chosen = choose_here().precision
     if chosen is None:
         return begun
