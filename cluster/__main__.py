@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cluster.manifests.command import add_to as add_manifest
 from pretrain.commands import add_command, exit_code, local_path, make_parser
-from pretrain.errors import InputError, printable
+from pretrain.common.errors import InputError, printable
 
 if TYPE_CHECKING:
     from cluster.jobs import Jobs

@@ -8,7 +8,7 @@ import socket
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from cluster.worker import one_line
-from pretrain.errors import InputError, MachineError
+from pretrain.common.errors import InputError, MachineError
 
 ANSWER_SECONDS = 3.0
 

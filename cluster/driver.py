@@ -26,8 +26,8 @@ from cluster.nodes import nodes_fit, share_out, usable_nodes
 from cluster.room import fewest_workers, wait_for_room
 from cluster.run import LOGS, RAY_FOLDER, end_session
 from cluster.worker import one_line
-from pretrain.errors import MachineError, RunError
-from pretrain.files import write_json
+from pretrain.common.errors import MachineError, RunError
+from pretrain.common.files import write_json
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ _ANSWER_SECONDS = 6.0  # for Ray to answer there; together they stay under 10
 _JOIN_SECONDS = 60.0  # for a cluster that answers to let us in
 _OBJECT_STORE_BYTES = 100 << 20  # we pass nothing large through Ray; its least is 75 MiB
 
-# Memory that a worker's thread frees must serve the others again (pretrain/memory.py): one heap for all threads.
+# Memory that a worker's thread frees must serve the others again (pretrain/common/memory.py): one heap for all threads.
 _ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
 # Set in the driver, from where Ray hands them to its workers.
 _RAY_ENVIRONMENT = {

@@ -27,9 +27,9 @@ from cluster.room import (
 )
 from cluster.run import LOGS, last_line
 from cluster.worker import CRASH, RESTART_FILE, WorkerEnd, error_from, one_line, restart_flag, stop_flag
-from pretrain.errors import MachineError, StoppedError
-from pretrain.files import MANIFEST
-from pretrain.worker import HANG_FILE
+from pretrain.common.errors import MachineError, StoppedError
+from pretrain.common.files import MANIFEST
+from pretrain.common.worker import HANG_FILE
 
 logger = logging.getLogger(__name__)
 

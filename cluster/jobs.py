@@ -21,8 +21,8 @@ from cluster.address import answers_without_token, check_dashboard, told, withou
 from cluster.driver import choose_token
 from cluster.nodes import nodes_fit
 from cluster.turn import ENDED
-from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
-from pretrain.worker import WAITING_FILE
+from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.common.worker import WAITING_FILE
 
 if TYPE_CHECKING:
     from ray.job_submission import JobDetails, JobSubmissionClient

@@ -22,8 +22,8 @@ from pathlib import Path
 import psutil
 
 from cluster.run import RAY_FOLDER, end_session, environment, last_line
-from pretrain.errors import InputError, MachineError
-from pretrain.files import write_json
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.files import write_json
 
 _UP_SECONDS = 60.0
 _ANSWER_SECONDS = 3.0

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pretrain.errors import MachineError
+from pretrain.common.errors import MachineError
 
 _CONNECT_SECONDS = 1.0
 

@@ -27,8 +27,8 @@ from typing import Any
 from cluster.driver import choose_token, die_with, join_ray
 from cluster.run import check_address, end_session, environment, last_line
 from cluster.worker import change_folder, error_from, one_line
-from pretrain.errors import MachineError, RunError
-from pretrain.files import append_open, disk_errors
+from pretrain.common.errors import MachineError, RunError
+from pretrain.common.files import append_open, disk_errors
 
 logger = logging.getLogger(__name__)
 

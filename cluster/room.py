@@ -13,9 +13,9 @@ from typing import Any
 from cluster.members import ask_for
 from cluster.nodes import Node, most_that_fit, usable_nodes
 from cluster.worker import one_line, stop_flag
-from pretrain.errors import StoppedError
-from pretrain.files import write_json
-from pretrain.worker import WAITING_FILE
+from pretrain.common.errors import StoppedError
+from pretrain.common.files import write_json
+from pretrain.common.worker import WAITING_FILE
 
 logger = logging.getLogger(__name__)
 

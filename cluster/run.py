@@ -27,9 +27,9 @@ import psutil
 
 from cluster.address import without_password
 from cluster.worker import STOP_FILE, error_from, stop_flag
-from pretrain.errors import InputError, MachineError, StoppedError
-from pretrain.files import append_open, disk_errors
-from pretrain.worker import Flag
+from pretrain.common.errors import InputError, MachineError, StoppedError
+from pretrain.common.files import append_open, disk_errors
+from pretrain.common.worker import Flag
 
 LOGS = "logs"
 RAY_LOG = "ray.log"

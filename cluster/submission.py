@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from cluster.jobs import KINDS, Job
 from pretrain.commands import local_path, local_text
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 if TYPE_CHECKING:
     from pretrain.config import Run

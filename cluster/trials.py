@@ -17,7 +17,7 @@ from cluster.driver import main, ray_of
 from cluster.nodes import nodes_fit
 from cluster.run import drive
 from cluster.worker import error_from, stop_flag
-from pretrain.errors import MachineError, RunError, StoppedError
+from pretrain.common.errors import MachineError, RunError, StoppedError
 
 EVENTS = "events.jsonl"
 

@@ -15,7 +15,7 @@ from ray.tune.search import Searcher
 from cluster.run import LOGS, last_line
 from cluster.trials import EVENTS
 from cluster.worker import CRASH, WorkerEnd, enter_trial, stop_flag
-from pretrain.worker import Flag
+from pretrain.common.worker import Flag
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from cluster.nodes import share_out
-from pretrain.errors import InputError, MachineError, StoppedError
+from pretrain.common.errors import InputError, MachineError, StoppedError
 
 ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
 

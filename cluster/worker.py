@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
-from pretrain.files import open_regular
-from pretrain.worker import Flag, Worker
+from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.common.files import open_regular
+from pretrain.common.worker import Flag, Worker
 
 _ERRORS: dict[str, type[RunError]] = {
     kind.__name__: kind for kind in (RunError, InputError, MachineError, DivergedError, StoppedError)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.commands import add_command, exit_code, is_alone, is_follower, local_path, make_parser, train
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 if TYPE_CHECKING:
     from finetune.config import FinetuneConfig
@@ -113,7 +113,7 @@ def _glue(arguments: argparse.Namespace) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> None:
     from finetune import runs
-    from pretrain.thread_waits import sleeping_when_crowded
+    from pretrain.common.thread_waits import sleeping_when_crowded
 
     with sleeping_when_crowded():
         print(runs.evaluate(arguments.model, arguments.file, arguments.out, arguments.precision))
@@ -123,7 +123,7 @@ def _predict(arguments: argparse.Namespace) -> None:
     from finetune import load
     from finetune.predict import read_records
     from finetune.saved import prediction_lines, write_predictions
-    from pretrain.thread_waits import sleeping_when_crowded
+    from pretrain.common.thread_waits import sleeping_when_crowded
 
     source, out = "-" if arguments.input is None else arguments.input, arguments.out
     given = {
@@ -163,7 +163,7 @@ def _as_line(record: dict[str, Any]) -> str:
 
 def _write_lines(lines: Iterable[str], out: Path | None) -> None:
     """Into the file `out`, whole or not at all, or at once on standard output."""
-    from pretrain.files import atomic_open
+    from pretrain.common.files import atomic_open
 
     if out is None:
         for line in lines:

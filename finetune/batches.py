@@ -14,7 +14,7 @@ from finetune.task import Windows
 from finetune.text import ragged
 from pretrain.batches.loader import deal, moved
 from pretrain.batches.order import draw, permute, root_key
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 
 @dataclass(frozen=True)

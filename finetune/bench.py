@@ -24,9 +24,9 @@ import numpy as np
 from finetune.config import FinetuneConfig, load_config
 from finetune.saved import SCORES
 from pretrain.commands import local_path, local_text
-from pretrain.errors import InputError, MachineError
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.settings import dump
 from pretrain.precision import settle_here
-from pretrain.settings import dump
 from pretrain.tracking.records import is_training, read_records
 
 OURS, PEER = "ours", "trainer"

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import FinetuneConfig
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 OURS, PEER = "ours", "run_qa"
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from finetune.config import FinetuneConfig
-from pretrain.settings import dump
+from pretrain.common.settings import dump
 
 if TYPE_CHECKING:
     from finetune.task import Task

@@ -12,9 +12,9 @@ from pydantic import Field, model_validator
 from finetune.tasks.classification import ClassificationSettings
 from finetune.tasks.entities import EntitiesSettings
 from finetune.tasks.questions import QuestionsSettings
-from pretrain import settings
+from pretrain.common import settings
+from pretrain.common.settings import LocalPath, Section
 from pretrain.config import FREE_ON_RESUME, Checkpointing, Engine, Guard, Optimizer, Phase, Run, as_begun
-from pretrain.settings import LocalPath, Section
 
 TASKS = ("classification", "entities", "questions")
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.saved import load_saved, model_folder
-from pretrain.errors import InputError, MachineError
-from pretrain.files import MANIFEST, read_manifest, verify_manifest
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.files import MANIFEST, read_manifest, verify_manifest
 
 if TYPE_CHECKING:
     import torch

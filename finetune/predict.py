@@ -20,8 +20,8 @@ from finetune.tasks import make_task
 from finetune.text import TextEncoder
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
+from pretrain.common.errors import InputError
 from pretrain.config import Engine
-from pretrain.errors import InputError
 from pretrain.precision import Choice, allow_tf32, choose, offer, run_precision
 
 logger = logging.getLogger(__name__)

@@ -27,9 +27,9 @@ from finetune.task import Task, data_digest
 from finetune.tasks import make_task
 from finetune.text import TextEncoder
 from pretrain import preflight
+from pretrain.common.errors import InputError
+from pretrain.common.files import MANIFEST, write_json
 from pretrain.config import Model
-from pretrain.errors import InputError
-from pretrain.files import MANIFEST, write_json
 
 if TYPE_CHECKING:
     from pretrain.checkpoint.released import Released
@@ -183,8 +183,8 @@ def describe_checkpoint(config: FinetuneConfig, plan: Plan) -> str:
 
 def describe(config: FinetuneConfig, plan: Plan) -> str:
     """The dry run: the resolved config and what a run would begin with."""
+    from pretrain.common.settings import dump
     from pretrain.estimate import settle_precision
-    from pretrain.settings import dump
 
     config, why = settle_precision(config)
     settings = "\n".join(f"  {line}" for line in dump(config).splitlines())

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import FinetuneConfig
-from pretrain.errors import InputError
-from pretrain.files import atomic_open, write_json
+from pretrain.common.errors import InputError
+from pretrain.common.files import atomic_open, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor

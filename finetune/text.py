@@ -12,7 +12,7 @@ from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 if TYPE_CHECKING:
     import pyarrow as pa

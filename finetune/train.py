@@ -30,15 +30,15 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION, head_dropout
 from pretrain.checkpoint.released import Released, read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
+from pretrain.common.errors import InputError
+from pretrain.common.worker import Worker
 from pretrain.config import Model
 from pretrain.engine import Engine
-from pretrain.errors import InputError
 from pretrain.estimate import encoder_flops
 from pretrain.optim import learning_rate, make_optimizer, parameter_groups
 from pretrain.session import matmul_peak, newest_checkpoint, process_group, settle_device, watched
 from pretrain.tracking.logs import quiet_logging
 from pretrain.tracking.tracker import Tracker
-from pretrain.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
     """Train `payload["config"]` (a dumped FinetuneConfig), from the newest checkpoint with `payload["resume"]`.
 
     Test sets are predicted at the end unless `payload["test_sets"]` is there and false.
-    Ends with the best model, its scores and predictions in the run folder, or raises one of `pretrain.errors`.
+    Ends with the best model, its scores and predictions in the run folder, or raises one of `pretrain.common.errors`.
     """
     config = FinetuneConfig.model_validate(payload["config"])
     quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")

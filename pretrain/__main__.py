@@ -19,7 +19,7 @@ from pretrain.commands import (
     make_parser,
     train,
 )
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 if TYPE_CHECKING:
     from pretrain.config import RunConfig

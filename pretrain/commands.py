@@ -10,8 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.errors import DivergedError, InputError, RunError, StoppedError, printable
-from pretrain.files import check_local
+from pretrain.common.errors import DivergedError, InputError, RunError, StoppedError, printable
+from pretrain.common.files import check_local
 
 if TYPE_CHECKING:
     from pretrain.config import Run
@@ -126,7 +126,7 @@ def train(target: str, config: Run, resume: bool, steps: int, *, alone: bool) ->
 def _start(target: str, config: Run, resume: bool, *, alone: bool) -> None:
     payload = {"config": config.model_dump(mode="json"), "resume": resume}
     if alone:
-        from pretrain.worker import Worker
+        from pretrain.common.worker import Worker
 
         module, function = target.split(":")
         getattr(importlib.import_module(module), function)(payload, Worker.from_environment())

@@ -13,8 +13,8 @@ from typing import Any, Literal, TypeVar
 
 from pydantic import Field, field_validator, model_validator
 
-from pretrain import settings
-from pretrain.settings import LocalPath, Section
+from pretrain.common import settings
+from pretrain.common.settings import LocalPath, Section
 
 _RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 

@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.commands import local_path
-from pretrain.errors import InputError
-from pretrain.files import MANIFEST
+from pretrain.common.errors import InputError
+from pretrain.common.files import MANIFEST
 
 _ROOT = Path(__file__).resolve().parent.parent
 _CONFIG = _ROOT / "configs" / "pretrain" / "tiny.yaml"

@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from pretrain.common.memory import hold_freed_memory, return_freed_memory, share_one_heap
 from pretrain.config import Engine as EngineSettings
-from pretrain.memory import hold_freed_memory, return_freed_memory, share_one_heap
 from pretrain.model.encoder import Embeddings
 from pretrain.optim import Lamb, Segment, cut_segments, number_tensors, square_sum
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from pretrain.common.errors import InputError
+from pretrain.common.files import MANIFEST, read_manifest
+from pretrain.common.settings import dump
 from pretrain.config import LOGITS_PER_PIECE, Model, Phase, Precision, R, RunConfig, with_precision
-from pretrain.errors import InputError
-from pretrain.files import MANIFEST, read_manifest
 from pretrain.precision import matmul_peak, settle_here
-from pretrain.settings import dump
 
 Device = Literal["cpu", "cuda"]
 

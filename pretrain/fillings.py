@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 if TYPE_CHECKING:
     from pretrain.batches.loader import MicroBatch

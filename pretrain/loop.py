@@ -20,11 +20,11 @@ from torch import Tensor
 
 from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
+from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
+from pretrain.common.memory import return_freed_memory
 from pretrain.config import Run
 from pretrain.engine import Engine, StepResult
-from pretrain.errors import DivergedError, InputError, MachineError, StoppedError
 from pretrain.guard import REMEMBERED, is_spike
-from pretrain.memory import return_freed_memory
 from pretrain.rank_times import RankTimes
 from pretrain.session import newest_checkpoint
 

@@ -6,7 +6,7 @@ import datetime
 from pathlib import Path
 from typing import Any
 
-from pretrain.files import atomic_open
+from pretrain.common.files import atomic_open
 
 
 def write_page(out: Path, template: str, **values: Any) -> Path:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from pretrain.common.errors import InputError
+from pretrain.common.files import MANIFEST, atomic_open, disk_errors, locked, verify_manifest, write_json
+from pretrain.common.settings import dump, load
 from pretrain.config import R, Run, RunConfig, Vocabulary
 from pretrain.config import as_begun as config_as_begun
-from pretrain.errors import InputError
-from pretrain.files import MANIFEST, atomic_open, disk_errors, locked, verify_manifest, write_json
-from pretrain.settings import dump, load
 
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"

@@ -18,11 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.charts import Bar, Series, bar_chart, line_chart
+from pretrain.common.errors import InputError
+from pretrain.common.settings import dump
 from pretrain.config import RunConfig, load_config
-from pretrain.errors import InputError
 from pretrain.fillings import Filling, fill, held_out_sentences, read_vocabulary
 from pretrain.pages import write_page
-from pretrain.settings import dump
 from pretrain.tracking.live import clock
 from pretrain.tracking.records import is_training, read_records
 

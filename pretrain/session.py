@@ -15,13 +15,13 @@ import torch.distributed as dist
 
 from pretrain import precision, preflight
 from pretrain.checkpoint import store
+from pretrain.common.errors import MachineError
+from pretrain.common.files import allow_open_files
+from pretrain.common.thread_waits import sleeping_when_crowded
+from pretrain.common.worker import Worker
 from pretrain.config import R, Run, with_precision
 from pretrain.engine import Engine, end_process_group
-from pretrain.errors import MachineError
-from pretrain.files import allow_open_files
-from pretrain.thread_waits import sleeping_when_crowded
 from pretrain.watchdog import Watchdog
-from pretrain.worker import Worker
 
 _OTHER_FILES = 256  # that a worker has open: libraries, shards, logs, connections of collectives
 
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 def process_group(worker: Worker) -> Iterator[None]:
     """The workers' process group, where MASTER_ADDR says that there are others; else one of this process alone.
 
-    While it lasts, CPU kernels make room for other programs (`pretrain.thread_waits`).
+    While it lasts, CPU kernels make room for other programs (`pretrain.common.thread_waits`).
     """
     os.environ["LOCAL_RANK"] = str(worker.local_rank)
     if worker.threads:

@@ -17,17 +17,17 @@ from torch import Tensor
 from pretrain import loop
 from pretrain.batches.loader import BatchMaker, Loader, MicroBatch, StepBatch, validation_batches
 from pretrain.checkpoint import hf
+from pretrain.common.errors import InputError
+from pretrain.common.worker import Worker
 from pretrain.config import RunConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.engine import Engine
-from pretrain.errors import InputError
 from pretrain.estimate import executed_flops, micro_batch_tokens
 from pretrain.model.heads import Losses, PretrainingModel
 from pretrain.optim import learning_rate, make_optimizer, parameter_groups
 from pretrain.session import matmul_peak, newest_checkpoint, process_group, settle_device, watched
 from pretrain.tracking.logs import quiet_logging
 from pretrain.tracking.tracker import Tracker
-from pretrain.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 def main(payload: dict[str, Any], worker: Worker) -> None:
     """Train `payload["config"]` (a dumped RunConfig), from the newest checkpoint with `payload["resume"]`.
 
-    Ends normally when all steps are done; otherwise raises one of `pretrain.errors`.
+    Ends normally when all steps are done; otherwise raises one of `pretrain.common.errors`.
     """
     config = RunConfig.model_validate(payload["config"])
     quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")

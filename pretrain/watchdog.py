@@ -27,8 +27,9 @@ from typing import Any
 import torch.distributed as dist
 from torch._C._distributed_c10d import TCPStore
 
-from pretrain.errors import MachineError
-from pretrain.files import write_json
+from pretrain.common.errors import MachineError
+from pretrain.common.files import write_json
+from pretrain.common.worker import HANG_FILE
 from pretrain.heartbeats import (
     HANG,
     IN_COLLECTIVE,
@@ -40,7 +41,6 @@ from pretrain.heartbeats import (
     Ranks,
     Summary,
 )
-from pretrain.worker import HANG_FILE
 
 _ROUND_SECONDS = (0.2, 2.0)  # between heartbeats: a sixteenth of the limit, within these
 _LINGER_ROUNDS = (

@@ -12,9 +12,9 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from pretrain.errors import InputError, StoppedError
+from pretrain.common.errors import InputError, StoppedError
+from pretrain.common.worker import Worker
 from pretrain.session import process_group
-from pretrain.worker import Worker
 
 
 def count_start(payload: dict[str, Any], worker: Worker) -> int:

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pretrain.errors import RunError
-from pretrain.worker import Worker
+from pretrain.common.errors import RunError
+from pretrain.common.worker import Worker
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pretrain.batches.loader import BatchMaker, Loader, MicroBatch, StepBatch, deal, validation_batches
+from pretrain.common.errors import InputError
 from pretrain.config import RunConfig
 from pretrain.corpus.shards import TokenShards, open_shards
-from pretrain.errors import InputError
 
 
 @pytest.fixture(scope="module")

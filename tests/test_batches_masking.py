@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from pretrain.batches.masking import Masker
 from pretrain.batches.pairs import Sampler
+from pretrain.common.errors import InputError
 from pretrain.config import Masking, Pairs
 from pretrain.corpus.shards import TokenShards, open_shards
-from pretrain.errors import InputError
 
 DEFAULT = Masking.model_validate({})
 

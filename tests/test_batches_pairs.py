@@ -21,9 +21,9 @@ from hypothesis import strategies as st
 
 from pretrain.batches import pairs
 from pretrain.batches.pairs import Sampler, _truncation
+from pretrain.common.errors import InputError
 from pretrain.config import Pairs
 from pretrain.corpus.shards import Shard, TokenShards, open_shards
-from pretrain.errors import InputError
 
 SPECIAL = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
 

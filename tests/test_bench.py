@@ -22,8 +22,8 @@ from pretrain.bench import compare, loader, page, results, workers
 from pretrain.bench.all import Job, collect
 from pretrain.bench.results import Failure, Figure, Limit, Machine, Results, Row, Run
 from pretrain.charts import Bar, bar_chart
+from pretrain.common.errors import InputError
 from pretrain.corpus.shards import open_shards
-from pretrain.errors import InputError
 
 # What the benchmarks printed in small runs, shortened.
 STEP: dict[str, Any] = {

@@ -17,10 +17,10 @@ import yaml
 from corpora import make_corpus
 
 from pretrain.__main__ import BENCHMARKS, main
+from pretrain.common.errors import DivergedError, MachineError, StoppedError
+from pretrain.common.worker import Worker
 from pretrain.config import load_config
-from pretrain.errors import DivergedError, MachineError, StoppedError
 from pretrain.tracking import live, records
-from pretrain.worker import Worker
 
 ROOT = Path(__file__).parent.parent
 

@@ -24,8 +24,8 @@ from cluster.members import PROCESS_TITLE
 from cluster.nodes import Node, nodes_fit, share_out
 from cluster.run import _Signals, end_session, last_line, run
 from cluster.worker import CRASH, WorkerEnd, error_from, one_line
-from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
-from pretrain.worker import Flag
+from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.common.worker import Flag
 
 ROOT = Path(__file__).parent.parent
 CORES = len(os.sched_getaffinity(0))

@@ -13,7 +13,7 @@ from test_cluster import CORES, ROOT, _free_port, _wait_for_port
 
 from cluster.run import end_session
 from cluster.trials import Event, Trial, run_trials
-from pretrain.errors import DivergedError, InputError, MachineError
+from pretrain.common.errors import DivergedError, InputError, MachineError
 
 TRIALS = (
     {"name": "a", "do": "meet", "other": "b"},

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.common.errors import InputError
+from pretrain.common.settings import dump
 from pretrain.config import Model, RunConfig, changed_for_resume, load_config
-from pretrain.errors import InputError
-from pretrain.settings import dump
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs" / "pretrain").glob("*.yaml"))
 
@@ -308,9 +308,11 @@ def test_hostile_yaml_is_a_line(write, text: str, expected: str):
 
 
 def test_values_are_bounded_before_all_are_read(write, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("pretrain.settings._MOST_VALUES", 1000)
+    monkeypatch.setattr("pretrain.common.settings._MOST_VALUES", 1000)
     read: list[int] = []
-    monkeypatch.setattr("pretrain.settings._Loader._extent", lambda loader, node: read.append(1) or (1, 1))
+    monkeypatch.setattr(
+        "pretrain.common.settings._Loader._extent", lambda loader, node: read.append(1) or (1, 1)
+    )
     [line] = problems(write(GOOD + f"  deepspeed: {{a: [{'1,' * 2000}]}}\n"))
     assert line == "run.yaml:18: not valid YAML: more than 1,000 values, with every alias written out."
     assert len(read) == 1001

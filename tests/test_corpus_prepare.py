@@ -20,13 +20,13 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.files import locked
 from pretrain.config import Corpus, Phase, RunConfig, Source
 from pretrain.corpus import jobs, pool, shards
 from pretrain.corpus.documents import Documents, Summary
 from pretrain.corpus.prepare import describe, prepare
 from pretrain.corpus.shards import open_shards, verify_shards
-from pretrain.errors import InputError, MachineError
-from pretrain.files import locked
 
 ROOT = Path(__file__).parent.parent
 WORDS = [

@@ -25,10 +25,10 @@ from test_corpus_prepare import text, write_wiki
 
 from cluster.run import end_session
 from pretrain import estimate
+from pretrain.common.errors import InputError, MachineError
 from pretrain.config import Corpus, Phase, RunConfig, Scheduling, Source
 from pretrain.corpus import jobs
 from pretrain.corpus.prepare import WORK, describe, prepare
-from pretrain.errors import InputError, MachineError
 
 ROOT = Path(__file__).parent.parent
 TOKEN = "0" * 64

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pretrain.common.errors import InputError
 from pretrain.config import Source
 from pretrain.corpus import books, docstrings, mediawiki, sources
 from pretrain.corpus.sources import Problems, cut, documents, find_inputs
-from pretrain.errors import InputError
 
 
 def read(source: Source) -> tuple[list[str], list[dict[str, Any]]]:

@@ -12,6 +12,7 @@ import pytest
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
+from pretrain.common.errors import InputError
 from pretrain.corpus.vocabulary import (
     SPECIAL_TOKENS,
     _normal_words,
@@ -20,7 +21,6 @@ from pretrain.corpus.vocabulary import (
     special_ids,
     train_vocabulary,
 )
-from pretrain.errors import InputError
 
 COUNTS = {
     word.encode(): 1 + (7 * number) % 23

@@ -22,11 +22,11 @@ from finetune import saved
 from finetune.experiments import trials
 from pretrain import __main__ as command_line
 from pretrain import dashboard, loop, train
+from pretrain.common.errors import InputError
 from pretrain.dashboard import curves, workspace
 from pretrain.dashboard.panels import PANELS, panels_for
 from pretrain.dashboard.runs import FAILED, SCORES, find_folder, read_runs
 from pretrain.dashboard.subjects import TASKS
-from pretrain.errors import InputError
 from pretrain.rank_times import RankTimes
 from pretrain.tracking.records import is_training, note_end, read_records
 

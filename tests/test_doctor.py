@@ -25,7 +25,7 @@ from cluster.doctor import driver, machine, nodes, reduce, remote, verdicts
 from cluster.doctor.machine import Device, Disk, Facts
 from cluster.doctor.rows import FAIL, PASS, WARN, Row, show
 from cluster.doctor.task import Probe
-from pretrain.errors import MachineError
+from pretrain.common.errors import MachineError
 
 GIB = 1 << 30
 CORES = len(os.sched_getaffinity(0))
@@ -410,14 +410,14 @@ def test_a_lock_of_one_node_must_be_seen_by_the_others(
     assert not list(tmp_path.iterdir())
 
     # Locks that each node keeps to itself: an NFS mount with local_lock, Lustre with -o localflock.
-    monkeypatch.setattr("pretrain.files.fcntl.flock", lambda *_: None)
+    monkeypatch.setattr("pretrain.common.files.fcntl.flock", lambda *_: None)
     assert locks(team) == [(name, WARN, "/s: a lock of a is not seen") for name in "bc"]
     assert not list(tmp_path.iterdir())
 
     def refuse(*_: Any) -> None:
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr("pretrain.files.fcntl.flock", refuse)
+    monkeypatch.setattr("pretrain.common.files.fcntl.flock", refuse)
     assert locks(team) == [("a", WARN, "/s: has no locks")]
 
 

@@ -24,10 +24,10 @@ from cluster.nodes import Node
 from cluster.room import Growth, wait_for_room
 from cluster.run import drive
 from cluster.worker import WorkerEnd, restart_flag, stop_flag
-from pretrain.errors import MachineError, StoppedError
-from pretrain.files import MANIFEST
+from pretrain.common.errors import MachineError, StoppedError
+from pretrain.common.files import MANIFEST
+from pretrain.common.worker import HANG_FILE
 from pretrain.tracking.live import _Progress
-from pretrain.worker import HANG_FILE
 
 
 def node(name: str, cpus: int = 2, *, gpus: int = 0, draining: bool = False, free: int | None = None) -> Node:

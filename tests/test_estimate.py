@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
 from pretrain import estimate
+from pretrain.common.errors import InputError
 from pretrain.config import (
     Corpus,
     Engine,
@@ -26,7 +27,6 @@ from pretrain.config import (
     Vocabulary,
     load_config,
 )
-from pretrain.errors import InputError
 from pretrain.model.heads import PretrainingModel
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "pretrain"

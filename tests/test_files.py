@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 from corpora import make_vocabulary, write_corpus
 
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.files import append_open, locked
 from pretrain.corpus import shards as shards_of
 from pretrain.corpus.shards import open_shards
-from pretrain.errors import InputError, MachineError
-from pretrain.files import append_open, locked
 
 ROOT = Path(__file__).parent.parent
 
@@ -140,7 +140,7 @@ def many_shards(tmp_path: Path) -> Path:
 _OPEN = """
 import os, sys
 from pretrain.corpus.shards import open_shards
-from pretrain.errors import RunError
+from pretrain.common.errors import RunError
 before = len(os.listdir("/proc/self/fd"))
 try:
     shards = open_shards(sys.argv[1], "train").shards

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from finetune.batches import Batches, LabelledBatch
 from finetune.task import Windows
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 
 def make_windows(lengths: list[list[int]], ask_all: bool = False) -> Windows:

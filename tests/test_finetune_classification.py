@@ -27,8 +27,8 @@ from finetune.sets.tables import Layout, read_dataset, read_table
 from finetune.task import Windows
 from finetune.tasks.classification import Classification, ClassificationSettings, Example
 from finetune.text import TextEncoder, ragged
-from pretrain.errors import InputError
-from pretrain.settings import load
+from pretrain.common.errors import InputError
+from pretrain.common.settings import load
 
 WORDS = ["word11", "word12", "word13", "word14", "word16", "word17", "word18", "word19", "word21", "word22"]
 

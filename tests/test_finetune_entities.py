@@ -25,9 +25,9 @@ from finetune.sets.words import cut_words, joined
 from finetune.task import Windows
 from finetune.tasks.entities import Entities, EntitiesSettings
 from finetune.text import TextEncoder
+from pretrain.common.errors import InputError
+from pretrain.common.settings import load
 from pretrain.corpus.vocabulary import SPECIAL_TOKENS, bert_tokenizer
-from pretrain.errors import InputError
-from pretrain.settings import load
 
 NOTHING = "\u200b"  # a zero-width space: a word of it becomes no token
 

@@ -29,9 +29,9 @@ from finetune.task import Head, Objective, Task, Windows
 from finetune.tasks import make_task
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION
 from pretrain.checkpoint.released import Released, read_released, write_released
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.files import verify_manifest
 from pretrain.config import Model
-from pretrain.errors import InputError, MachineError
-from pretrain.files import verify_manifest
 
 transformers: Any = pytest.importorskip("transformers")
 

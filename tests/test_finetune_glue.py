@@ -10,7 +10,7 @@ import pytest
 
 from finetune.sets import glue
 from finetune.tasks.classification import Classification, ClassificationSettings
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 # One small file of each official form: (name, header, rows). Quotes are characters, and texts may begin with one.
 _NLI = "index\tsentence1\tsentence2"

@@ -21,8 +21,8 @@ from finetune.sets.squad import Answer, Question, read
 from finetune.task import Task, Windows
 from finetune.tasks.questions import Questions, QuestionsSettings, _has_most_context
 from finetune.text import TextEncoder
-from pretrain.errors import InputError
-from pretrain.settings import load
+from pretrain.common.errors import InputError
+from pretrain.common.settings import load
 
 # A tokenizer with a vocabulary of letters: `cat` is c ##a ##t, what is not ASCII is [UNK].
 

@@ -25,7 +25,7 @@ from finetune.experiments import glue_runs, sweep, trials, trials_view
 from finetune.experiments.sweep import Point, expand, parse_grid, rank, to_drop
 from finetune.experiments.trials import Outcome, Spread, Trial, degenerate, failure
 from finetune.sets import glue
-from pretrain.errors import DivergedError, InputError, MachineError, StoppedError
+from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 
 ROOT = Path(__file__).parent.parent
 WORDS = ("good", "fine", "nice", "bad", "poor", "dull", "the", "film", "was", "and", "plot", "a")

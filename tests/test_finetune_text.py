@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
 from finetune.text import TextEncoder
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 # Spaces of all kinds, marks that join what stands before them, ideographs, letters that become two in lower case.
 ODD = " \t\n\r\u00a0\u200b\u200d\u2028\u3000.,-[]#'\u0301\u0308éÉß\u0130\u03a3\u4e2d\u6587\uac00\u1100\u1161\U0001f600\x00\x07\ufffd"

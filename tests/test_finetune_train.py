@@ -23,10 +23,10 @@ from finetune.__main__ import main
 from finetune.config import PRESETS, FinetuneConfig, Training
 from finetune.train import layered_groups
 from pretrain.checkpoint.released import read_released
-from pretrain.errors import InputError
-from pretrain.files import verify_manifest
+from pretrain.common.errors import InputError
+from pretrain.common.files import verify_manifest
+from pretrain.common.settings import dump
 from pretrain.optim import learning_rate
-from pretrain.settings import dump
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, records, with_changes
 

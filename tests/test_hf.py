@@ -14,15 +14,15 @@ from corpora import SPECIALS, write_tokenizer
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pretrain import files
 from pretrain.batches.loader import MicroBatch
 from pretrain.checkpoint import hf, store, weight_files
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
+from pretrain.common import files
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.settings import dump
 from pretrain.config import Model, RunConfig
-from pretrain.errors import InputError, MachineError
 from pretrain.model.heads import PretrainingModel
-from pretrain.settings import dump
 
 VOCABULARY = [
     *SPECIALS,

@@ -30,8 +30,8 @@ from cluster.manifests import KINDS, command, render
 from cluster.manifests.run import Job, Nodes
 from cluster.members import PROCESS_TITLE
 from finetune.config import load_config as load_finetuning
+from pretrain.common.errors import InputError
 from pretrain.config import load_config
-from pretrain.errors import InputError
 
 ROOT = Path(__file__).parent.parent
 KUBERAY = json.loads((Path(__file__).parent / "schemas" / "kuberay.json").read_text())

@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 
 from pretrain import precision, preflight, session
+from pretrain.common.errors import MachineError
+from pretrain.common.worker import Worker
 from pretrain.config import Engine, RunConfig, as_begun, changed_for_resume
-from pretrain.errors import MachineError
 from pretrain.precision import Choice, Offer, choose
-from pretrain.worker import Worker
 from tests.distributed import run_workers
 
 

@@ -17,7 +17,6 @@ from corpora import SPECIALS, write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pretrain import files
 from pretrain.batches.loader import MicroBatch
 from pretrain.bench.contestants import pad
 from pretrain.checkpoint.layouts import BERT, HEAD_ACTIVATION, read_config
@@ -30,8 +29,9 @@ from pretrain.checkpoint.released import (
     their_tensors,
     write_released,
 )
+from pretrain.common import files
+from pretrain.common.errors import InputError
 from pretrain.config import Model, RunConfig
-from pretrain.errors import InputError
 from pretrain.model.encoder import Encoder
 from pretrain.model.heads import PretrainingModel
 from tests.batches_by_hand import make_batch

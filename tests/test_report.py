@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 from pretrain import __main__ as command_line
 from pretrain import charts, demo, fillings, report
 from pretrain.checkpoint import hf
+from pretrain.common.errors import InputError
+from pretrain.common.settings import dump
 from pretrain.config import Model, RunConfig
 from pretrain.corpus.shards import open_shards
-from pretrain.errors import InputError
 from pretrain.fillings import MaskedSentence, fill, held_out_sentences, readable
 from pretrain.model.heads import PretrainingModel
-from pretrain.settings import dump
 
 WORDS = [f"{a}{b}{c}" for a in "bdfglm" for b in "aeiou" for c in "nrst"]
 VOCABULARY = [*SPECIALS, ".", ",", "<b>", "##ing", "##s", *WORDS, "[unused0]", "[unused1]"]

@@ -13,8 +13,8 @@ import torch
 from pretrain.checkpoint import saver as saver_module
 from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
+from pretrain.common.errors import MachineError
 from pretrain.engine import Fragment
-from pretrain.errors import MachineError
 
 
 class Alone:

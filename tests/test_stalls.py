@@ -16,12 +16,12 @@ import torch
 
 from cluster import group
 from pretrain import loop, rank_times, session
+from pretrain.common.errors import MachineError
+from pretrain.common.files import allow_open_files
+from pretrain.common.worker import HANG_FILE, Worker
 from pretrain.config import Scheduling
-from pretrain.errors import MachineError
-from pretrain.files import allow_open_files
 from pretrain.rank_times import RankTimes
 from pretrain.watchdog import Watchdog
-from pretrain.worker import HANG_FILE, Worker
 
 
 class Engine:

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint import store
-from pretrain.errors import InputError, MachineError
-from pretrain.files import verify_manifest
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.files import verify_manifest
 
 SHAPES = {"a": [4, 5], "b": [7]}
 

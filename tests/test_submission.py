@@ -25,7 +25,7 @@ from cluster.__main__ import main
 from cluster.jobs import Job
 from cluster.run import check_address
 from cluster.submission import read_job
-from pretrain.errors import InputError, MachineError
+from pretrain.common.errors import InputError, MachineError
 
 ROOT = Path(__file__).parent.parent
 

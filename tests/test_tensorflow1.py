@@ -18,7 +18,7 @@ from pretrain.bench.contestants import pad
 from pretrain.checkpoint import tensorflow1
 from pretrain.checkpoint.released import fate_table, read_released
 from pretrain.checkpoint.tensorflow1 import Checkpoint, crc32c
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 from pretrain.model.heads import PretrainingModel
 from tests.batches_by_hand import make_batch
 

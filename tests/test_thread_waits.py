@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pretrain import thread_waits
+from pretrain.common import thread_waits
 
 
 class Script:

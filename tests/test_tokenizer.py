@@ -13,7 +13,7 @@ from tokenizers import ByteLevelBPETokenizer, Tokenizer, models, pre_tokenizers,
 from finetune.text import TextEncoder
 from pretrain.checkpoint.released import read_released, write_released
 from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 transformers: Any = pytest.importorskip("transformers")
 

@@ -22,9 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.settings import dump
 from pretrain.config import RunConfig
-from pretrain.errors import InputError, MachineError
-from pretrain.settings import dump
 from pretrain.tracking import live, mirror
 from pretrain.tracking.live import follow
 from pretrain.tracking.mirror import wandb_names

@@ -18,7 +18,7 @@ import pytest
 
 from cluster import turn
 from cluster.turn import Queue, Waiting, await_turn, leaves_room
-from pretrain.errors import InputError, MachineError, StoppedError
+from pretrain.common.errors import InputError, MachineError, StoppedError
 
 ROOT = Path(__file__).parent.parent
 EIGHT_CPUS = [(8, 0)]

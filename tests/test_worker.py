@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pretrain.worker import Flag, Worker
+from pretrain.common.worker import Flag, Worker
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import DivergedError
-from pretrain.worker import Worker
+from pretrain.common.errors import DivergedError
+from pretrain.common.worker import Worker
 
 
 def trial(payload: dict[str, Any], worker: Worker) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from cluster.address import without_password
 from cluster.doctor.rows import FAIL, PASS, WARN, Row, show, to_json
-from pretrain.errors import MachineError
+from pretrain.common.errors import MachineError
 
 
 def main(

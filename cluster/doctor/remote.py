@@ -15,7 +15,7 @@ from cluster import jobs
 from cluster.doctor import machine, nodes
 from cluster.doctor.driver import MARK
 from cluster.doctor.rows import Row
-from pretrain.errors import MachineError, RunError
+from pretrain.common.errors import MachineError, RunError
 
 _JOB_SECONDS = 300.0  # more than the job allows itself
 _STOP_SECONDS = 10.0

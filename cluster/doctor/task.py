@@ -14,8 +14,8 @@ import psutil
 
 from cluster.doctor import machine, nodes, reduce
 from cluster.worker import one_line
-from pretrain.errors import InputError, RunError
-from pretrain.files import atomic_open, locked
+from pretrain.common.errors import InputError, RunError
+from pretrain.common.files import atomic_open, locked
 
 _SEEN_SECONDS = 5.0  # network file systems may show others' files a little later
 _SEEN_POLL_SECONDS = 0.1

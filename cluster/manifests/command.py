@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from pretrain.commands import add_command, local_path
-from pretrain.files import atomic_open, disk_errors
+from pretrain.common.files import atomic_open, disk_errors
 
 _KINDS = ("kuberay", "rayup", "slurm")
 

@@ -17,8 +17,8 @@ from pydantic import BeforeValidator, Field, StringConstraints, field_validator
 from cluster.manifests.run import IMAGE, Job, Nodes, locked_version
 from cluster.manifests.text import as_yaml
 from cluster.members import PROCESS_TITLE
-from pretrain.errors import InputError
-from pretrain.settings import NO_SECRETS, LocalPath
+from pretrain.common.errors import InputError
+from pretrain.common.settings import NO_SECRETS, LocalPath
 
 _FILES = "/etc/bertrain"  # where the ConfigMap lies in every container
 _GCS = "/var/lib/gcs"

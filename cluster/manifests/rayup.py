@@ -9,8 +9,8 @@ from pydantic import Field
 
 from cluster.manifests.run import IMAGE, Job, Nodes
 from cluster.manifests.text import as_yaml
-from pretrain.errors import InputError
-from pretrain.settings import LocalPath
+from pretrain.common.errors import InputError
+from pretrain.common.settings import LocalPath
 
 _HOME, _USER = "/home/bertrain", 1000  # of the Containerfile
 _TOKEN = f"{_HOME}/.ray/auth_token"

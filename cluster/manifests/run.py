@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 from pydantic import Field, create_model
 
 from finetune.config import TASKS, FinetuneConfig
-from pretrain import settings
+from pretrain.common import settings
+from pretrain.common.errors import InputError
+from pretrain.common.settings import Section
 from pretrain.config import Run, RunConfig
-from pretrain.errors import InputError
-from pretrain.settings import Section
 
 IMAGE = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$"  # REGISTRY/NAME:TAG or @DIGEST
 _LOCK = Path(__file__).resolve().parents[2] / "requirements.lock"

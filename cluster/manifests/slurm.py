@@ -8,7 +8,7 @@ from pydantic import Field
 
 from cluster.manifests.run import Job, Nodes
 from cluster.manifests.text import as_comment, here_document
-from pretrain.settings import SEVERAL_LINES, LocalPath
+from pretrain.common.settings import SEVERAL_LINES, LocalPath
 
 _WORD = r"^[A-Za-z0-9_.,:@/+-]*$"
 _CONSTRAINT = r"^[A-Za-z0-9_.,:@/+&|*()\[\]-]*$"  # with sbatch's operators

@@ -14,8 +14,8 @@ from finetune.experiments.sweep import SUMMARY, count_line, end, summary
 from finetune.experiments.trials import Outcome, Trial, run_all, spreads, trial_config
 from finetune.saved import MODEL, PREDICTIONS, write_predictions
 from finetune.sets import glue
-from pretrain.errors import InputError
-from pretrain.files import MANIFEST, write_json
+from pretrain.common.errors import InputError
+from pretrain.common.files import MANIFEST, write_json
 
 TEMPLATE = Path(__file__).parent.parent / "templates" / "glue.yaml"
 RESULTS = "glue.json"

@@ -27,9 +27,9 @@ from finetune.experiments.trials import (
     trial_config,
 )
 from finetune.saved import MODEL
-from pretrain.errors import DivergedError, InputError, RunError
-from pretrain.files import atomic_open, write_json
-from pretrain.settings import dump
+from pretrain.common.errors import DivergedError, InputError, RunError
+from pretrain.common.files import atomic_open, write_json
+from pretrain.common.settings import dump
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -20,9 +20,9 @@ from finetune.config import FinetuneConfig, changed_for_resume
 from finetune.experiments.trials_view import View
 from finetune.saved import MODEL, SCORES
 from pretrain import preflight
+from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+from pretrain.common.files import MANIFEST, write_json
 from pretrain.config import Precision, with_precision
-from pretrain.errors import DivergedError, InputError, MachineError, RunError, StoppedError
-from pretrain.files import MANIFEST, write_json
 from pretrain.precision import choose_here
 
 FAILED = "failed.json"  # of a run that diverged

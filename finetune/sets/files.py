@@ -10,7 +10,7 @@ import lzma
 import zlib
 from pathlib import Path
 
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 

@@ -15,8 +15,8 @@ from typing import Any, Literal
 
 from finetune.sets.files import read_text
 from finetune.sets.tables import Key, Layout, Table, read_table
-from pretrain.errors import InputError
-from pretrain.files import atomic_open
+from pretrain.common.errors import InputError
+from pretrain.common.files import atomic_open
 
 logger = logging.getLogger(__name__)
 

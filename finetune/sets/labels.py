@@ -8,7 +8,7 @@ import math
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Literal
 
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 Problem = Literal["single_label", "multi_label", "regression"]
 

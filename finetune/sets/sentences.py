@@ -33,7 +33,7 @@ import numpy as np
 from finetune.sets.files import plain_suffix, read_text
 from finetune.sets.tables import read_table
 from finetune.sets.words import cut_words, joined
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 _LINES = (".jsonl", ".ndjson", ".json")
 _TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")

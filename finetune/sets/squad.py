@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 from finetune.sets.files import plain_suffix, read_text
 from finetune.sets.tables import read_table
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 logger = logging.getLogger(__name__)
 

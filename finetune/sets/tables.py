@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 from finetune.sets.files import plain_suffix, read_text
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 logger = logging.getLogger(__name__)
 

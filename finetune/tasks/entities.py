@@ -22,8 +22,8 @@ from finetune.sets.word_cuts import WordCuts
 from finetune.sets.words import cut_words
 from finetune.task import Head, Objective, Windows
 from finetune.text import Column, TextEncoder, frame, ragged, slide
-from pretrain.errors import InputError
-from pretrain.settings import LocalPath, Section
+from pretrain.common.errors import InputError
+from pretrain.common.settings import LocalPath, Section
 
 logger = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ from finetune.sets import squad
 from finetune.sets.squad import Question
 from finetune.task import Head, Objective, Windows
 from finetune.text import Column, TextEncoder, distinct, frame, ragged, slide
-from pretrain.errors import InputError
-from pretrain.settings import LocalPath, Section
+from pretrain.common.errors import InputError
+from pretrain.common.settings import LocalPath, Section
 
 logger = logging.getLogger(__name__)
 

@@ -22,9 +22,9 @@ from torch import Tensor
 
 from pretrain.batches.masking import Masker
 from pretrain.batches.pairs import Plan, Sampler
+from pretrain.common.errors import InputError
 from pretrain.config import RunConfig
 from pretrain.corpus.shards import TokenShards
-from pretrain.errors import InputError
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

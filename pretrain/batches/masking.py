@@ -13,8 +13,8 @@ import numpy as np
 from pretrain import config
 from pretrain.batches.order import below, draw, uniform
 from pretrain.batches.pairs import Rows
+from pretrain.common.errors import InputError
 from pretrain.corpus.shards import TokenShards
-from pretrain.errors import InputError
 
 _TOKENS, _REPLACE, _CHOOSE = range(1 << 32, (1 << 32) + 3)  # counters apart from those of pairs.py
 _UNUSED = re.compile(r"\[unused\d+\]")

@@ -22,8 +22,8 @@ from numpy.lib.stride_tricks import as_strided
 
 from pretrain import config
 from pretrain.batches.order import Order, below, binomial, draw, root_key, uniform
+from pretrain.common.errors import InputError
 from pretrain.corpus.shards import TokenShards
-from pretrain.errors import InputError
 
 # Counters of the independent random numbers of one sample.
 _SHORT, _TARGET, _SPLIT, _RANDOM_NEXT, _TAIL, _OTHER, _BEGIN, _WINDOW_A, _WINDOW_B = range(9)

@@ -23,8 +23,8 @@ from typing import Any
 from pretrain.bench import page, results
 from pretrain.bench.results import Failure, Machine, Results, Row, Run
 from pretrain.commands import local_path
-from pretrain.errors import InputError, MachineError
-from pretrain.files import disk_errors, read_manifest, sha256_file
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.files import disk_errors, read_manifest, sha256_file
 from pretrain.preflight import environment
 
 LENGTHS = (512, 128)

@@ -17,12 +17,12 @@ from pretrain.bench.contestants import bench_config
 from pretrain.bench.results import aligned
 from pretrain.checkpoint.saver import Saver
 from pretrain.commands import local_path
+from pretrain.common.worker import Worker
 from pretrain.config import RunConfig
 from pretrain.engine import Engine
 from pretrain.model.heads import PretrainingModel
 from pretrain.optim import make_optimizer, parameter_groups
 from pretrain.session import process_group
-from pretrain.worker import Worker
 
 _VOCABULARY = 30522
 

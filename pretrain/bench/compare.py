@@ -11,7 +11,7 @@ import argparse
 
 from pretrain.bench.results import Figure, Results, Row, aligned, number, read, short_commit, span
 from pretrain.commands import local_path
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 EXIT_SLOWER = 1
 _MACHINE = ("cpu", "cores", "threads", "gpus")

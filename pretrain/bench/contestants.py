@@ -19,10 +19,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pretrain.batches.loader import Loader, MicroBatch, StepBatch, validation_batches
+from pretrain.common.memory import hold_freed_memory
 from pretrain.config import RunConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.engine import Engine
-from pretrain.memory import hold_freed_memory
 from pretrain.model.heads import PretrainingModel
 from pretrain.optim import make_optimizer, parameter_groups
 from pretrain.precision import settle_here, torch_dtype

@@ -27,9 +27,9 @@ import torch
 
 from pretrain.batches.loader import BatchMaker, Loader
 from pretrain.commands import local_path
+from pretrain.common.errors import InputError
 from pretrain.config import Corpus, Phase, RunConfig
 from pretrain.corpus.shards import Shard, TokenShards, open_shards
-from pretrain.errors import InputError
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCABULARY_SIZE = 30522

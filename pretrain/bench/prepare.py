@@ -44,13 +44,13 @@ import psutil
 from tokenizers import Tokenizer
 
 from pretrain.commands import local_path
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.config import RunConfig, Source
 from pretrain.corpus import docstrings, jobs, prepare, sources
 from pretrain.corpus.sentences import split_sentences
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, WordPieces, WordTable, columns
 from pretrain.corpus.vocabulary import load_vocabulary
-from pretrain.errors import InputError, MachineError
-from pretrain.files import MANIFEST, read_manifest
 
 SEQUENCE_LENGTH = 512  # what group_texts cuts to
 PEER_BATCH = 10_000  # sentences per encode_batch_fast

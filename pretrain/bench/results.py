@@ -12,8 +12,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
 
-from pretrain.errors import InputError
-from pretrain.files import write_json
+from pretrain.common.errors import InputError
+from pretrain.common.files import write_json
 
 FORMAT = 1
 

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.bench.contestants import BARE, Contestant, Entry, bench_config
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.settings import dump
 from pretrain.config import RunConfig
-from pretrain.errors import InputError, MachineError
-from pretrain.settings import dump
 from pretrain.tracking.records import is_training, read_records
 
 _WINDOW = 10  # steps

@@ -18,10 +18,10 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.layouts import BERT, Facts, write_config
 from pretrain.checkpoint.released import read_released, their_tensors
 from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
+from pretrain.common.errors import InputError
+from pretrain.common.files import verify_manifest, write_json
+from pretrain.common.settings import dump
 from pretrain.config import Model, RunConfig, load_config
-from pretrain.errors import InputError
-from pretrain.files import verify_manifest, write_json
-from pretrain.settings import dump
 from pretrain.tracking.records import read_records
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")

@@ -31,9 +31,9 @@ from pretrain.checkpoint.layouts import (
 from pretrain.checkpoint.tensorflow1 import Checkpoint
 from pretrain.checkpoint.tokenizer import copy_tokenizer, is_run, read_tokenizer, released_folder
 from pretrain.checkpoint.weight_files import WEIGHTS, read_json, read_weights, save_weights, whole_folder
+from pretrain.common.errors import InputError
+from pretrain.common.files import write_json
 from pretrain.config import Model, load_config
-from pretrain.errors import InputError
-from pretrain.files import write_json
 from pretrain.model.encoder import Encoder
 
 __all__ = ["HEAD_ACTIVATION", "Fate", "Released", "assemble", "fate_table", "read_released", "write_released"]

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint import store
-from pretrain.errors import RunError
+from pretrain.common.errors import RunError
 
 logger = logging.getLogger(__name__)
 

@@ -28,8 +28,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from pretrain.errors import InputError, MachineError, RunError
-from pretrain.files import (
+from pretrain.common.errors import InputError, MachineError, RunError
+from pretrain.common.files import (
     MANIFEST,
     disk_errors,
     existing_parent,

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 
 class Variable(NamedTuple):

@@ -11,12 +11,12 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from pretrain import settings
 from pretrain.checkpoint.weight_files import read_json
+from pretrain.common import settings
+from pretrain.common.errors import InputError
+from pretrain.common.files import write_json
 from pretrain.config import load_config
 from pretrain.corpus.vocabulary import SPECIAL_TOKENS, bert_tokenizer
-from pretrain.errors import InputError
-from pretrain.files import write_json
 
 # Besides tokenizer.json and tokenizer_config.json, which `copy_tokenizer` writes itself.
 _COPIED = ("vocab.txt", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json",

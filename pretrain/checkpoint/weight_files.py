@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pretrain.errors import InputError
-from pretrain.files import MANIFEST, disk_errors, fsync_folder, sha256_file, write_manifest
+from pretrain.common.errors import InputError
+from pretrain.common.files import MANIFEST, disk_errors, fsync_folder, sha256_file, write_manifest
 
 WEIGHTS = "model.safetensors"
 _KNOWN = (WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.files import atomic_open, read_manifest, write_json
+from pretrain.common.files import atomic_open, read_manifest, write_json
 
 CARD_FILES = ("card.json", "card.md")
 _COUNTS = ("documents_read", "too_short", "duplicates", "documents", "validation_documents", "sentences", "words",

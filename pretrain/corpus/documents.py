@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 
+from pretrain.common.errors import InputError
 from pretrain.corpus import jobs
-from pretrain.errors import InputError
 
 _MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence needs another document
 _ROWS = 1 << 18  # compared at once

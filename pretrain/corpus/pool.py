@@ -19,8 +19,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from pretrain.common.errors import MachineError
 from pretrain.corpus import jobs, sources
-from pretrain.errors import MachineError
 
 
 class Pool:

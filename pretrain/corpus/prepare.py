@@ -42,6 +42,8 @@ from rich.progress import (
 )  # fmt: skip
 from tokenizers import Tokenizer
 
+from pretrain.common.errors import InputError, StoppedError
+from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest, sha256_file, write_json
 from pretrain.config import Corpus, RunConfig, Source
 from pretrain.corpus import card, jobs, sources
 from pretrain.corpus.documents import Documents, ShardPlan, Summary
@@ -54,8 +56,6 @@ from pretrain.corpus.vocabulary import (
     special_ids,
     train_vocabulary,
 )
-from pretrain.errors import InputError, StoppedError
-from pretrain.files import MANIFEST, locked, put_manifest, read_manifest, sha256_file, write_json
 
 WORK = ".work"
 _MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; the rarest give way

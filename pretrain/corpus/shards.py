@@ -23,8 +23,15 @@ from typing import IO, Any
 
 import numpy as np
 
-from pretrain.errors import InputError, MachineError
-from pretrain.files import MANIFEST, allow_open_files, atomic_open, sha256_file, verify_manifest, write_json
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.files import (
+    MANIFEST,
+    allow_open_files,
+    atomic_open,
+    sha256_file,
+    verify_manifest,
+    write_json,
+)
 
 FORMAT = 1
 _PROVEN = ".proven.json"

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, cast
 
+from pretrain.common.errors import InputError
 from pretrain.config import Source
 from pretrain.corpus import books, docstrings, mediawiki
-from pretrain.errors import InputError
 
 PIECE_BYTES = 8 << 20  # least text per piece; files over 512 MB are cut into 64 pieces, up to:
 MAX_PIECE_BYTES = 64 << 20

@@ -10,8 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
-from pretrain.errors import InputError
-from pretrain.files import atomic_open, write_json
+from pretrain.common.errors import InputError
+from pretrain.common.files import atomic_open, write_json
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")

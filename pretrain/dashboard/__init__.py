@@ -6,9 +6,9 @@ import contextlib
 import time
 from pathlib import Path
 
+from pretrain.common.errors import InputError
 from pretrain.dashboard import page, workspace
 from pretrain.dashboard.runs import RunRecords, find_folder, read_runs
-from pretrain.errors import InputError
 
 _FOLLOW_SECONDS = 10
 

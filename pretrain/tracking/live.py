@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
+from pretrain.common.worker import WAITING_FILE
 from pretrain.tracking.records import METRICS, parse_record
-from pretrain.worker import WAITING_FILE
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -187,7 +187,7 @@ class _Progress:
     def _read_phases(self) -> list[tuple[int, int, int]]:
         """(steps, global sequences, sequence length) of each phase; [] until the run's config is written."""
         if not self._phases:
-            from pretrain.settings import read_values
+            from pretrain.common.settings import read_values
 
             with contextlib.suppress(InputError, KeyError, TypeError, ValueError):
                 config = read_values(self._run_dir / "config.yaml")

@@ -6,7 +6,7 @@ import logging
 import sys
 from pathlib import Path
 
-from pretrain.files import disk_errors
+from pretrain.common.files import disk_errors
 
 
 def quiet_logging(log_file: Path) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from pretrain.common.errors import InputError
 from pretrain.config import Run
-from pretrain.errors import InputError
 
 _log = logging.getLogger(__name__)
 

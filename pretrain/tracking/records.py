@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pretrain.errors import InputError
-from pretrain.files import atomic_open, disk_errors
+from pretrain.common.errors import InputError
+from pretrain.common.files import atomic_open, disk_errors
 
 METRICS = "metrics.jsonl"
 

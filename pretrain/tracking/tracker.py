@@ -10,8 +10,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from pretrain.common.files import append_open, disk_errors
 from pretrain.config import Run
-from pretrain.files import append_open, disk_errors
 from pretrain.tracking.mirror import WandbMirror, wandb_arguments, wandb_mode, wandb_names
 from pretrain.tracking.records import METRICS, keep_until
 

@@ -10,7 +10,7 @@ from finetune.sets import glue, tables
 from finetune.sets.files import is_encoding
 from finetune.sets.glue import Name as GlueName
 from finetune.sets.labels import Problem
-from pretrain.settings import SEVERAL_LINES, LocalPath, Section
+from pretrain.common.settings import SEVERAL_LINES, LocalPath, Section
 
 # Of each problem; the first chooses the checkpoint unless the settings say otherwise.
 SCORES: dict[Problem, tuple[str, ...]] = {

@@ -9,7 +9,7 @@ from typing import Any
 from finetune.sets import glue, tables
 from finetune.sets.files import plain_suffix
 from finetune.tasks.classification.settings import ClassificationSettings
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 
 class Source:

@@ -18,7 +18,7 @@ from finetune.tasks.classification.outputs import THRESHOLD, Outputs
 from finetune.tasks.classification.settings import SCORES, ClassificationSettings
 from finetune.tasks.classification.source import Source
 from finetune.text import Column, Framed, Slices, TextEncoder, frame, slide
-from pretrain.errors import InputError
+from pretrain.common.errors import InputError
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue, Validatio
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
-from pretrain.errors import InputError, is_control, printable
-from pretrain.files import check_local
-from pretrain.secret_names import secret_paths
+from pretrain.common.errors import InputError, is_control, printable
+from pretrain.common.files import check_local
+from pretrain.common.secret_names import secret_paths
 
 # Bounds of one YAML text, far above those of any run's settings.
 _MOST_BYTES = 1 << 20

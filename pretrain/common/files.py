@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, cast
 
-from pretrain.errors import InputError, MachineError
+from pretrain.common.errors import InputError, MachineError
 
 logger = logging.getLogger(__name__)
 
