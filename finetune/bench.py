@@ -26,7 +26,7 @@ from finetune.saved import SCORES
 from pretrain.commands import local_path, local_text
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
-from pretrain.precision import settle_here
+from pretrain.model.precision import settle_here
 from pretrain.tracking.records import is_training, read_records
 
 OURS, PEER = "ours", "trainer"

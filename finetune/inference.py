@@ -15,7 +15,7 @@ from finetune.task import Task
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION
 from pretrain.checkpoint.released import Released
 from pretrain.config import Precision
-from pretrain.precision import torch_dtype
+from pretrain.model.precision import torch_dtype
 
 
 def inference_model(

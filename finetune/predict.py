@@ -22,7 +22,7 @@ from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
 from pretrain.config import Engine
-from pretrain.precision import Choice, allow_tf32, choose, offer, run_precision
+from pretrain.model.precision import Choice, allow_tf32, choose, offer, run_precision
 
 logger = logging.getLogger(__name__)
 

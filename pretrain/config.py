@@ -288,7 +288,7 @@ class Engine(Section):
 
     @property
     def settled_precision(self) -> Precision:
-        """`precision` once auto has become one; see `pretrain.precision`."""
+        """`precision` once auto has become one; see `pretrain.model.precision`."""
         if self.precision == "auto":
             raise ValueError("engine.precision is not settled yet")
         return self.precision

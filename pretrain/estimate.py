@@ -18,7 +18,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.common.settings import dump
 from pretrain.config import LOGITS_PER_PIECE, Model, Phase, Precision, R, RunConfig, with_precision
-from pretrain.precision import matmul_peak, settle_here
+from pretrain.model.precision import matmul_peak, settle_here
 
 Device = Literal["cpu", "cuda"]
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pretrain import precision, preflight
+from pretrain import preflight
 from pretrain.checkpoint import store
 from pretrain.common.errors import MachineError
 from pretrain.common.files import allow_open_files
@@ -21,6 +21,7 @@ from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.worker import Worker
 from pretrain.config import R, Run, with_precision
 from pretrain.engine import Engine, end_process_group
+from pretrain.model import precision
 from pretrain.watchdog import Watchdog
 
 _OTHER_FILES = 256  # that a worker has open: libraries, shards, logs, connections of collectives

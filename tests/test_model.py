@@ -18,7 +18,7 @@ from pretrain.batches.loader import MicroBatch
 from pretrain.bench.contestants import pad
 from pretrain.checkpoint.hf import to_hf
 from pretrain.config import MAX_WIDTH, Model
-from pretrain.model.attention import (
+from pretrain.model.attention.dispatch import (
     _MARKS_UNKNOWN_SIZES,
     ALONG,
     BETWEEN,
@@ -30,9 +30,9 @@ from pretrain.model.attention import (
     self_attention,
 )
 from pretrain.model.encoder import Embeddings, Encoder, look_up
+from pretrain.model.fused_cross_entropy import vocabulary_losses
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.parts import normal
-from pretrain.model.vocabulary import vocabulary_losses
 from tests.batches_by_hand import make_batch, take_sequence
 
 VOCABULARY = 101
@@ -156,7 +156,7 @@ def test_attention_for_some_queries_is_a_part_of_all(asked: tuple[int, ...], dro
 
 
 def test_attention_pieces_smaller_than_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain.model.attention.SCORES_PER_PIECE", 1)
+    monkeypatch.setattr("pretrain.model.attention.dispatch.SCORES_PER_PIECE", 1)
     test_attention_equals_its_naive_twin((3, 9, 10, 30))
 
 
@@ -242,7 +242,7 @@ def test_dropout_draws_from_the_keys() -> None:
 
 
 def test_dropout_is_independent_between_layers_features_and_tokens() -> None:
-    from pretrain.model.attention import BETWEEN
+    from pretrain.model.attention.dispatch import BETWEEN
     from pretrain.model.parts import hash_dropout
 
     keys = make_batch([2000]).token_keys
@@ -401,7 +401,7 @@ def test_a_tie_for_the_top_score_counts_as_its_share() -> None:
 def test_the_vocabulary_loss_equals_its_slow_twin(
     entries: int, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pretrain.model.vocabulary.LOGITS_PER_PIECE", entries)
+    monkeypatch.setattr("pretrain.model.fused_cross_entropy.LOGITS_PER_PIECE", entries)
     torch.manual_seed(0)
     inputs = [torch.randn(*size, requires_grad=True) for size in ((count, 8), (50, 8), (50,))]
     hidden, word, bias = inputs

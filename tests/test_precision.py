@@ -11,11 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pretrain import precision, preflight, session
+from pretrain import preflight, session
 from pretrain.common.errors import MachineError
 from pretrain.common.worker import Worker
 from pretrain.config import Engine, RunConfig, as_begun, changed_for_resume
-from pretrain.precision import Choice, Offer, choose
+from pretrain.model import precision
+from pretrain.model.precision import Choice, Offer, choose
 from tests.distributed import run_workers
 
 

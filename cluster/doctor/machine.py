@@ -248,6 +248,6 @@ def _devices() -> tuple[Device, ...]:
 
 
 def _measured(name: str, kind: str, device: str) -> Device:
-    from pretrain.precision import measure_matmul
+    from pretrain.model.precision import measure_matmul
 
     return Device(name, kind, measure_matmul(device, "bf16"), measure_matmul(device, "fp32"))

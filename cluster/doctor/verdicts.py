@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from cluster.doctor.machine import GIB, NONE, Device, Disk, Facts
 from cluster.doctor.rows import FAIL, PASS, WARN, Row, above, below
-from pretrain.precision import is_faster_in_fp32
+from pretrain.model.precision import is_faster_in_fp32
 
 _BUSY = 0.25
 _NEEDED = ("torch", "gloo", "DeepSpeed", "Ray", "bertrain")

@@ -23,7 +23,7 @@ from pretrain import preflight
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import MANIFEST, write_json
 from pretrain.config import Precision, with_precision
-from pretrain.precision import choose_here
+from pretrain.model.precision import choose_here
 
 FAILED = "failed.json"  # of a run that diverged
 

@@ -24,8 +24,8 @@ from pretrain.config import RunConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.engine import Engine
 from pretrain.model.heads import PretrainingModel
+from pretrain.model.precision import settle_here, torch_dtype
 from pretrain.optim import make_optimizer, parameter_groups
-from pretrain.precision import settle_here, torch_dtype
 
 OURS = "ours"
 # Kinds of the peer: its attention, and whether torch.compile fuses it. Which is fastest depends on the machine.

@@ -22,7 +22,7 @@ from pretrain.bench.contestants import BARE, OURS, PEERS, Contestant, Entry, ben
 from pretrain.config import RunConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.estimate import executed_flops, step_flops
-from pretrain.precision import measure_matmul
+from pretrain.model.precision import measure_matmul
 
 LEARNING_RATE = 1e-4
 WARM_UP = 3  # steps that compile and fill the memory

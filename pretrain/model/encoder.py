@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.config import Model
-from pretrain.model.attention import BETWEEN, program, self_attention
-from pretrain.model.neighbours import attend_to_neighbours
+from pretrain.model.attention.dispatch import BETWEEN, program, self_attention
+from pretrain.model.initialisation import attend_to_neighbours
 from pretrain.model.parts import hash_dropout, layer_norm, linear, normal, ones, zeros
 
 

@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretrain.config import Model
-from pretrain.model.attention import program
+from pretrain.model.attention.dispatch import program
 from pretrain.model.encoder import Encoder, UnpaddedBatch
+from pretrain.model.fused_cross_entropy import vocabulary_losses
 from pretrain.model.parts import layer_norm, linear, normal, ones, zeros
-from pretrain.model.vocabulary import vocabulary_losses
 
 
 class PretrainingBatch(UnpaddedBatch, Protocol):

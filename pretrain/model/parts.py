@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretrain.model.attention import ALONG, keep_mask
+from pretrain.model.attention.dispatch import ALONG, keep_mask
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pretrain.config import LOGITS_PER_PIECE
-from pretrain.model.attention import program
+from pretrain.model.attention.dispatch import program
 
 
 def vocabulary_losses(
