@@ -25,7 +25,6 @@ from finetune.start import initial_state
 from finetune.task import Task, Windows, data_digest
 from finetune.tasks import make_task
 from finetune.text import TextEncoder
-from pretrain import loop
 from pretrain.checkpoint import store
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION, head_dropout
 from pretrain.checkpoint.released import Released, read_released
@@ -33,12 +32,13 @@ from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
 from pretrain.config import Model
-from pretrain.engine import Engine
 from pretrain.estimate import encoder_flops
-from pretrain.optim import learning_rate, make_optimizer, parameter_groups
-from pretrain.session import matmul_peak, newest_checkpoint, process_group, settle_device, watched
 from pretrain.tracking.logs import quiet_logging
 from pretrain.tracking.tracker import Tracker
+from pretrain.training import loop
+from pretrain.training.engine.engine import Engine
+from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
+from pretrain.training.session import matmul_peak, newest_checkpoint, process_group, settle_device, watched
 
 logger = logging.getLogger(__name__)
 

@@ -14,20 +14,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain import loop
 from pretrain.batches.loader import BatchMaker, Loader, MicroBatch, StepBatch, validation_batches
 from pretrain.checkpoint import hf
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
 from pretrain.config import RunConfig
 from pretrain.corpus.shards import TokenShards, open_shards
-from pretrain.engine import Engine
 from pretrain.estimate import executed_flops, micro_batch_tokens
 from pretrain.model.heads import Losses, PretrainingModel
-from pretrain.optim import learning_rate, make_optimizer, parameter_groups
-from pretrain.session import matmul_peak, newest_checkpoint, process_group, settle_device, watched
 from pretrain.tracking.logs import quiet_logging
 from pretrain.tracking.tracker import Tracker
+from pretrain.training import loop
+from pretrain.training.engine.engine import Engine
+from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
+from pretrain.training.session import matmul_peak, newest_checkpoint, process_group, settle_device, watched
 
 logger = logging.getLogger(__name__)
 

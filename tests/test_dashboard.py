@@ -21,14 +21,15 @@ from finetune import config as finetune_config
 from finetune import saved
 from finetune.experiments import trials
 from pretrain import __main__ as command_line
-from pretrain import dashboard, loop, train
+from pretrain import dashboard, train
 from pretrain.common.errors import InputError
 from pretrain.dashboard import curves, workspace
 from pretrain.dashboard.panels import PANELS, panels_for
 from pretrain.dashboard.runs import FAILED, SCORES, find_folder, read_runs
 from pretrain.dashboard.subjects import TASKS
-from pretrain.rank_times import RankTimes
 from pretrain.tracking.records import is_training, note_end, read_records
+from pretrain.training import loop
+from pretrain.training.stragglers import RankTimes
 
 HOSTILE = "</script><script>alert(1)</script> | [x](y) \u2028 'q\""
 KEY = "0123456789abcdef0123456789abcdef01234567"
@@ -130,7 +131,7 @@ class TestPanels:
             progress=loop.Progress(step=1, window=loop.Window(totals=[1.0] * 4, counts=[1.0] * 2)), engine=engine,
             task=SimpleNamespace(metrics=functools.partial(train.Pretraining.metrics, task)),
             plan=SimpleNamespace(peak_flops=1.0), recorder=SimpleNamespace(log=written.append), clock=loop._Clock(),
-            rank_times=RankTimes(engine, 2.0), rate=0.1, epoch=0, norm=1.0,
+            stragglers=RankTimes(engine, 2.0), rate=0.1, epoch=0, norm=1.0,
         )  # fmt: skip
         loop._Run.log(run)
         (record,) = written

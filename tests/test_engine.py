@@ -20,9 +20,9 @@ from torch import nn
 from pretrain.checkpoint import store
 from pretrain.config import Engine as EngineSettings
 from pretrain.config import Model, Optimizer
-from pretrain.engine import Engine, _Sums, deepspeed_config
 from pretrain.model.heads import PretrainingModel
-from pretrain.optim import make_optimizer, parameter_groups
+from pretrain.training.engine.engine import Engine, _Sums, deepspeed_config
+from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
 

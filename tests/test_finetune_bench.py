@@ -58,7 +58,7 @@ def test_the_trainer_learns_from_every_family(tmp_path: Path, family: str) -> No
     )  # fmt: skip
     result = tmp_path / "result.json"
     command = [sys.executable, "-m", "finetune", "bench", str(path), "--peer", str(result)]
-    # LOCAL_RANK stays behind trainings in this process (pretrain/session.py) and would make accelerate wait for others.
+    # LOCAL_RANK stays behind trainings in this process (pretrain/training/session.py) and would make accelerate wait for others.
     alone = {
         name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
     }

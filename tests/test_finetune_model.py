@@ -18,8 +18,8 @@ from finetune.task import Head, Objective, Windows
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION, HeadDropout, head_dropout, read_config
 from pretrain.checkpoint.released import assemble, read_released
 from pretrain.config import Model
-from pretrain.engine import _add_rows, ask_for_rows
 from pretrain.model.heads import PretrainingModel
+from pretrain.training.engine.engine import _add_rows, ask_for_rows
 
 LENGTHS = [5, 9, 12, 7]
 OUTPUTS = {"sequence": 3, "tokens": 5, "spans": 2}

@@ -26,7 +26,7 @@ from pretrain.checkpoint.released import read_released
 from pretrain.common.errors import InputError
 from pretrain.common.files import verify_manifest
 from pretrain.common.settings import dump
-from pretrain.optim import learning_rate
+from pretrain.training.optim import learning_rate
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, records, with_changes
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from pretrain import heartbeats
-from pretrain.heartbeats import Exchange, Finding, Follower, Heartbeat, Ranks, Summary
+from pretrain.training import heartbeats
+from pretrain.training.heartbeats import Exchange, Finding, Follower, Heartbeat, Ranks, Summary
 
 WAITS = heartbeats.IN_COLLECTIVE
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from transformers import get_linear_schedule_with_warmup, get_polynomial_decay_schedule_with_warmup
 
 from pretrain.config import Optimizer, Phase
-from pretrain.optim import (
+from pretrain.training.optim import (
     Lamb,
     Segment,
     cut_segments,

@@ -11,12 +11,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pretrain import preflight, session
+from pretrain import preflight
 from pretrain.common.errors import MachineError
 from pretrain.common.worker import Worker
 from pretrain.config import Engine, RunConfig, as_begun, changed_for_resume
 from pretrain.model import precision
 from pretrain.model.precision import Choice, Offer, choose
+from pretrain.training import session
 from tests.distributed import run_workers
 
 

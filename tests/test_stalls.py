@@ -15,13 +15,13 @@ import pytest
 import torch
 
 from cluster import group
-from pretrain import loop, rank_times, session
 from pretrain.common.errors import MachineError
 from pretrain.common.files import allow_open_files
 from pretrain.common.worker import HANG_FILE, Worker
 from pretrain.config import Scheduling
-from pretrain.rank_times import RankTimes
-from pretrain.watchdog import Watchdog
+from pretrain.training import loop, session, stragglers
+from pretrain.training.stragglers import RankTimes
+from pretrain.training.watchdog import Watchdog
 
 
 class Engine:
@@ -103,7 +103,7 @@ def test_the_first_batch_of_a_loader_is_no_stall(tmp_path: Path) -> None:
     run: Any = object.__new__(loop._Run)
     run.engine, run.progress = Engine(tmp_path), loop.Progress()
     run.task = SimpleNamespace(batches=batches, validation_set=lambda: f"phase {phase}")
-    run.rank_times = SimpleNamespace(waited_once=lambda seconds: waits.append(run.progress.step))
+    run.stragglers = SimpleNamespace(waited_once=lambda seconds: waits.append(run.progress.step))
     for start in (0, 1):
         waits.clear()
         run.progress.step = start
@@ -145,7 +145,7 @@ def test_a_restart_says_what_the_watchdog_found(tmp_path: Path, event: str) -> N
 
 def test_the_first_finding_of_a_start_stays(tmp_path: Path) -> None:
     """A rank that was cut off blames rank 0, which has found before that it was cut off."""
-    from pretrain.heartbeats import Finding
+    from pretrain.training.heartbeats import Finding
 
     path = tmp_path / HANG_FILE
     path.write_text(
@@ -190,4 +190,4 @@ def test_events_have_their_line_in_the_panels() -> None:
     from pretrain.dashboard.panels import EVENTS
 
     assert {"hang", "data_stall"} <= set(EVENTS)
-    assert Scheduling().hang_seconds > rank_times._STALL_SECONDS
+    assert Scheduling().hang_seconds > stragglers._STALL_SECONDS

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from pretrain.watchdog import Watchdog, _Clock, _waits_for_others
+from pretrain.training.watchdog import Watchdog, _Clock, _waits_for_others
 
 ROOT = Path(__file__).parent.parent
 
@@ -22,7 +22,7 @@ SCRIPT = """
 import ctypes, sys, time, torch, torch.distributed as dist
 from datetime import timedelta
 from pathlib import Path
-from pretrain.watchdog import Watchdog
+from pretrain.training.watchdog import Watchdog
 rank, port, logs, guilty = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]), int(sys.argv[4])
 then, limit, stall = sys.argv[5], float(sys.argv[6]), float(sys.argv[7])
 dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2, timeout=timedelta(minutes=5))
@@ -153,7 +153,7 @@ def test_a_stopped_process_is_named_and_its_stack_read_from_outside(tmp_path: Pa
 
 def test_time_in_which_this_process_was_stopped_is_not_held_against_others(monkeypatch: Any) -> None:
     now = [100.0]
-    monkeypatch.setattr("pretrain.watchdog.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("pretrain.training.watchdog.time.monotonic", lambda: now[0])
     clock = _Clock(longest=1.0)
     ticks = []
     for later in (0.5, 0.5, 3600.0, 0.5):
@@ -164,7 +164,7 @@ def test_time_in_which_this_process_was_stopped_is_not_held_against_others(monke
 
 def test_a_stall_does_not_make_the_watchdog_patient(tmp_path: Path, monkeypatch: Any) -> None:
     now = [0.0]
-    monkeypatch.setattr("pretrain.watchdog.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("pretrain.training.watchdog.time.monotonic", lambda: now[0])
     watchdog = Watchdog(0, 1, tmp_path, 8.0)
 
     def train(seconds: float, micro_batches: int) -> None:
@@ -226,7 +226,7 @@ def test_a_read_of_what_a_collective_makes_is_one() -> None:
     """NCCL's calls return at once, and the host waits where it reads their result."""
     import threading
 
-    held, scope = threading.Lock(), {"__name__": "pretrain.engine"}
+    held, scope = threading.Lock(), {"__name__": "pretrain.training.engine.engine"}
     exec("def sum_over_workers(read): read()\ndef forward(read): read()", scope)
     for name, expected in (("sum_over_workers", True), ("forward", False)):
         function: Any = scope[name]

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from pretrain.config import Engine as EngineSettings
 from pretrain.config import Model, Optimizer
-from pretrain.engine import Engine
 from pretrain.model.heads import PretrainingModel
-from pretrain.optim import make_optimizer, parameter_groups
+from pretrain.training.engine.engine import Engine
+from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
 

@@ -19,10 +19,10 @@ from pretrain.checkpoint.saver import Saver
 from pretrain.commands import local_path
 from pretrain.common.worker import Worker
 from pretrain.config import RunConfig
-from pretrain.engine import Engine
 from pretrain.model.heads import PretrainingModel
-from pretrain.optim import make_optimizer, parameter_groups
-from pretrain.session import process_group
+from pretrain.training.engine.engine import Engine
+from pretrain.training.optim import make_optimizer, parameter_groups
+from pretrain.training.session import process_group
 
 _VOCABULARY = 30522
 

@@ -22,10 +22,10 @@ from pretrain.batches.loader import Loader, MicroBatch, StepBatch, validation_ba
 from pretrain.common.memory import hold_freed_memory
 from pretrain.config import RunConfig
 from pretrain.corpus.shards import open_shards
-from pretrain.engine import Engine
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.precision import settle_here, torch_dtype
-from pretrain.optim import make_optimizer, parameter_groups
+from pretrain.training.engine.engine import Engine
+from pretrain.training.optim import make_optimizer, parameter_groups
 
 OURS = "ours"
 # Kinds of the peer: its attention, and whether torch.compile fuses it. Which is fastest depends on the machine.

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from pretrain.common.memory import hold_freed_memory, return_freed_memory, share_one_heap
 from pretrain.config import Engine as EngineSettings
 from pretrain.model.encoder import Embeddings
-from pretrain.optim import Lamb, Segment, cut_segments, number_tensors, square_sum
+from pretrain.training.optim import Lamb, Segment, cut_segments, number_tensors, square_sum
 
 _STEPS_NEVER = 1 << 60
 # Gradients on their way between workers. Bigger ones save no time and are copied three times on that way.

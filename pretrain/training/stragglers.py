@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 if TYPE_CHECKING:
-    from pretrain.engine import Engine
-    from pretrain.loop import Recorder
+    from pretrain.training.engine.engine import Engine
+    from pretrain.training.loop import Recorder
 
 logger = logging.getLogger(__name__)
 

@@ -20,9 +20,9 @@ from pretrain.common.files import allow_open_files
 from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.worker import Worker
 from pretrain.config import R, Run, with_precision
-from pretrain.engine import Engine, end_process_group
 from pretrain.model import precision
-from pretrain.watchdog import Watchdog
+from pretrain.training.engine.engine import Engine, end_process_group
+from pretrain.training.watchdog import Watchdog
 
 _OTHER_FILES = 256  # that a worker has open: libraries, shards, logs, connections of collectives
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from corpora import make_corpus
 
-from pretrain import loop, rank_times
 from pretrain.checkpoint.store import read_weights
 from pretrain.config import Guard
-from pretrain.guard import REMEMBERED, is_spike
-from pretrain.rank_times import RankTimes, find_stragglers
+from pretrain.training import loop, stragglers
+from pretrain.training.spikes import REMEMBERED, is_spike
+from pretrain.training.stragglers import RankTimes, find_stragglers
 from tests.distributed import run_workers
 from tests.starts import Start, all_records, make_starts, pretraining, records
 
@@ -54,7 +54,7 @@ def test_stragglers() -> None:
 
 def test_a_straggler_is_named_once_when_it_has_been_slow_for_a_while(monkeypatch) -> None:
     now, logged = [0.0], []
-    monkeypatch.setattr(rank_times.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(stragglers.time, "monotonic", lambda: now[0])
     times = RankTimes(SimpleNamespace(), 1.5)  # type: ignore[arg-type]
     recorder = SimpleNamespace(log=logged.append)
 

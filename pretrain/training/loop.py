@@ -23,10 +23,10 @@ from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 from pretrain.common.memory import return_freed_memory
 from pretrain.config import Run
-from pretrain.engine import Engine, StepResult
-from pretrain.guard import REMEMBERED, is_spike
-from pretrain.rank_times import RankTimes
-from pretrain.session import newest_checkpoint
+from pretrain.training.engine.engine import Engine, StepResult
+from pretrain.training.session import newest_checkpoint
+from pretrain.training.spikes import REMEMBERED, is_spike
+from pretrain.training.stragglers import RankTimes
 
 logger = logging.getLogger(__name__)
 
@@ -303,7 +303,7 @@ class _Run(Generic[S]):
             retry_seconds=saving.retry_seconds,
         )  # fmt: skip
         self.clock = _Clock()
-        self.rank_times = RankTimes(engine, plan.config.tracking.straggler_factor)
+        self.stragglers = RankTimes(engine, plan.config.tracking.straggler_factor)
         self.stalled_before = task.stalled_seconds()
         self.norm = 0.0
         self.skips, self.skipped_scale = 0, 0.0  # steps in a row that fp16 has skipped at this loss scale
@@ -358,7 +358,7 @@ class _Run(Generic[S]):
             if (
                 part == before
             ):  # not the first batch of a phase, nor after a start or a rollback: it opens the data
-                self.rank_times.waited_once(time.perf_counter() - began)
+                self.stragglers.waited_once(time.perf_counter() - began)
             yield step
 
     def train_step(self, step: S, stop_here: bool) -> bool:
@@ -367,7 +367,7 @@ class _Run(Generic[S]):
         totals: Tensor | None = None
         flops = 0.0
         for number, micro_batch in enumerate(step.micro_batches):
-            with self.rank_times.forward():
+            with self.stragglers.forward():
                 output = engine.forward(micro_batch)
             engine.backward(task.loss(output, step), last=number == len(step.micro_batches) - 1)
             part = task.totals(output).detach()
@@ -381,7 +381,7 @@ class _Run(Generic[S]):
             [float(stop_here), float(self.saver.failed), flops, stalled - self.stalled_before],
             dtype=torch.float64,
         )
-        self.rank_times.waited += stalled - self.stalled_before
+        self.stragglers.waited += stalled - self.stalled_before
         self.stalled_before = stalled
         shared = engine.sum_over_workers(torch.cat([totals.double().cpu(), mine]))
         *sums, stop, failed, all_flops, all_stalled = shared.tolist()
@@ -454,7 +454,7 @@ class _Run(Generic[S]):
                 "data_stall_fraction": window.stalled / seconds,
                 "seconds": progress.seconds,
                 **{f"{name}_seconds": apart for name, apart in self.clock.apart.items()},
-                **self.rank_times.lap(self.recorder, progress.step),
+                **self.stragglers.lap(self.recorder, progress.step),
                 "skipped_steps": progress.skipped_steps,
                 "memory_bytes": engine.peak_memory_bytes(),
             }

@@ -1,7 +1,7 @@
 """Notices a hang in any rank, writes down where every rank is, names the one that causes it, and ends this process.
 
 Ranks wait for one another in collectives, so one that hangs stops all of them, and libraries' own limits are long
-(DeepSpeed's groups drop torch's). So a thread of each rank publishes heartbeats (`pretrain.heartbeats`). Whoever starts
+(DeepSpeed's groups drop torch's). So a thread of each rank publishes heartbeats (`pretrain.training.heartbeats`). Whoever starts
 the workers, such as Ray, restarts them when one ends.
 """
 
@@ -30,7 +30,7 @@ from torch._C._distributed_c10d import TCPStore
 from pretrain.common.errors import MachineError
 from pretrain.common.files import write_json
 from pretrain.common.worker import HANG_FILE
-from pretrain.heartbeats import (
+from pretrain.training.heartbeats import (
     HANG,
     IN_COLLECTIVE,
     START_SECONDS,
@@ -60,9 +60,9 @@ _INNERMOST = 8  # frames of a stack that are looked at
 _COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "deepspeed.comm")
 # NCCL's calls return at once: where the host waits for their results instead, as the innermost Python function.
 _DEVICE_WAITS = {
-    ("pretrain.engine", "sum_over_workers"),
-    ("pretrain.engine", "step"),
-    ("pretrain.loop", "train_step"),
+    ("pretrain.training.engine.engine", "sum_over_workers"),
+    ("pretrain.training.engine.engine", "step"),
+    ("pretrain.training.loop", "train_step"),
 }
 
 _Look = Callable[[float], Finding | None]  # who hangs, at a time of `_Clock`
