@@ -17,7 +17,7 @@ from typing import Any
 from finetune.saved import MODEL, SCORES
 from pretrain import demo as pretraining
 from pretrain.common.files import MANIFEST, write_json
-from pretrain.report import FINETUNED
+from pretrain.reporting.report import FINETUNED
 
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "finetune"
 TASKS = {

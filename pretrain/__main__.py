@@ -116,14 +116,14 @@ def _export(arguments: argparse.Namespace) -> None:
 
 
 def _report(arguments: argparse.Namespace) -> None:
-    from pretrain import report
+    from pretrain.reporting import report
 
     path = report.write_report(arguments.run, arguments.out or arguments.run / "report.html")
     print(f"{report.summary(arguments.run)}\n\n{path.resolve().as_uri()}")
 
 
 def _dashboard(arguments: argparse.Namespace) -> None:
-    from pretrain import dashboard
+    from pretrain.reporting import dashboard
 
     print(
         dashboard.write_dashboard(

@@ -65,7 +65,7 @@ def run(arguments: argparse.Namespace, more_stages: int = 0) -> int:
 
 def report(arguments: argparse.Namespace, began: float) -> None:
     """Write the run's report and say where it is."""
-    from pretrain import report as page
+    from pretrain.reporting import report as page
 
     path = page.write_report(arguments.run_dir, arguments.run_dir / "report.html")
     print(f"\n{page.summary(arguments.run_dir)}")

@@ -21,9 +21,9 @@ from pretrain.bench import all as bench_all
 from pretrain.bench import compare, loader, page, results, workers
 from pretrain.bench.all import Job, collect
 from pretrain.bench.results import Failure, Figure, Limit, Machine, Results, Row, Run
-from pretrain.charts import Bar, bar_chart
 from pretrain.common.errors import InputError
 from pretrain.corpus.shards import open_shards
+from pretrain.reporting.charts import Bar, bar_chart
 
 # What the benchmarks printed in small runs, shortened.
 STEP: dict[str, Any] = {

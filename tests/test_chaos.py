@@ -33,7 +33,7 @@ from chaos import (
 )
 from corpora import make_corpus
 
-from pretrain.dashboard.runs import find_folder
+from pretrain.reporting.dashboard.runs import find_folder
 
 pytestmark = pytest.mark.chaos
 

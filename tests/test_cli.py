@@ -313,7 +313,7 @@ def test_several_workers_need_ray_or_torchrun(config_file: Path, calls: Calls, c
 
 
 def test_report_writes_beside_the_run_unless_told(monkeypatch: pytest.MonkeyPatch, capsys):
-    from pretrain import report
+    from pretrain.reporting import report
 
     seen = []
     monkeypatch.setattr(report, "write_report", lambda run, out: seen.append((run, out)) or out)

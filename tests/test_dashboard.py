@@ -21,12 +21,13 @@ from finetune import config as finetune_config
 from finetune import saved
 from finetune.experiments import trials
 from pretrain import __main__ as command_line
-from pretrain import dashboard, train
+from pretrain import train
 from pretrain.common.errors import InputError
-from pretrain.dashboard import curves, workspace
-from pretrain.dashboard.panels import PANELS, panels_for
-from pretrain.dashboard.runs import FAILED, SCORES, find_folder, read_runs
-from pretrain.dashboard.subjects import TASKS
+from pretrain.reporting import dashboard
+from pretrain.reporting.dashboard import curves, workspace
+from pretrain.reporting.dashboard.panels import PANELS, panels_for
+from pretrain.reporting.dashboard.runs import FAILED, SCORES, find_folder, read_runs
+from pretrain.reporting.dashboard.subjects import TASKS
 from pretrain.tracking.records import is_training, note_end, read_records
 from pretrain.training import loop
 from pretrain.training.stragglers import RankTimes

@@ -17,14 +17,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pretrain import __main__ as command_line
-from pretrain import charts, demo, fillings, report
+from pretrain import demo
 from pretrain.checkpoint import hf
 from pretrain.common.errors import InputError
 from pretrain.common.settings import dump
 from pretrain.config import Model, RunConfig
 from pretrain.corpus.shards import open_shards
-from pretrain.fillings import MaskedSentence, fill, held_out_sentences, readable
 from pretrain.model.heads import PretrainingModel
+from pretrain.reporting import charts, fill_mask, report
+from pretrain.reporting.fill_mask import MaskedSentence, fill, held_out_sentences, readable
 
 WORDS = [f"{a}{b}{c}" for a in "bdfglm" for b in "aeiou" for c in "nrst"]
 VOCABULARY = [*SPECIALS, ".", ",", "<b>", "##ing", "##s", *WORDS, "[unused0]", "[unused1]"]
@@ -248,9 +249,9 @@ class TestFillings:
             return [VOCABULARY.index(token) for token in text.split()]
 
         good = "ban bar bas bat ben ber bes bet bin ##ing ."
-        assert fillings._maskable(ids(good), VOCABULARY) == [0, 1, 2, 3, 4, 5, 6, 7]
+        assert fill_mask._maskable(ids(good), VOCABULARY) == [0, 1, 2, 3, 4, 5, 6, 7]
         for bad in ("ban bar .", good.replace("ban", "[UNK]"), good[:-2], "ban , , , , , , , , , ."):
-            assert fillings._maskable(ids(bad), VOCABULARY) == []
+            assert fill_mask._maskable(ids(bad), VOCABULARY) == []
 
     def test_an_export_without_the_head_is_refused(self, exported: Path, tmp_path: Path) -> None:
         from safetensors.torch import load_file, save_file
@@ -265,9 +266,9 @@ class TestFillings:
 
     def test_a_filling_puts_the_sentence_around_the_blank(self) -> None:
         tokens = tuple(VOCABULARY.index(token) for token in ["ban", ",", "bar", "##s", "bat", "."])
-        filling = fillings._filling(MaskedSentence(tokens, 4), [0.0] * len(VOCABULARY), VOCABULARY)
+        filling = fill_mask._filling(MaskedSentence(tokens, 4), [0.0] * len(VOCABULARY), VOCABULARY)
         assert (filling.before, filling.after) == ("ban, bars ", ".")
-        filling = fillings._filling(MaskedSentence(tokens, 0), [0.0] * len(VOCABULARY), VOCABULARY)
+        filling = fill_mask._filling(MaskedSentence(tokens, 0), [0.0] * len(VOCABULARY), VOCABULARY)
         assert (filling.before, filling.after) == ("", ", bars bat.")
 
     @pytest.mark.parametrize(

@@ -187,7 +187,7 @@ def test_rank_0_may_open_a_connection_for_every_worker(monkeypatch: pytest.Monke
 
 
 def test_events_have_their_line_in_the_panels() -> None:
-    from pretrain.dashboard.panels import EVENTS
+    from pretrain.reporting.dashboard.panels import EVENTS
 
     assert {"hang", "data_stall"} <= set(EVENTS)
     assert Scheduling().hang_seconds > stragglers._STALL_SECONDS

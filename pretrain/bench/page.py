@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from pretrain.bench.results import HEADINGS, TO_THE_RIGHT, Results, Row, cells, limits, number, short_commit
-from pretrain.charts import Bar, bar_chart
-from pretrain.pages import write_page
+from pretrain.reporting.charts import Bar, bar_chart
+from pretrain.reporting.pages import write_page
 
 
 def write(results: Results, out: Path) -> Path:

@@ -124,7 +124,9 @@ def _model_card(config: RunConfig, run_dir: Path, step: int, parameters: int) ->
     import jinja2
 
     templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("pretrain"), undefined=jinja2.StrictUndefined, keep_trailing_newline=True
+        loader=jinja2.PackageLoader("pretrain.checkpoint"),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
     )
     corpus_card = Path(config.corpus.dir) / "card.md"
     return templates.get_template("model_card.md.j2").render(

@@ -7,8 +7,8 @@ import time
 from pathlib import Path
 
 from pretrain.common.errors import InputError
-from pretrain.dashboard import page, workspace
-from pretrain.dashboard.runs import RunRecords, find_folder, read_runs
+from pretrain.reporting.dashboard import page, workspace
+from pretrain.reporting.dashboard.runs import RunRecords, find_folder, read_runs
 
 _FOLLOW_SECONDS = 10
 

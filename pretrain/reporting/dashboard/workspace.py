@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open
-from pretrain.dashboard.panels import EVENTS, Panel, panels_for
-from pretrain.dashboard.runs import RunRecords
-from pretrain.dashboard.subjects import by_subject, differing
+from pretrain.reporting.dashboard.panels import EVENTS, Panel, panels_for
+from pretrain.reporting.dashboard.runs import RunRecords
+from pretrain.reporting.dashboard.subjects import by_subject, differing
 from pretrain.tracking.mirror import wandb_entity, wandb_mode, wandb_names
 
 if TYPE_CHECKING:

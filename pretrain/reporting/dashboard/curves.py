@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from pretrain.dashboard.panels import Panel
-from pretrain.dashboard.runs import RunRecords
+from pretrain.reporting.dashboard.panels import Panel
+from pretrain.reporting.dashboard.runs import RunRecords
 
 BUCKETS = 800
 """Most points of a curve; one of more records is cut into so many stretches of equal numbers of steps."""

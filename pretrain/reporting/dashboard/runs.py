@@ -13,8 +13,8 @@ from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.settings import read_values
-from pretrain.dashboard.panels import panels_for
-from pretrain.dashboard.subjects import Subject, subject
+from pretrain.reporting.dashboard.panels import panels_for
+from pretrain.reporting.dashboard.subjects import Subject, subject
 from pretrain.tracking.records import METRICS, is_training, read_records
 
 # What a fine-tuning leaves: its scores, or word of why there are none.

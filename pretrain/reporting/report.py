@@ -17,12 +17,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pretrain.charts import Bar, Series, bar_chart, line_chart
 from pretrain.common.errors import InputError
 from pretrain.common.settings import dump
 from pretrain.config import RunConfig, load_config
-from pretrain.fillings import Filling, fill, held_out_sentences, read_vocabulary
-from pretrain.pages import write_page
+from pretrain.reporting.charts import Bar, Series, bar_chart, line_chart
+from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences, read_vocabulary
+from pretrain.reporting.pages import write_page
 from pretrain.tracking.live import clock
 from pretrain.tracking.records import is_training, read_records
 

@@ -14,7 +14,7 @@ def write_page(out: Path, template: str, **values: Any) -> Path:
     import jinja2
 
     templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("pretrain"),
+        loader=jinja2.PackageLoader("pretrain.reporting"),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,

@@ -10,12 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.dashboard.curves import BUCKETS, curves, one_each
-from pretrain.dashboard.panels import Panel, panels_for
-from pretrain.dashboard.runs import RunRecords, Score, read_scores
-from pretrain.dashboard.subjects import Subject, differing, starts
-from pretrain.pages import write_page
-from pretrain.report import short
+from pretrain.reporting.dashboard.curves import BUCKETS, curves, one_each
+from pretrain.reporting.dashboard.panels import Panel, panels_for
+from pretrain.reporting.dashboard.runs import RunRecords, Score, read_scores
+from pretrain.reporting.dashboard.subjects import Subject, differing, starts
+from pretrain.reporting.pages import write_page
+from pretrain.reporting.report import short
 from pretrain.tracking.live import clock
 
 _GRAVE = ("rollback", "hang")
