@@ -1,4 +1,4 @@
 """Where workers run: on this machine or on a Ray cluster. Knows its work only as a dotted name.
 
-The one package that imports `ray`; `cluster.run.run` is the way in and does not.
+The one package that imports `ray`; `cluster.workers.launch.run` is the way in and does not.
 """

@@ -13,7 +13,7 @@ from pretrain.commands import add_command, exit_code, local_path, make_parser
 from pretrain.common.errors import InputError, printable
 
 if TYPE_CHECKING:
-    from cluster.jobs import Jobs
+    from cluster.jobs.client import Jobs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -59,7 +59,7 @@ def _down(arguments: argparse.Namespace) -> None:
 
 
 def _submit(arguments: argparse.Namespace) -> int:
-    from cluster.submission import read_job
+    from cluster.jobs.submission import read_job
 
     job = read_job(arguments.run, folder=arguments.dir or Path.cwd(), workers=arguments.workers)
     cluster = _jobs(arguments)
@@ -77,16 +77,16 @@ def _submit(arguments: argparse.Namespace) -> int:
 
 
 def _status(arguments: argparse.Namespace) -> None:
-    from cluster import jobs
+    from cluster.jobs import client
 
-    print(jobs.describe(_jobs(arguments).get(arguments.job)))
+    print(client.describe(_jobs(arguments).get(arguments.job)))
 
 
 def _list(arguments: argparse.Namespace) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from cluster import jobs
+    from cluster.jobs import client
 
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("job", "kind", "state", "submitted", "progress"):
@@ -94,8 +94,8 @@ def _list(arguments: argparse.Namespace) -> None:
     for job in _jobs(arguments).all():
         metadata = job.metadata or {}
         cells = (
-            str(job.submission_id), metadata.get("bertrain", "other"), jobs.state(job), jobs.clock(job.start_time),
-            "; ".join(jobs.progress(job)),
+            str(job.submission_id), metadata.get("bertrain", "other"), client.state(job), client.clock(job.start_time),
+            "; ".join(client.progress(job)),
         )  # fmt: skip
         table.add_row(*map(printable, cells))
     if table.row_count:
@@ -114,10 +114,10 @@ def _logs(arguments: argparse.Namespace) -> int:
 
 
 def _stop(arguments: argparse.Namespace) -> None:
-    from cluster import jobs
+    from cluster.jobs import client
 
     job = _jobs(arguments).stop(arguments.job)
-    print(f"{arguments.job}: {jobs.state(job)}")
+    print(f"{arguments.job}: {client.state(job)}")
 
 
 def _delete(arguments: argparse.Namespace) -> None:
@@ -128,14 +128,14 @@ def _delete(arguments: argparse.Namespace) -> None:
 
 def _jobs(arguments: argparse.Namespace) -> Jobs:
     """The jobs of the cluster that was named."""
-    from cluster import jobs
+    from cluster.jobs import client
 
-    return jobs.Jobs(arguments.address, plain_http=arguments.allow_plain_http)
+    return client.Jobs(arguments.address, plain_http=arguments.allow_plain_http)
 
 
 def _follow(cluster, name: str) -> int:
     """Print what the job prints, to its end; its exit code. Ctrl-C leaves it running."""
-    from cluster import jobs
+    from cluster.jobs import client
 
     try:
         for piece in cluster.follow(name):
@@ -145,8 +145,8 @@ def _follow(cluster, name: str) -> int:
     except KeyboardInterrupt:
         print(f"\n{name}: goes on. `stop {name}` ends it, `logs -f {name}` shows it again.", file=sys.stderr)
         return 130
-    print(f"{name}: {jobs.state(job)}", file=sys.stderr)
-    return jobs.exit_code(job)
+    print(f"{name}: {client.state(job)}", file=sys.stderr)
+    return client.exit_code(job)
 
 
 def _parser() -> argparse.ArgumentParser:

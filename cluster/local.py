@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from cluster.run import RAY_FOLDER, end_session, environment, last_line
+from cluster.workers.launch import RAY_FOLDER, end_session, environment, last_line
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import write_json
 

@@ -1,6 +1,6 @@
 """A pool of jobs on a Ray cluster, through Ray Data, with the face of Python's own executors.
 
-As for training (`cluster.run`), Ray's driver lives in a child process in a session of its own; jobs go there and
+As for training (`cluster.workers.launch`), Ray's driver lives in a child process in a session of its own; jobs go there and
 results come back over a pipe. The child makes one data set of all jobs that wait, with one block for each: Ray Data
 then runs one task per job, on whatever node has a free core, and again where a task's process or node dies.
 """
@@ -24,9 +24,9 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from cluster.driver import choose_token, die_with, join_ray
-from cluster.run import check_address, end_session, environment, last_line
-from cluster.worker import change_folder, error_from, one_line
+from cluster.workers.driver import choose_token, die_with, join_ray
+from cluster.workers.launch import check_address, end_session, environment, last_line
+from cluster.workers.worker import change_folder, error_from, one_line
 from pretrain.common.errors import MachineError, RunError
 from pretrain.common.files import append_open, disk_errors
 

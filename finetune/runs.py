@@ -110,7 +110,7 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Plan
     if test_sets:
         task.read_test()
     if not alone and not config.scheduling.address:
-        from cluster.nodes import nodes_fit
+        from cluster.workers.nodes import nodes_fit
 
         cores = len(os.sched_getaffinity(0))
         nodes_fit([(cores, 0)], config.scheduling.workers, config.scheduling.cpus_per_worker, "this machine")

@@ -1,6 +1,6 @@
 """Fine-tuning, seen from one worker: checkpoint, task, engine and the one loop put together.
 
-`main` runs the same in one process, under torchrun and under Ray (cluster/run.py).
+`main` runs the same in one process, under torchrun and under Ray (cluster/workers/launch.py).
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ def _check(config: RunConfig, alone: bool) -> None:
 
     preflight.check_corpus(config)
     if not alone and not config.scheduling.address:
-        from cluster.nodes import nodes_fit
+        from cluster.workers.nodes import nodes_fit
 
         cores = len(os.sched_getaffinity(0))
         nodes_fit([(cores, 0)], config.scheduling.workers, config.scheduling.cpus_per_worker, "this machine")

@@ -131,7 +131,7 @@ def _start(target: str, config: Run, resume: bool, *, alone: bool) -> None:
         module, function = target.split(":")
         getattr(importlib.import_module(module), function)(payload, Worker.from_environment())
         return
-    from cluster.run import run
+    from cluster.workers.launch import run
 
     scheduling = config.scheduling
     run(

@@ -1,6 +1,6 @@
 """Pretraining, seen from one worker: corpus, model, engine and loop put together.
 
-`main` runs the same in one process, under torchrun and under Ray (cluster/run.py).
+`main` runs the same in one process, under torchrun and under Ray (cluster/workers/launch.py).
 """
 
 from __future__ import annotations

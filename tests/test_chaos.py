@@ -89,7 +89,7 @@ def test_killed_driver_and_resubmission(
     values = settings(corpus, tmp_path / "driver", steps=300)
     run_dir = one_node.submit(values)
     wait_for_step(run_dir, 60)
-    drivers = one_node.named("cluster.driver")
+    drivers = one_node.named("cluster.workers.driver")
     assert len(drivers) == 1
     drivers[0].kill()
     assert one_node.wait_end("driver") == "failed"

@@ -62,7 +62,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setattr(sys.modules[package], leaf, module, raising=False)
 
-    import cluster.run
+    import cluster.workers.launch
 
     stand_in("pretrain.train", main=lambda payload, worker: seen.append(("train", (payload, worker))))
     monkeypatch.setattr(live, "follow", follow)
@@ -236,7 +236,7 @@ def raise_in_run(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     def run(*given: Any, **named: Any) -> None:
         raise error
 
-    monkeypatch.setattr("cluster.run.run", run)
+    monkeypatch.setattr("cluster.workers.launch.run", run)
 
 
 @pytest.mark.parametrize(

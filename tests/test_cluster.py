@@ -18,12 +18,12 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster import group, room
-from cluster.group import _cause, _Crash
-from cluster.members import PROCESS_TITLE
-from cluster.nodes import Node, nodes_fit, share_out
-from cluster.run import _Signals, end_session, last_line, run
-from cluster.worker import CRASH, WorkerEnd, error_from, one_line
+from cluster.workers import group, placement
+from cluster.workers.group import _cause, _Crash
+from cluster.workers.launch import _Signals, end_session, last_line, run
+from cluster.workers.members import PROCESS_TITLE
+from cluster.workers.nodes import Node, nodes_fit, share_out
+from cluster.workers.worker import CRASH, WorkerEnd, error_from, one_line
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.worker import Flag
 
@@ -330,7 +330,7 @@ def test_cpus_are_shared_among_as_many_as_there_may_be(nodes, low: int, high: in
 def test_room_beside_others_counts_what_is_free_and_what_is_ours() -> None:
     def count(nodes: list[Node], most: int, cpus: int, **options: Any) -> int:
         request = {"min_workers": 1, "workers": most, "cpus_per_worker": cpus}
-        return room.find_room(nodes, request, **options).workers
+        return placement.find_room(nodes, request, **options).workers
 
     nodes = [Node("a", 4, 0, False, 1, 0), Node("b", 4, 0, False, 0, 0), Node("c", 4, 0, True, 4, 0)]
     assert count(nodes, 12, 1) == 8
@@ -342,7 +342,7 @@ def test_room_beside_others_counts_what_is_free_and_what_is_ours() -> None:
 
 def test_a_crowded_cluster_is_asked_for_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Others took one of two cores, of which the totals tell nothing."""
-    monkeypatch.setattr(room, "usable_nodes", lambda: [Node("here", 2, 0, False, 1, 0)])
+    monkeypatch.setattr(placement, "usable_nodes", lambda: [Node("here", 2, 0, False, 1, 0)])
     asked = []
 
     def attempt(request: dict[str, Any], number: int, workers: int, *_: Any) -> None:
@@ -364,7 +364,7 @@ def test_a_head_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
             raise answer
         return answer
 
-    monkeypatch.setattr(room, "usable_nodes", usable_nodes)
+    monkeypatch.setattr(placement, "usable_nodes", usable_nodes)
     monkeypatch.setattr(group, "_attempt", lambda *_: None)
     group.train(_request(tmp_path, 0), use_gpu=False, keep_logs=lambda: None)
     assert not answers
@@ -388,7 +388,7 @@ def _request(folder: Path, max_failures: int) -> dict[str, Any]:
 
 def _train(monkeypatch: pytest.MonkeyPatch, request: dict[str, Any], attempt: Callable[[int], None]) -> None:
     """`group.train` on a machine of two cores, with `attempt` for Ray's part."""
-    monkeypatch.setattr(room, "usable_nodes", lambda: [Node("here", 2, 0, False, 2, 0)])
+    monkeypatch.setattr(placement, "usable_nodes", lambda: [Node("here", 2, 0, False, 2, 0)])
     monkeypatch.setattr(group, "_attempt", lambda request, number, *_: attempt(number))
     group.train(request, use_gpu=False, keep_logs=lambda: None)
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from test_cluster import CORES, ROOT, _free_port, _wait_for_port
 
-from cluster.run import end_session
-from cluster.trials import Event, Trial, run_trials
+from cluster.trials.launch import Event, Trial, run_trials
+from cluster.workers.launch import end_session
 from pretrain.common.errors import DivergedError, InputError, MachineError
 
 TRIALS = (

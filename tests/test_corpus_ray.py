@@ -23,7 +23,7 @@ import pyarrow.parquet as pq
 import pytest
 from test_corpus_prepare import text, write_wiki
 
-from cluster.run import end_session
+from cluster.workers.launch import end_session
 from pretrain import estimate
 from pretrain.common.errors import InputError, MachineError
 from pretrain.config import Corpus, Phase, RunConfig, Scheduling, Source

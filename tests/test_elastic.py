@@ -16,14 +16,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster import group, jobs, room
-from cluster.failures import Failures
-from cluster.group import _Crash
-from cluster.members import Found, _Member, _places
-from cluster.nodes import Node
-from cluster.room import Growth, wait_for_room
-from cluster.run import drive
-from cluster.worker import WorkerEnd, restart_flag, stop_flag
+from cluster.jobs import client
+from cluster.workers import group, placement
+from cluster.workers.failures import Failures
+from cluster.workers.group import _Crash
+from cluster.workers.launch import drive
+from cluster.workers.members import Found, _Member, _places
+from cluster.workers.nodes import Node
+from cluster.workers.placement import Growth, wait_for_room
+from cluster.workers.worker import WorkerEnd, restart_flag, stop_flag
 from pretrain.common.errors import MachineError, StoppedError
 from pretrain.common.files import MANIFEST
 from pretrain.common.worker import HANG_FILE
@@ -57,9 +58,9 @@ class Asked:
         util = SimpleNamespace(placement_group_table=table, remove_placement_group=remove)
         monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(util=util))
         monkeypatch.setitem(sys.modules, "ray.util", util)
-        monkeypatch.setattr(room, "ask_for", self.ask_for)
-        monkeypatch.setattr(room, "_autoscaled_gpus", lambda: 0)
-        monkeypatch.setattr(room, "LOOK_SECONDS", 0.002)
+        monkeypatch.setattr(placement, "ask_for", self.ask_for)
+        monkeypatch.setattr(placement, "_autoscaled_gpus", lambda: 0)
+        monkeypatch.setattr(placement, "LOOK_SECONDS", 0.002)
         return self
 
 
@@ -80,7 +81,7 @@ def request_(tmp_path: Path) -> dict[str, Any]:
 
 
 def show(monkeypatch: pytest.MonkeyPatch, nodes: Callable[[], Sequence[Node]]) -> None:
-    monkeypatch.setattr(room, "usable_nodes", nodes)
+    monkeypatch.setattr(placement, "usable_nodes", nodes)
     monkeypatch.setattr(group, "usable_nodes", nodes)
 
 
@@ -95,7 +96,7 @@ def test_a_node_that_comes_late_is_waited_for(
     told: list[str] = []
 
     def nodes() -> list[Node]:
-        told.extend(jobs._waiting(Path(request_["run_dir"])))
+        told.extend(client._waiting(Path(request_["run_dir"])))
         return [node("a", 3), node("b")] if len(told) == 3 else [node("a", 3)]
 
     show(monkeypatch, nodes)
@@ -111,7 +112,7 @@ def test_an_autoscaler_is_asked_before_there_is_any_node(
 ) -> None:
     """An elastic run asks for the fewest as a whole, and for the rest one by one."""
     looks = iter(range(100))
-    monkeypatch.setattr(room, "_autoscaled_gpus", lambda: 8)
+    monkeypatch.setattr(placement, "_autoscaled_gpus", lambda: 8)
     head = node("head", 16)
     show(monkeypatch, lambda: [head, node("b", 16, gpus=2)] if next(looks) > 5 else [head])
     request_.update(min_workers=2, cpus_per_worker=0)
@@ -388,8 +389,8 @@ def test_a_stop_file_of_an_earlier_launch_stops_nothing(
         def wait(self) -> None:
             pass
 
-    monkeypatch.setattr("cluster.run.subprocess.Popen", Child)
-    monkeypatch.setattr("cluster.run.end_session", lambda _: None)
+    monkeypatch.setattr("cluster.workers.launch.subprocess.Popen", Child)
+    monkeypatch.setattr("cluster.workers.launch.end_session", lambda _: None)
     for _ in range(2):
         drive("module", {"address": ""}, run_dir=tmp_path)
     first, second = requests

@@ -18,7 +18,7 @@ import torch
 import yaml
 from rich.console import Console
 
-from cluster.trials import Event, share_out
+from cluster.trials.launch import Event, share_out
 from finetune import runs
 from finetune.config import GRIDS, FinetuneConfig
 from finetune.experiments import glue_runs, sweep, trials, trials_view
@@ -526,7 +526,7 @@ def test_runs_are_followed_on_the_terminal(
         poll([Event(2, "ended", StoppedError("stopped at step 3"))])
         raise StoppedError("runs/tiny: stopped with 1 runs to go.")
 
-    monkeypatch.setattr("cluster.trials.run_trials", fake)
+    monkeypatch.setattr("cluster.trials.launch.run_trials", fake)
     monkeypatch.setattr("finetune.experiments.trials_view._PLAIN_SECONDS", 0.0)
     seen: list[int] = []
     ran = trials.run_all(
@@ -547,7 +547,7 @@ def test_runs_are_followed_on_the_terminal(
     # What diverged is not run again, what was stopped is.
     again: list[int] = []
     monkeypatch.setattr(
-        "cluster.trials.run_trials",
+        "cluster.trials.launch.run_trials",
         lambda target, tasks, **options: again.extend(task.payload["config"]["seed"] for task in tasks),
     )
     ran = trials.run_all(config, members)

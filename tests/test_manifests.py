@@ -28,7 +28,7 @@ from cluster import manifests
 from cluster.__main__ import main
 from cluster.manifests import KINDS, command, render
 from cluster.manifests.run import Job, Nodes
-from cluster.members import PROCESS_TITLE
+from cluster.workers.members import PROCESS_TITLE
 from finetune.config import load_config as load_finetuning
 from pretrain.common.errors import InputError
 from pretrain.config import load_config

@@ -47,7 +47,7 @@ def stop_worker(on: Cluster, run_dir: Path, drawn: random.Random) -> None:
 
 
 def kill_driver(on: Cluster, run_dir: Path, drawn: random.Random) -> None:
-    on.named("cluster.driver")[0].kill()
+    on.named("cluster.workers.driver")[0].kill()
 
 
 def flip_a_bit(on: Cluster, run_dir: Path, drawn: random.Random) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster import group
+from cluster.workers import group
 from pretrain.common.errors import MachineError
 from pretrain.common.files import allow_open_files
 from pretrain.common.worker import HANG_FILE, Worker

@@ -20,11 +20,11 @@ import pytest
 import requests
 import yaml
 
-from cluster import jobs
 from cluster.__main__ import main
-from cluster.jobs import Job
-from cluster.run import check_address
-from cluster.submission import read_job
+from cluster.jobs import client
+from cluster.jobs.client import Job
+from cluster.jobs.submission import read_job
+from cluster.workers.launch import check_address
 from pretrain.common.errors import InputError, MachineError
 
 ROOT = Path(__file__).parent.parent
@@ -369,14 +369,15 @@ def test_the_list_of_jobs_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatc
     """Whoever reaches the cluster names jobs."""
     from types import SimpleNamespace
 
-    from cluster import __main__, jobs
+    from cluster import __main__
+    from cluster.jobs import client
 
     status = SimpleNamespace(value="RUNNING")
     job = SimpleNamespace(
         submission_id="[/red]a\x1b[2J", metadata={"bertrain": "[bold]"}, status=status, driver_exit_code=None,
         start_time=0, end_time=None, message="",
     )  # fmt: skip
-    monkeypatch.setattr(jobs, "Jobs", lambda *_, **__: SimpleNamespace(all=lambda: [job]))
+    monkeypatch.setattr(client, "Jobs", lambda *_, **__: SimpleNamespace(all=lambda: [job]))
     assert __main__.main(["list"]) == 0
     shown = capsys.readouterr().out
     assert "[/red]a\\x1b[2J" in shown
@@ -392,11 +393,11 @@ def a_node(cpus: float, memory_gib: float = 0, *, head: bool = False) -> dict[st
 
 def test_a_cluster_that_is_too_small_may_be_waited_for(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[str] = []
-    cluster = jobs.Jobs.__new__(jobs.Jobs)
+    cluster = client.Jobs.__new__(client.Jobs)
     cluster.address = cluster.shown = "http://127.0.0.1:8265"
-    monkeypatch.setattr(jobs.Jobs, "all", lambda _: [])
-    monkeypatch.setattr(jobs.Jobs, "start", lambda _, name, *__: started.append(name))
-    monkeypatch.setattr(jobs, "nodes_of", lambda _: [a_node(0, 8, head=True)])
+    monkeypatch.setattr(client.Jobs, "all", lambda _: [])
+    monkeypatch.setattr(client.Jobs, "start", lambda _, name, *__: started.append(name))
+    monkeypatch.setattr(client, "nodes_of", lambda _: [a_node(0, 8, head=True)])
     with pytest.raises(
         MachineError, match=r"has 0 CPU cores.* Where nodes will come, add --wait-for-nodes\."
     ):
@@ -408,9 +409,9 @@ def test_a_cluster_that_is_too_small_may_be_waited_for(config: Path, monkeypatch
 
 def test_a_head_is_not_filled_with_jobs_that_wait() -> None:
     nodes = [a_node(64, 900), a_node(4, 5, head=True)]
-    jobs._check_head(nodes, 50, "http://head:8265")
+    client._check_head(nodes, 50, "http://head:8265")
     with pytest.raises(
         MachineError,
         match=r"holds 60 jobs, as many as the memory of its head allows \(5\.0 GiB, 90 MiB each\)",
     ):
-        jobs._check_head(nodes, 60, "http://head:8265")
+        client._check_head(nodes, 60, "http://head:8265")

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from cluster.address import without_password
 from cluster.doctor.rows import FAIL, PASS, WARN, Row, show, to_json
+from cluster.workers.address import without_password
 from pretrain.common.errors import MachineError
 
 

@@ -18,10 +18,10 @@ from typing import Any
 from cluster.doctor import machine, nodes, reduce, verdicts
 from cluster.doctor.rows import FAIL, Row
 from cluster.doctor.task import Probe
-from cluster.driver import choose_token, join_ray
-from cluster.nodes import usable_nodes
-from cluster.run import environment
-from cluster.worker import one_line
+from cluster.workers.driver import choose_token, join_ray
+from cluster.workers.launch import environment
+from cluster.workers.nodes import usable_nodes
+from cluster.workers.worker import one_line
 from pretrain.commands import exit_code
 
 MARK = "doctor: "  # before the line of JSON that is the result

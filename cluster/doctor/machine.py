@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from cluster.worker import one_line
+from cluster.workers.worker import one_line
 
 NONE = "none"
 

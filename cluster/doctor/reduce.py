@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from cluster.doctor.rows import FAIL, PASS, WARN, Row
-from cluster.run import environment
-from cluster.worker import one_line
+from cluster.workers.launch import environment
+from cluster.workers.worker import one_line
 
 WHAT = "all-reduce"
 TIMEOUT_SECONDS = 20.0  # for the members of a group to find each other, and for any one reduction

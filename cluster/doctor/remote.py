@@ -11,10 +11,10 @@ import secrets
 from pathlib import Path
 from typing import Any
 
-from cluster import jobs
 from cluster.doctor import machine, nodes
 from cluster.doctor.driver import MARK
 from cluster.doctor.rows import Row
+from cluster.jobs import client
 from pretrain.common.errors import MachineError, RunError
 
 _JOB_SECONDS = 300.0  # more than the job allows itself
@@ -24,13 +24,13 @@ _STOP_SECONDS = 10.0
 def check(address: str, folder: Path, *, plain_http: bool = False) -> list[Row]:
     """Check the cluster whose dashboard is at `address`, or the local one; `folder` should be shared by its machines.
 
-    `plain_http` as for `jobs.Jobs`.
+    `plain_http` as for `client.Jobs`.
 
     Raises:
         InputError: no such cluster, or it refuses the token.
         MachineError: it does not answer, or cannot run the job.
     """
-    cluster = jobs.Jobs(address, plain_http=plain_http)
+    cluster = client.Jobs(address, plain_http=plain_http)
     access = nodes.judge_access(cluster.is_open())
     name = f"doctor-{secrets.token_hex(4)}"
     metadata = {"bertrain": "doctor", "folder": str(folder.absolute())}
@@ -52,7 +52,7 @@ def _result(log: str, name: str, job: Any) -> dict[str, Any]:
     for line in reversed(lines):
         if line.startswith(MARK):
             return json.loads(line.removeprefix(MARK))
-    last = lines[-1].removeprefix("error: ") if lines else jobs.state(job)
+    last = lines[-1].removeprefix("error: ") if lines else client.state(job)
     raise MachineError(
         f"{name}: the checks did not run: {last} Its head needs the same .venv and files as this machine."
     )

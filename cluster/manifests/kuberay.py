@@ -16,7 +16,7 @@ from pydantic import BeforeValidator, Field, StringConstraints, field_validator
 
 from cluster.manifests.run import IMAGE, Job, Nodes, locked_version
 from cluster.manifests.text import as_yaml
-from cluster.members import PROCESS_TITLE
+from cluster.workers.members import PROCESS_TITLE
 from pretrain.common.errors import InputError
 from pretrain.common.settings import NO_SECRETS, LocalPath
 

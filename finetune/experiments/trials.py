@@ -113,7 +113,7 @@ def run_all(
     """Run what is not over yet, and say on the terminal how it goes; `config.folder` is the folder of them all.
 
     `ended` is called with all outcomes whenever a trial has ended. Retries, CPUs and the cluster are those of
-    `config.scheduling`; `parallel` as in `cluster.trials.run_trials`.
+    `config.scheduling`; `parallel` as in `cluster.trials.launch.run_trials`.
 
     Raises:
         InputError: a run folder holds a run with other settings or data, or another process works on them.
@@ -259,9 +259,9 @@ def _run(
     config: FinetuneConfig, trials: Sequence[Trial], outcomes: list[Outcome | None], pending: list[int],
     parallel: int, ended: Callable[[list[Outcome | None]], None],
 ) -> Ran:  # fmt: skip
-    from cluster.run import STOP_FILE
-    from cluster.trials import Event, run_trials
-    from cluster.trials import Trial as Task
+    from cluster.trials.launch import Event, run_trials
+    from cluster.trials.launch import Trial as Task
+    from cluster.workers.launch import STOP_FILE
 
     told = [(trial.label, trial.config.folder, trial.examples, trial.steps) for trial in trials]
     view = View(told, pending, config.folder / STOP_FILE)

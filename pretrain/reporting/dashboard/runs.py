@@ -117,7 +117,7 @@ def find_folder(name: str, address: str = "", *, plain_http: bool = False) -> Pa
         for folder in (Path(name), Path("runs", name)):
             if folder.is_dir():
                 return folder
-    from cluster.jobs import run_folder
+    from cluster.jobs.client import run_folder
 
     folder = run_folder(name, address, plain_http=plain_http)
     if folder is None:

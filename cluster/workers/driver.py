@@ -1,6 +1,6 @@
 """The child process in which Ray's driver lives: start or join Ray, train, retry after crashes.
 
-Started by `cluster.run` with the path of its request; ends with the outcome written, or killed with its
+Started by `cluster.workers.launch` with the path of its request; ends with the outcome written, or killed with its
 session.
 """
 
@@ -21,11 +21,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.group import train
-from cluster.nodes import nodes_fit, share_out, usable_nodes
-from cluster.room import fewest_workers, wait_for_room
-from cluster.run import LOGS, RAY_FOLDER, end_session
-from cluster.worker import one_line
+from cluster.workers.group import train
+from cluster.workers.launch import LOGS, RAY_FOLDER, end_session
+from cluster.workers.nodes import nodes_fit, share_out, usable_nodes
+from cluster.workers.placement import fewest_workers, wait_for_room
+from cluster.workers.worker import one_line
 from pretrain.common.errors import MachineError, RunError
 from pretrain.common.files import write_json
 

@@ -1,7 +1,7 @@
 """Jobs on a Ray cluster, from the client's side: submit, status, logs, stop, list, delete.
 
 A run's name is its id everywhere: Ray's submission id, the run folder's name and the id in W&B. So a run cannot be
-started twice at once, and submitting it again continues it. What the cluster does with a job is in `cluster.job`.
+started twice at once, and submitting it again continues it. What the cluster does with a job is in `cluster.jobs.entrypoint`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster import local
-from cluster.address import answers_without_token, check_dashboard, told, without_password
-from cluster.driver import choose_token
-from cluster.nodes import nodes_fit
-from cluster.turn import ENDED
+from cluster.jobs.job_queue import ENDED
+from cluster.workers.address import answers_without_token, check_dashboard, told, without_password
+from cluster.workers.driver import choose_token
+from cluster.workers.nodes import nodes_fit
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.worker import WAITING_FILE
 
@@ -130,7 +130,7 @@ class Jobs:
             _check_room(found, job, self.shown)
         if before is not None:
             self._forget(before)
-        self.start(job.name, "cluster.job", _metadata(job))
+        self.start(job.name, "cluster.jobs.entrypoint", _metadata(job))
 
     def start(self, name: str, module: str, metadata: dict[str, str]) -> None:
         """Have `python -m MODULE` run on the cluster as a job of this name; `InputError` where there is one already."""
@@ -351,7 +351,7 @@ def _trained(run_dir: Path) -> list[str]:
 
 
 def _metadata(job: Job) -> dict[str, str]:
-    """All that `cluster.job` needs, so nothing is uploaded and nothing need be found."""
+    """All that `cluster.jobs.entrypoint` needs, so nothing is uploaded and nothing need be found."""
     return {
         "bertrain": job.kind,
         "config": json.dumps(job.config, separators=(",", ":")),

@@ -12,9 +12,9 @@ from ray import tune
 from ray.tune.experiment import Trial
 from ray.tune.search import Searcher
 
-from cluster.run import LOGS, last_line
-from cluster.trials import EVENTS
-from cluster.worker import CRASH, WorkerEnd, enter_trial, stop_flag
+from cluster.trials.launch import EVENTS
+from cluster.workers.launch import LOGS, last_line
+from cluster.workers.worker import CRASH, WorkerEnd, enter_trial, stop_flag
 from pretrain.common.worker import Flag
 
 logger = logging.getLogger(__name__)
@@ -81,7 +81,7 @@ class _Queue(Searcher):
 
 
 class _Events(tune.Callback):
-    """Writes what becomes of the trials, a line each, for `cluster.trials`."""
+    """Writes what becomes of the trials, a line each, for `cluster.trials.launch`."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.ended = 0

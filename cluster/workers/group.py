@@ -13,10 +13,11 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.failures import Failures
-from cluster.members import Found, MemberError, Members, NoRoomError
-from cluster.nodes import Node, usable_nodes
-from cluster.room import (
+from cluster.workers.failures import Failures
+from cluster.workers.launch import LOGS, last_line
+from cluster.workers.members import Found, MemberError, Members, NoRoomError
+from cluster.workers.nodes import Node, usable_nodes
+from cluster.workers.placement import (
     LOOK_SECONDS,
     Growth,
     add_event,
@@ -25,8 +26,15 @@ from cluster.room import (
     wait_for_room,
     waiting_seconds,
 )
-from cluster.run import LOGS, last_line
-from cluster.worker import CRASH, RESTART_FILE, WorkerEnd, error_from, one_line, restart_flag, stop_flag
+from cluster.workers.worker import (
+    CRASH,
+    RESTART_FILE,
+    WorkerEnd,
+    error_from,
+    one_line,
+    restart_flag,
+    stop_flag,
+)
 from pretrain.common.errors import MachineError, StoppedError
 from pretrain.common.files import MANIFEST
 from pretrain.common.worker import HANG_FILE

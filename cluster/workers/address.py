@@ -7,7 +7,7 @@ import os
 import socket
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from cluster.worker import one_line
+from cluster.workers.worker import one_line
 from pretrain.common.errors import InputError, MachineError
 
 ANSWER_SECONDS = 3.0

@@ -16,8 +16,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from cluster import turn
-from cluster.turn import Queue, Waiting, await_turn, leaves_room
+from cluster.jobs import job_queue
+from cluster.jobs.job_queue import Queue, Waiting, await_turn, leaves_room
 from pretrain.common.errors import InputError, MachineError, StoppedError
 
 ROOT = Path(__file__).parent.parent
@@ -133,14 +133,14 @@ def test_jobs_that_have_ended_are_passed_without_a_pause(monkeypatch: pytest.Mon
         return found
 
     monkeypatch.setattr(cluster, "jobs", jobs)
-    monkeypatch.setattr(turn, "_sleep", lambda *_: pytest.fail("it waits, though it is its turn"))
-    turn._wait("job-19", cluster, lambda: False)  # type: ignore[arg-type]
+    monkeypatch.setattr(job_queue, "_sleep", lambda *_: pytest.fail("it waits, though it is its turn"))
+    job_queue._wait("job-19", cluster, lambda: False)  # type: ignore[arg-type]
     assert "nodes" not in cluster.asked
 
 
 def test_a_hundred_waiting_jobs_ask_little_of_the_dashboard() -> None:
-    assert sum(2 / turn.pause(ahead) for ahead in range(1, 101)) < 25
-    assert turn.pause(1) < 3
+    assert sum(2 / job_queue.pause(ahead) for ahead in range(1, 101)) < 25
+    assert job_queue.pause(1) < 3
 
 
 def test_a_job_that_is_not_known() -> None:
@@ -166,9 +166,9 @@ def test_a_waiting_job_outlives_a_silent_head_and_hears_a_stop(
                 raise answer
             return answer
 
-    monkeypatch.setattr(turn, "_dashboard", lambda: "http://127.0.0.1:9")
-    monkeypatch.setattr(turn, "Queue", lambda *_: Answers())
-    monkeypatch.setattr(turn, "pause", lambda _: 0.01)
+    monkeypatch.setattr(job_queue, "_dashboard", lambda: "http://127.0.0.1:9")
+    monkeypatch.setattr(job_queue, "Queue", lambda *_: Answers())
+    monkeypatch.setattr(job_queue, "pause", lambda _: 0.01)
     with pytest.raises(StoppedError) if stopped else contextlib.nullcontext():
         await_turn("mine")
     assert not answers
@@ -220,9 +220,9 @@ def test_a_wait_loads_nothing_heavy(dashboard: str) -> None:
     """Each job that waits is a process on the cluster's head."""
     script = (
         "import sys; from cluster import job, turn\n"
-        f"turn._dashboard = lambda: {dashboard!r}\n"
-        "turn.pause = lambda _: 0.01\n"
-        "turn.await_turn('mine')\n"
+        f"job_queue._dashboard = lambda: {dashboard!r}\n"
+        "job_queue.pause = lambda _: 0.01\n"
+        "job_queue.await_turn('mine')\n"
         "print({'ray', 'torch', 'pydantic', 'numpy', 'requests', 'psutil'} & {name.split('.')[0] for name in sys.modules})\n"
     )
     done = subprocess.run(
@@ -236,4 +236,4 @@ def test_a_wait_loads_nothing_heavy(dashboard: str) -> None:
 def test_a_token_that_is_refused(dashboard: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "wrong")
     with pytest.raises(MachineError, match="answered with HTTP 401"):
-        turn.Dashboard(dashboard).jobs()
+        job_queue.Dashboard(dashboard).jobs()

@@ -1,6 +1,6 @@
 """Run a function in worker processes through Ray, and bring its end back: done, a `RunError`, or a crash.
 
-Ray lives in a child process (`cluster.driver`) in a session of its own. So this process keeps its signal
+Ray lives in a child process (`cluster.workers.driver`) in a session of its own. So this process keeps its signal
 handlers and its terminal, Ctrl-C reaches nobody but us, an unreachable cluster cannot hang us, and everything
 that was started is known by that session and can be ended by id.
 """
@@ -25,8 +25,8 @@ from typing import Any
 
 import psutil
 
-from cluster.address import without_password
-from cluster.worker import STOP_FILE, error_from, stop_flag
+from cluster.workers.address import without_password
+from cluster.workers.worker import STOP_FILE, error_from, stop_flag
 from pretrain.common.errors import InputError, MachineError, StoppedError
 from pretrain.common.files import append_open, disk_errors
 from pretrain.common.worker import Flag
@@ -40,7 +40,7 @@ _POLL_SECONDS = 0.25
 RAY_FOLDER = "ray"
 # It keeps unix sockets there, and their paths may have 107 bytes.
 _LONGEST_TEMPORARY_FOLDER = 36
-_PROJECT = Path(__file__).resolve().parent.parent
+_PROJECT = Path(__file__).resolve().parents[2]
 
 
 def run(
@@ -75,7 +75,7 @@ def run(
     Raises `MachineError` when the machine or cluster cannot hold the workers, or is not reached within 10 s.
     """
     drive(
-        "cluster.driver",
+        "cluster.workers.driver",
         {
             "target": target,
             "payload": payload,

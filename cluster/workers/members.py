@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.worker import Place, WorkerEnd, enter, one_line
+from cluster.workers.worker import Place, WorkerEnd, enter, one_line
 
 _LAST_WORDS_SECONDS = 2.0  # after the first failure, for the others to say theirs
 _START_SECONDS = 120.0  # for a process to start where a place for it is
@@ -73,7 +73,7 @@ class Members:
         self.found = [found[number] for number in order]
 
     def run(self, request: dict[str, Any]) -> list[dict[str, str] | None]:
-        """`cluster.worker.enter` in each, to the end of all; what each returned, by rank.
+        """`cluster.workers.worker.enter` in each, to the end of all; what each returned, by rank.
 
         Raises `MemberError` as soon as one fails, with what the others say of it.
         """

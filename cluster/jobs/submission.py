@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cluster.jobs import KINDS, Job
+from cluster.jobs.client import KINDS, Job
 from pretrain.commands import local_path, local_text
 from pretrain.common.errors import InputError
 

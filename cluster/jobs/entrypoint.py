@@ -1,6 +1,6 @@
 """A job as the cluster runs it: wait for its turn, then do what the command line would, always resuming.
 
-Started by Ray as `python -m cluster.job`, with what `cluster.jobs` submitted in the environment.
+Started by Ray as `python -m cluster.job`, with what `cluster.jobs.client` submitted in the environment.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from cluster.turn import await_turn
-from cluster.worker import change_folder
+from cluster.jobs.job_queue import await_turn
+from cluster.workers.worker import change_folder
 from pretrain.commands import exit_code
 
 _COMMANDS = {"pretrain": "pretrain", "prepare": "pretrain", "finetune": "finetune"}

@@ -1,6 +1,6 @@
 """Many runs of one function through Ray Tune, each in a process of its own, as many at once as there is room for.
 
-As for training (`cluster.run`), Ray's driver lives in a child process in a session of its own; what becomes of the
+As for training (`cluster.workers.launch`), Ray's driver lives in a child process in a session of its own; what becomes of the
 trials it tells in a file of events.
 """
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cluster.driver import main, ray_of
-from cluster.nodes import nodes_fit
-from cluster.run import drive
-from cluster.worker import error_from, stop_flag
+from cluster.workers.driver import main, ray_of
+from cluster.workers.launch import drive
+from cluster.workers.nodes import nodes_fit
+from cluster.workers.worker import error_from, stop_flag
 from pretrain.common.errors import MachineError, RunError, StoppedError
 
 EVENTS = "events.jsonl"
@@ -59,7 +59,7 @@ def run_trials(
     `poll` gets what happened since it was called last, about four times a second, in this thread. A trial that crashes
     is started again at most `max_failures` times, with the same payload; any other error is its end, and the other
     trials go on. A signal creates `run_dir`/stop, at which the running trials end themselves (`Worker.stop_requested`)
-    and no other is begun; see `cluster.run.run`, also for `address`.
+    and no other is begun; see `cluster.workers.launch.run`, also for `address`.
 
     Raises `StoppedError` when trials were stopped or not begun, and `MachineError` when Ray cannot start or has no
     room for one trial.
@@ -79,7 +79,7 @@ def run_trials(
         "address": address,
         "max_failures": max_failures,
     }
-    drive("cluster.trials", request, run_dir=run_dir, poll=look)
+    drive("cluster.trials.launch", request, run_dir=run_dir, poll=look)
 
 
 class _Events:
@@ -134,7 +134,7 @@ def _tune(request: dict[str, Any]) -> None:
         )
 
     with ray_of(request, fit) as nodes:
-        from cluster.tuning import tune_trials
+        from cluster.trials.tuning import tune_trials
 
         ended = tune_trials(request, use_gpu=any(gpu for _, gpu in nodes))
     unfinished = len(request["trials"]) - ended

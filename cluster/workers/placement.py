@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from cluster.members import ask_for
-from cluster.nodes import Node, most_that_fit, usable_nodes
-from cluster.worker import one_line, stop_flag
+from cluster.workers.members import ask_for
+from cluster.workers.nodes import Node, most_that_fit, usable_nodes
+from cluster.workers.worker import one_line, stop_flag
 from pretrain.common.errors import StoppedError
 from pretrain.common.files import write_json
 from pretrain.common.worker import WAITING_FILE

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from cluster.nodes import share_out
+from cluster.workers.nodes import share_out
 from pretrain.common.errors import InputError, MachineError, StoppedError
 
 ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
