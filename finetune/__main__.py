@@ -37,7 +37,7 @@ def _dispatch(argv: list[str]) -> int | None:
 
         return demo.main(argv[1:])
     if argv[:1] == ["bench"]:
-        from finetune import bench
+        from finetune.bench import finetuning as bench
 
         return bench.main(argv[1:])
     arguments = _parser().parse_args(argv)
@@ -121,8 +121,8 @@ def _evaluate(arguments: argparse.Namespace) -> None:
 
 def _predict(arguments: argparse.Namespace) -> None:
     from finetune import load
-    from finetune.predict import read_records
-    from finetune.saved import prediction_lines, write_predictions
+    from finetune.artifacts.predict import read_records
+    from finetune.artifacts.saved import prediction_lines, write_predictions
     from pretrain.common.thread_waits import sleeping_when_crowded
 
     source, out = "-" if arguments.input is None else arguments.input, arguments.out
@@ -175,7 +175,7 @@ def _write_lines(lines: Iterable[str], out: Path | None) -> None:
 
 
 def _export(arguments: argparse.Namespace) -> None:
-    from finetune.export import export
+    from finetune.artifacts.export import export
 
     print(export(arguments.model, arguments.out, onnx=arguments.onnx))
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from finetune.tasks.classification import ClassificationSettings
-from finetune.tasks.entities import EntitiesSettings
-from finetune.tasks.questions import QuestionsSettings
+from finetune.tasks.entities.task import EntitiesSettings
+from finetune.tasks.questions.task import QuestionsSettings
 from pretrain.common import settings
 from pretrain.common.settings import LocalPath, Section
 from pretrain.config import FREE_ON_RESUME, Checkpointing, Engine, Guard, Optimizer, Phase, Run, as_begun

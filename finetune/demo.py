@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from finetune.saved import MODEL, SCORES
+from finetune.artifacts.saved import MODEL, SCORES
 from pretrain import demo as pretraining
 from pretrain.common.files import MANIFEST, write_json
 from pretrain.reporting.report import FINETUNED

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.card import repeated_remark
-from finetune.config import FinetuneConfig, changed_for_resume, load_config
-from finetune.saved import (
+from finetune.artifacts.card import repeated_remark
+from finetune.artifacts.saved import (
     MODEL,
     PREDICTIONS,
     SCORES,
@@ -21,11 +20,12 @@ from finetune.saved import (
     model_folder,
     write_predictions,
 )
-from finetune.sets.files import plain_stem
-from finetune.start import start_table
-from finetune.task import Task, data_digest
+from finetune.config import FinetuneConfig, changed_for_resume, load_config
+from finetune.datasets.files import plain_stem
+from finetune.datasets.text import TextEncoder
+from finetune.model.start import start_table
 from finetune.tasks import make_task
-from finetune.text import TextEncoder
+from finetune.tasks.base import Task, data_digest
 from pretrain import preflight
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, write_json

@@ -16,15 +16,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finetune.batches import Batches, LabelledBatch, LabelledStep
+from finetune.artifacts.saved import MODEL, SetResult, save_model
 from finetune.config import FinetuneConfig
-from finetune.inference import inference_model, predict_logits
-from finetune.model import Output, TaskModel
-from finetune.saved import MODEL, SetResult, save_model
-from finetune.start import initial_state
-from finetune.task import Task, Windows, data_digest
+from finetune.datasets.text import TextEncoder
+from finetune.model.batches import Batches, LabelledBatch, LabelledStep
+from finetune.model.inference import inference_model, predict_logits
+from finetune.model.start import initial_state
+from finetune.model.task_model import Output, TaskModel
 from finetune.tasks import make_task
-from finetune.text import TextEncoder
+from finetune.tasks.base import Task, Windows, data_digest
 from pretrain.checkpoint import store
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION, head_dropout
 from pretrain.checkpoint.released import Released, read_released

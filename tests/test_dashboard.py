@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from finetune import config as finetune_config
-from finetune import saved
+from finetune.artifacts import saved
 from finetune.experiments import trials
 from pretrain import __main__ as command_line
 from pretrain import train

@@ -14,7 +14,7 @@ import yaml
 from chaos import ROOT
 from tiny_checkpoints import make_bert, make_distilbert, make_roberta, write_reviews
 
-from finetune import bench_features
+from finetune.bench import features as bench_features
 from finetune.config import load_config
 
 

@@ -21,12 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
+from finetune.datasets.pairs import cut_pairs
+from finetune.datasets.tables import Layout, read_dataset, read_table
+from finetune.datasets.text import TextEncoder, ragged
 from finetune.metrics import classification as metrics
-from finetune.sets.pairs import cut_pairs
-from finetune.sets.tables import Layout, read_dataset, read_table
-from finetune.task import Windows
+from finetune.tasks.base import Windows
 from finetune.tasks.classification import Classification, ClassificationSettings, Example
-from finetune.text import TextEncoder, ragged
 from pretrain.common.errors import InputError
 from pretrain.common.settings import load
 

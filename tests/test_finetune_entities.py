@@ -17,14 +17,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
+from finetune.artifacts.predict import Predictor
+from finetune.datasets.sentences import Sentence
+from finetune.datasets.text import TextEncoder
+from finetune.datasets.word_cuts import WordCuts
+from finetune.datasets.words import cut_words, joined
 from finetune.metrics import entities as metrics
-from finetune.predict import Predictor
-from finetune.sets.sentences import Sentence
-from finetune.sets.word_cuts import WordCuts
-from finetune.sets.words import cut_words, joined
-from finetune.task import Windows
-from finetune.tasks.entities import Entities, EntitiesSettings
-from finetune.text import TextEncoder
+from finetune.tasks.base import Windows
+from finetune.tasks.entities.task import Entities, EntitiesSettings
 from pretrain.common.errors import InputError
 from pretrain.common.settings import load
 from pretrain.corpus.vocabulary import SPECIAL_TOKENS, bert_tokenizer

@@ -17,16 +17,16 @@ from tiny_checkpoints import make_bert, write_reviews
 from torch import Tensor
 
 import finetune
-from finetune import export as exports
 from finetune.__main__ import main
-from finetune.batches import Batches, LabelledBatch
-from finetune.card import model_card
+from finetune.artifacts import export
+from finetune.artifacts.card import model_card
+from finetune.artifacts.padded import PaddedModel
+from finetune.artifacts.saved import SetResult, save_model
 from finetune.config import FinetuneConfig
-from finetune.model import TaskModel
-from finetune.padded import PaddedModel
-from finetune.saved import SetResult, save_model
-from finetune.task import Head, Objective, Task, Windows
+from finetune.model.batches import Batches, LabelledBatch
+from finetune.model.task_model import TaskModel
 from finetune.tasks import make_task
+from finetune.tasks.base import Head, Objective, Task, Windows
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION
 from pretrain.checkpoint.released import Released, read_released, write_released
 from pretrain.common.errors import InputError, MachineError
@@ -151,7 +151,7 @@ def test_onnxruntime_gives_our_logits(family: str, head: Head, tmp_path: Path) -
 
     released = make_released(tmp_path, family, head)
     model = PaddedModel(released, head).eval()
-    assert exports.write_onnx(model, tmp_path / "model.onnx") < 1e-5
+    assert export.write_onnx(model, tmp_path / "model.onnx") < 1e-5
     session: Any = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
     assert [(value.name, value.type, value.shape) for value in session.get_inputs()] == [
         (name, "tensor(int64)", ["batch_size", "sequence_length"]) for name in model.inputs
@@ -168,10 +168,10 @@ def test_onnxruntime_gives_our_logits(family: str, head: Head, tmp_path: Path) -
     torch.testing.assert_close(torch.from_numpy(one[0]).flatten(), found[0][0].flatten()[: one[0].size])
     assert np.isfinite(session.run(None, {**fed, "attention_mask": 0 * fed["attention_mask"]})[0]).all()
     onnx.checker.check_model(tmp_path / "model.onnx", full_check=True)
-    assert str(Path(exports.__file__).parent).encode() not in (tmp_path / "model.onnx").read_bytes()
+    assert str(Path(export.__file__).parent).encode() not in (tmp_path / "model.onnx").read_bytes()
     model.out.out_bias += torch.nn.functional.one_hot(torch.tensor(1), len(model.out.out_bias))
     with pytest.raises(MachineError, match=r"gives logits that are 1\.0e\+00 away from torch's"):
-        exports._difference(model, tmp_path / "model.onnx")
+        export._difference(model, tmp_path / "model.onnx")
 
 
 # ---- folders
@@ -249,45 +249,45 @@ def test_a_damaged_model_is_refused(run: Path, tmp_path: Path) -> None:
     content[-1] ^= 1
     weights.write_bytes(content)
     with pytest.raises(InputError, match=r"model\.safetensors: its SHA-256 differs"):
-        exports.export(tmp_path / "model", tmp_path / "out")
+        export.export(tmp_path / "model", tmp_path / "out")
     weights.unlink()
     with pytest.raises(InputError, match=r"model\.safetensors: missing"):
-        exports.export(tmp_path / "model", tmp_path / "out")
+        export.export(tmp_path / "model", tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
 def test_nothing_else_is_overwritten(run: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="is the model itself"):
-        exports.export(run, run / "model")
+        export.export(run, run / "model")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "precious.txt").write_text("mine")
     with pytest.raises(InputError, match="exists and is no export"):
-        exports.export(run, tmp_path / "notes")
+        export.export(run, tmp_path / "notes")
     # A corpus or a checkpoint has a manifest too.
     (tmp_path / "notes" / "manifest.json").write_text(
         json.dumps({"format": 1, "files": {"precious.txt": {}}})
     )
     with pytest.raises(InputError, match="exists and is no export"):
-        exports.export(run, tmp_path / "notes")
+        export.export(run, tmp_path / "notes")
     assert (tmp_path / "notes" / "precious.txt").read_text() == "mine"
     with pytest.raises(InputError, match=r"finetune\.json: not found"):
-        exports.export(tmp_path / "notes", tmp_path / "out")
+        export.export(tmp_path / "notes", tmp_path / "out")
 
 
 def test_onnx_that_cannot_be_made_leaves_nothing(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(exports, "_PACKAGES", ("onnx", "no_such_package"))
+        patch.setattr(export, "_PACKAGES", ("onnx", "no_such_package"))
         with pytest.raises(MachineError, match=r"^--onnx: no_such_package not installed\. Run: .* install"):
-            exports.export(run, tmp_path / "out", onnx=True)
+            export.export(run, tmp_path / "out", onnx=True)
 
     def differs(*_: Any) -> float:
         raise MachineError("logits differ")
 
-    monkeypatch.setattr(exports, "write_onnx", differs)
+    monkeypatch.setattr(export, "write_onnx", differs)
     with pytest.raises(MachineError, match="logits differ"):
-        exports.export(run, tmp_path / "out", onnx=True)
+        export.export(run, tmp_path / "out", onnx=True)
     assert list(tmp_path.iterdir()) == []
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from finetune.sets import glue
+from finetune.datasets import glue
 from finetune.tasks.classification import Classification, ClassificationSettings
 from pretrain.common.errors import InputError
 

@@ -17,11 +17,11 @@ from tiny_checkpoints import make_bert, write_reviews
 
 from finetune import runs
 from finetune.__main__ import main
+from finetune.artifacts.saved import save_model
 from finetune.config import FinetuneConfig
+from finetune.datasets.tables import Layout, read_table
 from finetune.metrics.squad import squad_v2
-from finetune.model import TaskModel
-from finetune.saved import save_model
-from finetune.sets.tables import Layout, read_table
+from finetune.model.task_model import TaskModel
 from finetune.tasks import make_task
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.task import Classification

@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from finetune.sets.squad import Answer, Question, read
-from finetune.task import Task, Windows
-from finetune.tasks.questions import Questions, QuestionsSettings, _has_most_context
-from finetune.text import TextEncoder
+from finetune.datasets.squad import Answer, Question, read
+from finetune.datasets.text import TextEncoder
+from finetune.tasks.base import Task, Windows
+from finetune.tasks.questions.task import Questions, QuestionsSettings, _has_most_context
 from pretrain.common.errors import InputError
 from pretrain.common.settings import load
 
@@ -703,7 +703,7 @@ def test_in_pieces_as_in_one(encoder, monkeypatch):
     windows = one.windows(questions, encoder, training=False)
     logits = np.random.default_rng(1).normal(size=(len(windows.asked), 2)).astype(np.float32)
     whole = one.decode(questions, windows, logits)
-    monkeypatch.setattr("finetune.tasks.questions._CELLS", 1)
+    monkeypatch.setattr("finetune.tasks.questions.task._CELLS", 1)
     assert one.decode(questions, windows, logits) == whole
 
 

@@ -14,8 +14,8 @@ from tiny_checkpoints import make_bert, write_reviews
 
 import finetune
 from finetune import runs, train
-from finetune.batches import LabelledBatch
-from finetune.model import TaskModel
+from finetune.model.batches import LabelledBatch
+from finetune.model.task_model import TaskModel
 from pretrain.config import Model
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts

@@ -12,9 +12,9 @@ from tiny_checkpoints import make_bert, write_reviews
 from torch import Tensor
 
 from finetune.config import FinetuneConfig
+from finetune.model.start import initial_state, start_table
 from finetune.runs import plan
-from finetune.start import initial_state, start_table
-from finetune.task import Task
+from finetune.tasks.base import Task
 from finetune.train import make_model
 from pretrain.checkpoint.layouts import BERT, read_config
 from pretrain.checkpoint.released import Released, assemble, their_tensors

@@ -21,10 +21,10 @@ from rich.console import Console
 from cluster.trials.launch import Event, share_out
 from finetune import runs
 from finetune.config import GRIDS, FinetuneConfig
+from finetune.datasets import glue
 from finetune.experiments import glue_runs, sweep, trials, trials_view
 from finetune.experiments.sweep import Point, expand, parse_grid, rank, to_drop
 from finetune.experiments.trials import Outcome, Spread, Trial, degenerate, failure
-from finetune.sets import glue
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 
 ROOT = Path(__file__).parent.parent

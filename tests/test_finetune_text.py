@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
-from finetune.text import TextEncoder
+from finetune.datasets.text import TextEncoder
 from pretrain.common.errors import InputError
 
 # Spaces of all kinds, marks that join what stands before them, ideographs, letters that become two in lower case.

@@ -9,15 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from finetune import runs
+from finetune.artifacts.saved import MODEL, PREDICTIONS, write_predictions
 from finetune.config import FinetuneConfig, load_config
+from finetune.datasets import glue
 from finetune.experiments.sweep import SUMMARY, count_line, end, summary
 from finetune.experiments.trials import Outcome, Trial, run_all, spreads, trial_config
-from finetune.saved import MODEL, PREDICTIONS, write_predictions
-from finetune.sets import glue
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, write_json
 
-TEMPLATE = Path(__file__).parent.parent / "templates" / "glue.yaml"
+TEMPLATE = Path(__file__).with_name("glue.yaml")
 RESULTS = "glue.json"
 
 Results = dict[str, dict[str, dict[str, float]]]  # task -> set -> score -> mean over seeds

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune import runs
+from finetune.artifacts.saved import MODEL
 from finetune.config import GRIDS, FinetuneConfig, load_config
 from finetune.experiments.trials import (
     Outcome,
@@ -26,7 +27,6 @@ from finetune.experiments.trials import (
     spreads,
     trial_config,
 )
-from finetune.saved import MODEL
 from pretrain.common.errors import DivergedError, InputError, RunError
 from pretrain.common.files import atomic_open, write_json
 from pretrain.common.settings import dump

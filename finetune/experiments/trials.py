@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from finetune import runs
+from finetune.artifacts.saved import MODEL, SCORES
 from finetune.config import FinetuneConfig, changed_for_resume
 from finetune.experiments.trials_view import View
-from finetune.saved import MODEL, SCORES
 from pretrain import preflight
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.files import MANIFEST, write_json

@@ -238,6 +238,8 @@ def _refuse(prefixes: np.ndarray, unknown: tuple[int, ...], rule: str) -> None:
 
 
 def _ragged(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    from finetune.text import ragged  # not above: it loads the tokenizers, which scores have no use for
+    from finetune.datasets.text import (
+        ragged,  # not above: it loads the tokenizers, which scores have no use for
+    )
 
     return ragged(begins, lengths)

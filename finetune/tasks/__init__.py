@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from finetune.task import Task
+from finetune.tasks.base import Task
 
 if TYPE_CHECKING:
     from finetune.config import FinetuneConfig
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 def make_task(config: FinetuneConfig, state: dict[str, Any] | None = None) -> Task[Any]:
     """The config's task; `state` is what a trained model kept of it."""
     from finetune.tasks.classification import Classification
-    from finetune.tasks.entities import Entities
-    from finetune.tasks.questions import Questions
+    from finetune.tasks.entities.task import Entities
+    from finetune.tasks.questions.task import Questions
 
     if config.classification is not None:
         return Classification(config.classification, state)

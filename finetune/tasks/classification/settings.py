@@ -6,10 +6,10 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from finetune.sets import glue, tables
-from finetune.sets.files import is_encoding
-from finetune.sets.glue import Name as GlueName
-from finetune.sets.labels import Problem
+from finetune.datasets import glue, tables
+from finetune.datasets.files import is_encoding
+from finetune.datasets.glue import Name as GlueName
+from finetune.datasets.labels import Problem
 from pretrain.common.settings import SEVERAL_LINES, LocalPath, Section
 
 # Of each problem; the first chooses the checkpoint unless the settings say otherwise.

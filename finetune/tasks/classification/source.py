@@ -6,8 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from finetune.sets import glue, tables
-from finetune.sets.files import plain_suffix
+from finetune.datasets import glue, tables
+from finetune.datasets.files import plain_suffix
 from finetune.tasks.classification.settings import ClassificationSettings
 from pretrain.common.errors import InputError
 

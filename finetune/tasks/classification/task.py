@@ -10,14 +10,14 @@ from typing import Any
 
 import numpy as np
 
-from finetune.sets import glue, tables
-from finetune.sets.labels import Label, Problem, listed, ordered, parse, renamed, shown
-from finetune.sets.pairs import cut_pairs, spread
-from finetune.task import Head, Objective, Windows
-from finetune.tasks.classification.outputs import THRESHOLD, Outputs
+from finetune.datasets import glue, tables
+from finetune.datasets.labels import Label, Problem, listed, ordered, parse, renamed, shown
+from finetune.datasets.pairs import cut_pairs, spread
+from finetune.datasets.text import Column, Framed, Slices, TextEncoder, frame, slide
+from finetune.tasks.base import Head, Objective, Windows
+from finetune.tasks.classification.decoding import THRESHOLD, Outputs
 from finetune.tasks.classification.settings import SCORES, ClassificationSettings
 from finetune.tasks.classification.source import Source
-from finetune.text import Column, Framed, Slices, TextEncoder, frame, slide
 from pretrain.common.errors import InputError
 
 logger = logging.getLogger(__name__)

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.sets.files import read_text
-from finetune.sets.tables import Key, Layout, Table, read_table
+from finetune.datasets.files import read_text
+from finetune.datasets.tables import Key, Layout, Table, read_table
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open
 

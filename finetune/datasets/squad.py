@@ -26,8 +26,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from finetune.sets.files import plain_suffix, read_text
-from finetune.sets.tables import read_table
+from finetune.datasets.files import plain_suffix, read_text
+from finetune.datasets.tables import read_table
 from pretrain.common.errors import InputError
 
 logger = logging.getLogger(__name__)

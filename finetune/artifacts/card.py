@@ -13,7 +13,7 @@ from finetune.config import FinetuneConfig
 from pretrain.common.settings import dump
 
 if TYPE_CHECKING:
-    from finetune.task import Task
+    from finetune.tasks.base import Task
     from pretrain.config import Model
 
 _MOST_CLASSES = 20  # of a confusion matrix that is shown whole
@@ -58,7 +58,7 @@ def model_card(
     import jinja2
 
     templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("finetune"), undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
+        loader=jinja2.PackageLoader("finetune.artifacts"), undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
         trim_blocks=True, lstrip_blocks=True,
     )  # fmt: skip
     repeated = config.repeated_sets()
@@ -141,7 +141,7 @@ def _dataset(config: FinetuneConfig, name: str) -> dict[str, str]:
     """What the hub wants to know of the set `name`; of files its "type" is the run's name, as there is no other."""
     section = config.classification
     if section is not None and section.glue:
-        from finetune.sets.glue import TASKS
+        from finetune.datasets.glue import TASKS
 
         split = name.replace("dev", "validation")
         title = f"GLUE {TASKS[section.glue].title}"

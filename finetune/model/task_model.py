@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from finetune.batches import LabelledBatch
-from finetune.task import Head, Objective
+from finetune.model.batches import LabelledBatch
+from finetune.tasks.base import Head, Objective
 from pretrain.checkpoint.layouts import HeadDropout
 from pretrain.config import Model
 from pretrain.model.encoder import Encoder

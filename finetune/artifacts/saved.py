@@ -20,7 +20,7 @@ from pretrain.common.files import atomic_open, write_json
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from finetune.task import Task
+    from finetune.tasks.base import Task
     from pretrain.checkpoint.released import Released
 
 MODEL = "model"
@@ -76,7 +76,7 @@ def save_model(
         chosen_on: the set whose score chose the step, and what the task tunes; "" for none.
         data: the digest of what it was trained and scored on.
     """
-    from finetune.card import model_card
+    from finetune.artifacts.card import model_card
     from pretrain.checkpoint.released import write_released
 
     for name, result in results.items():

@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finetune.task import Windows
-from finetune.text import ragged
+from finetune.datasets.text import ragged
+from finetune.tasks.base import Windows
 from pretrain.batches.loader import deal, moved
 from pretrain.batches.order import draw, permute, root_key
 from pretrain.common.errors import InputError
@@ -29,7 +29,7 @@ class LabelledBatch:
     rows: Tensor  # int64 [R], ascending: token rows that the head sees
     sequence: Tensor  # int64 [R], the window (0 .. S-1) of each of these rows
     owners: Tensor  # int64 [S], the example (0 .. E-1) of each window
-    labels: Tensor  # [R] or [R, C], see `finetune.task.Objective`
+    labels: Tensor  # [R] or [R, C], see `finetune.tasks.base.Objective`
     weights: Tensor  # fp32 [R]
     lengths: tuple[int, ...]  # tokens of each window, ascending
     asked: np.ndarray  # int64 [R], the rows' numbers in the set (`Windows.asked`)

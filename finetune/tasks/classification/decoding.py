@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from finetune.datasets.labels import Problem
 from finetune.metrics import classification as metrics
-from finetune.sets.labels import Problem
 
 THRESHOLD = 0.5  # of a label's probability, where nothing has chosen another
 _CANDIDATES = 100  # probabilities among which thresholds are tried on the dev set

@@ -13,11 +13,11 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from finetune.batches import Batches
-from finetune.inference import inference_model, predict_logits
-from finetune.saved import load_saved, model_folder
+from finetune.artifacts.saved import load_saved, model_folder
+from finetune.datasets.text import TextEncoder
+from finetune.model.batches import Batches
+from finetune.model.inference import inference_model, predict_logits
 from finetune.tasks import make_task
-from finetune.text import TextEncoder
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError

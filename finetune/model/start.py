@@ -9,12 +9,12 @@ from finetune.config import FinetuneConfig
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from finetune.task import Task
+    from finetune.tasks.base import Task
     from pretrain.checkpoint.released import Released
 
 
 def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -> dict[str, Tensor]:
-    """The checkpoint's tensors that the task's model begins with, by the names of `finetune.model.TaskModel`.
+    """The checkpoint's tensors that the task's model begins with, by the names of `finetune.model.task_model.TaskModel`.
 
     All others are initialised at random.
     """

@@ -25,8 +25,8 @@ def compare(config: FinetuneConfig, repeats: int) -> dict[str, Any]:
     """{"ours": [examples/s, ...], "run_qa": [...], "windows": {...}}, each way in turn after one time that warms up."""
     import torch
 
+    from finetune.datasets.text import TextEncoder
     from finetune.tasks import make_task
-    from finetune.text import TextEncoder
     from pretrain.checkpoint.tokenizer import read_tokenizer
 
     if config.questions is None:

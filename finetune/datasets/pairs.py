@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from finetune.text import slide
+from finetune.datasets.text import slide
 
 
 def cut_pairs(

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal
 
-from finetune.sets.files import plain_suffix, read_text
+from finetune.datasets.files import plain_suffix, read_text
 from pretrain.common.errors import InputError
 
 logger = logging.getLogger(__name__)

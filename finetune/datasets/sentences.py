@@ -30,9 +30,9 @@ from typing import Any
 
 import numpy as np
 
-from finetune.sets.files import plain_suffix, read_text
-from finetune.sets.tables import read_table
-from finetune.sets.words import cut_words, joined
+from finetune.datasets.files import plain_suffix, read_text
+from finetune.datasets.tables import read_table
+from finetune.datasets.words import cut_words, joined
 from pretrain.common.errors import InputError
 
 _LINES = (".jsonl", ".ndjson", ".json")

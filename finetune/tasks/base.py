@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 import numpy as np
 
-from finetune.text import TextEncoder
+from finetune.datasets.text import TextEncoder
 
 Head = Literal["sequence", "tokens", "spans"]
 """sequence: dense, activation, out at each window's first token. tokens, spans: out at every row asked for."""

@@ -13,14 +13,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from finetune.model import ACTIVATIONS
-from finetune.task import Head
+from finetune.model.task_model import ACTIVATIONS
+from finetune.tasks.base import Head
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION
 from pretrain.checkpoint.released import Released
 
 
 class PaddedModel(nn.Module):
-    """The same function as `finetune.model.TaskModel` without its loss, from the same state.
+    """The same function as `finetune.model.task_model.TaskModel` without its loss, from the same state.
 
     Padding is where `attention_mask` is 0. It comes after a sequence's tokens, whose positions count from the left.
 

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finetune.batches import Batches, LabelledBatch
-from finetune.model import Output, TaskModel
-from finetune.task import Task
+from finetune.model.batches import Batches, LabelledBatch
+from finetune.model.task_model import Output, TaskModel
+from finetune.tasks.base import Task
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION
 from pretrain.checkpoint.released import Released
 from pretrain.config import Precision

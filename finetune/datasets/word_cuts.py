@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.sets.words import cut_words, is_ideograph
+from finetune.datasets.words import cut_words, is_ideograph
 
 _MOST_ENTRIES = 5000  # of each table; the most frequent ones stay
 _MOST_PIECES = 48  # of a word

@@ -21,8 +21,8 @@ from typing import Any
 
 import numpy as np
 
+from finetune.artifacts.saved import SCORES
 from finetune.config import FinetuneConfig, load_config
-from finetune.saved import SCORES
 from pretrain.commands import local_path, local_text
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         Path(options.peer).write_text(json.dumps(_train_peer(config)))
         return 0
     if options.features:
-        from finetune import bench_features
+        from finetune.bench import features as bench_features
 
         made = bench_features.compare(config, _REPEATS)
         print(json.dumps(made) if options.json else bench_features.summary(made))
@@ -151,8 +151,8 @@ def _train_peer(config: FinetuneConfig) -> dict[str, Any]:
         raise MachineError(f"bench finetune: {error}. Install the extra: pip install -e .[bench].") from None
     import torch
 
+    from finetune.datasets.text import TextEncoder
     from finetune.tasks import make_task
-    from finetune.text import TextEncoder
     from pretrain.checkpoint.tokenizer import read_tokenizer
 
     torch.manual_seed(config.seed)

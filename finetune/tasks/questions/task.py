@@ -14,11 +14,11 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
+from finetune.datasets import squad
+from finetune.datasets.squad import Question
+from finetune.datasets.text import Column, TextEncoder, distinct, frame, ragged, slide
 from finetune.metrics.squad import Golds, best_threshold, score_v1, score_v2, squad_v1, squad_v2
-from finetune.sets import squad
-from finetune.sets.squad import Question
-from finetune.task import Head, Objective, Windows
-from finetune.text import Column, TextEncoder, distinct, frame, ragged, slide
+from finetune.tasks.base import Head, Objective, Windows
 from pretrain.common.errors import InputError
 from pretrain.common.settings import LocalPath, Section
 
@@ -76,7 +76,7 @@ class QuestionsSettings(Section):
 
 
 class Questions:
-    """The task (see `finetune.task.Task`) of marking the answer to a question in its context.
+    """The task (see `finetune.tasks.base.Task`) of marking the answer to a question in its context.
 
     A window is `[CLS] question [SEP] stretch of the context [SEP]`; the head gives each of its rows a score as
     the answer's start and one as its end, and the first row, [CLS], stands for no answer in this window.

@@ -15,13 +15,13 @@ from typing import Any, Literal, cast
 import numpy as np
 from pydantic import Field, field_validator
 
+from finetune.datasets.files import is_encoding
+from finetune.datasets.sentences import Cut, Remarks, Sentence, in_documents, read_sentences, sentence
+from finetune.datasets.text import Column, TextEncoder, frame, ragged, slide
+from finetune.datasets.word_cuts import WordCuts
+from finetune.datasets.words import cut_words
 from finetune.metrics import entities as metrics
-from finetune.sets.files import is_encoding
-from finetune.sets.sentences import Cut, Remarks, Sentence, in_documents, read_sentences, sentence
-from finetune.sets.word_cuts import WordCuts
-from finetune.sets.words import cut_words
-from finetune.task import Head, Objective, Windows
-from finetune.text import Column, TextEncoder, frame, ragged, slide
+from finetune.tasks.base import Head, Objective, Windows
 from pretrain.common.errors import InputError
 from pretrain.common.settings import LocalPath, Section
 
@@ -102,7 +102,7 @@ class EntitiesSettings(Section):
 
 
 class Entities:
-    """Implements `finetune.task.Task`; an example is a `Sentence`, its tags IOB2.
+    """Implements `finetune.tasks.base.Task`; an example is a `Sentence`, its tags IOB2.
 
     A prediction:
 

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.saved import load_saved, model_folder
+from finetune.artifacts.saved import load_saved, model_folder
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import MANIFEST, read_manifest, verify_manifest
 
 if TYPE_CHECKING:
     import torch
 
-    from finetune.padded import PaddedModel
+    from finetune.artifacts.padded import PaddedModel
 
 ONNX = "model.onnx"
 OPSET = 23  # the newest that torch.onnx of torch 2.11 to 2.13 writes; onnxruntime 1.31 runs it
@@ -83,7 +83,7 @@ def write_onnx(model: PaddedModel, path: Path) -> float:
 
 def _add_onnx(folder: Path, aside: Path) -> str:
     """Put `ONNX`, and words on it in the card, beside the model in `aside`; returns what the terminal says of it."""
-    from finetune.padded import PaddedModel
+    from finetune.artifacts.padded import PaddedModel
     from finetune.tasks import make_task
     from pretrain.checkpoint.released import read_released
 
