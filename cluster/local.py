@@ -37,7 +37,7 @@ _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
     "RAY_USAGE_STATS_ENABLED": "0",
-    "MALLOC_ARENA_MAX": "1",  # as cluster.driver gives it to workers of its own
+    "MALLOC_ARENA_MAX": "1",  # as cluster.workers.driver gives it to workers of its own
 }
 
 

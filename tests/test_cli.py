@@ -47,7 +47,7 @@ class Calls(list):
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """Stand-ins for train.main, cluster.run.run, live.follow and records.note_end."""
+    """Stand-ins for train.main, cluster.workers.launch.run, live.follow and records.note_end."""
     seen = Calls()
 
     @contextlib.contextmanager
@@ -62,12 +62,12 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setattr(sys.modules[package], leaf, module, raising=False)
 
-    import cluster.workers.launch
+    from cluster.workers import launch
 
     stand_in("pretrain.train", main=lambda payload, worker: seen.append(("train", (payload, worker))))
     monkeypatch.setattr(live, "follow", follow)
     monkeypatch.setattr(records, "note_end", lambda *given: seen.append(("end", given)))
-    monkeypatch.setattr(cluster.run, "run", lambda *given, **named: seen.append(("run", (given, named))))
+    monkeypatch.setattr(launch, "run", lambda *given, **named: seen.append(("run", (given, named))))
     return seen
 
 

@@ -104,7 +104,7 @@ class Launched:
     def __init__(self, target: str, folder: Path, python: str = sys.executable, **options: Any):
         script = (
             "import json, sys\n"
-            "from cluster.run import run\n"
+            "from cluster.workers.launch import run\n"
             "from pretrain.errors import RunError\n"
             "try:\n"
             "    run(sys.argv[1], {'resume': False}, name='test', run_dir='run', **json.loads(sys.argv[2]))\n"

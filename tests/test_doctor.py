@@ -221,7 +221,7 @@ def test_a_cluster_without_a_token_is_warned_of(
     jobs = MagicMock()
     jobs.return_value.is_open.return_value = is_open
     jobs.return_value.log.return_value = told
-    monkeypatch.setattr(remote.jobs, "Jobs", jobs)
+    monkeypatch.setattr(remote.client, "Jobs", jobs)
     row = remote.check("http://head:8265", tmp_path, plain_http=True)[0]
     assert (row.what, row.mark) == ("access", mark)
     assert ("RAY_AUTH_MODE=token" in row.advice) == is_open

@@ -299,8 +299,8 @@ def test_pods_are_contained(config: Path) -> None:
     [
         (f"{PROCESS_TITLE}.run", "run-workers-1", True),  # by the name that Ray gives it (test_cluster.py looks at a real one)
         ("python -m finetune finetune", "run-workers-1", False),
-        ("python -m cluster.job", "run-head-1", False),  # of a RayCluster, where `submit` starts it
-        ("python -m cluster.driver", "run-head-1", False),
+        ("python -m cluster.jobs.entrypoint", "run-head-1", False),  # of a RayCluster, where `submit` starts it
+        ("python -m cluster.workers.driver", "run-head-1", False),
     ],
 )  # fmt: skip
 def test_stopping_a_pod_asks_for_a_checkpoint_and_waits(
