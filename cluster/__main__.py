@@ -31,9 +31,12 @@ def _doctor(arguments: argparse.Namespace) -> int:
     from cluster import doctor
 
     return doctor.main(
-        cluster=arguments.cluster or bool(arguments.address), address=arguments.address, folder=arguments.dir,
-        as_json=arguments.json, plain_http=arguments.allow_plain_http,
-    )  # fmt: skip
+        cluster=arguments.cluster or bool(arguments.address),
+        address=arguments.address,
+        folder=arguments.dir,
+        as_json=arguments.json,
+        plain_http=arguments.allow_plain_http,
+    )
 
 
 def _up(arguments: argparse.Namespace) -> None:
@@ -94,9 +97,12 @@ def _list(arguments: argparse.Namespace) -> None:
     for job in _jobs(arguments).all():
         metadata = job.metadata or {}
         cells = (
-            str(job.submission_id), metadata.get("bertrain", "other"), client.state(job), client.clock(job.start_time),
+            str(job.submission_id),
+            metadata.get("bertrain", "other"),
+            client.state(job),
+            client.clock(job.start_time),
             "; ".join(client.progress(job)),
-        )  # fmt: skip
+        )
         table.add_row(*map(printable, cells))
     if table.row_count:
         Console(markup=False).print(table)
@@ -153,25 +159,36 @@ def _parser() -> argparse.ArgumentParser:
     parser = make_parser("./launch.sh", "Clusters: start one here, submit jobs to one, check one.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    submit = add_command(commands, "submit", _submit, "run a config on a cluster, or continue its run", """
+    submit = add_command(
+        commands,
+        "submit",
+        _submit,
+        "run a config on a cluster, or continue its run",
+        """
   ./launch.sh submit -- pretrain configs/pretrain/bert-mini.yaml
   ./launch.sh submit --address http://127.0.0.1:8265 --workers 4-8 --follow -- pretrain my.yaml --set seed=1
-  ./launch.sh submit -- finetune configs/finetune/sst2.yaml --from runs/bert-mini""")  # fmt: skip
+  ./launch.sh submit -- finetune configs/finetune/sst2.yaml --from runs/bert-mini""",
+    )
     _add_address(submit)
     submit.add_argument("--workers", metavar="N|MIN-MAX", help="worker processes, or a range to keep within")
     submit.add_argument("--follow", action="store_true", help="print what the job prints, to its end")
     submit.add_argument(
-        "--wait-for-nodes", action="store_true",
+        "--wait-for-nodes",
+        action="store_true",
         help="submit though the cluster is too small now: nodes will come, as by an autoscaler",
-    )  # fmt: skip
+    )
     submit.add_argument(
-        "--dir", type=local_path, metavar="FOLDER",
+        "--dir",
+        type=local_path,
+        metavar="FOLDER",
         help="folder on the cluster, shared by its machines, that relative paths start from; otherwise this one",
-    )  # fmt: skip
+    )
     submit.add_argument(
-        "run", nargs="+", metavar="-- COMMAND CONFIG [--set KEY=VALUE]... [--from DIR]",
+        "run",
+        nargs="+",
+        metavar="-- COMMAND CONFIG [--set KEY=VALUE]... [--from DIR]",
         help="pretrain, finetune or prepare, and what it is given",
-    )  # fmt: skip
+    )
 
     for name, function, purpose in (
         ("status", _status, "how far a job is"),
@@ -190,9 +207,15 @@ def _parser() -> argparse.ArgumentParser:
     listing = add_command(commands, "list", _list, "all jobs of a cluster", "\n  ./launch.sh list")
     _add_address(listing)
 
-    up = add_command(commands, "up", _up, "start a cluster of node processes on this machine", """
+    up = add_command(
+        commands,
+        "up",
+        _up,
+        "start a cluster of node processes on this machine",
+        """
   ./launch.sh up
-  ./launch.sh up --nodes 3 --cpus-per-node 1""")  # fmt: skip
+  ./launch.sh up --nodes 3 --cpus-per-node 1""",
+    )
     up.add_argument("--nodes", type=_positive, default=1, metavar="N", help="node processes (default: 1)")
     up.add_argument(
         "--cpus-per-node",
@@ -208,10 +231,15 @@ def _parser() -> argparse.ArgumentParser:
     add_command(commands, "down", _down, "end the cluster that `up` started", "\n  ./launch.sh down")
     add_manifest(commands)
     doctor = add_command(
-        commands, "doctor", _doctor, "what this machine or a cluster has, what is missing and what to do about it", """
+        commands,
+        "doctor",
+        _doctor,
+        "what this machine or a cluster has, what is missing and what to do about it",
+        """
   ./launch.sh doctor
   ./launch.sh doctor --cluster
-  ./launch.sh doctor --address http://127.0.0.1:8265 --dir /mnt/shared/bert""")  # fmt: skip
+  ./launch.sh doctor --address http://127.0.0.1:8265 --dir /mnt/shared/bert""",
+    )
     _add_address(doctor)
     doctor.add_argument("--cluster", action="store_true", help="check the cluster that `up` started here")
     doctor.add_argument(

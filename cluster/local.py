@@ -96,11 +96,16 @@ def up(nodes: int, cpus_per_node: int, host: str = "") -> LocalCluster:
         head = _start_node(
             cluster,
             [
-                "--head", f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard_port}",
-                f"--temp-dir={folder}/{RAY_FOLDER}", "--include-dashboard=true",
+                "--head",
+                f"--port={port}",
+                "--dashboard-host=127.0.0.1",
+                f"--dashboard-port={dashboard_port}",
+                f"--temp-dir={folder}/{RAY_FOLDER}",
+                "--include-dashboard=true",
             ],
-            cpus, host,
-        )  # fmt: skip
+            cpus,
+            host,
+        )
         cluster = _with(cluster, head)
         _await(cluster, lambda: _listens(host, port) and _listens("127.0.0.1", dashboard_port))
         for _ in range(nodes - 1):
@@ -170,19 +175,30 @@ def _start_node(cluster: LocalCluster, arguments: list[str], cpus: int, host: st
     with (folder / "nodes.log").open("ab") as log:
         child = subprocess.Popen(
             [
-                sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--block",
+                sys.executable,
+                "-c",
+                "from ray.scripts.scripts import main; main()",
+                "start",
+                "--block",
                 f"--dashboard-agent-listen-port={_free_ports(1)[0]}",  # its default is one for the whole machine
-                "--disable-usage-stats", f"--num-cpus={cpus}", f"--object-store-memory={_OBJECT_STORE_BYTES}",
+                "--disable-usage-stats",
+                f"--num-cpus={cpus}",
+                f"--object-store-memory={_OBJECT_STORE_BYTES}",
                 f"--node-ip-address={host}",
                 *arguments,
             ],
             env={
-                **environment(), **_ENVIRONMENT, "RAY_AUTH_TOKEN_PATH": str(cluster.token_file),
+                **environment(),
+                **_ENVIRONMENT,
+                "RAY_AUTH_TOKEN_PATH": str(cluster.token_file),
                 # A job's command is `python`, which must be this one.
                 "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             },
-            stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
     return Node(child.pid, psutil.Process(child.pid).create_time(), cpus)
 
 

@@ -74,12 +74,14 @@ class RayPool(Executor):
         self._closing = False
         self._error: RunError | None = None  # the end of the child
         self._reader: threading.Thread | None = None
-        self._start({
-            "address": address,
-            "processes": processes,
-            "working_dir": str(Path.cwd()),
-            "setup": pickle.dumps((initializer, initargs)),
-        })  # fmt: skip
+        self._start(
+            {
+                "address": address,
+                "processes": processes,
+                "working_dir": str(Path.cwd()),
+                "setup": pickle.dumps((initializer, initargs)),
+            }
+        )
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         number, future = next(self._numbers), _Awaited(self._send)

@@ -127,9 +127,7 @@ def _predict(arguments: argparse.Namespace) -> None:
 
     source, out = "-" if arguments.input is None else arguments.input, arguments.out
     given = {
-        key: value
-        for key in ("text", "pair", "question", "context")
-        if (value := getattr(arguments, key)) is not None
+        key: value for key in ("text", "pair", "question", "context") if (value := getattr(arguments, key)) is not None
     }
     if given and arguments.input is not None:
         raise InputError(f"predict: both {source} and --{next(iter(given))} are given. Give one of them.")
@@ -192,9 +190,7 @@ def _lines(source: str) -> Any:
             with nullcontext(sys.stdin.buffer) if source == "-" else Path(source).open("rb") as raw:
                 yield io.TextIOWrapper(raw, encoding="utf-8-sig", newline="\n"), name
         except UnicodeDecodeError as error:
-            raise InputError(
-                f"{name}: not UTF-8 ({error.reason} at byte {error.start}). Convert it first."
-            ) from None
+            raise InputError(f"{name}: not UTF-8 ({error.reason} at byte {error.start}). Convert it first.") from None
         except OSError as error:
             if isinstance(error, BrokenPipeError):
                 raise
@@ -226,11 +222,17 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    finetune = add_command(commands, "finetune", _finetune, "train a task's model from a checkpoint", """
+    finetune = add_command(
+        commands,
+        "finetune",
+        _finetune,
+        "train a task's model from a checkpoint",
+        """
   ./launch.sh finetune configs/finetune/sst2.yaml --from exported/bert-mini
   ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --workers 2
   ./launch.sh finetune my-task.yaml --set training.preset=stable --resume
-  ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --seeds 5""")  # fmt: skip
+  ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --seeds 5""",
+    )
     _add_config(finetune)
     _add_several(finetune)
     finetune.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
@@ -238,20 +240,30 @@ def _parser() -> argparse.ArgumentParser:
         "--no-ray", action="store_true", help="train in this process alone (as under torchrun, without Ray)"
     )
 
-    sweep = add_command(commands, "sweep", _sweep, "try a grid of settings, through Ray Tune", """
+    sweep = add_command(
+        commands,
+        "sweep",
+        _sweep,
+        "try a grid of settings, through Ray Tune",
+        """
   ./launch.sh sweep my-task.yaml --from bert-base-uncased/
   ./launch.sh sweep my-task.yaml --from exported/bert-mini --grid small-bert --parallel 2
-  ./launch.sh sweep my-task.yaml --grid-set training.learning_rate=1e-5,3e-5 --seeds 3""")  # fmt: skip
+  ./launch.sh sweep my-task.yaml --grid-set training.learning_rate=1e-5,3e-5 --seeds 3""",
+    )
     _add_config(sweep)
     _add_several(sweep)
     sweep.add_argument(
-        "--grid", choices=("devlin", "small-bert"),
+        "--grid",
+        choices=("devlin", "small-bert"),
         help="that of Devlin et al. (18 points; the default) or of the smaller models (20 points)",
-    )  # fmt: skip
+    )
     sweep.add_argument(
-        "--grid-set", action="append", default=[], metavar="KEY=VALUE,VALUE",
+        "--grid-set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,VALUE",
         help="values of one setting, in place of or beside those of --grid; may be repeated",
-    )  # fmt: skip
+    )
     sweep.add_argument(
         "--keep",
         choices=("best", "all"),
@@ -259,10 +271,16 @@ def _parser() -> argparse.ArgumentParser:
         help="whose models stay on the disk (default: best)",
     )
 
-    glue = add_command(commands, "glue", _glue, "every task of GLUE, and the table of the BERT paper", """
+    glue = add_command(
+        commands,
+        "glue",
+        _glue,
+        "every task of GLUE, and the table of the BERT paper",
+        """
   ./launch.sh glue --from bert-base-uncased/ --glue-dir glue_data/
   ./launch.sh glue --from exported/bert-mini --glue-dir glue_data/ --tasks sst2,rte --seeds 5
-  ./launch.sh glue template.yaml --from exported/bert-mini --glue-dir glue_data/ --submission out/""")  # fmt: skip
+  ./launch.sh glue template.yaml --from exported/bert-mini --glue-dir glue_data/ --submission out/""",
+    )
     _add_config(glue, "settings for all tasks (default: those of Devlin et al.)", optional=True)
     _add_several(glue)
     glue.add_argument(
@@ -276,13 +294,21 @@ def _parser() -> argparse.ArgumentParser:
         help="cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli; otherwise all there are",
     )
     glue.add_argument(
-        "--submission", type=local_path, metavar="DIR",
+        "--submission",
+        type=local_path,
+        metavar="DIR",
         help="predict the official test sets with each task's best run, and write gluebenchmark.com's files",
-    )  # fmt: skip
+    )
 
-    evaluate = add_command(commands, "evaluate", _evaluate, "official scores on a labelled file", """
+    evaluate = add_command(
+        commands,
+        "evaluate",
+        _evaluate,
+        "official scores on a labelled file",
+        """
   ./launch.sh evaluate runs/sst2
-  ./launch.sh evaluate runs/sst2 other.tsv --out scores/""")  # fmt: skip
+  ./launch.sh evaluate runs/sst2 other.tsv --out scores/""",
+    )
     _add_model(evaluate)
     evaluate.add_argument(
         "file",
@@ -298,13 +324,19 @@ def _parser() -> argparse.ArgumentParser:
         "an export)",
     )
 
-    predict = add_command(commands, "predict", _predict, "predictions for a file, or for lines of text or JSON", """
+    predict = add_command(
+        commands,
+        "predict",
+        _predict,
+        "predictions for a file, or for lines of text or JSON",
+        """
   ./launch.sh predict runs/sst2 --text "a lovely film"
   ./launch.sh predict runs/rte --text "A man sleeps." --pair "Somebody rests."
   ./launch.sh predict runs/squad --question "Who wrote it?" --context "It was written by Ann."
   ./launch.sh predict runs/sst2 test.csv --out predictions.jsonl
   ./launch.sh predict runs/ner texts.jsonl --out spans.jsonl
-  cat texts.txt | ./launch.sh predict runs/sst2""")  # fmt: skip
+  cat texts.txt | ./launch.sh predict runs/sst2""",
+    )
     _add_model(predict)
     predict.add_argument(
         "input",
@@ -319,16 +351,25 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="JSON Lines to write, and beside them what the task's scorers read; otherwise standard output",
     )
-    for name, what in (("text", "one text"), ("pair", "its second text"), ("question", "a question"), ("context", "the text to answer from")):  # fmt: skip
+    for name, what in (
+        ("text", "one text"),
+        ("pair", "its second text"),
+        ("question", "a question"),
+        ("context", "the text to answer from"),
+    ):
         predict.add_argument(f"--{name}", metavar="TEXT", help=what)
 
-    export = add_command(commands, "export", _export, "a model to take along: Hugging Face layout, ONNX", """
+    export = add_command(
+        commands,
+        "export",
+        _export,
+        "a model to take along: Hugging Face layout, ONNX",
+        """
   ./launch.sh export runs/sst2 exported/sst2
-  ./launch.sh export runs/sst2 exported/sst2 --onnx""")  # fmt: skip
-    export.add_argument("model", type=Path, metavar="MODEL", help="a fine-tuned model, or its run folder")
-    export.add_argument(
-        "out", type=local_path, metavar="DIR", help="folder to make; an earlier export is replaced"
+  ./launch.sh export runs/sst2 exported/sst2 --onnx""",
     )
+    export.add_argument("model", type=Path, metavar="MODEL", help="a fine-tuned model, or its run folder")
+    export.add_argument("out", type=local_path, metavar="DIR", help="folder to make; an earlier export is replaced")
     export.add_argument(
         "--onnx", action="store_true", help="also write model.onnx (packages: onnx, onnxscript, onnxruntime)"
     )
@@ -342,9 +383,12 @@ def _add_config(
 ) -> None:
     parser.add_argument("config", type=Path, metavar="CONFIG", nargs="?" if optional else None, help=what)
     parser.add_argument(
-        "--from", dest="start_from", type=local_path, metavar="DIR",
+        "--from",
+        dest="start_from",
+        type=local_path,
+        metavar="DIR",
         help="checkpoint to start from: a released one, an export or a run (start_from)",
-    )  # fmt: skip
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="worker processes (scheduling.workers)")
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting; may be repeated"
@@ -359,9 +403,12 @@ def _add_several(parser: argparse.ArgumentParser) -> None:
         help="this many runs, with seed, seed + 1, ..., each in a folder of its own",
     )
     parser.add_argument(
-        "--parallel", type=_count, default=0, metavar="N",
+        "--parallel",
+        type=_count,
+        default=0,
+        metavar="N",
         help="runs at once (default: one a GPU, or one a machine without GPUs)",
-    )  # fmt: skip
+    )
     parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
 
 

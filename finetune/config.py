@@ -28,14 +28,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     # and more steps than three passes of a small set. How many layers is a choice by task there, up to 6 of 24; one
     # suits models of any depth.
     "few-sample": {
-        "examples_per_step": 32, "learning_rate": 2e-5, "epochs": 10.0, "warmup_share": 0.1,
-        "reinitialised_layers": 1, "reinitialise_pooler": True,
+        "examples_per_step": 32,
+        "learning_rate": 2e-5,
+        "epochs": 10.0,
+        "warmup_share": 0.1,
+        "reinitialised_layers": 1,
+        "reinitialise_pooler": True,
     },
     # google-research/bert README.md, the 24 smaller models: 4 epochs at a rate from 3e-4 to 3e-5.
     "small-bert": {"examples_per_step": 32, "learning_rate": 1e-4, "epochs": 4.0, "warmup_share": 0.1},
     # Liu et al. 2019, appendix C; fairseq examples/roberta/README.glue.md.
     "roberta": {"examples_per_step": 16, "learning_rate": 2e-5, "epochs": 10.0, "warmup_share": 0.06},
-}  # fmt: skip
+}
 
 # What a preset's source sets besides, in other sections.
 _BESIDES: dict[str, dict[str, dict[str, float]]] = {
@@ -87,15 +91,18 @@ class Training(Section):
     )
     decay: Literal["linear", "constant"] = "linear"
     layer_decay: float = Field(
-        default=1.0, gt=0, le=1,
+        default=1.0,
+        gt=0,
+        le=1,
         description="Each layer's rate is this share of the rate of the layer above it; 1 is the same for all.",
-    )  # fmt: skip
+    )
     reinitialised_layers: int = Field(default=0, ge=0, description="Top layers to draw anew.")
     reinitialise_pooler: bool = Field(default=False, description="Draw the pooler anew as well.")
     patience: int = Field(
-        default=0, ge=0,
+        default=0,
+        ge=0,
         description="Stop after so many evaluations in a row without a better score; 0 goes to the end.",
-    )  # fmt: skip
+    )
 
     @model_validator(mode="before")
     @classmethod

@@ -91,10 +91,7 @@ def _section(task: str) -> str:
 
 def _result(task: str, title: str, folder: Path, data: Path, sizes: dict[str, int]) -> dict[str, Any]:
     """What the report shows of one task."""
-    scores = {
-        start: json.loads((folder / f"{task}-{start}" / SCORES).read_text(encoding="utf-8"))
-        for start in STARTS
-    }
+    scores = {start: json.loads((folder / f"{task}-{start}" / SCORES).read_text(encoding="utf-8")) for start in STARTS}
     metric = scores["pretrained"]["metric"]
     return {
         "title": title,
@@ -116,8 +113,7 @@ def _line(result: dict[str, Any]) -> str:
 def _examples(task: str, predictions: Path, gold: Path) -> list[dict[str, Any]]:
     """A few held-out texts as pieces of text with what was predicted of them: {"pieces": [[text, mark]], "note": ...}."""
     made, rows = (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        for path in (predictions, gold)
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for path in (predictions, gold)
     )
     shown = []
     for prediction, row in zip(made, rows, strict=True):

@@ -82,13 +82,7 @@ def _names(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
     for one in docstrings:
         for paragraph in one.text.split("\n\n"):
             flat = " ".join(paragraph.split())
-            if (
-                not 40 <= len(flat) <= 400
-                or flat.count("`") > 24
-                or ">>>" in flat
-                or "::" in flat
-                or ":`" in flat
-            ):
+            if not 40 <= len(flat) <= 400 or flat.count("`") > 24 or ">>>" in flat or "::" in flat or ":`" in flat:
                 continue
             text, entities = _without_backticks(flat)
             if 1 <= len(entities) <= 6 and "`" not in text:
@@ -137,9 +131,7 @@ def _docstrings() -> Iterator[_Docstring]:
     for path in find_modules(""):
         by_package[_package(path)].append(path)
     largest = sorted(by_package, key=lambda package: (-len(by_package[package]), package))[:PACKAGES]
-    for path in (
-        path for package in largest for path in sorted(by_package[package], key=_hash)[:_MOST_MODULES]
-    ):
+    for path in (path for package in largest for path in sorted(by_package[package], key=_hash)[:_MOST_MODULES]):
         source = Path(path).read_bytes()
         if b'"""' not in source:
             continue
@@ -161,9 +153,7 @@ def _docstrings() -> Iterator[_Docstring]:
 def _package(path: str) -> str:
     """The top-level package of a file, or `python` for the standard library."""
     parts = Path(path).parts
-    return (
-        parts[parts.index("site-packages") + 1].removesuffix(".py") if "site-packages" in parts else "python"
-    )
+    return parts[parts.index("site-packages") + 1].removesuffix(".py") if "site-packages" in parts else "python"
 
 
 def _is_held_out(document: str) -> bool:

@@ -101,9 +101,7 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Plan
     `test_sets`: whether they are predicted at the end. Raises `InputError` and `MachineError`.
     """
     if not config.start_from:
-        raise InputError(
-            "--from: name the folder of a checkpoint to start from (or set start_from in the config)."
-        )
+        raise InputError("--from: name the folder of a checkpoint to start from (or set start_from in the config).")
     task = make_task(config)
     examples = task.read_train()
     held_out = task.read_held_out()
@@ -222,10 +220,7 @@ def evaluate(model: Path, file: str | None, out: Path | None, precision: str) ->
     predictor = load(folder, precision=precision)
     out = out or _evaluation_folder(folder)
     metrics = _read_metrics(out / _METRICS)
-    if file:
-        sets = {plain_stem(Path(file)): predictor.task.read_file(file)}
-    else:
-        sets = _labelled_sets(predictor.task)
+    sets = {plain_stem(Path(file)): predictor.task.read_file(file)} if file else _labelled_sets(predictor.task)
     source = str(Path(file).expanduser().resolve()) if file else None
     if not sets:
         raise InputError(f"{folder}: its config names no labelled dev or test set. Give a labelled file.")

@@ -61,9 +61,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         weights = model.state_dict()
         engine = Engine(
             model,
-            lambda named: make_optimizer(
-                config.optimizer, layered_groups(config, named, released.model.layers)
-            ),
+            lambda named: make_optimizer(config.optimizer, layered_groups(config, named, released.model.layers)),
             config.engine,
         )
         engine.beat, engine.allow, engine.awaiting = watchdog.beat, watchdog.allow, watchdog.awaiting
@@ -77,19 +75,22 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
 def make_model(config: FinetuneConfig, task: Task[Any], released: Released) -> TaskModel:
     """The model to begin with: the checkpoint's weights, and drawn ones for what it has not."""
     model = TaskModel(
-        released.model, released.vocabulary_size, task.head, task.objective, task.outputs,
+        released.model,
+        released.vocabulary_size,
+        task.head,
+        task.objective,
+        task.outputs,
         HEAD_ACTIVATION[released.family],
         dropout=head_dropout(released.family, released.config, released.model, task.head),
-        compile=config.engine.compile, activation_checkpointing=config.engine.activation_checkpointing,
-    )  # fmt: skip
+        compile=config.engine.compile,
+        activation_checkpointing=config.engine.activation_checkpointing,
+    )
     if not config.random_weights:
         model.load_state_dict(initial_state(config, task, released), strict=False)
     return model
 
 
-def layered_groups(
-    config: FinetuneConfig, named: Sequence[tuple[str, Tensor]], layers: int
-) -> list[dict[str, Any]]:
+def layered_groups(config: FinetuneConfig, named: Sequence[tuple[str, Tensor]], layers: int) -> list[dict[str, Any]]:
     """Optimizer groups, one pair for each depth whose rate differs (Howard and Ruder 2018, discriminative rates)."""
     decay = config.training.layer_decay
     if decay == 1:
@@ -98,10 +99,7 @@ def layered_groups(
     for depth in range(layers + 2):  # embeddings, layers, head
         members = [(name, parameter) for name, parameter in named if _depth(name, layers) == depth]
         share = decay ** (layers + 1 - depth)
-        groups += [
-            {**group, "rate_share": share}
-            for group in parameter_groups(members, config.optimizer.weight_decay)
-        ]
+        groups += [{**group, "rate_share": share} for group in parameter_groups(members, config.optimizer.weight_decay)]
     return groups
 
 
@@ -109,9 +107,15 @@ class Finetuning:
     """Labelled examples as a `loop.Task`."""
 
     def __init__(
-        self, config: FinetuneConfig, task: Task[Any], examples: list[Any], encoder: TextEncoder, shape: Model,
-        engine: Engine, device: torch.device,
-    ) -> None:  # fmt: skip
+        self,
+        config: FinetuneConfig,
+        task: Task[Any],
+        examples: list[Any],
+        encoder: TextEncoder,
+        shape: Model,
+        engine: Engine,
+        device: torch.device,
+    ) -> None:
         self.config, self.task, self.encoder = config, task, encoder
         self._shape, self._engine, self._device = shape, engine, device
         self.training_examples = len(examples)
@@ -126,9 +130,7 @@ class Finetuning:
 
     def data_digest(self, tests: Mapping[str, list[Any]]) -> str:
         """Of what it is trained and scored on, labelled test sets included."""
-        scored = {
-            name: self._windows(members) for name, members in tests.items() if self.task.is_labelled(members)
-        }
+        scored = {name: self._windows(members) for name, members in tests.items() if self.task.is_labelled(members)}
         return data_digest(self.task.labels, self._batches.windows, {**self._held_out_windows, **scored})
 
     def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[LabelledStep]:
@@ -206,13 +208,14 @@ class Finetuning:
     def _cut(self, windows: Windows, seed: int) -> Batches:
         engine = self._engine
         return Batches(
-            windows, seed=seed, budget=self.config.engine.micro_batch_tokens, rank=engine.rank,
+            windows,
+            seed=seed,
+            budget=self.config.engine.micro_batch_tokens,
+            rank=engine.rank,
             world_size=engine.world_size,
-        )  # fmt: skip
+        )
 
-    def _predict(
-        self, examples: list[Any], windows: Windows, *, tune: bool
-    ) -> tuple[list[dict[str, Any]], float]:
+    def _predict(self, examples: list[Any], windows: Windows, *, tune: bool) -> tuple[list[dict[str, Any]], float]:
         engine, losses = self._engine, torch.zeros(2, dtype=torch.float64)
 
         def forward(batch: LabelledBatch) -> Output:
@@ -233,9 +236,7 @@ class Finetuning:
         total, weight = losses.tolist()
         return self._decode(examples, windows, logits, tune=tune), total / (weight or 1.0)
 
-    def _decode(
-        self, examples: list[Any], windows: Windows, logits: np.ndarray, *, tune: bool
-    ) -> list[dict[str, Any]]:
+    def _decode(self, examples: list[Any], windows: Windows, logits: np.ndarray, *, tune: bool) -> list[dict[str, Any]]:
         predictions = self.task.decode(examples, windows, logits)
         if not tune:
             return predictions
@@ -244,9 +245,15 @@ class Finetuning:
 
 
 def _train(
-    config: FinetuneConfig, task: Task[Any], examples: list[Any], released: Released, engine: Engine, worker: Worker,
-    device: torch.device, payload: Mapping[str, Any],
-) -> None:  # fmt: skip
+    config: FinetuneConfig,
+    task: Task[Any],
+    examples: list[Any],
+    released: Released,
+    engine: Engine,
+    worker: Worker,
+    device: torch.device,
+    payload: Mapping[str, Any],
+) -> None:
     checkpoints = config.folder / "checkpoints"
     progress, state = loop.Progress(), {}
     found = newest_checkpoint(checkpoints, engine) if payload["resume"] else None
@@ -266,9 +273,14 @@ def _train(
             f"{config.task_name} give now. Put them back as they were, or choose another name or run_dir."
         )
     tracker = Tracker(
-        config, config.folder, run_id=state.get("run_id"), step=progress.step, job_type="finetune", enabled=worker.rank == 0,
+        config,
+        config.folder,
+        run_id=state.get("run_id"),
+        step=progress.step,
+        job_type="finetune",
+        enabled=worker.rank == 0,
         card={"examples": len(examples), "labels": list(task.labels)},
-    )  # fmt: skip
+    )
     tracker.log_events(payload.get("events", ()), progress.step)
     extra_state = {"run_id": tracker.run_id, "data": job.digest, "config": config.model_dump(mode="json")}
     try:
@@ -287,9 +299,15 @@ def _train(
                 patience=config.training.patience,
             )
             loop.fit(
-                engine, job, plan, progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,
+                engine,
+                job,
+                plan,
+                progress,
+                checkpoints=checkpoints,
+                extra_state=extra_state,
+                recorder=tracker,
                 stop_requested=worker.stop_requested,
-            )  # fmt: skip
+            )
         with engine.allow(loop.LONG_SECONDS):
             _finish(config, job, released, engine, tracker, test_sets=payload.get("test_sets", True))
     finally:
@@ -330,10 +348,16 @@ def _finish(
     engine.barrier()  # all have read the checkpoint
     if engine.rank == 0:
         save_model(
-            config, job.task, released, weights, step=state["step"], chosen_on=job.validation_set(),
+            config,
+            job.task,
+            released,
+            weights,
+            step=state["step"],
+            chosen_on=job.validation_set(),
             results={split: SetResult.of(job.task, *both) for split, both in predictions.items()},
-            training_examples=job.training_examples, data=job.data_digest(tests),
-        )  # fmt: skip
+            training_examples=job.training_examples,
+            data=job.data_digest(tests),
+        )
         tracker.log_artifact(config.folder / MODEL)
         shutil.rmtree(checkpoints)
     engine.barrier()

@@ -157,18 +157,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 
-    prepare = add_command(commands, "prepare", _prepare, "raw text to vocabulary, token shards and card", """
+    prepare = add_command(
+        commands,
+        "prepare",
+        _prepare,
+        "raw text to vocabulary, token shards and card",
+        """
   ./launch.sh prepare configs/pretrain/bert-mini.yaml
   ./launch.sh prepare configs/pretrain/bert-mini.yaml --dry-run
-  ./launch.sh prepare my.yaml --set corpus.dir=/data/wiki --set corpus.processes=8""")  # fmt: skip
+  ./launch.sh prepare my.yaml --set corpus.dir=/data/wiki --set corpus.processes=8""",
+    )
     _add_config(prepare, "print what would be read and written, and do nothing")
 
-    pretrain = add_command(commands, "pretrain", _pretrain, "train the encoder on a prepared corpus", """
+    pretrain = add_command(
+        commands,
+        "pretrain",
+        _pretrain,
+        "train the encoder on a prepared corpus",
+        """
   ./launch.sh pretrain configs/pretrain/bert-mini.yaml --workers 2
   ./launch.sh pretrain configs/pretrain/bert-mini.yaml --resume
   ./launch.sh pretrain configs/pretrain/bert-large-phase1-phase2.yaml --dry-run --on 8xH100
   ./launch.sh pretrain my.yaml --set phases.0.steps=100 --set engine.zero_stage=2
-  torchrun --nproc-per-node 8 -m pretrain pretrain my.yaml""")  # fmt: skip
+  torchrun --nproc-per-node 8 -m pretrain pretrain my.yaml""",
+    )
     _add_config(pretrain, "print the resolved config, parameters, memory, work and time, and do nothing")
     pretrain.add_argument("--workers", type=int, metavar="N", help="worker processes (scheduling.workers)")
     pretrain.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
@@ -185,66 +197,86 @@ def _parser() -> argparse.ArgumentParser:
         help="dry run: mean tokens per sequence; otherwise 0.95 of the phase's length (short pairs alone)",
     )
 
-    export = add_command(commands, "export", _export, "write a run's checkpoint in the Hugging Face layout", """
+    export = add_command(
+        commands,
+        "export",
+        _export,
+        "write a run's checkpoint in the Hugging Face layout",
+        """
   ./launch.sh export runs/bert-mini exported/bert-mini
-  ./launch.sh export runs/bert-mini exported/best --checkpoint best""")  # fmt: skip
+  ./launch.sh export runs/bert-mini exported/best --checkpoint best""",
+    )
     export.add_argument("run", type=local_path, metavar="RUN", help="the run folder, such as runs/bert-mini")
     export.add_argument("out", type=local_path, metavar="DIR", help="folder to write")
     export.add_argument("--checkpoint", metavar="NAME", help="a checkpoint of the run; otherwise the newest")
 
-    report = add_command(commands, "report", _report, "a run's curves, corpus and fillings as one HTML page", """
+    report = add_command(
+        commands,
+        "report",
+        _report,
+        "a run's curves, corpus and fillings as one HTML page",
+        """
   ./launch.sh report runs/bert-mini
-  ./launch.sh report runs/bert-mini --out bert-mini.html""")  # fmt: skip
-    report.add_argument("run", type=local_path, metavar="RUN", help="the run folder, finished or not")
-    report.add_argument(
-        "--out", type=local_path, metavar="FILE", help="page to write; otherwise RUN/report.html"
+  ./launch.sh report runs/bert-mini --out bert-mini.html""",
     )
+    report.add_argument("run", type=local_path, metavar="RUN", help="the run folder, finished or not")
+    report.add_argument("--out", type=local_path, metavar="FILE", help="page to write; otherwise RUN/report.html")
 
-    dashboard = add_command(commands, "dashboard", _dashboard, "a run's curves and events as HTML page and W&B workspace", """
+    dashboard = add_command(
+        commands,
+        "dashboard",
+        _dashboard,
+        "a run's curves and events as HTML page and W&B workspace",
+        """
   ./launch.sh dashboard bert-mini
   ./launch.sh dashboard runs/glue --out glue.html
   ./launch.sh dashboard runs/bert-mini --follow
-  ./launch.sh dashboard --address http://127.0.0.1:8265 bert-mini""")  # fmt: skip
+  ./launch.sh dashboard --address http://127.0.0.1:8265 bert-mini""",
+    )
     dashboard.add_argument(
         "run",
         type=local_text,
         metavar="RUN|JOB",
         help="run folder, folder of several runs, name below runs/, or job",
     )
-    dashboard.add_argument(
-        "--address", default="", metavar="URL", help="the dashboard of the cluster whose job it is"
-    )
+    dashboard.add_argument("--address", default="", metavar="URL", help="the dashboard of the cluster whose job it is")
     dashboard.add_argument(
         "--allow-plain-http",
         action="store_true",
         help="send the token over unencrypted http to another machine: whoever reads it may run code on the cluster",
     )
-    dashboard.add_argument(
-        "--out", type=local_path, metavar="FILE", help="page to write; otherwise RUN/dashboard.html"
-    )
-    dashboard.add_argument(
-        "--follow", action="store_true", help="write the page anew every 10 s until the run is over"
-    )
+    dashboard.add_argument("--out", type=local_path, metavar="FILE", help="page to write; otherwise RUN/dashboard.html")
+    dashboard.add_argument("--follow", action="store_true", help="write the page anew every 10 s until the run is over")
 
-    add_command(commands, "demo", _bench, "the whole main job on an embedded corpus, ending in a report", """
+    add_command(
+        commands,
+        "demo",
+        _bench,
+        "the whole main job on an embedded corpus, ending in a report",
+        """
   ./launch.sh demo
-  ./launch.sh demo --help""")  # fmt: skip
+  ./launch.sh demo --help""",
+    )
     names = "\n".join(f"  {name:8}  {purpose}" for name, purpose in BENCHMARKS.items())
-    bench = add_command(commands, "bench", _bench, "side-by-side measurements against other software", f"""
+    bench = add_command(
+        commands,
+        "bench",
+        _bench,
+        "side-by-side measurements against other software",
+        f"""
   ./launch.sh bench step --help
   ./launch.sh bench all --corpus corpora/wiki --text wiki.txt --quick
   ./launch.sh bench compare before/bench.json after/bench.json
 
 benchmarks:
-{names}""")  # fmt: skip
+{names}""",
+    )
     bench.add_argument("name", metavar="NAME", help=", ".join(BENCHMARKS))
     return parser
 
 
 def _add_config(parser: argparse.ArgumentParser, dry_run: str) -> None:
-    parser.add_argument(
-        "config", type=local_path, metavar="CONFIG", help="the run's YAML file, see configs/pretrain"
-    )
+    parser.add_argument("config", type=local_path, metavar="CONFIG", help="the run's YAML file, see configs/pretrain")
     parser.add_argument("--dry-run", action="store_true", help=dry_run)
     parser.add_argument(
         "--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting; may be repeated"

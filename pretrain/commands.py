@@ -38,9 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
     _is_inside = False
 
-    def parse_known_args(
-        self, args: Any = None, namespace: Any = None
-    ) -> tuple[argparse.Namespace, list[str]]:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         if self._is_inside or all(action.nargs != "?" for action in self._get_positional_actions()):
             return super().parse_known_args(args, namespace)
         self._is_inside = True  # what follows comes back here

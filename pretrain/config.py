@@ -31,24 +31,14 @@ MAX_WIDTH = 8192
 class Source(Section):
     """One source of text. Which of `path`, `dataset` is needed depends on `kind`."""
 
-    kind: Literal[
-        "mediawiki", "wikiextractor", "books", "jsonl", "parquet", "csv", "huggingface", "docstrings"
-    ]
-    name: str = Field(
-        default="", description="Name on the corpus card; empty takes the kind and the path's stem."
-    )
-    path: LocalPath = Field(
-        default="", description="A file, folder or glob; relative to the working directory."
-    )
-    dataset: LocalPath = Field(
-        default="", description="huggingface: hub name, or a folder written by save_to_disk."
-    )
+    kind: Literal["mediawiki", "wikiextractor", "books", "jsonl", "parquet", "csv", "huggingface", "docstrings"]
+    name: str = Field(default="", description="Name on the corpus card; empty takes the kind and the path's stem.")
+    path: LocalPath = Field(default="", description="A file, folder or glob; relative to the working directory.")
+    dataset: LocalPath = Field(default="", description="huggingface: hub name, or a folder written by save_to_disk.")
     subset: str = Field(default="", description="huggingface: configuration name, such as 20231101.en.")
     split: str = Field(default="train", description="huggingface: split to read.")
     revision: str = Field(default="", description="huggingface: pinned commit, required for hub names.")
-    text_column: str = Field(
-        default="text", description="jsonl, parquet, csv, huggingface: the column with the text."
-    )
+    text_column: str = Field(default="text", description="jsonl, parquet, csv, huggingface: the column with the text.")
     weight: float = Field(
         default=1.0, gt=0, description="Passes over this source per epoch; 0.5 sees half of it, 2 all twice."
     )
@@ -65,13 +55,9 @@ class Source(Section):
 class Vocabulary(Section):
     """The WordPiece vocabulary: trained on the corpus, or taken over from `path`."""
 
-    path: LocalPath = Field(
-        default="", description="Existing vocab.txt or tokenizer.json; empty trains a new one."
-    )
+    path: LocalPath = Field(default="", description="Existing vocab.txt or tokenizer.json; empty trains a new one.")
     size: int = Field(default=30522, ge=64, description="Entries to train, special tokens included.")
-    lowercase: bool = Field(
-        default=True, description="Uncased: lower-case and strip accents, as BertNormalizer does."
-    )
+    lowercase: bool = Field(default=True, description="Uncased: lower-case and strip accents, as BertNormalizer does.")
     min_frequency: int = Field(default=2, ge=1, description="A pair must occur this often to be merged.")
     training_bytes: int = Field(
         default=1 << 30, ge=1, description="Train on at most this much text, sampled by document hash."
@@ -86,16 +72,12 @@ class Corpus(Section):
         default=(), description="Texts to prepare; may be empty when dir is already prepared."
     )
     vocabulary: Vocabulary = Vocabulary()
-    min_document_words: int = Field(
-        default=20, ge=0, description="Shorter documents are dropped and counted."
-    )
+    min_document_words: int = Field(default=20, ge=0, description="Shorter documents are dropped and counted.")
     validation_fraction: float = Field(
         default=0.005, ge=0, lt=1, description="Share of documents held out, by document hash."
     )
     shard_tokens: int = Field(default=100_000_000, ge=1000, description="Tokens per shard file.")
-    language: str = Field(
-        default="en", description="ISO 639-1 code, for the abbreviations of sentence splitting."
-    )
+    language: str = Field(default="en", description="ISO 639-1 code, for the abbreviations of sentence splitting.")
     processes: int = Field(
         default=0,
         ge=0,
@@ -119,9 +101,7 @@ class Model(Section):
         description="Width of the embeddings where it is not hidden (0): then projected to it, as in ELECTRA.",
     )
     # The default: google-research/bert modeling.py, layer_norm (tf.contrib's); torch's is 1e-5, RoBERTa's too.
-    layer_norm_eps: float = Field(
-        default=1e-12, gt=0, le=0.1, description="Added to the variance in every LayerNorm."
-    )
+    layer_norm_eps: float = Field(default=1e-12, gt=0, le=0.1, description="Added to the variance in every LayerNorm.")
     hidden_dropout: float = Field(
         default=0.1, ge=0, lt=1, description="Dropout after embeddings, attention output and FFN."
     )
@@ -131,9 +111,7 @@ class Model(Section):
         lt=1,
         description="Dropout on attention probabilities. On CUDA drawn by the kernel, from its generator.",
     )
-    init_std: float = Field(
-        default=0.02, gt=0, description="Truncated-normal initialisation, at two deviations."
-    )
+    init_std: float = Field(default=0.02, gt=0, description="Truncated-normal initialisation, at two deviations.")
     attention_init: Literal["normal", "neighbours"] = Field(
         default="normal",
         description="First values of attention: BERT's, or heads that begin at neighbouring tokens, for small runs.",
@@ -144,9 +122,12 @@ class Model(Section):
     @classmethod
     def _fill_from_size(cls, values: Any) -> Any:
         sizes = {
-            "mini": (4, 256, 4), "small": (4, 512, 8), "medium": (8, 512, 8),
-            "base": (12, 768, 12), "large": (24, 1024, 16),
-        }  # fmt: skip
+            "mini": (4, 256, 4),
+            "small": (4, 512, 8),
+            "medium": (8, 512, 8),
+            "base": (12, 768, 12),
+            "large": (24, 1024, 16),
+        }
         if isinstance(values, dict):
             values = dict(values)
             size = values.get("size", "base")
@@ -176,21 +157,15 @@ class Model(Section):
 class Masking(Section):
     """Masked language modelling, Devlin et al. section 3.1."""
 
-    probability: float = Field(
-        default=0.15, gt=0, lt=1, description="Share of each sequence's tokens to predict."
-    )
+    probability: float = Field(default=0.15, gt=0, lt=1, description="Share of each sequence's tokens to predict.")
     mask_share: float = Field(default=0.8, ge=0, le=1, description="Of those, replaced by [MASK].")
-    random_share: float = Field(
-        default=0.1, ge=0, le=1, description="Of those, replaced by a uniform ordinary token."
-    )
+    random_share: float = Field(default=0.1, ge=0, le=1, description="Of those, replaced by a uniform ordinary token.")
     whole_word: bool = Field(default=False, description="Mask all pieces of a word together.")
 
     @model_validator(mode="after")
     def _check_shares(self) -> Masking:
         if self.mask_share + self.random_share > 1:
-            raise ValueError(
-                f"mask_share {self.mask_share} and random_share {self.random_share} are over 1 together"
-            )
+            raise ValueError(f"mask_share {self.mask_share} and random_share {self.random_share} are over 1 together")
         return self
 
 
@@ -269,9 +244,7 @@ class Engine(Section):
         description="Floating-point type of the arithmetic. auto: on GPUs bf16 from Ampere on, fp16 on Volta and "
         "Turing, else fp32; on CPUs bf16 or fp32, whichever multiplies matrices faster.",
     )
-    micro_batch_tokens: int = Field(
-        default=8192, ge=8, description="Most tokens a worker holds in one forward pass."
-    )
+    micro_batch_tokens: int = Field(default=8192, ge=8, description="Most tokens a worker holds in one forward pass.")
     gradient_clip_norm: float = Field(
         default=1.0, ge=0, description="Global gradient norm to clip to; 0 does not clip."
     )
@@ -323,21 +296,18 @@ class Checkpointing(Section):
 
 class Evaluation(Section):
     every_steps: int = Field(default=1000, ge=1)
-    sequences: int = Field(
-        default=1024, ge=1, description="Held-out sequences per evaluation, always the same ones."
-    )
+    sequences: int = Field(default=1024, ge=1, description="Held-out sequences per evaluation, always the same ones.")
 
 
 class Guard(Section):
     """What is done about training that goes wrong: back to the last checkpoint, past the data that did it."""
 
     spike_sigmas: float = Field(
-        default=10.0, ge=0,
+        default=10.0,
+        ge=0,
         description="A loss so many standard deviations over the last 64 steps' median is a spike; 0 looks for none.",
-    )  # fmt: skip
-    spike_share: float = Field(
-        default=0.2, ge=0, description="It must be over the median by this share of it, too."
     )
+    spike_share: float = Field(default=0.2, ge=0, description="It must be over the median by this share of it, too.")
     max_rollbacks: int = Field(default=3, ge=0, description="After so many the run stops (exit 4).")
 
 
@@ -362,37 +332,35 @@ class Tracking(Section):
 class Scheduling(Section):
     workers: int = Field(default=1, ge=1, description="Worker processes: one per GPU, or CPU workers.")
     min_workers: int = Field(
-        default=0, ge=0,
+        default=0,
+        ge=0,
         description="Go on with as few where nodes are lost, and grow again when they return; 0 means always `workers`.",
-    )  # fmt: skip
-    cpus_per_worker: int = Field(
-        default=0, ge=0, description="CPU threads per worker; 0 shares the cores out."
     )
+    cpus_per_worker: int = Field(default=0, ge=0, description="CPU threads per worker; 0 shares the cores out.")
     address: str = Field(
         default="", description="Ray cluster to join, for prepare as well; empty keeps to this machine."
     )
-    cluster: str = Field(
-        default="", description="What --dry-run tells the time for without --on, such as 8xH100."
-    )
+    cluster: str = Field(default="", description="What --dry-run tells the time for without --on, such as 8xH100.")
     hang_seconds: float = Field(
-        default=180.0, ge=0,
+        default=180.0,
+        ge=0,
         description="Seconds without progress in any worker, or without a sign of life from one, after which the workers "
         "are restarted; ten times what long micro-batches take of late where that is more. A restart of hundreds of GPUs costs "
         "minutes; a few workers can have less, such as 30. 0 never restarts them.",
-    )  # fmt: skip
+    )
     data_stall_seconds: float = Field(
-        default=1800.0, ge=0,
+        default=1800.0,
+        ge=0,
         description="The same for a worker that waits for a batch or for the run folder's storage, which a restart seldom "
         "helps; at least hang_seconds. 0 waits for ever.",
-    )  # fmt: skip
+    )
     wait_for_nodes_seconds: float = Field(
-        default=1800.0, ge=0,
+        default=1800.0,
+        ge=0,
         description="On a cluster (address): how long to wait for nodes, at the start and when some are lost. An "
         "autoscaler is told what is missing. Not for sweep, glue and --seeds: they take the nodes that are there.",
-    )  # fmt: skip
-    max_failures: int = Field(
-        default=3, ge=0, description="Worker failures survived by restarting from a checkpoint."
     )
+    max_failures: int = Field(default=3, ge=0, description="Worker failures survived by restarting from a checkpoint.")
 
     @model_validator(mode="after")
     def _check_range(self) -> Scheduling:

@@ -80,17 +80,18 @@ def parser() -> argparse.ArgumentParser:
         "pretrain a small BERT on it, export it and write a report.",
         allow_abbrev=False,
     )
-    parser.add_argument("--workers", type=int, default=min(2, len(os.sched_getaffinity(0))), metavar="N",
-                        help="worker processes (default: 2, or 1 on a single core)")  # fmt: skip
     parser.add_argument(
-        "--run-dir", type=local_path, default=Path("runs/demo"), metavar="DIR", help="the run folder"
+        "--workers",
+        type=int,
+        default=min(2, len(os.sched_getaffinity(0))),
+        metavar="N",
+        help="worker processes (default: 2, or 1 on a single core)",
     )
+    parser.add_argument("--run-dir", type=local_path, default=Path("runs/demo"), metavar="DIR", help="the run folder")
     parser.add_argument(
         "--data-dir", type=local_path, default=Path("data/demo"), metavar="DIR", help="the corpus folder"
     )
-    parser.add_argument(
-        "--fresh", action="store_true", help="remove an earlier demo run first; the corpus is kept"
-    )
+    parser.add_argument("--fresh", action="store_true", help="remove an earlier demo run first; the corpus is kept")
     parser.add_argument(
         "--set",
         action="append",

@@ -426,16 +426,29 @@ def _work_lines(config: RunConfig, size: int, mean_length: float | None) -> str:
     head = ("phase", "length", "mean", "steps", "sequences", "tokens", "FLOP/token", "FLOP/step", "FLOP")
     rows = [
         (
-            str(number), str(phase.sequence_length), f"{w.mean_length:.1f}", f"{w.steps:,}",
-            f"{w.sequences:,}", f"{w.tokens:.3g}", f"{w.flops / w.tokens:.4g}", f"{w.flops / w.steps:.3g}",
+            str(number),
+            str(phase.sequence_length),
+            f"{w.mean_length:.1f}",
+            f"{w.steps:,}",
+            f"{w.sequences:,}",
+            f"{w.tokens:.3g}",
+            f"{w.flops / w.tokens:.4g}",
+            f"{w.flops / w.steps:.3g}",
             f"{w.flops:.3g}",
         )
         for number, (phase, w) in enumerate(zip(config.phases, work, strict=True))
-    ]  # fmt: skip
+    ]
     total = (
-        "total", "", "", f"{sum(w.steps for w in work):,}", f"{sum(w.sequences for w in work):,}",
-        f"{sum(w.tokens for w in work):.3g}", "", "", f"{sum(w.flops for w in work):.3g}",
-    )  # fmt: skip
+        "total",
+        "",
+        "",
+        f"{sum(w.steps for w in work):,}",
+        f"{sum(w.sequences for w in work):,}",
+        f"{sum(w.tokens for w in work):.3g}",
+        "",
+        "",
+        f"{sum(w.flops for w in work):.3g}",
+    )
     widths = [max(len(row[i]) for row in [head, *rows, total]) for i in range(len(head))]
     lines = [
         "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))

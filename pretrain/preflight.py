@@ -67,8 +67,7 @@ def check_corpus(config: RunConfig) -> None:
         wanted, found = _entries(given), _entries(folder / "vocab.txt")
         if wanted != found:
             raise InputError(
-                f"{folder}: its vocabulary ({len(found)} entries) is not {asked.path} "
-                f"({len(wanted)} entries). {advice}"
+                f"{folder}: its vocabulary ({len(found)} entries) is not {asked.path} ({len(wanted)} entries). {advice}"
             )
     _check_case(folder, asked, advice)
 
@@ -153,9 +152,7 @@ def environment(command: Sequence[str]) -> dict[str, Any]:
         "cpu": _line_of(Path("/proc/cpuinfo"), "model name") or platform.processor(),
         "cpu_cores": len(os.sched_getaffinity(0)),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
-        "gpus": [
-            _line_of(path, "Model") for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))
-        ],
+        "gpus": [_line_of(path, "Model") for path in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information"))],
     }
 
 

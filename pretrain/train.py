@@ -46,21 +46,29 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         held_out = open_shards(Path(config.corpus.dir), "validation")
         engine = Engine(
             PretrainingModel(
-                config.model, shards.vocabulary_size, config.pairs.next_sentence, compile=config.engine.compile,
+                config.model,
+                shards.vocabulary_size,
+                config.pairs.next_sentence,
+                compile=config.engine.compile,
                 activation_checkpointing=config.engine.activation_checkpointing,
             ),
             lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.optimizer.weight_decay)),
             config.engine,
-        )  # fmt: skip
+        )
         engine.beat, engine.allow, engine.awaiting = watchdog.beat, watchdog.allow, watchdog.awaiting
         _train(config, shards, held_out, engine, worker, device, payload)
         engine.close()
 
 
 def _train(
-    config: RunConfig, shards: TokenShards, held_out: TokenShards, engine: Engine, worker: Worker,
-    device: torch.device, payload: dict[str, Any],
-) -> None:  # fmt: skip
+    config: RunConfig,
+    shards: TokenShards,
+    held_out: TokenShards,
+    engine: Engine,
+    worker: Worker,
+    device: torch.device,
+    payload: dict[str, Any],
+) -> None:
     checkpoints = config.folder / "checkpoints"
     progress, run_id = loop.Progress(), None
     found = newest_checkpoint(checkpoints, engine) if payload["resume"] else None
@@ -71,9 +79,14 @@ def _train(
         run_id = state["run_id"]
         logger.info("resumed from %s", found)
     tracker = Tracker(
-        config, config.folder, run_id=run_id, step=progress.step, card={"corpus_card": _card(config)}, job_type="pretrain",
+        config,
+        config.folder,
+        run_id=run_id,
+        step=progress.step,
+        card={"corpus_card": _card(config)},
+        job_type="pretrain",
         enabled=worker.rank == 0,
-    )  # fmt: skip
+    )
     tracker.log_events(payload.get("events", ()), progress.step)
     task = Pretraining(config, shards, held_out, engine, device)
     extra_state = {
@@ -93,9 +106,15 @@ def _train(
                 peak_flops=matmul_peak(engine),
             )
             loop.fit(
-                engine, task, plan, progress, checkpoints=checkpoints, extra_state=extra_state, recorder=tracker,
+                engine,
+                task,
+                plan,
+                progress,
+                checkpoints=checkpoints,
+                extra_state=extra_state,
+                recorder=tracker,
                 stop_requested=worker.stop_requested,
-            )  # fmt: skip
+            )
         with engine.allow(loop.LONG_SECONDS):
             if worker.rank == 0 and tracker.mirrored:
                 hf.export_run(config.folder, config.folder / "export")
@@ -140,9 +159,7 @@ class Pretraining:
         for number in range(first_phase, len(self._config.phases)):
             self._open_loader(number, phase_step, behind[number])
             assert self._loader is not None
-            for _, step in zip(
-                range(phase_step, self._config.phases[number].steps), self._loader, strict=False
-            ):
+            for _, step in zip(range(phase_step, self._config.phases[number].steps), self._loader, strict=False):
                 yield step.to(self._device)
             phase_step = 0
 
@@ -219,9 +236,15 @@ class Pretraining:
         self._phase = phase
         began = time.perf_counter()
         self._loader = Loader(
-            self._shards, self._config, phase, rank=self._engine.rank, world_size=self._engine.world_size,
-            start_step=start_step, passed_over=passed_over, pinned=self._device.type == "cuda",
-        )  # fmt: skip
+            self._shards,
+            self._config,
+            phase,
+            rank=self._engine.rank,
+            world_size=self._engine.world_size,
+            start_step=start_step,
+            passed_over=passed_over,
+            pinned=self._device.type == "cuda",
+        )
         self._stalled_before += time.perf_counter() - began
 
 

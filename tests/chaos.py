@@ -20,9 +20,7 @@ ROOT = Path(__file__).parent.parent
 _TAIL_BYTES = 1 << 16  # of many records
 
 
-def settings(
-    corpus: Path, run_dir: Path, *, steps: int = 100, workers: int = 2, **more: Any
-) -> dict[str, Any]:
+def settings(corpus: Path, run_dir: Path, *, steps: int = 100, workers: int = 2, **more: Any) -> dict[str, Any]:
     """A tiny pretraining with dropout in fp32: every step is logged, every 25th saved."""
     return {
         "name": run_dir.name,
@@ -61,9 +59,14 @@ class Cluster:
     def command(self, *arguments: str, code: int | None = 0, seconds: float = 120) -> str:
         """`python -m cluster ARGUMENTS`; what it printed."""
         done = subprocess.run(
-            [sys.executable, "-m", "cluster", *arguments], cwd=ROOT, env=self.environment, text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds,
-        )  # fmt: skip
+            [sys.executable, "-m", "cluster", *arguments],
+            cwd=ROOT,
+            env=self.environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=seconds,
+        )
         assert code is None or done.returncode == code, f"{arguments}: {done.returncode}\n{done.stdout}"
         return done.stdout
 
@@ -126,11 +129,7 @@ def cluster(state: Path, *options: str) -> Iterator[Cluster]:
             ours = one.processes()
             one.command("down")
             psutil.wait_procs(ours, timeout=5)  # drivers see that their launcher is gone
-            left = [
-                process
-                for process in ours
-                if process.is_running() and process.status() != psutil.STATUS_ZOMBIE
-            ]
+            left = [process for process in ours if process.is_running() and process.status() != psutil.STATUS_ZOMBIE]
             assert not left, f"left behind: {left}"
 
 
@@ -152,9 +151,7 @@ def records(run_dir: Path) -> list[dict[str, Any]]:
 def losses(run_dir: Path) -> dict[int, str]:
     """Loss of each step, as bits."""
     return {
-        one["step"]: float(one["loss"]).hex()
-        for one in records(run_dir)
-        if "event" not in one and "split" not in one
+        one["step"]: float(one["loss"]).hex() for one in records(run_dir) if "event" not in one and "split" not in one
     }
 
 
@@ -180,9 +177,7 @@ def wait_for_step(run_dir: Path, step: int, seconds: float = 60) -> None:
 
 
 def newest_checkpoint(run_dir: Path) -> int:
-    return max(
-        (int(path.parent.name[5:]) for path in run_dir.glob("checkpoints/step-*/manifest.json")), default=-1
-    )
+    return max((int(path.parent.name[5:]) for path in run_dir.glob("checkpoints/step-*/manifest.json")), default=-1)
 
 
 def fingerprint(run_dir: Path) -> str:

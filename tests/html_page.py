@@ -23,9 +23,7 @@ class Page(HTMLParser):
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         values = dict(attrs)
-        self.fetched += [
-            f"{tag} {values[key]}" for key in ("src", "href", "srcset", "xlink:href") if key in values
-        ]
+        self.fetched += [f"{tag} {values[key]}" for key in ("src", "href", "srcset", "xlink:href") if key in values]
         if tag == "link" or (tag == "script" and "src" in values):
             self.fetched.append(tag)
         if "data-chart" in values:

@@ -59,7 +59,7 @@ def pretraining(
             "tracking": {"log_every_steps": 1, "wandb": "off"},
         },
         changes,
-    )  # fmt: skip
+    )
 
 
 def with_changes(values: dict[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

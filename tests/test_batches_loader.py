@@ -57,8 +57,7 @@ def run_config(*, length=64, sequences=24, steps=6, budget=512, evaluation=100, 
 def load(shards, config, *, world_size=1, start_step=0) -> list[list[StepBatch]]:
     """Every rank's batches."""
     loaders = [
-        Loader(shards, config, 0, rank=rank, world_size=world_size, start_step=start_step)
-        for rank in range(world_size)
+        Loader(shards, config, 0, rank=rank, world_size=world_size, start_step=start_step) for rank in range(world_size)
     ]
     return [list(loader) for loader in loaders]
 
@@ -116,9 +115,7 @@ def test_the_global_batch_is_the_same_for_any_world_micro_batch_and_restart(shar
     expected = global_batches(reference)
     assert [sum(step.values()) for step in expected] == [24] * 6
     for world_size, budget, start in ((2, 512, 0), (3, 256, 0), (1, 128, 2), (4, 64, 5), (24, 512, 3)):
-        ranks = load(
-            shards, run_config(masking=masking, budget=budget), world_size=world_size, start_step=start
-        )
+        ranks = load(shards, run_config(masking=masking, budget=budget), world_size=world_size, start_step=start)
         assert global_batches(ranks) == expected[start:]
         for step, batches in enumerate(zip(*ranks, strict=True), start):
             assert len({len(batch.micro_batches) for batch in batches}) == 1
@@ -164,9 +161,7 @@ def test_seed_and_epoch_change_the_samples(shards):
 @settings(max_examples=150, deadline=None)
 @given(data=st.data(), world_size=st.integers(1, 9), longest=st.integers(1, 128), slots=st.integers(1, 9))
 def test_dealing_is_complete_near_even_and_within_budget(data, world_size, longest, slots):
-    lengths = np.array(
-        data.draw(st.lists(st.integers(1, longest), min_size=world_size, max_size=150)), dtype=np.int64
-    )
+    lengths = np.array(data.draw(st.lists(st.integers(1, longest), min_size=world_size, max_size=150)), dtype=np.int64)
     budget = max(longest, lengths.max()) * slots
     assume(slots >= 2 or len(lengths) % world_size == 0)
     dealt = deal(lengths, world_size, budget)
@@ -199,8 +194,7 @@ def test_validation_batches_are_fixed(folder, shards):
     for world_size, budget, seed in ((1, 512, 0), (1, 256, 7), (3, 512, 3)):
         config = run_config(budget=budget, seed=seed, evaluation=50)
         ranks = [
-            validation_batches(held_out, config, 0, rank=rank, world_size=world_size)
-            for rank in range(world_size)
+            validation_batches(held_out, config, 0, rank=rank, world_size=world_size) for rank in range(world_size)
         ]
         batches = sum(global_batches(ranks), Counter())
         assert sum(batches.values()) == 50 == sum(batch.sequences for batch in ranks[0])

@@ -35,9 +35,7 @@ def mask(shards, samples, *, length=64, max_predictions=0, next_sentence=True, *
         seed=0,
         phase=0,
     )
-    masker = Masker(
-        shards, Masking.model_validate(masking), sequence_length=length, max_predictions=max_predictions
-    )
+    masker = Masker(shards, Masking.model_validate(masking), sequence_length=length, max_predictions=max_predictions)
     plan = made.plan(np.asarray(samples))
     rows = made.gather(plan)
     return plan, rows, masker.apply(rows, plan.key)
@@ -46,9 +44,7 @@ def mask(shards, samples, *, length=64, max_predictions=0, next_sentence=True, *
 @pytest.mark.parametrize("next_sentence", [True, False])
 @pytest.mark.parametrize(("length", "most", "limit"), [(64, 0, 10), (128, 0, 19), (128, 20, 20), (64, 4, 4)])
 def test_exact_counts_and_never_a_special_token(shards, next_sentence, length, most, limit):
-    plan, rows, masked = mask(
-        shards, np.arange(2000), length=length, max_predictions=most, next_sentence=next_sentence
-    )
+    plan, rows, masked = mask(shards, np.arange(2000), length=length, max_predictions=most, next_sentence=next_sentence)
     counts = np.bincount(rows.sequence[masked.rows], minlength=2000)
     assert counts.tolist() == [min(limit, max(1, round(0.15 * n))) for n in plan.lengths.tolist()]
     assert (np.diff(masked.rows) > 0).all()
@@ -65,9 +61,7 @@ def test_counts_are_known_from_lengths(shards):
     masker = Masker(shards, DEFAULT, sequence_length=64, max_predictions=7)
     known = masker.counts(plan.lengths, special_tokens=3)
     assert np.array_equal(known, np.bincount(rows.sequence[masked.rows], minlength=500))
-    greedy = Masker(
-        shards, Masking.model_validate({"probability": 0.99}), sequence_length=64, max_predictions=64
-    )
+    greedy = Masker(shards, Masking.model_validate({"probability": 0.99}), sequence_length=64, max_predictions=64)
     assert greedy.counts(np.array([5, 64]), special_tokens=3).tolist() == [2, 61]
 
 

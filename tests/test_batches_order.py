@@ -73,9 +73,7 @@ def test_binomial_counts_fair_coins():
 
 @settings(max_examples=25, deadline=None)
 @given(
-    sources=st.lists(
-        st.tuples(st.integers(0, 60), st.sampled_from([0.3, 0.5, 1.0, 1.7, 3.0])), min_size=1, max_size=4
-    ),
+    sources=st.lists(st.tuples(st.integers(0, 60), st.sampled_from([0.3, 0.5, 1.0, 1.7, 3.0])), min_size=1, max_size=4),
     key=st.integers(0, 2**32),
 )
 def test_epochs_go_through_every_source_in_turn(sources, key):

@@ -130,9 +130,7 @@ def test_labels_are_even_and_random_segments_come_from_anywhere():
     expected = counts.sum() / 100
     # Own documents are excluded, so longer ones come up a little less often.
     assert ((counts - expected) ** 2 / expected).mean() < 2
-    share = np.mean(
-        [label for *_, label in sequences(sampler(shards, 64, random_next_share=0.2), np.arange(5000))]
-    )
+    share = np.mean([label for *_, label in sequences(sampler(shards, 64, random_next_share=0.2), np.arange(5000))])
     assert abs(share - 0.2) < 0.03
 
 

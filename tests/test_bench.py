@@ -31,25 +31,33 @@ STEP: dict[str, Any] = {
     "torch": "2.13.0+cpu",
     "results": [
         {
-            "size": "mini", "length": 128, "sequences_per_step": 2, "mean_tokens": 100.0,
+            "size": "mini",
+            "length": 128,
+            "sequences_per_step": 2,
+            "mean_tokens": 100.0,
             "tokens_per_second": {"ours": 2248.95, "sdpa": 2286.63, "eager": 1949.35},
             "spread": {"ours": [2200.0, 2300.0], "sdpa": [2100.0, 2400.0], "eager": [1900.0, 2000.0]},
-            "best_peer": "sdpa", "ratios": {"sdpa": [0.98, 0.95, 1.1], "eager": [1.15, 1.1, 1.2]}, "loss": {"ours": 7.64},
-            "matmul_peak_gflops": 373.9, "peak_fraction": 0.1,
+            "best_peer": "sdpa",
+            "ratios": {"sdpa": [0.98, 0.95, 1.1], "eager": [1.15, 1.1, 1.2]},
+            "loss": {"ours": 7.64},
+            "matmul_peak_gflops": 373.9,
+            "peak_fraction": 0.1,
         }
     ],
-}  # fmt: skip
+}
 LOADER: dict[str, Any] = {
     "loader": [
         {
-            "length": 128, "sequences_per_batch": 8,
+            "length": 128,
+            "sequences_per_batch": 8,
             "sequences_per_second": {"ours": 7750.1, "transformers": 12176.9},
             "spread": {"ours": [7700.0, 7800.0], "transformers": [12000.0, 12300.0]},
-            "ratio": 0.636, "ratio_spread": [0.63, 0.64],
+            "ratio": 0.636,
+            "ratio_spread": [0.63, 0.64],
         }
     ],
     "resume": {"sample": 150_000_000, "seconds": 0.39},
-}  # fmt: skip
+}
 PREPARE: dict[str, Any] = {
     "cores": 2,
     "file": {"path": "wiki.txt", "megabytes": 10.0},
@@ -69,9 +77,14 @@ PREPARE: dict[str, Any] = {
 ABOUT: dict[str, Any] = {
     "started": "2026-11-21T18:49:05+00:00",
     "git_commit": "a955c95" + "0" * 33 + "-dirty",
-    "cpu": "AMD <EPYC>", "cpu_cores": 2, "gpus": [], "memory_bytes": 24 << 30, "platform": "Linux", "python": "3.11.7",
+    "cpu": "AMD <EPYC>",
+    "cpu_cores": 2,
+    "gpus": [],
+    "memory_bytes": 24 << 30,
+    "platform": "Linux",
+    "python": "3.11.7",
     "packages": {"torch": "2.13.0"},
-}  # fmt: skip
+}
 INPUTS = {"corpus": "ab12", "text": "cd34"}
 
 
@@ -135,8 +148,11 @@ class TestRows:
         whole, alone, tokenising = results.prepare_rows(PREPARE)
         assert (alone.ours.median, alone.peer.median, alone.ratio.median) == (10.0, 6.7, 1.5)
         assert (whole.what, whole.ours.median, whole.peer.median, whole.ratio.median) == (
-            "prepare 10 MB, text to shards", 10.0, 3.0, 3.3,
-        )  # fmt: skip
+            "prepare 10 MB, text to shards",
+            10.0,
+            3.0,
+            3.3,
+        )
         assert (tokenising.ours.median, tokenising.peer_name, tokenising.ratio.high) == (
             41.5,
             "encode_batch_fast",
@@ -151,9 +167,12 @@ class TestRows:
 class TestCollecting:
     def test_one_failure_leaves_the_others(self, found: Results, tmp_path: Path) -> None:
         assert list(found.measured) == [
-            "step mini @128", "loader @128", "prepare 10 MB, text to shards",
-            "prepare 10 MB, text to shards, peer to ids alone", "tokenise 10 MB, sentences to ids",
-        ]  # fmt: skip
+            "step mini @128",
+            "loader @128",
+            "prepare 10 MB, text to shards",
+            "prepare 10 MB, text to shards, peer to ids alone",
+            "tokenise 10 MB, sentences to ids",
+        ]
         log = tmp_path / "step-base-512.log"
         assert found.failed == {"step base @512": f"disk <full> (its output: {log})"}
         assert log.read_text() == "warning: x\nerror: disk <full>\n"
@@ -271,8 +290,12 @@ class TestCommand:
         assert main(["bench", *arguments, "--quick", "--out", "here"]) == 0
         found = results.read(Path("here/bench.json"))
         assert [what.partition(" ")[0] for what in found.measured] == [
-            "step", "loader", "loader", "prepare", "tokenise",
-        ]  # fmt: skip
+            "step",
+            "loader",
+            "loader",
+            "prepare",
+            "tokenise",
+        ]
         assert [row.limit is not None for row in found.measured.values()] == [True, False, True, True, True]
         Page(Path("here/bench.html").read_text()).assert_stands_alone()
         assert main(["bench", "compare", "here/bench.json", "here/bench.json"]) == 0
@@ -286,9 +309,17 @@ class TestWritingOut:
         assert len({len(line) for line in table}) == 1
         step = re.split(r"  +", table[1])
         assert step == [
-            "step mini @128", "useful tokens/s", "2,249", "(2,200-2,300)", "transformers sdpa", "2,287", "0.98",
-            "(0.95-1.10)", "22,489", "10 %",
-        ]  # fmt: skip
+            "step mini @128",
+            "useful tokens/s",
+            "2,249",
+            "(2,200-2,300)",
+            "transformers sdpa",
+            "2,287",
+            "0.98",
+            "(0.95-1.10)",
+            "22,489",
+            "10 %",
+        ]
         assert rest[0].startswith("step base @512: failed: disk <full>")
         assert [line.partition(",")[0] for line in rest[1:]] == [
             "limit of step: matmul peak",
@@ -326,8 +357,15 @@ class TestPage:
         for row in found.measured.values():
             for cell in results.cells(row):
                 assert cell in shown.text, cell
-        for expected in ("commit a955c95-dirty", "AMD <EPYC>", "disk <full>", "matmul peak: 22,489", "ab12",
-                         "the step's need: 22.5", "reading the file: 20,000, off to the right"):  # fmt: skip
+        for expected in (
+            "commit a955c95-dirty",
+            "AMD <EPYC>",
+            "disk <full>",
+            "matmul peak: 22,489",
+            "ab12",
+            "the step's need: 22.5",
+            "reading the file: 20,000, off to the right",
+        ):
             assert expected in shown.text, expected
         assert shown.html.count("<figure") == 5
 
@@ -389,18 +427,20 @@ def row(what: str, ours: Figure, peer: float = 10, peer_name: str = "peer") -> R
 
 
 def measured(*rows: Row | Failure, **changes: Any) -> Results:
-    machine = Machine(
-        cpu="A", cores=2, threads=2, gpus=[], memory_bytes=1, platform="", python="", packages={}
-    )
+    machine = Machine(cpu="A", cores=2, threads=2, gpus=[], memory_bytes=1, platform="", python="", packages={})
     machine = machine.model_copy(update={key: value for key, value in changes.items() if key != "inputs"})
     runs = [
         Run(what=one.what, kind="step", command="", seconds=1, result=None, failed=getattr(one, "failed", ""))
         for one in rows
     ]
     return Results(
-        date=ABOUT["started"], commit=None, machine=machine, inputs=changes.get("inputs", INPUTS), rows=list(rows),
+        date=ABOUT["started"],
+        commit=None,
+        machine=machine,
+        inputs=changes.get("inputs", INPUTS),
+        rows=list(rows),
         runs=runs,
-    )  # fmt: skip
+    )
 
 
 Compare = Callable[..., tuple[int, str]]
@@ -438,12 +478,8 @@ class TestCompare:
         assert compare.verdict(a, b, 0.05) == expected
 
     def test_a_slow_down_is_shown_and_fails(self, compared: Compare) -> None:
-        a = measured(
-            row("fast", of(95, 100, 105)), row("slow", of(95, 100, 105)), row("same", of(90, 100, 105))
-        )
-        b = measured(
-            row("fast", of(190, 200, 210), peer=11), row("slow", of(70, 80, 90)), row("same", of(85, 95, 100))
-        )
+        a = measured(row("fast", of(95, 100, 105)), row("slow", of(95, 100, 105)), row("same", of(90, 100, 105)))
+        b = measured(row("fast", of(190, 200, 210), peer=11), row("slow", of(70, 80, 90)), row("same", of(85, 95, 100)))
         code, out = compared(a, b)
         assert code == 1
         lines = {line.split()[0]: re.split(r"  +", line) for line in out.splitlines()}
@@ -538,9 +574,7 @@ class TestCompare:
         assert fault in line
 
     @pytest.mark.parametrize("threshold", ["-0.1", "nan"])
-    def test_a_senseless_threshold_is_refused(
-        self, capsys: pytest.CaptureFixture[str], threshold: str
-    ) -> None:
+    def test_a_senseless_threshold_is_refused(self, capsys: pytest.CaptureFixture[str], threshold: str) -> None:
         assert main(["bench", "compare", "a", "b", f"--threshold={threshold}"]) == 2
         assert capsys.readouterr().err.startswith("error: --threshold: is ")
 

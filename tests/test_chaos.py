@@ -83,9 +83,7 @@ def test_five_killed_workers(corpus: Path, one_node: Cluster, undisturbed: Path,
     told("1 kill workers", recoveries=[round(one, 1) for one in seconds])
 
 
-def test_killed_driver_and_resubmission(
-    corpus: Path, one_node: Cluster, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_killed_driver_and_resubmission(corpus: Path, one_node: Cluster, undisturbed: Path, tmp_path: Path) -> None:
     values = settings(corpus, tmp_path / "driver", steps=300)
     run_dir = one_node.submit(values)
     wait_for_step(run_dir, 60)
@@ -116,9 +114,7 @@ def test_lost_head_and_resubmission(corpus: Path, undisturbed: Path, tmp_path: P
     told("6 head lost", seconds=round(seconds, 1))
 
 
-def test_stop_saves_the_current_step(
-    corpus: Path, one_node: Cluster, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_stop_saves_the_current_step(corpus: Path, one_node: Cluster, undisturbed: Path, tmp_path: Path) -> None:
     values = settings(corpus, tmp_path / "stopped", steps=300)
     run_dir = one_node.submit(values)
     wait_for_step(run_dir, 40)
@@ -169,9 +165,7 @@ def test_a_stopped_process_is_noticed(
     assert one_node.wait_end(f"hang-{rank}") == "succeeded"
     assert_equal(run_dir, undisturbed)
     assert "Thread" in (run_dir / f"logs/stacks-{1 - rank}.txt").read_text()
-    assert "fit" in (run_dir / f"logs/stacks-{rank}.txt").read_text(), (
-        "the stopped process, read from outside"
-    )
+    assert "fit" in (run_dir / f"logs/stacks-{rank}.txt").read_text(), "the stopped process, read from outside"
     assert not victim.is_running() or victim.status() == "zombie"
     told("11 SIGSTOP", rank=rank, noticed=round(hang["time"] - began, 1), recovered=round(seconds, 1))
 
@@ -231,17 +225,11 @@ def kill_all(processes: list[psutil.Process]) -> None:
 
 
 def pid_of_rank(run_dir: Path, rank: int) -> int:
-    starts = [
-        line
-        for line in (run_dir / f"logs/worker-{rank}.log").read_text().splitlines()
-        if ", process " in line
-    ]
+    starts = [line for line in (run_dir / f"logs/worker-{rank}.log").read_text().splitlines() if ", process " in line]
     return int(starts[-1].split(", process ")[1].split()[0])
 
 
-def test_a_lost_node_shrinks_the_group_and_its_return_grows_it(
-    corpus: Path, undisturbed: Path, tmp_path: Path
-) -> None:
+def test_a_lost_node_shrinks_the_group_and_its_return_grows_it(corpus: Path, undisturbed: Path, tmp_path: Path) -> None:
     with cluster(tmp_path / "state", "--nodes", "2", "--cpus-per-node", "1") as two:
         values = settings(corpus, tmp_path / "elastic", steps=1500)
         run_dir = two.submit(values, "--workers", "1-2")
@@ -300,9 +288,12 @@ def drain(on: Cluster, node: int) -> None:
         "print(GcsClient(address=sys.argv[1]).drain_node(nodes[int(sys.argv[2])]['NodeID'], reason, 'spot', deadline))\n"
     )
     subprocess.run(
-        [sys.executable, "-c", script, described["address"], str(node)], check=True, env=on.environment,
-        cwd=Path(__file__).parent.parent, timeout=60,
-    )  # fmt: skip
+        [sys.executable, "-c", script, described["address"], str(node)],
+        check=True,
+        env=on.environment,
+        cwd=Path(__file__).parent.parent,
+        timeout=60,
+    )
 
 
 def test_ten_jobs_run_in_order(corpus: Path, one_node: Cluster, tmp_path: Path) -> None:
@@ -353,9 +344,11 @@ def test_no_secret_is_written_and_nobody_gets_in_without_the_token(corpus: Path,
             assert listening == {"127.0.0.1"}
             told = answers[2].text + one.command("logs", "canary") + one.command("status", "canary")
             written = "".join(
-                path.read_text(errors="replace") for place in (run_dir, folder) for path in place.rglob("*")
+                path.read_text(errors="replace")
+                for place in (run_dir, folder)
+                for path in place.rglob("*")
                 if path.is_file() and path.name != "token"
-            )  # fmt: skip
+            )
             for secret in (*CANARIES.values(), token):
                 assert secret not in told
                 assert secret not in written
@@ -373,16 +366,28 @@ def test_a_second_submission_and_impossible_resources_are_refused(
     began = time.time()
     assert "is " in one_node.command("submit", "--", "pretrain", path, code=2)
     assert "too few for 64 workers" in one_node.command(
-        "submit", "--workers", "64", "--", "pretrain", path, "--set", "name=large",
-        "--set", "phases.0.global_sequences=64", code=3,
-    )  # fmt: skip
+        "submit",
+        "--workers",
+        "64",
+        "--",
+        "pretrain",
+        path,
+        "--set",
+        "name=large",
+        "--set",
+        "phases.0.global_sequences=64",
+        code=3,
+    )
     assert time.time() - began < 15
     wait_for_step(run_dir, 5)
     # Beside the cluster, in the same folder.
     beside = subprocess.run(
         [sys.executable, "-m", "pretrain", "pretrain", path, "--resume", "--no-ray", "--workers", "1"],
-        cwd=Path(__file__).parent.parent, capture_output=True, text=True, timeout=60,
-    )  # fmt: skip
+        cwd=Path(__file__).parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     assert beside.returncode == 2
     assert "another process trains in it" in beside.stderr
     one_node.command("stop", "busy")
@@ -425,8 +430,11 @@ def test_a_kill_while_a_checkpoint_is_written_costs_that_one_only(corpus: Path, 
     for number in range(10):
         started = subprocess.Popen(
             [sys.executable, "-m", "pretrain", "pretrain", str(path), "--no-ray", *(["--resume"] if number else [])],
-            cwd=Path(__file__).parent.parent, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
+            cwd=Path(__file__).parent.parent,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
         first = newest_checkpoint(run_dir)
         wait_for(lambda first=first: newest_checkpoint(run_dir) > first + 10, 60)
         deadline = time.monotonic() + 10

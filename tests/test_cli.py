@@ -164,10 +164,7 @@ def test_more_workers_than_cores_are_refused(config_file: Path, calls: Calls, ca
     batch = f"phases.0.global_sequences={many}"
     assert cli("pretrain", config_file, "--workers", many, "--set", batch) == 3
     assert f"too few for {many} workers" in error_of(capsys)
-    assert (
-        cli("pretrain", config_file, "--workers", many, "--set", batch, "--set", "scheduling.address=h:1")
-        == 0
-    )
+    assert cli("pretrain", config_file, "--workers", many, "--set", batch, "--set", "scheduling.address=h:1") == 0
 
 
 def test_a_run_folder_that_cannot_be_written(config_file: Path, calls: Calls, capsys):
@@ -217,9 +214,13 @@ def test_another_vocabulary(config_file: Path, calls: Calls, capsys, override: s
 
 
 @pytest.mark.parametrize(
-    "override", ["corpus.vocabulary.size=900", "corpus.vocabulary.path=corpus/vocab.txt",
-                 "corpus.vocabulary.path=corpus/tokenizer.json"],
-)  # fmt: skip
+    "override",
+    [
+        "corpus.vocabulary.size=900",
+        "corpus.vocabulary.path=corpus/vocab.txt",
+        "corpus.vocabulary.path=corpus/tokenizer.json",
+    ],
+)
 def test_the_same_vocabulary(config_file: Path, calls: Calls, override: str):
     assert cli("pretrain", config_file, "--set", override) == 0
 
@@ -239,9 +240,7 @@ def raise_in_run(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
     monkeypatch.setattr("cluster.workers.launch.run", run)
 
 
-@pytest.mark.parametrize(
-    ("error", "code"), [(MachineError("m"), 3), (DivergedError("d"), 4), (StoppedError("s"), 75)]
-)
+@pytest.mark.parametrize(("error", "code"), [(MachineError("m"), 3), (DivergedError("d"), 4), (StoppedError("s"), 75)])
 def test_the_end_of_the_workers_is_the_exit_code(
     config_file: Path, calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys, error: Exception, code: int
 ):
@@ -364,9 +363,7 @@ def test_help_has_examples_and_imports_nothing_heavy(arguments: list[str]):
         "except SystemExit: pass\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules}))"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True
-    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
     loaded = result.stdout.splitlines()[-1]
     for heavy in ("torch", "ray", "transformers", "numpy", "pydantic", "yaml", "rich", "wandb", "deepspeed"):
         assert f"'{heavy}'" not in loaded
@@ -398,9 +395,7 @@ def test_the_driver_loads_no_torch_before_workers_start(config_file: Path):
         ["bench", "all", "--corpus", "s3://bucket/a", "--text", "b"],
     ],
 )
-def test_remote_addresses_are_refused(
-    arguments: list[str], capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_remote_addresses_are_refused(arguments: list[str], capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
@@ -455,5 +450,5 @@ def test_launch_sh_exports_a_run_by_what_it_holds(tmp_path: Path, options: list[
     for run, module in (("pretrained", "pretrain"), ("tuned", "finetune")):
         said = subprocess.run(
             ["./launch.sh", "export", *options, run, "out"], cwd=tmp_path, capture_output=True, text=True, check=True
-        )  # fmt: skip
+        )
         assert said.stdout.split()[:3] == ["-m", module, "export"]

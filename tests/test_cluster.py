@@ -74,9 +74,7 @@ def test_killed_worker_restarts_once_and_a_mistake_never_does(folder: Path) -> N
         _run("killed_then_mistaken", folder, workers=2, cpus_per_worker=1, max_failures=5)
     assert _starts(folder, 0) == _starts(folder, 1) == ["resume=False", "resume=True"]
     assert (folder / "sum-0").read_text() == "2", "the workers did not reach each other"
-    assert (folder / "title-1").read_text().startswith(PROCESS_TITLE), (
-        "Kubernetes waits for processes of that name"
-    )
+    assert (folder / "title-1").read_text().startswith(PROCESS_TITLE), "Kubernetes waits for processes of that name"
     log = (folder / "run/logs/worker-1.log").read_text()
     assert log.count("rank 1 of 2, 1 threads") == 2
     assert log.count("a child writes here too") == 2

@@ -37,8 +37,11 @@ def run_all(trials: tuple[dict[str, Any], ...], **options: Any) -> list[Event]:
     run_trials(
         "trial_targets:trial",
         [Trial(Path("run") / trial["name"], trial) for trial in trials],
-        name="test", run_dir=Path("run"), poll=events.extend, **options,
-    )  # fmt: skip
+        name="test",
+        run_dir=Path("run"),
+        poll=events.extend,
+        **options,
+    )
     return events
 
 
@@ -57,10 +60,7 @@ def test_trials_run_side_by_side_and_only_crashes_are_repeated(folder: Path) -> 
     assert isinstance(found["e"], MachineError)
     message = str(found["e"])
     assert "\n" not in message
-    assert (
-        "run/e/logs/worker-0.log: crashed (ZeroDivisionError: a bug in two lines) and all max_failures=1"
-        in message
-    )
+    assert "run/e/logs/worker-0.log: crashed (ZeroDivisionError: a bug in two lines) and all max_failures=1" in message
     starts = {name: (folder / f"starts-{name}").read_text().splitlines() for name in "abcde"}
     assert {name: len(lines) for name, lines in starts.items()} == {"a": 1, "b": 1, "c": 2, "d": 1, "e": 2}
     assert all(line.split()[0] == "1" for lines in starts.values() for line in lines)
@@ -84,13 +84,16 @@ def test_trials_run_on_a_cluster(
         stderr=subprocess.DEVNULL,
         env={**os.environ, "RAY_AUTH_MODE": "token"},
         start_new_session=True,
-    )  # fmt: skip
+    )
     try:
         _wait_for_port(port)
         events = run_all(TRIALS[:4], address=f"127.0.0.1:{port}", parallel=2)
         assert {name: type(error) for name, error in ends(events).items()} == {
-            "a": type(None), "b": type(None), "c": MachineError, "d": DivergedError,
-        }  # fmt: skip
+            "a": type(None),
+            "b": type(None),
+            "c": MachineError,
+            "d": DivergedError,
+        }
         assert head.poll() is None, "the cluster is not ours to end"
     finally:
         end_session(head.pid)

@@ -84,9 +84,18 @@ def test_whole_numbers(write, written: str, read: int):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        (("zero_stage: 1", "zero_stge: 1"), "run.yaml:17: engine.zero_stge is not a known setting; did you mean zero_stage?"),
-        (("name: trial", "name: trial\nzero_stage: 1"), "run.yaml:2: zero_stage is not a known setting; did you mean engine.zero_stage?"),
-        (("steps: 5", "warmup_step: 5\n    steps: 5"), "run.yaml:14: phases.1.warmup_step is not a known setting; did you mean warmup_steps?"),
+        (
+            ("zero_stage: 1", "zero_stge: 1"),
+            "run.yaml:17: engine.zero_stge is not a known setting; did you mean zero_stage?",
+        ),
+        (
+            ("name: trial", "name: trial\nzero_stage: 1"),
+            "run.yaml:2: zero_stage is not a known setting; did you mean engine.zero_stage?",
+        ),
+        (
+            ("steps: 5", "warmup_step: 5\n    steps: 5"),
+            "run.yaml:14: phases.1.warmup_step is not a known setting; did you mean warmup_steps?",
+        ),
         (("steps: 10", "steps: ten"), "run.yaml:10: phases.0.steps is 'ten'; expected a whole number"),
         (("steps: 10", "steps: '10'"), "run.yaml:10: phases.0.steps is '10'; expected a whole number"),
         (("steps: 10", "steps: 10.5"), "run.yaml:10: phases.0.steps is 10.5; expected a whole number"),
@@ -97,19 +106,46 @@ def test_whole_numbers(write, written: str, read: int):
         (("1e-4", ".inf"), "run.yaml:11: phases.0.peak_learning_rate is inf; expected a finite number"),
         (("zero_stage: 1", "zero_stage: 4"), "run.yaml:17: engine.zero_stage is 4; expected one of 0, 1, 2 or 3"),
         (("zero_stage: 1", "compile: yes"), "run.yaml:17: engine.compile is 'yes'; expected true or false"),
-        (("name: trial", "name: 7"), "run.yaml:1: name is 7; expected text; put it in quotes if it looks like a number"),
-        (("name: trial", "name: Ärger"), "run.yaml:1: name: 'Ärger' must be 1 to 63 of a-z, 0-9 and '-', and not begin with '-'"),
-        (("  zero_stage: 1", "  - zero_stage"), "run.yaml:16: engine is a list of 1; expected a section of `key: value` lines"),
-        (("  dir: corpora/trial\n", ""), "run.yaml:2: corpus.dir is missing. Folder of the token shards, tokenizer, manifest and card."),
+        (
+            ("name: trial", "name: 7"),
+            "run.yaml:1: name is 7; expected text; put it in quotes if it looks like a number",
+        ),
+        (
+            ("name: trial", "name: Ärger"),
+            "run.yaml:1: name: 'Ärger' must be 1 to 63 of a-z, 0-9 and '-', and not begin with '-'",
+        ),
+        (
+            ("  zero_stage: 1", "  - zero_stage"),
+            "run.yaml:16: engine is a list of 1; expected a section of `key: value` lines",
+        ),
+        (
+            ("  dir: corpora/trial\n", ""),
+            "run.yaml:2: corpus.dir is missing. Folder of the token shards, tokenizer, manifest and card.",
+        ),
         (("      path: data/*.txt\n", ""), "run.yaml:5: corpus.sources.0: kind: books needs path"),
-        (("steps: 10", "steps: 10\n    warmup_steps: 11"), "run.yaml:8: phases.0: warmup_steps (11) must not exceed steps (10)"),
-        (("length: 128", "length: 1024"), "run.yaml:12: phases.1.sequence_length (1024) exceeds model.max_positions (512)"),
-        (("zero_stage: 1", "micro_batch_tokens: 100"), "run.yaml:17: engine.micro_batch_tokens (100) is smaller than phases.1.sequence_length (128)"),
-        (("zero_stage: 1", "zero_stage: 1\n  zero_stage: 2"), "run.yaml:18: not valid YAML: zero_stage stands twice, first on line 17."),
-        (("zero_stage: 1", "zero_stage: [1"), "run.yaml:18: not valid YAML: expected ',' or ']', but got '<stream end>'."),
+        (
+            ("steps: 10", "steps: 10\n    warmup_steps: 11"),
+            "run.yaml:8: phases.0: warmup_steps (11) must not exceed steps (10)",
+        ),
+        (
+            ("length: 128", "length: 1024"),
+            "run.yaml:12: phases.1.sequence_length (1024) exceeds model.max_positions (512)",
+        ),
+        (
+            ("zero_stage: 1", "micro_batch_tokens: 100"),
+            "run.yaml:17: engine.micro_batch_tokens (100) is smaller than phases.1.sequence_length (128)",
+        ),
+        (
+            ("zero_stage: 1", "zero_stage: 1\n  zero_stage: 2"),
+            "run.yaml:18: not valid YAML: zero_stage stands twice, first on line 17.",
+        ),
+        (
+            ("zero_stage: 1", "zero_stage: [1"),
+            "run.yaml:18: not valid YAML: expected ',' or ']', but got '<stream end>'.",
+        ),
         (("zero_stage: 1", "zero_stage: *x"), "run.yaml:17: not valid YAML: found undefined alias 'x'."),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_told_with_their_line(write, change: tuple[str, str], expected: str):
     assert change[0] in GOOD
     assert problems(write(GOOD.replace(*change, 1))) == [expected]
@@ -195,7 +231,10 @@ def test_overrides_reach_sections_lists_and_new_places(write):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("engine.zero_stge=1", "--set engine.zero_stge=1: engine.zero_stge is not a known setting; did you mean zero_stage?"),
+        (
+            "engine.zero_stge=1",
+            "--set engine.zero_stge=1: engine.zero_stge is not a known setting; did you mean zero_stage?",
+        ),
         ("engin.zero_stage=1", "--set engin.zero_stage=1: engin is not a known setting; did you mean engine?"),
         ("phases.0.steps=ten", "--set phases.0.steps=ten: phases.0.steps is 'ten'; expected a whole number"),
         ("phases.5.steps=1", "--set phases.5.steps=1: phases is a list of 2; 5 is none of its numbers 0 to 2."),
@@ -206,7 +245,7 @@ def test_overrides_reach_sections_lists_and_new_places(write):
         ("seed=[1", "--set seed=[1: not valid YAML: expected ',' or ']', but got '<stream end>'."),
         ("phases=[]", "--set phases=[]: phases is a list of 0; expected at least 1 item"),
     ],
-)  # fmt: skip
+)
 def test_mistaken_overrides_are_named(write, override: str, expected: str):
     assert problems(write(GOOD), override) == [expected]
 
@@ -240,9 +279,20 @@ def resumed(write, *overrides: str) -> list[str]:
 
 
 def test_a_resumed_run_may_move_and_change_its_speed(write):
-    assert resumed(write, "scheduling.workers=4", "run_dir=elsewhere", "engine.zero_stage=3",
-                   "engine.micro_batch_tokens=512", "tracking.tags=[x]", "checkpoint.keep_last=9",
-                   "phases.1.peak_learning_rate=1e-6", "phases.0.warmup_steps=2") == []  # fmt: skip
+    assert (
+        resumed(
+            write,
+            "scheduling.workers=4",
+            "run_dir=elsewhere",
+            "engine.zero_stage=3",
+            "engine.micro_batch_tokens=512",
+            "tracking.tags=[x]",
+            "checkpoint.keep_last=9",
+            "phases.1.peak_learning_rate=1e-6",
+            "phases.0.warmup_steps=2",
+        )
+        == []
+    )
 
 
 def test_a_resumed_run_keeps_what_it_computes(write):
@@ -270,9 +320,7 @@ def test_what_cannot_be_is_a_line(write, override: str, expected: str):
         load_config(write(GOOD), [override])
 
 
-@pytest.mark.parametrize(
-    "text", ["08", "1e5", "0x1F", "-.5e3", "1_000", "off", "null", "1:30", "2001-01-01", "~", ""]
-)
+@pytest.mark.parametrize("text", ["08", "1e5", "0x1F", "-.5e3", "1_000", "off", "null", "1:30", "2001-01-01", "~", ""])
 def test_dumped_text_stays_text(text: str, write):
     config = load_config(CONFIGS[0], [f"tracking.group={json.dumps(text)}"])
     assert config.tracking.group == text
@@ -281,9 +329,7 @@ def test_dumped_text_stays_text(text: str, write):
 
 def bomb(level: str) -> str:
     """Eleven levels, each of nine aliases of the one before: 9^12 values where they are written out."""
-    return "a0: &a0 {k: x}\n" + "".join(
-        f"a{n}: &a{n} {level % ','.join([f'*a{n - 1}'] * 9)}\n" for n in range(1, 12)
-    )
+    return "a0: &a0 {k: x}\n" + "".join(f"a{n}: &a{n} {level % ','.join([f'*a{n - 1}'] * 9)}\n" for n in range(1, 12))
 
 
 @pytest.mark.parametrize(
@@ -291,18 +337,30 @@ def bomb(level: str) -> str:
     [
         (bomb("[%s]"), "run.yaml:6: not valid YAML: more than 50,000 values, with every alias written out."),
         (bomb("{<<: [%s]}"), "run.yaml:6: not valid YAML: more than 50,000 values, with every alias written out."),
-        (GOOD + "  deepspeed: &a {b: {c: *a}}\n", "run.yaml:18: not valid YAML: an alias stands within what it is an alias of."),
-        (GOOD + "  deepspeed: {a: " + "[" * 3000 + "]" * 3000 + "}\n", "run.yaml:18: not valid YAML: more than 50 levels of sections and lists."),
-        ("a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 3000)), "run.yaml:50: not valid YAML: more than 50 levels of sections and lists."),
+        (
+            GOOD + "  deepspeed: &a {b: {c: *a}}\n",
+            "run.yaml:18: not valid YAML: an alias stands within what it is an alias of.",
+        ),
+        (
+            GOOD + "  deepspeed: {a: " + "[" * 3000 + "]" * 3000 + "}\n",
+            "run.yaml:18: not valid YAML: more than 50 levels of sections and lists.",
+        ),
+        (
+            "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 3000)),
+            "run.yaml:50: not valid YAML: more than 50 levels of sections and lists.",
+        ),
         (GOOD + "seed: " + "1" * 5000 + "\n", "run.yaml:18: not valid YAML: '" + "1" * 56 + "... is beyond 64 bits."),
         (GOOD + "seed: 0x" + "f" * 17 + "\n", "run.yaml:18: not valid YAML: '0xfffffffffffffffff' is beyond 64 bits."),
         (GOOD + "seed: !!int ten\n", "run.yaml:18: not valid YAML: 'ten' is no int."),
         (GOOD + "seed: !!bool ten\n", "run.yaml:18: not valid YAML: 'ten' is no bool."),
-        (GOOD + "seed: !!timestamp ten\n", "run.yaml:18: not valid YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:timestamp'."),
+        (
+            GOOD + "seed: !!timestamp ten\n",
+            "run.yaml:18: not valid YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:timestamp'.",
+        ),
         (GOOD + "#" * (1 << 20), "run.yaml: more than 1 MiB. Name a YAML file of settings."),
     ],
     ids=lambda value: value[:40] if value.startswith("run") else "",
-)  # fmt: skip
+)
 def test_hostile_yaml_is_a_line(write, text: str, expected: str):
     assert problems(write(text)) == [expected]
 
@@ -310,9 +368,7 @@ def test_hostile_yaml_is_a_line(write, text: str, expected: str):
 def test_values_are_bounded_before_all_are_read(write, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("pretrain.common.settings._MOST_VALUES", 1000)
     read: list[int] = []
-    monkeypatch.setattr(
-        "pretrain.common.settings._Loader._extent", lambda loader, node: read.append(1) or (1, 1)
-    )
+    monkeypatch.setattr("pretrain.common.settings._Loader._extent", lambda loader, node: read.append(1) or (1, 1))
     [line] = problems(write(GOOD + f"  deepspeed: {{a: [{'1,' * 2000}]}}\n"))
     assert line == "run.yaml:18: not valid YAML: more than 1,000 values, with every alias written out."
     assert len(read) == 1001
@@ -332,14 +388,23 @@ def test_aliases_and_merged_sections_are_read(write):
     ("override", "expected"),
     [
         (f"seed={'1' * 5000}", f"--set seed={'1' * 192}...: not valid YAML: '{'1' * 56}... is beyond 64 bits."),
-        (f"phases.{'1' * 5000}=1", f"--set phases.{'1' * 190}...: phases is a list of 2; '{'1' * 5000}' is none of its numbers 0 to 2."),
+        (
+            f"phases.{'1' * 5000}=1",
+            f"--set phases.{'1' * 190}...: phases is a list of 2; '{'1' * 5000}' is none of its numbers 0 to 2.",
+        ),
         (f"{'a.' * 3000}a=1", f"--set {'a.' * 98}a...: expected key.path=value, for example phases.0.steps=10."),
-        ("run_dir=[" + "[" * 500, "--set run_dir=" + "[" * 189 + "...: not valid YAML: more than 50 levels of sections and lists."),
-        ('run_dir="a\\nb"', "--set run_dir=\"a\\nb\": run_dir is 'a\\nb', which holds control characters (\\n). Write it without."),
+        (
+            "run_dir=[" + "[" * 500,
+            "--set run_dir=" + "[" * 189 + "...: not valid YAML: more than 50 levels of sections and lists.",
+        ),
+        (
+            'run_dir="a\\nb"',
+            "--set run_dir=\"a\\nb\": run_dir is 'a\\nb', which holds control characters (\\n). Write it without.",
+        ),
         ("run_dir=a\x1b[2J", "--set run_dir=a\\x1b[2J: not valid YAML: the character \\x1b cannot stand here."),
     ],
     ids=lambda value: value[:20],
-)  # fmt: skip
+)
 def test_hostile_overrides_are_a_line(write, override: str, expected: str):
     assert problems(write(GOOD), override) == [expected]
 

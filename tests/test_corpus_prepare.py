@@ -52,17 +52,14 @@ WORDS = [
 def text(seed: int, sentences: int = 12) -> str:
     """Sentences of random words, two paragraphs."""
     draw = random.Random(seed)
-    lines = [
-        " ".join(draw.choices(WORDS, k=draw.randint(4, 20))).capitalize() + "." for _ in range(sentences)
-    ]
+    lines = [" ".join(draw.choices(WORDS, k=draw.randint(4, 20))).capitalize() + "." for _ in range(sentences)]
     half = sentences // 2
     return f"{' '.join(lines[:half])}\n{' '.join(lines[half:])}"
 
 
 def write_wiki(path: Path, texts: list[str]) -> None:
     documents = [
-        f'<doc id="{n}" url="x" title="Title {n}">\nTitle {n}\n\n{body}\n\n</doc>\n'
-        for n, body in enumerate(texts)
+        f'<doc id="{n}" url="x" title="Title {n}">\nTitle {n}\n\n{body}\n\n</doc>\n' for n, body in enumerate(texts)
     ]
     path.write_text("".join(documents), encoding="utf-8")
 
@@ -71,9 +68,7 @@ def config(folder: Path, corpus_dir: Path, **changes: Any) -> RunConfig:
     settings: dict[str, Any] = {
         "dir": str(corpus_dir),
         "sources": (
-            Source(
-                kind="wikiextractor", name="wiki", path=str(folder / "wiki*.txt"), weight=2, licence="free"
-            ),
+            Source(kind="wikiextractor", name="wiki", path=str(folder / "wiki*.txt"), weight=2, licence="free"),
             Source(kind="jsonl", name="lines", path=str(folder / "lines.jsonl")),
         ),
         "vocabulary": {"size": 200, "min_frequency": 1},
@@ -107,9 +102,7 @@ def prepared(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def content(folder: Path) -> dict[str, bytes]:
     """All files; of the manifest only what tells of the text (its settings name the folder's own paths)."""
-    found = {
-        path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name[0] != "."
-    }
+    found = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name[0] != "."}
     found["manifest.json"] = json.loads(found["manifest.json"])["fingerprint"].encode()
     return found
 
@@ -223,9 +216,7 @@ def test_a_vocabulary_taken_over_gives_the_same_shards(sources: Path, prepared: 
         assert written["vocab.txt"] == expected["vocab.txt"]
 
 
-def test_a_prepared_folder_stays_and_its_weights_may_change(
-    sources: Path, prepared: Path, tmp_path: Path
-) -> None:
+def test_a_prepared_folder_stays_and_its_weights_may_change(sources: Path, prepared: Path, tmp_path: Path) -> None:
     target = tmp_path / "again"
     settings = config(sources, target)
     prepare(settings, quiet=True)

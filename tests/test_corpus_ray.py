@@ -49,13 +49,19 @@ def address(place: Path) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("RAY_AUTH_TOKEN", TOKEN)
         head = subprocess.Popen(
-            [sys.executable, "-m", "ray.scripts.scripts", *start.split(),
-             "--node-ip-address=127.0.0.1", f"--temp-dir={place}"],
+            [
+                sys.executable,
+                "-m",
+                "ray.scripts.scripts",
+                *start.split(),
+                "--node-ip-address=127.0.0.1",
+                f"--temp-dir={place}",
+            ],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             env={**os.environ, "RAY_AUTH_MODE": "token"},
             start_new_session=True,
-        )  # fmt: skip
+        )
         try:
             _wait_for(lambda: _answers(port) and (place / "session_latest/sockets/raylet").exists())
             yield f"127.0.0.1:{port}"
@@ -116,9 +122,7 @@ def test_the_cluster_writes_the_bytes_of_the_local_way(folder: Path, address: st
 
 
 @pytest.mark.slow
-def test_killed_processes_cost_nothing_but_time(
-    folder: Path, address: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_processes_cost_nothing_but_time(folder: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(_config("here"), quiet=True)
     monkeypatch.setattr(jobs, "read", pool_jobs.read)
     monkeypatch.setattr(jobs, "write_shard", pool_jobs.write_shard)
@@ -136,9 +140,7 @@ def test_a_job_that_always_dies_and_a_bug_end_the_preparation(
 ) -> None:
     monkeypatch.setattr(jobs, "count_words", pool_jobs.always_die)
     one_piece = (Source(kind="csv", path="table.csv"),)
-    with pytest.raises(
-        MachineError, match=r"^A job's process on the cluster .* died 4 times[^\n]*again;[^\n]*$"
-    ):
+    with pytest.raises(MachineError, match=r"^A job's process on the cluster .* died 4 times[^\n]*again;[^\n]*$"):
         prepare(_config("there", address, sources=one_piece), quiet=True)
     assert pool_jobs.runs() == {"die": 4}
     monkeypatch.setattr(jobs, "count_words", pool_jobs.bug)
@@ -206,9 +208,7 @@ def test_stopped_or_killed_it_goes_on_here_or_there(folder: Path, address: str) 
     _driver(process.pid).kill()
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 3
-    assert re.search(
-        r"error: .*ray\.log: Ray's driver ended with exit code -9; .* goes on where it was\.\n$", errors
-    )
+    assert re.search(r"error: .*ray\.log: Ray's driver ended with exit code -9; .* goes on where it was\.\n$", errors)
     # The command is killed; the driver does not outlive it.
     process, condition = start(there, "corpus.processes=1"), more("*.tokens")
     _wait_for(condition)
@@ -265,18 +265,14 @@ def test_a_killed_command_takes_its_driver_along(folder: Path) -> None:
         path = os.pathsep.join([str(ROOT), str(ROOT / "tests")])
         command = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": path})
         server.settimeout(60)
-        server.accept()[
-            0
-        ].close()  # the driver asks whether anything is there, and waits for an answer after that
+        server.accept()[0].close()  # the driver asks whether anything is there, and waits for an answer after that
         driver = _driver(command.pid)
         command.kill()
         command.wait()
         driver.wait(4)  # it would give up by itself after 6 s
 
 
-def test_a_node_without_the_files_is_no_fault_of_theirs(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_node_without_the_files_is_no_fault_of_theirs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(jobs, "_process", None)
     monkeypatch.setattr(jobs, "hold_freed_memory", lambda at_most: None)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")

@@ -48,8 +48,7 @@ def piece_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 
 
 WIKI = [
-    (f'Article "{n}"', f"Text of {n}, with <b> and é.\n\nSecond paragraph {n}. " + "word " * (n % 7))
-    for n in range(40)
+    (f'Article "{n}"', f"Text of {n}, with <b> and é.\n\nSecond paragraph {n}. " + "word " * (n % 7)) for n in range(40)
 ]
 
 
@@ -205,9 +204,13 @@ def test_empty_and_wrong_files_are_reported(tmp_path: Path) -> None:
     texts, problems = read(Source(kind="jsonl", path=str(tmp_path)))
     assert texts == ["fine", "half ?"]
     assert {(Path(p["path"]).name, p["fault"]) for p in problems} == {
-        ("a.jsonl", "empty file"), ("b.jsonl.gz", "empty file"), ("c.jsonl", "line that is not JSON"),
-        ("c.jsonl", "line without 'text'"), ("c.jsonl", "'text' that is not text"), ("c.jsonl", "half a surrogate pair"),
-    }  # fmt: skip
+        ("a.jsonl", "empty file"),
+        ("b.jsonl.gz", "empty file"),
+        ("c.jsonl", "line that is not JSON"),
+        ("c.jsonl", "line without 'text'"),
+        ("c.jsonl", "'text' that is not text"),
+        ("c.jsonl", "half a surrogate pair"),
+    }
     assert sum(problem["count"] for problem in problems) == 8
     (tmp_path / "plain.txt").write_text("No tags here.\n")
     texts, problems = read(Source(kind="wikiextractor", path=str(tmp_path / "plain.txt")))
@@ -258,15 +261,13 @@ def test_a_data_set_from_disk(tmp_path: Path, piece_bytes: int) -> None:
 
     rows = [f"row {n} of the set" for n in range(30)]
     folder = str(tmp_path / "set")
-    datasets.DatasetDict(
-        {"train": datasets.Dataset.from_dict({"text": rows, "n": list(range(30))})}
-    ).save_to_disk(folder)
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": rows, "n": list(range(30))})}).save_to_disk(
+        folder
+    )
     assert read(Source(kind="huggingface", dataset=folder)) == (rows, [])
     with pytest.raises(InputError, match=r"no split 'dev'; it has train"):
         read(Source(kind="huggingface", dataset=folder, split="dev"))
-    with pytest.raises(
-        InputError, match=r"corpus\.sources\.0\.text_column: .* no column 'body'; it has text, n"
-    ):
+    with pytest.raises(InputError, match=r"corpus\.sources\.0\.text_column: .* no column 'body'; it has text, n"):
         read(Source(kind="huggingface", dataset=folder, text_column="body"))
 
 
@@ -472,19 +473,19 @@ class C:
 
 def test_docstrings_are_read_as_running_text_without_import(tmp_path: Path) -> None:
     (tmp_path / "module.py").write_text(MODULE)
-    (tmp_path / "broken.py").write_text(
-        'def f(:\n    """Never seen by anyone, because it does not parse."""\n'
-    )
+    (tmp_path / "broken.py").write_text('def f(:\n    """Never seen by anyone, because it does not parse."""\n')
     (tmp_path / "test_module.py").write_text('"""A test is left out of the text, with all that it says."""\n')
     texts, problems = read(Source(kind="docstrings", path=str(tmp_path)))
-    assert [text.split("\n") for text in texts] == [[
-        "Tools for reading things that nobody ever writes down.",
-        "The Reader reads many lines, and then it stops.",
-        "The number of the things that are read at once.",
-        "Return the sum of all numbers that were given.",
-        "The first of the numbers that are to be added.",
-        "Do something rather important with the inner things.",
-    ]]  # fmt: skip
+    assert [text.split("\n") for text in texts] == [
+        [
+            "Tools for reading things that nobody ever writes down.",
+            "The Reader reads many lines, and then it stops.",
+            "The number of the things that are read at once.",
+            "Return the sum of all numbers that were given.",
+            "The first of the numbers that are to be added.",
+            "Do something rather important with the inner things.",
+        ]
+    ]
     assert faults(problems) == {"not valid Python: SyntaxError": 1}
 
 

@@ -84,11 +84,7 @@ def test_a_known_word_is_not_confused_with_its_neighbours() -> None:
     """Words of every length up to 40 bytes that differ in one byte only, asked for twice."""
     random = np.random.default_rng(0)
     words = sorted(
-        {
-            bytes(random.integers(97, 100, length).astype(np.uint8))
-            for length in range(1, 41)
-            for _ in range(300)
-        }
+        {bytes(random.integers(97, 100, length).astype(np.uint8)) for length in range(1, 41) for _ in range(300)}
     )
     table = WordTable()
     first = table.intern_words(words)
@@ -125,9 +121,7 @@ LETTERS = st.text("abc1", min_size=1, max_size=16)
 @settings(max_examples=200, deadline=None)
 @given(tokens=st.sets(st.tuples(st.booleans(), LETTERS)), words=st.lists(LETTERS, max_size=20))
 @example(tokens={(False, "a"), (True, "a")}, words=["a" * 16, "aab", "b", "a"])
-@example(
-    tokens={(False, "abc"), (False, "a"), (True, "b"), (True, "bc1")}, words=["abc", "abc1", "abcb", "abb"]
-)
+@example(tokens={(False, "abc"), (False, "a"), (True, "b"), (True, "bc1")}, words=["abc", "abc1", "abcb", "abb"])
 def test_the_trie_finds_the_pieces_of_the_plain_way(tokens: set[tuple[bool, str]], words: list[str]) -> None:
     names = [
         "[PAD]",
@@ -137,9 +131,7 @@ def test_the_trie_finds_the_pieces_of_the_plain_way(tokens: set[tuple[bool, str]
         "[MASK]",
         *sorted("##" * inner + text for inner, text in tokens),
     ]
-    tokenizer = bert_tokenizer(
-        {name: number for number, name in enumerate(dict.fromkeys(names))}, _normalizer()
-    )
+    tokenizer = bert_tokenizer({name: number for number, name in enumerate(dict.fromkeys(names))}, _normalizer())
     letters = np.array([word.encode() for word in words], "S16").view(np.uint8).reshape(-1, 16)
     found: list[list[int]] = [[] for _ in words]
     for word, token in zip(*TokenTrie(tokenizer).walk(letters), strict=True):
@@ -223,9 +215,7 @@ def test_splitting_keeps_every_character_and_paragraphs_apart() -> None:
 
 def test_an_opening_quotation_mark_stays_with_its_quotation() -> None:
     said = "He said that it was " + "very " * 50 + "far. "
-    assert split_sentences(said + '"We went. Then home," and so on, ' + "far, " * 60 + "she said.", "en")[
-        1:3
-    ] == [
+    assert split_sentences(said + '"We went. Then home," and so on, ' + "far, " * 60 + "she said.", "en")[1:3] == [
         '"We went. ',
         'Then home," and so on, ' + "far, " * 60 + "she said.",
     ]

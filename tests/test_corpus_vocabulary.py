@@ -71,9 +71,7 @@ def test_training_gives_the_same_ids_in_every_process() -> None:
 
 def test_training_merges_the_most_frequent_first() -> None:
     vocabulary = trained().get_vocab()
-    assert [token for token, _ in sorted(vocabulary.items(), key=lambda item: item[1])][:5] == list(
-        SPECIAL_TOKENS
-    )
+    assert [token for token, _ in sorted(vocabulary.items(), key=lambda item: item[1])][:5] == list(SPECIAL_TOKENS)
     assert {"low", "wide", "slow", "naive"} & set(vocabulary) >= {"low", "wide", "slow"}
     assert "ï" not in vocabulary  # uncased strips accents
     assert trained(size=64).get_vocab_size() == 64

@@ -44,11 +44,27 @@ def no_key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def training(step: int, **others: Any) -> dict[str, Any]:
     return {
-        "step": step, "epoch": 0, "samples": 8 * step, "tokens": 900 * step, "loss": 9 - step / 100, "mlm_loss": 8.0,
-        "nsp_loss": 0.7, "mlm_accuracy": 0.1, "nsp_accuracy": 0.5, "lr": 1e-3, "grad_norm": 1.5,
-        "tokens_per_second": 2000.0, "peak_fraction": 0.4, "data_stall_fraction": 0.01, "seconds": float(step),
-        "evaluation_seconds": 0.0, "checkpoint_seconds": 0.0, "skipped_steps": 0, "memory_bytes": 10**9, **others,
-    }  # fmt: skip
+        "step": step,
+        "epoch": 0,
+        "samples": 8 * step,
+        "tokens": 900 * step,
+        "loss": 9 - step / 100,
+        "mlm_loss": 8.0,
+        "nsp_loss": 0.7,
+        "mlm_accuracy": 0.1,
+        "nsp_accuracy": 0.5,
+        "lr": 1e-3,
+        "grad_norm": 1.5,
+        "tokens_per_second": 2000.0,
+        "peak_fraction": 0.4,
+        "data_stall_fraction": 0.01,
+        "seconds": float(step),
+        "evaluation_seconds": 0.0,
+        "checkpoint_seconds": 0.0,
+        "skipped_steps": 0,
+        "memory_bytes": 10**9,
+        **others,
+    }
 
 
 def write_run(folder: Path, records: list[dict[str, Any]], **config: Any) -> Path:
@@ -82,9 +98,7 @@ def write_tasks(folder: Path) -> None:
             "start_from": "runs/demo/export",
         }
         for seed in (0, 1):
-            write_tuned(
-                folder / f"{name}-{seed}", score - 0.1 + 0.2 * seed, seed=seed, random_weights=False, **data
-            )
+            write_tuned(folder / f"{name}-{seed}", score - 0.1 + 0.2 * seed, seed=seed, random_weights=False, **data)
         write_tuned(folder / f"{name}-random", random_score, random_weights=True, **data)
 
 
@@ -112,10 +126,20 @@ def charts_of(page: Path) -> dict[str, list[dict[str, Any]]]:
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
     records = [
-        training(10), training(20, grad_norm=None), {"event": "restart", "step": 23, "time": 1e9, "message": HOSTILE},
+        training(10),
+        training(20, grad_norm=None),
+        {"event": "restart", "step": 23, "time": 1e9, "message": HOSTILE},
         training(30, rank_forward_seconds=[0.5, 0.75], rank_wait_seconds=[0.0, 0.25]),
-        {"step": 30, "split": "validation", "loss": 7.5, "mlm_loss": 7.0, "mlm_accuracy": 0.2, "best": True, "seconds": 1.0},
-    ]  # fmt: skip
+        {
+            "step": 30,
+            "split": "validation",
+            "loss": 7.5,
+            "mlm_loss": 7.0,
+            "mlm_accuracy": 0.2,
+            "best": True,
+            "seconds": 1.0,
+        },
+    ]
     phases = [{"steps": 20, "sequence_length": 128}, {"steps": 40, "sequence_length": 512}]
     return write_run(tmp_path / "mini", records, phases=phases)
 
@@ -125,15 +149,25 @@ class TestPanels:
         """Against the record that the loop makes of what pretraining and the ranks give it."""
         written: list[dict[str, Any]] = []
         engine: Any = SimpleNamespace(
-            peak_memory_bytes=lambda: 1, world_size=1, rank=0, device=torch.device("cpu"), sum_over_workers=lambda it: it
-        )  # fmt: skip
+            peak_memory_bytes=lambda: 1,
+            world_size=1,
+            rank=0,
+            device=torch.device("cpu"),
+            sum_over_workers=lambda it: it,
+        )
         task: Any = SimpleNamespace(_config=SimpleNamespace(pairs=SimpleNamespace(next_sentence=True)))
         run: Any = SimpleNamespace(
-            progress=loop.Progress(step=1, window=loop.Window(totals=[1.0] * 4, counts=[1.0] * 2)), engine=engine,
+            progress=loop.Progress(step=1, window=loop.Window(totals=[1.0] * 4, counts=[1.0] * 2)),
+            engine=engine,
             task=SimpleNamespace(metrics=functools.partial(train.Pretraining.metrics, task)),
-            plan=SimpleNamespace(peak_flops=1.0), recorder=SimpleNamespace(log=written.append), clock=loop._Clock(),
-            stragglers=RankTimes(engine, 2.0), rate=0.1, epoch=0, norm=1.0,
-        )  # fmt: skip
+            plan=SimpleNamespace(peak_flops=1.0),
+            recorder=SimpleNamespace(log=written.append),
+            clock=loop._Clock(),
+            stragglers=RankTimes(engine, 2.0),
+            rate=0.1,
+            epoch=0,
+            norm=1.0,
+        )
         loop._Run.log(run)
         (record,) = written
         assert {metric for panel in PANELS for metric in panel.metrics} <= set(record)
@@ -160,9 +194,7 @@ class TestCurves:
         st.integers(1, 40),
         st.integers(1, 7),
     )
-    def test_a_stretch_keeps_its_least_and_most(
-        self, values: list[float | None], most: int, apart: int
-    ) -> None:
+    def test_a_stretch_keeps_its_least_and_most(self, values: list[float | None], most: int, apart: int) -> None:
         steps = [7 + apart * number for number in range(len(values))]
         curve = curves.thin("a", "training", steps, values, most)
         finite = [value for value in values if value is not None]
@@ -209,13 +241,15 @@ class TestPage:
         Page(page.read_text()).assert_stands_alone()
         charts = charts_of(page)
         assert [(one["name"], one["x"], one["y"]) for one in charts["Loss"]] == [
-            ("training", [10, 20, 30], [8.9, 8.8, 8.7]), ("held-out", [30], [7.5]),
-        ]  # fmt: skip
+            ("training", [10, 20, 30], [8.9, 8.8, 8.7]),
+            ("held-out", [30], [7.5]),
+        ]
         assert charts["Gradient norm before clipping"][0]["y"] == [1.5, None, 1.5]
         assert charts["Gradient norm before clipping"][0]["not_finite"] == 1
         assert [(one["name"], one["y"]) for one in charts["Time of a forward pass by rank"]] == [
-            ("rank 0", [0.5]), ("rank 1", [0.75]),
-        ]  # fmt: skip
+            ("rank 0", [0.5]),
+            ("rank 1", [0.75]),
+        ]
         marks = [(mark["kind"], mark["step"]) for mark in data_of(page)["marks"]]
         assert marks == [("restart", 23), ("phase", 20)]
         text = Page(page.read_text()).text
@@ -233,9 +267,9 @@ class TestPage:
         Page(html).assert_stands_alone()
         assert data_of(run / "dashboard.html")["marks"][0]["message"] == HOSTILE
         assert "alert(1)" in workspace.read(run / "dashboard.json").name
-        (filtered,) = json.loads((run / "dashboard.json").read_text())["spec"]["section"]["runSets"][0][
+        (filtered,) = json.loads((run / "dashboard.json").read_text())["spec"]["section"]["runSets"][0]["filters"][
             "filters"
-        ]["filters"]
+        ]
         assert filtered["value"] == [HOSTILE]
 
     def test_what_a_rollback_takes_back_is_not_drawn(self, tmp_path: Path) -> None:
@@ -261,9 +295,12 @@ class TestPage:
                 "seconds": 1.0,
             }
             folder = write_run(
-                tmp_path / "glue" / "rte" / f"seed-{seed}", [training(2), evaluation], seed=seed,
-                classification={"glue": "rte"}, start_from="bert",
-            )  # fmt: skip
+                tmp_path / "glue" / "rte" / f"seed-{seed}",
+                [training(2), evaluation],
+                seed=seed,
+                classification={"glue": "rte"},
+                start_from="bert",
+            )
             said = {
                 "metric": "accuracy",
                 "step": 2,
@@ -317,15 +354,30 @@ class TestPage:
         for rate, score in ((1e-5, 0.25), (5e-5, 0.75)):
             for seed in (0, 1):
                 write_tuned(
-                    tmp_path / f"{rate}-{seed}", score, seed=seed, entities={"train": "a/names.jsonl"}, start_from="bert",
-                    training={"learning_rate": rate, "epochs": 3.0}, engine={"precision": ["bf16", "fp32"][seed]},
-                )  # fmt: skip
+                    tmp_path / f"{rate}-{seed}",
+                    score,
+                    seed=seed,
+                    entities={"train": "a/names.jsonl"},
+                    start_from="bert",
+                    training={"learning_rate": rate, "epochs": 3.0},
+                    engine={"precision": ["bf16", "fp32"][seed]},
+                )
         dashboard.write_dashboard(str(tmp_path))
         rows = tables_of(tmp_path / "dashboard.html")["Fine-tuning scores by task and start"][1:]
         assert rows == [
-            ["entities: names.jsonl, training.learning_rate 1e-05", "f1", "dev", "0.2500 ± 0.0000 mean of 2, 0.2500 to 0.2500"],
-            ["entities: names.jsonl, training.learning_rate 5e-05", "f1", "dev", "0.7500 ± 0.0000 mean of 2, 0.7500 to 0.7500"],
-        ]  # fmt: skip
+            [
+                "entities: names.jsonl, training.learning_rate 1e-05",
+                "f1",
+                "dev",
+                "0.2500 ± 0.0000 mean of 2, 0.2500 to 0.2500",
+            ],
+            [
+                "entities: names.jsonl, training.learning_rate 5e-05",
+                "f1",
+                "dev",
+                "0.7500 ± 0.0000 mean of 2, 0.7500 to 0.7500",
+            ],
+        ]
 
     def test_a_torn_last_line_is_left_out(self, run: Path) -> None:
         with (run / "metrics.jsonl").open("a") as file:
@@ -351,9 +403,7 @@ class TestPage:
     def test_follow_ends_with_a_run_that_ended_early(
         self, run: Path, monkeypatch: pytest.MonkeyPatch, event: str
     ) -> None:
-        monkeypatch.setattr(
-            dashboard.time, "sleep", lambda _: note_end(run, event, "as it was asked to: --resume")
-        )
+        monkeypatch.setattr(dashboard.time, "sleep", lambda _: note_end(run, event, "as it was asked to: --resume"))
         dashboard.write_dashboard(str(run), follow=True)
         [state] = [one.state for one in read_runs(run)]
         assert state == {"stop": "stopped", "diverged": "diverged"}[event]
@@ -364,8 +414,13 @@ class TestPage:
 
 class TestRefusals:
     @pytest.mark.parametrize(
-        ("records", "expected"), [("", "has no record yet"), ('{"event": "restart", "step": 0}\n', "has no record yet"), (None, "has no metrics")]
-    )  # fmt: skip
+        ("records", "expected"),
+        [
+            ("", "has no record yet"),
+            ('{"event": "restart", "step": 0}\n', "has no record yet"),
+            (None, "has no metrics"),
+        ],
+    )
     def test_nothing_to_show_is_one_line(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], records: str | None, expected: str
     ) -> None:
@@ -422,9 +477,7 @@ class TestWorkspace:
             "questions.train",
             "random_weights",
         ]
-        bars: list[Any] = [
-            plot for one in again.sections for plot in one.panels if type(plot).__name__ == "BarPlot"
-        ]
+        bars: list[Any] = [plot for one in again.sections for plot in one.panels if type(plot).__name__ == "BarPlot"]
         assert [[metric.name for metric in plot.metrics] for plot in bars] == [["eval/f1"]]
         for path in tmp_path.glob("returns-*"):
             shutil.rmtree(path)
@@ -462,9 +515,7 @@ class TestWorkspace:
         for name in ("dashboard.json", "dashboard.html"):
             assert KEY not in (run / name).read_text()
 
-    def test_a_refusal_leaves_the_file_and_tells_no_key(
-        self, run: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_refusal_leaves_the_file_and_tells_no_key(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         def refuse() -> str:
             raise ConnectionError(f"401 for {KEY}")
 
@@ -486,9 +537,7 @@ def test_a_report_and_the_live_line_pass_over_events(run: Path) -> None:
     assert kinds == [True, True, False, True, False]
 
 
-@pytest.mark.parametrize(
-    "config", ["phases: x", "phases: [1]", "phases: [{steps: a}]", "a: &a [*a]", "a: [\n"]
-)
+@pytest.mark.parametrize("config", ["phases: x", "phases: [1]", "phases: [{steps: a}]", "a: &a [*a]", "a: [\n"])
 def test_a_damaged_config_of_a_run_is_one_line(run: Path, config: str) -> None:
     (run / "config.yaml").write_text(config)
     with pytest.raises(InputError, match=r"config\.yaml") as caught:

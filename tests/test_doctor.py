@@ -30,16 +30,36 @@ from pretrain.common.errors import MachineError
 GIB = 1 << 30
 CORES = len(os.sched_getaffinity(0))
 VERSIONS = {
-    "Python": "3.11.7", "torch": "2.13.0", "CUDA": "12.8", "NCCL": "2.27.3", "gloo": "in torch", "DeepSpeed": "0.19.8",
-    "Ray": "2.60.0", "bertrain": "sources 01234567",
-}  # fmt: skip
+    "Python": "3.11.7",
+    "torch": "2.13.0",
+    "CUDA": "12.8",
+    "NCCL": "2.27.3",
+    "gloo": "in torch",
+    "DeepSpeed": "0.19.8",
+    "Ray": "2.60.0",
+    "bertrain": "sources 01234567",
+}
 CPU = Device("CPU, threads: 2", "CPU, threads: 2", bf16=800e9, fp32=200e9)
 FACTS = Facts(
-    system="Linux", cores=2, busy=0.0, memory=16 * GIB, memory_free=8 * GIB,
-    disks=(Disk("disk", "/data", 50 * GIB, 10 * GIB, GIB),), versions=VERSIONS, compiler="/usr/bin/g++",
-    headers="Python.h", compile_error="", ops={"cpu_adam": True}, built_ops=(), old_locks=(), gpu_files=0, gpus=0,
-    visible=None, devices=(CPU,), sequences_per_second=50_000.0,
-)  # fmt: skip
+    system="Linux",
+    cores=2,
+    busy=0.0,
+    memory=16 * GIB,
+    memory_free=8 * GIB,
+    disks=(Disk("disk", "/data", 50 * GIB, 10 * GIB, GIB),),
+    versions=VERSIONS,
+    compiler="/usr/bin/g++",
+    headers="Python.h",
+    compile_error="",
+    ops={"cpu_adam": True},
+    built_ops=(),
+    old_locks=(),
+    gpu_files=0,
+    gpus=0,
+    visible=None,
+    devices=(CPU,),
+    sequences_per_second=50_000.0,
+)
 
 
 # ---- one machine, with made values
@@ -73,7 +93,7 @@ def test_a_fit_machine_passes() -> None:
         ({"versions": {**VERSIONS, "torch": "none: ImportError"}}, "torch", FAIL, ".venv"),
         ({"versions": {**VERSIONS, "gloo": "none"}}, "gloo", FAIL, ".venv"),
     ],
-)  # fmt: skip
+)
 def test_rules_of_one_machine(changes: dict[str, Any], what: str, mark: str, said: str) -> None:
     rows = {row.what: row for row in verdicts.rows_here(dataclasses.replace(FACTS, **changes))}
     assert rows[what].mark == mark
@@ -198,9 +218,7 @@ def test_the_key_is_never_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     ("address", "code", "said"),
     [("nonsense", 2, "no URL"), ("http://127.0.0.1:1", 3, "No cluster answers")],
 )
-def test_a_cluster_that_is_not_there(
-    address: str, code: int, said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_cluster_that_is_not_there(address: str, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["doctor", "--address", address]) == code
     [line] = capsys.readouterr().err.strip().splitlines()
     assert said in line
@@ -237,9 +255,7 @@ def _shown(rows: list[Row]) -> str:
 def test_the_table_fits_and_says_once_what_all_nodes_say() -> None:
     rows = [Row("torch", "2.13", where=f"10.0.0.{number}") for number in range(64)]
     rows += [Row("disk", f"{number} GiB free", where=f"10.0.0.{number}") for number in range(64)]
-    rows += [
-        Row("clock", "late " * 20, FAIL, "Run a time service. " * 5, f"10.0.0.{n}") for n in (7, 8, 9, 10)
-    ]
+    rows += [Row("clock", "late " * 20, FAIL, "Run a time service. " * 5, f"10.0.0.{n}") for n in (7, 8, 9, 10)]
     printed = _shown(rows)
     lines = printed.splitlines()
     assert max(map(len, lines)) <= 80
@@ -308,7 +324,7 @@ def test_judge_name(own_name: str, interface: str, addresses: set[str], mark: st
 @pytest.mark.parametrize(
     ("offset", "doubt", "mark"),
     [(0.1, 0.01, PASS), (-0.7, 0.01, WARN), (9.0, 0.01, FAIL), (-9.0, 0.01, FAIL), (0.7, 0.3, PASS), (0.0, 3.0, WARN)],
-)  # fmt: skip
+)
 def test_judge_skew(offset: float, doubt: float, mark: str) -> None:
     assert nodes.judge_skew("n", offset, doubt).mark == mark
 
@@ -402,9 +418,7 @@ def locks(team: OneProcessTeam) -> list[tuple[str, str, str]]:
     return [(row.where, row.mark, row.found) for row in rows if row.what == "storage, locks"]
 
 
-def test_a_lock_of_one_node_must_be_seen_by_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lock_of_one_node_must_be_seen_by_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     team = OneProcessTeam(dict.fromkeys("abc", tmp_path))
     assert locks(team) == [(name, PASS, "/s: a lock of a is seen") for name in "bc"]
     assert not list(tmp_path.iterdir())
@@ -421,9 +435,7 @@ def test_a_lock_of_one_node_must_be_seen_by_the_others(
     assert locks(team) == [("a", WARN, "/s: has no locks")]
 
 
-def test_locks_are_looked_at_among_nodes_that_share_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_locks_are_looked_at_among_nodes_that_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.doctor.task._SEEN_SECONDS", 0.2)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
@@ -441,9 +453,7 @@ def test_a_real_cluster_and_a_node_that_is_not_fit(tmp_path: Path) -> None:
         reduced = next(row for row in rows if row.what == "all-reduce")
         assert reduced.mark == PASS
         assert "2 nodes" in reduced.found
-        assert {row.where for row in rows if row.what == "storage, shared" and row.mark == PASS} == _places(
-            rows
-        )
+        assert {row.where for row in rows if row.what == "storage, shared" and row.mark == PASS} == _places(rows)
         assert len(_places(rows)) == 2
         assert {row.what for row in rows} >= {
             "bertrain",
@@ -462,17 +472,17 @@ def test_a_real_cluster_and_a_node_that_is_not_fit(tmp_path: Path) -> None:
         assert {row.what for row in rows if row.mark == FAIL} == {"storage, write"}
 
         subprocess.run(
-            [sys.executable, "-m", "cluster", "up", "--join"], check=True, cwd=Path(__file__).parent.parent,
+            [sys.executable, "-m", "cluster", "up", "--join"],
+            check=True,
+            cwd=Path(__file__).parent.parent,
             env={**one.environment, "GLOO_SOCKET_IFNAME": "nowhere0"},
-        )  # fmt: skip
+        )
         rows = _checked(one, 3, "--dir", str(tmp_path))
         assert {row.what for row in rows if row.mark == FAIL} == {"all-reduce"}
 
 
 def _checked(one: Cluster, code: int, *options: str) -> list[Row]:
-    return [
-        Row(**row) for row in json.loads(one.command("doctor", "--cluster", "--json", *options, code=code))
-    ]
+    return [Row(**row) for row in json.loads(one.command("doctor", "--cluster", "--json", *options, code=code))]
 
 
 def _places(rows: list[Row]) -> set[str]:

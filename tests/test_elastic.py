@@ -74,10 +74,18 @@ def request_(tmp_path: Path) -> dict[str, Any]:
     """Of a run of four workers on a cluster."""
     (tmp_path / "logs").mkdir()
     return {
-        "run_dir": str(tmp_path), "ray_dir": str(tmp_path / "ray"), "max_failures": 3, "workers": 4, "min_workers": 0,
-        "cpus_per_worker": 1, "address": "10.0.0.5:6379", "wait_for_nodes_seconds": 60.0, "launch": "this", "since": 0,
+        "run_dir": str(tmp_path),
+        "ray_dir": str(tmp_path / "ray"),
+        "max_failures": 3,
+        "workers": 4,
+        "min_workers": 0,
+        "cpus_per_worker": 1,
+        "address": "10.0.0.5:6379",
+        "wait_for_nodes_seconds": 60.0,
+        "launch": "this",
+        "since": 0,
         "payload": {"resume": False},
-    }  # fmt: skip
+    }
 
 
 def show(monkeypatch: pytest.MonkeyPatch, nodes: Callable[[], Sequence[Node]]) -> None:
@@ -139,9 +147,7 @@ def test_a_wait_has_an_end(request_: dict[str, Any], asked: Asked, monkeypatch: 
     request_["wait_for_nodes_seconds"] = 0.01
     assert wait_for_room(request_).workers == 0
     monkeypatch.setattr(group, "_attempt", lambda *_: pytest.fail("nothing may start"))
-    with pytest.raises(
-        StoppedError, match=r"no room for 4 workers for 0 s \(scheduling\.wait_for_nodes_seconds\)"
-    ):
+    with pytest.raises(StoppedError, match=r"no room for 4 workers for 0 s \(scheduling\.wait_for_nodes_seconds\)"):
         group.train(request_, use_gpu=False, keep_logs=lambda: None)
 
 
@@ -201,9 +207,7 @@ def train(
     group.train(request, use_gpu=False, keep_logs=lambda: None)
 
 
-def test_a_preemption_is_no_failure(
-    request_: dict[str, Any], asked: Asked, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_preemption_is_no_failure(request_: dict[str, Any], asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten nodes are lost or drained under a run that may fail once."""
     request_.update(max_failures=1, min_workers=1)
     nodes = [node(str(number)) for number in range(11)]
@@ -276,9 +280,7 @@ def test_the_log_of_the_worker_that_hangs_is_named(
         (logs / HANG_FILE).write_text(json.dumps(seen))
         raise _Crash(0, "killed")
 
-    with pytest.raises(
-        MachineError, match=r"worker-3\.log: worker 3 hangs, .* ends with: 'waits in a collective'"
-    ):
+    with pytest.raises(MachineError, match=r"worker-3\.log: worker 3 hangs, .* ends with: 'waits in a collective'"):
         train(monkeypatch, request_, [node("a"), node("b")], attempt)
 
 
@@ -328,9 +330,7 @@ def test_the_loss_of_a_node_explains_a_crash_of_the_last_minute_only() -> None:
 
 def test_the_first_crash_is_to_blame() -> None:
     """What the others say, they say of a peer that was gone by then."""
-    cause = group._cause(
-        {3: WorkerEnd("crash", "ECC error"), 0: WorkerEnd("crash", "connection reset by peer")}
-    )
+    cause = group._cause({3: WorkerEnd("crash", "ECC error"), 0: WorkerEnd("crash", "connection reset by peer")})
     assert isinstance(cause, _Crash)
     assert (cause.rank, cause.reason) == (3, "ECC error")
 
@@ -370,9 +370,7 @@ def test_a_node_that_flickers_stops_nothing() -> None:
 # Flags
 
 
-def test_a_stop_file_of_an_earlier_launch_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stop_file_of_an_earlier_launch_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another node goes on seeing a removed file for a while: here it is put back as it was."""
     stop = tmp_path / "stop"
     stop.touch()

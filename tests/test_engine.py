@@ -55,9 +55,7 @@ def step_batches(step: int) -> list[Any]:
 Poison = tuple[int, int, float]  # step, micro-batch of all workers', what its loss is multiplied with
 
 
-def take_steps(
-    engine: Engine, steps: range, poison: Poison = (-1, 0, math.nan)
-) -> list[tuple[float, float, bool]]:
+def take_steps(engine: Engine, steps: range, poison: Poison = (-1, 0, math.nan)) -> list[tuple[float, float, bool]]:
     """(global loss, gradient norm, applied) of each step."""
     results = []
     for step in steps:
@@ -78,9 +76,7 @@ def take_steps(
 
 def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
     """All weights and moments, put together from every rank's fragments; fails on a gap or an overlap."""
-    held = [
-        (f.name, f.start, f.shared, {k: t.clone() for k, t in f.tensors.items()}) for f in engine.fragments()
-    ]
+    held = [(f.name, f.start, f.shared, {k: t.clone() for k, t in f.tensors.items()}) for f in engine.fragments()]
     ranks = engine.gather_objects(held)
     if held and held[0][2]:
         ranks = ranks[:1]
@@ -157,9 +153,7 @@ def test_fp32_steps_equal_plain_torch(by_workers, world: int, stage: int, optimi
 def test_bf16_steps_stay_near_fp32(by_workers, stage: int, optimizer: str) -> None:
     for world in (1, 2):
         results, _, _ = by_workers[world][stage, "bf16", optimizer]
-        for (loss, norm, _), (expected_loss, expected_norm, _) in zip(
-            results, reference(optimizer)[0], strict=True
-        ):
+        for (loss, norm, _), (expected_loss, expected_norm, _) in zip(results, reference(optimizer)[0], strict=True):
             assert loss == pytest.approx(expected_loss, rel=5e-3)
             assert norm == pytest.approx(expected_norm, rel=5e-2)
 
@@ -193,9 +187,7 @@ def run_with_a_head_at_rest(alone: bool) -> dict[int, Any]:
             assert (engine._sums is not None) == ours
             results = take_steps(engine, range(2))
             losses = engine.forward(step_batches(2)[0])
-            engine.backward(
-                losses.mlm_loss / 10 / engine.world_size, last=True
-            )  # NSP's own parameters get no gradient
+            engine.backward(losses.mlm_loss / 10 / engine.world_size, last=True)  # NSP's own parameters get no gradient
             applied, norm = engine.step(RATE)
             results.append((0.0, norm, applied))
             results += take_steps(engine, range(3, 4), (3, 0, math.nan)) + take_steps(engine, range(4, 5))
@@ -225,9 +217,7 @@ def test_parts_of_sums_reach_their_owners() -> None:
             assert mine[2] == its[2]
             assert mine[:2] == pytest.approx(its[:2], rel=5e-3, nan_ok=True)
         off[ours] = sum(
-            (state[name] - value).abs().sum().item()
-            for name, value in alone[1].items()
-            if "exp_avg_sq" not in name
+            (state[name] - value).abs().sum().item() for name, value in alone[1].items() if "exp_avg_sq" not in name
         )
     assert 0 < off[True] < off[False], "fewer roundings"
 
@@ -255,9 +245,7 @@ def save_at(folder: Path, stage: int, optimizer: str, precision: str) -> tuple[d
     return saved, after
 
 
-def load_at(
-    checkpoint: Path, stage: int, optimizer: str, precision: str
-) -> tuple[dict[str, torch.Tensor], Any]:
+def load_at(checkpoint: Path, stage: int, optimizer: str, precision: str) -> tuple[dict[str, torch.Tensor], Any]:
     engine = make_engine(stage, precision, optimizer)
     take_steps(engine, range(5, 6))  # some other state, which loading must overwrite
     with store.CheckpointReader(checkpoint) as reader:
@@ -304,9 +292,7 @@ def moved(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, int], tup
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize(("writers", "readers"), [(1, 2), (2, 1), (2, 2)])
-def test_state_moves_between_stages_and_worker_counts(
-    moved, writers: int, readers: int, precision: str
-) -> None:
+def test_state_moves_between_stages_and_worker_counts(moved, writers: int, readers: int, precision: str) -> None:
     saved, loaded = moved[writers, readers]
     for wrote, reads in PAIRS:
         written, went_on = saved[wrote, precision]
@@ -320,9 +306,7 @@ def test_state_moves_between_stages_and_worker_counts(
 
 
 def test_the_users_deepspeed_section_goes_over_ours() -> None:
-    settings = EngineSettings(
-        deepspeed={"zero_optimization": {"reduce_bucket_size": 7}, "wall_clock_breakdown": True}
-    )
+    settings = EngineSettings(deepspeed={"zero_optimization": {"reduce_bucket_size": 7}, "wall_clock_breakdown": True})
     config = deepspeed_config(settings, 2)
     assert config["zero_optimization"]["reduce_bucket_size"] == 7
     assert config["zero_optimization"]["stage"] == 1

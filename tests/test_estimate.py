@@ -110,9 +110,7 @@ def test_bert_large_flops_are_the_published_arithmetic():
     config = make_config(model=Model(size="large"), pairs=Pairs(next_sentence=False))
     encoder = estimate.step_flops(config, 30522, [128], 0) / 128
     assert encoder / 1e6 == pytest.approx(1811.9 + 37.7, rel=1e-4)
-    assert (estimate.step_flops(config, 30522, [128], 1) - encoder * 128) / 1e6 == pytest.approx(
-        193.8, rel=1e-3
-    )
+    assert (estimate.step_flops(config, 30522, [128], 1) - encoder * 128) / 1e6 == pytest.approx(193.8, rel=1e-3)
 
 
 def test_work_of_the_two_phase_recipe():
@@ -123,9 +121,7 @@ def test_work_of_the_two_phase_recipe():
         estimate.phase_work(config, phase, 30522, mean_length=length).flops
         for phase, length in zip(config.phases, (128, 254), strict=True)
     )
-    assert full == pytest.approx(
-        1.36e20, rel=0.01
-    )  # NVIDIA's recipe with Wikipedia's mean of 254 tokens at 512
+    assert full == pytest.approx(1.36e20, rel=0.01)  # NVIDIA's recipe with Wikipedia's mean of 254 tokens at 512
 
 
 def test_the_mean_length_is_bounded_by_the_phase():

@@ -32,8 +32,12 @@ def start(values: dict[str, Any], *, resume: bool = False, **environment: str) -
     path.write_text(yaml.safe_dump(values))
     return subprocess.Popen(
         [sys.executable, "-m", "pretrain", "pretrain", str(path), "--no-ray", *(["--resume"] if resume else [])],
-        cwd=ROOT, env={**os.environ, **environment}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        cwd=ROOT,
+        env={**os.environ, **environment},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
 
 
 def end(started: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str]:
@@ -64,9 +68,7 @@ def test_kills_right_after_checkpoints_resume_from_the_newest(corpus: Path, tmp_
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     place = tmp_path / "disk"
     place.mkdir()
-    if subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(place)], capture_output=True
-    ).returncode:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=20m", "tmpfs", str(place)], capture_output=True).returncode:
         pytest.skip("cannot mount a tmpfs here")
     yield place
     subprocess.run(["umount", "--lazy", str(place)], check=True)
@@ -129,15 +131,14 @@ def test_leftovers_of_a_compiler_and_no_ninja_hold_nothing_up(corpus: Path, tmp_
     for name in ("deepspeed_shm_comm", "fused_adam", "cpu_adam"):
         (extensions / name).mkdir(parents=True)
         (extensions / name / "lock").touch()
-    without_ninja = [
-        place for place in os.environ["PATH"].split(os.pathsep) if not (Path(place) / "ninja").exists()
-    ]
+    without_ninja = [place for place in os.environ["PATH"].split(os.pathsep) if not (Path(place) / "ninja").exists()]
     began = time.monotonic()
     code, said = end(
         start(
-            settings(corpus, tmp_path / "lock", steps=5, workers=1), TORCH_EXTENSIONS_DIR=str(extensions),
+            settings(corpus, tmp_path / "lock", steps=5, workers=1),
+            TORCH_EXTENSIONS_DIR=str(extensions),
             PATH=os.pathsep.join(without_ninja),
         )
-    )  # fmt: skip
+    )
     assert code == 0, said
     told("21 stale compiler lock, no ninja", seconds=round(time.monotonic() - began, 1))

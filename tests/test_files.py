@@ -153,9 +153,13 @@ except RunError as error:
 def opened(corpus: Path, soft: int, hard: int) -> str:
     """What a process says that opens the corpus under these limits of open files."""
     done = subprocess.run(
-        [sys.executable, "-c", _OPEN, str(corpus)], cwd=ROOT, capture_output=True, text=True, check=True,
+        [sys.executable, "-c", _OPEN, str(corpus)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard)),
-    )  # fmt: skip
+    )
     return done.stdout
 
 

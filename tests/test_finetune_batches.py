@@ -48,9 +48,7 @@ EXAMPLES = st.lists(st.lists(st.integers(2, 10), min_size=1, max_size=3), min_si
 
 @settings(max_examples=40, deadline=None)
 @given(EXAMPLES, st.integers(1, 3), st.integers(0, 50))
-def test_a_step_is_the_same_whoever_computes_it(
-    lengths: list[list[int]], world_size: int, first: int
-) -> None:
+def test_a_step_is_the_same_whoever_computes_it(lengths: list[list[int]], world_size: int, first: int) -> None:
     windows, count = make_windows(lengths), 4
     alone = make_batches(windows).step(first, count)
     parts = [make_batches(windows, rank, world_size).step(first, count) for rank in range(world_size)]
@@ -59,9 +57,7 @@ def test_a_step_is_the_same_whoever_computes_it(
     assert {(part.tokens, part.weight, part.sequences, len(part.micro_batches)) for part in parts} == {
         (alone.tokens, alone.weight, count, len(parts[0].micro_batches))
     }
-    assert sum(float(b.weights.sum()) for part in parts for b in part.micro_batches) == pytest.approx(
-        alone.weight
-    )
+    assert sum(float(b.weights.sum()) for part in parts for b in part.micro_batches) == pytest.approx(alone.weight)
 
 
 @settings(max_examples=30, deadline=None)
@@ -103,9 +99,7 @@ def test_every_example_comes_once_a_pass_in_another_order() -> None:
     batches = make_batches(windows)
 
     def order(first: int) -> list[int]:
-        ids = [
-            batch.input_ids[batch.cu_seqlens[:-1].long()] for batch in batches.step(first, 1).micro_batches
-        ]
+        ids = [batch.input_ids[batch.cu_seqlens[:-1].long()] for batch in batches.step(first, 1).micro_batches]
         return [int(i - 1000) // 3 for part in ids for i in part]
 
     passes = [[order(10 * turn + number)[0] for number in range(10)] for turn in range(3)]

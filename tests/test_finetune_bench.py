@@ -34,10 +34,14 @@ def write_config(root: Path, **values: Any) -> Path:
 def test_features_are_as_many_as_the_public_scripts(tmp_path: Path) -> None:
     bert = make_bert(tmp_path / "bert")
     rows = [
-        {"id": str(n), "question": "was it good", "context": f"it was {n} " * (3 * n + 1) + "good",
-         "answers": {"text": ["it"], "answer_start": [0]}}
+        {
+            "id": str(n),
+            "question": "was it good",
+            "context": f"it was {n} " * (3 * n + 1) + "good",
+            "answers": {"text": ["it"], "answer_start": [0]},
+        }
         for n in range(12)
-    ]  # fmt: skip
+    ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     questions = {"train": str(tmp_path / "train.jsonl"), "stride": 8, "max_question_tokens": 8}
     config = load_config(write_config(tmp_path, start_from=str(bert), questions=questions))
@@ -50,18 +54,21 @@ def test_features_are_as_many_as_the_public_scripts(tmp_path: Path) -> None:
 def test_the_trainer_learns_from_every_family(tmp_path: Path, family: str) -> None:
     """RoBERTa has one type of segment, DistilBERT none, and each its own padding."""
     bert = make_bert(tmp_path / "bert")
-    makers = {"bert": lambda: bert, "roberta": lambda: make_roberta(tmp_path / "roberta", bert),
-              "distilbert": lambda: make_distilbert(tmp_path / "distilbert", bert)}  # fmt: skip
+    makers = {
+        "bert": lambda: bert,
+        "roberta": lambda: make_roberta(tmp_path / "roberta", bert),
+        "distilbert": lambda: make_distilbert(tmp_path / "distilbert", bert),
+    }
     path = write_config(
-        tmp_path, start_from=str(makers[family]()), classification=write_reviews(tmp_path, train=160, dev=40),
+        tmp_path,
+        start_from=str(makers[family]()),
+        classification=write_reviews(tmp_path, train=160, dev=40),
         training={"examples_per_step": 16, "learning_rate": 3e-3, "epochs": 12.0},
-    )  # fmt: skip
+    )
     result = tmp_path / "result.json"
     command = [sys.executable, "-m", "finetune", "bench", str(path), "--peer", str(result)]
     # LOCAL_RANK stays behind trainings in this process (pretrain/training/session.py) and would make accelerate wait for others.
-    alone = {
-        name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")
-    }
+    alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     told = json.loads(result.read_text())

@@ -58,16 +58,17 @@ def task(**values: Any) -> Classification:
 
 
 def sayings(*labels: Any, **more: Any) -> list[dict[str, Any]]:
-    return [
-        {"text": f"{WORDS[n % 10]} {WORDS[n % 7]}", "label": label, **more} for n, label in enumerate(labels)
-    ]
+    return [{"text": f"{WORDS[n % 10]} {WORDS[n % 7]}", "label": label, **more} for n, label in enumerate(labels)]
 
 
 # ---------------------------------------------------------------- scores
 
 
-@given(st.integers(2, 5).flatmap(lambda c: st.lists(st.tuples(st.integers(0, c - 1), st.integers(0, c - 1)),
-                                                    min_size=1, max_size=30)))  # fmt: skip
+@given(
+    st.integers(2, 5).flatmap(
+        lambda c: st.lists(st.tuples(st.integers(0, c - 1), st.integers(0, c - 1)), min_size=1, max_size=30)
+    )
+)
 @settings(max_examples=150, deadline=None)
 def test_class_scores_equal_sklearns(pairs: list[tuple[int, int]]) -> None:
     true, predicted = np.array(pairs).T
@@ -84,7 +85,7 @@ def test_class_scores_equal_sklearns(pairs: list[tuple[int, int]]) -> None:
         assert counts.f1 == pytest.approx(f1, abs=1e-12)
         assert counts.true.tolist() == list(support)
         assert metrics.accuracy(matrix) == pytest.approx(sklearn.metrics.accuracy_score(true, predicted))
-        assert metrics.matthews(matrix) == pytest.approx(sklearn.metrics.matthews_corrcoef(true, predicted), abs=1e-12)  # fmt: skip
+        assert metrics.matthews(matrix) == pytest.approx(sklearn.metrics.matthews_corrcoef(true, predicted), abs=1e-12)
         for average in ("macro", "micro"):
             wanted = sklearn.metrics.f1_score(true, predicted, average=average)
             found = counts.macro_f1(present=True) if average == "macro" else counts.micro_f1
@@ -212,10 +213,8 @@ def test_a_field_of_more_than_128_kb_is_read(write: Callable[..., str]) -> None:
         ("a.csv.gz", "no", "a.csv.gz: cannot be read (Not a gzipped file"),
         ("a.txt", "a b", "a.txt: its suffix '.txt' says no format"),
     ],
-)  # fmt: skip
-def test_bad_files_are_named_with_their_line(
-    write: Callable[..., str], name: str, content: Any, message: str
-) -> None:
+)
+def test_bad_files_are_named_with_their_line(write: Callable[..., str], name: str, content: Any, message: str) -> None:
     path = write(name, content)
     with pytest.raises(InputError) as error:
         read_table(path, ["text", "label"])
@@ -347,8 +346,12 @@ def test_sets_of_labels(write: Callable[..., str], values: dict[str, str]) -> No
         (sayings("a", "b", "c"), None, {"metric": "f1"}, "classification.metric: f1 needs two classes"),
         ([{"text": None, "label": "a"}], None, {"labels": ("a", "b")}, "train.jsonl:1: the text is empty, not text"),
         ([{"text": 7, "label": "a"}], None, {"labels": ("a", "b")}, "train.jsonl:1: the text is 7, not text"),
-        ([{"text": "x\ud83d", "label": "a"}], None, {"labels": ("a", "b")},
-         "train.jsonl:1: the text has half of a surrogate pair at character 1 (\\ud83d)"),
+        (
+            [{"text": "x\ud83d", "label": "a"}],
+            None,
+            {"labels": ("a", "b")},
+            "train.jsonl:1: the text has half of a surrogate pair at character 1 (\\ud83d)",
+        ),
         (sayings("a", "b", pair=None), None, {"pair_column": "pair"}, "train.jsonl:1: the second text is empty"),
         (sayings("a", "b"), None, {"pair_column": "pair"}, "train.jsonl:1: no 'pair'; it has text, label"),
         (sayings("a,b"), None, {"problem_type": "multi_label"}, "labels 'a,b': not a JSON list. Write one, or set"),
@@ -361,7 +364,7 @@ def test_sets_of_labels(write: Callable[..., str], values: dict[str, str]) -> No
         (sayings("a", "b"), None, {"dev_share": 1e-9}, "of 2 examples holds none out. Raise it"),
         (sayings("a", "b"), None, {"dev_share": 1 - 1e-9}, "leaves nothing to train on. Lower it"),
     ],
-)  # fmt: skip
+)
 def test_bad_labels_and_sets_are_named(
     write: Callable[..., str], train: Any, dev: Any, values: dict[str, Any], message: str
 ) -> None:
@@ -448,9 +451,7 @@ def test_settings_that_do_not_fit_are_refused(write: Callable[..., str], lines: 
 
 
 def test_separators_may_be_tabs_and_line_breaks(write: Callable[..., str]) -> None:
-    settings = load(
-        write("a.yaml", '{train: x, delimiter: "\\t", label_separator: "\\n"}'), ClassificationSettings
-    )
+    settings = load(write("a.yaml", '{train: x, delimiter: "\\t", label_separator: "\\n"}'), ClassificationSettings)
     assert (settings.delimiter, settings.label_separator) == ("\t", "\n")
 
 
@@ -529,13 +530,9 @@ def test_two_long_texts_go_on_at_the_same_pace() -> None:
     assert set(length_a.tolist()) == set(length_b.tolist()) == {10}
 
 
-def test_windows_of_one_example_share_its_label_and_weight(
-    tokenizer: Tokenizer, write: Callable[..., str]
-) -> None:
+def test_windows_of_one_example_share_its_label_and_weight(tokenizer: Tokenizer, write: Callable[..., str]) -> None:
     long = " ".join(WORDS * 4)
-    records = [
-        {"text": text, "label": label} for text, label in ((long, "a"), ("word11", "a"), ("word12", "b"))
-    ]
+    records = [{"text": text, "label": label} for text, label in ((long, "a"), ("word11", "a"), ("word12", "b"))]
     balanced = task(train=write("a.jsonl", records), class_weights="balanced")
     examples = balanced.read_train()
     windows = balanced.windows(examples, TextEncoder(tokenizer, 16), training=True)
@@ -553,18 +550,14 @@ def test_windows_of_one_example_share_its_label_and_weight(
 
 
 def test_a_class_without_examples_weighs_one_and_is_said(write: Callable[..., str], caplog: Any) -> None:
-    absent = task(
-        train=write("a.jsonl", sayings("a", "a", "c")), labels=("a", "b", "c"), class_weights="balanced"
-    )
+    absent = task(train=write("a.jsonl", sayings("a", "a", "c")), labels=("a", "b", "c"), class_weights="balanced")
     absent.read_train()
     assert absent._class_weights is not None
     assert absent._class_weights.tolist() == [0.75, 1.0, 1.5]
     assert "no example of b" in caplog.text
 
 
-def test_a_text_of_a_megabyte_works_and_training_says_what_it_leaves_out(
-    tokenizer: Tokenizer, caplog: Any
-) -> None:
+def test_a_text_of_a_megabyte_works_and_training_says_what_it_leaves_out(tokenizer: Tokenizer, caplog: Any) -> None:
     rng = np.random.default_rng(0)
     text = " ".join(rng.choice(WORDS, 1_000_000 // 7 + 1))
     assert len(text) > 1_000_000
@@ -576,16 +569,10 @@ def test_a_text_of_a_megabyte_works_and_training_says_what_it_leaves_out(
     assert tokens == tokenizer.encode(text, add_special_tokens=False).ids
     trained = two_classes(overlap=0, max_windows=5).windows(examples, encoder, training=True)
     assert trained.examples.tolist() == [0, 1, 1, 1, 1, 1]
-    places = [
-        next(n for n in range(1, len(every)) if shown(every, n, 0) == shown(trained, k, 0))
-        for k in range(1, 6)
-    ]
+    places = [next(n for n in range(1, len(every)) if shown(every, n, 0) == shown(trained, k, 0)) for k in range(1, 6)]
     last = len(every) - 1
     assert places == np.linspace(1, last, 5).round().astype(int).tolist()
-    assert (
-        f"1 of 2 texts are longer than 5 windows (max_windows): training sees 5 of their {last}"
-        in caplog.text
-    )
+    assert f"1 of 2 texts are longer than 5 windows (max_windows): training sees 5 of their {last}" in caplog.text
 
 
 def test_training_may_see_one_window_alone(tokenizer: Tokenizer) -> None:
@@ -599,9 +586,7 @@ def test_training_may_see_one_window_alone(tokenizer: Tokenizer) -> None:
 
 def test_an_overlap_of_half_a_window_is_refused(tokenizer: Tokenizer) -> None:
     examples = [Example("word11", None, "a", "")]
-    with pytest.raises(
-        InputError, match=r"classification\.overlap: 7 must be less than half of the 14 tokens"
-    ):
+    with pytest.raises(InputError, match=r"classification\.overlap: 7 must be less than half of the 14 tokens"):
         two_classes(overlap=7).windows(examples, TextEncoder(tokenizer, 16), training=False)
     with pytest.raises(InputError, match="max_length: windows have room for 3 tokens"):
         two_classes().windows(examples, TextEncoder(tokenizer, 5), training=False)
@@ -610,20 +595,14 @@ def test_an_overlap_of_half_a_window_is_refused(tokenizer: Tokenizer) -> None:
 def test_labels_have_the_form_of_the_objective(tokenizer: Tokenizer) -> None:
     encoder = TextEncoder(tokenizer, 16)
     multi = two_classes(problem_type="multi_label")
-    windows = multi.windows(
-        [Example("x", None, ("b",), ""), Example("x", None, (), "")], encoder, training=True
-    )
+    windows = multi.windows([Example("x", None, ("b",), ""), Example("x", None, (), "")], encoder, training=True)
     assert windows.labels.tolist() == [[0, 1], [0, 0]]
     assert windows.labels.dtype == np.float32
     value = task(train="unread.jsonl", problem_type="regression")
-    windows = value.windows(
-        [Example("x", None, 2.5, ""), Example("x", None, None, "")], encoder, training=False
-    )
+    windows = value.windows([Example("x", None, 2.5, ""), Example("x", None, None, "")], encoder, training=False)
     assert windows.labels.tolist() == [2.5, 0]
     assert (windows.labels.dtype, value.outputs, value.labels) == (np.float32, 1, ())
-    assert two_classes().windows([Example("x", None, None, "")], encoder, training=False).labels.tolist() == [
-        0
-    ]
+    assert two_classes().windows([Example("x", None, None, "")], encoder, training=False).labels.tolist() == [0]
     nothing = two_classes().windows([], encoder, training=False)
     assert len(nothing) == 0
     assert two_classes().decode([], nothing, np.zeros((0, 2), np.float32)) == []
@@ -723,15 +702,14 @@ def test_the_threshold_is_tuned_on_the_dev_set_and_kept() -> None:
     assert multi.threshold == 0.5
 
 
-@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=12))  # fmt: skip
+@given(
+    st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(0, 20), st.integers(0, 20)), min_size=1, max_size=12)
+)
 @settings(max_examples=60, deadline=None)
 def test_no_threshold_is_better_than_the_tuned_one(rows: list[tuple[bool, bool, int, int]]) -> None:
     for metric in ("micro_f1", "macro_f1", "subset_accuracy"):
         multi = two_classes(problem_type="multi_label", metric=metric)
-        examples = [
-            Example("x", None, tuple(n for n, on in zip("ab", row[:2], strict=True) if on), "")
-            for row in rows
-        ]
+        examples = [Example("x", None, tuple(n for n, on in zip("ab", row[:2], strict=True) if on), "") for row in rows]
         made = [{"scores": {"a": row[2] / 20, "b": row[3] / 20}} for row in rows]
         multi.tune(examples, made)
         best = multi.score(examples, made)[metric]
@@ -750,9 +728,7 @@ def test_a_threshold_among_many_rare_labels_is_found() -> None:
     examples = [*some(20, ()), *some(20, ("a",)), *some(4960, ())]
     multi = two_classes(problem_type="multi_label")
     multi.tune(examples, [{"scores": {"a": a, "b": b}} for a, b in chances.tolist()])
-    assert (
-        multi.score(examples, [{"scores": {"a": a, "b": b}} for a, b in chances.tolist()])["micro_f1"] > 0.97
-    )
+    assert multi.score(examples, [{"scores": {"a": a, "b": b}} for a, b in chances.tolist()])["micro_f1"] > 0.97
 
 
 def test_values_far_from_one_are_said(write: Callable[..., str], caplog: Any) -> None:

@@ -167,10 +167,7 @@ def test_comments_are_no_words_and_signs_are(tmp_path, text):
     assert [one.words for one in sentences] == [["Ann", "#"], ["#", "Bob"]]
     assert [one.tags for one in sentences] == [["B-PER", "O"], ["O", "B-PER"]]
     lines = text.split("\n")
-    assert (
-        sentences[1].where(1)
-        == f"{tmp_path}/a.conll:{lines.index(next(x for x in lines if x[:3] == 'Bob')) + 1}"
-    )
+    assert sentences[1].where(1) == f"{tmp_path}/a.conll:{lines.index(next(x for x in lines if x[:3] == 'Bob')) + 1}"
 
 
 @pytest.mark.parametrize("blank", [" ", "\t"])
@@ -184,9 +181,7 @@ def test_a_comment_of_one_word_may_begin_a_file(tmp_path, blank):
 
 def test_words_alone_may_begin_with_the_sign_of_comments(tmp_path):
     train = write(tmp_path / "a.txt", GOOD)
-    task = Entities(
-        EntitiesSettings(train=train, test=write(tmp_path / "b.txt", "#ff\nAnn\n\n# two words\n#\nB\n"))
-    )
+    task = Entities(EntitiesSettings(train=train, test=write(tmp_path / "b.txt", "#ff\nAnn\n\n# two words\n#\nB\n")))
     assert [one.words for one in task.read_test()["test"]] == [["#ff", "Ann"], ["#", "B"]]
 
 
@@ -230,9 +225,10 @@ def test_tags_of_records_follow_the_scheme_and_spans_need_not(tmp_path):
     task = Entities(EntitiesSettings(train=path))
     assert task.read_train()[0].tags == ["B-PER", "B-PER"]
     spans = [{"start": 0, "end": 3, "type": "PER"}]
-    assert task.read_file(write_records(tmp_path / "b.jsonl", {"text": "Ann B", "entities": spans}))[
-        0
-    ].tags == ["B-PER", "O"]
+    assert task.read_file(write_records(tmp_path / "b.jsonl", {"text": "Ann B", "entities": spans}))[0].tags == [
+        "B-PER",
+        "O",
+    ]
     assert not task.remarks
 
 
@@ -257,9 +253,7 @@ def test_boundaries_inside_of_words_are_counted(tmp_path):
     }
     blanks = {"text": " Ann ", "entities": [{"start": 0, "end": 5, "type": "PER"}]}
     task = Entities(
-        EntitiesSettings(
-            train=write_records(tmp_path / "a.jsonl", blanks, cut, cut, two), labels=("PER", "LOC", "X")
-        )
+        EntitiesSettings(train=write_records(tmp_path / "a.jsonl", blanks, cut, cut, two), labels=("PER", "LOC", "X"))
     )
     assert [one.tags for one in task.read_train()] == [
         ["B-PER"],
@@ -298,7 +292,9 @@ def test_parquet_has_records(tmp_path):
         InputError, match=r"a.parquet: row 1: tags is \[1, 2, 0\]; .* Write the names where there are numbers"
     ):
         read(str(path))
-    features = {"info": {"features": {"ner_tags": {"feature": {"names": names, "_type": "ClassLabel"}, "_type": "Sequence"}}}}  # fmt: skip
+    features = {
+        "info": {"features": {"ner_tags": {"feature": {"names": names, "_type": "ClassLabel"}, "_type": "Sequence"}}}
+    }
     pq.write_table(table.replace_schema_metadata({"huggingface": json.dumps(features)}), path)
     sentences = read(str(path))
     assert [one.tags for one in sentences] == [["B-PER", "I-PER", "O"], ["B-PER"]]
@@ -375,13 +371,22 @@ SPAN = {"start": 0, "end": 3, "type": "PER"}
         ({"tokens": ["Ann"], "tags": []}, r"a.jsonl:2: 1 tokens and 0 tags"),
         ({"tokens": ["Ann"], "tags": ["PER"]}, r"a.jsonl:2: 'PER' is no tag"),
         ({"tokens": ["Ann"]}, r"a.jsonl:2: neither tags nor entities, as .*a.jsonl:1 has them"),
-        ({"tokens": ["Rome", "Ann"], "entities": [SPAN | {"start": 1, "end": 2}]}, r"PER from 1 to 2 does not begin and end with a token. Count characters"),
+        (
+            {"tokens": ["Rome", "Ann"], "entities": [SPAN | {"start": 1, "end": 2}]},
+            r"PER from 1 to 2 does not begin and end with a token. Count characters",
+        ),
         ({"text": "Ann", "tokens": [{"text": "Ann"}], "tags": ["O"]}, r"a.jsonl:2: tags need tokens that are texts"),
         ({"tokens": None, "tags": ["O"]}, r'a.jsonl:2: neither "text" nor "tokens"'),
         ({"text": 5, "entities": []}, r"a.jsonl:2: text is 5; expected text"),
         ({"text": 5, "tokens": ["Ann"], "tags": ["O"]}, r"a.jsonl:2: text is 5; expected text"),
-        ({"text": "Ann B", "tokens": ["Ann", "Bo"], "tags": ["O", "O"]}, r'2: token 1, "Bo", is not in the text from character 3 on. Leave out "text"'),
-        ({"text": "Ann B", "tokens": ["Ann", "Bo"], "entities": [SPAN]}, r'2: token 1, "Bo", is not .* Leave out "tokens"'),
+        (
+            {"text": "Ann B", "tokens": ["Ann", "Bo"], "tags": ["O", "O"]},
+            r'2: token 1, "Bo", is not in the text from character 3 on. Leave out "text"',
+        ),
+        (
+            {"text": "Ann B", "tokens": ["Ann", "Bo"], "entities": [SPAN]},
+            r'2: token 1, "Bo", is not .* Leave out "tokens"',
+        ),
         ({"text": "Ann", "entities": {}}, r"a.jsonl:2: entities is \{\}; expected a list"),
         ({"text": "Ann", "entities": [[0, 3]]}, r"a.jsonl:2: entity 0 is \[0, 3\]; expected"),
         ({"text": "Ann", "entities": [{"start": 0, "end": 3}]}, r"a.jsonl:2: entity 0 is .*; expected"),
@@ -389,12 +394,24 @@ SPAN = {"start": 0, "end": 3, "type": "PER"}
         ({"text": "Ann", "entities": [SPAN | {"end": 4}]}, r"entity 0 is from 0 to 4, and the text has 3 characters"),
         ({"text": "Ann", "entities": [SPAN | {"start": -1}]}, r"entity 0 is from -1 to 3, and the text has 3"),
         ({"text": "Ann", "entities": [SPAN | {"start": 3}]}, r"entity 0 is from 3 to 3"),
-        ({"text": "é Ann", "entities": [SPAN | {"start": 2, "end": 5}, SPAN | {"text": "Ann"}]}, r'entity 1 is "Ann", but 0 to 3 of the text is "é A"'),
-        ({"text": "Ann B", "entities": [SPAN | {"end": 5, "type": "X"}, SPAN]}, r"entities PER from 0 to 3 and X from 0 to 5 overlap"),
-        ({"text": "Ann    ", "entities": [SPAN | {"start": 4, "end": 6}]}, r"the entity PER from 4 to 6 is \"  \", which has no word"),
-        ({"text": "Ann", "entities": [SPAN], "document": [1]}, r"a.jsonl:2: document is \[1\]; expected text or a number"),
+        (
+            {"text": "é Ann", "entities": [SPAN | {"start": 2, "end": 5}, SPAN | {"text": "Ann"}]},
+            r'entity 1 is "Ann", but 0 to 3 of the text is "é A"',
+        ),
+        (
+            {"text": "Ann B", "entities": [SPAN | {"end": 5, "type": "X"}, SPAN]},
+            r"entities PER from 0 to 3 and X from 0 to 5 overlap",
+        ),
+        (
+            {"text": "Ann    ", "entities": [SPAN | {"start": 4, "end": 6}]},
+            r"the entity PER from 4 to 6 is \"  \", which has no word",
+        ),
+        (
+            {"text": "Ann", "entities": [SPAN], "document": [1]},
+            r"a.jsonl:2: document is \[1\]; expected text or a number",
+        ),
     ],
-)  # fmt: skip
+)
 def test_bad_records(tmp_path, record, message):
     path = write_records(tmp_path / "a.jsonl", {"text": "Ann", "entities": [SPAN]}, record)
     with pytest.raises(InputError, match=message) as caught:
@@ -490,9 +507,7 @@ def test_bad_bytes_and_missing_files(tmp_path):
 def test_other_files_are_held_to_the_training_set(tmp_path):
     train, dev = write(tmp_path / "train", GOOD), write(tmp_path / "dev", "it O\nRome B-LOC\n")
     task = Entities(EntitiesSettings(train=train, dev=dev))
-    with pytest.raises(
-        InputError, match=r"dev:2: the type 'LOC' is not among those of the training set \(PER\)"
-    ):
+    with pytest.raises(InputError, match=r"dev:2: the type 'LOC' is not among those of the training set \(PER\)"):
         task.read_held_out()  # reads the training set by itself
     with pytest.raises(InputError, match=r"dev:2: the type 'LOC'"):
         task.read_file(dev)
@@ -505,9 +520,7 @@ def test_other_files_are_held_to_the_training_set(tmp_path):
 
 
 def test_test_files_need_no_labels(tmp_path):
-    settings = EntitiesSettings(
-        train=write(tmp_path / "train", GOOD), test=write(tmp_path / "test", "Ann\nB\n\nC\n")
-    )
+    settings = EntitiesSettings(train=write(tmp_path / "train", GOOD), test=write(tmp_path / "test", "Ann\nB\n\nC\n"))
     task = Entities(settings)
     (one, two) = task.read_test()["test"]
     assert (one.words, one.tags, two.words) == (["Ann", "B"], None, ["C"])
@@ -539,10 +552,7 @@ def test_settings_are_described_and_loaded(tmp_path):
     assert all(field.description for field in EntitiesSettings.model_fields.values())
     path = write(tmp_path / "a.yaml", "document_context: 64\nlabels: [PER]\n")
     assert load(path, EntitiesSettings).document_context == 64
-    assert (
-        load(write(tmp_path / "b.yaml", "document_context: true\n"), EntitiesSettings).document_context
-        is True
-    )
+    assert load(write(tmp_path / "b.yaml", "document_context: true\n"), EntitiesSettings).document_context is True
 
 
 # ---------------------------------------------------------------- windows
@@ -581,9 +591,7 @@ def test_every_word_is_asked_once_at_its_first_token(case):
     task, encoder = make_task(document_context=context, overlap=overlap), make_encoder(max_length)
     windows = task.windows(sentences, encoder, training=False)
     tokens = {
-        word: encoder.tokenizer.encode(word, add_special_tokens=False).ids
-        for one in sentences
-        for word in one.words
+        word: encoder.tokenizer.encode(word, add_special_tokens=False).ids for one in sentences for word in one.words
     }
     lengths = np.diff(windows.starts)
     assert lengths.min() >= 2
@@ -597,15 +605,9 @@ def test_every_word_is_asked_once_at_its_first_token(case):
     of = np.searchsorted(windows.starts, windows.asked, "right") - 1
     assert (windows.asked > windows.starts[of]).all()
     assert (windows.asked < windows.starts[of + 1] - 1).all()
-    asked = [
-        (int(windows.examples[window]), int(word))
-        for window, word in zip(of, windows.extra["word"], strict=True)
-    ]
+    asked = [(int(windows.examples[window]), int(word)) for window, word in zip(of, windows.extra["word"], strict=True)]
     assert sorted(asked) == [
-        (number, place)
-        for number, one in enumerate(sentences)
-        for place, word in enumerate(one.words)
-        if tokens[word]
+        (number, place) for number, one in enumerate(sentences) for place, word in enumerate(one.words) if tokens[word]
     ]
     for (number, place), row, label in zip(asked, windows.asked, windows.labels, strict=True):
         one = sentences[number]
@@ -701,9 +703,7 @@ def test_documents_of_records(tmp_path):
         {"tokens": [word], "tags": ["B-PER"], "document": name}
         for word, name in zip("abcde", [1, 1, 2, 1, None], strict=True)
     ]
-    task = Entities(
-        EntitiesSettings(train=write_records(tmp_path / "a.jsonl", *records), document_context=True)
-    )
+    task = Entities(EntitiesSettings(train=write_records(tmp_path / "a.jsonl", *records), document_context=True))
     sentences, encoder = task.read_train(), make_encoder(16)
     chosen = [sentences[1], sentences[0], *sentences[2:]]
     windows = task.windows(chosen, encoder, training=False)
@@ -733,9 +733,7 @@ class Shower(Predictor):
 @pytest.mark.parametrize("context", [False, True, 3])
 def test_a_document_is_the_same_in_a_file_and_in_lines(tmp_path, context, live):
     names = [7, 7, None, 7, *["long"] * 9, "x", None, None, 3, 3]
-    records = [
-        {"text": f"w{number}, it", "document": name, "id": number} for number, name in enumerate(names)
-    ]
+    records = [{"text": f"w{number}, it", "document": name, "id": number} for number, name in enumerate(names)]
     task = make_task(document_context=context)
     predictor = Shower(task, make_encoder(64))
     whole = predictor.predict(task.read_file(write_records(tmp_path / "a.jsonl", *records), labelled=False))
@@ -743,9 +741,7 @@ def test_a_document_is_the_same_in_a_file_and_in_lines(tmp_path, context, live):
     assert [one.pop("id") for one in made] == list(range(len(names)))
     assert made == whole
     assert ("7" in "".join(whole[11]["shown"])) == (context is True)  # the context is there at all
-    assert [predictor([one])[0]["shown"] for one in records[:2]] == [
-        predictor(one)["shown"] for one in records[:2]
-    ]
+    assert [predictor([one])[0]["shown"] for one in records[:2]] == [predictor(one)["shown"] for one in records[:2]]
 
 
 def test_a_sentence_waits_for_the_end_of_its_document_alone():
@@ -806,9 +802,7 @@ def test_a_word_without_tokens_is_outside_and_scored():
 def test_byte_level_bpe_asks_at_the_first_token_too():
     from tokenizers import models, processors
 
-    vocabulary = {
-        token: number for number, token in enumerate(["<s>", "</s>", "<unk>", "Ġ", "a", "b", "Ġa", ","])
-    }
+    vocabulary = {token: number for number, token in enumerate(["<s>", "</s>", "<unk>", "Ġ", "a", "b", "Ġa", ","])}
     tokenizer = Tokenizer(models.BPE(vocabulary, [("Ġ", "a")], unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.post_processor = processors.RobertaProcessing(("</s>", 1), ("<s>", 0), add_prefix_space=False)
@@ -1001,7 +995,11 @@ def test_a_text_of_a_megabyte_is_predicted_whole():
 
 def test_predictions_are_columns_for_conlleval():
     task = make_task()
-    gold = [Sentence(["a b", "\u00a0", "c"], ["B-PER", "I-PER", "B-LOC"], "1"), Sentence([], [], "2"), Sentence(["d"], ["O"], "3")]  # fmt: skip
+    gold = [
+        Sentence(["a b", "\u00a0", "c"], ["B-PER", "I-PER", "B-LOC"], "1"),
+        Sentence([], [], "2"),
+        Sentence(["d"], ["O"], "3"),
+    ]
     predictions = [{"tags": ["B-PER", "I-PER", "I-LOC"]}, {"tags": []}, {"tags": ["B-PER"]}]
     files = task.scorer_files(gold, predictions)
     assert files == {".tags.conll": "a_b B-PER B-PER\n_ I-PER I-PER\nc B-LOC I-LOC\n\n\nd O B-PER\n\n"}
@@ -1016,9 +1014,33 @@ def test_predictions_are_columns_for_conlleval():
 
 
 TRAINED_WORDS = [
-    *["Ann", "went", "home", "again"] * 20, *[".", ","] * 10, "(", ")", "-", "U.S.", "U.S.", "J.", "G.I.", "Mr.", "Mr.",
-    "anti-war", "co-op", "well-to-do", "'s", "'s", "'s", "n't", "n't", "does", "O'Neil", "4.5", "1,000", "$", "@ann", "@bo",
-]  # fmt: skip
+    *["Ann", "went", "home", "again"] * 20,
+    *[".", ","] * 10,
+    "(",
+    ")",
+    "-",
+    "U.S.",
+    "U.S.",
+    "J.",
+    "G.I.",
+    "Mr.",
+    "Mr.",
+    "anti-war",
+    "co-op",
+    "well-to-do",
+    "'s",
+    "'s",
+    "'s",
+    "n't",
+    "n't",
+    "does",
+    "O'Neil",
+    "4.5",
+    "1,000",
+    "$",
+    "@ann",
+    "@bo",
+]
 
 
 @pytest.mark.parametrize(
@@ -1047,15 +1069,11 @@ def test_text_is_cut_as_the_training_words_were(text, expected):
 @given(st.text(max_size=40), st.lists(st.text(max_size=9), max_size=20))
 def test_learnt_words_are_whole_pieces_of_the_text(text, learnt):
     pieces = cut_words(text)
-    assert (
-        WordCuts.learn([text[begin:end] for begin, end in pieces.tolist()])(text).tolist() == pieces.tolist()
-    )
+    assert WordCuts.learn([text[begin:end] for begin, end in pieces.tolist()])(text).tolist() == pieces.tolist()
     found = WordCuts.learn(learnt)(text)
     assert (found[:, 1] > found[:, 0]).all()
     assert set(found[:, 0]) <= set(pieces[:, 0])
-    covered = [
-        np.concatenate([np.zeros(0, int), *(np.arange(*one) for one in words)]) for words in (found, pieces)
-    ]
+    covered = [np.concatenate([np.zeros(0, int), *(np.arange(*one) for one in words)]) for words in (found, pieces)]
     assert covered[0].tolist() == covered[1].tolist()
 
 
@@ -1092,7 +1110,7 @@ def test_a_long_run_of_signs_is_cut_into_known_words():
         (" \n ", ""),
         ("", ""),
     ],
-)  # fmt: skip
+)
 def test_words_of_a_text(text, expected):
     assert "|".join(text[begin:end] for begin, end in cut_words(text).tolist()) == expected
 

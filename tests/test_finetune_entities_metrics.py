@@ -23,9 +23,7 @@ def tags_of(prefixes: str, types: tuple[str, ...] = TYPES) -> st.SearchStrategy[
     return st.one_of(st.just("O"), inside, inside)
 
 
-def pairs_of(
-    prefixes: str, types: tuple[str, ...] = TYPES
-) -> st.SearchStrategy[list[tuple[list[str], list[str]]]]:
+def pairs_of(prefixes: str, types: tuple[str, ...] = TYPES) -> st.SearchStrategy[list[tuple[list[str], list[str]]]]:
     """Sentences as (gold, predicted), half of the predicted tags right."""
     tag = tags_of(prefixes, types)
     word = st.tuples(tag, tag, st.booleans()).map(lambda one: (one[0], one[0] if one[2] else one[1]))
@@ -45,9 +43,7 @@ def seqeval_report(gold: list[list[str]], predicted: list[list[str]], **mode: ob
 
 def assert_equal_to_seqeval(counts: metrics.Counts, report: dict) -> None:
     by_type = {
-        name: scores
-        for name, scores in report.items()
-        if name not in ("micro avg", "macro avg", "weighted avg")
+        name: scores for name, scores in report.items() if name not in ("micro avg", "macro avg", "weighted avg")
     }
     assert set(counts.by_type) == set(by_type)
     for name, scores in by_type.items():
@@ -66,9 +62,7 @@ def assert_equal_to_seqeval(counts: metrics.Counts, report: dict) -> None:
 @given(pairs_of("BIES", BARE))
 def test_default_mode_is_seqevals(pairs):
     gold, predicted = split(pairs)
-    if any(
-        tag != "O" for sentence in gold + predicted for tag in sentence
-    ):  # seqeval's report fails without any
+    if any(tag != "O" for sentence in gold + predicted for tag in sentence):  # seqeval's report fails without any
         assert_equal_to_seqeval(compare(gold, predicted), seqeval_report(gold, predicted))
     if any(gold):
         truth = tagged(gold)
@@ -77,11 +71,7 @@ def test_default_mode_is_seqevals(pairs):
 
 
 @settings(deadline=None, max_examples=150)
-@given(
-    st.one_of(
-        st.tuples(st.just("iob2"), pairs_of("BI", BARE)), st.tuples(st.just("bioes"), pairs_of("BIES", BARE))
-    )
-)
+@given(st.one_of(st.tuples(st.just("iob2"), pairs_of("BI", BARE)), st.tuples(st.just("bioes"), pairs_of("BIES", BARE))))
 def test_strict_modes_are_seqevals(case):
     rule, pairs = case
     gold, predicted = split(pairs)
@@ -118,9 +108,7 @@ def conlleval(gold: list[list[str]], predicted: list[list[str]]) -> dict[str, li
         return now[0] == "B" or (now[0] == "I" and (before[0] == "O" or before[1] != now[1]))
 
     counts: dict[str, list[int]] = {}
-    lines = [
-        line for g, p in zip(gold, predicted, strict=True) for line in [*zip(g, p, strict=True), ("O", "O")]
-    ]
+    lines = [line for g, p in zip(gold, predicted, strict=True) for line in [*zip(g, p, strict=True), ("O", "O")]]
     right = False
     before_g = before_p = ("O", "")
     for now_g, now_p in ((parts(g), parts(p)) for g, p in lines):
@@ -224,11 +212,7 @@ def test_every_scheme_gives_back_what_was_written(case, scheme):
         types[first:behind] = kind
     tags = metrics.Tagged(prefixes, types, starts, ("PER", "LOC"))
     for rule in (
-        ("conlleval", "iob2")
-        if scheme == "iob2"
-        else ("conlleval", "bioes")
-        if scheme == "bioes"
-        else ("conlleval",)
+        ("conlleval", "iob2") if scheme == "iob2" else ("conlleval", "bioes") if scheme == "bioes" else ("conlleval",)
     ):
         found = find(tags, rule)
         assert found.first.tolist() == spans.first.tolist()
@@ -256,7 +240,5 @@ def test_the_scheme_is_seen(tags, scheme):
 def test_slips_are_found_where_they_are():
     assert slips(tagged([["B-PER", "O", "I-PER"], ["I-PER"]]), "iob2").tolist() == [2, 3]
     assert slips(tagged([["B-PER", "B-PER"]]), "iob1").tolist() == [0]
-    assert (
-        slips(tagged([["I-PER"], ["I-PER", "B-PER"]]), "iob1").tolist() == []
-    )  # sentences part them already
+    assert slips(tagged([["I-PER"], ["I-PER", "B-PER"]]), "iob1").tolist() == []  # sentences part them already
     assert slips(tagged([["B-PER", "I-PER", "O", "S-PER"]]), "bioes").tolist() == [1]

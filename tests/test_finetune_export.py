@@ -38,9 +38,13 @@ transformers: Any = pytest.importorskip("transformers")
 ROWS = 60
 LENGTHS = (1, 5, 18, 9)
 SIZES = {
-    "vocab_size": ROWS, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24,
+    "vocab_size": ROWS,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 24,
     "max_position_embeddings": 20,
-}  # fmt: skip
+}
 CONFIGS: dict[str, Any] = {
     "bert": lambda **more: transformers.BertConfig(**SIZES, **more),
     "distilbert": lambda **more: transformers.DistilBertConfig(
@@ -79,10 +83,15 @@ def make_batch(released: Released, head: Head) -> LabelledBatch:
     asked = starts[:-1] if head == "sequence" else np.arange(starts[-1])
     types = draw.integers(0, 2 if released.token_types > 1 else 1, starts[-1])
     windows = Windows(
-        ids=draw.integers(5, ROWS, starts[-1]).astype(np.int32), types=types.astype(np.uint8), starts=starts,
-        examples=np.arange(len(LENGTHS)), asked=asked, extra={}, weights=np.ones(len(asked), np.float32),
+        ids=draw.integers(5, ROWS, starts[-1]).astype(np.int32),
+        types=types.astype(np.uint8),
+        starts=starts,
+        examples=np.arange(len(LENGTHS)),
+        asked=asked,
+        extra={},
+        weights=np.ones(len(asked), np.float32),
         labels=np.zeros((len(asked), 2), np.uint8) if head == "spans" else np.zeros(len(asked), np.int64),
-    )  # fmt: skip
+    )
     (batch,) = Batches(windows, seed=0, budget=100, rank=0, world_size=1).every_window()
     return batch
 
@@ -108,9 +117,13 @@ def rows_of(outputs: list[Tensor], inputs: dict[str, Tensor], head: Head) -> Ten
 def task_logits(released: Released, head: Head, batch: LabelledBatch) -> Tensor:
     """[R, C] of the model that is trained."""
     model = TaskModel(
-        released.model, released.vocabulary_size, head, OBJECTIVES[head],
-        len(released.head["out_weight"]), HEAD_ACTIVATION[released.family],
-    )  # fmt: skip
+        released.model,
+        released.vocabulary_size,
+        head,
+        OBJECTIVES[head],
+        len(released.head["out_weight"]),
+        HEAD_ACTIVATION[released.family],
+    )
     state = {f"head.{name}": tensor for name, tensor in released.head.items()}
     model.load_state_dict({**released.backbone, **state})
     with torch.no_grad():
@@ -118,18 +131,23 @@ def task_logits(released: Released, head: Head, batch: LabelledBatch) -> Tensor:
 
 
 @pytest.mark.parametrize(("family", "head"), ALL)
-def test_the_written_model_and_the_padded_one_give_our_logits(
-    family: str, head: Head, tmp_path: Path
-) -> None:
+def test_the_written_model_and_the_padded_one_give_our_logits(family: str, head: Head, tmp_path: Path) -> None:
     released = make_released(tmp_path / "theirs", family, head)
     batch = make_batch(released, head)
     expected = task_logits(released, head, batch)
     assert expected.std() > 0.1
     write_tokenizer(tmp_path, [*SPECIALS, *"abc"])
     write_released(
-        tmp_path / "out", family=family, model=released.model, backbone=released.backbone, head=released.head,
-        purpose=head, config=released.config, tokenizer=tmp_path, card="",
-    )  # fmt: skip
+        tmp_path / "out",
+        family=family,
+        model=released.model,
+        backbone=released.backbone,
+        head=released.head,
+        purpose=head,
+        config=released.config,
+        tokenizer=tmp_path,
+        card="",
+    )
     padded = PaddedModel(read_released(tmp_path / "out"), head)
     assert ("token_type_ids" in padded.inputs) == (family in ("bert", "electra"))
     inputs = pad(batch, padded.inputs)
@@ -185,10 +203,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files = write_reviews(folder)
     config = FinetuneConfig.model_validate(
         {
-            "name": "reviews", "run_dir": str(folder / "reviews"), "start_from": str(folder / "bert"),
-            "max_length": 32, "classification": files,
+            "name": "reviews",
+            "run_dir": str(folder / "reviews"),
+            "start_from": str(folder / "bert"),
+            "max_length": 32,
+            "classification": files,
         }
-    )  # fmt: skip
+    )
     task = make_task(config)
     examples, held_out = task.read_train(), task.read_held_out()
     released = read_released(folder / "bert")
@@ -203,9 +224,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     predictions: list[dict[str, Any]] = [{"label": "negative"} for _ in held_out["dev"]]
     save_model(
-        config, task, released, model.state_dict(), step=7, chosen_on="dev", training_examples=len(examples), data="",
+        config,
+        task,
+        released,
+        model.state_dict(),
+        step=7,
+        chosen_on="dev",
+        training_examples=len(examples),
+        data="",
         results={"dev": SetResult.of(task, held_out["dev"], predictions)},
-    )  # fmt: skip
+    )
     return folder / "reviews"
 
 
@@ -215,18 +243,14 @@ def test_an_export_is_the_model_whole(run: Path, tmp_path: Path, capsys: pytest.
     assert capsys.readouterr().out == f"{tmp_path / 'out'}: in the Hugging Face layout\n"
     assert verify_manifest(tmp_path / "out") == verify_manifest(run / "model")
     (run / "model" / "notes.txt").unlink()
-    assert {path.name for path in (tmp_path / "out").iterdir()} == {
-        path.name for path in (run / "model").iterdir()
-    }
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {path.name for path in (run / "model").iterdir()}
     texts = ["the film was good", "the book was very bad"]
     assert finetune.load(tmp_path / "out")(texts) == finetune.load(run)(texts)
     assert main(["export", str(tmp_path / "out"), str(tmp_path / "again")]) == 0
     assert main(["export", str(run), str(tmp_path / "again")]) == 0  # an earlier one is replaced
 
 
-def test_an_export_with_onnx_says_so_in_its_card(
-    run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_an_export_with_onnx_says_so_in_its_card(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(run / "model"), str(tmp_path / "out"), "--onnx"]) == 0
     said = capfd.readouterr()
     assert said.err == ""  # torch.onnx is silent
@@ -264,9 +288,7 @@ def test_nothing_else_is_overwritten(run: Path, tmp_path: Path) -> None:
     with pytest.raises(InputError, match="exists and is no export"):
         export.export(run, tmp_path / "notes")
     # A corpus or a checkpoint has a manifest too.
-    (tmp_path / "notes" / "manifest.json").write_text(
-        json.dumps({"format": 1, "files": {"precious.txt": {}}})
-    )
+    (tmp_path / "notes" / "manifest.json").write_text(json.dumps({"format": 1, "files": {"precious.txt": {}}}))
     with pytest.raises(InputError, match="exists and is no export"):
         export.export(run, tmp_path / "notes")
     assert (tmp_path / "notes" / "precious.txt").read_text() == "mine"
@@ -274,9 +296,7 @@ def test_nothing_else_is_overwritten(run: Path, tmp_path: Path) -> None:
         export.export(tmp_path / "notes", tmp_path / "out")
 
 
-def test_onnx_that_cannot_be_made_leaves_nothing(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_onnx_that_cannot_be_made_leaves_nothing(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(export, "_PACKAGES", ("onnx", "no_such_package"))
         with pytest.raises(MachineError, match=r"^--onnx: no_such_package not installed\. Run: .* install"):
@@ -303,11 +323,17 @@ def render(
     train, sets = task.read_train(), {**task.read_held_out(), **task.read_test()}
     results = {name: SetResult.of(task, members, predictions) for name, members in sets.items()}
     return model_card(
-        made, task, family="bert", shape=Model(size="mini"), parameters=12345, step=300, chosen_on=chosen_on,
+        made,
+        task,
+        family="bert",
+        shape=Model(size="mini"),
+        parameters=12345,
+        step=300,
+        chosen_on=chosen_on,
         examples={"train": len(train), **{name: len(members) for name, members in sets.items()}},
         scores={name: result.scores for name, result in results.items()} if scored else {},
         details={name: result.details for name, result in results.items()} if scored else {},
-    )  # fmt: skip
+    )
 
 
 def metadata(card: str) -> dict[str, Any]:
@@ -398,9 +424,7 @@ def test_the_card_says_which_scores_chose_the_model(tmp_path: Path) -> None:
     # A set that is another one once more is no independent one.
     same = render({"classification": {**files, **sets, "test": files["dev"]}}, chances)
     assert "took no part" not in same
-    assert (
-        "Remark: test is the same file as dev: its scores are of examples that chose the checkpoint" in same
-    )
+    assert "Remark: test is the same file as dev: its scores are of examples that chose the checkpoint" in same
     alone = render({"classification": {**files, **sets}}, chances, chosen_on="")
     assert "the last one: no dev set was there to choose another by." in alone
     assert "optimistic" not in alone
@@ -452,9 +476,7 @@ def test_the_card_of_a_tagger(tmp_path: Path) -> None:
     assert 'pipeline("token-classification", ".", aggregation_strategy="first")' in card
     values = metadata(card)
     assert values["pipeline_tag"] == "token-classification"
-    assert {"type": "recall", "name": "recall", "value": 0.5} in values["model-index"][0]["results"][0][
-        "metrics"
-    ]
+    assert {"type": "recall", "name": "recall", "value": 0.5} in values["model-index"][0]["results"][0]["metrics"]
 
 
 def test_the_card_of_an_answerer(tmp_path: Path) -> None:
@@ -485,9 +507,7 @@ def test_the_card_of_an_answerer(tmp_path: Path) -> None:
 
 def test_what_the_hub_knows_is_named(tmp_path: Path) -> None:
     files = {name: labelled(tmp_path / f"{name}.jsonl", ["x", "y"]) for name in ("train", "dev")}
-    cache = (
-        "/data/hub/models--google-bert--bert-base-uncased/snapshots/86b5e0934494bd15c9632b12f734a8a67f723594"
-    )
+    cache = "/data/hub/models--google-bert--bert-base-uncased/snapshots/86b5e0934494bd15c9632b12f734a8a67f723594"
     given = {"classification": files, "start_from": cache}
     predictions = [{"label": "x"}, {"label": "x"}]
     assert metadata(render(given, predictions))["base_model"] == "google-bert/bert-base-uncased"
@@ -506,6 +526,9 @@ def test_what_the_hub_knows_is_named(tmp_path: Path) -> None:
     values = metadata(card)
     assert values["datasets"] == ["nyu-mll/glue"]
     assert values["model-index"][0]["results"][0]["dataset"] == {
-        "name": "GLUE RTE", "type": "nyu-mll/glue", "config": "rte", "split": "validation",
-    }  # fmt: skip
+        "name": "GLUE RTE",
+        "type": "nyu-mll/glue",
+        "config": "rte",
+        "split": "validation",
+    }
     assert 'model({"text": "A man sleeps.", "pair": "Somebody rests."})' in card

@@ -23,7 +23,7 @@ FILES: dict[str, dict[str, str]] = {
         "test.tsv": "index\tsentence\n0\tBill whistled.\n",
     },
     "SST-2": {
-        "train.tsv": "sentence\tlabel\n\"one fine film . \t1\nno wit , only gags \t0\n",
+        "train.tsv": 'sentence\tlabel\n"one fine film . \t1\nno wit , only gags \t0\n',
         "dev.tsv": "sentence\tlabel\nbleak \t0\n",
         "test.tsv": "index\tsentence\n0\tuneasy mishmash .\n",
     },
@@ -72,9 +72,7 @@ FILES: dict[str, dict[str, str]] = {
         "test_mismatched.tsv": f"{_MNLI}\n0\t1\t2\tverbatim\t(\t(\t(\t(\tSeven.\tEight.\n",
     },
     "QNLI": {
-        "train.tsv": (
-            "index\tquestion\tsentence\tlabel\n0\tWho?\t\"He.\tentailment\n1\tWho?\tIt.\tnot_entailment\n"
-        ),
+        "train.tsv": ('index\tquestion\tsentence\tlabel\n0\tWho?\t"He.\tentailment\n1\tWho?\tIt.\tnot_entailment\n'),
         "dev.tsv": "index\tquestion\tsentence\tlabel\n0\tWho?\tHe.\tentailment\n",
         "test.tsv": "index\tquestion\tsentence\n0\tWho?\tHe.\n",
     },
@@ -88,7 +86,7 @@ FILES: dict[str, dict[str, str]] = {
         "dev.tsv": f"{_NLI}\tlabel\n0\tA\tB\t1\n",
         "test.tsv": f"{_NLI}\n0\tA\tB\n",
     },
-}  # fmt: skip
+}
 
 TRAIN = {
     "cola": [('"One" is fine.', None, "acceptable"), ('One fine "is.', None, "unacceptable")],
@@ -102,9 +100,16 @@ TRAIN = {
     "wnli": [("A", "B", "entailment"), ("A", "A", "not_entailment")],
 }
 DEV = {
-    "cola": "unacceptable", "sst2": "negative", "mrpc": "equivalent", "stsb": 4.75, "qqp": "not_duplicate",
-    "mnli": "entailment", "qnli": "entailment", "rte": "not_entailment", "wnli": "entailment",
-}  # fmt: skip
+    "cola": "unacceptable",
+    "sst2": "negative",
+    "mrpc": "equivalent",
+    "stsb": 4.75,
+    "qqp": "not_duplicate",
+    "mnli": "entailment",
+    "qnli": "entailment",
+    "rte": "not_entailment",
+    "wnli": "entailment",
+}
 
 
 @pytest.fixture
@@ -117,9 +122,7 @@ def downloads(tmp_path: Path) -> Path:
 
 
 def task(name: str, folder: Path, **more: Any) -> Classification:
-    return Classification(
-        ClassificationSettings.model_validate({"glue": name, "glue_dir": str(folder), **more})
-    )
+    return Classification(ClassificationSettings.model_validate({"glue": name, "glue_dir": str(folder), **more}))
 
 
 @pytest.mark.parametrize("name", list(glue.TASKS))
@@ -190,9 +193,7 @@ def test_missing_folders_and_files_are_named(downloads: Path) -> None:
 def test_an_unknown_label_is_named_by_the_official_ones(downloads: Path) -> None:
     with (downloads / "MNLI" / "dev_matched.tsv").open("a") as file:
         file.write("1" + "\tx" * 14 + "\t-\n")
-    with pytest.raises(
-        InputError, match=r"dev_matched\.tsv:3: label '-' .* known: entailment, neutral, contradiction"
-    ):
+    with pytest.raises(InputError, match=r"dev_matched\.tsv:3: label '-' .* known: entailment, neutral, contradiction"):
         task("mnli", downloads).read_held_out()
 
 
@@ -238,8 +239,7 @@ def test_the_official_scores(downloads: Path, name: str, scores: set[str], metri
     one = task(name, downloads)
     examples = one.read_train()
     made = [
-        {"value": example.label} if name == "stsb" else {"label": example.label, "scores": {}}
-        for example in examples
+        {"value": example.label} if name == "stsb" else {"label": example.label, "scores": {}} for example in examples
     ]
     assert one.score(examples, made) == dict.fromkeys(scores, pytest.approx(1.0))
     assert one.metric == metric
@@ -265,14 +265,16 @@ def test_submissions_have_the_official_form(tmp_path: Path, caplog: Any) -> None
 
     labels: Callable[..., list[Any]] = lambda *names: [{"label": name} for name in names]  # noqa: E731
     assert written("cola", labels("acceptable", "unacceptable")) == (
-        "CoLA.tsv", b"index\tprediction\n0\t1\n1\t0\n",
-    )  # fmt: skip
+        "CoLA.tsv",
+        b"index\tprediction\n0\t1\n1\t0\n",
+    )
     assert "CoLA.tsv: 2 predictions, but the official test set has 1063 rows" in caplog.text
     assert written("qnli", labels("not_entailment"))[1] == b"index\tprediction\n0\tnot_entailment\n"
     assert written("wnli", labels("entailment", "not_entailment"))[1].split()[3::2] == [b"1", b"0"]
     assert written("mnli", labels("neutral"), "test_matched") == (
-        "MNLI-m.tsv", b"index\tprediction\n0\tneutral\n",
-    )  # fmt: skip
+        "MNLI-m.tsv",
+        b"index\tprediction\n0\tneutral\n",
+    )
     assert written("mnli", labels("neutral"), "diagnostic")[0] == "AX.tsv"
     values = [{"value": value} for value in (-0.5, 2.71828, 7.0)]
     assert written("stsb", values) == ("STS-B.tsv", b"index\tprediction\n0\t0.000\n1\t2.718\n2\t5.000\n")
@@ -295,9 +297,18 @@ def test_predictions_of_every_test_set_can_be_submitted(downloads: Path) -> None
         }
         names |= {path.name for path in glue.write_submission(name, made, downloads / "out")}
     assert names == {
-        "CoLA.tsv", "SST-2.tsv", "MRPC.tsv", "STS-B.tsv", "QQP.tsv", "MNLI-m.tsv", "MNLI-mm.tsv", "QNLI.tsv",
-        "RTE.tsv", "WNLI.tsv", "AX.tsv",
-    }  # fmt: skip
+        "CoLA.tsv",
+        "SST-2.tsv",
+        "MRPC.tsv",
+        "STS-B.tsv",
+        "QQP.tsv",
+        "MNLI-m.tsv",
+        "MNLI-mm.tsv",
+        "QNLI.tsv",
+        "RTE.tsv",
+        "WNLI.tsv",
+        "AX.tsv",
+    }
     assert task("mnli", downloads).read_test()["diagnostic"][0].text == "X"
 
 
@@ -328,8 +339,6 @@ def test_our_row_has_the_papers_scores_and_is_averaged_over_what_there_is() -> N
     # The paper's over the same four columns: (84.6 + 83.4 + 85.8 + 88.9) / 4.
     assert [cell.strip() for cell in base[-3:-1]] == ["79.6", "85.7"]
     assert "4 of 9 columns; missing: QQP, QNLI, SST-2, CoLA, RTE" in table
-    full = {
-        task: {"dev": {"accuracy": 0.5, "f1": 0.5, "matthews": 0.5, "spearman": 0.5}} for task in glue.TASKS
-    }
+    full = {task: {"dev": {"accuracy": 0.5, "f1": 0.5, "matthews": 0.5, "spearman": 0.5}} for task in glue.TASKS}
     full["mnli"] = results["mnli"]
     assert "9 of 9 columns." in glue.format_table(full)

@@ -33,9 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ours(checkpoint: Path, head: Head, objective: Objective, outputs: int) -> TaskModel:
     released = read_released(checkpoint)
     model = TaskModel(released.model, released.vocabulary_size, head, objective, outputs, "tanh")
-    drawn = {
-        name: torch.randn_like(p) * 0.1 for name, p in model.state_dict().items() if name.startswith("head.")
-    }
+    drawn = {name: torch.randn_like(p) * 0.1 for name, p in model.state_dict().items() if name.startswith("head.")}
     model.load_state_dict({**released.backbone, **drawn})
     return model.eval()
 
@@ -57,10 +55,15 @@ def make_batch(labels: np.ndarray, asked: np.ndarray, weights: np.ndarray | None
     starts = np.concatenate([[0], np.cumsum(LENGTHS)])
     draw = np.random.default_rng(0)
     windows = Windows(
-        ids=draw.integers(5, 40, starts[-1]).astype(np.int32), types=draw.integers(0, 2, starts[-1]).astype(np.uint8),
-        starts=starts, examples=np.arange(len(LENGTHS)), asked=asked, labels=labels, extra={},
+        ids=draw.integers(5, 40, starts[-1]).astype(np.int32),
+        types=draw.integers(0, 2, starts[-1]).astype(np.uint8),
+        starts=starts,
+        examples=np.arange(len(LENGTHS)),
+        asked=asked,
+        labels=labels,
+        extra={},
         weights=np.ones(len(asked), np.float32) if weights is None else weights,
-    )  # fmt: skip
+    )
     (batch,) = Batches(windows, seed=0, budget=100, rank=0, world_size=1).every_window()
     return batch
 
@@ -71,9 +74,7 @@ def padded(batch: LabelledBatch) -> dict[str, torch.Tensor]:
     return {
         "input_ids": pad([batch.input_ids[r] for r in rows], batch_first=True),
         "token_type_ids": pad([batch.token_types[r] for r in rows], batch_first=True),
-        "attention_mask": pad(
-            [torch.ones(r.stop - r.start, dtype=torch.long) for r in rows], batch_first=True
-        ),
+        "attention_mask": pad([torch.ones(r.stop - r.start, dtype=torch.long) for r in rows], batch_first=True),
     }
 
 
@@ -136,24 +137,31 @@ def test_spans_are_those_of_transformers(checkpoint: Path) -> None:
         expected = peer(**padded(batch))
     mask = padded(batch)["attention_mask"] == 0
     losses = [
-        torch.nn.functional.cross_entropy(
-            logits.masked_fill(mask, -torch.inf), torch.tensor(np.array(answers)[order])
-        )
+        torch.nn.functional.cross_entropy(logits.masked_fill(mask, -torch.inf), torch.tensor(np.array(answers)[order]))
         for logits, answers in ((expected.start_logits, begins), (expected.end_logits, ends))
     ]
     torch.testing.assert_close(output.loss / 4, sum(losses) / 2, rtol=1e-5, atol=1e-6)
 
 
 SIZES = {
-    "vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 32,
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
     "max_position_embeddings": 24,
-}  # fmt: skip
+}
 NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 HALF = {"hidden_dropout_prob": 0.5, "attention_probs_dropout_prob": 0.0}
 DISTILBERT = {
-    "vocab_size": 40, "dim": 32, "n_layers": 1, "n_heads": 2, "hidden_dim": 32, "max_position_embeddings": 24,
+    "vocab_size": 40,
+    "dim": 32,
+    "n_layers": 1,
+    "n_heads": 2,
+    "hidden_dim": 32,
+    "max_position_embeddings": 24,
     "attention_dropout": 0.0,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(
@@ -173,8 +181,9 @@ DISTILBERT = {
     ],
 )
 @pytest.mark.parametrize(
-    ("head", "kind"), [("sequence", "SequenceClassification"), ("tokens", "TokenClassification"), ("spans", "QuestionAnswering")]
-)  # fmt: skip
+    ("head", "kind"),
+    [("sequence", "SequenceClassification"), ("tokens", "TokenClassification"), ("spans", "QuestionAnswering")],
+)
 def test_heads_drop_where_and_as_much_as_transformers(
     family: str, values: dict[str, Any], head: Head, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -195,13 +204,15 @@ def test_heads_drop_where_and_as_much_as_transformers(
             parameter.add_(torch.randn_like(parameter) * 0.1).mul_("out_lin" not in name)
     released = assemble(dict(peer.state_dict()), read_config(config.to_dict()), config.to_dict())
     model = TaskModel(
-        released.model, released.vocabulary_size, head, "span" if head == "spans" else "classes", 2,
+        released.model,
+        released.vocabulary_size,
+        head,
+        "span" if head == "spans" else "classes",
+        2,
         HEAD_ACTIVATION[released.family],
         dropout=head_dropout(released.family, released.config, released.model, head),
-    ).train()  # fmt: skip
-    model.load_state_dict(
-        released.backbone | {f"head.{name}": tensor for name, tensor in released.head.items()}
-    )
+    ).train()
+    model.load_state_dict(released.backbone | {f"head.{name}": tensor for name, tensor in released.head.items()})
     asked = FIRST if head == "sequence" else ALL
     batch = make_batch(np.zeros((len(asked), 2) if head == "spans" else len(asked), np.int64), asked)
     batch = dataclasses.replace(batch, token_types=batch.token_types * (released.token_types == 2))
@@ -210,9 +221,7 @@ def test_heads_drop_where_and_as_much_as_transformers(
         del inputs["token_type_ids"]
     with torch.no_grad():
         output, expected = model(batch), peer(**inputs)
-    logits = (
-        torch.stack([expected.start_logits, expected.end_logits], -1) if head == "spans" else expected.logits
-    )
+    logits = torch.stack([expected.start_logits, expected.end_logits], -1) if head == "spans" else expected.logits
     if head != "sequence":
         logits = logits[batch.sequence, batch.positions[batch.rows]]
     torch.testing.assert_close(output.logits, logits, rtol=1e-4, atol=1e-5)
@@ -236,10 +245,15 @@ def test_windows_of_an_example_are_averaged_before_the_loss(checkpoint: Path) ->
     model = ours(checkpoint, "sequence", "classes", 3)
     starts = np.array([0, 5, 11, 15])
     windows = Windows(
-        ids=np.arange(5, 20, dtype=np.int32), types=np.zeros(15, np.uint8), starts=starts, extra={},
-        examples=np.array([0, 0, 1]), asked=starts[:-1], labels=np.array([2, 2, 0]),
+        ids=np.arange(5, 20, dtype=np.int32),
+        types=np.zeros(15, np.uint8),
+        starts=starts,
+        extra={},
+        examples=np.array([0, 0, 1]),
+        asked=starts[:-1],
+        labels=np.array([2, 2, 0]),
         weights=np.array([0.75, 0.75, 1.0], np.float32),
-    )  # fmt: skip
+    )
     batches = Batches(windows, seed=0, budget=100, rank=0, world_size=1)
     (each,) = batches.every_window()
     with torch.no_grad():

@@ -64,23 +64,34 @@ def save_untrained(folder: Path, name: str, section: dict[str, Any]) -> None:
     """A finished run with random weights."""
     config = FinetuneConfig.model_validate(
         {
-            "name": name, "run_dir": str(folder / name), "start_from": str(folder / "bert"), "max_length": 32, **section,
+            "name": name,
+            "run_dir": str(folder / name),
+            "start_from": str(folder / "bert"),
+            "max_length": 32,
+            **section,
             "engine": {"precision": "fp32"},
         }
-    )  # fmt: skip
+    )
     task = make_task(config)
     examples, released = task.read_train(), read_released(folder / "bert")
     torch.manual_seed(1)
     model = TaskModel(
         released.model, released.vocabulary_size, task.head, task.objective, task.outputs, HEAD_ACTIVATION["bert"]
-    )  # fmt: skip
+    )
     with torch.no_grad():
         for parameter in model.parameters():  # else all predictions would be nearly the same
             parameter.add_(torch.randn_like(parameter) * 0.3)
     save_model(
-        config, task, released, model.state_dict(), step=1, chosen_on="", results={},
-        training_examples=len(examples), data="",
-    )  # fmt: skip
+        config,
+        task,
+        released,
+        model.state_dict(),
+        step=1,
+        chosen_on="",
+        results={},
+        training_examples=len(examples),
+        data="",
+    )
 
 
 def write_csv(path: Path, header: Sequence[str], rows: Sequence[Sequence[str]], **form: Any) -> Path:
@@ -116,8 +127,7 @@ def test_a_file_is_read_as_its_suffix_says(
     labels = ["positive", "negative", "positive"]
     path = tmp_path / f"some{suffix}"
     records = [
-        {"label": label, "text": text, "id": n}
-        for n, (text, label) in enumerate(zip(texts, labels, strict=True))
+        {"label": label, "text": text, "id": n} for n, (text, label) in enumerate(zip(texts, labels, strict=True))
     ]
     cells = [[*map(str, record.values())] for record in records]
     if suffix in (".csv", ".tsv"):
@@ -157,9 +167,7 @@ def test_unlabelled_files_and_pairs(folder: Path, tmp_path: Path, capsys: pytest
 def test_gold_that_is_no_label_of_the_model_is_left_out(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    path = write_csv(
-        tmp_path / "a.csv", ["text", "label"], [["good", "positive"], ["bad", "mixed"], ["it", ""]]
-    )
+    path = write_csv(tmp_path / "a.csv", ["text", "label"], [["good", "positive"], ["bad", "mixed"], ["it", ""]])
     assert predict(folder / "reviews", path) == 0
     assert [one.get("gold") for one in output(capsys)] == ["positive", None, None]
     assert "1 of 3 labels are not known" in caplog.text
@@ -178,7 +186,7 @@ def test_gold_that_is_no_label_of_the_model_is_left_out(
         ("reviews", "none.csv", "none.csv: not found"),
         ("questions", "a.csv", "a.csv:1: no column 'question'; it has some, thing."),
     ],
-)  # fmt: skip
+)
 def test_files_that_cannot_be_predicted_are_told_in_a_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, name: str, message: str
 ) -> None:
@@ -229,9 +237,7 @@ def test_models_of_glue_read_glues_files_and_others(
 
 @pytest.mark.parametrize("model", ["reviews", "pairs", "questions"])
 def test_predict_gives_what_evaluate_gives(folder: Path, tmp_path: Path, model: str) -> None:
-    path = {"reviews": folder / "dev.jsonl", "pairs": folder / "pairs.csv"}.get(
-        model, folder / "questions.jsonl"
-    )
+    path = {"reviews": folder / "dev.jsonl", "pairs": folder / "pairs.csv"}.get(model, folder / "questions.jsonl")
     assert evaluate(folder / model, path, "--out", tmp_path) == 0
     assert predict(folder / model, path, "--out", tmp_path / "made.jsonl") == 0
     scored = (tmp_path / "predictions" / f"{path.stem}.jsonl").read_text()
@@ -239,9 +245,7 @@ def test_predict_gives_what_evaluate_gives(folder: Path, tmp_path: Path, model: 
     assert all("gold" in one for one in read_lines(tmp_path / "made.jsonl"))
 
 
-def test_questions_come_from_tables_too(
-    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_questions_come_from_tables_too(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert predict(folder / "questions", folder / "questions.jsonl") == 0
     expected = output(capsys)
     assert expected[1]["gold"] == ["the book", "book"]
@@ -321,7 +325,7 @@ def test_help_of_commands_with_an_optional_file(command: str, capsys: pytest.Cap
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [(["evaluate", "--out", "x"], "required: MODEL"), (["evaluate", "a", "b", "c"], "unrecognized arguments: c")],
-)  # fmt: skip
+)
 def test_too_few_and_too_many_are_refused(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -384,16 +388,12 @@ def test_sets_that_are_one_file_are_remarked(folder: Path) -> None:
     config = FinetuneConfig.model_validate({**values, "classification": section})
     assert config.repeated_sets() == [("dev", "train")]
     said = runs.describe_start(config, runs.plan(config, alone=True))
-    assert (
-        "remark: dev is the same file as train: its scores are of examples that the model has learnt" in said
-    )
+    assert "remark: dev is the same file as train: its scores are of examples that the model has learnt" in said
     others = {**section, "dev": str(folder / "dev.jsonl"), "test": str(folder / "dev.jsonl")}
     config = FinetuneConfig.model_validate({**values, "classification": others})
     assert config.repeated_sets() == [("test", "dev")]
     hub = {"dataset": "some/name", "revision": "1", "dev": "train", "test": "test"}
-    assert FinetuneConfig.model_validate({"name": "x", "classification": hub}).repeated_sets() == [
-        ("dev", "train")
-    ]
+    assert FinetuneConfig.model_validate({"name": "x", "classification": hub}).repeated_sets() == [("dev", "train")]
 
 
 # ---- quotes of .tsv files
@@ -407,9 +407,7 @@ def rows_of(path: Path, caplog: pytest.LogCaptureFixture, **layout: Any) -> tupl
     return table.columns["text"], caplog.text
 
 
-def test_quotes_that_belong_to_texts_swallow_no_rows(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_quotes_that_belong_to_texts_swallow_no_rows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As in MRPC and QQP: pandas' default would read the first cell up to the second quote, three lines on."""
     path = tmp_path / "a.tsv"
     texts = ['"We are here , he said .', "a film", '" No "', 'the book "']
@@ -454,9 +452,7 @@ def test_quotes_are_those_of_the_training_file(tmp_path: Path, is_quoted: bool) 
 
 
 def test_a_training_file_without_quotes_says_nothing_of_later_ones(tmp_path: Path) -> None:
-    trained = Classification(
-        ClassificationSettings(train=put(tmp_path / "a.tsv", "text\tlabel\nx\ta\ny\tb\n"))
-    )
+    trained = Classification(ClassificationSettings(train=put(tmp_path / "a.tsv", "text\tlabel\nx\ta\ny\tb\n")))
     trained.read_train()
     assert trained.state()["quoting"] is None
     assert trained.read_file(put(tmp_path / "b.tsv", 'text\tlabel\n"good film"\ta\n'))[0].text == "good film"
@@ -467,9 +463,7 @@ def put(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_file_whose_quotes_may_be_either_is_remarked(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_whose_quotes_may_be_either_is_remarked(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "a.tsv"
     path.write_text('text\tlabel\n"Never mind."\t1\na film\t0\n')
     texts, said = rows_of(path, caplog)

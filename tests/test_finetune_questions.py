@@ -138,11 +138,7 @@ def test_odd_but_right(tmp_path):
         "context": "x\u2028y\r z",
         "answers": [{"text": "y\r z", "answer_start": 2}],
     }
-    lines = (
-        json.dumps(record, ensure_ascii=False)
-        + "\r\n"
-        + json.dumps({**record, "id": 7, "is_impossible": False})
-    )
+    lines = json.dumps(record, ensure_ascii=False) + "\r\n" + json.dumps({**record, "id": 7, "is_impossible": False})
     with (tmp_path / "a.jsonl").open("w", encoding="utf-8", newline="") as file:
         file.write(lines)
     found = read(str(tmp_path / "a.jsonl"), labelled=True)
@@ -167,7 +163,10 @@ LINES = [
     ("[" * 200_000, r"a.jsonl:1: too deeply nested|a.jsonl:1: not JSON"),
     ("1" * 5000, r"a.jsonl:1: cannot be read \(Exceeds the limit"),
     ("[1]", r"a.jsonl:1: found a list of 1; expected a flat record"),
-    (json.dumps(nested(CAT)), r'a.jsonl:1: found an object of version, data; .* A nested SQuAD file is called "\.json"'),
+    (
+        json.dumps(nested(CAT)),
+        r'a.jsonl:1: found an object of version, data; .* A nested SQuAD file is called "\.json"',
+    ),
     (good(context="left out"), r"a.jsonl:1: found an object of id, question, answers; expected a flat record"),
     (good(context=None), r"a.jsonl:1 \(id q\): context is missing; expected text"),
     (good(question=3), r"a.jsonl:1 \(id q\): question is 3; expected text"),
@@ -185,7 +184,7 @@ LINES = [
     (good(is_impossible=True, answers=[{"text": "cat", "answer_start": 4}]), r"is_impossible is true, but there are 1"),
     (good() + "\n\n" + good(), r"a.jsonl:3: id 'q' was used before, in .*a.jsonl:1. .* give each question its own"),
     (good(context="ab\ud83dc"), r"a.jsonl:1 \(id q\): character 2 of context is half a surrogate pair \(\\ud83d\)"),
-]  # fmt: skip
+]
 
 DOCUMENTS = [
     ("{", r"a.json:1: not JSON, .* at column 2"),
@@ -195,7 +194,10 @@ DOCUMENTS = [
     ('{"version": "1.1", "data": []}', r"a.json: has no questions in it"),
     ('{"data": [{"title": "", "paragraphs": []}]}', r"a.json: has no questions in it"),
     ('{"Data": []}', r"a.json: found an object of Data; expected a SQuAD file"),  # TriviaQA
-    ('{"data": [{"story": "", "questions": [], "answers": []}]}', r"data\[0\]: found an object of story, questions, answers; expected"),  # CoQA
+    (
+        '{"data": [{"story": "", "questions": [], "answers": []}]}',
+        r"data\[0\]: found an object of story, questions, answers; expected",
+    ),  # CoQA
     ('{"data": {"a": 1}}', r"a.json: found an object of data; expected"),
     ("[3]", r"a.json: record\[0\]: found 3; expected"),
     ('{"data": [{"paragraphs": {}}]}', r"a.json: data\[0\]: paragraphs is an object; expected a list"),
@@ -204,7 +206,7 @@ DOCUMENTS = [
     ('{"data": [{"paragraphs": [{"context": "", "qas": ["x"]}]}]}', r"qas\[0\]: found text \('x'\)"),
     ('{"data": [{"paragraphs": [{"qas": [{"id": "i", "question": ""}]}]}]}', r"qas\[0\] \(id i\): context is missing"),
     ('{"data": [{"paragraphs": [{"context": "", "qas": [{"question": ""}]}]}]}', r"qas\[0\]: id is missing"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +242,7 @@ def test_bad_answers(tmp_path, caplog):
         ask("The cat sat.", "The", -12, id="negative"),
         Question("both", "who", "The cat sat.", (Answer("sat", 7), Answer("sat", 8))),
         ask("The cat sat.", " ", 3, id="white"),
-    ]  # fmt: skip
+    ]
     file = write(tmp_path / "train.json", nested(*bad))
     shown = (
         r"train.json: 6 of 8 answers do not stand at their answer_start \(question late: 'cat' at 5, where the context "
@@ -279,9 +281,7 @@ def test_unanswerable_follows_the_training_set(tmp_path):
     one = task(train=v1, dev=v2, metric="exact")
     one.read_train()
     assert (one.unanswerable, one.metric, one.state()["unanswerable"]) == (False, "exact_match", False)
-    with pytest.raises(
-        InputError, match=r"2.json: 1 of 2 questions have no answer, first b, but the training set has"
-    ):
+    with pytest.raises(InputError, match=r"2.json: 1 of 2 questions have no answer, first b, but the training set has"):
         one.read_held_out()
     two = task(train=v2, dev=v1, metric="exact")
     two.read_train()
@@ -307,21 +307,15 @@ def test_settings_from_yaml(tmp_path):
     assert load(path, QuestionsSettings).unanswerable is True
     assert Questions(load(path, QuestionsSettings), {"threshold": 2.0}).threshold == -1.5
     path.write_text("unanswerable: maybe\n")
-    with pytest.raises(
-        InputError, match=r"a.yaml:1: unanswerable is 'maybe'; expected one of 'auto', True or False"
-    ):
+    with pytest.raises(InputError, match=r"a.yaml:1: unanswerable is 'maybe'; expected one of 'auto', True or False"):
         load(path, QuestionsSettings)
     assert all(field.description for field in QuestionsSettings.model_fields.values())
 
 
 def test_example():
-    assert task().example({"question": "who", "context": "The cat."}, "here:3") == Question(
-        "here:3", "who", "The cat."
-    )
+    assert task().example({"question": "who", "context": "The cat."}, "here:3") == Question("here:3", "who", "The cat.")
     assert task().example({"id": 5, "question": "w", "context": "c", "answers": "?"}, "x").id == "5"
-    with pytest.raises(
-        InputError, match=r'here: found text \(\'who\'\); a span question needs a context .*"context"'
-    ):
+    with pytest.raises(InputError, match=r'here: found text \(\'who\'\); a span question needs a context .*"context"'):
         task().example("who", "here")
     with pytest.raises(InputError, match=r"here: context is missing; expected text"):
         task().example({"question": "who"}, "here")
@@ -417,10 +411,7 @@ def test_answers_longer_than_the_overlap(encoder, caplog):
     made = [Question(str(n), "who", context, (Answer(context[20 : 20 + n], 20),)) for n in (5, 7, 30)] + [DOG]
     with caplog.at_level(logging.WARNING):
         task().windows(made, encoder, training=True)
-    assert (
-        "2 answers stand in no window as a whole and are learnt as having none; first question 7."
-        in caplog.text
-    )
+    assert "2 answers stand in no window as a whole and are learnt as having none; first question 7." in caplog.text
     caplog.clear()
     task().windows([made[0], DOG], encoder, training=True)
     assert not caplog.text
@@ -436,8 +427,7 @@ def test_long_questions_are_cut_and_that_is_said(encoder, caplog):
     assert np.diff(windows.starts).tolist() == [14, 14]
     assert windows.ids[:14].tolist() == windows.ids[14:].tolist()
     assert (
-        "1 of 2 questions are longer than max_question_tokens 8 and were cut; the longest, long, has 12."
-        in caplog.text
+        "1 of 2 questions are longer than max_question_tokens 8 and were cut; the longest, long, has 12." in caplog.text
     )
 
 
@@ -464,10 +454,7 @@ def test_an_answer_without_a_token_is_not_learnt_from(encoder, caplog):
     with caplog.at_level(logging.WARNING):
         windows = task().windows(made, encoder, training=True)
     assert windows.weights[windows.starts[:-1]].tolist() == [0, 1]
-    assert (
-        r"1 answers have no token of their own and are not learnt from; first '\u0301' of question 1."
-        in caplog.text
-    )
+    assert r"1 answers have no token of their own and are not learnt from; first '\u0301' of question 1." in caplog.text
 
 
 # ---------------------------------------------------------------- answers
@@ -486,7 +473,11 @@ UNICODE = [
     ("Le cafe\u0301 est la\u0300", "la\u0300", "decomposed at the end"),
     ("北京是中国的首都。", "中国", "Chinese"),
     ("東京タワーは高い", "東", "Japanese"),
-    ("I saw \U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466 today", "\U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466", "joined emoji"),
+    (
+        "I saw \U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466 today",
+        "\U0001f469\u200d\U0001f469\u200d\U0001f467\u200d\U0001f466",
+        "joined emoji",
+    ),
     ("so \U0001f44d\U0001f3fd good", "\U0001f44d\U0001f3fd", "emoji of a skin colour"),
     ("I \u2764\ufe0f it", "\u2764\ufe0f", "variation selector"),
     ("\U0001d518\U0001d52b\U0001d526 code page", "code", "behind the basic plane"),
@@ -502,7 +493,7 @@ UNICODE = [
     ("\ufeffab cd\u00a0ef", "cd\u00a0ef", "mark of byte order and a fixed blank"),
     ("x\u3000y\u2003z", "y", "wide blanks"),
     ("soft\u00adhyphen here", "soft\u00adhyphen", "soft hyphen"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("kind", ["tokenizer", "cased", "bytewise"])
@@ -532,9 +523,7 @@ def test_offsets_in_any_text(tokenizer, cased, bytewise, context, start, length,
     windows = task(unanswerable=True, max_answer_tokens=999).windows([question], encoder, training=True)
     offsets, length_of = windows.extra["offsets"], int(windows.extra["context_length"][0])
     covering = [
-        number
-        for number, (begin, end) in enumerate(offsets.tolist())
-        if begin < start + len(answer) and end > start
+        number for number, (begin, end) in enumerate(offsets.tolist()) if begin < start + len(answer) and end > start
     ]
     if not covering:
         assert not windows.weights.any()
@@ -604,16 +593,12 @@ def answers_of(
     return found
 
 
-def twin(
-    one: Questions, question: Question, example: int, windows: Windows, logits: np.ndarray
-) -> dict[str, Any]:
+def twin(one: Questions, question: Question, example: int, windows: Windows, logits: np.ndarray) -> dict[str, Any]:
     n, longest = one.settings.n_best, one.settings.max_answer_tokens
     cls = windows.starts[:-1][windows.examples == example]
     null = min(float(logits[row, 0]) + float(logits[row, 1]) for row in cls)
     # Where no start goes with an end: of all the starts and ends there are.
-    found = answers_of(windows, logits, example, n, longest) or answers_of(
-        windows, logits, example, 999, longest
-    )
+    found = answers_of(windows, logits, example, n, longest) or answers_of(windows, logits, example, 999, longest)
     found.sort(key=lambda entry: -entry[0])
     if one.unanswerable:
         found.append((null, 0, 0))
@@ -676,14 +661,10 @@ def test_each_token_belongs_to_the_window_with_most_context(tokenizer, lengths, 
 @settings(max_examples=80, deadline=None)
 def test_decoding_equals_twin(encoder, contexts, seed, n_best, longest, stride, unanswerable, levels):
     questions = [ask(context, id=str(number)) for number, context in enumerate(contexts)]
-    one = task(
-        n_best=n_best, max_answer_tokens=longest, stride=stride, unanswerable=unanswerable, threshold=0.5
-    )
+    one = task(n_best=n_best, max_answer_tokens=longest, stride=stride, unanswerable=unanswerable, threshold=0.5)
     windows = one.windows(questions, encoder, training=False)
     random = np.random.default_rng(seed)
-    logits = (random.integers(0, levels, (len(windows.asked), 2)) * (4 / levels)).astype(
-        np.float32
-    )  # with ties
+    logits = (random.integers(0, levels, (len(windows.asked), 2)) * (4 / levels)).astype(np.float32)  # with ties
     found = one.decode(questions, windows, logits)
     for number, question in enumerate(questions):
         expected = twin(one, question, number, windows, logits)
@@ -847,9 +828,7 @@ def test_details():
         Question("2", "w", "one two three", (Answer("one two three", 0), Answer("one two", 0))),
         ask("the ox", "", id="3"),
     ]
-    made = predictions(
-        ("1", "cat", -1.0), ("2", "one two three four", -1.0), ("3", "ox", -1.0), ("4", "", 0.0)
-    )
+    made = predictions(("1", "cat", -1.0), ("2", "one two three four", -1.0), ("3", "ox", -1.0), ("4", "", 0.0))
     found = task(unanswerable=True).details(examples, made)
     assert found["answerable"] == {
         "HasAns": {"exact": 0.5, "f1": pytest.approx((1 + 6 / 7) / 2), "total": 2},

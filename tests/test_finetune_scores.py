@@ -53,9 +53,7 @@ def sections(root: Path) -> dict[str, dict[str, Any]]:
         "regression": {"classification": {**made["value"], "problem_type": "regression"}},
         "entities": {"entities": made["tags"]},
         "questions": {"questions": {**made["answers"], "max_question_tokens": 7, "stride": 7}},
-        "classification": {
-            "classification": {"train": str(root / "train.jsonl"), "dev": str(root / "dev.jsonl")}
-        },
+        "classification": {"classification": {"train": str(root / "train.jsonl"), "dev": str(root / "dev.jsonl")}},
     }
 
 
@@ -116,11 +114,19 @@ def test_heads_compute_in_fp32() -> None:
     model = TaskModel(shape, 20, "tokens", "classes", 3, "tanh").eval().bfloat16()
     rows = torch.arange(6)
     batch = LabelledBatch(
-        input_ids=rows + 3, token_types=torch.zeros(6, dtype=torch.int64), positions=rows,
-        cu_seqlens=torch.tensor([0, 6], dtype=torch.int32), token_keys=torch.zeros(6, dtype=torch.int32), rows=rows,
-        sequence=torch.zeros(6, dtype=torch.int64), owners=torch.zeros(1, dtype=torch.int64),
-        labels=torch.zeros(6, dtype=torch.int64), weights=torch.ones(6), lengths=(6,), asked=rows.numpy(),
-    )  # fmt: skip
+        input_ids=rows + 3,
+        token_types=torch.zeros(6, dtype=torch.int64),
+        positions=rows,
+        cu_seqlens=torch.tensor([0, 6], dtype=torch.int32),
+        token_keys=torch.zeros(6, dtype=torch.int32),
+        rows=rows,
+        sequence=torch.zeros(6, dtype=torch.int64),
+        owners=torch.zeros(1, dtype=torch.int64),
+        labels=torch.zeros(6, dtype=torch.int64),
+        weights=torch.ones(6),
+        lengths=(6,),
+        asked=rows.numpy(),
+    )
     with torch.no_grad():
         made = model(batch).logits
         hidden = model.encode(batch, rows)
@@ -138,9 +144,12 @@ def test_scoring_at_the_end_is_progress_to_the_watchdog() -> None:
         batch.to = lambda _, batch=batch: batch
     cut = SimpleNamespace(every_window=lambda: iter(batches), windows=SimpleNamespace(asked=np.arange(3)))
     job: Any = SimpleNamespace(
-        _windows=lambda _: None, _cut=lambda *_: cut, _device=torch.device("cpu"), task=SimpleNamespace(outputs=2),
+        _windows=lambda _: None,
+        _cut=lambda *_: cut,
+        _device=torch.device("cpu"),
+        task=SimpleNamespace(outputs=2),
         _engine=SimpleNamespace(rank=1, gather_objects=lambda mine: [mine], beat=lambda: beats.append(len(beats))),
-    )  # fmt: skip
+    )
     model: Any = lambda batch: SimpleNamespace(logits=torch.zeros(1, 2))  # noqa: E731
     assert train.Finetuning.predictions_of(job, model, [], tune=False) == []
     assert beats == [0, 1, 2]

@@ -22,9 +22,13 @@ from pretrain.model.heads import PretrainingModel
 
 LABELS = ("bad", "good")
 CONFIG = {
-    "model_type": "bert", "hidden_size": 16, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 16,
+    "model_type": "bert",
+    "hidden_size": 16,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 2,
+    "intermediate_size": 16,
     "max_position_embeddings": 16,
-}  # fmt: skip
+}
 PRETRAINED = (
     "bert.embeddings.*          5 tensors -> embeddings.*",
     "bert.encoder.layer.0-2.*  48 tensors -> layers.*",
@@ -55,9 +59,7 @@ def make_config(**changes: Any) -> FinetuneConfig:
     return FinetuneConfig.model_validate(values)
 
 
-def make_task(
-    head: str = "sequence", objective: str = "classes", labels: tuple[str, ...] = LABELS
-) -> Task[Any]:
+def make_task(head: str = "sequence", objective: str = "classes", labels: tuple[str, ...] = LABELS) -> Task[Any]:
     outputs = 1 if objective == "value" else len(labels)
     task: Any = SimpleNamespace(head=head, objective=objective, labels=labels, outputs=outputs)
     return task
@@ -77,14 +79,9 @@ def test_the_table_tells_what_is_not_taken(layers: int) -> None:
     training = {"reinitialised_layers": layers, "reinitialise_pooler": True}
     config, task, released = make_config(training=training), make_task(), make_released()
     text = start_table(config, task, released)
-    assert (
-        f"{16 * layers} tensors left out: initialised at random (training.reinitialised_layers: {layers})"
-        in text
-    )
+    assert f"{16 * layers} tensors left out: initialised at random (training.reinitialised_layers: {layers})" in text
     assert f"{16 * (3 - layers)} tensors -> layers.*" in text or layers == 3
-    assert (
-        "bert.pooler.dense.weight, bert.pooler.dense.bias: 2 tensors left out: initialised at random" in text
-    )
+    assert "bert.pooler.dense.weight, bert.pooler.dense.bias: 2 tensors left out: initialised at random" in text
     assert text.endswith("initialised at random: head.dense.*, head.out.*")
 
 
@@ -104,18 +101,24 @@ def test_a_head_without_a_pooler_and_random_weights_are_told() -> None:
         (make_task(), make_released(2, **named(*LABELS)), True),
         (make_task(), make_released(2, **named("good", "bad")), False),
         (make_task(), make_released(3, **named(*LABELS, "neutral")), False),
-        (make_task(labels=(), objective="value"), make_released(1, problem_type="regression", **named("LABEL_0")), True),
+        (
+            make_task(labels=(), objective="value"),
+            make_released(1, problem_type="regression", **named("LABEL_0")),
+            True,
+        ),
         (make_task(labels=(), objective="value"), make_released(1, **named("similarity")), True),
-        (make_task(labels=(), objective="value"), make_released(2, problem_type="regression", **named("a", "b")), False),
+        (
+            make_task(labels=(), objective="value"),
+            make_released(2, problem_type="regression", **named("a", "b")),
+            False,
+        ),
         (make_task(labels=(), objective="value"), make_released(1, problem_type="single_label_classification"), False),
         (make_task(labels=(), objective="value"), make_released(1, "TokenClassification"), False),
         (make_task("spans", "span", ("start", "end")), make_released(2, "QuestionAnswering"), True),
         (make_task("spans", "span", ("start", "end")), make_released(2, "TokenClassification"), False),
     ],
-)  # fmt: skip
-def test_an_output_layer_is_kept_where_it_says_the_same(
-    task: Task[Any], released: Released, kept: bool
-) -> None:
+)
+def test_an_output_layer_is_kept_where_it_says_the_same(task: Task[Any], released: Released, kept: bool) -> None:
     config = make_config()
     state = initial_state(config, task, released)
     model = make_model(config, task, released)
@@ -134,9 +137,16 @@ def test_a_run_of_pretraining_is_told_like_an_export(tmp_path: Path) -> None:
 
     released = make_released()
     own = Released(
-        family="bert", model=released.model, backbone=released.backbone, head=released.head, config={},
-        fates=(Fate("heads.pooler_weight", (16, 16), "head.dense_weight"), Fate("heads.mlm_bias", (20,), "heads.mlm_bias")),
-    )  # fmt: skip
+        family="bert",
+        model=released.model,
+        backbone=released.backbone,
+        head=released.head,
+        config={},
+        fates=(
+            Fate("heads.pooler_weight", (16, 16), "head.dense_weight"),
+            Fate("heads.mlm_bias", (20,), "heads.mlm_bias"),
+        ),
+    )
     assert start_table(make_config(), make_task(), own).split("\n") == [
         "heads.pooler_weight  1 tensor -> head.dense.*",
         "heads.mlm_bias: 1 tensor left out: a head of pretraining",
@@ -147,9 +157,12 @@ def test_a_run_of_pretraining_is_told_like_an_export(tmp_path: Path) -> None:
 def test_a_dry_run_shows_the_table_of_its_own_settings(tmp_path: Path) -> None:
     sets = write_reviews(tmp_path, train=8, dev=4)
     values = {
-        "name": "x", "start_from": str(make_bert(tmp_path / "bert")), "max_length": 32, "classification": sets,
+        "name": "x",
+        "start_from": str(make_bert(tmp_path / "bert")),
+        "max_length": 32,
+        "classification": sets,
         "training": {"reinitialised_layers": 1, "examples_per_step": 4},
-    }  # fmt: skip
+    }
     fates = plan(FinetuneConfig.model_validate(values), alone=True).fates
     assert "16 tensors -> layers.*" in fates
     assert "16 tensors left out: initialised at random (training.reinitialised_layers: 1)" in fates

@@ -39,15 +39,17 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("released")
     vocabulary = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *WORDS]
     config = BertConfig(
-        vocab_size=len(vocabulary), hidden_size=32, num_hidden_layers=2, num_attention_heads=2,
-        intermediate_size=64, max_position_embeddings=32,
-    )  # fmt: skip
+        vocab_size=len(vocabulary),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=32,
+    )
     torch.manual_seed(0)
     BertForMaskedLM(config).save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n")
-    (folder / "tokenizer_config.json").write_text(
-        '{"do_lower_case": true, "tokenizer_class": "BertTokenizer"}'
-    )
+    (folder / "tokenizer_config.json").write_text('{"do_lower_case": true, "tokenizer_class": "BertTokenizer"}')
     return folder
 
 
@@ -85,8 +87,12 @@ def write_config(folder: Path, start: Path, **changes: Any) -> None:
 def finetune(work: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "finetune", *arguments],
-        cwd=work, env=environment(), capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
+        cwd=work,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
 
 
 def environment() -> dict[str, str]:
@@ -117,13 +123,21 @@ def test_seeds_finish_or_fail_and_what_is_done_is_not_run_again(
     assert made[0] != made[1], "the seeds did not differ"
     for name in ("accuracy", "f1"):
         values = [one[name] for one in found]
-        assert summary["scores"]["dev"][name] == pytest.approx({
-            "runs": 2, "mean": statistics.mean(values), "deviation": statistics.stdev(values),
-            "least": min(values), "most": max(values),
-        })  # fmt: skip
+        assert summary["scores"]["dev"][name] == pytest.approx(
+            {
+                "runs": 2,
+                "mean": statistics.mean(values),
+                "deviation": statistics.stdev(values),
+                "least": min(values),
+                "most": max(values),
+            }
+        )
     assert {name: summary[name] for name in ("runs", "done", "failed", "to_run")} == {
-        "runs": 3, "done": 2, "failed": 1, "to_run": 0,
-    }  # fmt: skip
+        "runs": 3,
+        "done": 2,
+        "failed": 1,
+        "to_run": 0,
+    }
     assert [one["error"] is None for one in summary["each"]] == [True, True, False]
     configs = [yaml.safe_load((work / f"runs/tiny/seed-{k}/config.yaml").read_text()) for k in (0, 1)]
     assert [one["seed"] for one in configs] == [0, 1]
@@ -163,9 +177,15 @@ def times(folder: Path) -> dict[str, int]:
 @pytest.mark.slow
 def test_sweep_keeps_the_best_and_tells_what_diverged(work: Path) -> None:
     grid = (
-        "--grid-set", "training.learning_rate=1e-3,1e30", "--grid-set", "training.examples_per_step=8,16",
-        "--set", "engine.max_bad_steps=1", "--set", "training.warmup_share=0",
-    )  # fmt: skip
+        "--grid-set",
+        "training.learning_rate=1e-3,1e30",
+        "--grid-set",
+        "training.examples_per_step=8,16",
+        "--set",
+        "engine.max_bad_steps=1",
+        "--set",
+        "training.warmup_share=0",
+    )
     first = finetune(work, "sweep", "tiny.yaml", *grid)
     assert first.returncode == DivergedError.exit_code, first.stderr + first.stdout
     assert "2 of 4 runs failed" in first.stderr
@@ -190,13 +210,23 @@ def test_sweep_keeps_the_best_and_tells_what_diverged(work: Path) -> None:
 @pytest.mark.slow
 def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_goes_on(work: Path) -> None:
     command = [
-        "finetune", "tiny.yaml", "--seeds", "2", "--set", "training.epochs=60",
-        "--set", "evaluation.every_epochs=100",
-    ]  # fmt: skip
+        "finetune",
+        "tiny.yaml",
+        "--seeds",
+        "2",
+        "--set",
+        "training.epochs=60",
+        "--set",
+        "evaluation.every_epochs=100",
+    ]
     process = subprocess.Popen(
         [sys.executable, "-m", "finetune", *command],
-        cwd=work, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-    )  # fmt: skip
+        cwd=work,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     metrics = work / "runs/tiny/seed-0/metrics.jsonl"
     deadline = time.monotonic() + 240
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") > 3):
@@ -225,15 +255,26 @@ def write_glue(folder: Path) -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
         labels = ("entailment", "not_entailment")
         test = split == "test"
-        rte.write_text("index\tsentence1\tsentence2" + ("" if test else "\tlabel") + "\n" + "".join(
-            f"{row}\tthe film was {WORDS[row % 6]}\tthe plot was {WORDS[row % 5]}"
-            + ("" if test else f"\t{labels[row % 2]}") + "\n"
-            for row in range(rows)
-        ))  # fmt: skip
-        sst.write_text(("index\tsentence" if test else "sentence\tlabel") + "\n" + "".join(
-            (f"{row}\tthe film was {WORDS[row % 6]}" if test else f"the film was {WORDS[row % 6]}\t{row % 2}") + "\n"
-            for row in range(rows)
-        ))  # fmt: skip
+        rte.write_text(
+            "index\tsentence1\tsentence2"
+            + ("" if test else "\tlabel")
+            + "\n"
+            + "".join(
+                f"{row}\tthe film was {WORDS[row % 6]}\tthe plot was {WORDS[row % 5]}"
+                + ("" if test else f"\t{labels[row % 2]}")
+                + "\n"
+                for row in range(rows)
+            )
+        )
+        sst.write_text(
+            ("index\tsentence" if test else "sentence\tlabel")
+            + "\n"
+            + "".join(
+                (f"{row}\tthe film was {WORDS[row % 6]}" if test else f"the film was {WORDS[row % 6]}\t{row % 2}")
+                + "\n"
+                for row in range(rows)
+            )
+        )
     mnli = folder / "MNLI"
     mnli.mkdir()
     for name in ("train", "dev_matched"):
@@ -244,13 +285,20 @@ def write_glue(folder: Path) -> Path:
 @pytest.mark.slow
 def test_glue_runs_what_is_there_and_writes_table_and_submission(work: Path, start: Path) -> None:
     write_glue(work / "data")
-    (work / "glue.yaml").write_text(yaml.safe_dump({
-        "name": "mini", "max_length": 16, "training": {"examples_per_step": 8, "epochs": 1},
-        "engine": {"precision": "fp32", "compile": False, "micro_batch_tokens": 512}, "tracking": {"wandb": "off"},
-    }))  # fmt: skip
+    (work / "glue.yaml").write_text(
+        yaml.safe_dump(
+            {
+                "name": "mini",
+                "max_length": 16,
+                "training": {"examples_per_step": 8, "epochs": 1},
+                "engine": {"precision": "fp32", "compile": False, "micro_batch_tokens": 512},
+                "tracking": {"wandb": "off"},
+            }
+        )
+    )
     made = finetune(
         work, "glue", "glue.yaml", "--from", str(start), "--glue-dir", "data", "--submission", "out", "--seeds", "2"
-    )  # fmt: skip
+    )
     assert made.returncode == 0, made.stderr + made.stdout
     assert "MNLI: left out" in made.stdout
     assert "no dev_mismatched.tsv" in made.stdout
@@ -276,8 +324,11 @@ def test_glue_runs_what_is_there_and_writes_table_and_submission(work: Path, sta
 def test_a_grid_is_every_combination_the_last_setting_changing_fastest() -> None:
     points = expand({"training.learning_rate": ["1e-5", "3e-5"], "max_length": ["64", "128"]})
     assert [tuple(point.settings.values()) for point in points] == [
-        ("1e-5", "64"), ("1e-5", "128"), ("3e-5", "64"), ("3e-5", "128"),
-    ]  # fmt: skip
+        ("1e-5", "64"),
+        ("1e-5", "128"),
+        ("3e-5", "64"),
+        ("3e-5", "128"),
+    ]
     assert points[1].overrides == ["training.learning_rate=1e-5", "max_length=128"]
     assert points[1].label == "learning_rate 1e-5, max_length 128"
     assert points[1].folder == "learning-rate-1e-5-max-length-128"
@@ -293,11 +344,7 @@ def test_published_grids_have_their_points_and_fold_into_folders_of_their_own(
     assert len(points) == count
     config = sweep.load_config(work / "tiny.yaml")
     made = sweep.sweep_trials(config, work / "tiny.yaml", [], points, seeds=2)
-    assert (
-        len({trial.config.folder for _, trial in made})
-        == len({trial.label for _, trial in made})
-        == 2 * count
-    )
+    assert len({trial.config.folder for _, trial in made}) == len({trial.label for _, trial in made}) == 2 * count
     for point, trial in made:
         again = FinetuneConfig.model_validate(trial.config.model_dump())  # its name is allowed, among others
         rates = {key.rpartition(".")[2]: float(value) for key, value in point.settings.items()}
@@ -324,9 +371,7 @@ def test_axes_are_laid_over_a_grid_and_wrong_ones_refused() -> None:
 def test_a_grid_of_epochs_is_refused_where_steps_go_before_them(work: Path) -> None:
     config = sweep.load_config(work / "tiny.yaml", ["training.steps=5"])
     with pytest.raises(InputError, match=r"training\.steps"):
-        sweep.sweep_trials(
-            config, work / "tiny.yaml", ["training.steps=5"], expand({"training.epochs": ["1"]}), 1
-        )
+        sweep.sweep_trials(config, work / "tiny.yaml", ["training.steps=5"], expand({"training.epochs": ["1"]}), 1)
 
 
 def test_names_stay_within_63_characters(work: Path) -> None:
@@ -374,8 +419,11 @@ def test_settings_rank_by_their_mean_and_ties_keep_their_order() -> None:
     points = [one, one, two, two, three, three, four, four]
     outcomes = [done(0.5), done(0.5), done(0.6), done(0.6), done(0.7), done(0.5), FAILED, None]
     assert [(point, spread and spread.mean) for point, spread in rank(points, outcomes)] == [
-        (two, 0.6), (three, 0.6), (one, 0.5), (four, None),
-    ]  # fmt: skip
+        (two, 0.6),
+        (three, 0.6),
+        (one, 0.5),
+        (four, None),
+    ]
 
 
 def test_settings_that_diverge_rank_behind_those_that_do_not() -> None:
@@ -425,9 +473,7 @@ def test_the_end_has_the_exit_code_of_what_failed() -> None:
 
 def test_a_run_folder_says_whether_the_run_is_over(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
-    config = trials.trial_config(
-        sweep.load_config("tiny.yaml"), "seed-0", folder=Path("runs/tiny/seed-0"), seed=0
-    )
+    config = trials.trial_config(sweep.load_config("tiny.yaml"), "seed-0", folder=Path("runs/tiny/seed-0"), seed=0)
     trial = Trial("seed 0", config, 4)
     folder = config.folder
     assert trials.read_outcome(trial) is None
@@ -455,9 +501,7 @@ def test_a_run_folder_says_whether_the_run_is_over(work: Path, monkeypatch: pyte
     assert isinstance(diverged.error, DivergedError)
 
 
-def test_a_run_that_scored_no_test_set_is_held_against_its_dev_set(
-    work: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_scored_no_test_set_is_held_against_its_dev_set(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As runs of the version before did, whose scores.json does not say what chose the checkpoint."""
     monkeypatch.chdir(work)
     write_set(work / "test.tsv", 6)
@@ -508,9 +552,13 @@ def test_runs_are_followed_on_the_terminal(
     monkeypatch.chdir(work)
     config = sweep.load_config("tiny.yaml")
     members = [
-        Trial(f"seed {seed}", trials.trial_config(config, f"seed-{seed}", folder=Path(f"runs/tiny/seed-{seed}"), seed=seed), 4)
+        Trial(
+            f"seed {seed}",
+            trials.trial_config(config, f"seed-{seed}", folder=Path(f"runs/tiny/seed-{seed}"), seed=seed),
+            4,
+        )
         for seed in range(4)
-    ]  # fmt: skip
+    ]
     write_outcome(members[1].config.folder, 0.9)
     handed: list[Any] = []
 
@@ -529,9 +577,7 @@ def test_runs_are_followed_on_the_terminal(
     monkeypatch.setattr("cluster.trials.launch.run_trials", fake)
     monkeypatch.setattr("finetune.experiments.trials_view._PLAIN_SECONDS", 0.0)
     seen: list[int] = []
-    ran = trials.run_all(
-        config, members, parallel=3, ended=lambda outcomes: seen.append(sum(map(bool, outcomes)))
-    )
+    ran = trials.run_all(config, members, parallel=3, ended=lambda outcomes: seen.append(sum(map(bool, outcomes))))
     assert handed == [("finetune.train:main", [0, 2, 3], 3)]
     assert seen == [2, 3]
     assert [outcome and outcome.score for outcome in ran.outcomes] == [0.7, 0.9, None, None]
@@ -568,9 +614,7 @@ def test_time_left_goes_by_the_examples_since_the_first_were_seen(
         (folder / "metrics.jsonl").write_text(json.dumps({"step": step, "loss": 0.5}) + "\n")
 
     seen(folders[0], 2)
-    view = trials_view.View(
-        [("a", folders[0], 100, 10), ("b", folders[1], 300, 10)], [0, 1], tmp_path / "stop"
-    )
+    view = trials_view.View([("a", folders[0], 100, 10), ("b", folders[1], 300, 10)], [0, 1], tmp_path / "stop")
     view.started(0, again=False)
     clock[0] = 50.0  # start-up
     assert view.seconds_left() is None
@@ -622,9 +666,7 @@ def test_our_row_is_the_mean_over_the_runs_that_are_done() -> None:
     outcomes = [done(0.6), done(0.7), done(0.85, metric="accuracy_and_f1", f1=0.9), FAILED, mnli]
     results = glue_runs.glue_results(tasks, outcomes)
     assert set(results) == {"rte", "mrpc", "mnli"}
-    assert glue.paper_row(results) == pytest.approx(
-        [80, 82, None, None, None, None, None, 90, 65], nan_ok=True
-    )
+    assert glue.paper_row(results) == pytest.approx([80, 82, None, None, None, None, None, 90, 65], nan_ok=True)
     table = glue.format_table(results, name="tiny")
     assert "4 of 9 columns; missing: QQP, QNLI, SST-2, CoLA, STS-B" in table
 

@@ -14,7 +14,13 @@ from pretrain.common.errors import InputError
 
 # Spaces of all kinds, marks that join what stands before them, ideographs, letters that become two in lower case.
 ODD = " \t\n\r\u00a0\u200b\u200d\u2028\u3000.,-[]#'\u0301\u0308éÉß\u0130\u03a3\u4e2d\u6587\uac00\u1100\u1161\U0001f600\x00\x07\ufffd"
-TEXTS = st.lists(st.text(st.one_of(st.sampled_from(ODD), st.sampled_from("abcXYZ"), st.characters(exclude_categories=["Cs"])), max_size=60), max_size=6)  # fmt: skip
+TEXTS = st.lists(
+    st.text(
+        st.one_of(st.sampled_from(ODD), st.sampled_from("abcXYZ"), st.characters(exclude_categories=["Cs"])),
+        max_size=60,
+    ),
+    max_size=6,
+)
 
 
 def make_tokenizer(*, lowercase: bool, added: AddedToken | None = None) -> Tokenizer:

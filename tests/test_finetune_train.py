@@ -66,10 +66,12 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (root / "reversed.jsonl").write_text("".join(reversed(lines)))
     (root / "test.jsonl").write_text("".join(lines[:20]))
     outcomes = run_workers(
-        1, starts,
+        1,
+        starts,
         [
             Start(settings(root, "whole")),
-            Start(cut, stop_at=7), Start(cut, resume=True),
+            Start(cut, stop_at=7),
+            Start(cut, resume=True),
             Start(edited, stop_at=7),
             Start(settings(root, "edited", classification__train=str(root / "reversed.jsonl")), resume=True),
             Start(settings(root, "zero3", engine__zero_stage=3)),
@@ -79,7 +81,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Start(settings(root, "tested", classification__test=str(root / "test.jsonl"), training__epochs=1.0)),
             Start(settings(root, "one-type", start_from=str(root / "roberta"), training__epochs=1.0)),
         ],
-    )[0]  # fmt: skip
+    )[0]
     stopped = "StoppedError: stopped at step 7"
     assert [outcome[:31] for outcome in outcomes if "other data" not in outcome] == [
         "",
@@ -121,9 +123,7 @@ def test_it_learns_and_keeps_the_best_evaluation(root: Path) -> None:
 def test_a_labelled_test_set_is_scored(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = root / "tested"
     said = json.loads((folder / "scores.json").read_text())
-    assert (list(said["scores"]), list(said["details"]), said["chosen_on"]) == (["dev", "test"],) * 2 + (
-        "dev",
-    )
+    assert (list(said["scores"]), list(said["details"]), said["chosen_on"]) == (["dev", "test"],) * 2 + ("dev",)
     config = FinetuneConfig.model_validate(
         settings(root, "tested", classification__test=str(root / "test.jsonl"), training__epochs=1.0)
     )
@@ -138,10 +138,7 @@ def test_a_labelled_test_set_is_scored(root: Path, capsys: pytest.CaptureFixture
     card = (folder / "model/README.md").read_text()
     assert "The score on `dev` chose the checkpoint, so it is optimistic" in card
     assert "`test` took no part in that choice" in card
-    assert (
-        "| accuracy | " + " | ".join(f"{said['scores'][name]['accuracy']:.4f}" for name in ("dev", "test"))
-        in card
-    )
+    assert "| accuracy | " + " | ".join(f"{said['scores'][name]['accuracy']:.4f}" for name in ("dev", "test")) in card
     assert main(["evaluate", str(folder), "--precision", "fp32"]) == 0
     assert "\ntest: accuracy" in capsys.readouterr().out
     measured = json.loads((folder / "evaluation/metrics.json").read_text())
@@ -226,9 +223,7 @@ def test_transformers_gives_the_same_probabilities(root: Path) -> None:
         expected = peer(**tokenizer(texts, padding=True, return_tensors="pt")).logits.softmax(-1)
     made = finetune.load(root / "whole", precision="fp32")(texts)
     for one, row in zip(made, expected.tolist(), strict=True):
-        assert one["scores"] == pytest.approx(
-            {peer.config.id2label[n]: value for n, value in enumerate(row)}, abs=1e-5
-        )
+        assert one["scores"] == pytest.approx({peer.config.id2label[n]: value for n, value in enumerate(row)}, abs=1e-5)
 
 
 def test_predictions_stream_in_order(root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -288,15 +283,11 @@ def test_torchruns_other_processes_end_with_the_first(
 
 
 def test_a_fine_tuned_run_can_be_begun_from(root: Path) -> None:
-    plan = runs.plan(
-        FinetuneConfig.model_validate(settings(root, "next", start_from=str(root / "whole"))), alone=True
-    )
+    plan = runs.plan(FinetuneConfig.model_validate(settings(root, "next", start_from=str(root / "whole"))), alone=True)
     assert plan.family == "bert"
     (root / "edited/config.yaml").write_text(dump(FinetuneConfig.model_validate(settings(root, "edited"))))
     with pytest.raises(InputError, match="edited: a fine-tuning that is not over"):
-        runs.plan(
-            FinetuneConfig.model_validate(settings(root, "next", start_from=str(root / "edited"))), alone=True
-        )
+        runs.plan(FinetuneConfig.model_validate(settings(root, "next", start_from=str(root / "edited"))), alone=True)
 
 
 def test_what_to_do_next_names_what_the_model_asks(root: Path) -> None:
@@ -318,9 +309,7 @@ def test_a_finished_run_is_not_resumed_with_other_settings(root: Path, tmp_path:
         runs.is_finished(config.model_copy(update={"training": longer}), resume=True)
 
 
-def test_evaluate_writes_the_scores_of_training(
-    root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_evaluate_writes_the_scores_of_training(root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["evaluate", str(root / "whole"), "--out", str(tmp_path / "out")]) == 0
     measured = json.loads((tmp_path / "out/metrics.json").read_text())
     kept = json.loads((root / "whole/scores.json").read_text())["scores"]["dev"]
@@ -334,13 +323,19 @@ def test_evaluate_writes_the_scores_of_training(
         (["predict", "nowhere", "--text", "a"], "nowhere/finetune.json: not found"),
         (["finetune", "{config}"], "already holds a finished model"),
         (["finetune", "{config}", "--set", "name=other", "--from", "nowhere"], "nowhere: no such folder"),
-        (["finetune", "{config}", "--set", "name=other", "--set", "max_length=96"], "max_length: 96, but .* has 64 positions"),
-        (["finetune", "{config}", "--set", "name=other", "--set", "training.reinitialised_layers=3"], "reinitialised_layers: 3, but .* has 2 layers"),
+        (
+            ["finetune", "{config}", "--set", "name=other", "--set", "max_length=96"],
+            "max_length: 96, but .* has 64 positions",
+        ),
+        (
+            ["finetune", "{config}", "--set", "name=other", "--set", "training.reinitialised_layers=3"],
+            "reinitialised_layers: 3, but .* has 2 layers",
+        ),
         (["finetune", "{config}", "--set", "trainng.epochs=2"], "did you mean training"),
         (["finetune", "{config}", "--set", "entities.train=x"], "exactly one task is needed"),
         (["finetune", "{config}", "--workers", "17"], "every worker needs an example"),
     ],
-)  # fmt: skip
+)
 def test_mistakes_are_told_in_a_line(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
@@ -384,9 +379,7 @@ def test_layers_learn_slower_the_deeper_they_lie() -> None:
     assert {name: group["rate_share"] for group in groups for name in group["names"]} == dict(
         zip(names, [0.125, 0.25, 0.25, 0.5, 1.0], strict=True)
     )
-    assert {name: group["weight_decay"] for group in groups for name in group["names"]}[
-        "layers.0.qkv_bias"
-    ] == 0
+    assert {name: group["weight_decay"] for group in groups for name in group["names"]}["layers.0.qkv_bias"] == 0
 
 
 def test_the_rate_rises_and_falls_as_transformers_has_it() -> None:

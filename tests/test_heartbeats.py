@@ -17,8 +17,14 @@ WAITS = heartbeats.IN_COLLECTIVE
 
 def told(count: int, pulses: int = 0, **more: object) -> Heartbeat:
     usual: dict[str, object] = {
-        "position": 0, "allowed": 8.0, "quiet": 8.0, "doing": "", "ended": False, "host": "a", "pid": 1
-    }  # fmt: skip
+        "position": 0,
+        "allowed": 8.0,
+        "quiet": 8.0,
+        "doing": "",
+        "ended": False,
+        "host": "a",
+        "pid": 1,
+    }
     return Heartbeat(count, pulses, **{**usual, **more})  # type: ignore[arg-type]
 
 

@@ -93,9 +93,7 @@ def padded(values: Tensor) -> Tensor:
     return torch.nn.utils.rnn.pad_sequence([values[:9], values[9:]], batch_first=True)
 
 
-def test_transformers_loads_an_export_whole_and_gives_the_same_logits(
-    model: PretrainingModel, exported: Path
-) -> None:
+def test_transformers_loads_an_export_whole_and_gives_the_same_logits(model: PretrainingModel, exported: Path) -> None:
     from transformers import BertForPreTraining
 
     loaded: Any = BertForPreTraining.from_pretrained(exported, output_loading_info=True)
@@ -113,9 +111,7 @@ def test_transformers_loads_an_export_whole_and_gives_the_same_logits(
         )
         flat = torch.cat([output.prediction_logits[0, :9], output.prediction_logits[1]])
         torch.testing.assert_close(model.masked_logits(batch), flat[batch.masked_rows], atol=1e-4, rtol=0)
-        torch.testing.assert_close(
-            model.next_sentence_logits(batch), output.seq_relationship_logits, atol=1e-4, rtol=0
-        )
+        torch.testing.assert_close(model.next_sentence_logits(batch), output.seq_relationship_logits, atol=1e-4, rtol=0)
     assert flat.std() > 0.5  # the comparison above would pass on logits that are all near 0
 
 
@@ -160,9 +156,7 @@ def test_the_config_is_what_transformers_itself_would_write(exported: Path, tmp_
     ours = json.loads((exported / "config.json").read_text())
     assert theirs.pop("transformers_version")
     assert {key: ours[key] for key in theirs} == theirs
-    assert set(load_file(tmp_path / "theirs" / "model.safetensors")) == set(
-        load_file(exported / "model.safetensors")
-    )
+    assert set(load_file(tmp_path / "theirs" / "model.safetensors")) == set(load_file(exported / "model.safetensors"))
 
 
 def test_the_export_is_proven_and_carries_its_card(exported: Path) -> None:
@@ -188,9 +182,7 @@ def test_there_and_back_is_exact(model: PretrainingModel, exported: Path) -> Non
     assert shape == SHAPE
 
 
-def test_an_export_replaces_an_export_and_nothing_else(
-    model: PretrainingModel, exported: Path, tmp_path: Path
-) -> None:
+def test_an_export_replaces_an_export_and_nothing_else(model: PretrainingModel, exported: Path, tmp_path: Path) -> None:
     (exported / "old").write_text("from before")
     assert export(model, tmp_path, next_sentence=True) == exported
     assert not (exported / "old").exists()
@@ -243,9 +235,7 @@ class TestExportRun:
                 "name": "tiny",
                 "corpus": {"dir": str(corpus)},
                 "model": SHAPE.model_dump(),
-                "phases": [
-                    {"sequence_length": 32, "global_sequences": 4, "steps": 3000, "peak_learning_rate": 1e-3}
-                ],
+                "phases": [{"sequence_length": 32, "global_sequences": 4, "steps": 3000, "peak_learning_rate": 1e-3}],
             }
         )
         run = tmp_path / "run"

@@ -47,7 +47,7 @@ def wants(low: int, high: int = 0, cpus: int = 1) -> Waiting:
         ([(9, 4), (64, 4)], [wants(4, cpus=8)], wants(2, cpus=8), False),  # and the other way round
         ([], [wants(1)], wants(1), False),  # a cluster that an autoscaler is to start
     ],
-)  # fmt: skip
+)
 def test_a_turn_comes_when_the_bundles_fit(
     nodes: list[tuple[int, int]], ahead: list[Waiting], mine: Waiting, fits: bool
 ) -> None:
@@ -73,7 +73,12 @@ class _Cluster:
         if self.states[name] == "DELETED":
             return None
         needs = {"workers": "4", "most_workers": "4", "cpus_per_worker": "1"}
-        return {"submission_id": name, "status": self.states[name], "start_time": self.submitted[name], "metadata": needs}  # fmt: skip
+        return {
+            "submission_id": name,
+            "status": self.states[name],
+            "start_time": self.submitted[name],
+            "metadata": needs,
+        }
 
     def nodes(self) -> list[tuple[int, int]]:
         self.asked.append("nodes")
@@ -149,9 +154,7 @@ def test_a_job_that_is_not_known() -> None:
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_waiting_job_outlives_a_silent_head_and_hears_a_stop(
-    monkeypatch: pytest.MonkeyPatch, stopped: bool
-) -> None:
+def test_a_waiting_job_outlives_a_silent_head_and_hears_a_stop(monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
     """A stop that comes while the head is asked must not be lost, though it is the job's turn."""
     answers: list[Any] = [MachineError("away"), False, True]
 
@@ -226,9 +229,13 @@ def test_a_wait_loads_nothing_heavy(dashboard: str) -> None:
         "print({'ray', 'torch', 'pydantic', 'numpy', 'requests', 'psutil'} & {name.split('.')[0] for name in sys.modules})\n"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60,
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
         env={**os.environ, "RAY_AUTH_TOKEN": "secret"},
-    )  # fmt: skip
+    )
     assert done.stderr == ""
     assert done.stdout.splitlines() == ["mine: waits for first", "set()"]
 

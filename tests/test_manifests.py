@@ -122,14 +122,16 @@ def check_kuberay(documents: dict[str, dict[str, Any]]) -> None:
         ["place.redis_address=redis:6379", "place.redis_secret=redis", "place.operator_namespace=kuberay"],
         ["place.gpus=false", "place.start_limit_seconds=0", "place.node_selector={pool: cpu}"],
         [
-            "place.service_account=trainer", "place.priority_class=high", "place.image_pull_secrets=[registry, mirror]",
+            "place.service_account=trainer",
+            "place.priority_class=high",
+            "place.image_pull_secrets=[registry, mirror]",
             "place.annotations={karpenter.sh/do-not-disrupt: 'true'}",
             "place.worker_annotations={k8s.v1.cni.cncf.io/networks: rdma}",
             "place.worker_resources={rdma/hca_shared_devices_a: 1, hugepages-2Mi: 5120Mi}",
             "place.worker_environment={NCCL_IB_HCA: mlx5, NCCL_DEBUG_FILE: /tmp/1e3}",
         ],
     ],
-)  # fmt: skip
+)
 def test_kuberay_is_valid(config: Path, overrides: list[str]) -> None:
     documents = kuberay(config, *overrides)
     check_kuberay(documents)
@@ -162,7 +164,7 @@ def set_at(document: Any, path: str, value: Any) -> None:
         ("NetworkPolicy/spec/policyType", ["Ingress"]),
         ("ConfigMap/data/number", 1),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_field_fails(config: Path, path: str, value: Any) -> None:
     documents = copy.deepcopy(kuberay(config))
     set_at(documents, path, value)
@@ -190,10 +192,15 @@ def test_kuberay_follows_the_config(config: Path) -> None:
 def test_what_a_cluster_asks_of_pods(config: Path) -> None:
     """Account, priority, pull secrets and annotations of all pods; RDMA, its network and NCCL's settings of the workers'."""
     documents = kuberay(
-        config, "place.service_account=trainer", "place.priority_class=high", "place.image_pull_secrets=[registry]",
-        "place.annotations={keep: 'true'}", "place.worker_annotations={k8s.v1.cni.cncf.io/networks: rdma}",
-        "place.worker_resources={rdma/ib: 2, hugepages-2Mi: 5120Mi}", "place.worker_environment={NCCL_IB_HCA: '1e3'}",
-    )  # fmt: skip
+        config,
+        "place.service_account=trainer",
+        "place.priority_class=high",
+        "place.image_pull_secrets=[registry]",
+        "place.annotations={keep: 'true'}",
+        "place.worker_annotations={k8s.v1.cni.cncf.io/networks: rdma}",
+        "place.worker_resources={rdma/ib: 2, hugepages-2Mi: 5120Mi}",
+        "place.worker_environment={NCCL_IB_HCA: '1e3'}",
+    )
     templates = list(pod_templates(documents["RayJob"]["spec"]))
     for template in templates:
         pod = template["spec"]
@@ -205,7 +212,10 @@ def test_what_a_cluster_asks_of_pods(config: Path) -> None:
     container = worker["spec"]["containers"][0]
     assert worker["metadata"]["annotations"]["k8s.v1.cni.cncf.io/networks"] == "rdma"
     assert container["resources"]["requests"] == container["resources"]["limits"]
-    assert container["resources"]["limits"].items() >= {"rdma/ib": "2", "hugepages-2Mi": "5120Mi", "nvidia.com/gpu": "8"}.items()  # fmt: skip
+    assert (
+        container["resources"]["limits"].items()
+        >= {"rdma/ib": "2", "hugepages-2Mi": "5120Mi", "nvidia.com/gpu": "8"}.items()
+    )
     assert {"name": "NCCL_IB_HCA", "value": "1e3"} in container["env"]
     others = json.dumps([one for one in templates if one is not worker])
     assert not re.search("rdma|NCCL|hugepages", others)
@@ -225,9 +235,7 @@ def test_pods_without_wishes_have_none(config: Path) -> None:
 
 def test_text_that_looks_like_a_number_stays_text(config: Path) -> None:
     """PyYAML leaves 1e3 plain, which is a number for those who read YAML 1.2."""
-    text = render(
-        "kuberay", config, ["place.worker_environment={NCCL_A: '1e3', NCCL_B: '0o17', NCCL_C: '-.5e1'}"]
-    )
+    text = render("kuberay", config, ["place.worker_environment={NCCL_A: '1e3', NCCL_B: '0o17', NCCL_C: '-.5e1'}"])
     assert {"'1e3'", "'0o17'", "'-.5e1'"} <= set(re.findall(r"value: (.*)$", text, re.MULTILINE))
 
 
@@ -297,19 +305,23 @@ def test_pods_are_contained(config: Path) -> None:
 @pytest.mark.parametrize(
     ("title", "host", "drains"),
     [
-        (f"{PROCESS_TITLE}.run", "run-workers-1", True),  # by the name that Ray gives it (test_cluster.py looks at a real one)
+        (
+            f"{PROCESS_TITLE}.run",
+            "run-workers-1",
+            True,
+        ),  # by the name that Ray gives it (test_cluster.py looks at a real one)
         ("python -m finetune finetune", "run-workers-1", False),
         ("python -m cluster.jobs.entrypoint", "run-head-1", False),  # of a RayCluster, where `submit` starts it
         ("python -m cluster.workers.driver", "run-head-1", False),
     ],
-)  # fmt: skip
+)
 def test_stopping_a_pod_asks_for_a_checkpoint_and_waits(
     config: Path, tmp_path: Path, title: str, host: str, drains: bool
 ) -> None:
     """A worker's node is drained first, which fails here. The command, or the head, has none that could go alone."""
     (tmp_path / "runs/my-run").mkdir(parents=True)
     data = kuberay(config, f"place.storage={tmp_path}")["ConfigMap"]["data"]
-    process = subprocess.Popen(["bash", "-c", f"exec -a {shlex.quote(title)} sleep 60"], start_new_session=True)  # fmt: skip
+    process = subprocess.Popen(["bash", "-c", f"exec -a {shlex.quote(title)} sleep 60"], start_new_session=True)
     # A pod has its own processes; here others may train besides.
     program(tmp_path / "bin", "pgrep", f'exec {shutil.which("pgrep")} -s {process.pid} "$@"\n')
     program(tmp_path / "bin", "ray", f'echo "$@" >>{tmp_path}/calls\nexit 1\n')
@@ -385,10 +397,20 @@ def ray_schema() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "overrides",
-    [[], ["place.spot=true", "place.private=true", "place.zone=us-west-2a", "place.security_group=sg-1a",
-          "place.machine_image=ami-1", "place.netrc=~/.netrc", "place.prepare=true"],
-     ["place.gpus=false", "place.efa_interfaces=0", "place.instance=m6i.32xlarge"]],
-)  # fmt: skip
+    [
+        [],
+        [
+            "place.spot=true",
+            "place.private=true",
+            "place.zone=us-west-2a",
+            "place.security_group=sg-1a",
+            "place.machine_image=ami-1",
+            "place.netrc=~/.netrc",
+            "place.prepare=true",
+        ],
+        ["place.gpus=false", "place.efa_interfaces=0", "place.instance=m6i.32xlarge"],
+    ],
+)
 def test_rayup_is_valid(config: Path, ray_schema: dict[str, Any], overrides: list[str]) -> None:
     cluster = rayup(config, *overrides)
     jsonschema.validate(cluster, ray_schema)
@@ -397,12 +419,15 @@ def test_rayup_is_valid(config: Path, ray_schema: dict[str, Any], overrides: lis
 
 @pytest.mark.parametrize(
     ("path", "value"),
-    [("max_worker", 2), ("auth/ssh_usr", "me"), ("docker/images", "x"), ("available_node_types/workers/minimum", 1),
-     ("max_workers", "2")],
-)  # fmt: skip
-def test_a_wrong_field_of_rayup_fails(
-    config: Path, ray_schema: dict[str, Any], path: str, value: Any
-) -> None:
+    [
+        ("max_worker", 2),
+        ("auth/ssh_usr", "me"),
+        ("docker/images", "x"),
+        ("available_node_types/workers/minimum", 1),
+        ("max_workers", "2"),
+    ],
+)
+def test_a_wrong_field_of_rayup_fails(config: Path, ray_schema: dict[str, Any], path: str, value: Any) -> None:
     cluster = rayup(config)
     set_at(cluster, path, value)
     with pytest.raises(jsonschema.ValidationError):
@@ -425,9 +450,7 @@ def test_rayup_opens_nothing(config: Path) -> None:
     assert list(cluster["file_mounts"].values()) == ["~/.ray/auth_token"]
 
 
-@pytest.mark.parametrize(
-    ("instance", "count"), [("p4d.24xlarge", 4), ("p5.48xlarge", 32), ("p5en.48xlarge", 16)]
-)
+@pytest.mark.parametrize(("instance", "count"), [("p4d.24xlarge", 4), ("p5.48xlarge", 32), ("p5en.48xlarge", 16)])
 def test_nodes_with_efa_use_it(config: Path, instance: str, count: int) -> None:
     """As AWS recommends: one interface for IP, one for EFA alone on each network card; Ray wants subnet and group in each."""
     cluster = rayup(config, f"place.instance={instance}")
@@ -504,12 +527,17 @@ def test_a_constraint_keeps_its_operators(config: Path) -> None:
 
 
 def test_slurm_follows_the_config(config: Path) -> None:
-    script = render(
-        "slurm", config, ["place.partition=gpu", "place.time_limit=2-00:00:00", "place.workers_per_node=4"]
-    )
+    script = render("slurm", config, ["place.partition=gpu", "place.time_limit=2-00:00:00", "place.workers_per_node=4"])
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(.*)$", script, re.MULTILINE))
-    wanted = {"job-name": "my-run", "nodes": "4", "gpus-per-node": "4", "cpus-per-task": "24",
-              "partition": "gpu", "time": "2-00:00:00", "signal": "B:TERM@300"}  # fmt: skip
+    wanted = {
+        "job-name": "my-run",
+        "nodes": "4",
+        "gpus-per-node": "4",
+        "cpus-per-task": "24",
+        "partition": "gpu",
+        "time": "2-00:00:00",
+        "signal": "B:TERM@300",
+    }
     assert options.items() >= wanted.items()
     assert "account" not in options
     assert '--min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus=24 --num-gpus=4' in script
@@ -560,9 +588,7 @@ def slurm_job(config: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[st
         secret = f'[[ $1 != -c ]] || exec {sys.executable} "$@"\n'
         first = f"[[ $3 != prepare ]] || {{ {preparing}; exit; }}\n"
         program(folder, "python", f'{secret}echo "$@" >>{calls}\n{first}{lines}')
-        environment = with_programs(
-            folder, SLURM_JOB_ID="4711", SLURM_JOB_NUM_NODES="2", SLURM_CPUS_PER_TASK="24"
-        )
+        environment = with_programs(folder, SLURM_JOB_ID="4711", SLURM_JOB_NUM_NODES="2", SLURM_CPUS_PER_TASK="24")
         return subprocess.Popen(["bash", tmp_path / "job.sh"], env=environment)
 
     return start
@@ -639,7 +665,9 @@ def test_the_commands_are_ours(config: Path, finetuning: Path, kind: str) -> Non
     parsers = {"pretrain": pretrain_main._parser, "finetune": finetune_main._parser}
     for path, count in ((config, 2), (finetuning, 1)):
         given = [*NEEDED[kind], *(["place.prepare=true"] if path == config else [])]
-        found = re.findall(r"python -m (pretrain|finetune) ((?:pretrain|prepare|finetune) [^&)\n]*)", render(kind, path, given))  # fmt: skip
+        found = re.findall(
+            r"python -m (pretrain|finetune) ((?:pretrain|prepare|finetune) [^&)\n]*)", render(kind, path, given)
+        )
         assert len(found) == count
         for package, line in found:
             arguments = parsers[package]().parse_args(shlex.split(line.replace("'", "")))
@@ -689,7 +717,11 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("kuberay", ["phases.0.step=1"], "phases.0.step is not a known setting; did you mean"),
         ("kuberay", ["place.storage=shared"], "place.storage is 'shared'; expected text like ^/"),
         ("rayup", [], "place.file_system is missing. EFS"),
-        ("rayup", ["place.file_system=fs-1"], "need place.private, place.subnet, place.security_group, place.placement_group"),
+        (
+            "rayup",
+            ["place.file_system=fs-1"],
+            "need place.private, place.subnet, place.security_group, place.placement_group",
+        ),
         ("rayup", [*NEEDED["rayup"], "place.region=$(id)"], "place.region is '$(id)'; expected text like"),
         ("rayup", [*NEEDED["rayup"], "place.image=x --privileged"], "place.image is 'x --privileged'; expected text"),
         ("slurm", ["place.storage=s3://bucket/run"], "place.storage: 's3://bucket/run' is a remote address"),
@@ -723,11 +755,15 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("kuberay", ["place.redis_address=':pw@redis:6379'"], "place.redis_address is ':pw@redis:6379'; expected text"),
         ("kuberay", ["place.service_account=Me"], "place.service_account is 'Me'; expected text like"),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line(
-    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-    kind: str, overrides: list[str], told: str,
-) -> None:  # fmt: skip
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: str,
+    overrides: list[str],
+    told: str,
+) -> None:
     code = run_command(monkeypatch, kind, config, *[word for one in overrides for word in ("--set", one)])
     captured = capsys.readouterr()
     assert code == 2
@@ -816,9 +852,7 @@ def accepted(place: type[Nodes], value: str, folder: Path) -> Any:
     for name in names:
         for wanted in (value, f"{folder}/{value}", (value,), {value: "x"}, {"x": value}, {"X": value}):
             with contextlib.suppress(ValidationError):
-                given = place.model_validate({**given, name: wanted}, strict=True).model_dump(
-                    include={*given, name}
-                )
+                given = place.model_validate({**given, name: wanted}, strict=True).model_dump(include={*given, name})
     return place.model_validate(given)
 
 
@@ -851,8 +885,14 @@ def stand_ins(tmp_path: Path) -> dict[str, str]:
         "ray",
         f'{told}until [[ -z $1 || $1 == -- ]]; do shift; done\n[[ -z $1 ]] || exec "${{@:2}}"\nexit 1\n',
     )
-    return with_programs(folder, SLURM_JOB_ID="1", SLURM_JOB_NUM_NODES="2", SLURM_CPUS_PER_TASK="16",
-                         HOSTNAME="run-workers-1", RAY_ADDRESS="127.0.0.1:1")  # fmt: skip
+    return with_programs(
+        folder,
+        SLURM_JOB_ID="1",
+        SLURM_JOB_NUM_NODES="2",
+        SLURM_CPUS_PER_TASK="16",
+        HOSTNAME="run-workers-1",
+        RAY_ADDRESS="127.0.0.1:1",
+    )
 
 
 def scripts_of(kind: str, text: str, home: Path) -> list[str]:
@@ -865,8 +905,13 @@ def scripts_of(kind: str, text: str, home: Path) -> list[str]:
     cluster = yaml.safe_load(text)
     docker = cluster["docker"]
     words = [*docker["run_options"], *docker.get("worker_run_options", []), docker["image"]]
-    lines = [*cluster["initialization_commands"], *cluster["setup_commands"], *cluster["head_setup_commands"],
-             f"docker run {' '.join(words)} bash", "bash ~/start.sh"]  # fmt: skip
+    lines = [
+        *cluster["initialization_commands"],
+        *cluster["setup_commands"],
+        *cluster["head_setup_commands"],
+        f"docker run {' '.join(words)} bash",
+        "bash ~/start.sh",
+    ]
     return [line.replace("/home/bertrain", str(home)) for line in lines]
 
 
@@ -880,9 +925,7 @@ def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: 
     place = accepted(module.Place, value, work)
     if kind == "slurm":
         place = place.model_copy(update={"environment": "cd ."})
-    Path(place.storage if place.storage.startswith(str(tmp_path)) else work).mkdir(
-        parents=True, exist_ok=True
-    )
+    Path(place.storage if place.storage.startswith(str(tmp_path)) else work).mkdir(parents=True, exist_ok=True)
     if not place.storage.startswith(str(tmp_path)):
         place = place.model_copy(update={"storage": str(work)})
     job = hostile_job(value, canary)
@@ -890,8 +933,13 @@ def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: 
     (tmp_path / "home").mkdir()
     for script in scripts_of(kind, text, tmp_path / "home"):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
-        subprocess.run(["bash", "-c", script], env={**stand_ins, "HOME": str(tmp_path / "home")}, cwd=work,
-                       timeout=60, capture_output=True)  # fmt: skip
+        subprocess.run(
+            ["bash", "-c", script],
+            env={**stand_ins, "HOME": str(tmp_path / "home")},
+            cwd=work,
+            timeout=60,
+            capture_output=True,
+        )
     assert not canary.exists()
     assert "-m pretrain pretrain " in (tmp_path / "calls").read_text()  # it went all the way
     assert written_config(kind, text, Path(place.storage) / value, tmp_path / "home") == job.config
@@ -900,7 +948,5 @@ def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: 
 def written_config(kind: str, text: str, run_dir: Path, home: Path) -> str:
     """The run's config where its command finds it."""
     if kind == "kuberay":
-        return next(one for one in yaml.safe_load_all(text) if one["kind"] == "ConfigMap")["data"][
-            "config.yaml"
-        ]
+        return next(one for one in yaml.safe_load_all(text) if one["kind"] == "ConfigMap")["data"]["config.yaml"]
     return (run_dir / "submitted.yaml" if kind == "slurm" else home / "my-run.yaml").read_text()

@@ -40,9 +40,7 @@ SHAPE = Model(size="custom", layers=3, hidden=48, heads=4, intermediate=96, max_
 LENGTHS = (7, 20, 21, 21, 40, 64)
 
 
-def make_model(
-    *, shape: Model = SHAPE, seed: int = 0, next_sentence: bool = True, **options: bool
-) -> PretrainingModel:
+def make_model(*, shape: Model = SHAPE, seed: int = 0, next_sentence: bool = True, **options: bool) -> PretrainingModel:
     """Weights away from their initialisation, so that biases and norms matter."""
     torch.manual_seed(seed)
     model = PretrainingModel(shape, VOCABULARY, next_sentence, **options)
@@ -68,10 +66,13 @@ def peer():
     transformers = pytest.importorskip("transformers")
     model = make_model()
     config = transformers.BertConfig(
-        vocab_size=VOCABULARY, hidden_size=SHAPE.hidden, num_hidden_layers=SHAPE.layers,
-        num_attention_heads=SHAPE.heads, intermediate_size=SHAPE.intermediate,
+        vocab_size=VOCABULARY,
+        hidden_size=SHAPE.hidden,
+        num_hidden_layers=SHAPE.layers,
+        num_attention_heads=SHAPE.heads,
+        intermediate_size=SHAPE.intermediate,
         max_position_embeddings=SHAPE.max_positions,
-    )  # fmt: skip
+    )
     theirs = transformers.BertForPreTraining(config).eval()
     state = to_hf({name: p.detach() for name, p in model.named_parameters()})
     missing, unexpected = theirs.load_state_dict(state, strict=False)
@@ -147,9 +148,7 @@ def test_attention_for_some_queries_is_a_part_of_all(asked: tuple[int, ...], dro
     probe = torch.randn(len(rows), 24)
     results = []
     for queries in (None, rows):
-        context, _ = grouped_attention(
-            qkv, bias, batch.cu_seqlens, queries, 3, batch.token_keys, dropout, False
-        )
+        context, _ = grouped_attention(qkv, bias, batch.cu_seqlens, queries, 3, batch.token_keys, dropout, False)
         context = context if queries is not None else context[rows]
         results.append((context, *torch.autograd.grad((context * probe).sum(), (qkv, bias))))
     torch.testing.assert_close(results[0], results[1])
@@ -390,17 +389,13 @@ def test_every_head_of_every_layer_drops_by_a_mask_of_its_own() -> None:
 
 
 def test_a_tie_for_the_top_score_counts_as_its_share() -> None:
-    _, correct = vocabulary_losses(
-        torch.zeros(6, 8), torch.zeros(10, 8), torch.zeros(10), torch.arange(6), False
-    )
+    _, correct = vocabulary_losses(torch.zeros(6, 8), torch.zeros(10, 8), torch.zeros(10), torch.arange(6), False)
     assert correct.item() == pytest.approx(6 / 10)
 
 
 @pytest.mark.parametrize("entries", [1 << 26, 3 * 50])
 @pytest.mark.parametrize("count", [0, 1, 7])
-def test_the_vocabulary_loss_equals_its_slow_twin(
-    entries: int, count: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_vocabulary_loss_equals_its_slow_twin(entries: int, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("pretrain.model.fused_cross_entropy.LOGITS_PER_PIECE", entries)
     torch.manual_seed(0)
     inputs = [torch.randn(*size, requires_grad=True) for size in ((count, 8), (50, 8), (50,))]

@@ -54,10 +54,14 @@ class Machine:
 
     def cluster(self, *arguments: str, seconds: float = 90) -> str:
         done = subprocess.run(
-            ["ip", "netns", "exec", self.name, sys.executable, "-m", "cluster", *arguments], cwd=ROOT, text=True,
-            env={**os.environ, "XDG_STATE_HOME": str(self.state)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            ["ip", "netns", "exec", self.name, sys.executable, "-m", "cluster", *arguments],
+            cwd=ROOT,
+            text=True,
+            env={**os.environ, "XDG_STATE_HOME": str(self.state)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             timeout=seconds,
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stdout
         return done.stdout
 

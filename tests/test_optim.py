@@ -48,9 +48,7 @@ def make_gradients(step: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def reference_lamb(
-    weights: torch.Tensor, gradients: list[torch.Tensor], lr: float, decay: float, adapt: bool
-):
+def reference_lamb(weights: torch.Tensor, gradients: list[torch.Tensor], lr: float, decay: float, adapt: bool):
     """Algorithm 2 of You et al. 2020, in fp64, on one tensor."""
     x, m, v = weights.double(), torch.zeros_like(weights).double(), torch.zeros_like(weights).double()
     for t, g in enumerate((gradient.double() for gradient in gradients), start=1):
@@ -153,9 +151,7 @@ def test_lamb_state_saves_and_loads():
 
 def test_lamb_reads_nothing_back_from_the_device():
     """The engine keeps the step count beside the weights. A tensor on `meta` has no value that could be read."""
-    parameters = {
-        name: torch.nn.Parameter(value.detach().to("meta")) for name, value in make_parameters().items()
-    }
+    parameters = {name: torch.nn.Parameter(value.detach().to("meta")) for name, value in make_parameters().items()}
     optimizer = Lamb(parameter_groups(parameters.items(), 0.1), lr=0.1)
     for parameter in parameters.values():
         zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
@@ -294,9 +290,7 @@ def test_schedule_equals_transformers_and_restarts_per_phase():
     shape = {"sequence_length": 8, "global_sequences": 1}
     phases = [
         Phase(**shape, steps=20, peak_learning_rate=1e-3, warmup_steps=7, decay="linear"),
-        Phase(
-            **shape, steps=30, peak_learning_rate=4e-3, warmup_steps=3, decay="polynomial", decay_power=0.5
-        ),
+        Phase(**shape, steps=30, peak_learning_rate=4e-3, warmup_steps=3, decay="polynomial", decay_power=0.5),
         Phase(
             **shape,
             steps=9,
@@ -307,9 +301,7 @@ def test_schedule_equals_transformers_and_restarts_per_phase():
         ),
     ]
     expected = [rate for phase in phases for rate in transformers_rates(phase)]
-    assert [learning_rate(phases, step) for step in range(59)] == pytest.approx(
-        expected, rel=1e-12, abs=1e-18
-    )
+    assert [learning_rate(phases, step) for step in range(59)] == pytest.approx(expected, rel=1e-12, abs=1e-18)
     with pytest.raises(IndexError):
         learning_rate(phases, 59)
 
@@ -332,9 +324,13 @@ def test_every_step_learns_and_the_last_of_the_warm_up_has_the_peak(
     decay: Literal["linear", "polynomial", "constant"], steps: int, warmup: int
 ):
     phase = Phase(
-        sequence_length=8, global_sequences=1, steps=steps, peak_learning_rate=0.5, warmup_steps=warmup,
+        sequence_length=8,
+        global_sequences=1,
+        steps=steps,
+        peak_learning_rate=0.5,
+        warmup_steps=warmup,
         decay=decay,
-    )  # fmt: skip
+    )
     rates = [learning_rate([phase], step) for step in range(steps)]
     assert min(rates) > 0
     assert rates[:warmup] == pytest.approx([0.5 * (step + 1) / warmup for step in range(warmup)])

@@ -30,7 +30,7 @@ def run_config(folder: Path | str = "run", chosen: str = "auto") -> RunConfig:
             "phases": [{"sequence_length": 32, "global_sequences": 8, "steps": 3, "peak_learning_rate": 1e-3}],
             "engine": {"precision": chosen},
         }
-    )  # fmt: skip
+    )
 
 
 def gpu(major: int, minor: int) -> Offer:
@@ -185,9 +185,11 @@ def test_all_runs_of_one_command_have_one_precision(monkeypatch: pytest.MonkeyPa
     given = {"name": "task", "run_dir": str(tmp_path), "classification": {"train": "train.csv"}}
     config = FinetuneConfig.model_validate(given)
     members = [
-        trials.Trial(f"seed {seed}", trials.trial_config(config, f"seed-{seed}", folder=tmp_path / f"{seed}", seed=seed), 1)
+        trials.Trial(
+            f"seed {seed}", trials.trial_config(config, f"seed-{seed}", folder=tmp_path / f"{seed}", seed=seed), 1
+        )
         for seed in range(3)
-    ]  # fmt: skip
+    ]
     made = trials._with_one_precision(config, members)
     assert [one.config.engine.precision for one in made] == ["fp32"] * 3
     preflight.record_config(made[1].config) if made[1].config.folder.mkdir() is None else None
@@ -215,9 +217,7 @@ def test_runs_that_have_begun_keep_each_its_own_precision(tmp_path: Path) -> Non
 class FakeGpu:
     """What torch says of a GPU that is not there."""
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], built_for: list[str]
-    ) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], built_for: list[str]) -> None:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla")
         monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: built_for)

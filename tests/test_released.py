@@ -41,9 +41,13 @@ transformers: Any = pytest.importorskip("transformers")
 ROWS = 101
 LENGTHS = (5, 9, 9, 30)
 BERT_SIZES = {
-    "vocab_size": ROWS, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4,
-    "intermediate_size": 48, "max_position_embeddings": 40,
-}  # fmt: skip
+    "vocab_size": ROWS,
+    "hidden_size": 32,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "max_position_embeddings": 40,
+}
 ROBERTA_SIZES = {**BERT_SIZES, "max_position_embeddings": 42, "type_vocab_size": 1, "layer_norm_eps": 0.01}
 CONFIGS: dict[str, Callable[..., Any]] = {
     "bert": lambda **more: transformers.BertConfig(**BERT_SIZES, **more),
@@ -82,11 +86,7 @@ def save(model: Any, folder: Path, **options: Any) -> Path:
 
 def batch_of(released: Released) -> MicroBatch:
     batch = make_batch(LENGTHS, ROWS)
-    return (
-        batch
-        if released.token_types == 2
-        else MicroBatch(**{**vars(batch), "token_types": 0 * batch.token_types})
-    )
+    return batch if released.token_types == 2 else MicroBatch(**{**vars(batch), "token_types": 0 * batch.token_types})
 
 
 def inputs_of(batch: MicroBatch, released: Released) -> dict[str, Tensor]:
@@ -110,9 +110,7 @@ def assert_equals(released: Released, theirs: Any) -> None:
         states = theirs.base_model(**inputs).last_hidden_state[inputs["attention_mask"].bool()]
     assert states.std() > 0.3
     torch.testing.assert_close(ours, states, atol=2e-5, rtol=0)
-    assert all(
-        tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in released.backbone.values()
-    )
+    assert all(tensor.dtype == torch.float32 and tensor.is_contiguous() for tensor in released.backbone.values())
 
 
 def our_logits(released: Released, purpose: str) -> Tensor:
@@ -121,9 +119,7 @@ def our_logits(released: Released, purpose: str) -> Tensor:
     states, head = hidden_states(released, batch), released.head
     if purpose == "sequence":
         activation = {"tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu}[HEAD_ACTIVATION[released.family]]
-        states = activation(
-            F.linear(states[batch.cu_seqlens[:-1].long()], head["dense_weight"], head["dense_bias"])
-        )
+        states = activation(F.linear(states[batch.cu_seqlens[:-1].long()], head["dense_weight"], head["dense_bias"]))
     return F.linear(states, head["out_weight"], head["out_bias"])
 
 
@@ -133,9 +129,7 @@ def their_logits(theirs: Any, released: Released, purpose: str) -> Tensor:
         output = theirs(**inputs)
     if purpose == "sequence":
         return output.logits
-    logits = (
-        torch.stack([output.start_logits, output.end_logits], -1) if purpose == "spans" else output.logits
-    )
+    logits = torch.stack([output.start_logits, output.end_logits], -1) if purpose == "spans" else output.logits
     return logits[inputs["attention_mask"].bool()]
 
 
@@ -144,9 +138,7 @@ def their_logits(theirs: Any, released: Released, purpose: str) -> Tensor:
 
 @pytest.mark.parametrize("family", CONFIGS)
 @pytest.mark.parametrize("purpose", CLASSES)
-def test_every_family_comes_in_and_goes_out_with_equal_logits(
-    family: str, purpose: str, tmp_path: Path
-) -> None:
+def test_every_family_comes_in_and_goes_out_with_equal_logits(family: str, purpose: str, tmp_path: Path) -> None:
     labels = {} if purpose == "spans" else {"id2label": {0: "none", 1: "some", 2: "all"}}
     theirs = make_theirs(CLASSES[purpose], CONFIGS[family](**labels))
     released = read_released(save(theirs, tmp_path / "theirs"))
@@ -215,9 +207,16 @@ def test_what_fine_tuning_adds_to_token_types_survives(tmp_path: Path) -> None:
         read = read_released(save(theirs, tmp_path / family))
         read.backbone["embeddings.token_type"][0] += torch.linspace(-1, 1, 32)
         write_released(
-            tmp_path / "out", family=family, model=read.model, backbone=read.backbone, head=read.head,
-            purpose="tokens", config=read.config, tokenizer=tmp_path, card="",
-        )  # fmt: skip
+            tmp_path / "out",
+            family=family,
+            model=read.model,
+            backbone=read.backbone,
+            head=read.head,
+            purpose="tokens",
+            config=read.config,
+            tokenizer=tmp_path,
+            card="",
+        )
         written = transformers.AutoModelForTokenClassification.from_pretrained(tmp_path / "out")
         expected = our_logits(read, "tokens")
         torch.testing.assert_close(their_logits(written, read, "tokens"), expected, atol=2e-5, rtol=0)
@@ -251,9 +250,7 @@ def as_nvidia(tensors: dict[str, Tensor], folder: Path) -> None:
 
 def as_2018(tensors: dict[str, Tensor], folder: Path) -> None:
     """pytorch-pretrained-bert: TensorFlow's names of LayerNorm, no model_type, constants among the weights."""
-    tensors = spell(
-        spell(tensors, r"LayerNorm\.weight", "LayerNorm.gamma"), r"LayerNorm\.bias", "LayerNorm.beta"
-    )
+    tensors = spell(spell(tensors, r"LayerNorm\.weight", "LayerNorm.gamma"), r"LayerNorm\.bias", "LayerNorm.beta")
     tensors["bert.embeddings.position_ids"] = torch.arange(40)[None]
     tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"]
     torch.save(tensors, folder / "pytorch_model.bin", _use_new_zipfile_serialization=False)
@@ -264,18 +261,14 @@ def as_2018(tensors: dict[str, Tensor], folder: Path) -> None:
 
 def as_sentence_encoder(tensors: dict[str, Tensor], folder: Path) -> None:
     """sentence-transformers: the base model alone, without its prefix."""
-    bare = {
-        name.removeprefix("bert."): tensor for name, tensor in tensors.items() if name.startswith("bert.")
-    }
+    bare = {name.removeprefix("bert."): tensor for name, tensor in tensors.items() if name.startswith("bert.")}
     as_safetensors(bare, folder)
 
 
 def as_tied_the_other_way(tensors: dict[str, Tensor], folder: Path) -> None:
     """Of two tensors that share their storage safetensors keeps one, and not always the same."""
     tensors = spell(tensors, "^cls.predictions.bias$", "cls.predictions.decoder.bias")
-    as_safetensors(
-        spell(tensors, "^bert.embeddings.word_embeddings.weight$", "cls.predictions.decoder.weight"), folder
-    )
+    as_safetensors(spell(tensors, "^bert.embeddings.word_embeddings.weight$", "cls.predictions.decoder.weight"), folder)
 
 
 def as_bin_shards(tensors: dict[str, Tensor], folder: Path) -> None:
@@ -296,9 +289,14 @@ def as_safetensors_shards(tensors: dict[str, Tensor], folder: Path) -> None:
 
 
 SPELLINGS = [
-    as_safetensors, as_nvidia, as_2018, as_sentence_encoder, as_tied_the_other_way, as_bin_shards,
+    as_safetensors,
+    as_nvidia,
+    as_2018,
+    as_sentence_encoder,
+    as_tied_the_other_way,
+    as_bin_shards,
     as_safetensors_shards,
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("write", SPELLINGS)
@@ -309,9 +307,7 @@ def test_every_spelling_and_file_of_bert(write: Callable[..., None], theirs: Any
     released = read_released(tmp_path)
     assert_equals(released, theirs)
     torch.testing.assert_close(released.head["dense_weight"], theirs.bert.pooler.dense.weight)
-    heads = {
-        name for name in PretrainingModel(released.model, ROWS).state_dict() if name.startswith("heads.")
-    }
+    heads = {name for name in PretrainingModel(released.model, ROWS).state_dict() if name.startswith("heads.")}
     assert set(released.pretraining) == (set() if write is as_sentence_encoder else heads)
     filled = [fate.fate for fate in released.fates if not fate.fate.startswith("left out")]
     named = {fate.replace("head.dense", "heads.pooler") for fate in filled} - {
@@ -332,8 +328,7 @@ def test_every_spelling_and_file_of_bert(write: Callable[..., None], theirs: Any
 
 def test_half_precision_is_widened(theirs: Any, tmp_path: Path) -> None:
     tensors = {
-        name: tensor.bfloat16()
-        for name, tensor in load_file(save(theirs, tmp_path) / "model.safetensors").items()
+        name: tensor.bfloat16() for name, tensor in load_file(save(theirs, tmp_path) / "model.safetensors").items()
     }
     save_file(tensors, tmp_path / "model.safetensors")
     released = read_released(tmp_path)
@@ -352,10 +347,16 @@ def test_a_padded_vocabulary_stays_as_it_is(theirs: Any, tmp_path: Path) -> None
     assert released.vocabulary_size == len(released.pretraining["heads.mlm_bias"]) == ROWS + 3
     write_tokenizer(tmp_path, [*SPECIALS, *"abc"])
     write_released(
-        tmp_path / "out", family="bert", model=released.model, backbone=released.backbone,
-        head={"out_weight": torch.ones(2, 32), "out_bias": torch.ones(2)}, purpose="spans", config=released.config,
-        tokenizer=tmp_path, card="",
-    )  # fmt: skip
+        tmp_path / "out",
+        family="bert",
+        model=released.model,
+        backbone=released.backbone,
+        head={"out_weight": torch.ones(2, 32), "out_bias": torch.ones(2)},
+        purpose="spans",
+        config=released.config,
+        tokenizer=tmp_path,
+        card="",
+    )
     written = transformers.AutoModelForQuestionAnswering.from_pretrained(tmp_path / "out")
     assert written.config.vocab_size == ROWS + 3
 
@@ -366,30 +367,33 @@ def test_a_padded_vocabulary_stays_as_it_is(theirs: Any, tmp_path: Path) -> None
 def test_the_table_of_fates_is_short_and_names_what_is_left_out(theirs: Any, tmp_path: Path) -> None:
     tensors = load_file(save(theirs, tmp_path) / "model.safetensors")
     more = {f"adapters.{number}.down": torch.zeros(1) for number in range(2)}
-    extra = {**more, "embeddings.position_ids": torch.arange(40)[None], "cls.predictions.decoder.weight": tensors[
-        "bert.embeddings.word_embeddings.weight"].clone()}  # fmt: skip
+    extra = {
+        **more,
+        "embeddings.position_ids": torch.arange(40)[None],
+        "cls.predictions.decoder.weight": tensors["bert.embeddings.word_embeddings.weight"].clone(),
+    }
     save_file({**tensors, **extra}, tmp_path / "model.safetensors")
     released = read_released(tmp_path)
     assert {fate.name: fate.shape for fate in released.fates} == {
         name: tuple(tensor.shape) for name, tensor in {**tensors, **extra}.items()
     }
-    assert sorted(fate_table(released.fates).split("\n")) == sorted([
-        "bert.embeddings.*          5 tensors -> embeddings.*",
-        "bert.encoder.layer.0-2.*  48 tensors -> layers.*",
-        "bert.pooler.dense.*        2 tensors -> head.dense.*",
-        "cls.predictions.*          5 tensors -> heads.mlm.*",
-        "cls.seq_relationship.*     2 tensors -> heads.nsp.*",
-        "adapters.0-1.down: 2 tensors left out: nothing that the encoder or its heads have",
-        "embeddings.position_ids: 1 tensor left out: a constant: 0, 1, 2, ...",
-        "cls.predictions.decoder.weight: 1 tensor left out: tied to embeddings.word",
-    ])  # fmt: skip
+    assert sorted(fate_table(released.fates).split("\n")) == sorted(
+        [
+            "bert.embeddings.*          5 tensors -> embeddings.*",
+            "bert.encoder.layer.0-2.*  48 tensors -> layers.*",
+            "bert.pooler.dense.*        2 tensors -> head.dense.*",
+            "cls.predictions.*          5 tensors -> heads.mlm.*",
+            "cls.seq_relationship.*     2 tensors -> heads.nsp.*",
+            "adapters.0-1.down: 2 tensors left out: nothing that the encoder or its heads have",
+            "embeddings.position_ids: 1 tensor left out: a constant: 0, 1, 2, ...",
+            "cls.predictions.decoder.weight: 1 tensor left out: tied to embeddings.word",
+        ]
+    )
 
 
 def test_many_names_are_cut_and_none_is_no_table() -> None:
     fates = [Fate(f"part{letter}", (1,), "left out: why") for letter in "abcdefgh"]
-    assert fate_table(fates) == (
-        "parta, partb, partc, partd, parte, partf and 2 more: 8 tensors left out: why"
-    )
+    assert fate_table(fates) == ("parta, partb, partc, partd, parte, partf and 2 more: 8 tensors left out: why")
     assert fate_table([]) == ""
 
 
@@ -423,11 +427,12 @@ def test_a_head_that_is_not_whole_is_left_out_whole(name: str, change: Tensor | 
     tensors = {key: tensor for key, tensor in TENSORS.items() if key != name}
     released = read_tensors({**tensors, **({} if change is None else {name: change})})
     assert set(released.pretraining) == {
-        "heads.pooler_weight", "heads.pooler_bias", "heads.nsp_weight", "heads.nsp_bias"
-    }  # fmt: skip
-    assert re.search(
-        f"^left out: .*{reason}", fate_of(released, "cls.predictions.transform.LayerNorm.weight")
-    )
+        "heads.pooler_weight",
+        "heads.pooler_bias",
+        "heads.nsp_weight",
+        "heads.nsp_bias",
+    }
+    assert re.search(f"^left out: .*{reason}", fate_of(released, "cls.predictions.transform.LayerNorm.weight"))
     if "decoder" in name:
         assert fate_of(released, name) == "left out: its head is not read"
 
@@ -438,17 +443,13 @@ def test_a_classifier_of_another_shape_is_left_out() -> None:
     assert set(released.head) == {"dense_weight", "dense_bias"}
     assert fate_of(released, "classifier.bias") == "left out: head.out_weight would be [3, 33]"
     classifier = {"classifier.weight": torch.ones(3, 32), "classifier.bias": torch.ones(2)}
-    assert fate_of(read_tensors({**TENSORS, **classifier}), "classifier.weight").startswith(
-        "left out: as many"
-    )
+    assert fate_of(read_tensors({**TENSORS, **classifier}), "classifier.weight").startswith("left out: as many")
 
 
 # ---- refusals
 
 
-@pytest.mark.parametrize(
-    "name", [name for name in TENSORS if name.startswith("bert.") and "pooler" not in name]
-)
+@pytest.mark.parametrize("name", [name for name in TENSORS if name.startswith("bert.") and "pooler" not in name])
 def test_a_partly_filled_backbone_is_refused(name: str) -> None:
     without = {key: tensor for key, tensor in TENSORS.items() if key != name}
     with pytest.raises(InputError, match=re.escape(f"here: {name} is missing")):
@@ -495,9 +496,7 @@ def test_a_tensor_given_twice_and_quantised_weights_are_refused() -> None:
         ({"num_attention_heads": 5}, "must be a multiple of heads"),
     ],
 )
-def test_configs_that_are_not_this_encoder_are_refused(
-    change: dict, message: str, theirs: Any, tmp_path: Path
-) -> None:
+def test_configs_that_are_not_this_encoder_are_refused(change: dict, message: str, theirs: Any, tmp_path: Path) -> None:
     config = json.loads((save(theirs, tmp_path) / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(InputError, match=message) as error:
@@ -603,16 +602,23 @@ def test_an_index_leads_nowhere_else(file: Any, message: str, theirs: Any, tmp_p
 def test_writing_refuses_what_does_not_fit(tmp_path: Path) -> None:
     released = read_tensors(TENSORS)
     common: dict[str, Any] = {
-        "family": "bert", "model": SHAPE, "backbone": released.backbone, "tokenizer": tmp_path, "card": "",
-    }  # fmt: skip
+        "family": "bert",
+        "model": SHAPE,
+        "backbone": released.backbone,
+        "tokenizer": tmp_path,
+        "card": "",
+    }
     head = {"out_weight": torch.ones(3, 32), "out_bias": torch.ones(3)}
     with pytest.raises(ValueError, match="needs dense_bias, dense_weight"):
         write_released(tmp_path / "out", **common, head=head, purpose="sequence", config={})
     with pytest.raises(ValueError, match="names 2 labels where the head has 3"):
         write_released(
-            tmp_path / "out", **common, head=head, purpose="tokens",
+            tmp_path / "out",
+            **common,
+            head=head,
+            purpose="tokens",
             config={"id2label": {0: "a", 1: "b"}, "pad_token_id": 0},
-        )  # fmt: skip
+        )
     with pytest.raises(InputError, match="has no tokenizer"):
         write_released(tmp_path / "out", **common, head=head, purpose="tokens", config={})
     assert not (tmp_path / "out").exists()

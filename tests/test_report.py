@@ -87,12 +87,22 @@ def records() -> list[dict[str, Any]]:
     for step in range(10, 101, 10):
         found.append(
             {
-                "step": step, "tokens": 1000 * step, "loss": 5 - step / 50, "mlm_loss": 4 - step / 50,
-                "nsp_loss": 0.7, "mlm_accuracy": step / 200, "nsp_accuracy": 0.5 + step / 400, "lr": 1e-3,
-                "grad_norm": None, "tokens_per_second": 2000.0 + step, "peak_fraction": 0.4,
-                "data_stall_fraction": 0.01, "seconds": float(step), "memory_bytes": 2_000_000_000,
+                "step": step,
+                "tokens": 1000 * step,
+                "loss": 5 - step / 50,
+                "mlm_loss": 4 - step / 50,
+                "nsp_loss": 0.7,
+                "mlm_accuracy": step / 200,
+                "nsp_accuracy": 0.5 + step / 400,
+                "lr": 1e-3,
+                "grad_norm": None,
+                "tokens_per_second": 2000.0 + step,
+                "peak_fraction": 0.4,
+                "data_stall_fraction": 0.01,
+                "seconds": float(step),
+                "memory_bytes": 2_000_000_000,
             }
-        )  # fmt: skip
+        )
     validation = {
         "split": "validation",
         "loss": 4.0,
@@ -107,14 +117,22 @@ class TestPage:
     def test_stands_alone_and_is_well_formed(self, run: Path, tmp_path: Path) -> None:
         Page(report.write_report(run, tmp_path / "report.html").read_text()).assert_stands_alone()
 
-    def test_shows_the_figures_of_the_last_evaluation_and_the_medians(
-        self, run: Path, tmp_path: Path
-    ) -> None:
+    def test_shows_the_figures_of_the_last_evaluation_and_the_medians(self, run: Path, tmp_path: Path) -> None:
         text = Page(report.write_report(run, tmp_path / "report.html").read_text()).text
         for expected in (
-            "3.250", "40.5%", "75.0%", "held-out, step 100", "2,055", "40% of the matmul peak", "100k", "1:40",
-            "2 workers", "2 layers x 16", "packages torch", "2.13.0",
-        ):  # fmt: skip
+            "3.250",
+            "40.5%",
+            "75.0%",
+            "held-out, step 100",
+            "2,055",
+            "40% of the matmul peak",
+            "100k",
+            "1:40",
+            "2 workers",
+            "2 layers x 16",
+            "packages torch",
+            "2.13.0",
+        ):
             assert expected in text, expected
 
     def test_draws_every_curve_there_is(self, run: Path, tmp_path: Path) -> None:
@@ -155,9 +173,7 @@ class TestPage:
             "licence": "CC-BY-SA-4.0",
             "sentence_lengths": {"8-15": 4},
         }
-        problems = [
-            {"path": f"bad-{n}.txt", "fault": "not UTF-8", "count": 3, "first": "byte 7"} for n in range(60)
-        ]
+        problems = [{"path": f"bad-{n}.txt", "fault": "not UTF-8", "count": 3, "first": "byte 7"} for n in range(60)]
         card = {
             "totals": {"documents": 21, "words": 1_234_567, "unknown_rate": 0.00125},
             "sources": [first, second],
@@ -172,8 +188,17 @@ class TestPage:
         (run / "export").unlink()
 
         page = Page(report.write_report(run, tmp_path / "report.html").read_text())
-        for expected in ("novels", "20,000", "CC-BY-SA-4.0", "1,234,567", "0.125%", "sha256 ab12", "8,000",
-                         "bad-49.txt", "and 10 more"):  # fmt: skip
+        for expected in (
+            "novels",
+            "20,000",
+            "CC-BY-SA-4.0",
+            "1,234,567",
+            "0.125%",
+            "sha256 ab12",
+            "8,000",
+            "bad-49.txt",
+            "and 10 more",
+        ):
             assert expected in page.text, expected
         assert "bad-50.txt" not in page.text
         assert report._bars([first["sentence_lengths"], second["sentence_lengths"]]) == [
@@ -238,9 +263,7 @@ class TestFillings:
             assert VOCABULARY[one.tokens[one.masked]] in WORDS
             assert not VOCABULARY[one.tokens[one.masked + 1]].startswith("##")
         # Spread over both shards, and not always the same place.
-        first = {
-            tuple(shards.shards[0].tokens[:].tolist()[i : i + 5]) for i in range(len(shards.shards[0].tokens))
-        }
+        first = {tuple(shards.shards[0].tokens[:].tolist()[i : i + 5]) for i in range(len(shards.shards[0].tokens))}
         assert {one.tokens[:5] in first for one in chosen} == {True, False}
         assert len({one.masked for one in chosen}) > 3
 
@@ -256,9 +279,7 @@ class TestFillings:
     def test_an_export_without_the_head_is_refused(self, exported: Path, tmp_path: Path) -> None:
         from safetensors.torch import load_file, save_file
 
-        tensors = {
-            k: v for k, v in load_file(exported / "model.safetensors").items() if k.startswith("bert.")
-        }
+        tensors = {k: v for k, v in load_file(exported / "model.safetensors").items() if k.startswith("bert.")}
         save_file(tensors, tmp_path / "model.safetensors")
         (tmp_path / "config.json").write_text((exported / "config.json").read_text())
         with pytest.raises(InputError, match="no masked-language-modelling head"):
@@ -358,9 +379,7 @@ class TestDemo:
         monkeypatch.setattr(report, "summary", lambda run: "the summary")
         return seen
 
-    def test_runs_the_stages_in_order(
-        self, commands: list[list[str]], capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_runs_the_stages_in_order(self, commands: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
         assert demo.main(["--workers", "1", "--set", "phases.0.steps=5"]) == 0
         assert [command[0] for command in commands] == ["prepare", "pretrain", "export"]
         assert "run_dir=runs/demo" in commands[0]

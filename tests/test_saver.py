@@ -116,9 +116,7 @@ def test_no_rank_writes_while_the_first_still_removes_old_checkpoints(
         assert store.read_weights(tmp_path / store.name_of(step))["a"].tolist() == [step] * 4
 
 
-def test_storage_that_fails_for_a_while_is_tried_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_storage_that_fails_for_a_while_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saver_module, "_FIRST_WAIT_SECONDS", 0.05)
     folder = tmp_path / "checkpoints"
     folder.write_text("in the way")

@@ -97,9 +97,16 @@ def test_soak(tmp_path: Path) -> None:
     damaged = len(list(run_dir.glob("checkpoints/damaged-*")))
     restarts = {kind: len(events(run_dir, kind)) for kind in ("restart", "hang")}
     told(
-        "soak", minutes=round(minutes, 1), steps=STEPS, faults=done, damaged=damaged, **restarts, before=before, after=after,
+        "soak",
+        minutes=round(minutes, 1),
+        steps=STEPS,
+        faults=done,
+        damaged=damaged,
+        **restarts,
+        before=before,
+        after=after,
         workers=[calm_before, calm_after],
-    )  # fmt: skip
+    )
 
 
 def long_run(corpus: Path, run_dir: Path) -> dict[str, Any]:

@@ -32,9 +32,7 @@ def test_noise_is_no_spike_and_a_leap_is(seed: int) -> None:
     assert not any(is_spike(before, loss, Guard()) for loss in usual(seed + 100))
     assert not is_spike(before, 1.0, Guard()), "a fall is none"
     assert is_spike(before, 3.0 * 1.5, Guard())
-    assert is_spike([*before[:-3], 9.0, 9.0, 9.0], 4.5, Guard()), (
-        "odd losses among them move the bound little"
-    )
+    assert is_spike([*before[:-3], 9.0, 9.0, 9.0], 4.5, Guard()), "odd losses among them move the bound little"
 
 
 def test_what_is_no_spike_by_the_settings() -> None:
@@ -117,20 +115,25 @@ def test_a_spike_is_rolled_back_and_its_data_passed_over(corpus: Path, tmp_path:
     whole, again = settings(corpus, tmp_path / "whole"), settings(corpus, tmp_path / "again")
     bad = {37 * 12: 30.0}  # step 38 of the first phase
     outcomes = run_workers(
-        1, starts_with_bad_data,
-        [(start, bad) for start in (
-            Start(whole), Start(again, stop_at=40), Start(again, resume=True, stop_at=12), Start(again, resume=True)
-        )],
-    )[0]  # fmt: skip
+        1,
+        starts_with_bad_data,
+        [
+            (start, bad)
+            for start in (
+                Start(whole),
+                Start(again, stop_at=40),
+                Start(again, resume=True, stop_at=12),
+                Start(again, resume=True),
+            )
+        ],
+    )[0]
     assert [outcome[:12] for outcome in outcomes] == ["", "StoppedError", "StoppedError", ""]
     found = records(tmp_path / "whole")
     assert [one["step"] for one in found] == list(range(1, 71)), "each step once"
     assert max(one["loss"] for one in found) < 10
     event = next(one for one in all_records(tmp_path / "whole") if one.get("event") == "rollback")
     assert (event["step"], event["from_step"], event["passed_over_steps"]) == (30, 38, 8)
-    assert [one["loss"] for one in found] == [one["loss"] for one in records(tmp_path / "again")], (
-        "exact resume"
-    )
+    assert [one["loss"] for one in found] == [one["loss"] for one in records(tmp_path / "again")], "exact resume"
 
 
 def test_a_phase_may_begin_with_higher_losses(corpus: Path, tmp_path: Path) -> None:
@@ -163,9 +166,7 @@ STAGES = [(stage, precision) for precision in ("fp32", "bf16") for stage in (0, 
 
 
 @pytest.fixture(scope="module")
-def with_nan(
-    corpus: Path, tmp_path_factory: pytest.TempPathFactory
-) -> dict[tuple[int, str, str], tuple[Path, str]]:
+def with_nan(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, str, str], tuple[Path, str]]:
     """By (stage, precision, which): run folder and outcome of a run with one batch of NaN, and with many."""
     root = tmp_path_factory.mktemp("nan")
     given, keys = [], []
@@ -193,13 +194,9 @@ def test_a_batch_of_nan_is_skipped(with_nan: Any, stage: int, precision: str) ->
 
 
 @pytest.mark.parametrize(("stage", "precision"), STAGES)
-def test_nan_in_a_row_rolls_back_and_ends_the_run_after_too_many(
-    with_nan: Any, stage: int, precision: str
-) -> None:
+def test_nan_in_a_row_rolls_back_and_ends_the_run_after_too_many(with_nan: Any, stage: int, precision: str) -> None:
     run_dir, outcome = with_nan[stage, precision, "many"]
-    assert outcome.startswith(
-        "DivergedError: 3 steps in a row up to step 33 had a loss or gradient that is not finite"
-    )
+    assert outcome.startswith("DivergedError: 3 steps in a row up to step 33 had a loss or gradient that is not finite")
     assert "after 2 rollbacks. The last good checkpoint is step-00000030" in outcome
     events = [one for one in all_records(run_dir) if one.get("event") == "rollback"]
     assert [(one["step"], one["from_step"]) for one in events] == [(30, 38), (30, 33)]

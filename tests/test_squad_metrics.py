@@ -34,9 +34,7 @@ WORDS = [
     "...",
 ]
 
-texts = st.lists(
-    st.sampled_from(WORDS) | st.text(st.characters(codec="utf-8"), max_size=4), max_size=5
-).map(" ".join)  # fmt: skip
+texts = st.lists(st.sampled_from(WORDS) | st.text(st.characters(codec="utf-8"), max_size=4), max_size=5).map(" ".join)
 questions = st.lists(
     st.tuples(st.lists(texts, max_size=3), texts | st.none(), st.integers(-3, 3)), min_size=1, max_size=8
 )
@@ -45,9 +43,7 @@ questions = st.lists(
 def test_normalisation_by_hand():
     assert normalize_answer(" The  Cat, a dog -- AN ox\u00a0!") == "cat dog ox"
     assert normalize_answer("the-end a.b") == "theend ab"  # punctuation goes before articles
-    assert (
-        normalize_answer("«The» ’a’") == "« » ’ ’"
-    )  # only ASCII punctuation goes, and « does not make a word
+    assert normalize_answer("«The» ’a’") == "« » ’ ’"  # only ASCII punctuation goes, and « does not make a word
     assert normalize_answer("The A,") == ""
 
 
@@ -164,8 +160,7 @@ def twin_v2_scores(golds, answers):
             right = [words for words in map(normalised, golds[question]) if words] or [[]]
             exact[question] = max(1.0 if words == given else 0.0 for words in right)
             f1[question] = max(
-                overlap(words, given) if words and given else 1.0 if words == given else 0.0
-                for words in right
+                overlap(words, given) if words and given else 1.0 if words == given else 0.0 for words in right
             )
     return exact, f1
 

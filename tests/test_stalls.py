@@ -32,9 +32,7 @@ class Engine:
     def __init__(self, logs: Path, size: int = 1, rank: int = 0) -> None:
         self.world_size, self.rank = size, rank
         self.watchdog = Watchdog(0, 1, logs, 0.0)
-        self.beat, self.allow, self.awaiting = (
-            self.watchdog.beat, self.watchdog.allow, self.watchdog.awaiting
-        )  # fmt: skip
+        self.beat, self.allow, self.awaiting = (self.watchdog.beat, self.watchdog.allow, self.watchdog.awaiting)
         self.others = torch.zeros(3, size, dtype=torch.float64)
         self.module = SimpleNamespace(train=lambda: None)
 
@@ -72,9 +70,13 @@ def test_each_wait_for_data_or_storage_is_announced(tmp_path: Path) -> None:
     tracking = SimpleNamespace(log_every_steps=1, straggler_factor=1.5)
     saving = SimpleNamespace(keep_last=1, background=False, retry_seconds=0.0)
     plan = SimpleNamespace(
-        config=SimpleNamespace(seed=0, tracking=tracking, checkpoint=saving), total_steps=2, evaluate_every_steps=9,
-        checkpoint_every_steps=9, keep_best=False, patience=0,
-    )  # fmt: skip
+        config=SimpleNamespace(seed=0, tracking=tracking, checkpoint=saving),
+        total_steps=2,
+        evaluate_every_steps=9,
+        checkpoint_every_steps=9,
+        keep_best=False,
+        patience=0,
+    )
     task: Any = SimpleNamespace(batches=batches, stalled_seconds=lambda: 0.0, validation_set=lambda: "dev")
     parts: list[Any] = [engine, task, plan, loop.Progress(), tmp_path, {}, recorder]
     run: Any = loop._Run(*parts)
@@ -85,8 +87,12 @@ def test_each_wait_for_data_or_storage_is_announced(tmp_path: Path) -> None:
     run.recorder.rewind(0)
     storage = "the run folder's storage"
     assert doing == {
-        "batch": ["a batch"] * 2, "stop files": [storage] * 2, "step": [""] * 2, "log": [storage] * 2, "rewind": [storage]
-    }  # fmt: skip
+        "batch": ["a batch"] * 2,
+        "stop files": [storage] * 2,
+        "step": [""] * 2,
+        "log": [storage] * 2,
+        "rewind": [storage],
+    }
 
 
 def test_the_first_batch_of_a_loader_is_no_stall(tmp_path: Path) -> None:
@@ -148,9 +154,7 @@ def test_the_first_finding_of_a_start_stays(tmp_path: Path) -> None:
     from pretrain.training.heartbeats import Finding
 
     path = tmp_path / HANG_FILE
-    path.write_text(
-        json.dumps({"event": "hang", "rank": 5, "reason": "an old one", "time": time.time() - 60})
-    )
+    path.write_text(json.dumps({"event": "hang", "rank": 5, "reason": "an old one", "time": time.time() - 60}))
     watchdog = Watchdog(0, 8, tmp_path, 8.0)
     watchdog._write_finding(Finding("hang", 7, "was silent", "a", 1))
     Watchdog(7, 8, tmp_path, 8.0)

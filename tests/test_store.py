@@ -56,17 +56,13 @@ class Weights:
 
     def fragments(self) -> list[Held]:
         return [
-            Held(
-                name, a, {kind: self.tensor(kind, name)[a:b] for kind in ("weight", "exp_avg", "exp_avg_sq")}
-            )
+            Held(name, a, {kind: self.tensor(kind, name)[a:b] for kind in ("weight", "exp_avg", "exp_avg_sq")})
             for name, cuts in self.cuts.items()
             for a, b in itertools.pairwise(cuts)
         ]
 
 
-def save(
-    folder: Path, step: int, *, loss: float | None = None, weights: Weights | None = None, phase: int = 0
-) -> Path:
+def save(folder: Path, step: int, *, loss: float | None = None, weights: Weights | None = None, phase: int = 0) -> Path:
     state = {"step": step, "shapes": SHAPES, "validation_loss": loss, "validation_set": f"phase {phase}"}
     return store.save(folder, step, (weights or Weights(step)).fragments(), state, Alone())
 
@@ -237,9 +233,7 @@ def test_a_disk_that_fills_up_while_writing_keeps_what_was_good(small_disk: Path
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_disk_that_fills_up_at_any_byte_keeps_what_was_good(
-    small_disk: Path, monkeypatch, seed: int
-) -> None:
+def test_a_disk_that_fills_up_at_any_byte_keeps_what_was_good(small_disk: Path, monkeypatch, seed: int) -> None:
     """The room left is drawn between nothing and a page less than the checkpoint needs: any of its files may be cut."""
     drawn = random.Random(seed)
     numel = 1 << 17

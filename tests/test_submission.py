@@ -53,9 +53,7 @@ def test_a_run_has_one_name_everywhere(config: Path) -> None:
     assert json.loads(json.dumps(job.config)) == job.config
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"), [(None, (1, 1)), ("3", (3, 3)), ("2-4", (2, 4)), ("2-2", (2, 2))]
-)
+@pytest.mark.parametrize(("given", "expected"), [(None, (1, 1)), ("3", (3, 3)), ("2-4", (2, 4)), ("2-2", (2, 2))])
 def test_workers(config: Path, given: str | None, expected: tuple[int, int]) -> None:
     assert read(config, workers=given).workers == expected
 
@@ -76,13 +74,53 @@ def test_a_secret_in_a_config_is_refused(config: Path, key: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *(f"{{{name}: hunter2}}" for name in (
-            "key", "apikey", "apiKey", "APIKEY", "api-key", "api.key", "WANDB_API_KEY", "x-api-key", "api_key_1", "private-key",
-            "authToken", "auth-token", "accesstoken", "tokens", "HF_TOKEN", "token2", "tokenValue",
-            "passwd", "Password", "dbPassword", "db-pass", "pwd", "passphrase", "PGPASSWORD",
-            "Authorization", "proxy-authorization", "auth", "credentials", "client-secret", "clientSecret", "clientsecret",
-            "bearer", "pw", "db_pw", "dbpass", "userpass", "dbpwd", "sshkey", "hmackey", "jwt", "session-jwt", "private_key_pem",
-        )),
+        *(
+            f"{{{name}: hunter2}}"
+            for name in (
+                "key",
+                "apikey",
+                "apiKey",
+                "APIKEY",
+                "api-key",
+                "api.key",
+                "WANDB_API_KEY",
+                "x-api-key",
+                "api_key_1",
+                "private-key",
+                "authToken",
+                "auth-token",
+                "accesstoken",
+                "tokens",
+                "HF_TOKEN",
+                "token2",
+                "tokenValue",
+                "passwd",
+                "Password",
+                "dbPassword",
+                "db-pass",
+                "pwd",
+                "passphrase",
+                "PGPASSWORD",
+                "Authorization",
+                "proxy-authorization",
+                "auth",
+                "credentials",
+                "client-secret",
+                "clientSecret",
+                "clientsecret",
+                "bearer",
+                "pw",
+                "db_pw",
+                "dbpass",
+                "userpass",
+                "dbpwd",
+                "sshkey",
+                "hmackey",
+                "jwt",
+                "session-jwt",
+                "private_key_pem",
+            )
+        ),
         "{token: [hunter2]}",
         "{password: {value: hunter2}}",
         "{secrets: [{a: [hunter2]}]}",
@@ -103,7 +141,7 @@ def test_a_secret_in_a_config_is_refused(config: Path, key: str) -> None:
         "{proxy: 'http://me:hunter2@proxy:3128'}",
         "{models: 'https://hunter2@hub.example/models'}",
     ],
-)  # fmt: skip
+)
 def test_a_secret_is_known_in_any_spelling(config: Path, text: str) -> None:
     with pytest.raises(InputError, match=r"looks like a secret") as caught:
         read(config, "--set", f"engine.deepspeed={{any: {text}}}")
@@ -114,16 +152,21 @@ def test_a_secret_is_known_in_any_spelling(config: Path, text: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "{tokens: 2000}", "{max_tokens: 128, token_count: 5, num_keys: 3, keys: 7}", "{token_path: /run/token}",
-        "{token: null, password: '', use_auth_token: true}", "{monkey: a, hotkeys: b, compass: north, tokenizer: x}",
-        "{keyboard: a, passes: 3, passive: x, author: Ann, authorised: yes}", "{note: 'keyed: by day'}",
+        "{tokens: 2000}",
+        "{max_tokens: 128, token_count: 5, num_keys: 3, keys: 7}",
+        "{token_path: /run/token}",
+        "{token: null, password: '', use_auth_token: true}",
+        "{monkey: a, hotkeys: b, compass: north, tokenizer: x}",
+        "{keyboard: a, passes: 3, passive: x, author: Ann, authorised: yes}",
+        "{note: 'keyed: by day'}",
         "{address: 'http://proxy:3128', storage: 'abfss://runs@store.dfs.core.windows.net/a', page: 'http://x/a?to=b@c'}",
-        "{mirror: 'http://x?to=b@c'}", "{env: [{name: NCCL_DEBUG, value: INFO}]}",
+        "{mirror: 'http://x?to=b@c'}",
+        "{env: [{name: NCCL_DEBUG, value: INFO}]}",
         "{bypass: 1, compass: north, surpass: 2, multipass: a, passes: a, bypasses: 4, pwr: 3, keynote: a, turkey: b}",
         "{arguments: [--max-tokens=128, --monkey=a, --bypass=b], setup: export PATH=/bin, note: bearer of good news}",
         "{maxtokens: 128, pem: a, token_value_path: b}",
     ],
-)  # fmt: skip
+)
 def test_what_only_resembles_a_secret_is_none(config: Path, text: str) -> None:
     assert read(config, "--set", f"engine.deepspeed={{any: {text}}}")
 
@@ -144,9 +187,14 @@ def test_a_name_stays_a_name(config: Path, name: str) -> None:
 def run(tmp_path: Path, *arguments: str, **environment: str) -> tuple[int, str, float]:
     began = time.monotonic()
     done = subprocess.run(
-        [sys.executable, "-m", "cluster", *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT, env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "HOME": str(tmp_path), **environment}, timeout=300,
-    )  # fmt: skip
+        [sys.executable, "-m", "cluster", *arguments],
+        cwd=ROOT,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env={**os.environ, "XDG_STATE_HOME": str(tmp_path), "HOME": str(tmp_path), **environment},
+        timeout=300,
+    )
     return done.returncode, done.stdout, time.monotonic() - began
 
 
@@ -233,9 +281,7 @@ def test_a_token_is_not_sent_for_all_to_read(
         asked.append(url)
         raise requests.ConnectionError("nobody there")
 
-    monkeypatch.setattr(
-        socket, "getaddrinfo", lambda host, *_: [(0, 0, 0, "", (one, 0)) for one in found[host]]
-    )
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_: [(0, 0, 0, "", (one, 0)) for one in found[host]])
     monkeypatch.setattr(requests, "get", get)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("RAY_AUTH_TOKEN", "c0ffee")
@@ -267,11 +313,17 @@ def test_a_token_is_not_sent_for_all_to_read(
 @pytest.mark.parametrize(
     "address",
     [
-        "http://me:hunter2@127.0.0.1:9", "http://me:hunter2@127.0.0.1:x", "http://me:hunter2@[::1", "me:hunter2@127.0.0.1:9",
-        "ftp://me:hunter2@127.0.0.1", "http://me:hun/hunter2@127.0.0.1:9", "http://hunter2@127.0.0.1:9", "http://me:a@hunter2@x:0",
+        "http://me:hunter2@127.0.0.1:9",
+        "http://me:hunter2@127.0.0.1:x",
+        "http://me:hunter2@[::1",
+        "me:hunter2@127.0.0.1:9",
+        "ftp://me:hunter2@127.0.0.1",
+        "http://me:hun/hunter2@127.0.0.1:9",
+        "http://hunter2@127.0.0.1:9",
+        "http://me:a@hunter2@x:0",
         "http://me:hunter2@127.0.0.1:9/#@",
     ],
-)  # fmt: skip
+)
 def test_a_password_in_an_address_is_not_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], address: str
 ) -> None:
@@ -374,9 +426,14 @@ def test_the_list_of_jobs_shows_names_as_they_are(monkeypatch: pytest.MonkeyPatc
 
     status = SimpleNamespace(value="RUNNING")
     job = SimpleNamespace(
-        submission_id="[/red]a\x1b[2J", metadata={"bertrain": "[bold]"}, status=status, driver_exit_code=None,
-        start_time=0, end_time=None, message="",
-    )  # fmt: skip
+        submission_id="[/red]a\x1b[2J",
+        metadata={"bertrain": "[bold]"},
+        status=status,
+        driver_exit_code=None,
+        start_time=0,
+        end_time=None,
+        message="",
+    )
     monkeypatch.setattr(client, "Jobs", lambda *_, **__: SimpleNamespace(all=lambda: [job]))
     assert __main__.main(["list"]) == 0
     shown = capsys.readouterr().out
@@ -398,9 +455,7 @@ def test_a_cluster_that_is_too_small_may_be_waited_for(config: Path, monkeypatch
     monkeypatch.setattr(client.Jobs, "all", lambda _: [])
     monkeypatch.setattr(client.Jobs, "start", lambda _, name, *__: started.append(name))
     monkeypatch.setattr(client, "nodes_of", lambda _: [a_node(0, 8, head=True)])
-    with pytest.raises(
-        MachineError, match=r"has 0 CPU cores.* Where nodes will come, add --wait-for-nodes\."
-    ):
+    with pytest.raises(MachineError, match=r"has 0 CPU cores.* Where nodes will come, add --wait-for-nodes\."):
         cluster.submit(read(config))
     assert not started
     cluster.submit(read(config), wait_for_nodes=True)

@@ -23,10 +23,18 @@ from pretrain.model.heads import PretrainingModel
 from tests.batches_by_hand import make_batch
 
 CONFIG = {
-    "hidden_act": "gelu", "hidden_size": HIDDEN, "num_hidden_layers": LAYERS, "num_attention_heads": 2,
-    "intermediate_size": INTERMEDIATE, "max_position_embeddings": POSITIONS, "type_vocab_size": 2,
-    "vocab_size": VOCABULARY, "attention_probs_dropout_prob": 0.1, "hidden_dropout_prob": 0.1, "initializer_range": 0.02,
-}  # fmt: skip
+    "hidden_act": "gelu",
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 2,
+    "intermediate_size": INTERMEDIATE,
+    "max_position_embeddings": POSITIONS,
+    "type_vocab_size": 2,
+    "vocab_size": VOCABULARY,
+    "attention_probs_dropout_prob": 0.1,
+    "hidden_dropout_prob": 0.1,
+    "initializer_range": 0.02,
+}
 
 
 @pytest.fixture
@@ -87,9 +95,7 @@ def test_googles_bert_computes_what_transformers_does_with_its_values(folder: Pa
         logits = output.prediction_logits[inputs["attention_mask"].bool()][batch.masked_rows]
         assert logits.std() > 0.1
         torch.testing.assert_close(model.masked_logits(batch), logits, atol=1e-5, rtol=0)
-        torch.testing.assert_close(
-            model.next_sentence_logits(batch), output.seq_relationship_logits, atol=1e-5, rtol=0
-        )
+        torch.testing.assert_close(model.next_sentence_logits(batch), output.seq_relationship_logits, atol=1e-5, rtol=0)
     assert (released.config, released.family, released.token_types) == ({}, "bert", 2)
 
 
@@ -100,11 +106,7 @@ def test_the_fates_have_tensorflows_names_and_shapes(folder: Path) -> None:
         (HIDDEN, INTERMEDIATE),
         "layers.1.ffn_in_weight",
     )
-    assert (
-        fates["global_step"].fate
-        == fates["bert/pooler/dense/bias/adam_m"].fate
-        == "left out: the optimizer's"
-    )
+    assert fates["global_step"].fate == fates["bert/pooler/dense/bias/adam_m"].fate == "left out: the optimizer's"
     assert len(fates) == len(shapes()) + 302
     assert "bert/encoder/layer_0-1/*" in fate_table(released.fates)
 
@@ -147,18 +149,14 @@ def test_damage_is_found(folder: Path) -> None:
     refused(index, whole[index][:20], r"damaged \(it does not end")
     refused(index, whole[index][middle:], r"damaged \(")
     data.rename(folder / "elsewhere")
-    with pytest.raises(
-        InputError, match=r"data-00000-of-00001: not found, though bert_model\.ckpt\.index names it"
-    ):
+    with pytest.raises(InputError, match=r"data-00000-of-00001: not found, though bert_model\.ckpt\.index names it"):
         read_released(folder)
 
 
 def test_of_several_checkpoints_the_one_that_is_named(folder: Path) -> None:
     for path in sorted(folder.glob("bert_model.ckpt.*")):
         (folder / path.name.replace("bert_model.ckpt", "model.ckpt-343")).write_bytes(path.read_bytes())
-    with pytest.raises(
-        InputError, match=r"several TensorFlow checkpoints \(bert_model\.ckpt, model\.ckpt-343\)"
-    ):
+    with pytest.raises(InputError, match=r"several TensorFlow checkpoints \(bert_model\.ckpt, model\.ckpt-343\)"):
         read_released(folder)
     (folder / "checkpoint").write_text('model_checkpoint_path: "/old/place/model.ckpt-343"\n')
     (folder / "bert_model.ckpt.index").write_bytes(b"")  # not looked at

@@ -24,9 +24,16 @@ LETTERS = [
 UNCASED = [*SPECIALS, "[unused0]", *LETTERS, "the", "cat"]
 CASED = [*UNCASED, "The", *"THC"]
 TEXTS = [
-    "The cat sat.", "Café, CAFÉ!", "it's 中文 here", "", " [MASK]  the\tcat ", "a" * 120, "the <mask> and <s>",
-    "\u2028the\x00cat\x85", "Ünïcödé 1234",
-]  # fmt: skip
+    "The cat sat.",
+    "Café, CAFÉ!",
+    "it's 中文 here",
+    "",
+    " [MASK]  the\tcat ",
+    "a" * 120,
+    "the <mask> and <s>",
+    "\u2028the\x00cat\x85",
+    "Ünïcödé 1234",
+]
 
 
 def write_files(folder: Path, vocabulary: list[str] | None, **settings: Any) -> Path:
@@ -95,9 +102,7 @@ def test_a_cased_tokenizer_json_stays_cased_without_a_word_about_it(tmp_path: Pa
 def test_robertas_bytes(kind: str, prefix_space: bool, tmp_path: Path) -> None:
     trained = ByteLevelBPETokenizer()
     specials = ["<s>", "<pad>", "</s>", "<unk>", "<mask>"]
-    trained.train_from_iterator(
-        [*TEXTS, *["the cat sat"] * 9], 320, special_tokens=specials, show_progress=False
-    )
+    trained.train_from_iterator([*TEXTS, *["the cat sat"] * 9], 320, special_tokens=specials, show_progress=False)
     trained.save_model(str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "roberta"}))
     mask = {"__type": "AddedToken", "content": "<mask>", "lstrip": True, "normalized": False, "special": True}
@@ -133,9 +138,16 @@ def test_a_tagger_of_bytes_reads_a_text_as_it_read_words(purpose: str, tmp_path:
     getattr(transformers, classes[purpose])(config).save_pretrained(tmp_path)
     released = read_released(tmp_path)
     write_released(
-        tmp_path / "out", family=released.family, model=released.model, backbone=released.backbone, head=released.head,
-        purpose=purpose, config=released.config, tokenizer=tmp_path, card="",
-    )  # fmt: skip
+        tmp_path / "out",
+        family=released.family,
+        model=released.model,
+        backbone=released.backbone,
+        head=released.head,
+        purpose=purpose,
+        config=released.config,
+        tokenizer=tmp_path,
+        card="",
+    )
     words = ["cat", "the", "sat"]
     encoder = TextEncoder(read_tokenizer(tmp_path), 16)
     ids = [0, *encoder.encode_words(words).ids.tolist(), 2]
@@ -154,12 +166,19 @@ def test_a_tagger_of_bytes_reads_a_text_as_it_read_words(purpose: str, tmp_path:
 
 def test_a_sentencepiece_tokenizer_stays_what_it_is(tmp_path: Path) -> None:
     """Its config names no class, as those of xlm-roberta-base; what is written does, and transformers goes by that."""
-    pieces = [("<s>", 0.0), ("<pad>", 0.0), ("</s>", 0.0), ("<unk>", 0.0), ("\u2581the", -1.0), ("\u2581c", -2.0), ("at", -2.5),
-              ("\u2581", -3.0), ("<mask>", 0.0)]  # fmt: skip
+    pieces = [
+        ("<s>", 0.0),
+        ("<pad>", 0.0),
+        ("</s>", 0.0),
+        ("<unk>", 0.0),
+        ("\u2581the", -1.0),
+        ("\u2581c", -2.0),
+        ("at", -2.5),
+        ("\u2581", -3.0),
+        ("<mask>", 0.0),
+    ]
     tokenizer = Tokenizer(models.Unigram(pieces, 3, False))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()]
-    )
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
     tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 0))
     tokenizer.add_special_tokens(["<s>", "<pad>", "</s>", "<unk>", "<mask>"])
     tokenizer.save(str(tmp_path / "tokenizer.json"))
@@ -169,18 +188,23 @@ def test_a_sentencepiece_tokenizer_stays_what_it_is(tmp_path: Path) -> None:
     transformers.XLMRobertaForSequenceClassification(config).save_pretrained(tmp_path)
     released = read_released(tmp_path)
     write_released(
-        tmp_path / "out", family=released.family, model=released.model, backbone=released.backbone, head=released.head,
-        purpose="sequence", config=released.config, tokenizer=tmp_path, card="",
-    )  # fmt: skip
+        tmp_path / "out",
+        family=released.family,
+        model=released.model,
+        backbone=released.backbone,
+        head=released.head,
+        purpose="sequence",
+        config=released.config,
+        tokenizer=tmp_path,
+        card="",
+    )
     assert read_tokenizer(tmp_path).encode("the cat").ids == [0, 4, 5, 6, 2]
     assert_equals_transformers(tmp_path / "out", read_tokenizer(tmp_path), ["the cat", "The cat at", "a the"])
 
 
 def test_a_vocabulary_of_words_cut_by_others_is_refused(tmp_path: Path) -> None:
     write_files(tmp_path, CASED, tokenizer_class="BertJapaneseTokenizer")
-    with pytest.raises(
-        InputError, match="tokenizer_class is BertJapaneseTokenizer, which cuts text otherwise"
-    ):
+    with pytest.raises(InputError, match="tokenizer_class is BertJapaneseTokenizer, which cuts text otherwise"):
         read_tokenizer(tmp_path)
     for name in ("BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"):
         write_files(tmp_path, CASED, tokenizer_class=name)
@@ -205,8 +229,11 @@ def test_what_is_copied_keeps_its_settings(tmp_path: Path) -> None:
     assert (settings["model_max_length"], settings["tokenizer_class"]) == (40, "BertTokenizer")
     assert settings["do_lower_case"] is True
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        "special_tokens_map.json", "tokenizer.json", "tokenizer_config.json", "vocab.txt"
-    ]  # fmt: skip
+        "special_tokens_map.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "vocab.txt",
+    ]
 
 
 def test_a_tokenizer_with_more_entries_than_the_model_has_rows_is_another_models(tmp_path: Path) -> None:

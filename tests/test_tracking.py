@@ -45,9 +45,7 @@ def make_config(**tracking_settings: Any) -> RunConfig:
     )
 
 
-def start(
-    folder: Path, run_id: str | None = None, step: int = 0, enabled: bool = True, **settings: Any
-) -> Tracker:
+def start(folder: Path, run_id: str | None = None, step: int = 0, enabled: bool = True, **settings: Any) -> Tracker:
     return Tracker(
         make_config(**settings),
         folder,
@@ -142,7 +140,10 @@ class TestMetricsFile:
     @pytest.mark.parametrize(
         ("line", "reason"),
         [
-            ('{"event": "restart", "step": 1, "time": "yesterday"}', "time is 'yesterday'; expected seconds since 1970"),
+            (
+                '{"event": "restart", "step": 1, "time": "yesterday"}',
+                "time is 'yesterday'; expected seconds since 1970",
+            ),
             ('{"event": "restart", "step": 1, "time": 1e20}', "time is 1e+20; expected seconds since 1970"),
             ('{"event": "restart", "step": 1, "time": NaN}', "time is nan; expected seconds since 1970"),
             ('{"event": 1, "step": 1}', "event is 1; expected text"),
@@ -154,7 +155,7 @@ class TestMetricsFile:
             ("[" * 100_000, "not a JSON object"),
         ],
         ids=lambda value: value[:30],
-    )  # fmt: skip
+    )
     def test_a_record_that_cannot_be_shown_is_named(self, tmp_path: Path, line: str, reason: str) -> None:
         path = tmp_path / "metrics.jsonl"
         path.write_text(f'{{"step": 1, "loss": null, "best": true}}\n{line}\n')
@@ -215,26 +216,50 @@ class TestMetricsFile:
 class TestWandb:
     def test_names_that_users_of_the_trainer_and_composer_know(self) -> None:
         record = {
-            "step": 10, "epoch": 0, "samples": 80, "tokens": 900, "loss": 3.0, "mlm_loss": 2.5, "lr": 1e-3,
-            "grad_norm": 1.5, "tokens_per_second": 5.0, "peak_fraction": 0.4, "seconds": 7.0,
-        }  # fmt: skip
+            "step": 10,
+            "epoch": 0,
+            "samples": 80,
+            "tokens": 900,
+            "loss": 3.0,
+            "mlm_loss": 2.5,
+            "lr": 1e-3,
+            "grad_norm": 1.5,
+            "tokens_per_second": 5.0,
+            "peak_fraction": 0.4,
+            "seconds": 7.0,
+        }
         assert wandb_names(record) == {
-            "train/global_step": 10, "train/epoch": 0, "time/sample": 80, "train/num_input_tokens_seen": 900,
-            "train/loss": 3.0, "train/mlm_loss": 2.5, "train/learning_rate": 1e-3, "train/grad_norm": 1.5,
-            "throughput/tokens_per_sec": 5.0, "throughput/device/mfu": 0.4, "time/train": 7.0,
-        }  # fmt: skip
+            "train/global_step": 10,
+            "train/epoch": 0,
+            "time/sample": 80,
+            "train/num_input_tokens_seen": 900,
+            "train/loss": 3.0,
+            "train/mlm_loss": 2.5,
+            "train/learning_rate": 1e-3,
+            "train/grad_norm": 1.5,
+            "throughput/tokens_per_sec": 5.0,
+            "throughput/device/mfu": 0.4,
+            "time/train": 7.0,
+        }
         evaluation = {"step": 10, "split": "validation", "loss": 3.0, "mlm_accuracy": 0.5, "seconds": 2.0}
         assert wandb_names(evaluation) == {
-            "train/global_step": 10, "eval/loss": 3.0, "eval/mlm_accuracy": 0.5, "eval/runtime": 2.0,
-        }  # fmt: skip
+            "train/global_step": 10,
+            "eval/loss": 3.0,
+            "eval/mlm_accuracy": 0.5,
+            "eval/runtime": 2.0,
+        }
 
     def test_a_list_is_a_name_for_each_worker_and_an_event_a_mark(self) -> None:
         assert wandb_names({"step": 10, "rank_forward_seconds": [0.5, 0.75]}) == {
-            "train/global_step": 10, "train/rank_forward_seconds/0": 0.5, "train/rank_forward_seconds/1": 0.75,
-        }  # fmt: skip
+            "train/global_step": 10,
+            "train/rank_forward_seconds/0": 0.5,
+            "train/rank_forward_seconds/1": 0.75,
+        }
         assert wandb_names({"event": "restart", "step": 10, "time": 1.0, "message": "worker 1 died"}) == {
-            "train/global_step": 10, "events/restart": 1, "events/message": "worker 1 died",
-        }  # fmt: skip
+            "train/global_step": 10,
+            "events/restart": 1,
+            "events/message": "worker 1 died",
+        }
 
     def test_an_offline_run_holds_everything(self, tmp_path: Path) -> None:
         export = tmp_path / "export"
@@ -247,9 +272,7 @@ class TestWandb:
         tracker.log_artifact(export)
         tracker.close()
 
-        (log,) = (tmp_path / "run" / "wandb").glob(
-            f"offline-run-*-{tracker.run_id}/run-{tracker.run_id}.wandb"
-        )
+        (log,) = (tmp_path / "run" / "wandb").glob(f"offline-run-*-{tracker.run_id}/run-{tracker.run_id}.wandb")
         content = log.read_bytes()
         for expected in ("train/global_step", "eval/loss", "sweep", "corpus_card", f"model-{tracker.run_id}"):
             assert expected.encode() in content, expected
@@ -287,9 +310,7 @@ class TestWandb:
         assert steps(tmp_path) == [1]
         assert "W&B stopped; metrics.jsonl goes on" in caplog.text
 
-    def test_a_server_that_does_not_answer_means_offline(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_a_server_that_does_not_answer_means_offline(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(mirror, "_INIT_SECONDS", 1.0)
         monkeypatch.setenv("WANDB_API_KEY", "0" * 40)
         with socket.create_server(("127.0.0.1", 0)) as silent:  # takes connections and never says a word
@@ -334,9 +355,7 @@ class TestWandb:
             monkeypatch.setenv(name, value)
         assert mirror.wandb_mode(setting) == mode
 
-    def test_online_without_a_key_is_the_users_error(
-        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_online_without_a_key_is_the_users_error(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv("WANDB_API_KEY", raising=False)
         monkeypatch.setenv("NETRC", str(tmp_path / "nowhere"))
         with pytest.raises(InputError, match="no W&B key is set"):
@@ -369,9 +388,7 @@ def test_quiet_logging_keeps_the_terminal_clean(tmp_path: Path) -> None:
         print("ours")
     """
     command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
-    result = subprocess.run(
-        command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=True
-    )
+    result = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parent.parent, check=True)
     assert result.stdout == "ours\n"
     assert result.stderr == ""
     text = (tmp_path / "logs" / "worker.log").read_text()
@@ -391,9 +408,7 @@ class TestFollow:
     def test_a_pipe_gets_plain_lines(self, run: Path) -> None:
         with following(run) as screen:
             append(run, {"step": 10, "loss": 3.0, "mlm_accuracy": 0.25, "tokens_per_second": 12345.6})
-            append(
-                run, {"step": 10, "split": "validation", "loss": 3.5, "mlm_loss": 3.0, "mlm_accuracy": 0.2}
-            )
+            append(run, {"step": 10, "split": "validation", "loss": 3.5, "mlm_loss": 3.0, "mlm_accuracy": 0.2})
             append(run, {"step": 20, "loss": 2.0})
         lines = screen.getvalue().splitlines()
         assert "  step 10 held-out  mlm loss 3.000  mlm 20.0%  best" in lines
@@ -410,9 +425,7 @@ class TestFollow:
             assert expected in last
 
     def test_what_was_there_before_is_no_news(self, run: Path) -> None:
-        append(
-            run, {"step": 40, "loss": 3.0}, {"step": 40, "split": "validation", "mlm_loss": 9.0, "loss": 9.0}
-        )
+        append(run, {"step": 40, "loss": 3.0}, {"step": 40, "split": "validation", "mlm_loss": 9.0, "loss": 9.0})
         with following(run) as screen:
             append(
                 run,
@@ -451,9 +464,7 @@ class TestFollow:
         progress.poll()
         assert progress.step == 20
 
-    def test_time_left_weighs_phases_by_their_tokens(
-        self, run: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_time_left_weighs_phases_by_their_tokens(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         now = 1000.0
         monkeypatch.setattr(live.time, "monotonic", lambda: now)
         progress = live._Progress(run, 100, Console(file=io.StringIO()))
@@ -472,18 +483,21 @@ class TestFollow:
     def test_the_live_line_fits_the_terminal(self, width: int, step: int, loss: float | None) -> None:
         progress = live._Progress(Path("/nonexistent"), 100, Console(file=io.StringIO()))
         progress.last = {
-            "step": step, "loss": loss, "mlm_accuracy": 0.5, "nsp_accuracy": 0.9, "tokens_per_second": 1e6,
-            "peak_fraction": 0.4, "data_stall_fraction": 0.01,
-        }  # fmt: skip
+            "step": step,
+            "loss": loss,
+            "mlm_accuracy": 0.5,
+            "nsp_accuracy": 0.9,
+            "tokens_per_second": 1e6,
+            "peak_fraction": 0.4,
+            "data_stall_fraction": 0.01,
+        }
         progress._news = True
         line = live._live_line(progress, width).plain
         assert len(line.rstrip()) < width
         assert f"step {step}/100" in line
 
 
-@pytest.mark.parametrize(
-    ("seconds", "text"), [(0.4, "0:00"), (67, "1:07"), (3599.6, "1:00:00"), (93784, "1 d 02:03")]
-)
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0:00"), (67, "1:07"), (3599.6, "1:00:00"), (93784, "1 d 02:03")])
 def test_clock(seconds: float, text: str) -> None:
     assert live.clock(seconds) == text
 

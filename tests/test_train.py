@@ -65,9 +65,7 @@ def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[
             found[world, stage] = through
         for outcomes in run_workers(world, starts, plan):
             for number, outcome in enumerate(outcomes):
-                assert outcome.partition(":")[0] == ("", "StoppedError", "StoppedError", "")[number % 4], (
-                    outcome
-                )
+                assert outcome.partition(":")[0] == ("", "StoppedError", "StoppedError", "")[number % 4], outcome
     return found
 
 
@@ -116,9 +114,16 @@ def test_records_count_what_was_trained(whole) -> None:
     assert first["tokens"] <= 12 * 32
     assert last["loss"] == pytest.approx(last["mlm_loss"] + last["nsp_loss"])
     for name in (
-        "epoch", "mlm_accuracy", "nsp_accuracy", "lr", "grad_norm", "tokens_per_second", "peak_fraction",
-        "data_stall_fraction", "seconds",
-    ):  # fmt: skip
+        "epoch",
+        "mlm_accuracy",
+        "nsp_accuracy",
+        "lr",
+        "grad_norm",
+        "tokens_per_second",
+        "peak_fraction",
+        "data_stall_fraction",
+        "seconds",
+    ):
         assert isinstance(last[name], (int, float)), name
 
 
@@ -131,9 +136,12 @@ def test_it_learns(corpus: Path, tmp_path: Path) -> None:
         "warmup_steps": 6,
     }
     config = settings(
-        corpus, tmp_path / "run", phases=[phase], evaluation={"every_steps": 60, "sequences": 64},
+        corpus,
+        tmp_path / "run",
+        phases=[phase],
+        evaluation={"every_steps": 60, "sequences": 64},
         engine={"precision": "bf16", "compile": False, "micro_batch_tokens": 1024},
-    )  # fmt: skip
+    )
     assert run_workers(1, starts, [Start(config)]) == [[""]]
     found = [record["mlm_loss"] for record in records(tmp_path / "run")]
     assert sum(found[-5:]) / 5 < found[0] - 0.3
@@ -152,23 +160,26 @@ def test_what_is_refused_when_training_starts(corpus: Path, tmp_path: Path) -> N
     wider = settings(corpus, tmp_path / "run", model__max_positions=32, phases=[phase])
     too_big = settings(corpus, tmp_path / "big", phases=[{**phase, "global_sequences": 1_000_000}])
     wild = settings(
-        corpus, tmp_path / "wild", phases=[{**phase, "peak_learning_rate": 1e30, "steps": 40}],
-        engine__max_bad_steps=3, checkpoint__every_steps=1,
-    )  # fmt: skip
+        corpus,
+        tmp_path / "wild",
+        phases=[{**phase, "peak_learning_rate": 1e30, "steps": 40}],
+        engine__max_bad_steps=3,
+        checkpoint__every_steps=1,
+    )
     given = [
-        Start(config, stop_at=1), Start(swapped, resume=True), Start(wider, resume=True), Start(too_big),
-        Start(later), Start(wild),
-    ]  # fmt: skip
+        Start(config, stop_at=1),
+        Start(swapped, resume=True),
+        Start(wider, resume=True),
+        Start(too_big),
+        Start(later),
+        Start(wild),
+    ]
     ended, refused, reshaped, small, small_later, diverged = run_workers(1, starts, given)[0]
     assert "embeddings.position is [64, 32], this config makes it [32, 32]" in reshaped
     assert small_later.startswith("InputError: phases.1.global_sequences: 1000000, but")
-    assert not (tmp_path / "later/metrics.jsonl").exists() or not records(tmp_path / "later"), (
-        "before any step"
-    )
+    assert not (tmp_path / "later/metrics.jsonl").exists() or not records(tmp_path / "later"), "before any step"
     assert ended.startswith("StoppedError")
-    assert refused.startswith(
-        f"InputError: {tmp_path}/run/checkpoints/step-00000001: was trained on another corpus"
-    )
+    assert refused.startswith(f"InputError: {tmp_path}/run/checkpoints/step-00000001: was trained on another corpus")
     assert "phases.0.global_sequences: 1000000, but" in small
     assert small.startswith("InputError")
     assert diverged.startswith("DivergedError: 3 steps in a row")
@@ -179,9 +190,7 @@ def test_what_is_refused_when_training_starts(corpus: Path, tmp_path: Path) -> N
 
 
 def test_a_damaged_checkpoint_is_passed_over(whole, corpus: Path, tmp_path: Path) -> None:
-    config = settings(
-        corpus, tmp_path / "run", engine__zero_stage=0, checkpoint={"every_steps": 1, "keep_last": 5}
-    )
+    config = settings(corpus, tmp_path / "run", engine__zero_stage=0, checkpoint={"every_steps": 1, "keep_last": 5})
     assert run_workers(1, starts, [Start(config, stop_at=4)])[0][0].startswith("StoppedError")
     damaged = next((tmp_path / "run/checkpoints/step-00000004").glob("*.safetensors"))
     data = bytearray(damaged.read_bytes())
@@ -260,9 +269,10 @@ def test_a_worker_killed_under_ray_costs_no_step(config_file: Path, tmp_path: Pa
             assert time.monotonic() < deadline
             time.sleep(0.05)
         workers = [
-            child for child in psutil.Process(process.pid).children(recursive=True) if "::_Member" in child.name()
-            or any("::_Member" in part for part in child.cmdline())
-        ]  # fmt: skip
+            child
+            for child in psutil.Process(process.pid).children(recursive=True)
+            if "::_Member" in child.name() or any("::_Member" in part for part in child.cmdline())
+        ]
         assert len(workers) == 2, workers
         os.kill(workers[1].pid, signal.SIGKILL)
         output, _ = process.communicate(timeout=400)

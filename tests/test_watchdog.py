@@ -63,21 +63,21 @@ print("done")
 """
 
 
-def start(
-    logs: Path, guilty: int, then: str, *, limit: float = 1.5, stall: float = 3.0
-) -> list[subprocess.Popen[str]]:
+def start(logs: Path, guilty: int, then: str, *, limit: float = 1.5, stall: float = 3.0) -> list[subprocess.Popen[str]]:
     from tests.distributed import _free_port
 
     port = _free_port()
     return [
         subprocess.Popen(
-            [
-                sys.executable, "-c", SCRIPT, str(rank), str(port), str(logs), str(guilty), then, str(limit), str(stall)
-            ], cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            [sys.executable, "-c", SCRIPT, str(rank), str(port), str(logs), str(guilty), then, str(limit), str(stall)],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
 
 
 def end(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
@@ -193,9 +193,7 @@ def test_blocks_say_what_they_need(tmp_path: Path) -> None:
     with watchdog.allow(100.0):
         watchdog.beat()
         inside = watchdog.heartbeat()
-    assert (inside.allowed, inside.quiet, inside.position) == (100, 100, 25), (
-        "evaluations differ between ranks"
-    )
+    assert (inside.allowed, inside.quiet, inside.position) == (100, 100, 25), "evaluations differ between ranks"
     assert inside.pulses > usual.pulses
     with watchdog.awaiting("a batch"):
         waiting = watchdog.heartbeat()

@@ -120,9 +120,7 @@ CASES = [(2, s, p) for s in range(4) for p in ("bf16", "fp32")] + [(3, s, "bf16"
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(("workers", "stage", "precision"), CASES)
-def test_a_step_sends_what_zero_says(
-    counted, workers: int, stage: int, precision: str, micro_batches: int
-) -> None:
+def test_a_step_sends_what_zero_says(counted, workers: int, stage: int, precision: str, micro_batches: int) -> None:
     parameters, calls = counted[workers][stage, precision, micro_batches]
     width, dtype = (2, torch.bfloat16) if precision == "bf16" else (4, torch.float32)
     payload = [call for call in calls if call.dtype == dtype]
@@ -144,9 +142,7 @@ def test_collectives_are_few(counted, workers: int, stage: int, precision: str, 
     if stage == 0:
         assert names == {"allreduce": 1}
     elif stage == 3:
-        gathers, scatters = (
-            sum(n for name, n in names.items() if word in name) for word in ("gather", "scatter")
-        )
+        gathers, scatters = (sum(n for name, n in names.items() if word in name) for word in ("gather", "scatter"))
         assert gathers + scatters == names.total()
         assert scatters == micro_batches
         assert gathers <= 2 * micro_batches  # the first module, and all that were fetched ahead with it

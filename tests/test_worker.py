@@ -30,9 +30,7 @@ def test_alone() -> None:
 
 
 def test_under_torchrun() -> None:
-    worker = Worker.from_environment(
-        {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"}
-    )
+    worker = Worker.from_environment({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"})
     assert (worker.rank, worker.world_size, worker.local_rank, worker.local_world_size) == (5, 8, 1, 4)
 
 
@@ -124,8 +122,6 @@ def test_second_interrupt_ends_the_process() -> None:
         "os.kill(os.getpid(), signal.SIGINT); print('still here')\n"
     )
     root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", script], cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGINT
     assert done.stdout == "True\n"

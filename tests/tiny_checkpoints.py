@@ -40,9 +40,13 @@ def make_bert(folder: Path, *, hidden: int = 32, layers: int = 2, positions: int
     vocabulary = list(dict.fromkeys(entries))
     torch.manual_seed(0)
     shape = BertConfig(
-        vocab_size=len(vocabulary), hidden_size=hidden, num_hidden_layers=layers, num_attention_heads=2,
-        intermediate_size=2 * hidden, max_position_embeddings=positions,
-    )  # fmt: skip
+        vocab_size=len(vocabulary),
+        hidden_size=hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=2,
+        intermediate_size=2 * hidden,
+        max_position_embeddings=positions,
+    )
     BertModel(shape).save_pretrained(folder)
     (folder / "vocab.txt").write_text("\n".join(vocabulary) + "\n", encoding="utf-8")
     (folder / "tokenizer_config.json").write_text(
@@ -61,9 +65,15 @@ def make_roberta(folder: Path, bert: Path) -> Path:
     shutil.copytree(bert, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     torch.manual_seed(0)
     shape = RobertaConfig(
-        vocab_size=len((bert / "vocab.txt").read_text().splitlines()), hidden_size=32, num_hidden_layers=2,
-        num_attention_heads=2, intermediate_size=64, max_position_embeddings=66, type_vocab_size=1, pad_token_id=0,
-    )  # fmt: skip
+        vocab_size=len((bert / "vocab.txt").read_text().splitlines()),
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=66,
+        type_vocab_size=1,
+        pad_token_id=0,
+    )
     RobertaModel(shape).save_pretrained(folder)
     return folder
 
@@ -78,9 +88,13 @@ def make_distilbert(folder: Path, bert: Path) -> Path:
     shutil.copytree(bert, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
     torch.manual_seed(0)
     shape = DistilBertConfig(
-        vocab_size=len((bert / "vocab.txt").read_text().splitlines()), dim=32, n_layers=2, n_heads=2, hidden_dim=64,
+        vocab_size=len((bert / "vocab.txt").read_text().splitlines()),
+        dim=32,
+        n_layers=2,
+        n_heads=2,
+        hidden_dim=64,
         max_position_embeddings=64,
-    )  # fmt: skip
+    )
     DistilBertModel(shape).save_pretrained(folder)
     return folder
 
@@ -95,13 +109,9 @@ def write_reviews(folder: Path, *, train: int = 40, dev: int = 12) -> dict[str, 
         rows: list[dict[str, Any]] = []
         for _ in range(count):
             label = draw.choice(["positive", "negative"])
-            adjective = draw.choice(
-                ["good", "fine", "great"] if label == "positive" else ["bad", "poor", "awful"]
-            )
+            adjective = draw.choice(["good", "fine", "great"] if label == "positive" else ["bad", "poor", "awful"])
             tail = " ".join(draw.choices(WORDS[6:], k=draw.randint(1, 12)))
-            rows.append(
-                {"text": f"the {draw.choice(['film', 'book'])} was {adjective} {tail}", "label": label}
-            )
+            rows.append({"text": f"the {draw.choice(['film', 'book'])} was {adjective} {tail}", "label": label})
         path = folder / f"{split}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -14,9 +14,13 @@ from pretrain.common.errors import MachineError
 
 
 def main(
-    *, cluster: bool = False, address: str = "", folder: Path | None = None, as_json: bool = False,
+    *,
+    cluster: bool = False,
+    address: str = "",
+    folder: Path | None = None,
+    as_json: bool = False,
     plain_http: bool = False,
-) -> int:  # fmt: skip
+) -> int:
     """Check this machine, or a cluster, and print what was found.
 
     Args:

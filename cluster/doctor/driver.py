@@ -68,9 +68,13 @@ class Team:
         }
 
     def ask(
-        self, method: str, each: Callable[[str], tuple[Any, ...]] = lambda name: (), *,
-        among: Iterable[str] | None = None, seconds: float = _ANSWER_SECONDS,
-    ) -> dict[str, Any]:  # fmt: skip
+        self,
+        method: str,
+        each: Callable[[str], tuple[Any, ...]] = lambda name: (),
+        *,
+        among: Iterable[str] | None = None,
+        seconds: float = _ANSWER_SECONDS,
+    ) -> dict[str, Any]:
         """What `method` of the nodes' probes returns for the arguments `each(name)`, by name."""
         import ray
 
@@ -145,9 +149,7 @@ def _about(team: Team, members: list[Member], head: dict[str, str]) -> list[Row]
     """Nodes, versions, addresses. Nodes with other sources than ours are asked no more: they may answer otherwise."""
     about = team.ask("about", seconds=_START_SECONDS)
     rows = [
-        nodes.judge_node(
-            member.name, member.cpus, member.gpus, about.get(member.name), member.draining, member.answers
-        )
+        nodes.judge_node(member.name, member.cpus, member.gpus, about.get(member.name), member.draining, member.answers)
         for member in members
     ]
     rows += nodes.judge_versions({name: found["versions"] for name, found in about.items()}, head)
@@ -166,9 +168,7 @@ def _clocks(team: Team) -> list[Row]:
     rows = []
     for name in list(team.members):
         with contextlib.suppress(KeyError):  # it fell silent
-            offset, doubt = nodes.clock_offset(
-                lambda name=name: team.ask("clock", among=[name])[name], time.time
-            )
+            offset, doubt = nodes.clock_offset(lambda name=name: team.ask("clock", among=[name])[name], time.time)
             rows.append(nodes.judge_skew(name, offset, doubt))
     return rows
 
@@ -220,17 +220,17 @@ def _reduce(team: Team) -> list[Row]:
     names = with_gpus or [name for name, member in team.members.items() if member.works]
     backend = "nccl" if with_gpus else "gloo"
     if len(names) < 2:
-        return [
-            Row(reduce.WHAT, f"not measured: {len(names)} node holds workers, so nothing goes between nodes")
-        ]
+        return [Row(reduce.WHAT, f"not measured: {len(names)} node holds workers, so nothing goes between nodes")]
     host = team.members[names[0]].address
     port = team.ask("listen", among=names[:1]).get(names[0])
     if port is None:
         return []
     outcomes = team.ask(
-        "reduce", lambda name: (backend, names.index(name), len(names), host, port),
-        among=names, seconds=_REDUCE_SECONDS,
-    )  # fmt: skip
+        "reduce",
+        lambda name: (backend, names.index(name), len(names), host, port),
+        among=names,
+        seconds=_REDUCE_SECONDS,
+    )
     return [nodes.judge_reduce(backend, outcomes, len(names))]
 
 

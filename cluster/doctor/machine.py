@@ -207,7 +207,7 @@ def _compile() -> tuple[str, str, str]:
             "#include <Python.h>\n#include <cmath>\n#include <vector>\n"
             'extern "C" double probe(double x) { return std::vector<double>{std::sqrt(x)}[0]; }\n'
         )
-        command = [compiler, "-shared", "-fPIC", "-fopenmp", f"-I{header.parent}", str(source), "-o", f"{source}.so"]  # fmt: skip
+        command = [compiler, "-shared", "-fPIC", "-fopenmp", f"-I{header.parent}", str(source), "-o", f"{source}.so"]
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_COMPILE_SECONDS)
         except (OSError, subprocess.TimeoutExpired) as error:

@@ -25,14 +25,14 @@ Versions = Mapping[str, str]
 def judge_access(is_open: bool) -> Row:
     """Whether a cluster asks for a token."""
     if is_open:
-        advice = "Whoever reaches it can run code there. Start Ray anew with RAY_AUTH_MODE=token; SECURITY.md says more."
+        advice = (
+            "Whoever reaches it can run code there. Start Ray anew with RAY_AUTH_MODE=token; SECURITY.md says more."
+        )
         return Row("access", "answers without a token", WARN, advice)
     return Row("access", "asks for a token")
 
 
-def judge_node(
-    name: str, cpus: int, gpus: int, about: Mapping[str, Any] | None, draining: bool, answers: bool
-) -> Row:
+def judge_node(name: str, cpus: int, gpus: int, about: Mapping[str, Any] | None, draining: bool, answers: bool) -> Row:
     """A living node, by what Ray says it has and by what it says itself (`about`, where it did)."""
     found = f"{cpus} CPU, {gpus} GPU for Ray"
     if not answers:
@@ -54,9 +54,7 @@ def judge_versions(found: Mapping[str, Versions], head: Versions) -> list[Row]:
     rows = []
     for library, wanted in head.items():
         different = {
-            node: versions.get(library, NONE)
-            for node, versions in found.items()
-            if versions.get(library) != wanted
+            node: versions.get(library, NONE) for node, versions in found.items() if versions.get(library) != wanted
         }
         if not different:
             [alone] = verdicts.judge_versions({library: wanted})
@@ -105,14 +103,10 @@ def clock_offset(ask: Callable[[], float], now: Callable[[], float], rounds: int
 
 def judge_skew(node: str, offset: float, doubt: float) -> Row:
     found = f"{offset:+.3f} s of the head's (within {doubt:.3f})"
-    advice = (
-        "Run a time service there (chrony, systemd-timesyncd): logs and the times in metrics are mixed up."
-    )
+    advice = "Run a time service there (chrony, systemd-timesyncd): logs and the times in metrics are mixed up."
     mark = above(abs(offset) - doubt, _SKEW_WARN_SECONDS, _SKEW_FAIL_SECONDS)
     if mark == PASS and doubt > _SKEW_WARN_SECONDS:
-        return Row(
-            "clock", found, WARN, "The answer took too long to tell; check again when it is less busy.", node
-        )
+        return Row("clock", found, WARN, "The answer took too long to tell; check again when it is less busy.", node)
     return Row("clock", found, mark, advice, node)
 
 

@@ -53,9 +53,7 @@ def judge(backend: str, world: int, outcome: tuple[float, int] | str) -> Row:
         )
         return Row(WHAT, f"{backend} among {world} nodes: {outcome}", FAIL, advice)
     slow = _SLOW[backend]
-    advice = (
-        f"Under {slow / 1e9:g} GB/s the workers wait for each other: use a faster network, or larger batches."
-    )
+    advice = f"Under {slow / 1e9:g} GB/s the workers wait for each other: use a faster network, or larger batches."
     mark = WARN if outcome[0] < slow else PASS
     return Row(WHAT, _found(backend, world, outcome, "nodes"), mark, advice)
 
@@ -134,10 +132,14 @@ def _reduce_here(backend: str, world: int) -> tuple[float, int]:
         members = [
             subprocess.Popen(
                 [sys.executable, "-m", "cluster.doctor.reduce", backend, str(rank), str(world), f"{scratch}/store"],
-                env=surroundings, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                env=surroundings,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
             )
             for rank in range(world)
-        ]  # fmt: skip
+        ]
         try:
             outputs = [member.communicate(timeout=_HERE_SECONDS) for member in members]
         finally:

@@ -51,9 +51,11 @@ def show(rows: Sequence[Row], console: Console) -> None:
     for row in _shortened(rows) if placed else rows:
         advice = f"\n[{_COLOURS[row.mark]}]{escape(row.advice)}[/]" if row.mark != PASS else ""
         table.add_row(
-            f"[{_COLOURS[row.mark]}]{row.mark}[/]", escape(row.what), *([escape(row.where)] if placed else []),
+            f"[{_COLOURS[row.mark]}]{row.mark}[/]",
+            escape(row.what),
+            *([escape(row.where)] if placed else []),
             escape(row.found) + advice,
-        )  # fmt: skip
+        )
     console.print(table)
 
 

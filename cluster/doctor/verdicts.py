@@ -87,16 +87,10 @@ def judge_ops(ops: Mapping[str, bool], built: tuple[str, ...], old_locks: tuple[
     could = [name for name, can in ops.items() if can]
     found = f"{len(built)} of {len(ops)} built, {len(could)} can be compiled here; our engine needs none"
     if not ops:
-        return Row(
-            "DeepSpeed ops", "not known: DeepSpeed cannot be imported", WARN, "See the row of DeepSpeed."
-        )
+        return Row("DeepSpeed ops", "not known: DeepSpeed cannot be imported", WARN, "See the row of DeepSpeed.")
     if old_locks:
-        advice = (
-            f"Remove {old_locks[0]}, if nothing compiles there: whatever needs that op waits for it for ever."
-        )
-        return Row(
-            "DeepSpeed ops", f"{found}; {len(old_locks)} compilations were left unfinished", WARN, advice
-        )
+        advice = f"Remove {old_locks[0]}, if nothing compiles there: whatever needs that op waits for it for ever."
+        return Row("DeepSpeed ops", f"{found}; {len(old_locks)} compilations were left unfinished", WARN, advice)
     return Row("DeepSpeed ops", found)
 
 
@@ -109,9 +103,7 @@ def judge_gpus(files: int, count: int, found: Mapping[str, str], visible: str | 
     if not files:
         return Row("GPUs", "none: workers train on the CPU")
     if visible is not None:
-        return Row(
-            "GPUs", f"{files}, hidden by CUDA_VISIBLE_DEVICES={visible}", WARN, "Unset it to train on them."
-        )
+        return Row("GPUs", f"{files}, hidden by CUDA_VISIBLE_DEVICES={visible}", WARN, "Unset it to train on them.")
     advice = (
         f"This torch ({found['torch']}) is made for CPUs; install one for CUDA."
         if found["CUDA"] == NONE
@@ -131,9 +123,7 @@ def judge_loader(rate: float, devices: tuple[Device, ...]) -> Row:
     """Batches of one worker against what its device could take of BERT-Base, if it did nothing but matrix products."""
     wanted = max(max(device.bf16, device.fp32) for device in devices) / _flops_per_sequence()
     found = f"{rate:,.0f} sequences/s of 128 for one worker"
-    advice = (
-        f"A worker could take {wanted:,.0f} of BERT-Base: faster cores are needed, or other programs closed."
-    )
+    advice = f"A worker could take {wanted:,.0f} of BERT-Base: faster cores are needed, or other programs closed."
     return Row("loader", found, WARN if rate < wanted else PASS, advice)
 
 
@@ -148,9 +138,7 @@ def _flops_per_sequence() -> float:
 
 
 def wandb_key() -> Row:
-    key = (
-        "present" if _has_wandb_key() else f"{NONE}: runs are recorded offline, `wandb sync` sends them later"
-    )
+    key = "present" if _has_wandb_key() else f"{NONE}: runs are recorded offline, `wandb sync` sends them later"
     return Row("W&B key", key)
 
 

@@ -87,9 +87,7 @@ class Jobs:
         wait = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(local.STOP_SECONDS)}}
         self._runtime_env = {} if cluster else wait
         if not address and cluster is None:
-            raise InputError(
-                "No cluster: name one with --address URL, or start one here with ./launch.sh up."
-            )
+            raise InputError("No cluster: name one with --address URL, or start one here with ./launch.sh up.")
         self.address = address or (cluster.dashboard if cluster else "")
         self.shown = without_password(self.address)
         if cluster is not None and "RAY_AUTH_TOKEN" not in os.environ:
@@ -247,10 +245,7 @@ class Jobs:
 
 
 def _check_room(nodes: list[dict[str, Any]], job: Job, address: str) -> None:
-    sizes = [
-        (int(node["resources_total"].get("CPU", 0)), int(node["resources_total"].get("GPU", 0)))
-        for node in nodes
-    ]
+    sizes = [(int(node["resources_total"].get("CPU", 0)), int(node["resources_total"].get("GPU", 0))) for node in nodes]
     needed = 1 if job.kind == "prepare" else job.workers[0]
     try:
         nodes_fit(sizes, needed, job.cpus_per_worker, f"the cluster at {address}")

@@ -84,9 +84,7 @@ def _wait(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) -> None:
             if time.monotonic() - heard > _SILENCE_SECONDS:
                 raise
         if stopped():
-            raise StoppedError(
-                f"{name}: stopped while it waited for {told or 'its turn'}; nothing was begun."
-            )
+            raise StoppedError(f"{name}: stopped while it waited for {told or 'its turn'}; nothing was begun.")
         if its_turn:
             return
         if queue and told != (told := _few(queue.ahead)):
@@ -110,11 +108,7 @@ class Queue:
 
     def __init__(self, name: str, dashboard: Dashboard) -> None:
         active = sorted(
-            (
-                job
-                for job in dashboard.jobs()
-                if job["status"] not in ENDED and "workers" in (job["metadata"] or {})
-            ),
+            (job for job in dashboard.jobs() if job["status"] not in ENDED and "workers" in (job["metadata"] or {})),
             key=lambda job: job["start_time"] or 0,
         )
         names = [job["submission_id"] for job in active]
@@ -205,9 +199,7 @@ class Dashboard:
     def nodes(self) -> list[tuple[int, int]]:
         """(CPUs, GPUs) of the living nodes."""
         answer = self._get("/api/v0/nodes?detail=1&limit=10000") or {}
-        nodes = [
-            node["resources_total"] for node in answer["data"]["result"]["result"] if node["state"] == "ALIVE"
-        ]
+        nodes = [node["resources_total"] for node in answer["data"]["result"]["result"] if node["state"] == "ALIVE"]
         return [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes]
 
     def _get(self, path: str) -> Any:
@@ -222,9 +214,7 @@ class Dashboard:
                 raise MachineError(f"{self._url}{path}: answered with HTTP {answer.status}.")
             return json.loads(body)
         except (OSError, ValueError, http.client.HTTPException) as error:
-            raise MachineError(
-                f"{self._url}: the cluster's head does not answer ({type(error).__name__})."
-            ) from None
+            raise MachineError(f"{self._url}: the cluster's head does not answer ({type(error).__name__}).") from None
         finally:
             connection.close()
 
@@ -238,7 +228,7 @@ def _waiting(job: Mapping[str, Any]) -> Waiting:
     needs = {key: int(job["metadata"][key]) for key in ("workers", "most_workers", "cpus_per_worker")}
     return Waiting(
         job["submission_id"], needs["workers"], needs["most_workers"], needs["cpus_per_worker"], job["start_time"] or 0
-    )  # fmt: skip
+    )
 
 
 def _dashboard() -> str:

@@ -35,9 +35,14 @@ def read_job(arguments: Sequence[str], *, folder: Path, workers: str | None) -> 
         values["tracking"]["run_id"] = config.name
     scheduling = config.scheduling
     return Job(
-        options.kind, name, values, config.folder, folder.absolute(),
-        (scheduling.min_workers or scheduling.workers, scheduling.workers), scheduling.cpus_per_worker,
-    )  # fmt: skip
+        options.kind,
+        name,
+        values,
+        config.folder,
+        folder.absolute(),
+        (scheduling.min_workers or scheduling.workers, scheduling.workers),
+        scheduling.cpus_per_worker,
+    )
 
 
 def _load(options: argparse.Namespace, overrides: list[str]) -> Run:

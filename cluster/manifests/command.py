@@ -13,18 +13,22 @@ _KINDS = ("kuberay", "rayup", "slurm")
 
 def add_to(commands: Any) -> None:
     """Add `manifest` to the subcommands of a parser."""
-    parser = add_command(commands, "manifest", _manifest, "what a real cluster needs to run a config", """
+    parser = add_command(
+        commands,
+        "manifest",
+        _manifest,
+        "what a real cluster needs to run a config",
+        """
   ./launch.sh manifest kuberay my.yaml --set place.image=registry/bertrain:1 --out my-run.yaml
   ./launch.sh manifest kuberay my.yaml --set place.kind=RayCluster --set place.queue=training
   ./launch.sh manifest rayup my.yaml --set place.file_system=fs-0123456789abcdef0
   ./launch.sh manifest slurm my.yaml --set scheduling.workers=16 --set place.partition=gpu
 
-Settings below place. say where it runs; cluster/manifests/{kuberay,rayup,slurm}.py describe them.""")  # fmt: skip
+Settings below place. say where it runs; cluster/manifests/{kuberay,rayup,slurm}.py describe them.""",
+    )
     parser.add_argument("kind", choices=_KINDS, metavar="KIND", help=", ".join(_KINDS))
     parser.add_argument("config", type=local_path, metavar="CONFIG", help="of a pretraining or a fine-tuning")
-    parser.add_argument(
-        "--out", type=local_path, metavar="FILE", help="file to write; otherwise standard output"
-    )
+    parser.add_argument("--out", type=local_path, metavar="FILE", help="file to write; otherwise standard output")
     parser.add_argument(
         "--set",
         action="append",

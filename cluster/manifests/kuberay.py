@@ -70,7 +70,7 @@ class Place(Nodes):
     )
     priority_class: str = Field(
         default="", pattern=_OBJECT, description="PriorityClass of all pods; empty takes the cluster's default."
-    )  # fmt: skip
+    )
     annotations: dict[_Qualified, str] = Field(
         default_factory=dict,
         description="Annotations of all pods, such as {karpenter.sh/do-not-disrupt: 'true'}.",
@@ -82,8 +82,8 @@ class Place(Nodes):
     )
     storage_claim: _ObjectName = Field(
         default="bertrain", description="PersistentVolumeClaim that all pods can write at once (ReadWriteMany)."
-    )  # fmt: skip
-    memory_per_worker_gib: int = Field(default=32, ge=2, description="Memory of a worker, shared memory included.")  # fmt: skip
+    )
+    memory_per_worker_gib: int = Field(default=32, ge=2, description="Memory of a worker, shared memory included.")
     node_selector: dict[_Qualified, str] = Field(
         default_factory=dict,
         json_schema_extra=NO_SECRETS,
@@ -121,16 +121,16 @@ class Place(Nodes):
     )
     wandb_secret: _ObjectName = Field(
         default="wandb", description="Secret with the key `api-key` of W&B; where there is none, W&B stays offline."
-    )  # fmt: skip
+    )
     operator_namespace: str = Field(
         default="",
         pattern=_OBJECT,
         description="Namespace of the KubeRay operator; empty lets it in from any.",
     )
-    retries: int = Field(default=3, ge=0, description="New clusters, each of which resumes, before a RayJob fails.")  # fmt: skip
+    retries: int = Field(default=3, ge=0, description="New clusters, each of which resumes, before a RayJob fails.")
     start_limit_seconds: int = Field(
         default=1800, ge=0, description="A RayJob whose pods do not all start in this time fails; 0 waits for ever."
-    )  # fmt: skip
+    )
     time_limit_seconds: int = Field(default=0, ge=0, description="Longest time of a RayJob; 0 has no limit.")
     keep_seconds: int = Field(default=600, ge=0, description="How long the pods of an ended RayJob stay.")
 
@@ -154,7 +154,9 @@ class Place(Nodes):
 def render(job: Job, place: Place) -> str:
     """RayJob or RayCluster, the ConfigMap with its config and scripts, and a NetworkPolicy around its pods."""
     if not _NAME.fullmatch(job.name):
-        raise InputError(f"name: {job.name!r} must begin with a letter and have at most 47 of a-z, 0-9 and '-' for KubeRay.")  # fmt: skip
+        raise InputError(
+            f"name: {job.name!r} must begin with a letter and have at most 47 of a-z, 0-9 and '-' for KubeRay."
+        )
     main = _ray_job(job, place) if place.kind == "RayJob" else _ray_cluster(job, place)
     return as_yaml([_config_map(job, place), _network_policy(job, place), main], _header(job, place))
 
@@ -294,8 +296,10 @@ def _container(name: str, job: Job, place: Place, *, cpus: int, memory_gib: int)
         "image": place.image,
         "workingDir": place.storage,
         "env": [
-            {"name": "WANDB_API_KEY", "valueFrom": {"secretKeyRef": {
-                "name": place.wandb_secret, "key": "api-key", "optional": True}}},
+            {
+                "name": "WANDB_API_KEY",
+                "valueFrom": {"secretKeyRef": {"name": place.wandb_secret, "key": "api-key", "optional": True}},
+            },
             {"name": "RAY_USAGE_STATS_ENABLED", "value": "0"},
             {"name": "RAY_JOB_STOP_WAIT_TIME_S", "value": str(place.grace_seconds)},  # Ray's own is 3
         ],
@@ -307,20 +311,25 @@ def _container(name: str, job: Job, place: Place, *, cpus: int, memory_gib: int)
             {"name": "shared-memory", "mountPath": "/dev/shm"},
         ],
         "lifecycle": {"preStop": {"exec": {"command": ["bash", f"{_FILES}/stop.sh"]}}},
-    }  # fmt: skip
+    }
 
 
 def _resources(
     cpus: int, memory_gib: int, gpus: int = 0, further: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
     """Requests equal to limits: Ray counts what the limit says, and such pods are evicted last."""
-    amounts = {"cpu": str(cpus), "memory": f"{memory_gib}Gi", **({"nvidia.com/gpu": str(gpus)} if gpus else {}), **further}  # fmt: skip
+    amounts = {
+        "cpu": str(cpus),
+        "memory": f"{memory_gib}Gi",
+        **({"nvidia.com/gpu": str(gpus)} if gpus else {}),
+        **further,
+    }
     return {"requests": amounts, "limits": amounts}
 
 
 def _pod(
     job: Job, place: Place, container: dict[str, Any], volumes: list[dict[str, Any]], *, memory_gib: int
-) -> dict[str, Any]:  # fmt: skip
+) -> dict[str, Any]:
     spec = {
         "terminationGracePeriodSeconds": place.grace_seconds + 30,  # stop.sh, then Ray's own end
         "containers": [container],
@@ -331,7 +340,7 @@ def _pod(
             {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": f"{memory_gib // 2}Gi"}},
             *volumes,
         ],
-    }  # fmt: skip
+    }
     return _template(job, place, spec)
 
 
@@ -420,9 +429,7 @@ done
 def _network_policy(job: Job, place: Place) -> dict[str, Any]:
     """Ray's ports are open to the pods of this run and, for the dashboard's API, to the operator. Token or not."""
     namespaces = (
-        {"matchLabels": {"kubernetes.io/metadata.name": place.operator_namespace}}
-        if place.operator_namespace
-        else {}
+        {"matchLabels": {"kubernetes.io/metadata.name": place.operator_namespace}} if place.operator_namespace else {}
     )
     operator = {
         "namespaceSelector": namespaces,

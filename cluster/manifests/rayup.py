@@ -77,7 +77,10 @@ class Place(Nodes):
         description="Placement group of the worker nodes, of strategy cluster, made beforehand; empty places them anywhere.",
     )
     disk_gib: int = Field(default=200, ge=50, description="Disk of each node.")
-    spot: bool = Field(default=False, description="Spot instances for the workers; a lost one costs the steps since the last checkpoint.")  # fmt: skip
+    spot: bool = Field(
+        default=False,
+        description="Spot instances for the workers; a lost one costs the steps since the last checkpoint.",
+    )
     security_group: str = Field(
         default="",
         pattern=r"^(sg-[0-9a-f]+)?$",
@@ -153,7 +156,7 @@ def _efa_interfaces(job: Job, place: Place) -> int:
     count = place.efa_interfaces
     if count is None:
         count = _EFA_INTERFACES.get(place.instance, 0) if job.nodes > 1 else 0
-    missing = [name for name in ("private", "subnet", "security_group", "placement_group") if not getattr(place, name)]  # fmt: skip
+    missing = [name for name in ("private", "subnet", "security_group", "placement_group") if not getattr(place, name)]
     if count and missing:
         raise InputError(
             f"place.efa_interfaces: the {count} EFA interfaces of each {place.instance} need "
@@ -163,10 +166,14 @@ def _efa_interfaces(job: Job, place: Place) -> int:
 
 
 def _header(job: Job, place: Place, efa: int) -> str:
-    fabric = f"""
+    fabric = (
+        f"""
 Needed beforehand: the placement group {place.placement_group} of strategy cluster, the security group {place.security_group}, which
 lets all traffic from and to itself through, and an image built with EFA (see the Containerfile). Nodes have {efa} EFA interfaces each
-and no public addresses: call ray from within their network.""" if efa else ""  # fmt: skip
+and no public addresses: call ray from within their network."""
+        if efa
+        else ""
+    )
     return f"""
 {job.name} on {job.nodes} nodes of {job.workers_per_node} workers on AWS. Needs boto3, and a token of yours:{fabric}
   (umask 077; ray get-auth-token --generate >/dev/null)

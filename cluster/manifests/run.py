@@ -23,9 +23,7 @@ _LOCK = Path(__file__).resolve().parents[2] / "requirements.lock"
 class Nodes(Section):
     """The nodes that the workers share. Each kind of manifest adds its own settings in a class `Place`."""
 
-    workers_per_node: int = Field(
-        default=8, ge=1, description="Worker processes of a node; one for each of its GPUs."
-    )
+    workers_per_node: int = Field(default=8, ge=1, description="Worker processes of a node; one for each of its GPUs.")
     gpus: bool = Field(default=True, description="Each worker has a GPU; false trains on CPUs.")
     cpus_per_worker: int = Field(
         default=8, ge=1, description="CPU cores of a worker where scheduling.cpus_per_worker is 0."
@@ -36,7 +34,7 @@ class Nodes(Section):
     )
     grace_seconds: int = Field(
         default=300, ge=30, description="Time for the last step and its checkpoint when the nodes are taken away."
-    )  # fmt: skip
+    )
 
 
 P = TypeVar("P", bound=Nodes)

@@ -18,9 +18,7 @@ class Place(Nodes):
     """Where a run goes on SLURM."""
 
     partition: str = Field(default="", pattern=_WORD, description="Partition; empty takes SLURM's default.")
-    account: str = Field(
-        default="", pattern=_WORD, description="Account to charge; empty takes your default."
-    )
+    account: str = Field(default="", pattern=_WORD, description="Account to charge; empty takes your default.")
     qos: str = Field(default="", pattern=_WORD, description="Quality of service; empty takes the default.")
     constraint: str = Field(
         default="",
@@ -34,7 +32,7 @@ class Place(Nodes):
     )
     storage: LocalPath = Field(
         default=".", description="Folder that all nodes see; the run starts there. A dot is where sbatch was called."
-    )  # fmt: skip
+    )
     environment: str = Field(
         default="source .venv/bin/activate",
         json_schema_extra=SEVERAL_LINES,

@@ -68,9 +68,7 @@ class _Queue(Searcher):
         self._next += 1
         return {"number": self._next - 1}
 
-    def on_trial_complete(
-        self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False
-    ) -> None:
+    def on_trial_complete(self, trial_id: str, result: dict[str, Any] | None = None, error: bool = False) -> None:
         pass
 
     def save(self, checkpoint_path: str) -> None:
@@ -103,11 +101,15 @@ class _Events(tune.Callback):
     def on_trial_error(self, iteration: int, trials: list[Trial], trial: Trial, **info: Any) -> None:
         self.ended += 1
         log = Path(self._request["trials"][trial.config["number"]]["run_dir"]) / LOGS / "worker-0.log"
-        self._write(trial, "ended", {
-            "kind": "MachineError",
-            "message": f"{log}: crashed ({self._reason(trial)}) and all max_failures={self._request['max_failures']} "
-            f"restarts are used up. The log ends with: {last_line(log)!r}.",
-        })  # fmt: skip
+        self._write(
+            trial,
+            "ended",
+            {
+                "kind": "MachineError",
+                "message": f"{log}: crashed ({self._reason(trial)}) and all max_failures={self._request['max_failures']} "
+                f"restarts are used up. The log ends with: {last_line(log)!r}.",
+            },
+        )
 
     def _reason(self, trial: Trial) -> str:
         # Tune's file of the trial's failures; the last line is that of the newest one's traceback.

@@ -74,9 +74,7 @@ def _train(request: dict[str, Any]) -> None:
         if request["address"]:
             nodes = wait_for_room(request).sizes
             where += f", after a wait of up to {request['wait_for_nodes_seconds']:.0f} s (scheduling.wait_for_nodes_seconds),"
-        request["cpus_per_worker"] = share_out(
-            nodes, least, request["workers"], request["cpus_per_worker"], where
-        )
+        request["cpus_per_worker"] = share_out(nodes, least, request["workers"], request["cpus_per_worker"], where)
         request["use_gpu"] = any(gpu for _, gpu in nodes)
 
     if not request["address"]:  # said before torch and Ray are loaded
@@ -180,11 +178,7 @@ def join_ray(address: str, last_word: Callable[[MachineError], None]) -> None:
 def _runtime_env() -> dict[str, Any]:
     """Where the workers find this project. In a job they do by the cluster's own environment, as the job did; and
     workers without a special environment start sooner."""
-    return (
-        {}
-        if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ
-        else {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}
-    )
+    return {} if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}
 
 
 @contextlib.contextmanager

@@ -87,9 +87,5 @@ class Failures:
     def bad_nodes(self) -> dict[str, str]:
         """Addresses, by id, of the nodes on which workers crashed twice within a day."""
         now = self._clock()
-        crashes = Counter(
-            one.blamed for one in self._remembered if now - one.time <= _MEMORY_SECONDS and one.blamed
-        )
-        return {
-            node: self._addresses[node] for node, count in crashes.items() if count >= _CRASHES_OF_A_BAD_NODE
-        }
+        crashes = Counter(one.blamed for one in self._remembered if now - one.time <= _MEMORY_SECONDS and one.blamed)
+        return {node: self._addresses[node] for node, count in crashes.items() if count >= _CRASHES_OF_A_BAD_NODE}

@@ -296,9 +296,7 @@ def _attempt(
     try:
         with Members(workers, resources, ROOM_SECONDS, avoid) as members:
             begun(members.found)
-            logger.info(
-                "start %d has its %d workers after %.1f s", attempt + 1, workers, time.monotonic() - started
-            )
+            logger.info("start %d has its %d workers after %.1f s", attempt + 1, workers, time.monotonic() - started)
             ends = members.run({**request, "attempt": attempt})
     except MemberError as error:
         raise _cause(error.failures) from None

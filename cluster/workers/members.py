@@ -36,9 +36,7 @@ class Members:
     `patience` seconds.
     """
 
-    def __init__(
-        self, workers: int, resources: dict[str, float], patience: float, avoid: Collection[str] = ()
-    ) -> None:
+    def __init__(self, workers: int, resources: dict[str, float], patience: float, avoid: Collection[str] = ()) -> None:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -189,17 +187,21 @@ def _places(found: Sequence[Found]) -> list[Place]:
     seen: Counter[str] = Counter()
     places = []
     for rank, one in enumerate(found):
-        visible = sorted(
-            {gpu for other in found if other.node == one.node for gpu in other.gpus}, key=_gpu_order
-        )
+        visible = sorted({gpu for other in found if other.node == one.node for gpu in other.gpus}, key=_gpu_order)
         if any(gpu.startswith(_MIG) for gpu in visible):
             visible = one.gpus  # CUDA shows a process one MIG instance only, the first that is named
         places.append(
             Place(
-                rank=rank, world_size=len(found), local_rank=seen[one.node], local_world_size=sizes[one.node],
-                address=one.address, master=found[0].address, port=found[0].port, visible_gpus=tuple(visible),
+                rank=rank,
+                world_size=len(found),
+                local_rank=seen[one.node],
+                local_world_size=sizes[one.node],
+                address=one.address,
+                master=found[0].address,
+                port=found[0].port,
+                visible_gpus=tuple(visible),
             )
-        )  # fmt: skip
+        )
         seen[one.node] += 1
     return places
 

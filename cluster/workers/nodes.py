@@ -26,9 +26,12 @@ class Node:
 
 
 def nodes_fit(
-    nodes: Sequence[tuple[int, int]], workers: int, cpus_per_worker: int, where: str,
+    nodes: Sequence[tuple[int, int]],
+    workers: int,
+    cpus_per_worker: int,
+    where: str,
     setting: str = "scheduling.workers (--workers)",
-) -> int:  # fmt: skip
+) -> int:
     """The CPUs each worker gets, so that `workers` fit on `nodes`, a list of (CPUs, GPUs).
 
     With GPUs anywhere each worker takes one. `cpus_per_worker` 0 means as many as fit. `where` names the
@@ -37,8 +40,7 @@ def nodes_fit(
     cpus, gpus = sum(cpu for cpu, _ in nodes), sum(gpu for _, gpu in nodes)
     if gpus and workers > gpus:
         raise MachineError(
-            f"{where} has {gpus} GPUs, too few for {workers} workers of one GPU each. "
-            f"Set {setting} to {gpus} or less."
+            f"{where} has {gpus} GPUs, too few for {workers} workers of one GPU each. Set {setting} to {gpus} or less."
         )
     largest = max((cpu for cpu, _ in nodes), default=0)
     choices = [cpus_per_worker] if cpus_per_worker else range(largest, 0, -1)

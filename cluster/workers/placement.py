@@ -113,15 +113,11 @@ def wait_for_room(
             room, why = _look(request, crowded, avoid, demand)
             waited = time.monotonic() - began
             if room.workers and waited > _WORTH_TELLING_SECONDS:
-                add_event(
-                    request, "waited", f"{waited:.0f} s for nodes; there is room for {room.workers} workers"
-                )
+                add_event(request, "waited", f"{waited:.0f} s for nodes; there is room for {room.workers} workers")
             if room.workers or time.monotonic() > deadline:
                 return room
             if stop.is_set():
-                raise StoppedError(
-                    f"{request['run_dir']}: stopped while it waited for nodes. --resume goes on."
-                )
+                raise StoppedError(f"{request['run_dir']}: stopped while it waited for nodes. --resume goes on.")
             if waited > LOOK_SECONDS:  # most waits are over at the second look
                 notice.tell(why)
                 demand.make(room.nodes)
@@ -171,9 +167,7 @@ class Growth:
         return settled or (steady >= _STEADY_SECONDS and now - self._first >= _LONGEST_SECONDS)
 
 
-def _look(
-    request: Mapping[str, Any], crowded: bool, avoid: Collection[str], demand: _Demand
-) -> tuple[Room, str]:
+def _look(request: Mapping[str, Any], crowded: bool, avoid: Collection[str], demand: _Demand) -> tuple[Room, str]:
     """The room there is now, with 0 workers where it is too little, and what is missing then."""
     held = {} if crowded else None
     wanted = fewest_workers(request)

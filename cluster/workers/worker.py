@@ -184,9 +184,7 @@ def _log_to(path: Path, attempt: int) -> None:
     sys.stdout = _line_writer(1)
     sys.stderr = _line_writer(2)
     faulthandler.enable(file=sys.stderr)
-    print(
-        f"---- start {attempt + 1}, process {os.getpid()} on {os.uname().nodename}, {time.strftime('%F %T')}"
-    )
+    print(f"---- start {attempt + 1}, process {os.getpid()} on {os.uname().nodename}, {time.strftime('%F %T')}")
 
 
 def _line_writer(descriptor: int) -> io.TextIOWrapper:

@@ -43,9 +43,18 @@ _HUB_METRICS = {
 
 
 def model_card(
-    config: FinetuneConfig, task: Task[Any], *, family: str, shape: Model, parameters: int, step: int, chosen_on: str,
-    examples: Mapping[str, int], scores: Mapping[str, Mapping[str, float]], details: Mapping[str, Any],
-) -> str:  # fmt: skip
+    config: FinetuneConfig,
+    task: Task[Any],
+    *,
+    family: str,
+    shape: Model,
+    parameters: int,
+    step: int,
+    chosen_on: str,
+    examples: Mapping[str, int],
+    scores: Mapping[str, Mapping[str, float]],
+    details: Mapping[str, Any],
+) -> str:
     """The card in Markdown.
 
     Args:
@@ -58,9 +67,12 @@ def model_card(
     import jinja2
 
     templates = jinja2.Environment(
-        loader=jinja2.PackageLoader("finetune.artifacts"), undefined=jinja2.StrictUndefined, keep_trailing_newline=True,
-        trim_blocks=True, lstrip_blocks=True,
-    )  # fmt: skip
+        loader=jinja2.PackageLoader("finetune.artifacts"),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
     repeated = config.repeated_sets()
     templates.filters |= {"cell": _cell, "code": "`{}`".format, "number": _number}
     return templates.get_template("model_card.md.j2").render(
@@ -98,18 +110,13 @@ def _metadata(
     config: FinetuneConfig, task: Task[Any], family: str, scores: Mapping[str, Mapping[str, float]]
 ) -> dict[str, Any]:
     pipeline = _PIPELINES[task.head]
-    known = {
-        name: [score for score in values if score in _HUB_METRICS]
-        for name, values in scores.items()
-        if values
-    }
+    known = {name: [score for score in values if score in _HUB_METRICS] for name, values in scores.items() if values}
     results = [
         {
             "task": {"type": pipeline},
             "dataset": _dataset(config, name),
             "metrics": [
-                {"type": _HUB_METRICS[score], "name": score, "value": round(scores[name][score], 6)}
-                for score in chosen
+                {"type": _HUB_METRICS[score], "name": score, "value": round(scores[name][score], 6)} for score in chosen
             ],
         }
         for name, chosen in known.items()

@@ -71,9 +71,15 @@ def write_onnx(model: PaddedModel, path: Path) -> float:
     axes += [dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)] * (len(model.inputs) - 1)
     with _silence():
         program = torch.onnx.export(
-            model, _example(model, [7, 7]), dynamo=True, opset_version=OPSET, dynamic_shapes=tuple(axes),
-            input_names=model.inputs, output_names=model.outputs, verbose=False,
-        )  # fmt: skip
+            model,
+            _example(model, [7, 7]),
+            dynamo=True,
+            opset_version=OPSET,
+            dynamic_shapes=tuple(axes),
+            input_names=model.inputs,
+            output_names=model.outputs,
+            verbose=False,
+        )
         assert program is not None
         for node in program.model.graph.all_nodes():
             node.metadata_props.clear()  # which line of which file of this machine it came from

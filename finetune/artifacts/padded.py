@@ -36,9 +36,7 @@ class PaddedModel(nn.Module):
         self.token_types = released.token_types > 1
         self.activation = ACTIVATIONS[HEAD_ACTIVATION[released.family]]
         self.embeddings = _module(released.backbone, "embeddings.")
-        self.layers = nn.ModuleList(
-            _module(released.backbone, f"layers.{number}.") for number in range(shape.layers)
-        )
+        self.layers = nn.ModuleList(_module(released.backbone, f"layers.{number}.") for number in range(shape.layers))
         self.out = _module(released.head, "")
 
     @property

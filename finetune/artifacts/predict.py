@@ -66,9 +66,7 @@ class Predictor:
         )
         head = {f"head.{name}": tensor for name, tensor in released.head.items()}
         weights = {**released.backbone, **head}
-        self.model = inference_model(
-            self.task, released, weights, self.device, self.precision, compile=compile
-        )
+        self.model = inference_model(self.task, released, weights, self.device, self.precision, compile=compile)
 
     def __call__(self, records: str | Mapping[str, Any] | Sequence[Any]) -> Any:
         """The prediction for one text or record, or a list of them for a list. Keys as in the README."""
@@ -215,6 +213,4 @@ def read_records(lines: Iterable[str], where: str) -> Iterator[tuple[int, str | 
         try:
             yield number, json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise InputError(
-                f"{where}:{number}: not valid JSON ({error}). One object or one text a line."
-            ) from None
+            raise InputError(f"{where}:{number}: not valid JSON ({error}). One object or one text a line.") from None

@@ -50,9 +50,7 @@ class SetResult:
         """With what the task says of the predictions."""
         if not task.is_labelled(examples):
             return cls(examples, predictions, {}, {})
-        return cls(
-            examples, predictions, task.score(examples, predictions), task.details(examples, predictions)
-        )
+        return cls(examples, predictions, task.score(examples, predictions), task.details(examples, predictions))
 
 
 @dataclass(frozen=True)
@@ -65,9 +63,17 @@ class Saved:
 
 
 def save_model(
-    config: FinetuneConfig, task: Task[Any], released: Released, weights: Mapping[str, Tensor], *,
-    step: int, results: Mapping[str, SetResult], chosen_on: str, training_examples: int, data: str,
-) -> None:  # fmt: skip
+    config: FinetuneConfig,
+    task: Task[Any],
+    released: Released,
+    weights: Mapping[str, Tensor],
+    *,
+    step: int,
+    results: Mapping[str, SetResult],
+    chosen_on: str,
+    training_examples: int,
+    data: str,
+) -> None:
     """Write model, scores and predictions into the run folder; the model comes last and says that all is there.
 
     Args:
@@ -80,9 +86,7 @@ def save_model(
     from pretrain.checkpoint.released import write_released
 
     for name, result in results.items():
-        write_predictions(
-            config.folder / PREDICTIONS / f"{name}.jsonl", task, result.examples, result.predictions
-        )
+        write_predictions(config.folder / PREDICTIONS / f"{name}.jsonl", task, result.examples, result.predictions)
     scores = {name: result.scores for name, result in results.items() if result.scores}
     details = {name: result.details for name, result in results.items() if result.details}
     write_json(
@@ -107,9 +111,7 @@ def save_model(
         family=released.family,
         model=released.model,
         backbone={name: tensor for name, tensor in weights.items() if not name.startswith("head.")},
-        head={
-            name.removeprefix("head."): tensor for name, tensor in weights.items() if name.startswith("head.")
-        },
+        head={name.removeprefix("head."): tensor for name, tensor in weights.items() if name.startswith("head.")},
         purpose=task.head,
         config={**_kept(released.config), **_labels(task)},
         tokenizer=Path(config.start_from),
@@ -139,9 +141,7 @@ def load_saved(folder: Path) -> Saved:
         values = json.loads(path.read_text(encoding="utf-8"))
         return Saved(FinetuneConfig.model_validate(values["config"]), values["state"], values["scores"])
     except (ValueError, KeyError) as error:
-        raise InputError(
-            f"{path}: damaged ({' '.join(str(error).split())[:200]}). Fine-tune again."
-        ) from None
+        raise InputError(f"{path}: damaged ({' '.join(str(error).split())[:200]}). Fine-tune again.") from None
 
 
 def model_folder(folder: Path) -> Path:

@@ -76,10 +76,15 @@ def _peer(config: FinetuneConfig, examples: list[Any]) -> Callable[[], int]:
     stride = config.questions.stride
     rows = datasets.Dataset.from_list(
         [
-            {"question": one.text, "context": one.context, "starts": [a.start for a in one.answers or ()], "texts": [a.text for a in one.answers or ()]}
+            {
+                "question": one.text,
+                "context": one.context,
+                "starts": [a.start for a in one.answers or ()],
+                "texts": [a.text for a in one.answers or ()],
+            }
             for one in examples
         ]
-    )  # fmt: skip
+    )
 
     def prepare(batch: dict[str, list[Any]]) -> dict[str, Any]:
         return _prepare_train_features(batch, tokenizer, config.max_length, stride)
@@ -101,9 +106,15 @@ def _prepare_train_features(
     batch: dict[str, list[Any]], tokenizer: Any, max_length: int, stride: int
 ) -> dict[str, Any]:
     made = tokenizer(
-        [question.lstrip() for question in batch["question"]], batch["context"], truncation="only_second",
-        max_length=max_length, stride=stride, return_overflowing_tokens=True, return_offsets_mapping=True, padding=False,
-    )  # fmt: skip
+        [question.lstrip() for question in batch["question"]],
+        batch["context"],
+        truncation="only_second",
+        max_length=max_length,
+        stride=stride,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+        padding=False,
+    )
     samples, offsets = made.pop("overflow_to_sample_mapping"), made.pop("offset_mapping")
     starts, ends = [], []
     for number, places in enumerate(offsets):

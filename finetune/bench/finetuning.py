@@ -36,13 +36,9 @@ _WARM_UP = 0.1  # share of the steps that speed is not taken from: compilation, 
 
 def main(argv: Sequence[str]) -> int:
     """Run the comparison and print a line for each run and the medians, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(
-        prog="./launch.sh bench finetune", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="./launch.sh bench finetune", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("config", type=local_path, metavar="CONFIG", help="the task's YAML file")
-    parser.add_argument(
-        "--from", dest="start_from", type=local_text, metavar="DIR", help="checkpoint to start from"
-    )
+    parser.add_argument("--from", dest="start_from", type=local_text, metavar="DIR", help="checkpoint to start from")
     parser.add_argument("--seeds", type=int, default=3, help="runs of each (default: 3)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
@@ -180,19 +176,31 @@ def _train_peer(config: FinetuneConfig) -> dict[str, Any]:
     trainer = transformers.Trainer(
         model=model,
         args=transformers.TrainingArguments(
-            output_dir=str(config.folder / "trainer"), per_device_train_batch_size=settings.examples_per_step,
-            learning_rate=settings.learning_rate, max_steps=steps,
+            output_dir=str(config.folder / "trainer"),
+            per_device_train_batch_size=settings.examples_per_step,
+            learning_rate=settings.learning_rate,
+            max_steps=steps,
             warmup_steps=round(settings.warmup_share * steps),
-            lr_scheduler_type=settings.decay, weight_decay=config.optimizer.weight_decay,
-            adam_epsilon=config.optimizer.epsilon, max_grad_norm=config.engine.gradient_clip_norm,
-            bf16=config.engine.precision == "bf16", fp16=config.engine.precision == "fp16",
-            optim="adamw_torch_fused", save_strategy="no", eval_strategy="no", report_to=[], seed=config.seed,
-            disable_tqdm=True, logging_strategy="no", use_cpu=not torch.cuda.is_available(), per_device_eval_batch_size=32,
+            lr_scheduler_type=settings.decay,
+            weight_decay=config.optimizer.weight_decay,
+            adam_epsilon=config.optimizer.epsilon,
+            max_grad_norm=config.engine.gradient_clip_norm,
+            bf16=config.engine.precision == "bf16",
+            fp16=config.engine.precision == "fp16",
+            optim="adamw_torch_fused",
+            save_strategy="no",
+            eval_strategy="no",
+            report_to=[],
+            seed=config.seed,
+            disable_tqdm=True,
+            logging_strategy="no",
+            use_cpu=not torch.cuda.is_available(),
+            per_device_eval_batch_size=32,
         ),
         train_dataset=features,  # pyright: ignore[reportArgumentType]
         data_collator=collate,
         callbacks=[clock],
-    )  # fmt: skip
+    )
     trainer.train()
     windows = task.windows(held_out, encoder, training=False)
     logits = _predict(model.eval(), collate, windows, task.outputs, config.engine.precision)
@@ -244,9 +252,7 @@ def _features(windows: Any, head: str) -> list[dict[str, Any]]:
             tags[windows.asked[rows] - begin] = labels
             one["labels"] = tags.tolist()
         else:
-            one["start_positions"], one["end_positions"] = (
-                int(labels[:, column].argmax()) for column in (0, 1)
-            )
+            one["start_positions"], one["end_positions"] = (int(labels[:, column].argmax()) for column in (0, 1))
         features.append(one)
     return features
 

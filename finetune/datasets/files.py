@@ -46,20 +46,14 @@ def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
         InputError: no such file, damaged, or not of this encoding.
     """
     if not path.is_file():
-        raise InputError(
-            f"{path}: {'a folder, not a file' if path.is_dir() else 'not found'}. Check the path."
-        )
+        raise InputError(f"{path}: {'a folder, not a file' if path.is_dir() else 'not found'}. Check the path.")
     try:
         with _COMPRESSED.get(path.suffix, open)(path, "rb") as file:
             raw: bytes = file.read()  # pyright: ignore[reportAssignmentType]
     except (OSError, EOFError, lzma.LZMAError, zlib.error) as error:
         reason = " ".join(str(getattr(error, "strerror", None) or error).split()) or type(error).__name__
         raise InputError(f"{path}: cannot be read ({reason}). Fetch it again, or check its rights.") from None
-    mark = (
-        codecs.BOM_UTF8
-        if codecs.lookup(encoding).name == "utf-8" and raw.startswith(codecs.BOM_UTF8)
-        else b""
-    )
+    mark = codecs.BOM_UTF8 if codecs.lookup(encoding).name == "utf-8" and raw.startswith(codecs.BOM_UTF8) else b""
     try:
         return raw[len(mark) :].decode(encoding)
     except UnicodeDecodeError as error:

@@ -48,45 +48,95 @@ _ACCURACY_F1 = ("accuracy", "f1", "accuracy_and_f1")
 
 TASKS: dict[str, GlueTask] = {
     "cola": GlueTask(
-        title="CoLA", text=3, pair=None, label=1, labels={"0": "unacceptable", "1": "acceptable"},
-        scores=("matthews", "accuracy"), metric="matthews", header=False,
+        title="CoLA",
+        text=3,
+        pair=None,
+        label=1,
+        labels={"0": "unacceptable", "1": "acceptable"},
+        scores=("matthews", "accuracy"),
+        metric="matthews",
+        header=False,
     ),
     "sst2": GlueTask(
-        title="SST-2", text="sentence", pair=None, label="label", labels={"0": "negative", "1": "positive"},
-        scores=("accuracy",), metric="accuracy", folders=("sst",),
+        title="SST-2",
+        text="sentence",
+        pair=None,
+        label="label",
+        labels={"0": "negative", "1": "positive"},
+        scores=("accuracy",),
+        metric="accuracy",
+        folders=("sst",),
     ),
     "mrpc": GlueTask(
-        title="MRPC", text="#1 String", pair="#2 String", label="Quality",
-        labels={"0": "not_equivalent", "1": "equivalent"}, scores=_ACCURACY_F1, metric="accuracy_and_f1",
+        title="MRPC",
+        text="#1 String",
+        pair="#2 String",
+        label="Quality",
+        labels={"0": "not_equivalent", "1": "equivalent"},
+        scores=_ACCURACY_F1,
+        metric="accuracy_and_f1",
     ),
     "stsb": GlueTask(
-        title="STS-B", text="sentence1", pair="sentence2", label="score", labels={},
-        scores=("pearson", "spearman", "pearson_and_spearman"), metric="pearson_and_spearman", folders=("sts",),
+        title="STS-B",
+        text="sentence1",
+        pair="sentence2",
+        label="score",
+        labels={},
+        scores=("pearson", "spearman", "pearson_and_spearman"),
+        metric="pearson_and_spearman",
+        folders=("sts",),
     ),
     "qqp": GlueTask(
-        title="QQP", text="question1", pair="question2", label="is_duplicate",
-        labels={"0": "not_duplicate", "1": "duplicate"}, scores=_ACCURACY_F1, metric="accuracy_and_f1",
+        title="QQP",
+        text="question1",
+        pair="question2",
+        label="is_duplicate",
+        labels={"0": "not_duplicate", "1": "duplicate"},
+        scores=_ACCURACY_F1,
+        metric="accuracy_and_f1",
         folders=("qqpclean",),
     ),
     "mnli": GlueTask(
-        title="MNLI", text="sentence1", pair="sentence2", label="gold_label",
+        title="MNLI",
+        text="sentence1",
+        pair="sentence2",
+        label="gold_label",
         labels={name: name for name in ("entailment", "neutral", "contradiction")},
-        scores=("accuracy",), metric="accuracy", folders=("multinli",),
-        dev=("dev_matched", "dev_mismatched"), test=("test_matched", "test_mismatched", "diagnostic"),
+        scores=("accuracy",),
+        metric="accuracy",
+        folders=("multinli",),
+        dev=("dev_matched", "dev_mismatched"),
+        test=("test_matched", "test_mismatched", "diagnostic"),
     ),
     "qnli": GlueTask(
-        title="QNLI", text="question", pair="sentence", label="label", labels=_NLI,
-        scores=("accuracy",), metric="accuracy", folders=("qnliv2",),
+        title="QNLI",
+        text="question",
+        pair="sentence",
+        label="label",
+        labels=_NLI,
+        scores=("accuracy",),
+        metric="accuracy",
+        folders=("qnliv2",),
     ),
     "rte": GlueTask(
-        title="RTE", text="sentence1", pair="sentence2", label="label", labels=_NLI,
-        scores=("accuracy",), metric="accuracy",
+        title="RTE",
+        text="sentence1",
+        pair="sentence2",
+        label="label",
+        labels=_NLI,
+        scores=("accuracy",),
+        metric="accuracy",
     ),
     "wnli": GlueTask(
-        title="WNLI", text="sentence1", pair="sentence2", label="label",
-        labels={"0": "not_entailment", "1": "entailment"}, scores=("accuracy",), metric="accuracy",
+        title="WNLI",
+        text="sentence1",
+        pair="sentence2",
+        label="label",
+        labels={"0": "not_entailment", "1": "entailment"},
+        scores=("accuracy",),
+        metric="accuracy",
     ),
-}  # fmt: skip
+}
 
 
 # ---------------------------------------------------------------- files
@@ -155,9 +205,7 @@ def _task_folder(name: str, folder: Path | str) -> Path:
     """The folder with the task's training set: below `folder`, or that itself."""
     folder = Path(folder).expanduser()
     if not folder.is_dir():
-        raise InputError(
-            f"classification.glue_dir: {folder}: no such folder. Give the one with GLUE's downloads."
-        )
+        raise InputError(f"classification.glue_dir: {folder}: no such folder. Give the one with GLUE's downloads.")
     below = {_plain(item.name): item for item in sorted(folder.iterdir()) if item.is_dir()}
     for known in (name, *TASKS[name].folders):
         if known in below:
@@ -232,9 +280,7 @@ def _read_mrpc(place: Path, split: str) -> Table | None:
     table = read_table(source, [*wanted.values(), *ids], layout=Layout("tsv", quoting="none"))
     pairs = zip(table.columns[ids[0]], table.columns[ids[1]], strict=True)
     rows = [row for row, pair in enumerate(pairs) if (pair in held_out) == (split == "dev")]
-    kept: dict[Key, list[Any]] = {
-        column: [cells[row] for row in rows] for column, cells in table.columns.items()
-    }
+    kept: dict[Key, list[Any]] = {column: [cells[row] for row in rows] for column, cells in table.columns.items()}
     return _ours(Table(kept, table.source, [table.places[row] for row in rows], table.place), wanted, task)
 
 
@@ -287,9 +333,7 @@ def write_submission(
             raise InputError(f"{task}: GLUE takes no predictions of {part!r}; it takes {', '.join(known)}.")
         name, rows = _SUBMISSIONS[task, part]
         if len(items) != rows:
-            logger.warning(
-                "%s: %d predictions, but the official test set has %d rows", name, len(items), rows
-            )
+            logger.warning("%s: %d predictions, but the official test set has %d rows", name, len(items), rows)
         path = Path(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_open(path) as file:
@@ -353,8 +397,7 @@ def format_table(results: Results, *, name: str = "ours", split: str = "dev") ->
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     text = "\n".join(
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in lines
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
     )
     note = f"{len(there)} of {len(COLUMNS)} columns" + (f"; missing: {', '.join(missing)}" if missing else "")
     return f"{text}\n\nF1 of QQP and MRPC, Matthews of CoLA, Spearman of STS-B, otherwise accuracy. {note}.\n"

@@ -80,9 +80,7 @@ def _set(cell: Any, separator: str, where: str) -> tuple[str, ...]:
         except (ValueError, RecursionError):
             parts = None
     if not isinstance(parts, list):
-        raise InputError(
-            f"{where}: labels {shown(cell)}: not a JSON list. Write one, or set `label_separator`."
-        )
+        raise InputError(f"{where}: labels {shown(cell)}: not a JSON list. Write one, or set `label_separator`.")
     return tuple(dict.fromkeys(_name(part, where) for part in parts))
 
 
@@ -101,6 +99,4 @@ def _renamed(value: str, names: Mapping[str, str], where: str) -> str:
         return name
     near = difflib.get_close_matches(value, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {listed(names)}."
-    raise InputError(
-        f"{where}: label {shown(value)} is not among those of the training set or `labels`; {hint}"
-    )
+    raise InputError(f"{where}: label {shown(value)} is not among those of the training set or `labels`; {hint}")

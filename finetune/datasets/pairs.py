@@ -52,17 +52,13 @@ def spread(examples: np.ndarray, count: int, most: int) -> np.ndarray:
     return (np.cumsum(counts) - counts)[example] + number
 
 
-def _with_whole(
-    shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, room: int, overlap: int
-) -> np.ndarray:
+def _with_whole(shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, room: int, overlap: int) -> np.ndarray:
     """int64 [5, F]: the shorter whole in each window."""
     pair, begin, length = slide(longer[pairs], room - shorter[pairs], overlap)
     return np.stack([pairs[pair], np.zeros_like(begin), shorter[pairs][pair], begin, length])
 
 
-def _side_by_side(
-    shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, room: int, overlap: int
-) -> np.ndarray:
+def _side_by_side(shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, room: int, overlap: int) -> np.ndarray:
     """int64 [5, F]: both in windows of half the room."""
     half = room // 2
     short, long = slide(shorter[pairs], half, overlap // 2), slide(longer[pairs], room - half, overlap // 2)

@@ -158,9 +158,7 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut:
     if isinstance(record, str):
         record = {"text": record}
     if not isinstance(record, Mapping):
-        raise InputError(
-            f'{where}: {_shown(record)} is no object; expected {{"text": ...}} or {{"tokens": [...]}}.'
-        )
+        raise InputError(f'{where}: {_shown(record)} is no object; expected {{"text": ...}} or {{"tokens": [...]}}.')
     entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
     text, tokens = record.get("text"), record.get("tokens")
     if text is not None and (not tokens or _are_objects(tokens)):
@@ -215,9 +213,7 @@ def _read_columns(
             if words:
                 document.append(words)
                 first, place = number - len(words), len(document) - 1
-                sentences.append(
-                    Sentence(words, tags, path, first, lined=True, document=document, place=place)
-                )
+                sentences.append(Sentence(words, tags, path, first, lined=True, document=document, place=place))
                 words, tags = [], None if tags is None else []
             if line:
                 document = []
@@ -250,9 +246,7 @@ def _begin_with_a_word_alone(lines: list[str]) -> bool:
     return len(_fields(first, "\t" in first)) == 1
 
 
-def _is_comment(
-    line: str, width: int, tabs: bool, token_column: int, label_column: int, *, words_alone: bool
-) -> bool:
+def _is_comment(line: str, width: int, tabs: bool, token_column: int, label_column: int, *, words_alone: bool) -> bool:
     """Whether a line before a sentence is no word: `#` with as many columns as the others and a tag is one.
 
     `width` and `tabs` are those of the file, or 0 before its first word; `words_alone`: its words have no columns beside.
@@ -264,9 +258,7 @@ def _is_comment(
         return width > 1 or not (width or words_alone)
     if (width and len(fields) != width) or not -len(fields) <= label_column < len(fields):
         return True
-    return label_column % len(fields) != token_column % len(fields) and not _TAG.fullmatch(
-        fields[label_column]
-    )
+    return label_column % len(fields) != token_column % len(fields) and not _TAG.fullmatch(fields[label_column])
 
 
 def _are_tagged(lines: list[str], label_column: int) -> bool:
@@ -306,9 +298,7 @@ def _without_language(sentences: list[Sentence], remarks: Remarks) -> list[Sente
     prefix = found[0]
     if not all(word.startswith(prefix) and word != prefix for one in sentences for word in one.words):
         return sentences
-    remarks.add(
-        f"every word begins with {prefix!r}, as in WikiANN's files; it is taken off", sentences[0].where()
-    )
+    remarks.add(f"every word begins with {prefix!r}, as in WikiANN's files; it is taken off", sentences[0].where())
     for one in sentences:
         # In place, since the documents hold the same lists.
         one.words[:] = [word[len(prefix) :] for word in one.words]  # pyright: ignore[reportIndexIssue]
@@ -331,9 +321,7 @@ def _json_records(path: str, lines: list[str]) -> Iterator[tuple[str, int, Any]]
 def _parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
     table = read_table(path, _COLUMNS, optional=_COLUMNS)
     if not table.columns.keys() & {"text", "tokens"}:
-        raise InputError(
-            f"{path}: neither a column tokens nor text. Name them so, with tags or entities beside them."
-        )
+        raise InputError(f"{path}: neither a column tokens nor text. Name them so, with tags or entities beside them.")
     for row in range(len(table)):
         yield table.where(row), 0, {name: cells[row] for name, cells in table.columns.items()}
 

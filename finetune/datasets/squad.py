@@ -175,9 +175,7 @@ def _document(path: str) -> Iterator[tuple[str, Any, Any]]:
         document = json.loads(text)
     except json.JSONDecodeError as error:
         hint = ' One object per line is called ".jsonl".' if error.msg == "Extra data" else ""
-        raise InputError(
-            f"{path}:{error.lineno}: not JSON, {error.msg} at column {error.colno}.{hint}"
-        ) from None
+        raise InputError(f"{path}:{error.lineno}: not JSON, {error.msg} at column {error.colno}.{hint}") from None
     except RecursionError:
         raise InputError(f"{path}: too deeply nested to be {_FORMS}.") from None
     except ValueError as error:  # a number of more digits than Python reads

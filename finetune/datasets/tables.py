@@ -62,9 +62,7 @@ class Table:
     source: str  # the file or data set, for messages
     places: Sequence[int]  # [N], the line or row of each, from 1 on
     place: str  # what stands between source and place: ":" before a line
-    classes: dict[Key, list[str]] = field(
-        default_factory=dict
-    )  # names a data set says its columns' classes have
+    classes: dict[Key, list[str]] = field(default_factory=dict)  # names a data set says its columns' classes have
     quoting: Quoting | None = None  # of a .tsv with quotes: how they were read
 
     def __len__(self) -> int:
@@ -142,9 +140,7 @@ def read_dataset(
     folder = Path(name).expanduser()
     if folder.is_dir():
         if split != "train" and not (folder / "dataset_dict.json").exists():
-            raise InputError(
-                f"{name}: has no splits, so no {split!r}. Name a folder written by a DatasetDict."
-            )
+            raise InputError(f"{name}: has no splits, so no {split!r}. Name a folder written by a DatasetDict.")
         source = source.model_copy(update={"dataset": str(folder)})
         dataset = sources.saved_dataset(source)
         names = dataset.column_names
@@ -251,9 +247,7 @@ def _quoting(path: Path, text: str, kind: Format, layout: Layout) -> Quoting:
     return "standard" if kind == "csv" else _quoting_shown(path, text, _delimiter(kind, layout))
 
 
-def _rows(
-    path: Path, text: str, kind: Format, delimiter: str, quoting: Quoting
-) -> Iterator[tuple[int, list[str]]]:
+def _rows(path: Path, text: str, kind: Format, delimiter: str, quoting: Quoting) -> Iterator[tuple[int, list[str]]]:
     """(line it begins on, fields) of each row that is not blank; of single columns, blank ones between others, too."""
     if kind == "lines":
         yield from ((number, line.split(None, 1)) for number, line in enumerate(_lines(text), 1) if line)
@@ -318,8 +312,11 @@ def _quoting_shown(path: Path, text: str, delimiter: str) -> Quoting:
         logger.warning(
             "%s:%d: the cell %s looks quoted, but %s; quotes are read as characters of the texts. If they are not, "
             "set `quoting: standard`.",
-            path, line, _shown(cell), "others have bare quotes" if is_bare else "nothing else shows that it is",
-        )  # fmt: skip
+            path,
+            line,
+            _shown(cell),
+            "others have bare quotes" if is_bare else "nothing else shows that it is",
+        )
     return "none"
 
 
@@ -337,9 +334,7 @@ def _is_rectangular(path: Path, text: str, delimiter: str) -> bool:
         return False
 
 
-def _chain(
-    line: int, fields: list[str], rows: Iterator[tuple[int, list[str]]]
-) -> Iterator[tuple[int, list[str]]]:
+def _chain(line: int, fields: list[str], rows: Iterator[tuple[int, list[str]]]) -> Iterator[tuple[int, list[str]]]:
     yield line, fields
     yield from rows
 
@@ -354,16 +349,12 @@ def _positions(path: Path, wanted: _Wanted, names: list[str], width: int) -> dic
         name = wanted.name(column, names)
         if isinstance(name, str):
             if names.count(name) > 1:
-                raise InputError(
-                    f"{path}:1: column {name!r} stands there {names.count(name)} times. Rename one."
-                )
+                raise InputError(f"{path}:1: column {name!r} stands there {names.count(name)} times. Rename one.")
             positions[column] = names.index(name)
             continue
         if column not in wanted.optional:
             there = f"it has {_listed(names)}" if names else f"its rows have {width}, numbered from 0"
-            raise InputError(
-                f"{path}:1: no column {column!r}; {there}. Set the column, `header` or `delimiter`."
-            )
+            raise InputError(f"{path}:1: no column {column!r}; {there}. Set the column, `header` or `delimiter`.")
     return positions
 
 
@@ -423,9 +414,7 @@ def _line_records(path: Path, text: str, whole: Any) -> Iterator[tuple[int, Any]
             try:
                 yield number, json.loads(line)
             except (ValueError, RecursionError) as error:
-                raise InputError(
-                    f"{path}:{number}: not JSON ({error}). Write one object on each line."
-                ) from None
+                raise InputError(f"{path}:{number}: not JSON ({error}). Write one object on each line.") from None
 
 
 # ---------------------------------------------------------------- Arrow
@@ -436,9 +425,7 @@ def _read_parquet(path: Path, wanted: _Wanted) -> Table:
     import pyarrow.parquet as pq
 
     if not path.is_file():
-        raise InputError(
-            f"{path}: {'a folder, not a file' if path.is_dir() else 'not found'}. Check the path."
-        )
+        raise InputError(f"{path}: {'a folder, not a file' if path.is_dir() else 'not found'}. Check the path.")
     try:
         with pq.ParquetFile(path) as file:
             schema = file.schema_arrow

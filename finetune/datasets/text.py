@@ -18,9 +18,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _CHUNK = 4096  # texts handed to the tokenizer at a time: its encodings take 100 times the memory of their ids
-_WORDS_A_LINE = (
-    64  # distinct words handed over as one text: a call and an encoding for each would take longest
-)
+_WORDS_A_LINE = 64  # distinct words handed over as one text: a call and an encoding for each would take longest
 
 
 @dataclass(frozen=True)
@@ -29,9 +27,7 @@ class Column:
 
     ids: np.ndarray  # int32 [T]
     starts: np.ndarray  # int64 [N + 1], token offset of each text
-    offsets: (
-        np.ndarray
-    )  # int32 [T, 2], first character of each token in its text, and the one behind its last
+    offsets: np.ndarray  # int32 [T, 2], first character of each token in its text, and the one behind its last
 
 
 class TextEncoder:
@@ -128,9 +124,7 @@ class TextEncoder:
     def _encode_whole(self, texts: list[str]) -> Column:
         ids, offsets = [np.zeros(0, np.int32)], [np.zeros((0, 2), np.int32)]
         for first in range(0, len(texts), _CHUNK):
-            for encoding in self.tokenizer.encode_batch(
-                texts[first : first + _CHUNK], add_special_tokens=False
-            ):
+            for encoding in self.tokenizer.encode_batch(texts[first : first + _CHUNK], add_special_tokens=False):
                 ids.append(np.array(encoding.ids, np.int32))
                 offsets.append(np.array(encoding.offsets, np.int32).reshape(-1, 2))
         starts = np.cumsum([len(one) for one in ids], dtype=np.int64)
@@ -145,9 +139,7 @@ class Framed:
     types: np.ndarray  # uint8 [T], 1 from the second text on
     starts: np.ndarray  # int64 [F + 1]
     first: np.ndarray  # int64 [F], row of the first text's first token
-    second: (
-        np.ndarray
-    )  # int64 [F], row of the second text's first token; that of the suffix where there is none
+    second: np.ndarray  # int64 [F], row of the second text's first token; that of the suffix where there is none
 
 
 Slices = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -173,9 +165,7 @@ def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> 
     return Framed(ids, types, starts, begins_PF[1], begins_PF[3] if second is not None else begins_PF[2])
 
 
-def slide(
-    lengths: np.ndarray, room: np.ndarray | int, overlap: int
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def slide(lengths: np.ndarray, room: np.ndarray | int, overlap: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut texts into overlapping windows: (text number, begin, length), int64 [F] each.
 
     A text of at most `room` tokens is one window (also an empty one); of a longer one, each window begins

@@ -46,9 +46,7 @@ class WordCuts:
         kept: words of several pieces, and how often each was seen.
     """
 
-    def __init__(
-        self, total: int, trigrams: Mapping[tuple[str, str, str], int], kept: Mapping[str, int]
-    ) -> None:
+    def __init__(self, total: int, trigrams: Mapping[tuple[str, str, str], int], kept: Mapping[str, int]) -> None:
         self._total, self._trigrams, self._kept = total, dict(trigrams), dict(kept)
         contexts: Counter[tuple[str, str]] = Counter()
         for (one, two, _), count in trigrams.items():

@@ -28,9 +28,7 @@ def cut_words(text: str) -> np.ndarray:
     orphans = (kinds == _MARK) & (carried == _SPACE)
     solid = np.where(orphans, _RUN, carried)
     before = np.concatenate([[_SPACE], solid[:-1]])
-    begins = (solid != _SPACE) & (
-        (before == _SPACE) | ((kinds != _MARK) & ((solid == _ALONE) | (before == _ALONE)))
-    )
+    begins = (solid != _SPACE) & ((before == _SPACE) | ((kinds != _MARK) & ((solid == _ALONE) | (before == _ALONE))))
     first = np.flatnonzero(begins)
     stops = np.append(np.flatnonzero(begins | (solid == _SPACE)), len(text))
     return np.stack([first, stops[np.searchsorted(stops, first, "right")]], axis=1)
@@ -56,6 +54,10 @@ def is_ideograph(character: str) -> bool:
     """The CJK blocks of google-research/bert tokenization.py, BasicTokenizer._is_chinese_char."""
     point = ord(character)
     return (
-        0x4E00 <= point <= 0x9FFF or 0x3400 <= point <= 0x4DBF or 0x20000 <= point <= 0x2A6DF
-        or 0x2A700 <= point <= 0x2CEAF or 0xF900 <= point <= 0xFAFF or 0x2F800 <= point <= 0x2FA1F
-    )  # fmt: skip
+        0x4E00 <= point <= 0x9FFF
+        or 0x3400 <= point <= 0x4DBF
+        or 0x20000 <= point <= 0x2A6DF
+        or 0x2A700 <= point <= 0x2CEAF
+        or 0xF900 <= point <= 0xFAFF
+        or 0x2F800 <= point <= 0x2FA1F
+    )

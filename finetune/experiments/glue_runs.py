@@ -30,9 +30,16 @@ class _Run:
 
 
 def run_glue(
-    path: Path | None, overrides: Sequence[str], *, folder: str = "", tasks: Sequence[str] = (), seeds: int = 1,
-    parallel: int = 0, submission: Path | None = None, dry_run: bool = False,
-) -> None:  # fmt: skip
+    path: Path | None,
+    overrides: Sequence[str],
+    *,
+    folder: str = "",
+    tasks: Sequence[str] = (),
+    seeds: int = 1,
+    parallel: int = 0,
+    submission: Path | None = None,
+    dry_run: bool = False,
+) -> None:
     """Fine-tune to GLUE's tasks in `folder`, and print and write the paper's table with our row.
 
     Args:
@@ -48,9 +55,7 @@ def run_glue(
     chosen = find_tasks(folder, tasks)
     configs = {name: _task_config(source, overrides, name, folder) for name in chosen}
     config = next(iter(configs.values()))
-    plans = {
-        name: runs.plan(one, alone=True, test_sets=submission is not None) for name, one in configs.items()
-    }
+    plans = {name: runs.plan(one, alone=True, test_sets=submission is not None) for name, one in configs.items()}
     # Small sets first: what is wrong shows early.
     order = sorted(configs, key=lambda name: plans[name].steps)
     members = [
@@ -85,9 +90,7 @@ def find_tasks(folder: str, asked: Sequence[str]) -> list[str]:
     there = glue.tasks_in(folder)
     for name in asked:
         if there.get(name, "missing"):
-            raise InputError(
-                f"--tasks {name}: {there.get(name) or f'{folder}: no folder {glue.TASKS[name].title}'}."
-            )
+            raise InputError(f"--tasks {name}: {there.get(name) or f'{folder}: no folder {glue.TASKS[name].title}'}.")
     if asked:
         return [name for name in glue.TASKS if name in asked]
     for name, missing in there.items():
@@ -108,10 +111,7 @@ def glue_results(tasks: Sequence[str], outcomes: Sequence[Outcome | None]) -> Re
     for name, outcome in zip(tasks, outcomes, strict=True):
         found.setdefault(name, []).append(outcome)
     return {
-        name: {
-            part: {score: one.mean for score, one in those.items()}
-            for part, those in spreads(members).items()
-        }
+        name: {part: {score: one.mean for score, one in those.items()} for part, those in spreads(members).items()}
         for name, members in found.items()
         if any(member and member.scores for member in members)
     }
@@ -123,10 +123,16 @@ def _size(name: str, plan: runs.Plan) -> str:
 
 
 def _write_results(config: FinetuneConfig, results: Results, seeds: int) -> None:
-    write_json(config.folder / RESULTS, {
-        "start_from": config.start_from, "seeds": seeds, "columns": [heading for heading, *_ in glue.COLUMNS],
-        "row": glue.paper_row(results), "results": results,
-    })  # fmt: skip
+    write_json(
+        config.folder / RESULTS,
+        {
+            "start_from": config.start_from,
+            "seeds": seeds,
+            "columns": [heading for heading, *_ in glue.COLUMNS],
+            "row": glue.paper_row(results),
+            "results": results,
+        },
+    )
 
 
 def _print_results(config: FinetuneConfig, results: Results, seeds: int) -> None:
@@ -190,9 +196,7 @@ def _submit(members: Sequence[_Run], outcomes: Sequence[Outcome | None], folder:
         predictions: dict[str, list[dict[str, Any]]] = {}
         for part, examples in predictor.task.read_test().items():
             predictions[part] = predictor.predict(examples)
-            write_predictions(
-                run / PREDICTIONS / f"{part}.jsonl", predictor.task, examples, predictions[part]
-            )
+            write_predictions(run / PREDICTIONS / f"{part}.jsonl", predictor.task, examples, predictions[part])
         written += glue.write_submission(name, predictions, folder)
     absent = [task.title for name, task in glue.TASKS.items() if name not in best]
     print(f"{folder}: {', '.join(path.name for path in written) or 'nothing, for want of test sets'}")

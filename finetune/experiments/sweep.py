@@ -100,9 +100,15 @@ def run_seeds(config: FinetuneConfig, seeds: int, *, parallel: int = 0, dry_run:
 
 
 def run_sweep(
-    path: Path, overrides: Sequence[str], grid: Grid, *, seeds: int = 1, parallel: int = 0,
-    keep: str = "best", dry_run: bool = False,
-) -> None:  # fmt: skip
+    path: Path,
+    overrides: Sequence[str],
+    grid: Grid,
+    *,
+    seeds: int = 1,
+    parallel: int = 0,
+    keep: str = "best",
+    dry_run: bool = False,
+) -> None:
     """Fine-tune with every combination of `grid`; print the table, best first, and write summary.json and best.yaml.
 
     Args:
@@ -184,24 +190,22 @@ def sweep_trials(
 ) -> list[tuple[Point, Trial]]:
     """The trials of all points, the seeds of one next to each other. Steps are not known yet."""
     if config.training.steps and any("training.epochs" in point.settings for point in points):
-        raise InputError(
-            "training.steps: is set and goes before training.epochs, so a grid of epochs has no use."
-        )
+        raise InputError("training.steps: is set and goes before training.epochs, so a grid of epochs has no use.")
     trials, folders = [], set()
     for point in points:
         chosen = load_config(path, [*overrides, *point.overrides])
         if point.folder in folders:
-            raise InputError(
-                f"--grid-set: two points would share the folder {point.folder}. Name one of them."
-            )
+            raise InputError(f"--grid-set: two points would share the folder {point.folder}. Name one of them.")
         folders.add(point.folder)
         for seed in range(config.seed, config.seed + seeds):
             several = f"seed-{seed}" if seeds > 1 else ""
             label = f"{point.label}, seed {seed}" if several else point.label
             one = trial_config(
-                chosen, "-".join(filter(None, [point.name, several])),
-                folder=config.folder / point.folder / f"seed-{seed}", seed=seed,
-            )  # fmt: skip
+                chosen,
+                "-".join(filter(None, [point.name, several])),
+                folder=config.folder / point.folder / f"seed-{seed}",
+                seed=seed,
+            )
             trials.append((point, Trial(label, one, 0)))
     return trials
 
@@ -234,9 +238,7 @@ def rank(points: Sequence[Point], outcomes: Sequence[Outcome | None]) -> list[tu
         (point, Spread.of([outcomes[number].score for number in numbers]))  # pyright: ignore
         for point, numbers in _by_point(points, outcomes)
     ]
-    failed = Counter(
-        point.label for point, outcome in zip(points, outcomes, strict=True) if outcome and outcome.error
-    )
+    failed = Counter(point.label for point, outcome in zip(points, outcomes, strict=True) if outcome and outcome.error)
 
     def place(one: tuple[Point, Spread | None]) -> tuple[bool, int, float]:
         point, spread = one
@@ -279,8 +281,7 @@ def summary(trials: Sequence[Trial], outcomes: Sequence[Outcome | None]) -> dict
         "metric": _metric(outcomes),
         **counts(outcomes),
         "scores": {
-            part: {name: vars(spread) for name, spread in those.items()}
-            for part, those in spreads(outcomes).items()
+            part: {name: vars(spread) for name, spread in those.items()} for part, those in spreads(outcomes).items()
         },
         "each": [as_data(trial, outcome) for trial, outcome in zip(trials, outcomes, strict=True)],
     }
@@ -355,9 +356,14 @@ def show(table: Table) -> None:
 
 
 def _tell_best(
-    config: FinetuneConfig, path: Path, overrides: Sequence[str], points: Sequence[Point],
-    trials: Sequence[Trial], outcomes: Sequence[Outcome | None], best: Point,
-) -> None:  # fmt: skip
+    config: FinetuneConfig,
+    path: Path,
+    overrides: Sequence[str],
+    points: Sequence[Point],
+    trials: Sequence[Trial],
+    outcomes: Sequence[Outcome | None],
+    best: Point,
+) -> None:
     """Write best.yaml, a run of its own, and say where the best run's model is."""
     chosen = load_config(path, [*overrides, *best.overrides])
     chosen = chosen.model_copy(update={"name": f"{config.name[:58]}-best", "run_dir": ""})

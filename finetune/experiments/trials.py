@@ -256,9 +256,13 @@ def as_data(trial: Trial, outcome: Outcome | None) -> dict[str, Any]:
 
 
 def _run(
-    config: FinetuneConfig, trials: Sequence[Trial], outcomes: list[Outcome | None], pending: list[int],
-    parallel: int, ended: Callable[[list[Outcome | None]], None],
-) -> Ran:  # fmt: skip
+    config: FinetuneConfig,
+    trials: Sequence[Trial],
+    outcomes: list[Outcome | None],
+    pending: list[int],
+    parallel: int,
+    ended: Callable[[list[Outcome | None]], None],
+) -> Ran:
     from cluster.trials.launch import Event, run_trials
     from cluster.trials.launch import Trial as Task
     from cluster.workers.launch import STOP_FILE
@@ -287,10 +291,14 @@ def _run(
             run_trials(
                 "finetune.train:main",
                 [
-                    Task(trials[number].config.folder, {
-                        "config": trials[number].config.model_dump(mode="json"), "resume": True,
-                        "test_sets": trials[number].test_sets,
-                    })
+                    Task(
+                        trials[number].config.folder,
+                        {
+                            "config": trials[number].config.model_dump(mode="json"),
+                            "resume": True,
+                            "test_sets": trials[number].test_sets,
+                        },
+                    )
                     for number in pending
                 ],
                 name=config.name,
@@ -300,7 +308,7 @@ def _run(
                 cpus_per_trial=config.scheduling.cpus_per_worker,
                 address=config.scheduling.address,
                 max_failures=config.scheduling.max_failures,
-            )  # fmt: skip
+            )
         except StoppedError as error:
             stopped = StoppedError(f"{' '.join(str(error).split())} The same command goes on.")
     return Ran(outcomes, stopped)
@@ -338,6 +346,4 @@ def _read(path: Path) -> dict[str, Any]:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InputError(
-            f"{path}: damaged ({error}). Remove {path.parent}; the run is then run again."
-        ) from None
+        raise InputError(f"{path}: damaged ({error}). Remove {path.parent}; the run is then run again.") from None

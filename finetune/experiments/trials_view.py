@@ -116,9 +116,7 @@ class View:
         pieces += [f"{self._failed} failed"] if self._failed else []
         pieces += [self._running_piece(number) for number in self._running] or ["starting"]
         if self._stop_file.exists():
-            return Text(
-                "  " + " · ".join([*pieces, "stopping"]), style="yellow", no_wrap=True, overflow="ellipsis"
-            )
+            return Text("  " + " · ".join([*pieces, "stopping"]), style="yellow", no_wrap=True, overflow="ellipsis")
         left = self.seconds_left()
         pieces += [] if left is None else [f"{clock(left)} left"]
         return Text("  " + " · ".join(pieces), style="cyan", no_wrap=True, overflow="ellipsis")

@@ -193,9 +193,7 @@ def count(gold: Tagged, predicted: Tagged, rule: Rule = "conlleval") -> Counts:
     )
 
 
-def compare(
-    gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], rule: Rule = "conlleval"
-) -> Counts:
+def compare(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], rule: Rule = "conlleval") -> Counts:
     """`count` over tags as text, a sequence for each sentence."""
     truth = tagged(gold)
     return count(truth, tagged(predicted, truth.names), rule)
@@ -232,9 +230,7 @@ def _is(prefixes: np.ndarray, *wanted: int) -> np.ndarray:
 
 def _refuse(prefixes: np.ndarray, unknown: tuple[int, ...], rule: str) -> None:
     if _is(prefixes, *unknown).any():
-        raise ValueError(
-            f"a tag begins with {' or '.join(PREFIXES[one] for one in unknown)}, which {rule} has not"
-        )
+        raise ValueError(f"a tag begins with {' or '.join(PREFIXES[one] for one in unknown)}, which {rule} has not")
 
 
 def _ragged(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:

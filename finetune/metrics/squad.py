@@ -62,11 +62,7 @@ def squad_v2(
     Raises:
         ValueError: no question of `golds` has a prediction.
     """
-    scores = {
-        question: score_v2(texts, answers[question])
-        for question, texts in golds.items()
-        if question in answers
-    }
+    scores = {question: score_v2(texts, answers[question]) for question, texts in golds.items() if question in answers}
     if not scores:
         raise ValueError("no question has a prediction")
     raw = dict(scores)
@@ -123,9 +119,7 @@ def score_v2(golds: Sequence[str], answer: str) -> tuple[float, float]:
     return _best([text for text in golds if normalize_answer(text)] or [""], answer, _f1_v2)
 
 
-def _best(
-    golds: Sequence[str], answer: str, f1: Callable[[list[str], list[str]], float]
-) -> tuple[float, float]:
+def _best(golds: Sequence[str], answer: str, f1: Callable[[list[str], list[str]], float]) -> tuple[float, float]:
     given = normalize_answer(answer)
     normalized = [normalize_answer(text) for text in golds]
     words = given.split()
@@ -158,6 +152,4 @@ def _expect_golds(golds: Golds) -> None:
         raise ValueError("no questions")
     bare = [question for question, texts in golds.items() if not texts]
     if bare:
-        raise ValueError(
-            f"{len(bare)} questions have no gold answer, first {bare[0]}: SQuAD v1.1 has none such"
-        )
+        raise ValueError(f"{len(bare)} questions have no gold answer, first {bare[0]}: SQuAD v1.1 has none such")

@@ -49,9 +49,7 @@ class LabelledStep:
     epoch: int  # of the first example
 
     def to(self, device: torch.device) -> LabelledStep:
-        return dataclasses.replace(
-            self, micro_batches=tuple(batch.to(device) for batch in self.micro_batches)
-        )
+        return dataclasses.replace(self, micro_batches=tuple(batch.to(device) for batch in self.micro_batches))
 
 
 class Batches:
@@ -70,9 +68,7 @@ class Batches:
         self.windows, self.budget = windows, budget
         self.rank, self.world_size = rank, world_size
         self._lengths_F = np.diff(windows.starts)
-        self._asked_of = np.searchsorted(
-            windows.asked, windows.starts
-        )  # [F + 1], offset of each window's rows
+        self._asked_of = np.searchsorted(windows.asked, windows.starts)  # [F + 1], offset of each window's rows
         numbers, self._first = np.unique(windows.examples, return_index=True)
         self.examples = len(numbers)
         self._windows_of = np.append(self._first, len(windows))  # [N + 1]
@@ -109,15 +105,11 @@ class Batches:
     def largest(self) -> LabelledStep:
         """One micro-batch of the longest examples, as full as the budget allows."""
         by_length = np.argsort(-self._tokens_N, kind="stable")
-        fitting = max(
-            1, int(np.searchsorted(np.cumsum(self._tokens_N[by_length]), self.budget, side="right"))
-        )
+        fitting = max(1, int(np.searchsorted(np.cumsum(self._tokens_N[by_length]), self.budget, side="right")))
         members = by_length[:fitting]
         batch = self._batch(members, draw(self._dropout_key, members))
         weight = float(batch.weights.sum())
-        return LabelledStep(
-            (batch,), len(members), int(self._tokens_N[members].sum()), weight or 1.0, epoch=0
-        )
+        return LabelledStep((batch,), len(members), int(self._tokens_N[members].sum()), weight or 1.0, epoch=0)
 
     def every_window(self) -> Iterator[LabelledBatch]:
         """All windows once over all ranks, by length; every rank yields the same number of batches.

@@ -19,9 +19,14 @@ from pretrain.model.precision import torch_dtype
 
 
 def inference_model(
-    task: Task[Any], released: Released, weights: Mapping[str, Tensor], device: torch.device, precision: Precision,
-    *, compile: bool = False,
-) -> TaskModel:  # fmt: skip
+    task: Task[Any],
+    released: Released,
+    weights: Mapping[str, Tensor],
+    device: torch.device,
+    precision: Precision,
+    *,
+    compile: bool = False,
+) -> TaskModel:
     """A model of the checkpoint's shape with `task`'s head and these weights, without dropout.
 
     Args:
@@ -29,17 +34,25 @@ def inference_model(
         precision: what they are rounded to.
     """
     model = TaskModel(
-        released.model, released.vocabulary_size, task.head, task.objective, task.outputs,
-        HEAD_ACTIVATION[released.family], compile=compile,
-    )  # fmt: skip
+        released.model,
+        released.vocabulary_size,
+        task.head,
+        task.objective,
+        task.outputs,
+        HEAD_ACTIVATION[released.family],
+        compile=compile,
+    )
     model.load_state_dict(weights)
     return model.eval().to(device, torch_dtype(precision))
 
 
 def predict_logits(
-    forward: Callable[[LabelledBatch], Output], batches: Batches, outputs: int, device: torch.device,
+    forward: Callable[[LabelledBatch], Output],
+    batches: Batches,
+    outputs: int,
+    device: torch.device,
     gather: Callable[[Any], list[Any]] = lambda mine: [mine],
-) -> np.ndarray:  # fmt: skip
+) -> np.ndarray:
     """float32 [R, C]: the logits of every row that a set asks for, on all ranks.
 
     Which windows share a forward pass does not depend on the number of ranks, so neither do the logits.

@@ -32,8 +32,7 @@ def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> 
 
     fates = [
         fate
-        if fate.fate.startswith("left out")
-        or not (reason := _why_left_out(fate.fate, config, task, released))
+        if fate.fate.startswith("left out") or not (reason := _why_left_out(fate.fate, config, task, released))
         else fate._replace(fate=f"left out: {reason}")
         for fate in released.fates
     ]

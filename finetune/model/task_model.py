@@ -46,12 +46,19 @@ class TaskModel(Encoder):
     """
 
     def __init__(
-        self, shape: Model, vocabulary_size: int, head: Head, objective: Objective, outputs: int, activation: str,
-        *, dropout: HeadDropout = _NO_DROPOUT, compile: bool = False, activation_checkpointing: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            shape, vocabulary_size, compile=compile, activation_checkpointing=activation_checkpointing
-        )
+        self,
+        shape: Model,
+        vocabulary_size: int,
+        head: Head,
+        objective: Objective,
+        outputs: int,
+        activation: str,
+        *,
+        dropout: HeadDropout = _NO_DROPOUT,
+        compile: bool = False,
+        activation_checkpointing: bool = False,
+    ) -> None:
+        super().__init__(shape, vocabulary_size, compile=compile, activation_checkpointing=activation_checkpointing)
         self.embeddings.tied = False
         self.loss = LOSSES[head, objective]
         self.every_row = head == "spans"

@@ -62,9 +62,7 @@ B = TypeVar("B", bound="DataclassInstance")
 def moved(batch: B, device: torch.device) -> B:
     """A dataclass with its tensors on `device`, copied without waiting where the memory is pinned."""
     there = {
-        name: value.to(device, non_blocking=True)
-        for name, value in _tensors(batch).items()
-        if value.device != device
+        name: value.to(device, non_blocking=True) for name, value in _tensors(batch).items() if value.device != device
     }
     return dataclasses.replace(batch, **there) if there else batch
 
@@ -91,9 +89,7 @@ class StepBatch:
 
     def to(self, device: torch.device) -> StepBatch:
         """The same with its micro-batches on `device`."""
-        return dataclasses.replace(
-            self, micro_batches=tuple(batch.to(device) for batch in self.micro_batches)
-        )
+        return dataclasses.replace(self, micro_batches=tuple(batch.to(device) for batch in self.micro_batches))
 
     def pinned(self) -> StepBatch:
         """The same with its micro-batches in page-locked memory."""
@@ -218,9 +214,7 @@ class BatchMaker:
         self._budget = config.engine.micro_batch_tokens
         self._next_sentence = config.pairs.next_sentence
         self._sampler = Sampler(shards, config.pairs, sequence_length=length, seed=seed, phase=phase)
-        self._masker = Masker(
-            shards, config.masking, sequence_length=length, max_predictions=settings.max_predictions
-        )
+        self._masker = Masker(shards, config.masking, sequence_length=length, max_predictions=settings.max_predictions)
 
     @property
     def samples_per_epoch(self) -> int:

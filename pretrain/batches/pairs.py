@@ -208,13 +208,9 @@ class Sampler:
         length_a -= cut_a
         length_b -= cut_b
         lengths = length_a + length_b + self.special_tokens
-        return Plan(
-            key, shard, begin_a, length_a, shard_b, begin_b, length_b, label.astype(np.int64), lengths
-        )
+        return Plan(key, shard, begin_a, length_a, shard_b, begin_b, length_b, label.astype(np.int64), lengths)
 
-    def _full_sentences(
-        self, key: np.ndarray, documents: _Documents, anchor: np.ndarray, target: np.ndarray
-    ) -> Plan:
+    def _full_sentences(self, key: np.ndarray, documents: _Documents, anchor: np.ndarray, target: np.ndarray) -> Plan:
         corpus, shard = self._corpus, documents.shard
         begin = corpus.offset(shard, anchor)
         end = corpus.first_at_least(shard, anchor + 1, documents.last + 1, begin + target + 1) - 1
@@ -245,9 +241,7 @@ class _Corpus:
         self._sentences = _Joined([np.asarray(shard.sentences).view(np.int64) for shard in ordered])
         self._rows = _Joined([np.asarray(shard.documents).view(np.int64).reshape(-1) for shard in ordered])
         self.tokens = _Joined([shard.tokens for shard in ordered])
-        self._mapped = [
-            array for shard in ordered for array in (shard.sentences, shard.documents, shard.tokens)
-        ]
+        self._mapped = [array for shard in ordered for array in (shard.sentences, shard.documents, shard.tokens)]
         self._large = sum(array.nbytes for array in self._mapped) > _KEEP_MAPPED
         self._looked_up = 0
         self._first_document = np.cumsum([0, *(len(shard.documents) - 1 for shard in ordered)])
@@ -304,9 +298,7 @@ class _Corpus:
         """Token offset at which sentences begin; int64 [B]."""
         return self._sentences.at(shard, sentence)
 
-    def first_at_least(
-        self, shard: np.ndarray, low: np.ndarray, high: np.ndarray, offset: np.ndarray
-    ) -> np.ndarray:
+    def first_at_least(self, shard: np.ndarray, low: np.ndarray, high: np.ndarray, offset: np.ndarray) -> np.ndarray:
         """The first sentence in [low, high) that begins at or after `offset`, or `high`; a binary search."""
         low, high = low.copy(), high.copy()
         for _ in range(int((high - low).max(initial=0)).bit_length()):
@@ -376,9 +368,7 @@ def _forget(array: np.ndarray) -> None:
         array.base.madvise(mmap.MADV_DONTNEED)
 
 
-def _window(
-    begin: np.ndarray, length: np.ndarray, most: int, bits: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _window(begin: np.ndarray, length: np.ndarray, most: int, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Of a span longer than `most` tokens (a sentence without end) a window of `most`, uniform over it."""
     spare = np.maximum(length - most, 0)
     return begin + below(bits, spare + 1), length - spare

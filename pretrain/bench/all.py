@@ -66,18 +66,36 @@ def jobs(corpus: Path, text: Path, *, quick: bool) -> list[Job]:
     return [
         *(
             Job.of(
-                f"step {size} @{length}", "step", "--corpus", corpus, "--sizes", size, "--lengths", length,
-                "--repeats", count, "--peers", *peers,
+                f"step {size} @{length}",
+                "step",
+                "--corpus",
+                corpus,
+                "--sizes",
+                size,
+                "--lengths",
+                length,
+                "--repeats",
+                count,
+                "--peers",
+                *peers,
             )
             for size, count in repeats.items()
             for length in LENGTHS
         ),
         Job.of("loader", "loader", "--corpus", corpus, "--lengths", *LENGTHS),
         Job.of(
-            "prepare", "prepare", "--file", text, "--vocabulary", corpus, "--limit-mb", 10 if quick else 50,
-            "--repeats", 5,
+            "prepare",
+            "prepare",
+            "--file",
+            text,
+            "--vocabulary",
+            corpus,
+            "--limit-mb",
+            10 if quick else 50,
+            "--repeats",
+            5,
         ),
-    ]  # fmt: skip
+    ]
 
 
 def collect(planned: list[Job], out: Path, about: dict[str, Any], inputs: dict[str, str]) -> Results:
@@ -114,13 +132,14 @@ def _parser() -> argparse.ArgumentParser:
         epilog="Exit codes: 0 done, 2 your input, 3 a benchmark failed; its row says why, the others are measured.",
         allow_abbrev=False,
     )
+    parser.add_argument("--corpus", type=local_path, required=True, metavar="DIR", help="prepared corpus folder")
     parser.add_argument(
-        "--corpus", type=local_path, required=True, metavar="DIR", help="prepared corpus folder"
-    )
-    parser.add_argument(
-        "--text", type=local_path, required=True, metavar="FILE",
+        "--text",
+        type=local_path,
+        required=True,
+        metavar="FILE",
         help="WikiExtractor file to prepare: its first 50 MB, with --quick 10 MB",
-    )  # fmt: skip
+    )
     parser.add_argument("--quick", action="store_true", help="without BERT-Base, and with less text")
     parser.add_argument(
         "--out",

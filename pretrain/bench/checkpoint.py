@@ -29,9 +29,7 @@ _VOCABULARY = 30522
 
 def main(argv: list[str]) -> int:
     """Run the comparison and print a table, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(
-        prog="./launch.sh bench checkpoint", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="./launch.sh bench checkpoint", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--size", default="base", help="model size (default: base)")
     parser.add_argument("--zero", type=int, default=1, choices=[0, 1, 2, 3], help="ZeRO stage (default: 1)")
     parser.add_argument("--rounds", type=int, default=5, help="saves of each kind; the median is reported")
@@ -39,9 +37,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)
     config = bench_config("unused", options.size, 128, 8)
-    config = config.model_copy(
-        update={"engine": config.engine.model_copy(update={"zero_stage": options.zero})}
-    )
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"zero_stage": options.zero})})
     with (
         tempfile.TemporaryDirectory(prefix="bench-checkpoint-", dir=options.dir) as folder,
         process_group(Worker()),
@@ -80,9 +76,7 @@ def _engine(config: RunConfig) -> Engine:
     model = PretrainingModel(config.model, _VOCABULARY, True, compile=False)
     return Engine(
         model,
-        lambda named: make_optimizer(
-            config.optimizer, parameter_groups(named, config.optimizer.weight_decay)
-        ),
+        lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.optimizer.weight_decay)),
         config.engine,
     )
 

@@ -77,9 +77,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("a", type=local_path, metavar="A.json", help="bench.json of before")
     parser.add_argument("b", type=local_path, metavar="B.json", help="bench.json of after")
     parser.add_argument(
-        "--threshold", type=float, default=0.05, metavar="SHARE",
+        "--threshold",
+        type=float,
+        default=0.05,
+        metavar="SHARE",
         help="least change that counts (default: 0.05, which is 5 %%)",
-    )  # fmt: skip
+    )
     return parser
 
 
@@ -94,12 +97,19 @@ def _change(a: Figure, b: Figure) -> float:
 def _table(a: Results, b: Results, threshold: float) -> list[str]:
     rows = [
         (
-            one.what, one.unit, number(one.ours.median), span(one.ours), number(other.ours.median),
-            span(other.ours), f"{_change(one.ours, other.ours):+.1%}", _change_beside(one.peer, other.peer, one, other),
-            _change_beside(one.ratio, other.ratio, one, other), verdict(*judged(one, other), threshold),
+            one.what,
+            one.unit,
+            number(one.ours.median),
+            span(one.ours),
+            number(other.ours.median),
+            span(other.ours),
+            f"{_change(one.ours, other.ours):+.1%}",
+            _change_beside(one.peer, other.peer, one, other),
+            _change_beside(one.ratio, other.ratio, one, other),
+            verdict(*judged(one, other), threshold),
         )
         for one, other in _pairs(a, b)
-    ]  # fmt: skip
+    ]
     return aligned([_HEADINGS, *rows], _TO_THE_RIGHT) if rows else ["no row is in both files"]
 
 

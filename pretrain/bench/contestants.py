@@ -46,7 +46,7 @@ class Entry:
 
 def bench_config(
     corpus: str, size: str, length: int, sequences: int, *, rate: float = 1e-4, precision: str = "auto", **model: Any
-) -> RunConfig:  # fmt: skip
+) -> RunConfig:
     """A run without end of `sequences` a step, each step one micro-batch; `model` adds to its section.
 
     Its precision is settled for this machine, and is also that of those it is compared with.
@@ -270,24 +270,30 @@ class Peer:
 
         shape = config.model
         self._device, dtype = device, torch_dtype(config.engine.precision)
-        self._autocast = functools.partial(
-            torch.autocast, device.type, dtype=dtype, enabled=dtype is not torch.float32
-        )
+        self._autocast = functools.partial(torch.autocast, device.type, dtype=dtype, enabled=dtype is not torch.float32)
         self._model = transformers.BertForPreTraining(
             transformers.BertConfig(
-                vocab_size=vocabulary_size, hidden_size=shape.hidden, num_hidden_layers=shape.layers,
-                num_attention_heads=shape.heads, intermediate_size=shape.intermediate,
-                max_position_embeddings=shape.max_positions, hidden_dropout_prob=shape.hidden_dropout,
-                attention_probs_dropout_prob=shape.attention_dropout, attn_implementation=attention,  # pyright: ignore[reportCallIssue]
+                vocab_size=vocabulary_size,
+                hidden_size=shape.hidden,
+                num_hidden_layers=shape.layers,
+                num_attention_heads=shape.heads,
+                intermediate_size=shape.intermediate,
+                max_position_embeddings=shape.max_positions,
+                hidden_dropout_prob=shape.hidden_dropout,
+                attention_probs_dropout_prob=shape.attention_dropout,
+                attn_implementation=attention,  # pyright: ignore[reportCallIssue]
             )
-        ).to(device)  # fmt: skip  # pyright: ignore[reportArgumentType]
+        ).to(device)  # pyright: ignore[reportArgumentType]
         self._model.train()
         self._forward = torch.compile(self._model, dynamic=True) if compiled else self._model
         choice = config.optimizer
         self._optimizer = torch.optim.AdamW(
-            parameter_groups_of_peer(self._model, choice.weight_decay), lr=0.0, betas=(choice.beta1, choice.beta2),
-            eps=choice.epsilon, fused=True,
-        )  # fmt: skip
+            parameter_groups_of_peer(self._model, choice.weight_decay),
+            lr=0.0,
+            betas=(choice.beta1, choice.beta2),
+            eps=choice.epsilon,
+            fused=True,
+        )
 
     def ready(self, step: StepBatch) -> list[dict[str, Tensor]]:
         """The step's micro-batches, padded; not timed."""
@@ -345,7 +351,9 @@ def pad(batch: MicroBatch) -> dict[str, Tensor]:
     labels_T[batch.masked_rows] = batch.masked_labels
     padded = {}
     for name, values, filler in (
-        ("input_ids", batch.input_ids, 0), ("token_type_ids", batch.token_types, 0), ("labels", labels_T, -100),
-    ):  # fmt: skip
+        ("input_ids", batch.input_ids, 0),
+        ("token_type_ids", batch.token_types, 0),
+        ("labels", labels_T, -100),
+    ):
         padded[name] = torch.full((sequences, longest), filler, device=device).masked_scatter(real, values)
     return {**padded, "attention_mask": real.long(), "next_sentence_label": batch.nsp_labels}

@@ -40,9 +40,7 @@ _RESUME_SHARDS, _RESUME_TOKENS = 141, 100_000_000  # over 150 million samples of
 
 def main(argv: list[str]) -> int:
     """Run the comparison and print a table, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(
-        prog="./launch.sh bench loader", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="./launch.sh bench loader", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--corpus", type=local_path, help="prepared corpus folder (default: a synthetic one)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512], help="sequence lengths")
     parser.add_argument("--sequences", type=int, default=256, help="sequences per batch")
@@ -171,16 +169,12 @@ def _one_source(
     _write_vocabulary(folder)
     table = np.stack((documents, sentences[documents]), axis=1).astype(np.uint64)
     shard = Shard("train-00000", "train", 0, tokens, sentences.astype(np.uint64), table)
-    return TokenShards(
-        folder, "synthetic", VOCABULARY_SIZE, _special_ids(), [{"weight": 1.0}], [shard] * count
-    )
+    return TokenShards(folder, "synthetic", VOCABULARY_SIZE, _special_ids(), [{"weight": 1.0}], [shard] * count)
 
 
 def _write_vocabulary(folder: Path) -> None:
     words = [f"##p{i}" if i % 4 == 0 else f"w{i}" for i in range(VOCABULARY_SIZE - len(SPECIALS))]
-    (folder / "vocab.txt").write_text(
-        "".join(f"{entry}\n" for entry in (*SPECIALS, *words)), encoding="utf-8"
-    )
+    (folder / "vocab.txt").write_text("".join(f"{entry}\n" for entry in (*SPECIALS, *words)), encoding="utf-8")
 
 
 def _special_ids() -> dict[str, int]:
@@ -214,9 +208,7 @@ def _resume_here(folder: Path) -> dict[str, float]:
     began = time.perf_counter()
     shards = []
     for number in range(_RESUME_SHARDS):
-        arrays = (
-            np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("tokens", "sentences", "documents")
-        )
+        arrays = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("tokens", "sentences", "documents"))
         shards.append(Shard(f"train-{number:05d}", "train", 0, *arrays))
     corpus = TokenShards(folder, "synthetic", VOCABULARY_SIZE, _special_ids(), [{"weight": 1.0}], shards)
     step = RESUME_SAMPLE // 250
@@ -242,8 +234,7 @@ def _peak_mb() -> float:
 def _row(result: dict[str, Any]) -> str:
     rate, spread = result["sequences_per_second"], result["spread"]
     sides = ", ".join(
-        f"{name} {rate[name]:,.0f} ({spread[name][0]:,.0f}-{spread[name][1]:,.0f})"
-        for name in ("ours", "transformers")
+        f"{name} {rate[name]:,.0f} ({spread[name][0]:,.0f}-{spread[name][1]:,.0f})" for name in ("ours", "transformers")
     )
     low, high = result["ratio_spread"]
     return f"length {result['length']}: sequences per core-second: {sides}; ratio {result['ratio']:.1f} ({low:.1f}-{high:.1f})"

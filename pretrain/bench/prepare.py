@@ -90,12 +90,8 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="./launch.sh bench prepare", description=(__doc__ or "").split("\n")[0]
-    )
-    parser.add_argument(
-        "--file", type=local_path, help="WikiExtractor file (default: the installed docstrings)"
-    )
+    parser = argparse.ArgumentParser(prog="./launch.sh bench prepare", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--file", type=local_path, help="WikiExtractor file (default: the installed docstrings)")
     parser.add_argument("--limit-mb", type=float, default=0, help="only the first MB of it; 0 takes all")
     parser.add_argument(
         "--vocabulary",
@@ -469,9 +465,7 @@ def _load_dataset(folder: Path, vocabulary: Vocabulary) -> None:
     global _held
     import datasets
 
-    os.environ["TOKENIZERS_PARALLELISM"] = (
-        "false"  # num_proc is the parallelism; threads beside it only hinder
-    )
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # num_proc is the parallelism; threads beside it only hinder
     datasets.disable_progress_bars()
     datasets.disable_caching()
     _held = datasets.load_from_disk(folder), vocabulary.transformers_tokenizer()
@@ -489,9 +483,7 @@ def _map_dataset(folder: Path) -> int:
         "num_proc": _cores() if _cores() > 1 else None,
         "load_from_cache_file": False,
     }
-    tokenised = dataset.map(
-        tokenize, remove_columns=["text"], cache_file_name=str(folder / "tokens.arrow"), **settings
-    )
+    tokenised = dataset.map(tokenize, remove_columns=["text"], cache_file_name=str(folder / "tokens.arrow"), **settings)
     grouped = tokenised.map(group_texts, cache_file_name=str(folder / "sequences.arrow"), **settings)
     return len(grouped) * SEQUENCE_LENGTH
 
@@ -514,13 +506,9 @@ def check_ids(file: Path, vocabulary: Vocabulary) -> dict[str, Any]:
     theirs = vocabulary.transformers_tokenizer()
     texts = ("\n".join(lines) for lines in read_documents(file) if lines)
     checked, mismatches, examples = 0, 0, []
-    for batch, tokens, offsets in token_batches(
-        texts, vocabulary.tokenizer(), lowercase=vocabulary.lowercase
-    ):
+    for batch, tokens, offsets in token_batches(texts, vocabulary.tokenizer(), lowercase=vocabulary.lowercase):
         sentences = "\n".join(batch).split("\n")
-        encoded = theirs(
-            sentences, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False
-        )
+        encoded = theirs(sentences, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
         bounds = itertools.pairwise(offsets.tolist())
         for sentence, wanted, (begin, end) in zip(sentences, encoded["input_ids"], bounds, strict=True):
             ours = tokens[begin:end].tolist()
@@ -546,15 +534,11 @@ def measure_memory(file: Path, vocabulary: Vocabulary, scratch: Path) -> list[di
             folder = scratch / "prepared"
             config = scratch / "prepare.yaml"  # JSON is YAML
             config.write_text(json.dumps(_settings(copies, folder, given)), encoding="utf-8")
-            peak = _peak_memory(
-                [sys.executable, "-m", "pretrain", "prepare", str(config)], scratch / "prepare.log"
-            )
+            peak = _peak_memory([sys.executable, "-m", "pretrain", "prepare", str(config)], scratch / "prepare.log")
             source = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sources"][0]
             figures = {name: source[name] for name in ("documents", "duplicates")}
             rows.append(
-                {"copies": count, "megabytes": copies.stat().st_size / 1e6, "vocabulary": kind}
-                | peak
-                | figures
+                {"copies": count, "megabytes": copies.stat().st_size / 1e6, "vocabulary": kind} | peak | figures
             )
             shutil.rmtree(folder)
     return rows

@@ -20,9 +20,7 @@ WARM_UP_SHARE = 0.1
 
 def main(argv: list[str]) -> int:
     """Run the comparison and print held-out losses over time, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(
-        prog="./launch.sh bench quality", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="./launch.sh bench quality", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--corpus", required=True, help="prepared corpus folder")
     parser.add_argument("--size", default="mini", help="model size (default: mini)")
     parser.add_argument("--length", type=int, default=128, help="sequence length")
@@ -35,9 +33,7 @@ def main(argv: list[str]) -> int:
         default="eager",
         help="kind of peer, as in `bench step`, which tells the fastest",
     )
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON at the end instead of lines on the way"
-    )
+    parser.add_argument("--json", action="store_true", help="print JSON at the end instead of lines on the way")
     options = parser.parse_args(argv)
     result = compare(options)
     if options.json:
@@ -64,9 +60,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
                 print(f"{share * options.minutes:6.1f} min each   held-out MLM loss   {words}", flush=True)
     sequences = {name: runner.steps * options.sequences for name, runner in runners.items()}
     if not options.json:
-        print(
-            f"sequences seen: {sequences}; difference {curve[-1]['transformers'] - curve[-1]['ours']:.4f} nats"
-        )
+        print(f"sequences seen: {sequences}; difference {curve[-1]['transformers'] - curve[-1]['ours']:.4f} nats")
     return {"options": vars(options), "sequences": sequences, "curve": curve}
 
 

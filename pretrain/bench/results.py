@@ -188,9 +188,7 @@ def prepare_rows(result: dict[str, Any]) -> list[Row]:
     """Rows of `bench prepare --json`, held against reading the file."""
     return [
         _prepare_row(result, "prepare", "datasets", "text to shards", "datasets.map of run_mlm"),
-        _prepare_row(
-            result, "prepare", "tokenizers", "text to shards, peer to ids alone", "encode_batch_fast"
-        ),
+        _prepare_row(result, "prepare", "tokenizers", "text to shards, peer to ids alone", "encode_batch_fast"),
         _prepare_row(result, "tokenise", "tokenizers", "sentences to ids", "encode_batch_fast"),
     ]
 
@@ -251,9 +249,16 @@ def cells(row: Row) -> tuple[str, ...]:
     """The row as text, a string per heading."""
     limit = (number(row.limit.value), share(row.limit.share)) if row.limit else ("-", "-")
     return (
-        row.what, row.unit, number(row.ours.median), span(row.ours), row.peer_name, number(row.peer.median),
-        f"{row.ratio.median:.2f}", f"({row.ratio.low:.2f}-{row.ratio.high:.2f})", *limit,
-    )  # fmt: skip
+        row.what,
+        row.unit,
+        number(row.ours.median),
+        span(row.ours),
+        row.peer_name,
+        number(row.peer.median),
+        f"{row.ratio.median:.2f}",
+        f"({row.ratio.low:.2f}-{row.ratio.high:.2f})",
+        *limit,
+    )
 
 
 def limits(results: Results) -> list[tuple[str, str, str]]:

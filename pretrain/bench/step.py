@@ -30,9 +30,7 @@ WARM_UP = 3  # steps that compile and fill the memory
 
 def main(argv: list[str]) -> int:
     """Run the comparison and print a table, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(
-        prog="./launch.sh bench step", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="./launch.sh bench step", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--corpus", required=True, help="prepared corpus folder: the real mix of lengths")
     parser.add_argument("--sizes", nargs="+", default=["mini"], help="model sizes (default: mini)")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 128], help="sequence lengths")
@@ -45,9 +43,7 @@ def main(argv: list[str]) -> int:
         choices=(*PEERS, BARE),
         help="kinds of peer, all in turn; bare is our model in a plain torch loop",
     )
-    parser.add_argument(
-        "--dropout", type=float, default=0.1, help="hidden dropout of both; 0 switches it off"
-    )
+    parser.add_argument("--dropout", type=float, default=0.1, help="hidden dropout of both; 0 switches it off")
     parser.add_argument(
         "--precision",
         choices=["auto", "bf16", "fp16", "fp32"],
@@ -55,9 +51,7 @@ def main(argv: list[str]) -> int:
         help="of all of them (default: auto, what is fastest here)",
     )
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's default")
-    parser.add_argument(
-        "--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu"
-    )
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)
     if options.threads:
@@ -70,9 +64,7 @@ def main(argv: list[str]) -> int:
             if not options.json:
                 print(_row(results[-1]), flush=True)
     if options.json:
-        print(
-            json.dumps({"threads": torch.get_num_threads(), "torch": torch.__version__, "results": results})
-        )
+        print(json.dumps({"threads": torch.get_num_threads(), "torch": torch.__version__, "results": results}))
     return 0
 
 
@@ -85,9 +77,7 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
     )
     precision = config.engine.settled_precision
     count = options.repeats + WARM_UP
-    entries = {
-        kind: Entry(kind, config, device.type, options.threads, count) for kind in (OURS, *options.peers)
-    }
+    entries = {kind: Entry(kind, config, device.type, options.threads, count) for kind in (OURS, *options.peers)}
     contestants = {kind: Contestant(entry) for kind, entry in entries.items()}
     seconds: dict[str, list[float]] = {kind: [] for kind in contestants}  # per useful token
     losses: dict[str, list[float]] = {kind: [] for kind in contestants}
@@ -104,9 +94,7 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
         contestant.close()
     steps = _steps(shards, config, count)[WARM_UP:]
     tokens = sum(step.tokens for step in steps)
-    shares = sorted(
-        1 / (time * peak) for time, peak in zip(seconds[OURS], peaks, strict=True)
-    )  # per FLOP of a token
+    shares = sorted(1 / (time * peak) for time, peak in zip(seconds[OURS], peaks, strict=True))  # per FLOP of a token
     executed = _flops(executed_flops, config, shards, steps) / tokens
     theirs = [kind for kind in options.peers if kind != BARE] or [BARE]
     best = min(theirs, key=lambda kind: statistics.median(seconds[kind]))
@@ -126,9 +114,7 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
         "matmul_peak_gflops": statistics.median(peaks) / 1e9,
         "peak_fraction": executed * statistics.median(shares),
         "peak_fraction_spread": [executed * shares[0], executed * shares[-1]],
-        "model_flops_fraction": _flops(step_flops, config, shards, steps)
-        / tokens
-        * statistics.median(shares),
+        "model_flops_fraction": _flops(step_flops, config, shards, steps) / tokens * statistics.median(shares),
     }
 
 
@@ -145,9 +131,7 @@ def _steps(shards: TokenShards, config: RunConfig, count: int) -> list[StepBatch
     return steps
 
 
-def _flops(
-    count: Callable[..., float], config: RunConfig, shards: TokenShards, steps: list[StepBatch]
-) -> float:
+def _flops(count: Callable[..., float], config: RunConfig, shards: TokenShards, steps: list[StepBatch]) -> float:
     batches: list[MicroBatch] = [batch for step in steps for batch in step.micro_batches]
     return sum(count(config, shards.vocabulary_size, b.lengths, len(b.masked_rows)) for b in batches)
 

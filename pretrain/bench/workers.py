@@ -28,29 +28,21 @@ _WINDOW = 10  # steps
 
 def main(argv: list[str]) -> int:
     """Run the comparison and print a table, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(
-        prog="./launch.sh bench workers", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = argparse.ArgumentParser(prog="./launch.sh bench workers", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--corpus", required=True, help="prepared corpus folder")
     parser.add_argument("--size", default="mini", help="model size (default: mini)")
     parser.add_argument("--length", type=int, default=128, help="sequence length")
     parser.add_argument("--sequences", type=int, default=64, help="sequences per step")
     parser.add_argument("--steps", type=int, default=60, help=f"steps of each run, at least {2 * _WINDOW}")
-    parser.add_argument(
-        "--zero", nargs="+", type=int, default=[1, 3], choices=[0, 1, 2, 3], help="ZeRO stages"
-    )
-    parser.add_argument(
-        "--workers", nargs="+", type=int, default=[1, 2], help="numbers of workers; the first is 1x"
-    )
+    parser.add_argument("--zero", nargs="+", type=int, default=[1, 3], choices=[0, 1, 2, 3], help="ZeRO stages")
+    parser.add_argument("--workers", nargs="+", type=int, default=[1, 2], help="numbers of workers; the first is 1x")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each; the median is reported")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)
     if options.steps < 2 * _WINDOW:
         raise InputError(f"bench workers: --steps is {options.steps}; it takes at least {2 * _WINDOW}.")
     rows = measure(options)
-    text = (
-        json.dumps({"options": vars(options), "rows": rows}) if options.json else "\n".join(map(_line, rows))
-    )
+    text = json.dumps({"options": vars(options), "rows": rows}) if options.json else "\n".join(map(_line, rows))
     print(text)
     return 0
 
@@ -101,10 +93,13 @@ def _product(run: Path, way: dict[str, Any], options: argparse.Namespace) -> flo
     path = run.with_suffix(".yaml")
     path.write_text(dump(_config(options)))
     settings = {
-        "run_dir": run, "phases.0.steps": options.steps, "engine.zero_stage": way["zero"],
-        "tracking.log_every_steps": _WINDOW, "scheduling.workers": way["workers"],
+        "run_dir": run,
+        "phases.0.steps": options.steps,
+        "engine.zero_stage": way["zero"],
+        "tracking.log_every_steps": _WINDOW,
+        "scheduling.workers": way["workers"],
         "scheduling.cpus_per_worker": max(1, (os.cpu_count() or 1) // way["workers"]),
-    }  # fmt: skip
+    }
     command = [sys.executable, "-m", "pretrain", "pretrain", str(path)]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
@@ -121,8 +116,7 @@ def _bare(options: argparse.Namespace) -> float:
     contestant.close()
     windows = [reports[start : start + _WINDOW] for start in range(_WINDOW, options.steps, _WINDOW)]
     return statistics.median(
-        sum(report.tokens for report in window) / sum(report.seconds for report in window)
-        for window in windows
+        sum(report.tokens for report in window) / sum(report.seconds for report in window) for window in windows
     )
 
 

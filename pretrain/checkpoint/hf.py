@@ -65,9 +65,7 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None) -> None:
     Raises `InputError` where the run, the checkpoint or the corpus's tokenizer is not there or damaged.
     """
     if not (run_dir / "config.yaml").is_file():
-        raise InputError(
-            f"{run_dir}: has no config.yaml, so it is no run folder. Give one such as runs/bert-mini."
-        )
+        raise InputError(f"{run_dir}: has no config.yaml, so it is no run folder. Give one such as runs/bert-mini.")
     config = load_config(run_dir / "config.yaml")
     path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
     state = store.read_weights(path)
@@ -107,9 +105,7 @@ def _choose_checkpoint(folder: Path, name: str | None) -> Path:
     if name == "best":
         path = store.best(folder)
         if path is None:
-            raise InputError(
-                f"{folder}: no checkpoint was evaluated, so none is the best. Name one, or none."
-            )
+            raise InputError(f"{folder}: no checkpoint was evaluated, so none is the best. Name one, or none.")
     else:
         path = folder / name
         if path not in store.list_checkpoints(folder):
@@ -135,9 +131,7 @@ def _model_card(config: RunConfig, run_dir: Path, step: int, parameters: int) ->
         parameters=parameters,
         step=step,
         measured=_measured(run_dir, step),
-        corpus_card=_two_levels_down(corpus_card.read_text(encoding="utf-8"))
-        if corpus_card.is_file()
-        else "",
+        corpus_card=_two_levels_down(corpus_card.read_text(encoding="utf-8")) if corpus_card.is_file() else "",
         config_yaml=dump(config).strip(),
     )
 
@@ -159,9 +153,7 @@ def _measured(run_dir: Path, step: int) -> list[tuple[str, str]]:
         "nsp_loss": ("next-sentence loss", "{:.4f}"),
         "nsp_accuracy": ("next-sentence accuracy", "{:.2%}"),
     }
-    return [
-        (label, form.format(last[key])) for key, (label, form) in labels.items() if last.get(key) is not None
-    ]
+    return [(label, form.format(last[key])) for key, (label, form) in labels.items() if last.get(key) is not None]
 
 
 def _two_levels_down(markdown: str) -> str:

@@ -302,9 +302,7 @@ def read_config(config: Mapping[str, Any]) -> Facts:
     """
     layout = LAYOUTS.get(_family(config))
     if layout is None:
-        raise ValueError(
-            f"model_type is {config['model_type']!r}; {', '.join([*LAYOUTS, *_LIKE])} are supported"
-        )
+        raise ValueError(f"model_type is {config['model_type']!r}; {', '.join([*LAYOUTS, *_LIKE])} are supported")
     for key, supported in _SUPPORTED.items():
         if config.get(key, supported[0]) not in supported:
             raise ValueError(f"{key} is {config[key]!r}; only {supported[0]!r} is supported")
@@ -312,9 +310,7 @@ def read_config(config: Mapping[str, Any]) -> Facts:
         share = config.get(key)
         if share is not None and not (isinstance(share, int | float) and 0 <= share < 1):
             raise ValueError(f"{key} is {share!r}; expected a number from 0 to below 1")
-    sizes = {
-        ours: config[theirs] for ours, theirs in layout.config.items() if theirs in config or ours in _SIZES
-    }
+    sizes = {ours: config[theirs] for ours, theirs in layout.config.items() if theirs in config or ours in _SIZES}
     if sizes.get("embedding") == sizes["hidden"]:
         sizes["embedding"] = 0
     token_types = 0 if layout is DISTILBERT else config.get("type_vocab_size", 2)

@@ -94,9 +94,7 @@ def read_released(folder: Path) -> Released:
         (folder / name for name in ("config.json", "bert_config.json") if (folder / name).is_file()), None
     )
     if config_path is None:
-        raise InputError(
-            f"{folder}: has no config.json (Google's: bert_config.json). Give a released model's folder."
-        )
+        raise InputError(f"{folder}: has no config.json (Google's: bert_config.json). Give a released model's folder.")
     config = read_json(config_path)
     facts = _facts(config, config_path)
     prefix = _tensorflow_prefix(folder)
@@ -144,9 +142,7 @@ def assemble(
         family=layout.family,
         model=model,
         backbone=backbone,
-        head={
-            ours.removeprefix("head."): tensor for ours, tensor in parts.items() if ours.startswith("head.")
-        },
+        head={ours.removeprefix("head."): tensor for ours, tensor in parts.items() if ours.startswith("head.")},
         config=config,
         fates=tuple(Fate(name, tuple(tensor.shape), fates[name]) for name, tensor in tensors.items()),
         token_types=facts.token_types,
@@ -210,9 +206,7 @@ def write_released(
     needed = {"out_weight", "out_bias", *(("dense_weight", "dense_bias") if purpose == "sequence" else ())}
     if missing := sorted(needed - head.keys()):
         raise ValueError(f"a head for {purpose} needs {', '.join(missing)}")
-    token_types = (
-        0 if family == "distilbert" else 1 if family == "roberta" and _one_type(backbone, config) else 2
-    )
+    token_types = 0 if family == "distilbert" else 1 if family == "roberta" and _one_type(backbone, config) else 2
     pad = config.get("pad_token_id")
     if pad is None:
         pad = read_tokenizer(tokenizer).token_to_id("<pad>" if family == "roberta" else "[PAD]")
@@ -225,17 +219,18 @@ def write_released(
         pad,
     )
     state = {**backbone, **{f"head.{name}": tensor for name, tensor in head.items() if name in needed}}
-    tensors = their_tensors(
-        state, layout, token_types=token_types, first_position=first_position, purpose=purpose
-    )
+    tensors = their_tensors(state, layout, token_types=token_types, first_position=first_position, purpose=purpose)
     with whole_folder(out) as aside:
         save_weights(tensors, aside / WEIGHTS)
         write_json(aside / "config.json", values)
         tokenizer_class = f"{values['architectures'][0].removesuffix(_CLASSES[purpose])}Tokenizer"
         copy_tokenizer(
-            tokenizer, aside, tokenizer_class=tokenizer_class, max_positions=model.max_positions,
+            tokenizer,
+            aside,
+            tokenizer_class=tokenizer_class,
+            max_positions=model.max_positions,
             for_words=purpose == "tokens",
-        )  # fmt: skip
+        )
         for name, text in {**(extra or {}), "README.md": card}.items():
             (aside / name).write_text(text, encoding="utf-8")
 
@@ -286,9 +281,7 @@ def _places(tensors: Mapping[str, Tensor], layout: Layout, where: str) -> dict[P
         if place is None:
             continue
         if place in places:
-            raise InputError(
-                f"{where}: {name} and {places[place]} both are {place.name}. Remove one of them."
-            )
+            raise InputError(f"{where}: {name} and {places[place]} both are {place.name}. Remove one of them.")
         places[place] = name
     # Of two tied tensors a file may have either.
     for name in tensors:
@@ -356,9 +349,7 @@ def _gather(
                 "The weights do not belong to this config."
             )
         if not found.is_floating_point():
-            raise InputError(
-                f"{where}: {name} is {found.dtype}; quantised weights are not read. Give those in fp32."
-            )
+            raise InputError(f"{where}: {name} is {found.dtype}; quantised weights are not read. Give those in fp32.")
         parts.append(found.float())
     return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
@@ -394,9 +385,7 @@ def _why_no_head(
         if ours not in found:
             return f"{layout.names(ours)[0]} is missing"
         actual = found[ours].shape
-        if len(actual) != len(shape) or any(
-            b is not None and a != b for a, b in zip(actual, shape, strict=True)
-        ):
+        if len(actual) != len(shape) or any(b is not None and a != b for a, b in zip(actual, shape, strict=True)):
             return f"{ours} would be {list(actual)}"
     if "head.out_weight" in found and len(found["head.out_weight"]) != len(found["head.out_bias"]):
         return "as many rows as biases are needed"
@@ -511,8 +500,7 @@ def _read_tensorflow(prefix: Path, facts: Facts) -> Released:
         original[theirs] = name
     released = assemble(tensors, facts, {}, where=f"{prefix}.index")
     fates = (
-        Fate(original[fate.name], checkpoint.variables[original[fate.name]].shape, fate.fate)
-        for fate in released.fates
+        Fate(original[fate.name], checkpoint.variables[original[fate.name]].shape, fate.fate) for fate in released.fates
     )
     return replace(released, fates=(*fates, *left_out))
 
@@ -568,8 +556,6 @@ def _folded(names: list[str]) -> list[str]:
         key = (name, "") if match is None else (name[: match.start()], name[match.end() :])
         numbers[key] |= set() if match is None else {int(match[0])}
     return [
-        before
-        + ("" if not found else str(*found) if len(found) == 1 else f"{min(found)}-{max(found)}")
-        + after
+        before + ("" if not found else str(*found) if len(found) == 1 else f"{min(found)}-{max(found)}") + after
         for (before, after), found in numbers.items()
     ]

@@ -57,9 +57,7 @@ class Saver:
         shard = store.take_shard(fragments, self._group, self._copy)
         if torch.cuda.is_available():
             torch.cuda.synchronize()  # the copies are asynchronous
-        self._thread = threading.Thread(
-            target=self._write, args=(step, shard, state), name="checkpoint", daemon=True
-        )
+        self._thread = threading.Thread(target=self._write, args=(step, shard, state), name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:

@@ -39,7 +39,7 @@ from pretrain.common.files import (
     sha256_file,
     verify_manifest,
     write_json,
-)  # fmt: skip
+)
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})")
@@ -97,9 +97,7 @@ class Shard:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
-def save(
-    folder: Path, step: int, fragments: Iterable[HeldFragment], state: dict[str, Any], group: Group
-) -> Path:
+def save(folder: Path, step: int, fragments: Iterable[HeldFragment], state: dict[str, Any], group: Group) -> Path:
     """Write the checkpoint of `step` into `folder`, as `write` does; every rank calls this. Returns its path."""
     return write(folder, step, take_shard(fragments, group), state, group)
 
@@ -181,9 +179,7 @@ def _verify(checkpoint: Path) -> None:
         except OSError as error:
             if not left:
                 raise
-            logger.warning(
-                "%s: cannot be read (%s). Trying again in %.0f s.", checkpoint, error, _READ_WAIT_SECONDS
-            )
+            logger.warning("%s: cannot be read (%s). Trying again in %.0f s.", checkpoint, error, _READ_WAIT_SECONDS)
             time.sleep(_READ_WAIT_SECONDS)
 
 
@@ -244,9 +240,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
     try:
         return json.loads((checkpoint / "state.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError) as error:
-        raise InputError(
-            f"{checkpoint / 'state.json'}: cannot be read ({error}). Use another checkpoint."
-        ) from None
+        raise InputError(f"{checkpoint / 'state.json'}: cannot be read ({error}). Use another checkpoint.") from None
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:

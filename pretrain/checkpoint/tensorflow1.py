@@ -54,9 +54,7 @@ class Checkpoint:
         try:
             self.variables = {variable.name: variable for variable in self._entries(self._index.read_bytes())}
         except FileNotFoundError:
-            raise InputError(
-                f"{self._index}: not found. Give the folder of a TensorFlow checkpoint."
-            ) from None
+            raise InputError(f"{self._index}: not found. Give the folder of a TensorFlow checkpoint.") from None
         except (IndexError, ValueError, struct.error) as error:
             raise self._damaged(self._index, str(error)) from None
 
@@ -86,9 +84,7 @@ class Checkpoint:
                 header = _message(value)
                 self._shards = _first(header, 1, 1)
                 if _first(header, 2, 0) != 0:
-                    raise InputError(
-                        f"{self._index}: big-endian, which is not read. Write it anew with TensorFlow."
-                    )
+                    raise InputError(f"{self._index}: big-endian, which is not read. Write it anew with TensorFlow.")
 
     def _damaged(self, path: Path, reason: str) -> InputError:
         return InputError(f"{path}: damaged ({reason}). Download it again.")
@@ -256,9 +252,7 @@ def _varint(content: bytes, position: int) -> tuple[int, int]:
 
 # ---- CRC-32C
 
-_LANES = (
-    1 << 13
-)  # rows that advance together: enough to hide numpy's cost per call, few enough to stay in cache
+_LANES = 1 << 13  # rows that advance together: enough to hide numpy's cost per call, few enough to stay in cache
 
 
 @functools.cache

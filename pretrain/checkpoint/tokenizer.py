@@ -19,8 +19,14 @@ from pretrain.config import load_config
 from pretrain.corpus.vocabulary import SPECIAL_TOKENS, bert_tokenizer
 
 # Besides tokenizer.json and tokenizer_config.json, which `copy_tokenizer` writes itself.
-_COPIED = ("vocab.txt", "vocab.json", "merges.txt", "special_tokens_map.json", "added_tokens.json",
-           "sentencepiece.bpe.model")  # fmt: skip
+_COPIED = (
+    "vocab.txt",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "sentencepiece.bpe.model",
+)
 
 
 def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
@@ -75,9 +81,7 @@ def released_folder(folder: Path) -> Path:
     if (folder / "model" / "finetune.json").is_file():
         return folder / "model"
     if is_run(folder) and "training" in settings.names(folder / "config.yaml"):
-        raise InputError(
-            f"{folder}: a fine-tuning that is not over, so its model is not there yet. Resume it first."
-        )
+        raise InputError(f"{folder}: a fine-tuning that is not over, so its model is not there yet. Resume it first.")
     return folder
 
 
@@ -133,8 +137,20 @@ def _with_prefix_space(tokenizer: Tokenizer) -> Tokenizer:
 
 
 # transformers' tokenizers that read vocab.txt as BERT does, and vocab.json with merges.txt as RoBERTa does.
-_WORD_PIECES = ("Bert", "DistilBert", "Electra", "ConvBert", "Funnel", "LayoutLM", "Lxmert", "MobileBert", "RetriBert",
-                "SqueezeBert", "PreTrained", "Tokenizers")  # fmt: skip
+_WORD_PIECES = (
+    "Bert",
+    "DistilBert",
+    "Electra",
+    "ConvBert",
+    "Funnel",
+    "LayoutLM",
+    "Lxmert",
+    "MobileBert",
+    "RetriBert",
+    "SqueezeBert",
+    "PreTrained",
+    "Tokenizers",
+)
 _BYTE_PAIRS = ("Roberta", "GPT2", "Bart", "Deberta", "Longformer", "LED", "PreTrained", "Tokenizers")
 
 
@@ -167,8 +183,12 @@ def _said(folder: Path) -> dict[str, Any]:
     return {name: value for name, value in said.items() if value is not None or name == "strip_accents"}
 
 
-_KINDS = {**dict.fromkeys(_CASING, (bool,)), "model_max_length": (int, float), "added_tokens_decoder": (dict,),
-          "additional_special_tokens": (list,)}  # fmt: skip
+_KINDS = {
+    **dict.fromkeys(_CASING, (bool,)),
+    "model_max_length": (int, float),
+    "added_tokens_decoder": (dict,),
+    "additional_special_tokens": (list,),
+}
 
 
 def _add_tokens(tokenizer: Tokenizer, folder: Path, said: dict[str, Any]) -> None:
@@ -179,9 +199,7 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, said: dict[str, Any]) -> Non
     listed = listed | {_content(token): number for number, token in described.items()}
     special_map = folder / "special_tokens_map.json"
     specials = {*map(_content, said.get("additional_special_tokens", []))}
-    specials |= {
-        _content(token) for token in described.values() if isinstance(token, dict) and token.get("special")
-    }
+    specials |= {_content(token) for token in described.values() if isinstance(token, dict) and token.get("special")}
     if special_map.is_file():
         specials |= {*map(_content, read_json(special_map).get("additional_special_tokens") or [])}
     for token, number in sorted(listed.items(), key=lambda item: int(item[1])):
@@ -218,9 +236,7 @@ def _from_vocabulary(path: Path, said: dict[str, Any]) -> Tokenizer:
     tokens = [line.rstrip("\r") for line in _read_text(path).removesuffix("\n").split("\n")]
     repeated = [token for token, count in Counter(tokens).items() if count > 1]
     if repeated:
-        raise InputError(
-            f"{path}: token {repeated[0]!r} stands there twice. Every line must be a token of its own."
-        )
+        raise InputError(f"{path}: token {repeated[0]!r} stands there twice. Every line must be a token of its own.")
     missing = [token for token in SPECIAL_TOKENS if token not in tokens]
     if missing:
         raise InputError(f"{path}: {', '.join(missing)} missing. BERT needs {' '.join(SPECIAL_TOKENS)}.")
@@ -236,25 +252,16 @@ def _from_merges(folder: Path, said: dict[str, Any]) -> Tokenizer:
         vocabulary, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
         tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     except Exception as error:  # tokenizers raises bare Exception
-        raise InputError(
-            f"{folder}: vocab.json and merges.txt are damaged ({error}). Download them again."
-        ) from None
-    specials = {
-        name: _content(said.get(f"{name}_token", default)) for name, default in _ROBERTA_SPECIALS.items()
-    }
+        raise InputError(f"{folder}: vocab.json and merges.txt are damaged ({error}). Download them again.") from None
+    specials = {name: _content(said.get(f"{name}_token", default)) for name, default in _ROBERTA_SPECIALS.items()}
     missing = [token for token in specials.values() if token not in vocabulary]
     if missing:
-        raise InputError(
-            f"{folder / 'vocab.json'}: has no {', '.join(missing)}. Give the vocabulary of RoBERTa."
-        )
+        raise InputError(f"{folder / 'vocab.json'}: has no {', '.join(missing)}. Give the vocabulary of RoBERTa.")
     prefix_space = bool(said.get("add_prefix_space", False))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
-        [
-            AddedToken(token, special=True, normalized=False, lstrip=name == "mask")
-            for name, token in specials.items()
-        ]
+        [AddedToken(token, special=True, normalized=False, lstrip=name == "mask") for name, token in specials.items()]
     )
     sep, cls = specials["sep"], specials["cls"]
     tokenizer.post_processor = processors.RobertaProcessing(

@@ -33,9 +33,7 @@ def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
     Raises:
         InputError: nothing to read, or what there is is damaged, incomplete or holds more than tensors.
     """
-    path = next((folder / name for name in _KNOWN if (folder / name).is_file()), None) or _only_torch_file(
-        folder
-    )
+    path = next((folder / name for name in _KNOWN if (folder / name).is_file()), None) or _only_torch_file(folder)
     if path.name.endswith(".index.json"):
         return path, _read_shards(path)
     return path, _read_file(path)
@@ -111,9 +109,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file, names in sorted(shards.items()):
         if not (index.parent / file).is_file():
-            raise InputError(
-                f"{index.parent / file}: not found, though {index.name} names it. Download it too."
-            )
+            raise InputError(f"{index.parent / file}: not found, though {index.name} names it. Download it too.")
         shard = _read_file(index.parent / file)
         if absent := sorted(names - shard.keys()):
             raise InputError(f"{index.parent / file}: has no {absent[0]}, though {index.name} says so.")

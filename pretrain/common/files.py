@@ -58,9 +58,7 @@ def disk_errors(path: Path) -> Iterator[None]:
                 "free some space and run the same command again."
             ) from error
         if error.errno in _NO_SUCH_PATH:
-            raise InputError(
-                f"{path}: cannot write here ({error.strerror}). Choose a writable path."
-            ) from error
+            raise InputError(f"{path}: cannot write here ({error.strerror}). Choose a writable path.") from error
         raise
 
 
@@ -123,9 +121,7 @@ def open_regular(path: Path, flags: int) -> int:
 
 def append_open(path: Path, buffering: int = -1) -> IO[bytes]:
     """The regular file `path`, opened as `open_regular` does to append to it."""
-    return cast(
-        "IO[bytes]", open(path, "ab", buffering, opener=lambda name, flags: open_regular(Path(name), flags))
-    )
+    return cast("IO[bytes]", open(path, "ab", buffering, opener=lambda name, flags: open_regular(Path(name), flags)))
 
 
 def allow_open_files(count: int) -> int:
@@ -171,8 +167,10 @@ def _lock(descriptor: int, path: Path, refusal: str) -> bool:
             raise
         logger.warning(
             "%s: this file system has no locks (%s). See to it that nothing else works in %s at the same time.",
-            path, error.strerror, path.parent,
-        )  # fmt: skip
+            path,
+            error.strerror,
+            path.parent,
+        )
         return False
     return True
 
@@ -195,9 +193,7 @@ def sha256_file(path: Path) -> str:
     return digest.hexdigest()
 
 
-def write_manifest(
-    folder: Path, extra: dict[str, Any], hashes: dict[str, str] | None = None
-) -> dict[str, Any]:
+def write_manifest(folder: Path, extra: dict[str, Any], hashes: dict[str, str] | None = None) -> dict[str, Any]:
     """List every file below `folder` with size and SHA-256 in its manifest, which comes last.
 
     `hashes` may carry digests already computed while writing (relative path -> hex), to save a second read.

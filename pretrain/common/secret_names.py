@@ -11,12 +11,49 @@ Path = tuple[str | int, ...]
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
 # The last word of a secret's name, in the singular, and what names written as one word end in. Ends such as "pass" and
 # "key" stand with what is before them: compass and monkey are no secrets.
-_LAST_WORDS = {"auth", "authorization", "bearer", "credential", "jwt", "key", "pass", "passcode", "passphrase", "passwd",
-               "password", "pw", "pwd", "secret", "token"}  # fmt: skip
-_ENDS = ("accesskey", "aeskey", "apikey", "authkey", "credential", "encryptionkey", "gpgkey", "hmackey", "masterkey",
-         "passphrase", "passwd", "password", "privatekey", "pwd", "rsakey", "secret", "secretkey", "sharedkey", "signingkey",
-         "sshkey", "sslkey", "tlskey", "token", *(f"{owner}{end}" for owner in ("admin", "db", "root", "user")
-                                                  for end in ("pass", "pw")))  # fmt: skip
+_LAST_WORDS = {
+    "auth",
+    "authorization",
+    "bearer",
+    "credential",
+    "jwt",
+    "key",
+    "pass",
+    "passcode",
+    "passphrase",
+    "passwd",
+    "password",
+    "pw",
+    "pwd",
+    "secret",
+    "token",
+}
+_ENDS = (
+    "accesskey",
+    "aeskey",
+    "apikey",
+    "authkey",
+    "credential",
+    "encryptionkey",
+    "gpgkey",
+    "hmackey",
+    "masterkey",
+    "passphrase",
+    "passwd",
+    "password",
+    "privatekey",
+    "pwd",
+    "rsakey",
+    "secret",
+    "secretkey",
+    "sharedkey",
+    "signingkey",
+    "sshkey",
+    "sslkey",
+    "tlskey",
+    "token",
+    *(f"{owner}{end}" for owner in ("admin", "db", "root", "user") for end in ("pass", "pw")),
+)
 # What may follow the word that says it: tokenValue, private_key_pem.
 _FORMS = {"pem", "string", "value"}
 # NAME=VALUE and "Name: value", as in lists of variables, headers, shell lines and options.

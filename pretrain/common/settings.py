@@ -105,9 +105,7 @@ def differences(before: Section, after: Section, *, free: Sequence[str]) -> list
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted name, value) of everything below `value` that is not a section or a list."""
-    items = (
-        value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, tuple) else None
-    )
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, tuple) else None
     if items is None:
         yield name, value
         return
@@ -132,9 +130,7 @@ class _Loader(yaml.SafeLoader):
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._level = 0
-        self._extents: dict[
-            yaml.Node, tuple[int, int]
-        ] = {}  # values and levels of each node that is complete
+        self._extents: dict[yaml.Node, tuple[int, int]] = {}  # values and levels of each node that is complete
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
@@ -398,9 +394,7 @@ def _enter(holder: Any, part: str | int, value: Any, where: str, replace: bool =
     """`holder[part]`, set to `value` where it is not there yet or `replace` is asked."""
     if isinstance(holder, list):
         if not isinstance(part, int) or part > len(holder):
-            raise InputError(
-                f"{where} is a list of {len(holder)}; {part!r} is none of its numbers 0 to {len(holder)}."
-            )
+            raise InputError(f"{where} is a list of {len(holder)}; {part!r} is none of its numbers 0 to {len(holder)}.")
         if part == len(holder):
             holder.append(value)
         elif replace or holder[part] is None:
@@ -445,11 +439,7 @@ def _section(model: type[Section], path: _Keys) -> type[Section] | None:
         if isinstance(part, int):
             continue
         field = model.model_fields.get(part)
-        inner = (
-            [t for t in (field.annotation, *typing.get_args(field.annotation)) if _is_section(t)]
-            if field
-            else []
-        )
+        inner = [t for t in (field.annotation, *typing.get_args(field.annotation)) if _is_section(t)] if field else []
         if not inner:
             return None
         model = inner[0]

@@ -45,9 +45,7 @@ def sleeping_when_crowded() -> Iterator[None]:
         yield
         return
     end = threading.Event()
-    watcher = threading.Thread(
-        target=_watch, args=(lambda: _idle_pool(openmp), end), name="thread-waits", daemon=True
-    )
+    watcher = threading.Thread(target=_watch, args=(lambda: _idle_pool(openmp), end), name="thread-waits", daemon=True)
     watcher.start()
     try:
         yield

@@ -11,8 +11,19 @@ import numpy as np
 from pretrain.common.files import atomic_open, read_manifest, write_json
 
 CARD_FILES = ("card.json", "card.md")
-_COUNTS = ("documents_read", "too_short", "duplicates", "documents", "validation_documents", "sentences", "words",
-           "tokens", "unknown_tokens", "text_bytes", "input_bytes")  # fmt: skip
+_COUNTS = (
+    "documents_read",
+    "too_short",
+    "duplicates",
+    "documents",
+    "validation_documents",
+    "sentences",
+    "words",
+    "tokens",
+    "unknown_tokens",
+    "text_bytes",
+    "input_bytes",
+)
 _MAX_LISTED_FILES = 100
 _MAX_LISTED_PROBLEMS = 50
 
@@ -21,9 +32,7 @@ def shard_figures(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Figures of a source from the results of writing its shards: unknown tokens and histograms of lengths."""
     lengths = {}
     for unit in ("document", "sentence"):
-        counts = (
-            np.sum([result["lengths"][unit] for result in results], axis=0, dtype=np.int64) if results else []
-        )
+        counts = np.sum([result["lengths"][unit] for result in results], axis=0, dtype=np.int64) if results else []
         lengths[f"{unit}_lengths"] = _bins(np.asarray(counts))
     return {"unknown_tokens": sum(result["unknown"] for result in results), **lengths}
 
@@ -36,9 +45,16 @@ def _bins(counts: np.ndarray) -> dict[str, int]:
 
 
 def write_card(
-    folder: Path, sources: list[dict[str, Any]], hashes: list[dict[str, str]], problems: list[dict[str, Any]], *,
-    vocabulary_size: int, lowercase: bool, language: str, shards: list[dict[str, Any]],
-) -> None:  # fmt: skip
+    folder: Path,
+    sources: list[dict[str, Any]],
+    hashes: list[dict[str, str]],
+    problems: list[dict[str, Any]],
+    *,
+    vocabulary_size: int,
+    lowercase: bool,
+    language: str,
+    shards: list[dict[str, Any]],
+) -> None:
     """Write card.json and card.md. `hashes` has {path: SHA-256} of each source's files."""
     totals = {key: sum(source[key] for source in sources) for key in _COUNTS}
     totals["unknown_rate"] = totals["unknown_tokens"] / max(totals["tokens"], 1)  # pyright: ignore[reportArgumentType]
@@ -94,13 +110,33 @@ def _markdown(card: dict[str, Any]) -> str:
         "",
         "## Sources",
         "",
-        _row("name", "kind", "licence", "weight", "files", "input MB", "documents", "duplicates", "too short",
-             "sentences", "words", "tokens", "unknown"),
+        _row(
+            "name",
+            "kind",
+            "licence",
+            "weight",
+            "files",
+            "input MB",
+            "documents",
+            "duplicates",
+            "too short",
+            "sentences",
+            "words",
+            "tokens",
+            "unknown",
+        ),
         _row(*["---"] * 4, *["---:"] * 9),
         *(
-            _row(s["name"], s["kind"], s["licence"], s["weight"], f"{s['files']:,}", f"{s['input_bytes'] / 1e6:,.1f}",
-                 *(f"{s[key]:,}" for key in ("documents", "duplicates", "too_short", "sentences", "words", "tokens")),
-                 f"{100 * s['unknown_tokens'] / max(s['tokens'], 1):.4f} %")
+            _row(
+                s["name"],
+                s["kind"],
+                s["licence"],
+                s["weight"],
+                f"{s['files']:,}",
+                f"{s['input_bytes'] / 1e6:,.1f}",
+                *(f"{s[key]:,}" for key in ("documents", "duplicates", "too_short", "sentences", "words", "tokens")),
+                f"{100 * s['unknown_tokens'] / max(s['tokens'], 1):.4f} %",
+            )
             for s in card["sources"]
         ),
         "",
@@ -109,7 +145,7 @@ def _markdown(card: dict[str, Any]) -> str:
         *_faults(card["problems"]),
         "## Files",
         "",
-    ]  # fmt: skip
+    ]
     for source in card["sources"]:
         revision = f", revision {source['revision']}" if source["revision"] else ""
         lines += [
@@ -128,9 +164,7 @@ def _row(*cells: Any) -> str:
 
 
 def _lengths(title: str, sources: list[dict[str, Any]], key: str) -> list[str]:
-    bins = sorted(
-        {name for source in sources for name in source[key]}, key=lambda name: int(name.split("-")[0])
-    )
+    bins = sorted({name for source in sources for name in source[key]}, key=lambda name: int(name.split("-")[0]))
     rows = [_row(name, *(f"{source[key].get(name, 0):,}" for source in sources)) for name in bins]
     header = [_row("tokens", *(source["name"] for source in sources)), _row("---", *["---:"] * len(sources))]
     return [f"## {title}", "", *header, *rows, ""]
@@ -139,13 +173,9 @@ def _lengths(title: str, sources: list[dict[str, Any]], key: str) -> list[str]:
 def _faults(problems: list[dict[str, Any]]) -> list[str]:
     if not problems:
         return []
-    rows = [
-        _row(p["path"], p["fault"], f"{p['count']:,}", p["first"]) for p in problems[:_MAX_LISTED_PROBLEMS]
-    ]
+    rows = [_row(p["path"], p["fault"], f"{p['count']:,}", p["first"]) for p in problems[:_MAX_LISTED_PROBLEMS]]
     more = (
-        [f"and {len(problems) - _MAX_LISTED_PROBLEMS:,} more, see card.json"]
-        if problems[_MAX_LISTED_PROBLEMS:]
-        else []
+        [f"and {len(problems) - _MAX_LISTED_PROBLEMS:,} more, see card.json"] if problems[_MAX_LISTED_PROBLEMS:] else []
     )
     header = [_row("path", "fault", "count", "first"), _row("---", "---", "---:", "---")]
     return ["## Faults in the input", "", *header, *rows, *more, ""]

@@ -36,9 +36,7 @@ class ShardPlan:
 class Documents:
     """The table of all documents, in the order of the corpus: 36 bytes each, and up to as much again to sort them."""
 
-    def __init__(
-        self, table: np.ndarray, source: np.ndarray, parts: list[str], sizes: list[int], read: list[Summary]
-    ):
+    def __init__(self, table: np.ndarray, source: np.ndarray, parts: list[str], sizes: list[int], read: list[Summary]):
         self.table = table  # jobs.DOCUMENT [D]
         self.parts = parts
         self._source = source  # uint16 [D]
@@ -129,9 +127,7 @@ class Documents:
         part = np.searchsorted(self._first, documents, "right") - 1
         chosen = []
         for number in np.unique(part):
-            chosen.append(
-                (self.parts[number], (documents[part == number] - self._first[number]).astype(np.uint32))
-            )
+            chosen.append((self.parts[number], (documents[part == number] - self._first[number]).astype(np.uint32)))
         return chosen
 
     def figures(self, source_count: int) -> list[dict[str, int]]:
@@ -140,15 +136,17 @@ class Documents:
         for number in range(source_count):
             mine = self._source == number
             stays, read = mine & self.stays, sum(s.documents for s in self._read if s.source == number)
-            result.append({
-                "documents_read": read,
-                "too_short": read - int(mine.sum()),
-                "duplicates": int(mine.sum() - stays.sum()),
-                "documents": int(stays.sum()),
-                "validation_documents": int((mine & self.held_out).sum()),
-                "sentences": int(self.table["sentences"][stays].sum(dtype=np.int64)),
-                "words": int(self.table["words"][stays].sum(dtype=np.int64)),
-                "tokens": int(self.table["items"][stays].sum(dtype=np.int64)),
-                "text_bytes": int(self.table["bytes"][stays].sum(dtype=np.int64)),
-            })  # fmt: skip
+            result.append(
+                {
+                    "documents_read": read,
+                    "too_short": read - int(mine.sum()),
+                    "duplicates": int(mine.sum() - stays.sum()),
+                    "documents": int(stays.sum()),
+                    "validation_documents": int((mine & self.held_out).sum()),
+                    "sentences": int(self.table["sentences"][stays].sum(dtype=np.int64)),
+                    "words": int(self.table["words"][stays].sum(dtype=np.int64)),
+                    "tokens": int(self.table["items"][stays].sum(dtype=np.int64)),
+                    "text_bytes": int(self.table["bytes"][stays].sum(dtype=np.int64)),
+                }
+            )
         return result

@@ -30,9 +30,7 @@ from pretrain.corpus.vocabulary import special_ids
 
 LOCK = "lock"  # in the work folder, held by the coordinating process
 TOKENIZER = "tokenizer.json"  # likewise
-DOCUMENT = np.dtype(
-    [("hash", "<u8", 2), ("sentences", "<u4"), ("items", "<u4"), ("words", "<u4"), ("bytes", "<u4")]
-)
+DOCUMENT = np.dtype([("hash", "<u8", 2), ("sentences", "<u4"), ("items", "<u4"), ("words", "<u4"), ("bytes", "<u4")])
 HISTOGRAM_BINS = 33  # bin b counts lengths of b bits: 1, 2-3, 4-7, ...
 _BATCH_BYTES = 2 << 20  # text cut into columns at once: less costs calls, more does not fit the cache
 _PART_BYTES = 32 << 20  # text per part file at most
@@ -65,17 +63,13 @@ class Part:
         with atomic_open(path) as file:
             for array in (self.documents, self.items, self.sentence_items):
                 np.save(file, array, allow_pickle=False)
-            np.save(
-                file, np.fromiter(map(len, self.distinct), np.uint32, len(self.distinct)), allow_pickle=False
-            )
+            np.save(file, np.fromiter(map(len, self.distinct), np.uint32, len(self.distinct)), allow_pickle=False)
             np.save(file, np.frombuffer(b"".join(self.distinct), np.uint8), allow_pickle=False)
 
     @classmethod
     def load(cls, path: Path) -> Part:
         with path.open("rb") as file:
-            table, items, sentence_items, lengths, letters = (
-                np.load(file, allow_pickle=False) for _ in range(5)
-            )
+            table, items, sentence_items, lengths, letters = (np.load(file, allow_pickle=False) for _ in range(5))
         joined, ends = letters.tobytes(), np.cumsum(lengths).tolist()
         distinct = [joined[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
         return cls(items, sentence_items, table, distinct)
@@ -228,9 +222,7 @@ def _read_piece(piece: Piece) -> dict[str, Any]:
         nonlocal size
         part = _joined(batches, state)
         if len(part.documents):
-            names.append(
-                f"{piece.name}-{len(names):04d}.{'tokens' if state.settings.vocabulary_given else 'words'}"
-            )
+            names.append(f"{piece.name}-{len(names):04d}.{'tokens' if state.settings.vocabulary_given else 'words'}")
             part.save(state.work / names[-1])
         batches.clear()
         size = 0
@@ -364,9 +356,7 @@ def _with_own_words(part: Part, table: WordTable) -> Part:
     used = np.zeros(table.size, bool)
     used[part.items] = True
     own_number = (np.cumsum(used) - 1).astype(np.uint32)
-    return Part(
-        own_number[part.items], part.sentence_items, part.documents, table.words(np.flatnonzero(used))
-    )
+    return Part(own_number[part.items], part.sentence_items, part.documents, table.words(np.flatnonzero(used)))
 
 
 def _tokenised(numbers: np.ndarray, sentence_words: np.ndarray, table: np.ndarray, state: _Process) -> Part:

@@ -21,17 +21,35 @@ _TEXT = re.compile(rb"<text\b[^>]*?(?<!/)>(.*?)</text>", re.S)
 _COMMENT = re.compile(r"<!--.*?-->", re.S)
 _INNER_TEMPLATE = re.compile(r"\{\{[^{}]*\}\}")
 _INNER_TABLE = re.compile(r"\{\|(?:(?!\{\||\|\}).)*\|\}", re.S)
-_ELEMENTS = (
-    "ref|math|gallery|timeline|score|chem|code|source|syntaxhighlight|imagemap|table|graph|hiero|poem|pre"
-)
+_ELEMENTS = "ref|math|gallery|timeline|score|chem|code|source|syntaxhighlight|imagemap|table|graph|hiero|poem|pre"
 _EMPTY_ELEMENT = re.compile(rf"<(?:{_ELEMENTS}|references)\b[^<>]*/>", re.I)
 _ELEMENT = re.compile(rf"<({_ELEMENTS}|references)\b[^<>]*>(?:(?!<\1\b).)*?</\1\s*>", re.S | re.I)
 _MAGIC_WORD = re.compile(r"__[A-Z]+__")
 _LINK_TARGET = re.compile(r"\s*:?\s*([\w -]+?)\s*:", re.UNICODE)
 # Links into these namespaces are pictures or sorting, not text.
-_NON_TEXT_NAMESPACES = frozenset({"file", "image", "category", "media", "datei", "bild", "kategorie", "fichier",
-                                  "catégorie", "archivo", "categoría", "immagine", "categoria", "plik", "файл",
-                                  "категория", "ファイル", "文件", "分类"})  # fmt: skip
+_NON_TEXT_NAMESPACES = frozenset(
+    {
+        "file",
+        "image",
+        "category",
+        "media",
+        "datei",
+        "bild",
+        "kategorie",
+        "fichier",
+        "catégorie",
+        "archivo",
+        "categoría",
+        "immagine",
+        "categoria",
+        "plik",
+        "файл",
+        "категория",
+        "ファイル",
+        "文件",
+        "分类",
+    }
+)
 _LIST_MARK = re.compile(r"^[*#:;]+\s*")
 _EMPTY_BRACKETS = re.compile(r"\s*\(\s*[,;:\s]*\)|\s*\[\s*\]")
 _SPACE_BEFORE_MARK = re.compile(r"[ \t]+([,.;:!?])(?=\s|$)")
@@ -42,11 +60,7 @@ def documents(data: bytes, decode: Callable[[bytes], str], report: Callable[[str
     for page in _PAGE.finditer(data):
         body = page[1]
         namespace, model, text = _NAMESPACE.search(body), _MODEL.search(body), _TEXT.search(body)
-        if (
-            b"<redirect " in body
-            or (namespace and namespace[1] != b"0")
-            or (model and model[1] != b"wikitext")
-        ):
+        if b"<redirect " in body or (namespace and namespace[1] != b"0") or (model and model[1] != b"wikitext"):
             continue
         if text:
             yield plain_text(html.unescape(decode(text[1])))

@@ -29,9 +29,7 @@ class Pool:
     With `address` the processes are a Ray cluster's, as many as it has cores where `processes` is 0.
     """
 
-    def __init__(
-        self, processes: int, settings: jobs.Settings, tokenizer: Tokenizer | None, address: str
-    ) -> None:
+    def __init__(self, processes: int, settings: jobs.Settings, tokenizer: Tokenizer | None, address: str) -> None:
         self._processes = processes
         self._begin_with = settings, tokenizer
         self._address = address
@@ -55,9 +53,7 @@ class Pool:
             jobs.start_process(*self._begin_with, child=False)
         else:
             context = multiprocessing.get_context(_start_method())
-            self._executor = ProcessPoolExecutor(
-                self._processes, context, jobs.start_process, self._begin_with
-            )
+            self._executor = ProcessPoolExecutor(self._processes, context, jobs.start_process, self._begin_with)
             with _without_tokenizers_threads():
                 self._executor.submit(os.getpid)  # starts the processes now, before there are other threads
         return self
@@ -79,11 +75,7 @@ class Pool:
     def begin(self, job: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
         """Hand out a job, of which `result_of` has what comes of it; without processes it is done there."""
         with _killed_is_told():
-            return (
-                self._executor.submit(job, *arguments)
-                if self._executor
-                else functools.partial(job, *arguments)
-            )
+            return self._executor.submit(job, *arguments) if self._executor else functools.partial(job, *arguments)
 
     def run(
         self,

@@ -39,7 +39,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
-)  # fmt: skip
+)
 from tokenizers import Tokenizer
 
 from pretrain.common.errors import InputError, StoppedError
@@ -128,14 +128,10 @@ class _Preparation:
         if not self._corpus.sources:
             if finished:
                 return _summary(self._folder, "already prepared")
-            raise InputError(
-                f"corpus.sources: empty, and {self._folder} is not prepared. Name at least one source."
-            )
+            raise InputError(f"corpus.sources: empty, and {self._folder} is not prepared. Name at least one source.")
         self._inputs = _find_inputs(self._corpus)
         given = self._corpus.vocabulary.path
-        self._tokenizer = (
-            load_vocabulary(Path(given), lowercase=self._corpus.vocabulary.lowercase) if given else None
-        )
+        self._tokenizer = load_vocabulary(Path(given), lowercase=self._corpus.vocabulary.lowercase) if given else None
         if finished and not self._is_whole():
             (self._folder / MANIFEST).unlink()
             finished = False
@@ -211,12 +207,7 @@ class _Preparation:
             key = f"corpus.sources.{number}.path"
             if number < len(manifest["sources"]) and before.get(key) != now[key]:
                 # Copied or unpacked anew, the same files have new times: their content decides.
-                hashes = {
-                    path: sha256_file(Path(path))
-                    for item in inputs
-                    if not item.is_remote
-                    for path in item.paths
-                }
+                hashes = {path: sha256_file(Path(path)) for item in inputs if not item.is_remote for path in item.paths}
                 if _content_state(hashes) == manifest["sources"][number]["content"]:
                     before[key] = now[key]
         self._refuse_changes(before, now)
@@ -282,9 +273,7 @@ class _Preparation:
                 advance(piece.bytes)
         for number, source in enumerate(self._corpus.sources):
             if not any(summary.documents for summary in summaries if summary.source == number):
-                self._problems.add(
-                    source.path or source.dataset, f"no document in this source of kind {source.kind}"
-                )
+                self._problems.add(source.path or source.dataset, f"no document in this source of kind {source.kind}")
         return summaries
 
     def _pieces(self) -> Iterator[tuple[sources.Piece]]:
@@ -328,9 +317,7 @@ class _Preparation:
         settings = self._corpus.vocabulary
         chosen = documents.sample(settings.training_bytes)
         work = list(zip(documents.parts, documents.by_part(chosen), strict=True))
-        sizes = [
-            int(part.sum()) for part in documents.by_part(documents.table["bytes"] * chosen.astype(np.int64))
-        ]
+        sizes = [int(part.sum()) for part in documents.by_part(documents.table["bytes"] * chosen.astype(np.int64))]
         counts: collections.Counter[bytes] = collections.Counter()
         with self._bar.stage("counting words", sum(sizes)) as advance:
             for size, (_, (words, numbers)) in zip(sizes, pool.run(jobs.count_words, work), strict=True):
@@ -369,18 +356,20 @@ class _Preparation:
         results = []
         width = token_dtype(1 << 16).itemsize
         with self._bar.stage("writing shards", sum(p.totals["tokens"] * width for p in plan)) as advance:
-            done = pool.run(
-                jobs.write_shard, work, lambda name, *_: _read_json(self._work / f"{name}.shard.json")
-            )
+            done = pool.run(jobs.write_shard, work, lambda name, *_: _read_json(self._work / f"{name}.shard.json"))
             for shard, (_, result) in zip(plan, done, strict=True):
                 results.append(result)
                 advance(shard.totals["tokens"] * width)
         return results
 
     def _finish(
-        self, tokenizer: Tokenizer, documents: Documents, plan: list[ShardPlan], results: list[dict[str, Any]],
+        self,
+        tokenizer: Tokenizer,
+        documents: Documents,
+        plan: list[ShardPlan],
+        results: list[dict[str, Any]],
         hashes: list[dict[str, str]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Tokenizer files, card, and last the manifest."""
         self._remove_leftovers()  # a cluster goes on without the killed
         save_tokenizer(self._folder, tokenizer)
@@ -388,21 +377,29 @@ class _Preparation:
         entries = []
         for number, inputs in enumerate(self._inputs):
             mine = [result for shard, result in zip(plan, results, strict=True) if shard.source == number]
-            entries.append({
-                **self._source_facts(number),
-                "revision": self._corpus.sources[number].revision,
-                "content": _content_state(hashes[number]),
-                "input_bytes": sum(item.bytes for item in inputs),
-                **figures[number],
-                **card.shard_figures(mine),
-            })  # fmt: skip
+            entries.append(
+                {
+                    **self._source_facts(number),
+                    "revision": self._corpus.sources[number].revision,
+                    "content": _content_state(hashes[number]),
+                    "input_bytes": sum(item.bytes for item in inputs),
+                    **figures[number],
+                    **card.shard_figures(mine),
+                }
+            )
         special = special_ids(tokenizer)
         size = tokenizer.get_vocab_size()
         shards = [{"name": s.name, "split": s.split, "source": s.source, **s.totals} for s in plan]
         card.write_card(
-            self._folder, entries, hashes, self._problems.entries(), vocabulary_size=size,
-            lowercase=self._corpus.vocabulary.lowercase, language=self._corpus.language, shards=shards,
-        )  # fmt: skip
+            self._folder,
+            entries,
+            hashes,
+            self._problems.entries(),
+            vocabulary_size=size,
+            lowercase=self._corpus.vocabulary.lowercase,
+            language=self._corpus.language,
+            shards=shards,
+        )
         known = {name: digest for result in results for name, digest in result["hashes"].items()}
         names = [*known, *TOKENIZER_FILES, *card.CARD_FILES]
         manifest = {
@@ -430,9 +427,13 @@ def _fingerprint(manifest: dict[str, Any]) -> str:
     """What decides the samples: vocabulary, token shards, and the weights of the sources (law 1)."""
     arrays = {name: entry["sha256"] for name, entry in manifest["files"].items() if name.endswith(".npy")}
     decisive = [
-        FORMAT, manifest["special_ids"], manifest["files"]["vocab.txt"]["sha256"], manifest["shards"],
-        sorted(arrays.items()), [source["weight"] for source in manifest["sources"]],
-    ]  # fmt: skip
+        FORMAT,
+        manifest["special_ids"],
+        manifest["files"]["vocab.txt"]["sha256"],
+        manifest["shards"],
+        sorted(arrays.items()),
+        [source["weight"] for source in manifest["sources"]],
+    ]
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
 
@@ -487,9 +488,7 @@ def _stoppable(folder: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise StoppedError(
-            f"{folder}: stopped. Run the same command again; it goes on where it was."
-        ) from None
+        raise StoppedError(f"{folder}: stopped. Run the same command again; it goes on where it was.") from None
     finally:
         if in_main:
             signal.signal(signal.SIGTERM, previous)
@@ -500,9 +499,14 @@ class _Bar:
 
     def __init__(self, *, quiet: bool) -> None:
         self._progress = Progress(
-            TextColumn("{task.description:24}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
-            TimeRemainingColumn(elapsed_when_finished=True), console=Console(stderr=True), disable=quiet,
-        )  # fmt: skip
+            TextColumn("{task.description:24}"),
+            BarColumn(),
+            DownloadColumn(),
+            TransferSpeedColumn(),
+            TimeRemainingColumn(elapsed_when_finished=True),
+            console=Console(stderr=True),
+            disable=quiet,
+        )
 
     def __enter__(self) -> _Bar:
         self._progress.start()

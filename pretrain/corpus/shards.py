@@ -78,9 +78,7 @@ def open_shards(folder: Path, split: str) -> TokenShards:
     """
     folder = Path(folder)
     if not (folder / MANIFEST).exists():
-        raise InputError(
-            f"{folder}: not a prepared corpus (no {MANIFEST}). Run `prepare` with this config first."
-        )
+        raise InputError(f"{folder}: not a prepared corpus (no {MANIFEST}). Run `prepare` with this config first.")
     manifest = _check_format(folder, verify_manifest(folder, content=False))
     allow_open_files(len(_ARRAYS) * len(manifest["shards"]))
     return TokenShards(
@@ -89,9 +87,7 @@ def open_shards(folder: Path, split: str) -> TokenShards:
         vocabulary_size=manifest["vocabulary_size"],
         special_ids=manifest["special_ids"],
         sources=manifest["sources"],
-        shards=[
-            _open_shard(folder, entry, manifest) for entry in manifest["shards"] if entry["split"] == split
-        ],
+        shards=[_open_shard(folder, entry, manifest) for entry in manifest["shards"] if entry["split"] == split],
     )
 
 
@@ -164,12 +160,8 @@ def _mapped(path: Path) -> np.ndarray:
     except OSError as error:
         if error.errno == errno.EMFILE:
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-            advice = (
-                "Raise the limit (ulimit -n), or prepare the corpus with larger shards (corpus.shard_tokens)."
-            )
-            found = (
-                f"{path}: cannot be opened beside the other shards: this process may have {most} open files"
-            )
+            advice = "Raise the limit (ulimit -n), or prepare the corpus with larger shards (corpus.shard_tokens)."
+            found = f"{path}: cannot be opened beside the other shards: this process may have {most} open files"
             raise MachineError(f"{found}. {advice}") from None
         advice = "Check the storage that holds it, and its permissions."
         raise MachineError(f"{path}: cannot be read ({error.strerror}). {advice}") from None
@@ -202,9 +194,7 @@ class ShardWriter:
         }
         with contextlib.ExitStack() as stack:
             for part, (dtype, shape) in shapes.items():
-                file = _HashedFile(
-                    stack.enter_context(atomic_open(self._folder / f"{self._name}.{part}.npy"))
-                )
+                file = _HashedFile(stack.enter_context(atomic_open(self._folder / f"{self._name}.{part}.npy")))
                 header = {
                     "descr": np.lib.format.dtype_to_descr(dtype),
                     "fortran_order": False,
@@ -226,9 +216,7 @@ class ShardWriter:
         self._files["tokens"].write(tokens.astype(self._dtype, copy=False))
         self._files["sentences"].write(sentence_ends + np.uint64(tokens_before))
         self._files["documents"].write(
-            np.stack(
-                [document_ends + np.uint64(sentences_before), token_ends + np.uint64(tokens_before)], axis=1
-            )
+            np.stack([document_ends + np.uint64(sentences_before), token_ends + np.uint64(tokens_before)], axis=1)
         )
         for number, array in enumerate((tokens, sentence_tokens, document_sentences)):
             self._written[number] += len(array)
@@ -237,9 +225,7 @@ class ShardWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: types.TracebackType | None
     ) -> None:
         if error is None and tuple(self._written) != self._expected:
-            error = ValueError(
-                f"{self._name}: {self._written} tokens, sentences, documents, not {self._expected}"
-            )
+            error = ValueError(f"{self._name}: {self._written} tokens, sentences, documents, not {self._expected}")
             self._stack.__exit__(type(error), error, None)
             raise error
         self._stack.__exit__(kind, error, trace)
@@ -254,11 +240,7 @@ class _HashedFile:
         self._sha256 = hashlib.sha256()
 
     def write(self, data: Any) -> None:
-        view = (
-            np.ascontiguousarray(data).reshape(-1).view(np.uint8).data
-            if isinstance(data, np.ndarray)
-            else data
-        )
+        view = np.ascontiguousarray(data).reshape(-1).view(np.uint8).data if isinstance(data, np.ndarray) else data
         self._sha256.update(view)
         self._file.write(view)
 

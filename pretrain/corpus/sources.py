@@ -35,8 +35,13 @@ _ROWS_PER_READ = 1000
 
 _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 _BROKEN = (OSError, EOFError, lzma.LZMAError, zlib.error)
-_SUFFIXES = {"parquet": (".parquet",), "csv": (".csv", ".tsv"), "jsonl": (".jsonl", ".json", ".ndjson"),
-             "books": (".txt",), "mediawiki": (".xml",)}  # fmt: skip
+_SUFFIXES = {
+    "parquet": (".parquet",),
+    "csv": (".csv", ".tsv"),
+    "jsonl": (".jsonl", ".json", ".ndjson"),
+    "books": (".txt",),
+    "mediawiki": (".xml",),
+}
 # What a record begins with, and how many bytes of that belong to the record before.
 _RECORD_START = {"wikiextractor": (b"\n<doc ", 1), "mediawiki": (b"<page>", 0), "jsonl": (b"\n", 1)}
 _BZ2_STREAM = re.compile(rb"BZh[1-9]1AY&SY")  # stream header and the first block's magic, byte-aligned
@@ -51,9 +56,7 @@ class Problems:
         self.extend(entries)
 
     def add(self, path: str, fault: str, first: str = "", count: int = 1) -> None:
-        entry = self._entries.setdefault(
-            (path, fault), {"path": path, "fault": fault, "first": first, "count": 0}
-        )
+        entry = self._entries.setdefault((path, fault), {"path": path, "fault": fault, "first": first, "count": 0})
         entry["count"] += count
 
     def extend(self, entries: Iterable[dict[str, Any]]) -> None:
@@ -147,9 +150,7 @@ def _size(path: Path, where: str) -> int:
         with path.open("rb"):
             return path.stat().st_size
     except OSError as error:
-        raise InputError(
-            f"{where}.path: {path}: cannot be read ({error.strerror}). Check its permissions."
-        ) from None
+        raise InputError(f"{where}.path: {path}: cannot be read ({error.strerror}). Check its permissions.") from None
 
 
 def _group(files: list[Path], where: str) -> list[Input]:
@@ -210,9 +211,7 @@ def _find_dataset(source: Source, where: str) -> list[Input]:
             f"https://huggingface.co/datasets/{source.dataset}/commits/main"
         )
     shards = hub_dataset(source, where).num_shards
-    return [
-        Input((f"hub:{source.dataset}@{source.revision}#{shard}/{shards}",), 0) for shard in range(shards)
-    ]
+    return [Input((f"hub:{source.dataset}@{source.revision}#{shard}/{shards}",), 0) for shard in range(shards)]
 
 
 def saved_dataset(source: Source) -> Any:
@@ -313,9 +312,7 @@ def _cut_dataset(source: Source, place: tuple[int, int], item: Input) -> Iterato
     step = max(1, rows * PIECE_BYTES // max(item.bytes, 1))
     for block, start in enumerate(range(0, max(rows, 1), step)):
         end = min(start + step, rows)
-        yield Piece(
-            *place, block, source, item.paths, start, end, bytes=item.bytes * (end - start) // max(rows, 1)
-        )
+        yield Piece(*place, block, source, item.paths, start, end, bytes=item.bytes * (end - start) // max(rows, 1))
 
 
 def _is_multistream(path: Path) -> bool:
@@ -324,9 +321,7 @@ def _is_multistream(path: Path) -> bool:
         return _BZ2_STREAM.search(file.read(64 << 20), 1) is not None
 
 
-def _feed(
-    source: Source, place: tuple[int, int], item: Input, blocks: Iterator[tuple[Any, int]]
-) -> Iterator[Piece]:
+def _feed(source: Source, place: tuple[int, int], item: Input, blocks: Iterator[tuple[Any, int]]) -> Iterator[Piece]:
     """Pieces that carry their data, read in order by one process. The last has none, only the faults."""
     path, problems = item.paths[0], Problems()
     block = position = 0
@@ -568,9 +563,7 @@ def _jsonl_texts(data: bytes, piece: Piece, problems: Problems) -> Iterator[str]
             if isinstance(text, str):
                 yield _without_surrogates(text, path, problems)
             else:
-                problems.add(
-                    path, f"{column!r} that is not text", f"line {number + 1} of block {piece.block}"
-                )
+                problems.add(path, f"{column!r} that is not text", f"line {number + 1} of block {piece.block}")
 
 
 def _column_texts(piece: Piece, problems: Problems) -> Iterator[str]:
@@ -605,9 +598,7 @@ def _parquet_values(piece: Piece) -> Iterator[Any]:
     with pq.ParquetFile(piece.paths[0], memory_map=True) as file:
         column = piece.config.text_column
         if column not in file.schema_arrow.names:
-            raise InputError(
-                f"{piece.paths[0]}: no column {column!r}; it has {', '.join(file.schema_arrow.names)}."
-            )
+            raise InputError(f"{piece.paths[0]}: no column {column!r}; it has {', '.join(file.schema_arrow.names)}.")
         for batch in file.iter_batches(_ROWS_PER_READ, row_groups=[piece.start], columns=[column]):
             texts = batch.column(0)
             # Not validated by Arrow: as bytes, a bad one is ours to report.

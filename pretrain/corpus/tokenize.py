@@ -103,9 +103,7 @@ def _word_bounds(kinds: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.nd
     ends[:-1] |= inside[:-1] & ~inside[1:]
     # Each ideograph is a word of its own (google-research/bert tokenization.py, _tokenize_chinese_chars), 3 bytes long.
     leads = np.flatnonzero(kinds == _IDEOGRAPH)
-    leads = leads[
-        (text[leads] != 0xE4) | (text[leads + 1] != 0xB7)
-    ]  # U+4DC0 to U+4DFF are hexagrams, no ideographs
+    leads = leads[(text[leads] != 0xE4) | (text[leads + 1] != 0xB7)]  # U+4DC0 to U+4DFF are hexagrams, no ideographs
     starts[leads] = ends[leads + 2] = True
     starts[leads + 3] |= inside[leads + 3]
     before = leads[leads > 0] - 1
@@ -205,9 +203,7 @@ class WordPieces:
         self._offsets = np.zeros(0, np.int32)  # offset of each word's tokens in the pool
         self._pool = np.zeros(0, np.int32)
 
-    def tokens(
-        self, words: np.ndarray, sentences: np.ndarray, dtype: np.dtype
-    ) -> tuple[np.ndarray, np.ndarray]:
+    def tokens(self, words: np.ndarray, sentences: np.ndarray, dtype: np.dtype) -> tuple[np.ndarray, np.ndarray]:
         """Tokens of a row of word numbers, and the token offset of each sentence, int64 [S+1]."""
         self._extend()
         counts = self._counts[words]
@@ -284,9 +280,7 @@ class _WholeWay:
         """Word number and id of every token. Words hold no ASCII blank or mark, unless they are one mark."""
         texts = [b"|".join((*part, b"")).decode() for part in _batched(words, self._WORDS_PER_TEXT)]
         encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        tokens = np.concatenate(
-            [np.zeros(0, np.int32), *(np.array(encoding.ids, np.int32) for encoding in encoded)]
-        )
+        tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(encoding.ids, np.int32) for encoding in encoded)])
         ends = tokens == self._separator
         return np.cumsum(ends)[~ends], tokens[~ends]
 

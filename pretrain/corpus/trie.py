@@ -8,10 +8,8 @@ from tokenizers import Tokenizer
 from pretrain.corpus.keytable import KeyTable
 
 MOST_LETTERS = 16  # of a word, and so of a token that can be in it
-_BEGINNING, _CONTINUATION = (
-    1,
-    2,
-)  # the roots: of tokens that begin a word, and of those that go on in it ("##ing")
+# The roots: of tokens that begin a word, and of those that continue one ("##ing").
+_BEGINNING, _CONTINUATION = 1, 2
 
 
 class TokenTrie:
@@ -40,9 +38,7 @@ class TokenTrie:
         token is one [UNK]. The tokens of a word come in order, those of different words mixed.
         """
         lengths = np.count_nonzero(letters, axis=1)
-        letters = np.pad(
-            letters, ((0, 0), (0, 1))
-        )  # behind the last letter is a zero, with which nothing goes on
+        letters = np.pad(letters, ((0, 0), (0, 1)))  # behind the last letter is a zero, with which nothing goes on
         words = np.arange(len(letters))
         # Of every word that is still walking: its number, node, letters read; the longest token met, and its end.
         walkers = np.stack([words, *np.tile([[_BEGINNING], [0], [-1], [0]], len(words))])

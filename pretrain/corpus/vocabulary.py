@@ -16,9 +16,7 @@ from pretrain.common.files import atomic_open, write_json
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
 MAX_WORD_CHARACTERS = 100  # longer words are [UNK]: google-research/bert tokenization.py, WordpieceTokenizer
-_MAX_ALPHABET = (
-    1000  # most frequent characters kept; `tokenizers`' BertWordPieceTokenizer has the same default
-)
+_MAX_ALPHABET = 1000  # most frequent characters kept; `tokenizers`' BertWordPieceTokenizer has the same default
 _TRAINING_CHUNK = 1 << 16  # characters handed to the trainer at once
 
 
@@ -29,15 +27,11 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
 
 def bert_tokenizer(vocabulary: dict[str, int], normalizer: normalizers.BertNormalizer) -> Tokenizer:
     """BERT's tokenizer over `vocabulary` (token -> id), with the post-processor for [CLS] A [SEP] B [SEP]."""
-    tokenizer = Tokenizer(
-        models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARACTERS)
-    )
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]", max_input_chars_per_word=MAX_WORD_CHARACTERS))
     tokenizer.normalizer = normalizer
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.decoder = decoders.WordPiece(prefix="##")
-    tokenizer.post_processor = processors.BertProcessing(
-        ("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"])
-    )
+    tokenizer.post_processor = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
     tokenizer.add_special_tokens(list(SPECIAL_TOKENS))
     return tokenizer
 
@@ -65,9 +59,7 @@ def load_vocabulary(path: Path, *, lowercase: bool) -> Tokenizer:
     tokens = [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
     repeated = [token for token, count in Counter(tokens).items() if count > 1]
     if repeated:
-        raise InputError(
-            f"{path}: token {repeated[0]!r} stands there twice. Every line must be a token of its own."
-        )
+        raise InputError(f"{path}: token {repeated[0]!r} stands there twice. Every line must be a token of its own.")
     vocabulary = {token: number for number, token in enumerate(tokens)}
     _check_specials(path, vocabulary)
     return bert_tokenizer(vocabulary, normalizers.BertNormalizer(lowercase=lowercase))
@@ -82,13 +74,9 @@ def _from_json(path: Path, text: str, *, lowercase: bool) -> Tokenizer:
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"{path}: not a tokenizer.json of a BERT model ({error}).") from None
     if parts != ["WordPiece", "BertNormalizer", "BertPreTokenizer"]:
-        raise InputError(
-            f"{path}: made of {', '.join(parts)}; BERT's WordPiece with BertNormalizer is needed."
-        )
+        raise InputError(f"{path}: made of {', '.join(parts)}; BERT's WordPiece with BertNormalizer is needed.")
     if (model["continuing_subword_prefix"], model["max_input_chars_per_word"]) != ("##", MAX_WORD_CHARACTERS):
-        raise InputError(
-            f"{path}: its WordPiece is not BERT's (prefix '##', words of at most 100 characters)."
-        )
+        raise InputError(f"{path}: its WordPiece is not BERT's (prefix '##', words of at most 100 characters).")
     settings.pop("type")
     if settings["lowercase"] != lowercase:
         raise InputError(
@@ -110,9 +98,7 @@ def _check_specials(path: Path, vocabulary: dict[str, int]) -> None:
 # ---------------------------------------------------------------- training
 
 
-def train_vocabulary(
-    counts: dict[bytes, int], size: int, *, lowercase: bool, min_frequency: int
-) -> Tokenizer:
+def train_vocabulary(counts: dict[bytes, int], size: int, *, lowercase: bool, min_frequency: int) -> Tokenizer:
     """A WordPiece vocabulary of at most `size` entries from the counts of words cut at ASCII blanks and marks.
 
     The same counts give the same vocabulary, id by id. `tokenizers` alone does not (it numbers "##" characters in
@@ -124,16 +110,18 @@ def train_vocabulary(
         raise InputError("corpus.sources: no words to train a vocabulary on.")
     alphabet = _alphabet(words)
     if len(SPECIAL_TOKENS) + 2 * len(alphabet) >= size:
-        alphabet = alphabet[
-            : (size - len(SPECIAL_TOKENS)) // 4
-        ]  # leave half of a tiny vocabulary to longer pieces
+        alphabet = alphabet[: (size - len(SPECIAL_TOKENS)) // 4]  # leave half of a tiny vocabulary to longer pieces
     kept = set(alphabet)
     inner = {character for word in words for character in word[1:]} & kept
     fixed = [*SPECIAL_TOKENS, *sorted(kept), *(f"##{character}" for character in sorted(inner))]
     trainer = trainers.WordPieceTrainer(
-        vocab_size=size, min_frequency=min_frequency, special_tokens=fixed,
-        initial_alphabet=sorted(kept), limit_alphabet=len(kept), show_progress=False,
-    )  # fmt: skip
+        vocab_size=size,
+        min_frequency=min_frequency,
+        special_tokens=fixed,
+        initial_alphabet=sorted(kept),
+        limit_alphabet=len(kept),
+        show_progress=False,
+    )
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.train_from_iterator(_training_text(words), trainer)

@@ -124,12 +124,17 @@ class Embeddings(nn.Module):
         """int64 [T] three times and int32 [T] -> [T, H]."""
         # The look-ups stay outside: torch's own gradient of them is faster than the compiled one.
         embedded_TE = program(embed, self.fused)(
-            look_up(self.word, input_ids, sparse=self.sparse_gradient), look_up(self.position, positions),
-            token_types, keys, self.token_type, self.norm_weight, self.norm_bias, self.eps, self.dropout if self.training else 0.0,
-        )  # fmt: skip
-        return (
-            F.linear(embedded_TE, self.project_weight, self.project_bias) if self.projected else embedded_TE
+            look_up(self.word, input_ids, sparse=self.sparse_gradient),
+            look_up(self.position, positions),
+            token_types,
+            keys,
+            self.token_type,
+            self.norm_weight,
+            self.norm_bias,
+            self.eps,
+            self.dropout if self.training else 0.0,
         )
+        return F.linear(embedded_TE, self.project_weight, self.project_bias) if self.projected else embedded_TE
 
 
 class AfterAttention(NamedTuple):
@@ -177,9 +182,17 @@ class Layer(nn.Module):
         """[T, H] -> [T, H], or [R, H] of `rows_R`."""
         shape, training = self.shape, self.training
         context_TH = self_attention(
-            hidden_TH, self.qkv_weight, self.qkv_bias, cu_seqlens, max_seqlen, rows_R, shape.heads, keys_T,
-            shape.attention_dropout if training else 0.0, self.fused,
-        )  # fmt: skip
+            hidden_TH,
+            self.qkv_weight,
+            self.qkv_bias,
+            cu_seqlens,
+            max_seqlen,
+            rows_R,
+            shape.heads,
+            keys_T,
+            shape.attention_dropout if training else 0.0,
+            self.fused,
+        )
         if rows_R is not None:
             hidden_TH, keys_T = hidden_TH.index_select(0, rows_R), keys_T[rows_R]
         weights = AfterAttention(*(getattr(self, name) for name in AfterAttention._fields))
@@ -222,13 +235,18 @@ class _LookUp(torch.autograd.Function):
 
 
 def embed(
-    words_TE: Tensor, positions_TE: Tensor, token_types_T: Tensor, keys_T: Tensor, token_type_2E: Tensor,
-    norm_weight: Tensor, norm_bias: Tensor, eps: float, dropout: float,
-) -> Tensor:  # fmt: skip
+    words_TE: Tensor,
+    positions_TE: Tensor,
+    token_types_T: Tensor,
+    keys_T: Tensor,
+    token_type_2E: Tensor,
+    norm_weight: Tensor,
+    norm_bias: Tensor,
+    eps: float,
+    dropout: float,
+) -> Tensor:
     """[T, E] normalised sum of the three embeddings."""
-    first_E, second_E = (
-        token_type_2E.float()
-    )  # before they are spread, so that their gradient is summed in fp32
+    first_E, second_E = token_type_2E.float()  # before they are spread, so that their gradient is summed in fp32
     types_TE = torch.where(token_types_T[:, None] == 0, first_E, second_E)
     summed_TE = words_TE.float() + positions_TE.float() + types_TE
     embedded_TE = hash_dropout(layer_norm(summed_TE, norm_weight, norm_bias, eps), keys_T, 0, dropout)

@@ -19,9 +19,7 @@ from pretrain.config import LOGITS_PER_PIECE
 from pretrain.model.attention.dispatch import program
 
 
-def vocabulary_losses(
-    hidden: Tensor, word: Tensor, bias: Tensor, labels: Tensor, fused: bool
-) -> tuple[Tensor, Tensor]:
+def vocabulary_losses(hidden: Tensor, word: Tensor, bias: Tensor, labels: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
     """Cross-entropy of the scores `hidden @ word.T + bias` against the labels.
 
     Args:

@@ -50,9 +50,7 @@ class PretrainingModel(Encoder):
         compile: bool = False,
         activation_checkpointing: bool = False,
     ) -> None:
-        super().__init__(
-            shape, vocabulary_size, compile=compile, activation_checkpointing=activation_checkpointing
-        )
+        super().__init__(shape, vocabulary_size, compile=compile, activation_checkpointing=activation_checkpointing)
         self.heads = Heads(shape, vocabulary_size, next_sentence, compile)
 
     def forward(self, batch: PretrainingBatch) -> Losses:
@@ -90,17 +88,11 @@ class Heads(nn.Module):
         self.mlm_norm_weight, self.mlm_norm_bias = ones(hidden), zeros(hidden)
         self.mlm_bias = zeros(vocabulary_size)
 
-    def forward(
-        self, hidden_RH: Tensor, word_VH: Tensor, masked_labels_K: Tensor, nsp_labels_S: Tensor
-    ) -> Losses:
+    def forward(self, hidden_RH: Tensor, word_VH: Tensor, masked_labels_K: Tensor, nsp_labels_S: Tensor) -> Losses:
         """`hidden_RH`: the first tokens' rows, then the masked tokens'."""
         sequences = hidden_RH.shape[0] - masked_labels_K.shape[0]
-        transformed_KH = program(mlm_transform, self.fused)(
-            hidden_RH[sequences:], self.mlm_weights(), self.eps
-        )
-        mlm_loss, mlm_correct = vocabulary_losses(
-            transformed_KH, word_VH, self.mlm_bias, masked_labels_K, self.fused
-        )
+        transformed_KH = program(mlm_transform, self.fused)(hidden_RH[sequences:], self.mlm_weights(), self.eps)
+        mlm_loss, mlm_correct = vocabulary_losses(transformed_KH, word_VH, self.mlm_bias, masked_labels_K, self.fused)
         if not self.next_sentence:
             return Losses(mlm_loss, mlm_loss.new_zeros(()), mlm_correct, mlm_loss.new_zeros(()))
         logits_S2 = nsp_logits(hidden_RH[:sequences], self.nsp_weights()).float()

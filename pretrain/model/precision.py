@@ -113,9 +113,7 @@ def offer(device: torch.device) -> Offer:
 
 def choose(offers: Sequence[Offer]) -> Choice:
     """The precision for workers with these devices; where they differ, what all of them compute."""
-    weakest = min(
-        (one for one in offers if one.capability), key=lambda one: one.capability or (), default=None
-    )
+    weakest = min((one for one in offers if one.capability), key=lambda one: one.capability or (), default=None)
     if weakest is not None and weakest.capability is not None:
         return _for_gpu(weakest.name, weakest.capability)
     bf16, fp32 = (sum(getattr(one, name) for one in offers) for name in ("bf16", "fp32"))

@@ -102,9 +102,7 @@ class Bar:
     kind: str = "train"
 
 
-def bar_chart(
-    title: str, unit: str, bars: Sequence[Bar], *, form: Form, limit: tuple[str, float] | None = None
-) -> str:
+def bar_chart(title: str, unit: str, bars: Sequence[Bar], *, form: Form, limit: tuple[str, float] | None = None) -> str:
     """A <figure> with title, unit and horizontal bars from 0, below one another.
 
     Args:
@@ -188,9 +186,7 @@ def _mark(frame: _Frame, x: float, left: str, right: str) -> str:
 def _drawing(frame: _Frame, curve: _Curve) -> str:
     faint = "" if curve.line is curve.raw else _path(frame, curve.raw, f"{curve.kind} raw")
     dots = curve.line if len(curve.line) <= _FEW_POINTS else []
-    circles = "".join(
-        f'<circle class={curve.kind} cx="{frame.x(x)}" cy="{frame.y(y)}" r=2.6 />' for x, y in dots
-    )
+    circles = "".join(f'<circle class={curve.kind} cx="{frame.x(x)}" cy="{frame.y(y)}" r=2.6 />' for x, y in dots)
     return faint + _path(frame, curve.line, curve.kind) + circles
 
 
@@ -222,12 +218,11 @@ def _limit(name: str, value: str, at: float | None, bars: int) -> str:
     below = bars * _BAR_PITCH + 13
     if at is None:
         words = escape(f"{name}: {value}, off to the right")
-        return f'<text class=note x={_WIDTH - _BAR_MARGIN} y="{below}" text-anchor=end>{words} \N{RIGHTWARDS ARROW}</text>'
+        return (
+            f'<text class=note x={_WIDTH - _BAR_MARGIN} y="{below}" text-anchor=end>{words} \N{RIGHTWARDS ARROW}</text>'
+        )
     tops = [number * _BAR_PITCH + _BAR_TOP for number in range(bars)]
-    lines = (
-        f'<line class=limit x1="{at}" x2="{at}" y1="{top - 3}" y2="{top + _BAR_HEIGHT + 3}" />'
-        for top in tops
-    )
+    lines = (f'<line class=limit x1="{at}" x2="{at}" y1="{top - 3}" y2="{top + _BAR_HEIGHT + 3}" />' for top in tops)
     side = "end" if at > _WIDTH / 2 else "start"
     words = escape(f"{name}: {value}")
     return f'{"".join(lines)}<text class=note x="{at}" y="{below}" text-anchor={side}>{words}</text>'
@@ -266,9 +261,7 @@ def _data(frame: _Frame, curves: Sequence[_Curve], form: Form, form_x: Form, x_n
             {
                 "name": curve.name,
                 "kind": curve.kind,
-                "points": [
-                    [frame.x(x), frame.y(y), f"{x_name} {form_x(x)}".strip(), form(y)] for x, y in curve.line
-                ],
+                "points": [[frame.x(x), frame.y(y), f"{x_name} {form_x(x)}".strip(), form(y)] for x, y in curve.line],
             }
             for curve in curves
         ],

@@ -78,9 +78,7 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
         return []
     shape, state, next_sentence = hf.load(export_dir)
     if "heads.mlm_bias" not in state:
-        raise InputError(
-            f"{export_dir}: has no masked-language-modelling head. Export a pretraining checkpoint."
-        )
+        raise InputError(f"{export_dir}: has no masked-language-modelling head. Export a pretraining checkpoint.")
     vocabulary = read_vocabulary(export_dir)
     model = PretrainingModel(shape, len(vocabulary), next_sentence).eval()
     model.load_state_dict(state)

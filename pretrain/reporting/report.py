@@ -82,9 +82,7 @@ def _finetuned(run: _Run) -> list[dict[str, Any]]:
                 f"{result['metric']}, {result['dev']:,} held-out examples",
                 # A score of 0 is told by its figure; a bar needs a length.
                 [
-                    Bar(
-                        f"{start} weights", max(value, 1e-3), max(value, 1e-3), max(value, 1e-3), kinds[start]
-                    )
+                    Bar(f"{start} weights", max(value, 1e-3), max(value, 1e-3), max(value, 1e-3), kinds[start])
                     for start, value in result["scores"].items()
                 ],
                 form=lambda value: f"{value:.3f}",
@@ -109,9 +107,7 @@ class _Run:
     @classmethod
     def read(cls, folder: Path) -> _Run:
         if not (folder / "config.yaml").is_file():
-            raise InputError(
-                f"{folder}: has no config.yaml, so it is no run folder. Give one such as runs/bert-mini."
-            )
+            raise InputError(f"{folder}: has no config.yaml, so it is no run folder. Give one such as runs/bert-mini.")
         config = load_config(folder / "config.yaml")
         records = read_records(folder)
         training = [record for record in records if is_training(record)]
@@ -180,9 +176,7 @@ def _tiles(run: _Run) -> list[tuple[str, str, str]]:
         tiles.append(("useful tokens/s", f"{statistics.median(speeds):,.0f}", peak))
     tokens = run.training[-1].get("tokens")
     if tokens:
-        tiles.append(
-            ("tokens trained on", short(tokens), f"{run.step:,} of {run.config.total_steps:,} steps")
-        )
+        tiles.append(("tokens trained on", short(tokens), f"{run.step:,} of {run.config.total_steps:,} steps"))
     tiles.append(("time of training", clock(run.seconds), f"on {_workers(run.config)}"))
     return tiles
 
@@ -234,9 +228,7 @@ def _charts(run: _Run) -> Iterator[str]:
     def timed(title: str, field: str, form: Callable[[float], str]) -> str:
         unit, size = ("h", 3600) if run.seconds > 2 * 3600 else ("min", 60)
         series = one(field, "seconds", 1 / size)
-        return line_chart(
-            title, series, form=form, form_x=lambda x: f"{x:.3g} {unit}", x_name="", from_zero=True
-        )
+        return line_chart(title, series, form=form, form_x=lambda x: f"{x:.3g} {unit}", x_name="", from_zero=True)
 
     at_step: dict[str, Any] = {"form_x": lambda step: f"{step:,.0f}", "marks": _phase_marks(run.config)}
     charts = [
@@ -275,11 +267,7 @@ def _plain(value: float) -> str:
 
 
 def _scientific(value: float) -> str:
-    return (
-        "0"
-        if value == 0
-        else re.sub(r"e([+-])0*", r"e\1", f"{value:.2e}").replace(".00", "").replace("0e", "e")
-    )
+    return "0" if value == 0 else re.sub(r"e([+-])0*", r"e\1", f"{value:.2e}").replace(".00", "").replace("0e", "e")
 
 
 def _percent(value: float) -> str:
@@ -292,8 +280,19 @@ def _bytes(value: float) -> str:
 
 # ---- the corpus card and the environment
 
-_SOURCE_COLUMNS = ("name", "kind", "licence", "weight", "files", "documents", "sentences", "words", "tokens",
-                   "duplicates", "too_short")  # fmt: skip
+_SOURCE_COLUMNS = (
+    "name",
+    "kind",
+    "licence",
+    "weight",
+    "files",
+    "documents",
+    "sentences",
+    "words",
+    "tokens",
+    "duplicates",
+    "too_short",
+)
 
 
 def _card(card: dict[str, Any]) -> dict[str, Any]:
@@ -304,9 +303,7 @@ def _card(card: dict[str, Any]) -> dict[str, Any]:
     return {
         "facts": [(_label(key), _cell(key, value)) for key, value in facts.items() if value is not None],
         "source_columns": [_label(column) for column in _SOURCE_COLUMNS],
-        "sources": [
-            [_cell(column, source.get(column, "")) for column in _SOURCE_COLUMNS] for source in sources
-        ],
+        "sources": [[_cell(column, source.get(column, "")) for column in _SOURCE_COLUMNS] for source in sources],
         "contents": [(source["name"], source["content"]) for source in sources if "content" in source],
         "histograms": [
             ("tokens per sentence", _bars([source.get("sentence_lengths", {}) for source in sources])),

@@ -122,9 +122,7 @@ class _Progress:
     def _tell_wait(self) -> None:
         message = ""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            message = json.loads((self._run_dir / "logs" / WAITING_FILE).read_text(encoding="utf-8"))[
-                "message"
-            ]
+            message = json.loads((self._run_dir / "logs" / WAITING_FILE).read_text(encoding="utf-8"))["message"]
         if message and message != self._waiting:
             self.console.print(f"  {message}", style="yellow", markup=False)
         self._waiting = message
@@ -132,9 +130,7 @@ class _Progress:
     def _take(self, record: dict[str, Any]) -> None:
         if "event" in record:
             if self._news:
-                self.console.print(
-                    f"  step {record['step']:,}: {record['message']}", style="yellow", markup=False
-                )
+                self.console.print(f"  step {record['step']:,}: {record['message']}", style="yellow", markup=False)
             return
         if record.get("split") == "validation":
             loss = record.get("loss")
@@ -251,9 +247,14 @@ def _piece(value: float | None, form: str) -> str:
 # What is left out first when the terminal is narrow comes last.
 _PRIORITY = ("step", "loss", "left", "skipped", "speed", "mlm", "peak", "phase", "nsp", "stall")
 _STYLES = {
-    "loss": "bold", "mlm": "green", "nsp": "green", "speed": "cyan", "peak": "cyan", "skipped": "yellow",
+    "loss": "bold",
+    "mlm": "green",
+    "nsp": "green",
+    "speed": "cyan",
+    "peak": "cyan",
+    "skipped": "yellow",
     "left": "magenta",
-}  # fmt: skip
+}
 
 
 def _live_line(progress: _Progress, width: int) -> Text:

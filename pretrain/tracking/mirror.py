@@ -94,9 +94,7 @@ def _wandb_key_set() -> bool:
         return False
 
 
-def wandb_arguments(
-    config: Run, run_dir: Path, run_id: str, card: dict[str, Any], job_type: str
-) -> dict[str, Any]:
+def wandb_arguments(config: Run, run_dir: Path, run_id: str, card: dict[str, Any], job_type: str) -> dict[str, Any]:
     return {
         "project": config.tracking.project,
         "id": run_id,

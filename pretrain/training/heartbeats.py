@@ -162,28 +162,31 @@ class Ranks:
         active.sort(key=lambda one: one[1].position)  # the furthest behind first
         for rank, told in active:
             if told.doing not in ("", IN_COLLECTIVE):
-                return Finding(
-                    DATA_STALL, rank, f"has waited {still:.0f} s for {told.doing}", told.host, told.pid
-                )
+                return Finding(DATA_STALL, rank, f"has waited {still:.0f} s for {told.doing}", told.host, told.pid)
         missing = [rank for rank, told in enumerate(self._told) if told is None]
         if missing:
-            return Finding(
-                HANG, missing[0], f"has not reported, and no rank made progress for {still:.0f} s", "", 0
-            )
+            return Finding(HANG, missing[0], f"has not reported, and no rank made progress for {still:.0f} s", "", 0)
         for rank, told in active:
             if not told.doing:
                 return Finding(HANG, rank, f"has made no progress for {still:.0f} s", told.host, told.pid)
         for rank, told in enumerate(self._told):
             if told is not None and told.ended:
                 return Finding(
-                    HANG, rank, f"has ended, and the others have waited {still:.0f} s for it in a collective",
-                    told.host, told.pid,
-                )  # fmt: skip
+                    HANG,
+                    rank,
+                    f"has ended, and the others have waited {still:.0f} s for it in a collective",
+                    told.host,
+                    told.pid,
+                )
         rank, told = active[0]
         return Finding(
-            HANG, rank, f"is the first of those furthest behind, and all ranks have waited {still:.0f} s in collectives: "
-            "the network, or collectives that differ between ranks", told.host, told.pid,
-        )  # fmt: skip
+            HANG,
+            rank,
+            f"is the first of those furthest behind, and all ranks have waited {still:.0f} s in collectives: "
+            "the network, or collectives that differ between ranks",
+            told.host,
+            told.pid,
+        )
 
 
 class Follower:

@@ -117,9 +117,7 @@ class Plan:
     checkpoint_every_steps: int
     peak_flops: float  # measured matmul peak of all workers together, FLOP/s
     keep_best: bool = False  # save where an evaluation is the best so far, for who goes back to it in the end
-    patience: int = (
-        0  # evaluations in a row without a gain after which training ends; 0 goes to the last step
-    )
+    patience: int = 0  # evaluations in a row without a gain after which training ends; 0 goes to the last step
 
 
 @dataclass
@@ -216,9 +214,7 @@ def fit(
     run.tell_trouble()
 
 
-def rehearse(
-    engine: Engine, task: Task[S], progress: Progress, checkpoints: Path, extra_state: dict[str, Any]
-) -> None:
+def rehearse(engine: Engine, task: Task[S], progress: Progress, checkpoints: Path, extra_state: dict[str, Any]) -> None:
     """Fail in minute one: step the largest micro-batch, with a checkpoint written before and read back after.
 
     Leaves the training state bitwise as the checkpoint of `progress` has it; at a fresh start that is written first, as
@@ -226,9 +222,7 @@ def rehearse(
     """
     checkpoint = checkpoints / store.name_of(progress.step)
     if checkpoint not in store.list_checkpoints(checkpoints):
-        store.save(
-            checkpoints, progress.step, engine.fragments(), _state(engine, progress, extra_state), engine
-        )
+        store.save(checkpoints, progress.step, engine.fragments(), _state(engine, progress, extra_state), engine)
     engine.module.train()
     step = task.largest()
     try:
@@ -291,17 +285,26 @@ class _Run(Generic[S]):
     """The state of one `fit`."""
 
     def __init__(
-        self, engine: Engine, task: Task[S], plan: Plan, progress: Progress, checkpoints: Path,
-        extra_state: dict[str, Any], recorder: Recorder,
-    ) -> None:  # fmt: skip
+        self,
+        engine: Engine,
+        task: Task[S],
+        plan: Plan,
+        progress: Progress,
+        checkpoints: Path,
+        extra_state: dict[str, Any],
+        recorder: Recorder,
+    ) -> None:
         self.engine, self.task, self.plan, self.progress = engine, task, plan, progress
         self.checkpoints, self.extra_state = checkpoints, extra_state
         self.recorder: Recorder = _PatientRecorder(recorder, engine)
         saving = plan.config.checkpoint
         self.saver = Saver(
-            checkpoints, engine.side_group(), keep_last=saving.keep_last, background=saving.background,
+            checkpoints,
+            engine.side_group(),
+            keep_last=saving.keep_last,
+            background=saving.background,
             retry_seconds=saving.retry_seconds,
-        )  # fmt: skip
+        )
         self.clock = _Clock()
         self.stragglers = RankTimes(engine, plan.config.tracking.straggler_factor)
         self.stalled_before = task.stalled_seconds()
@@ -355,9 +358,7 @@ class _Run(Generic[S]):
             if step is None:
                 return
             before, part = part, self.task.validation_set()
-            if (
-                part == before
-            ):  # not the first batch of a phase, nor after a start or a rollback: it opens the data
+            if part == before:  # not the first batch of a phase, nor after a start or a rollback: it opens the data
                 self.stragglers.waited_once(time.perf_counter() - began)
             yield step
 
@@ -495,9 +496,7 @@ class _Run(Generic[S]):
             "validation_set": self.task.validation_set(),
         }
         with self.engine.allow(LONG_SECONDS):  # for the save before it, where the storage is slow
-            self.saver.save(
-                self.progress.step, self.engine.fragments(), _state(self.engine, self.progress, state)
-            )
+            self.saver.save(self.progress.step, self.engine.fragments(), _state(self.engine, self.progress, state))
         self.tell_trouble()
         self.clock.leave_out("checkpoint", time.perf_counter() - began)
 
@@ -528,9 +527,13 @@ class _Run(Generic[S]):
         first, count = found.step, progress.step - found.step
         logger.warning("%s: back to %s, past the data of %d steps", self.wrong, name, count)
         event = {
-            "event": "rollback", "step": first, "from_step": progress.step, "passed_over_steps": count, "time": time.time(),
+            "event": "rollback",
+            "step": first,
+            "from_step": progress.step,
+            "passed_over_steps": count,
+            "time": time.time(),
             "message": f"{self.wrong}: back to {name}, past the data of {count} steps",
-        }  # fmt: skip
+        }
         found.rollbacks = progress.rollbacks + 1
         found.passed_over = [*progress.passed_over, *self.task.pass_over(first, count)]
         for name in Progress.__dataclass_fields__:

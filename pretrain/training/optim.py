@@ -24,9 +24,7 @@ _STACKED = {"qkv_weight": 3, "qkv_bias": 3}
 _NORM_ROW = 1 << 16
 
 
-def parameter_groups(
-    named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float
-) -> list[dict[str, Any]]:
+def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> list[dict[str, Any]]:
     """The two optimizer groups of BERT: with weight decay, and without it (biases and LayerNorm).
 
     Args:
@@ -85,9 +83,7 @@ def _phase_rate(phase: config.Phase, step: int) -> float:
         return phase.peak_learning_rate
     remaining = (phase.steps - step) / (phase.steps - peak_step)
     power = phase.decay_power if phase.decay == "polynomial" else 1.0
-    return (
-        phase.final_learning_rate + (phase.peak_learning_rate - phase.final_learning_rate) * remaining**power
-    )
+    return phase.final_learning_rate + (phase.peak_learning_rate - phase.final_learning_rate) * remaining**power
 
 
 class Segment(NamedTuple):
@@ -176,10 +172,7 @@ class Lamb(torch.optim.Optimizer):
         for flat, pieces in segments.items():
             end = 0
             for piece in pieces:
-                if (
-                    not end <= piece.start < piece.stop <= flat.numel()
-                    or not 0 <= piece.tensor_id < tensor_count
-                ):
+                if not end <= piece.start < piece.stop <= flat.numel() or not 0 <= piece.tensor_id < tensor_count:
                     raise ValueError(f"{piece} does not fit: shard of {flat.numel()}, {tensor_count} tensors")
                 end = piece.stop
         self._segments, self._tensor_count, self._reduce = dict(segments), tensor_count, reduce
@@ -233,9 +226,7 @@ class Lamb(torch.optim.Optimizer):
         else:
             names = group["names"]
             if len(names) != len(group["params"]):
-                raise RuntimeError(
-                    "Lamb: the parameters were flattened by a wrapper; call set_segments first"
-                )
+                raise RuntimeError("Lamb: the parameters were flattened by a wrapper; call set_segments first")
             for parameter, name in zip(group["params"], names, strict=True):
                 ids = range(count, count + _parts(name))
                 count = ids.stop

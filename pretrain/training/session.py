@@ -96,9 +96,7 @@ def _check_device(config: Run, device: torch.device) -> None:
     )
     if device.type == "cpu":
         if chosen == "fp16":
-            raise MachineError(
-                f"engine.precision: fp16 needs a GPU (DeepSpeed has none of it on CPU). {advice}"
-            )
+            raise MachineError(f"engine.precision: fp16 needs a GPU (DeepSpeed has none of it on CPU). {advice}")
         return
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     has = f"{name} has {capability[0]}.{capability[1]}"
@@ -147,9 +145,13 @@ def newest_checkpoint(checkpoints: Path, engine: Engine) -> Path | None:
 def watched(config: Run, worker: Worker) -> Iterator[Watchdog]:
     """Work that is ended, for whoever restarts it, when a rank hangs; from the process group on, so starts are, too."""
     with Watchdog(
-        worker.rank, worker.world_size, config.folder / "logs", config.scheduling.hang_seconds,
-        stall_seconds=config.scheduling.data_stall_seconds, compiles=config.engine.compile,
-    ) as watchdog:  # fmt: skip
+        worker.rank,
+        worker.world_size,
+        config.folder / "logs",
+        config.scheduling.hang_seconds,
+        stall_seconds=config.scheduling.data_stall_seconds,
+        compiles=config.engine.compile,
+    ) as watchdog:
         yield watchdog
 
 

@@ -75,9 +75,7 @@ class RankTimes:
             torch.cuda.synchronize()
             self._seconds = sum(begun.elapsed_time(ended) for begun, ended in self._events) / 1000
         table = torch.zeros(3, engine.world_size, dtype=torch.float64)
-        table[:, engine.rank] = torch.tensor(
-            [self._seconds / max(1, self._passes), self.waited, self._longest_wait]
-        )
+        table[:, engine.rank] = torch.tensor([self._seconds / max(1, self._passes), self.waited, self._longest_wait])
         engine.sum_over_workers(table)
         self._seconds, self._passes, self.waited, self._longest_wait = 0.0, 0, 0.0, 0.0
         self._events.clear()
@@ -94,13 +92,9 @@ class RankTimes:
             if slow.named or slow.records < _RECORDS or now - slow.since < _SECONDS:
                 continue
             slow.named = True
-            message = (
-                f"rank {rank} takes {times[rank]:.1f} times as long as the others' median for a forward pass"
-            )
+            message = f"rank {rank} takes {times[rank]:.1f} times as long as the others' median for a forward pass"
             logger.warning("step %d: %s", step, message)
-            recorder.log(
-                {"event": "straggler", "step": step, "rank": rank, "time": time.time(), "message": message}
-            )
+            recorder.log({"event": "straggler", "step": step, "rank": rank, "time": time.time(), "message": message})
 
 
 def _name_stall(longest: list[float], recorder: Recorder, step: int) -> None:
@@ -110,7 +104,7 @@ def _name_stall(longest: list[float], recorder: Recorder, step: int) -> None:
     message = f"rank {rank} waited {seconds:.0f} s for a batch"
     recorder.log(
         {"event": "data_stall", "step": step, "rank": rank, "seconds": seconds, "time": time.time(), "message": message}
-    )  # fmt: skip
+    )
 
 
 @dataclass

@@ -43,9 +43,7 @@ from pretrain.training.heartbeats import (
 )
 
 _ROUND_SECONDS = (0.2, 2.0)  # between heartbeats: a sixteenth of the limit, within these
-_LINGER_ROUNDS = (
-    2.5  # between a finding and the end, so that every rank learns of it before a collective breaks
-)
+_LINGER_ROUNDS = 2.5  # between a finding and the end, so that every rank learns of it before a collective breaks
 _STORE_SECONDS = 30.0  # for an answer of the store
 _GOODBYE_SECONDS = 4.0  # for the last heartbeat to be out
 _ANNOUNCE_SECONDS = 1.0  # that a rank waits at most for its announcement to be out
@@ -81,9 +79,15 @@ class Watchdog:
     """
 
     def __init__(
-        self, rank: int, world_size: int, logs: Path, limit_seconds: float, *, stall_seconds: float = 0.0,
+        self,
+        rank: int,
+        world_size: int,
+        logs: Path,
+        limit_seconds: float,
+        *,
+        stall_seconds: float = 0.0,
         compiles: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._rank, self._world_size, self._logs, self._limit = rank, world_size, logs, limit_seconds
         self._stall = stall_seconds or math.inf
         self._compiles = compiles
@@ -161,9 +165,16 @@ class Watchdog:
         """What this rank says of itself now; each has a number of its own."""
         self._count += 1
         return Heartbeat(
-            count=self._count, pulses=self._pulses, position=self._position, allowed=self._allowed(),
-            quiet=max(self._limit, *self._allowances, 0.0), doing=self._doing(), ended=ended, host=self._host, pid=self._pid,
-        )  # fmt: skip
+            count=self._count,
+            pulses=self._pulses,
+            position=self._position,
+            allowed=self._allowed(),
+            quiet=max(self._limit, *self._allowances, 0.0),
+            doing=self._doing(),
+            ended=ended,
+            host=self._host,
+            pid=self._pid,
+        )
 
     def _compilation_begins(self, _: Any) -> None:
         self._begin_allowance(_COMPILE_SECONDS)
@@ -231,11 +242,7 @@ class Watchdog:
         return lambda now: follower.find(talk.summary, self._pulses, self._allowed(), now)
 
     def _give_up(self, finding: Finding) -> None:
-        told = (
-            self._talk is not None
-            and self._talk.summary is not None
-            and self._talk.summary.finding == finding
-        )
+        told = self._talk is not None and self._talk.summary is not None and self._talk.summary.finding == finding
         if self._talk is not None and self._rank == 0:
             self._talk.publish(finding)
         learnt = time.monotonic()
@@ -281,8 +288,11 @@ class Watchdog:
             file.flush()
             subprocess.run(
                 [Path(sys.executable).with_name("py-spy"), "dump", "--nonblocking", "--pid", str(finding.pid)],
-                stdout=file, stderr=file, timeout=_DUMP_SECONDS, check=False,
-            )  # fmt: skip
+                stdout=file,
+                stderr=file,
+                timeout=_DUMP_SECONDS,
+                check=False,
+            )
 
 
 class _Talk:
@@ -400,9 +410,7 @@ def _connection() -> Callable[[], TCPStore] | None:
     host, port = found.host, found.port
 
     def connect() -> TCPStore:
-        return TCPStore(
-            host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_STORE_SECONDS)
-        )
+        return TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=_STORE_SECONDS))
 
     return connect
 

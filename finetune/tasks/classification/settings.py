@@ -23,12 +23,8 @@ SCORES: dict[Problem, tuple[str, ...]] = {
 class ClassificationSettings(Section):
     """Labelled texts, one or a pair a row, and what is predicted of them."""
 
-    glue: GlueName = Field(
-        default="", description="A task of GLUE by name: its official files, labels and scores."
-    )
-    glue_dir: LocalPath = Field(
-        default="", description="glue: folder with the official downloads (CoLA, SST-2, ...)."
-    )
+    glue: GlueName = Field(default="", description="A task of GLUE by name: its official files, labels and scores.")
+    glue_dir: LocalPath = Field(default="", description="glue: folder with the official downloads (CoLA, SST-2, ...).")
     dataset: LocalPath = Field(
         default="",
         description="Hugging Face: hub name, or a folder written by save_to_disk. train, dev and test name its splits.",
@@ -68,15 +64,11 @@ class ClassificationSettings(Section):
         description='csv, tsv: standard (RFC 4180: "" inside quotes), none (a quote is a character); auto: standard in '
         ".csv, in .tsv what the training file shows.",
     )
-    text_column: str | int = Field(
-        default="text", description="Column of the text: its name, or its number from 0."
-    )
+    text_column: str | int = Field(default="text", description="Column of the text: its name, or its number from 0.")
     pair_column: str | int = Field(
         default="", description="Column of the second text, if texts come in pairs; segment B."
     )
-    label_column: str | int = Field(
-        default="label", description="Column of the label: its name, or its number from 0."
-    )
+    label_column: str | int = Field(default="label", description="Column of the label: its name, or its number from 0.")
     problem_type: Problem = Field(
         default="single_label",
         description="One class a text, any number of labels, or a number. glue sets it itself.",
@@ -140,9 +132,7 @@ class ClassificationSettings(Section):
         if not is_encoding(self.encoding):
             raise ValueError(f"encoding: {self.encoding!r} is unknown; for example utf-8, latin-1")
         if len(self.delimiter) > 1:
-            raise ValueError(
-                f"delimiter: {self.delimiter!r} is more than one character; a tab is '\\t' in quotes"
-            )
+            raise ValueError(f"delimiter: {self.delimiter!r} is more than one character; a tab is '\\t' in quotes")
         if self.delimiter in ("\n", '"'):
             raise ValueError(f"delimiter: {self.delimiter!r} ends a row or quotes a cell; name another")
         if not self.header and not self.glue:

@@ -162,9 +162,7 @@ class Classification:
                 )
             return Example(_text(record, where, "the text"), None, None, where)
         if not isinstance(record, Mapping):
-            raise InputError(
-                f'{where}: {shown(record)} is neither a text nor an object such as {{"text": ...}}.'
-            )
+            raise InputError(f'{where}: {shown(record)} is neither a text nor an object such as {{"text": ...}}.')
         text = _field(record, where, self._source.text_column, "text")
         if self.takes_pairs:
             return Example(text, _field(record, where, self._source.pair_column, "pair"), None, where)
@@ -172,9 +170,7 @@ class Classification:
             raise InputError(f"{where}: a pair, but the model was trained on single texts. Leave `pair` out.")
         return Example(text, None, None, where)
 
-    def with_context(
-        self, examples: Sequence[Example], *, ended: bool
-    ) -> tuple[list[Example], list[Example]]:
+    def with_context(self, examples: Sequence[Example], *, ended: bool) -> tuple[list[Example], list[Example]]:
         """Each stands alone."""
         return list(examples), []
 
@@ -211,9 +207,7 @@ class Classification:
             extra={},
         )
 
-    def decode(
-        self, examples: Sequence[Example], windows: Windows, logits: np.ndarray
-    ) -> list[dict[str, Any]]:
+    def decode(self, examples: Sequence[Example], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
         """One prediction an example (Outputs.predictions), from the mean of its windows' logits, float32 [F, C]."""
         if not len(windows):
             return []
@@ -222,9 +216,7 @@ class Classification:
         means_NC = np.add.reduceat(logits.astype(np.float64), begins, axis=0) / counts[:, None]
         return self._outputs().predictions(means_NC)
 
-    def scorer_files(
-        self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]
-    ) -> dict[str, str]:
+    def scorer_files(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         return {}
 
     # ------------------------------------------------------------ scores
@@ -242,9 +234,7 @@ class Classification:
             return
         self.threshold = self._outputs().best_threshold(self._label_rows(examples), predictions, self.metric)
 
-    def score(
-        self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]
-    ) -> dict[str, float]:
+    def score(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """The official scores of a task of GLUE, otherwise all there are; {} of examples without labels.
 
         Sets of labels follow from the probabilities and the present threshold, also after `tune`.
@@ -254,9 +244,7 @@ class Classification:
         scores = self._outputs().scores(self._label_rows(examples), predictions)
         return {name: scores[name] for name in self._glue.scores} if self._glue else scores
 
-    def details(
-        self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]
-    ) -> dict[str, Any]:
+    def details(self, examples: Sequence[Example], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Precision, recall and F1 of each class; for single_label the confusion counts [true][predicted]."""
         if not self.is_labelled(examples):
             return {}
@@ -299,8 +287,10 @@ class Classification:
         if unknown:
             logger.warning(
                 "%d of %d labels are not known and left out of the predictions; the first: %s",
-                len(unknown), len(table), unknown[0],
-            )  # fmt: skip
+                len(unknown),
+                len(table),
+                unknown[0],
+            )
         return raw
 
     def _find_labels(self, raw: Sequence[Label | None], table: tables.Table) -> dict[str, str]:
@@ -393,9 +383,7 @@ class Classification:
                 rows[row, [numbers[name] for name in example.label]] = True
         return rows
 
-    def _cut(
-        self, examples: Sequence[Example], encoder: TextEncoder, *, thin: bool
-    ) -> tuple[np.ndarray, Framed]:
+    def _cut(self, examples: Sequence[Example], encoder: TextEncoder, *, thin: bool) -> tuple[np.ndarray, Framed]:
         """(example of each window, int64 [F]; the windows)"""
         room = encoder.room(pair=self.takes_pairs)
         overlap = self._overlap(room)
@@ -432,8 +420,12 @@ class Classification:
         logger.warning(
             "%d of %d texts are longer than %d windows (max_windows): training sees %d of their %d windows, "
             "evenly spread; predictions see all",
-            long.sum(), examples, most, most * long.sum(), counts[long].sum(),
-        )  # fmt: skip
+            long.sum(),
+            examples,
+            most,
+            most * long.sum(),
+            counts[long].sum(),
+        )
         rows = spread(cut[0], examples, most)
         return tuple(column[rows] for column in cut)
 

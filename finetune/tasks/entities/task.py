@@ -37,18 +37,12 @@ class EntitiesSettings(Section):
     """Named entities from CoNLL columns or JSON lines."""
 
     train: LocalPath = Field(default="", description=f"Training file. {_FORM}")
-    dev: LocalPath = Field(
-        default="", description="Labelled file that chooses the checkpoint; empty for none."
-    )
-    test: LocalPath = Field(
-        default="", description="File to predict at the end, with labels or without; may be empty."
-    )
+    dev: LocalPath = Field(default="", description="Labelled file that chooses the checkpoint; empty for none.")
+    test: LocalPath = Field(default="", description="File to predict at the end, with labels or without; may be empty.")
     token_column: int = Field(
         default=0, description="Column of the words, from 0 on; negative numbers count from the last."
     )
-    label_column: int = Field(
-        default=-1, description="Column of the tags; a test file of one column has no labels."
-    )
+    label_column: int = Field(default=-1, description="Column of the tags; a test file of one column has no labels.")
     scheme: Literal["auto", "iob1", "iob2", "bioes"] = Field(
         default="auto",
         description="How the files' tags mark entities (bioes: BILOU too); auto sees it in the training file.",
@@ -184,21 +178,12 @@ class Entities:
         Its context is known when `with_context` has seen its neighbours.
         """
         if isinstance(record, Mapping):
-            record = {
-                key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")
-            }
+            record = {key: value for key, value in record.items() if key in ("id", "text", "tokens", "document")}
         return sentence(record, where, Remarks(), self._cut_text)
 
-    def with_context(
-        self, examples: Sequence[Sentence], *, ended: bool
-    ) -> tuple[list[Sentence], list[Sentence]]:
+    def with_context(self, examples: Sequence[Sentence], *, ended: bool) -> tuple[list[Sentence], list[Sentence]]:
         ready = len(examples)
-        if (
-            not ended
-            and self.settings.document_context
-            and examples
-            and (name := examples[-1].name) is not None
-        ):
+        if not ended and self.settings.document_context and examples and (name := examples[-1].name) is not None:
             while ready and examples[ready - 1].name == name:
                 ready -= 1
         return in_documents(examples[:ready]), list(examples[ready:])
@@ -221,9 +206,7 @@ class Entities:
             self.read_train()
         return self._read(path, labelled=labelled, texts=texts)
 
-    def _read(
-        self, path: str, *, labelled: bool, is_train: bool = False, texts: bool = False
-    ) -> list[Sentence]:
+    def _read(self, path: str, *, labelled: bool, is_train: bool = False, texts: bool = False) -> list[Sentence]:
         """The sentences of a file with IOB2 tags of known types; the training file is what makes them known."""
         remarks = Remarks()
         settings = self.settings
@@ -254,9 +237,7 @@ class Entities:
         """`sentences` with IOB2 tags in place of those of the files' scheme."""
         bilou = str.maketrans("LU", "ES")
         numbers = {
-            tag: tag[:1].translate(bilou) + tag[1:]
-            for one in sentences
-            for tag in cast(Sequence[str], one.tags)
+            tag: tag[:1].translate(bilou) + tag[1:] for one in sentences for tag in cast(Sequence[str], one.tags)
         }
         _check_tags(sentences, set(numbers))
         found = metrics.tagged([[numbers[tag] for tag in cast(Sequence[str], one.tags)] for one in sentences])
@@ -281,9 +262,7 @@ class Entities:
         tags = names[prefixes, np.where(prefixes == metrics.OUTSIDE, -1, found.types)].tolist()
         return [
             replace(one, tags=tags[first:behind])
-            for one, first, behind in zip(
-                sentences, found.starts[:-1].tolist(), found.starts[1:].tolist(), strict=True
-            )
+            for one, first, behind in zip(sentences, found.starts[:-1].tolist(), found.starts[1:].tolist(), strict=True)
         ]
 
     def _check_types(self, sentences: list[Sentence], found: metrics.Tagged) -> None:
@@ -302,9 +281,7 @@ class Entities:
     ) -> None:
         if scheme != "bioes" and metrics.has_ends(found):
             where, _ = _place(sentences, found, int(np.flatnonzero(found.prefixes > metrics.INSIDE)[0]))
-            raise InputError(
-                f"{where}: a tag of bioes, where the scheme is {scheme}. Set `scheme: bioes` or auto."
-            )
+            raise InputError(f"{where}: a tag of bioes, where the scheme is {scheme}. Set `scheme: bioes` or auto.")
         slips = metrics.slips(found, scheme)
         if len(slips):
             where, _ = _place(sentences, found, int(slips[0]))
@@ -371,17 +348,13 @@ class Entities:
         """int64 [R]: label of each row, given its example and which word of it is asked; 0 where none is known."""
         numbers = {tag: number for number, tag in enumerate(self.labels)}
         counts = np.fromiter((len(one.words) for one in examples), np.int64, len(examples))
-        tags = chain.from_iterable(
-            one.tags if one.tags is not None else ["O"] * len(one.words) for one in examples
-        )
+        tags = chain.from_iterable(one.tags if one.tags is not None else ["O"] * len(one.words) for one in examples)
         gold = np.fromiter(map(numbers.__getitem__, tags), np.int64, int(counts.sum()))
         return gold[(np.cumsum(counts) - counts)[example] + word]
 
     # ------------------------------------------------------------ predictions
 
-    def decode(
-        self, examples: Sequence[Sentence], windows: Windows, logits: np.ndarray
-    ) -> list[dict[str, Any]]:
+    def decode(self, examples: Sequence[Sentence], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
         names = np.array(self.labels, object)
         counts = np.fromiter((len(one.words) for one in examples), np.int64, len(examples))
         starts = np.concatenate([[0], np.cumsum(counts)])
@@ -419,9 +392,7 @@ class Entities:
     def tune(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> None:
         """There is nothing to choose."""
 
-    def scorer_files(
-        self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]
-    ) -> dict[str, str]:
+    def scorer_files(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """Columns for conlleval, parted by blanks: word, right tag where all have one, predicted tag. IOB2.
 
         None where the words are no one else's: texts without labels.
@@ -440,9 +411,7 @@ class Entities:
 
     # ------------------------------------------------------------ scores
 
-    def score(
-        self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]
-    ) -> dict[str, float]:
+    def score(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """precision, recall, f1 (conlleval, seqeval's default mode), macro_f1, strict_* (IOB2), accuracy of tags."""
         gold, predicted = self._both(examples, predictions)
         counts = metrics.count(gold, predicted)
@@ -454,9 +423,7 @@ class Entities:
             "accuracy": metrics.accuracy(gold, predicted),
         }
 
-    def details(
-        self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]
-    ) -> dict[str, Any]:
+    def details(self, examples: Sequence[Sentence], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """{"types": {type: {precision, recall, f1, support}}, "sentences", "words", "entities"}."""
         gold, predicted = self._both(examples, predictions)
         counts = metrics.count(gold, predicted)
@@ -495,9 +462,7 @@ def _lay_out(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documen
         sizes = np.fromiter(map(len, documents), np.int64, len(documents))
         of = np.fromiter((numbers[id(one.document)] for one in examples), np.int64, len(examples))
         pieces = list(chain.from_iterable(documents))
-        piece = (np.cumsum(sizes) - sizes)[of] + np.fromiter(
-            (one.place for one in examples), np.int64, len(examples)
-        )
+        piece = (np.cumsum(sizes) - sizes)[of] + np.fromiter((one.place for one in examples), np.int64, len(examples))
     else:
         pieces = [one.words for one in examples]
         sizes = np.ones(len(pieces), np.int64)
@@ -532,9 +497,7 @@ def _with_neighbours(
     return begin, end - begin
 
 
-def _assign(
-    laid: _Laid, example: np.ndarray, begin: np.ndarray, length: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def _assign(laid: _Laid, example: np.ndarray, begin: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(window, word), int64 [R] each, in order: every word that has a token, once.
 
     Of several windows a word is given to the one that shows most of the sentence on the side where it shows less
@@ -582,9 +545,7 @@ def _check_documents(sentences: list[Sentence], remarks: Remarks) -> None:
 
 
 def _check_tags(sentences: list[Sentence], distinct: set[str]) -> None:
-    wrong = {
-        tag for tag in distinct if tag != "O" and not (tag[:1] in "BIESLU" and tag[1:2] == "-" and tag[2:])
-    }
+    wrong = {tag for tag in distinct if tag != "O" and not (tag[:1] in "BIESLU" and tag[1:2] == "-" and tag[2:])}
     if not wrong:
         return
     for one in sentences:

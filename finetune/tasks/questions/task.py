@@ -101,9 +101,7 @@ class Questions:
         self.metric: str = settings.metric
         if known is not None:
             self._settle(bool(known))
-        self.threshold = float(
-            kept.get("threshold", 0.0) if settings.threshold is None else settings.threshold
-        )
+        self.threshold = float(kept.get("threshold", 0.0) if settings.threshold is None else settings.threshold)
 
     @property
     def unanswerable(self) -> bool:
@@ -146,9 +144,7 @@ class Questions:
     def example(self, record: Mapping[str, Any] | str, where: str) -> Question:
         return squad.from_record(record, where)
 
-    def with_context(
-        self, examples: Sequence[Question], *, ended: bool
-    ) -> tuple[list[Question], list[Question]]:
+    def with_context(self, examples: Sequence[Question], *, ended: bool) -> tuple[list[Question], list[Question]]:
         """Each stands alone."""
         return list(examples), []
 
@@ -245,8 +241,12 @@ class Questions:
             longest = int(lengths.argmax())
             logger.warning(
                 "%d of %d questions are longer than max_question_tokens %d and were cut; the longest, %s, has %d.",
-                cut, len(examples), most, examples[longest].id, lengths[longest],
-            )  # fmt: skip
+                cut,
+                len(examples),
+                most,
+                examples[longest].id,
+                lengths[longest],
+            )
 
     def _report_divided(self, examples: Sequence[Question], answered: np.ndarray, held: np.ndarray) -> None:
         """answered: bool [N]; held: int64, the examples of the windows that hold an answer."""
@@ -256,14 +256,14 @@ class Questions:
             logger.warning(
                 "%d answers stand in no window as a whole and are learnt as having none; first question %s. "
                 "An answer of up to stride tokens always does, now %d.",
-                len(divided), examples[divided[0]].id, self.settings.stride,
-            )  # fmt: skip
+                len(divided),
+                examples[divided[0]].id,
+                self.settings.stride,
+            )
 
     # ---- predictions
 
-    def decode(
-        self, examples: Sequence[Question], windows: Windows, logits: np.ndarray
-    ) -> list[dict[str, Any]]:
+    def decode(self, examples: Sequence[Question], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
         """{"id", "answer", "start", "end", "score", "no_answer_score", "best_non_empty", "nbest", "windows"} each.
 
         The answer is `context[start:end]`, or "" with 0, 0. score: its probability among the n best. no_answer_score:
@@ -288,9 +288,7 @@ class Questions:
             for number, (question, null, count) in enumerate(zip(examples, null_N, counts, strict=True))
         ]
 
-    def _prediction(
-        self, question: Question, entries: list[_Entry], null: float, windows: int
-    ) -> dict[str, Any]:
+    def _prediction(self, question: Question, entries: list[_Entry], null: float, windows: int) -> dict[str, Any]:
         # No token to start from: as if its logits were 0 (run_squad.py, "nonce prediction").
         best = entries[0] if entries else _Entry("", 0, 0, 0.0)
         nothing = _Entry("", 0, 0, null)
@@ -307,9 +305,7 @@ class Questions:
             "answer": answer.text,
             "start": answer.start,
             "end": answer.end,
-            "score": next(
-                p for entry, p in zip(entries, probabilities, strict=True) if entry.text == answer.text
-            ),
+            "score": next(p for entry, p in zip(entries, probabilities, strict=True) if entry.text == answer.text),
             "no_answer_score": no_answer,
             "best_non_empty": best.text,
             "nbest": [
@@ -319,9 +315,7 @@ class Questions:
             "windows": windows,
         }
 
-    def scorer_files(
-        self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]
-    ) -> dict[str, str]:
+    def scorer_files(self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
         """{id: answer} as evaluate-v1.1.py and evaluate-v2.0.py take it, and {id: probability of no answer} for the latter.
 
         The probability is that of no answer beside the best answer alone, which orders questions as `no_answer_score`
@@ -360,9 +354,7 @@ class Questions:
             # Answering nothing at all is best, for which the script's 0 stands; ours are logits and may be below it.
             self.threshold = min(0.0, math.nextafter(min(no_answer.values()), -math.inf))
 
-    def score(
-        self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]
-    ) -> dict[str, float]:
+    def score(self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         """evaluate-v1.1.py's exact_match and f1, or what evaluate-v2.0.py reports.
 
         exact, f1, HasAns_ and NoAns_ are of the answers at the present threshold; best_ and best_thresh are what
@@ -373,9 +365,7 @@ class Questions:
         """
         golds, answers = _golds(examples), self._answers(predictions)
         if not any(question in answers for question in golds):
-            raise InputError(
-                "none of the questions has a prediction: their ids are not those of the predictions."
-            )
+            raise InputError("none of the questions has a prediction: their ids are not those of the predictions.")
         if not self.unanswerable:
             return squad_v1(golds, answers)
         best = {one["id"]: one["best_non_empty"] for one in predictions}
@@ -383,9 +373,7 @@ class Questions:
         thresholds = squad_v2(golds, best, no_answer)
         return squad_v2(golds, answers) | {k: v for k, v in thresholds.items() if k.startswith("best_")}
 
-    def details(
-        self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]
-    ) -> dict[str, Any]:
+    def details(self, examples: Sequence[Question], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """{"answerable" | "answer_words" | "windows": {group: {"exact", "f1", "total"}}, "threshold"}.
 
         answer_words: words of the shortest gold answer; "0" where there is none.
@@ -449,8 +437,10 @@ def _answer_tokens(
         at = int(np.flatnonzero(has & ~covered)[0])
         logger.warning(
             "%d answers have no token of their own and are not learnt from; first %s of question %s.",
-            lost, ascii(next(answer.text for answer in examples[at].answers or ())), examples[at].id,
-        )  # fmt: skip
+            lost,
+            ascii(next(answer.text for answer in examples[at].answers or ())),
+            examples[at].id,
+        )
     return np.where(covered, first, -1), np.where(covered, last, -1), known & (covered | ~has)
 
 

@@ -29,9 +29,7 @@ SCORES_PER_PIECE = 1 << 20
 # code the first one is the stride of a loop, where C++ must not leave int32: it does not up to MAX_WIDTH columns.
 ALONG = 0x3C6EF
 BETWEEN = 0x85EBCA6B - (1 << 32)
-_HEADS = 0xC2B2AE35 - (
-    1 << 32
-)  # another step, or (layer, head) would share its mask with (layer + 1, head - 1)
+_HEADS = 0xC2B2AE35 - (1 << 32)  # another step, or (layer, head) would share its mask with (layer + 1, head - 1)
 
 # Sizes that the compiler reckons with where it is told not to rely on any: it fuses by them.
 _TYPICAL = {"C": 2, "G": 8, "B": 64, "Q": 128, "L": 128, "T": 1024}
@@ -40,9 +38,17 @@ _MARKS_UNKNOWN_SIZES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 
 
 
 def self_attention(
-    hidden: Tensor, weight: Tensor, bias: Tensor, cu_seqlens: Tensor, max_seqlen: int, rows: Tensor | None, heads: int,
-    keys: Tensor, dropout: float, fused: bool,
-) -> Tensor:  # fmt: skip
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    cu_seqlens: Tensor,
+    max_seqlen: int,
+    rows: Tensor | None,
+    heads: int,
+    keys: Tensor,
+    dropout: float,
+    fused: bool,
+) -> Tensor:
     """Scaled dot-product attention within each sequence (Vaswani et al. 2017, section 3.2.1).
 
     Args:
@@ -202,9 +208,15 @@ def _pad(boundaries: tuple[int, ...], device: torch.device) -> Padded:
 
 @torch.library.custom_op("bertrain::grouped_attention", mutates_args=())
 def grouped_attention(
-    qkv: Tensor, bias: Tensor, cu_seqlens: Tensor, rows: Tensor | None, heads: int, keys: Tensor, dropout: float,
+    qkv: Tensor,
+    bias: Tensor,
+    cu_seqlens: Tensor,
+    rows: Tensor | None,
+    heads: int,
+    keys: Tensor,
+    dropout: float,
     fused: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """([R, H] context, fp32 [R, N] log-sum-exp of each row of scores), by groups of like lengths.
 
     `qkv` [T, 3H]: query, key and value side by side, still without their `bias` [3H].
@@ -236,9 +248,18 @@ def grouped_attention(
 
 @torch.library.custom_op("bertrain::grouped_attention_backward", mutates_args=())
 def _grouped_attention_backward(
-    grad_context: Tensor, qkv: Tensor, bias: Tensor, context: Tensor, lse: Tensor, cu_seqlens: Tensor,
-    rows: Tensor | None, heads: int, keys: Tensor, dropout: float, fused: bool,
-) -> Tensor:  # fmt: skip
+    grad_context: Tensor,
+    qkv: Tensor,
+    bias: Tensor,
+    context: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    rows: Tensor | None,
+    heads: int,
+    keys: Tensor,
+    dropout: float,
+    fused: bool,
+) -> Tensor:
     """[T, 3H] gradient of `qkv`; scores are computed again, as in flash attention (Dao et al. 2022, alg. 4)."""
     qkv, bias, context = qkv.detach(), bias.detach(), context.detach()
     hidden = qkv.shape[1] // 3
@@ -247,9 +268,7 @@ def _grouped_attention_backward(
     for group in _groups(cu_seqlens, rows, heads):
         q_BQD, k_BLD, v_BLD = _project(pieces, qkv, bias, group, rows, heads)
         asking = group.queries
-        do_BQD, delta_BQ = pieces.grad_to_heads(
-            grad_context, context, asking.number_GL, asking.real_GL, heads
-        )
+        do_BQD, delta_BQ = pieces.grad_to_heads(grad_context, context, asking.number_GL, asking.real_GL, heads)
         lse_BQ = _per_token_to_heads(lse, asking.number_GL)
         keys_BQ = _keys_to_heads(keys, _rows(group, rows), heads) if dropout else None
         mask_BL = group.mask_GL.repeat_interleave(heads, 0)
@@ -260,7 +279,7 @@ def _grouped_attention_backward(
             seeds = None if keys_BQ is None else keys_BQ[b]
             weights_BQL, grad_scores_BQL = pieces.softmax_backward(
                 scores_BQL, grad_weights_BQL, lse_BQ[b], delta_BQ[b], mask_BL[b], _scale(q_BQD), seeds, dropout
-            )  # fmt: skip
+            )
             torch.bmm(grad_scores_BQL, k_BLD[b], out=grad_q_1BQD[0, b])
             torch.bmm(grad_scores_BQL.mT, q_BQD[b], out=grad_kv_2BLD[0, b])
             torch.bmm(weights_BQL.mT, do_BQD[b], out=grad_kv_2BLD[1, b])
@@ -275,18 +294,33 @@ def _grouped_attention_backward(
 
 @grouped_attention.register_fake
 def _(
-    qkv: Tensor, bias: Tensor, cu_seqlens: Tensor, rows: Tensor | None, heads: int, keys: Tensor, dropout: float,
+    qkv: Tensor,
+    bias: Tensor,
+    cu_seqlens: Tensor,
+    rows: Tensor | None,
+    heads: int,
+    keys: Tensor,
+    dropout: float,
     fused: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     asking = qkv.shape[0] if rows is None else rows.shape[0]
     return qkv.new_empty(asking, qkv.shape[1] // 3), qkv.new_empty(asking, heads, dtype=torch.float32)
 
 
 @_grouped_attention_backward.register_fake
 def _(
-    grad_context: Tensor, qkv: Tensor, bias: Tensor, context: Tensor, lse: Tensor, cu_seqlens: Tensor,
-    rows: Tensor | None, heads: int, keys: Tensor, dropout: float, fused: bool,
-) -> Tensor:  # fmt: skip
+    grad_context: Tensor,
+    qkv: Tensor,
+    bias: Tensor,
+    context: Tensor,
+    lse: Tensor,
+    cu_seqlens: Tensor,
+    rows: Tensor | None,
+    heads: int,
+    keys: Tensor,
+    dropout: float,
+    fused: bool,
+) -> Tensor:
     return torch.empty_like(qkv)
 
 
@@ -410,9 +444,15 @@ def _softmax(
 
 
 def _softmax_backward(
-    scores_BQL: Tensor, grad_BQL: Tensor, lse_BQ: Tensor, delta_BQ: Tensor, mask_BL: Tensor, scale: float,
-    keys_BQ: Tensor | None, dropout: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    scores_BQL: Tensor,
+    grad_BQL: Tensor,
+    lse_BQ: Tensor,
+    delta_BQ: Tensor,
+    mask_BL: Tensor,
+    scale: float,
+    keys_BQ: Tensor | None,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
     """(weights after dropout, gradient of the scores), both [B, Q, L]; `grad_BQL` is that of dropped weights."""
     weights_BQL = (scores_BQL.float() * scale + mask_BL[:, None] - lse_BQ[..., None]).exp()
     dropped_BQL, grad = weights_BQL, grad_BQL.float()

@@ -80,9 +80,11 @@ def _score_charts(panel: Panel, runs: Sequence[RunRecords]) -> Iterator[dict[str
         shown = one_each(dataclasses.replace(panel, metrics=(metric,)), members)
         title = f"{panel.title}: {metric.replace('_', ' ')}" + (f", {data}" if len(together) > 1 else "")
         yield {
-            "title": title, "unit": panel.unit, "section": panel.section,
+            "title": title,
+            "unit": panel.unit,
+            "section": panel.section,
             "curves": [dataclasses.asdict(curve) for curve in shown],
-        }  # fmt: skip
+        }
 
 
 def _title(panel: Panel, kind: str) -> str:
@@ -161,9 +163,7 @@ def _held_out_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
     last = run.evaluations[-1]
     shown = {key: form for key, form in forms.items() if last.get(key) is not None}
     if not shown:  # a fine-tuning's
-        names = [
-            name for panel in panels_for(run.evaluations) if panel.kind == "scores" for name in panel.metrics
-        ]
+        names = [name for panel in panels_for(run.evaluations) if panel.kind == "scores" for name in panel.metrics]
         shown = {name: (name.replace("_", " "), "{:.4f}") for name in names[:2] if last.get(name) is not None}
     for key, (label, form) in shown.items():
         yield label, form.format(last[key]), f"held-out, step {last['step']:,}"
@@ -214,9 +214,7 @@ def _series(scores: Sequence[Score]) -> dict[tuple[Subject, str, str], list[floa
     series: dict[tuple[Subject, str, str], list[float]] = {}
     for score in scores:
         if score.subject is not None and score.metric in score.values:
-            series.setdefault((score.subject, score.part, score.metric), []).append(
-                score.values[score.metric]
-            )
+            series.setdefault((score.subject, score.part, score.metric), []).append(score.values[score.metric])
     return series
 
 
@@ -240,12 +238,14 @@ def _comparison(scores: Sequence[Score]) -> dict[str, Any] | None:
         "starts": [f"from {start}" for start in columns],
         "rows": [
             {
-                "label": label, "part": part, "metric": metric.replace("_", " "),
+                "label": label,
+                "part": part,
+                "metric": metric.replace("_", " "),
                 "cells": [_cell(row.get(start, [])) for start in columns],
             }
             for (label, part, metric), row in rows.items()
         ],
-    }  # fmt: skip
+    }
 
 
 def _cell(values: Sequence[float]) -> tuple[str, str]:

@@ -45,8 +45,18 @@ PANELS = (
 )
 
 EVENTS = (
-    "restart", "rollback", "straggler", "resize", "waited", "left_out", "hang", "data_stall", "storage", "stop", "diverged",
-)  # fmt: skip
+    "restart",
+    "rollback",
+    "straggler",
+    "resize",
+    "waited",
+    "left_out",
+    "hang",
+    "data_stall",
+    "storage",
+    "stop",
+    "diverged",
+)
 """Kinds of events that runs record; each is a line across all panels."""
 
 # What evaluations have beside scores.

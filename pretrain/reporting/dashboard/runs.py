@@ -48,12 +48,7 @@ class RunRecords:
     @property
     def score(self) -> str:
         """The score that counts of a fine-tuning, or until it is over the first of its evaluations'; "" without any."""
-        names = [
-            metric
-            for panel in panels_for(self.evaluations)
-            if panel.kind == "scores"
-            for metric in panel.metrics
-        ]
+        names = [metric for panel in panels_for(self.evaluations) if panel.kind == "scores" for metric in panel.metrics]
         path = self.folder / SCORES
         counts = [one.metric for one in _read_scores(path, self.folder)] if path.is_file() else []
         return next((name for name in (*counts, *names) if name in names), "")
@@ -192,9 +187,7 @@ def _read_config(path: Path) -> dict[str, Any]:
 
 
 def _is_phase(value: Any) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(value.get(key), int) for key in ("steps", "sequence_length")
-    )
+    return isinstance(value, dict) and all(isinstance(value.get(key), int) for key in ("steps", "sequence_length"))
 
 
 def _read_scores(path: Path, top: Path) -> Iterator[Score]:

@@ -48,9 +48,7 @@ def subject(config: Mapping[str, Any]) -> Subject | None:
     if config[task].get("subset"):
         shown += f" {config[task]['subset']}"
     start = RANDOM if config.get("random_weights") else str(config.get("start_from") or "")
-    others = {
-        key: value for key, value in config.items() if key not in (*_APART, "start_from", "random_weights")
-    }
+    others = {key: value for key, value in config.items() if key not in (*_APART, "start_from", "random_weights")}
     return Subject(f"{task}.{given}", shown, start, tuple(_leaves(others)))
 
 

@@ -36,9 +36,7 @@ def write(runs: Sequence[RunRecords], path: Path) -> str:
     """
     os.environ["WANDB_SILENT"] = "true"  # its own lines would stand between ours
     before = read(path) if path.is_file() else None
-    said = (
-        f"{path}: the W&B workspace; it is saved to W&B where a key is set (WANDB_API_KEY or `wandb login`)"
-    )
+    said = f"{path}: the W&B workspace; it is saved to W&B where a key is set (WANDB_API_KEY or `wandb login`)"
     workspace = make(runs, "")
     if _is_online(runs[0]):
         try:
@@ -102,9 +100,7 @@ def _grouping(runs: Sequence[RunRecords]) -> list[Any]:
     if len(subjects) < 2:
         return []
     names = [one.data_key for one in subjects]
-    names += [
-        name for name in ("start_from", "random_weights") if len({run.config.get(name) for run in runs}) > 1
-    ]
+    names += [name for name in ("start_from", "random_weights") if len({run.config.get(name) for run in runs}) > 1]
     return [expr.Config(name) for name in dict.fromkeys([*names, *differing(subjects)])]
 
 
@@ -128,11 +124,13 @@ def _sections(runs: Sequence[RunRecords]) -> list[Any]:
     by_name["Events"] = _event_panels(runs)
     return [
         Section(
-            name=name, panels=panels, is_open=True,
+            name=name,
+            panels=panels,
+            is_open=True,
             layout_settings=SectionLayoutSettings(columns=3, rows=-(-len(panels) // 3)),
         )
         for name, panels in by_name.items()
-    ]  # fmt: skip
+    ]
 
 
 def _plots(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
@@ -167,9 +165,7 @@ def _event_panels(runs: Sequence[RunRecords]) -> list[Any]:
     """Marks over the steps for what happens, and a table of what has."""
     from wandb_workspaces.reports.v2 import LinePlot, MarkdownPanel
 
-    names: list[Any] = [
-        name for kind in EVENTS for name in wandb_names({"event": kind}) if name.endswith(kind)
-    ]
+    names: list[Any] = [name for kind in EVENTS for name in wandb_names({"event": kind}) if name.endswith(kind)]
     panels: list[Any] = [LinePlot(title="Events", x=_STEP, y=names, title_x="step")]
     events = [(run, event) for run in runs for event in run.events]
     if events:

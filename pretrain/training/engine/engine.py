@@ -114,13 +114,9 @@ class Engine:
         self._loss_scale = 1.0  # of the gradients of this step
         self.beat: Callable[[], None] = lambda: None  # called as the engine comes on
         # Around work that takes long without that, with the seconds it may take.
-        self.allow: Callable[[float], contextlib.AbstractContextManager[None]] = lambda _: (
-            contextlib.nullcontext()
-        )
+        self.allow: Callable[[float], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
         # Around waits for data or storage, with what is waited for.
-        self.awaiting: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: (
-            contextlib.nullcontext()
-        )
+        self.awaiting: Callable[[str], contextlib.AbstractContextManager[None]] = lambda _: contextlib.nullcontext()
         # DeepSpeed's fp32 stage 0 neither clips with a norm we can see nor notices NaN: there we do both.
         self._bare = settings.zero_stage == 0 and settings.precision == "fp32"
         named = list(model.named_parameters())
@@ -136,9 +132,7 @@ class Engine:
         self.device = torch.device(self._deepspeed.device)
         self._parameters = dict(self.module.named_parameters())
         if hasattr(self._scaler(), "raise_error_at_min_scale"):
-            self._scaler().raise_error_at_min_scale = (
-                False  # `loop` ends such a run, with its checkpoint named
-            )
+            self._scaler().raise_error_at_min_scale = False  # `loop` ends such a run, with its checkpoint named
         if settings.zero_stage:
             self._take_over_norm()
         # Several workers of stage 2 have no room for whole sums, and a GPU reduces while it computes.
@@ -248,9 +242,7 @@ class Engine:
 
     def side_group(self) -> SideGroup:
         """The same ranks for another thread: its collectives do not meet those of training."""
-        return SideGroup(
-            self.rank, self.world_size, dist.new_group(backend="gloo") if self.world_size > 1 else None
-        )
+        return SideGroup(self.rank, self.world_size, dist.new_group(backend="gloo") if self.world_size > 1 else None)
 
     def seed_device(self, seed: int, start: int) -> None:
         """Seed the device's generator, which flash attention's dropout draws from: apart for each rank and start."""
@@ -298,9 +290,7 @@ class Engine:
         storage = piece.untyped_storage().data_ptr()
         return next(flat for flat in self._flats() if flat.untyped_storage().data_ptr() == storage)
 
-    def _fragment(
-        self, name: str, start: int, key: Tensor, held: Tensor, where: slice, *, shared: bool
-    ) -> Fragment:
+    def _fragment(self, name: str, start: int, key: Tensor, held: Tensor, where: slice, *, shared: bool) -> Fragment:
         state = self._optimizer.state[key]
         whole = {"weight": held.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
         return Fragment(name, start, {kind: x.view(-1)[where] for kind, x in whole.items()}, shared)
@@ -377,14 +367,15 @@ class Engine:
         segments: dict[Tensor, list[Segment]] = {flat: [] for flat in self._flats()}
         for fragment in self.fragments():
             weight = fragment.tensors["weight"]
-            flat = next(
-                f for f in segments if f.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr()
-            )
+            flat = next(f for f in segments if f.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr())
             at = weight.storage_offset() - flat.storage_offset()
             segments[flat] += cut_segments(
-                ids[fragment.name], self.shapes[fragment.name].numel(), fragment.start,
-                fragment.start + fragment.numel, at,  # pyright: ignore[reportArgumentType]
-            )  # fmt: skip
+                ids[fragment.name],
+                self.shapes[fragment.name].numel(),
+                fragment.start,
+                fragment.start + fragment.numel,
+                at,  # pyright: ignore[reportArgumentType]
+            )
         tensor_count = max(r.stop for r in ids.values())
         shared = self.settings.zero_stage == 0
         reduce = (lambda norms: None) if shared else self.sum_over_workers
@@ -418,8 +409,7 @@ class _Sums:
         weights_G = wrapper.bit16_groups_flat
         # fp32 [workers, owner's part] of each group, laid out as its weights are.
         self._sums_G = [
-            torch.zeros(weights.numel(), device=weights.device).view(dist.get_world_size(), -1)
-            for weights in weights_G
+            torch.zeros(weights.numel(), device=weights.device).view(dist.get_world_size(), -1) for weights in weights_G
         ]
         self._places = {
             id(parameter): sums.view(-1).narrow(
@@ -553,9 +543,7 @@ def _merge(config: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(config)
     for key, value in over.items():
         merged[key] = (
-            _merge(merged[key], value)
-            if isinstance(merged.get(key), dict) and isinstance(value, dict)
-            else value
+            _merge(merged[key], value) if isinstance(merged.get(key), dict) and isinstance(value, dict) else value
         )
     return merged
 
@@ -597,8 +585,6 @@ def _choose_zero_for_bf16(deepspeed: Any) -> None:
     @functools.wraps(choose)
     def choose_zero(engine: Any, optimizer: Any) -> Any:
         chosen = choose(engine, optimizer)
-        return (
-            module.ZERO_OPTIMIZATION if chosen == module.BFLOAT16 and engine.zero_optimization() else chosen
-        )
+        return module.ZERO_OPTIMIZATION if chosen == module.BFLOAT16 and engine.zero_optimization() else chosen
 
     module.DeepSpeedEngine._do_optimizer_sanity_check = choose_zero
