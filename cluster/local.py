@@ -42,7 +42,7 @@ _ENVIRONMENT = {
 
 
 @dataclass(frozen=True)
-class Node:
+class NodeProcess:
     """One `ray start --block`, leader of a session of its own."""
 
     pid: int
@@ -63,7 +63,7 @@ class LocalCluster:
     folder: str  # Ray's session and the token, of mode 0700
     address: str  # host:port of the GCS, for scheduling.address
     dashboard: str  # URL for jobs
-    nodes: tuple[Node, ...]
+    nodes: tuple[NodeProcess, ...]
 
     @property
     def token_file(self) -> Path:
@@ -170,7 +170,7 @@ def _use_token_file(path: Path) -> None:
     os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN_PATH=str(path))
 
 
-def _start_node(cluster: LocalCluster, arguments: list[str], cpus: int, host: str) -> Node:
+def _start_node(cluster: LocalCluster, arguments: list[str], cpus: int, host: str) -> NodeProcess:
     folder = Path(cluster.folder)
     with (folder / "nodes.log").open("ab") as log:
         child = subprocess.Popen(
@@ -199,16 +199,16 @@ def _start_node(cluster: LocalCluster, arguments: list[str], cpus: int, host: st
             stderr=log,
             start_new_session=True,
         )
-    return Node(child.pid, psutil.Process(child.pid).create_time(), cpus)
+    return NodeProcess(child.pid, psutil.Process(child.pid).create_time(), cpus)
 
 
-def _with(cluster: LocalCluster, node: Node) -> LocalCluster:
+def _with(cluster: LocalCluster, node: NodeProcess) -> LocalCluster:
     grown = LocalCluster(cluster.folder, cluster.address, cluster.dashboard, (*cluster.nodes, node))
     _write(grown)
     return grown
 
 
-def _await(cluster: LocalCluster, ready: Callable[[], bool], nodes: Sequence[Node] | None = None) -> None:
+def _await(cluster: LocalCluster, ready: Callable[[], bool], nodes: Sequence[NodeProcess] | None = None) -> None:
     """Wait for what `nodes`, otherwise all of them, are to bring about."""
     deadline = time.monotonic() + _UP_SECONDS
     log = Path(cluster.folder) / "nodes.log"
@@ -268,4 +268,4 @@ def _read() -> LocalCluster | None:
         values = json.loads(_state_file().read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-    return LocalCluster(**{**values, "nodes": tuple(Node(**node) for node in values["nodes"])})
+    return LocalCluster(**{**values, "nodes": tuple(NodeProcess(**node) for node in values["nodes"])})

@@ -14,7 +14,16 @@ from finetune.tasks.entities.task import EntitiesSettings
 from finetune.tasks.questions.task import QuestionsSettings
 from pretrain.common import settings
 from pretrain.common.settings import LocalPath, Section
-from pretrain.config import FREE_ON_RESUME, Checkpointing, Engine, Guard, Optimizer, Phase, Run, as_begun
+from pretrain.config import (
+    FREE_ON_RESUME,
+    CheckpointConfig,
+    EngineConfig,
+    OptimizerConfig,
+    PhaseConfig,
+    RunConfig,
+    SpikeConfig,
+    as_begun,
+)
 
 TASKS = ("classification", "entities", "questions")
 
@@ -71,7 +80,7 @@ GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
 _POSITIVE = ("examples_per_step", "learning_rate", "epochs")  # 0 is not given
 
 
-class Training(Section):
+class TrainingConfig(Section):
     """How long and how fast. `preset` fills whatever is not given, of optimizer and engine, too, what its source sets."""
 
     preset: Literal["devlin", "stable", "few-sample", "small-bert", "roberta"] = "devlin"
@@ -115,14 +124,14 @@ class Training(Section):
         return {**chosen, **given}
 
     @model_validator(mode="after")
-    def _check(self) -> Training:
+    def _check(self) -> TrainingConfig:
         for name in _POSITIVE:
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} must be more than 0")
         return self
 
 
-class Evaluations(Section):
+class EvaluationConfig(Section):
     every_epochs: float = Field(
         default=1.0,
         gt=0,
@@ -130,7 +139,7 @@ class Evaluations(Section):
     )
 
 
-class FinetuneConfig(Run):
+class FinetuneConfig(RunConfig):
     """Everything a fine-tuning is."""
 
     start_from: LocalPath = Field(
@@ -148,13 +157,13 @@ class FinetuneConfig(Run):
     classification: ClassificationSettings | None = None
     entities: EntitiesSettings | None = None
     questions: QuestionsSettings | None = None
-    training: Training = Training()
-    evaluation: Evaluations = Evaluations()
-    optimizer: Optimizer = Optimizer()
-    engine: Engine = Engine()
-    checkpoint: Checkpointing = Checkpointing(keep_last=1)
+    training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    engine: EngineConfig = EngineConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig(keep_last=1)
     # The losses of a few examples leap by nature.
-    guard: Guard = Guard(spike_sigmas=0)
+    guard: SpikeConfig = SpikeConfig(spike_sigmas=0)
 
     @model_validator(mode="before")
     @classmethod
@@ -213,10 +222,10 @@ class FinetuneConfig(Run):
         passes = math.ceil(examples * self.training.epochs / self.training.examples_per_step)
         return self.training.steps or max(1, passes)
 
-    def phase(self, examples: int) -> Phase:
+    def phase(self, examples: int) -> PhaseConfig:
         """The schedule over a training set of so many examples, as pretraining knows it."""
         training, steps = self.training, self.total_steps(examples)
-        return Phase(
+        return PhaseConfig(
             sequence_length=self.max_length,
             global_sequences=training.examples_per_step,
             steps=steps,

@@ -29,7 +29,7 @@ from finetune.tasks.base import Task, data_digest
 from pretrain import preflight
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, write_json
-from pretrain.config import Model
+from pretrain.config import ModelConfig
 
 if TYPE_CHECKING:
     from pretrain.checkpoint.released import Released
@@ -39,7 +39,7 @@ _METRICS = "metrics.json"
 
 
 @dataclass(frozen=True)
-class Plan:
+class FinetunePlan:
     """What is known before training."""
 
     examples: int
@@ -50,7 +50,7 @@ class Plan:
     fates: str  # of the checkpoint's tensors
     family: str
     parameters: int
-    model: Model  # the checkpoint's shape
+    model: ModelConfig  # the checkpoint's shape
 
 
 def is_finished(config: FinetuneConfig, resume: bool) -> bool:
@@ -95,7 +95,7 @@ def digest(config: FinetuneConfig, *, test_sets: bool = True) -> str:
     return data_digest(task.labels, training, windows)
 
 
-def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Plan:
+def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> FinetunePlan:
     """Read the files and the checkpoint; everything of the user's that is wrong comes out here, in seconds.
 
     `test_sets`: whether they are predicted at the end. Raises `InputError` and `MachineError`.
@@ -118,7 +118,7 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Plan
     units = len(examples)
     if task.head != "sequence":
         units = task.windows(examples, encoder, training=True).units
-    return Plan(
+    return FinetunePlan(
         examples=len(examples),
         units=units,
         held_out={name: len(members) for name, members in held_out.items()},
@@ -141,7 +141,7 @@ def _read_start(config: FinetuneConfig) -> tuple[Released, TextEncoder]:
     return released, TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
 
 
-def check_fit(config: FinetuneConfig, model: Model) -> None:
+def check_fit(config: FinetuneConfig, model: ModelConfig) -> None:
     """Raise `InputError` if settings ask for more positions or layers than the checkpoint has."""
     if config.max_length > model.max_positions:
         raise InputError(
@@ -154,7 +154,7 @@ def check_fit(config: FinetuneConfig, model: Model) -> None:
         )
 
 
-def describe_start(config: FinetuneConfig, plan: Plan) -> str:
+def describe_start(config: FinetuneConfig, plan: FinetunePlan) -> str:
     """What a run begins with, for the terminal."""
     sets = ", ".join(f"{count:,} in {name}" for name, count in plan.held_out.items()) or "none held out"
     shown = ", ".join(plan.labels[:8]) + (", ..." if len(plan.labels) > 8 else "")
@@ -169,7 +169,7 @@ def describe_start(config: FinetuneConfig, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def describe_checkpoint(config: FinetuneConfig, plan: Plan) -> str:
+def describe_checkpoint(config: FinetuneConfig, plan: FinetunePlan) -> str:
     """Whose weights a run begins with, and what becomes of each."""
     lines = [
         f"{config.start_from}: {plan.family}, {plan.parameters / 1e6:.1f} M parameters"
@@ -179,7 +179,7 @@ def describe_checkpoint(config: FinetuneConfig, plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def describe(config: FinetuneConfig, plan: Plan) -> str:
+def describe(config: FinetuneConfig, plan: FinetunePlan) -> str:
     """The dry run: the resolved config and what a run would begin with."""
     from pretrain.common.settings import dump
     from pretrain.estimate import settle_precision

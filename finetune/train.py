@@ -31,7 +31,7 @@ from pretrain.checkpoint.released import Released, read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
-from pretrain.config import Model
+from pretrain.config import ModelConfig
 from pretrain.estimate import encoder_flops
 from pretrain.tracking.logs import quiet_logging
 from pretrain.tracking.tracker import Tracker
@@ -104,7 +104,7 @@ def layered_groups(config: FinetuneConfig, named: Sequence[tuple[str, Tensor]], 
 
 
 class Finetuning:
-    """Labelled examples as a `loop.Task`."""
+    """Labelled examples as a `loop.TrainingTask`."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Finetuning:
         task: Task[Any],
         examples: list[Any],
         encoder: TextEncoder,
-        shape: Model,
+        shape: ModelConfig,
         engine: Engine,
         device: torch.device,
     ) -> None:
@@ -288,7 +288,7 @@ def _train(
             loop.rehearse(engine, job, progress, checkpoints, extra_state)
             evaluations = config.evaluate_every_steps(job.units)
             phase = config.phase(job.units)
-            plan = loop.Plan(
+            plan = loop.TrainingPlan(
                 config,
                 total_steps=job.total_steps,
                 learning_rate=lambda step: learning_rate([phase], step),

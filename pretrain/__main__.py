@@ -22,7 +22,7 @@ from pretrain.commands import (
 from pretrain.common.errors import InputError
 
 if TYPE_CHECKING:
-    from pretrain.config import RunConfig
+    from pretrain.config import PretrainConfig
 
 _TARGET = "pretrain.train:main"
 
@@ -96,7 +96,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     print(f"{config.folder}: finished. Next: ./launch.sh export {config.folder} DIR")
 
 
-def _check(config: RunConfig, alone: bool) -> None:
+def _check(config: PretrainConfig, alone: bool) -> None:
     """All that can be known to fail before anything is written or started."""
     from pretrain import preflight
 
@@ -141,7 +141,7 @@ def _bench(arguments: argparse.Namespace) -> None:
     raise InputError(f"bench: {arguments.name!r} is not a benchmark; choose from {names}.")
 
 
-def _config(arguments: argparse.Namespace) -> RunConfig:
+def _config(arguments: argparse.Namespace) -> PretrainConfig:
     from pretrain.config import load_config
 
     overrides = list(arguments.set)

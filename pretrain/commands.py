@@ -14,7 +14,7 @@ from pretrain.common.errors import DivergedError, InputError, RunError, StoppedE
 from pretrain.common.files import check_local
 
 if TYPE_CHECKING:
-    from pretrain.config import Run
+    from pretrain.config import RunConfig
 
 
 def exit_code(run: Callable[[], int | None]) -> int:
@@ -88,7 +88,7 @@ def local_path(text: str) -> Path:
     return Path(local_text(text))
 
 
-def is_alone(config: Run, no_ray: bool) -> bool:
+def is_alone(config: RunConfig, no_ray: bool) -> bool:
     """Whether this process trains, alone or as one of torchrun's; `InputError` where it cannot."""
     if no_ray and config.scheduling.workers > 1:
         raise InputError(
@@ -103,7 +103,7 @@ def is_follower() -> bool:
     return os.environ.get("RANK", "0") != "0"
 
 
-def train(target: str, config: Run, resume: bool, steps: int, *, alone: bool) -> None:
+def train(target: str, config: RunConfig, resume: bool, steps: int, *, alone: bool) -> None:
     """Train to the end: call `target` ("package.module:function") here, or in workers that Ray starts and restarts.
 
     `steps` is for the live line on the terminal.
@@ -121,7 +121,7 @@ def train(target: str, config: Run, resume: bool, steps: int, *, alone: bool) ->
         raise
 
 
-def _start(target: str, config: Run, resume: bool, *, alone: bool) -> None:
+def _start(target: str, config: RunConfig, resume: bool, *, alone: bool) -> None:
     payload = {"config": config.model_dump(mode="json"), "resume": resume}
     if alone:
         from pretrain.common.worker import Worker

@@ -19,7 +19,7 @@ from pretrain.common.settings import LocalPath, Section
 _RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
 Precision = Literal["bf16", "fp16", "fp32"]
-R = TypeVar("R", bound="Run")
+R = TypeVar("R", bound="RunConfig")
 
 # Scores of the vocabulary that the model makes at a time: 2^26 bf16 entries are 128 MiB. Smaller pieces would add up
 # the decoder's gradient more often. Here, because the memory estimate knows it too and must not load torch.
@@ -28,7 +28,7 @@ LOGITS_PER_PIECE = 1 << 26
 MAX_WIDTH = 8192
 
 
-class Source(Section):
+class SourceConfig(Section):
     """One source of text. Which of `path`, `dataset` is needed depends on `kind`."""
 
     kind: Literal["mediawiki", "wikiextractor", "books", "jsonl", "parquet", "csv", "huggingface", "docstrings"]
@@ -45,14 +45,14 @@ class Source(Section):
     licence: str = Field(default="unknown", description="Licence to print on the corpus card.")
 
     @model_validator(mode="after")
-    def _check_place(self) -> Source:
+    def _check_place(self) -> SourceConfig:
         needed = {"huggingface": "dataset", "docstrings": ""}.get(self.kind, "path")
         if needed and not getattr(self, needed):
             raise ValueError(f"kind: {self.kind} needs {needed}")
         return self
 
 
-class Vocabulary(Section):
+class VocabularyConfig(Section):
     """The WordPiece vocabulary: trained on the corpus, or taken over from `path`."""
 
     path: LocalPath = Field(default="", description="Existing vocab.txt or tokenizer.json; empty trains a new one.")
@@ -64,14 +64,14 @@ class Vocabulary(Section):
     )
 
 
-class Corpus(Section):
+class CorpusConfig(Section):
     """Where the text comes from and where its token shards go."""
 
     dir: LocalPath = Field(description="Folder of the token shards, tokenizer, manifest and card.")
-    sources: tuple[Source, ...] = Field(
+    sources: tuple[SourceConfig, ...] = Field(
         default=(), description="Texts to prepare; may be empty when dir is already prepared."
     )
-    vocabulary: Vocabulary = Vocabulary()
+    vocabulary: VocabularyConfig = VocabularyConfig()
     min_document_words: int = Field(default=20, ge=0, description="Shorter documents are dropped and counted.")
     validation_fraction: float = Field(
         default=0.005, ge=0, lt=1, description="Share of documents held out, by document hash."
@@ -85,7 +85,7 @@ class Corpus(Section):
     )
 
 
-class Model(Section):
+class ModelConfig(Section):
     """Shape of the encoder. `size` fills whatever is not given."""
 
     size: Literal["mini", "small", "medium", "base", "large", "custom"] = "base"
@@ -140,7 +140,7 @@ class Model(Section):
         return values
 
     @model_validator(mode="after")
-    def _check_shape(self) -> Model:
+    def _check_shape(self) -> ModelConfig:
         if min(self.layers, self.hidden, self.heads) < 1:
             raise ValueError("size: custom needs layers, hidden and heads")
         if self.hidden % self.heads:
@@ -154,7 +154,7 @@ class Model(Section):
         return self
 
 
-class Masking(Section):
+class MaskingConfig(Section):
     """Masked language modelling, Devlin et al. section 3.1."""
 
     probability: float = Field(default=0.15, gt=0, lt=1, description="Share of each sequence's tokens to predict.")
@@ -163,13 +163,13 @@ class Masking(Section):
     whole_word: bool = Field(default=False, description="Mask all pieces of a word together.")
 
     @model_validator(mode="after")
-    def _check_shares(self) -> Masking:
+    def _check_shares(self) -> MaskingConfig:
         if self.mask_share + self.random_share > 1:
             raise ValueError(f"mask_share {self.mask_share} and random_share {self.random_share} are over 1 together")
         return self
 
 
-class Pairs(Section):
+class PairsConfig(Section):
     """How sequences are cut from documents, Devlin et al. appendix A.2."""
 
     next_sentence: bool = Field(
@@ -183,7 +183,7 @@ class Pairs(Section):
     )
 
 
-class Optimizer(Section):
+class OptimizerConfig(Section):
     name: Literal["adamw", "lamb"] = "adamw"
     beta1: float = Field(default=0.9, ge=0, lt=1)
     beta2: float = Field(default=0.999, ge=0, lt=1)
@@ -191,7 +191,7 @@ class Optimizer(Section):
     weight_decay: float = Field(default=0.01, ge=0, description="Decoupled; biases and LayerNorm are exempt.")
 
 
-class Phase(Section):
+class PhaseConfig(Section):
     """One stretch of training at one sequence length."""
 
     sequence_length: int = Field(ge=8, description="Longest sequence in tokens, special tokens included.")
@@ -215,7 +215,7 @@ class Phase(Section):
     )
 
     @model_validator(mode="after")
-    def _check_steps(self) -> Phase:
+    def _check_steps(self) -> PhaseConfig:
         if self.warmup_steps > self.steps:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) must not exceed steps ({self.steps})")
         return self
@@ -235,7 +235,7 @@ _NAMED = {
 }
 
 
-class Engine(Section):
+class EngineConfig(Section):
     """Precision, ZeRO and the micro-batch."""
 
     zero_stage: Literal[0, 1, 2, 3] = 1
@@ -278,7 +278,7 @@ class Engine(Section):
         return values
 
 
-class Checkpointing(Section):
+class CheckpointConfig(Section):
     every_steps: int = Field(default=1000, ge=1)
     keep_last: int = Field(
         default=2, ge=1, description="Newest checkpoints kept; the best by validation loss is kept besides."
@@ -294,12 +294,12 @@ class Checkpointing(Section):
     )
 
 
-class Evaluation(Section):
+class EvaluationConfig(Section):
     every_steps: int = Field(default=1000, ge=1)
     sequences: int = Field(default=1024, ge=1, description="Held-out sequences per evaluation, always the same ones.")
 
 
-class Guard(Section):
+class SpikeConfig(Section):
     """What is done about training that goes wrong: back to the last checkpoint, past the data that did it."""
 
     spike_sigmas: float = Field(
@@ -311,7 +311,7 @@ class Guard(Section):
     max_rollbacks: int = Field(default=3, ge=0, description="After so many the run stops (exit 4).")
 
 
-class Tracking(Section):
+class TrackingConfig(Section):
     log_every_steps: int = Field(default=10, ge=1)
     straggler_factor: float = Field(
         default=1.5, gt=1, description="A worker so many times slower than the others' median is named."
@@ -329,7 +329,7 @@ class Tracking(Section):
     tags: tuple[str, ...] = ()
 
 
-class Scheduling(Section):
+class SchedulingConfig(Section):
     workers: int = Field(default=1, ge=1, description="Worker processes: one per GPU, or CPU workers.")
     min_workers: int = Field(
         default=0,
@@ -363,24 +363,24 @@ class Scheduling(Section):
     max_failures: int = Field(default=3, ge=0, description="Worker failures survived by restarting from a checkpoint.")
 
     @model_validator(mode="after")
-    def _check_range(self) -> Scheduling:
+    def _check_range(self) -> SchedulingConfig:
         if self.min_workers > self.workers:
             raise ValueError(f"min_workers ({self.min_workers}) is more than workers ({self.workers})")
         return self
 
 
-class Run(Section):
+class RunConfig(Section):
     """What every run has, whatever it trains."""
 
     name: str = Field(description="Run id: a-z, 0-9 and dashes, at most 63.")
     run_dir: LocalPath = Field(default="", description="Run folder; empty means runs/<name>.")
     seed: int = Field(default=0, ge=0, lt=2**63)
-    optimizer: Optimizer = Optimizer()
-    engine: Engine = Engine()
-    checkpoint: Checkpointing = Checkpointing()
-    guard: Guard = Guard()
-    tracking: Tracking = Tracking()
-    scheduling: Scheduling = Scheduling()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    engine: EngineConfig = EngineConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    guard: SpikeConfig = SpikeConfig()
+    tracking: TrackingConfig = TrackingConfig()
+    scheduling: SchedulingConfig = SchedulingConfig()
 
     @field_validator("name")
     @classmethod
@@ -395,18 +395,18 @@ class Run(Section):
         return Path(self.run_dir or f"runs/{self.name}")
 
 
-class RunConfig(Run):
+class PretrainConfig(RunConfig):
     """Everything a pretraining run is."""
 
-    corpus: Corpus
-    model: Model = Model()
-    pairs: Pairs = Pairs()
-    masking: Masking = Masking()
-    phases: tuple[Phase, ...] = Field(min_length=1)
-    evaluation: Evaluation = Evaluation()
+    corpus: CorpusConfig
+    model: ModelConfig = ModelConfig()
+    pairs: PairsConfig = PairsConfig()
+    masking: MaskingConfig = MaskingConfig()
+    phases: tuple[PhaseConfig, ...] = Field(min_length=1)
+    evaluation: EvaluationConfig = EvaluationConfig()
 
     @model_validator(mode="after")
-    def _check_phases(self) -> RunConfig:
+    def _check_phases(self) -> PretrainConfig:
         if self.model.embedding not in (0, self.model.hidden):
             raise ValueError(
                 f"model.embedding ({self.model.embedding}) is for released models; the decoder is tied to the "
@@ -459,16 +459,16 @@ def with_precision(config: R, precision: Precision) -> R:
     return config.model_copy(update={"engine": config.engine.model_copy(update={"precision": precision})})
 
 
-def as_begun(config: R, before: Run) -> R:
+def as_begun(config: R, before: RunConfig) -> R:
     """`config` with the precision that `before`, an earlier start of the run, settled, if `config` leaves it to auto."""
     if config.engine.precision != "auto" or before.engine.precision == "auto":
         return config
     return with_precision(config, before.engine.precision)
 
 
-def load_config(path: Path | str, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> PretrainConfig:
     """The run described by the YAML file `path` with `key.path=value` overrides, as `settings.load` reads it."""
-    return settings.load(path, RunConfig, overrides)
+    return settings.load(path, PretrainConfig, overrides)
 
 
 # What may differ between any run and its continuation: nothing here changes which samples are seen or how they
@@ -499,6 +499,6 @@ _FREE_ON_RESUME = (
 )
 
 
-def changed_for_resume(before: RunConfig, after: RunConfig) -> list[str]:
+def changed_for_resume(before: PretrainConfig, after: PretrainConfig) -> list[str]:
     """Dotted names of the settings that differ although a resumed run must keep them, with both values."""
     return settings.differences(before, as_begun(after, before), free=_FREE_ON_RESUME)

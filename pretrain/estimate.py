@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.common.settings import dump
-from pretrain.config import LOGITS_PER_PIECE, Model, Phase, Precision, R, RunConfig, with_precision
+from pretrain.config import LOGITS_PER_PIECE, ModelConfig, PhaseConfig, Precision, PretrainConfig, R, with_precision
 from pretrain.model.precision import matmul_peak, settle_here
 
 Device = Literal["cpu", "cuda"]
@@ -38,7 +38,7 @@ PEAK_FLOPS = {
 ASSUMED_UTILISATION = {"cuda": 0.40, "cpu": 0.50}
 
 
-def dry_run(config: RunConfig, on: str | None = None, mean_length: float | None = None) -> str:
+def dry_run(config: PretrainConfig, on: str | None = None, mean_length: float | None = None) -> str:
     """The resolved config and all estimates as text for the terminal.
 
     Args:
@@ -81,7 +81,7 @@ class Parameters(NamedTuple):
         return sum(self)
 
 
-def count_parameters(model: Model, vocabulary: int, next_sentence: bool = True) -> Parameters:
+def count_parameters(model: ModelConfig, vocabulary: int, next_sentence: bool = True) -> Parameters:
     """Parameters of the encoder with its pretraining heads."""
     h, f = model.hidden, model.intermediate
     norm = 2 * h
@@ -92,7 +92,7 @@ def count_parameters(model: Model, vocabulary: int, next_sentence: bool = True) 
     return Parameters((vocabulary + model.max_positions + 2) * h + norm, model.layers * layer, heads)
 
 
-def vocabulary_size(config: RunConfig) -> int:
+def vocabulary_size(config: PretrainConfig) -> int:
     """Entries of the vocabulary: the prepared corpus's, else the given file's, else the size to train."""
     manifest = Path(config.corpus.dir) / MANIFEST
     if manifest.exists():
@@ -121,7 +121,7 @@ _PROCESS_BYTES = 450 << 20
 _COMPILER_BYTES = 200 << 20  # what torch.compile adds to it
 
 
-def memory_bytes(config: RunConfig, stage: int, workers: int, device: Device = "cpu") -> dict[str, int]:
+def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Device = "cpu") -> dict[str, int]:
     """Peak memory of one worker in bytes, by what holds it; the values add up to the whole.
 
     On CUDA this is what torch allocates, and what is not needed at the same time shares its room: activations
@@ -198,13 +198,13 @@ def _zero_states(
     return states, 2 * bucket, 4 * p // w
 
 
-def micro_batch_tokens(config: RunConfig, workers: int) -> int:
+def micro_batch_tokens(config: PretrainConfig, workers: int) -> int:
     """Tokens of the largest micro-batch that a worker can meet: the budget, or all of its share of a batch."""
     shares = (-(-phase.global_sequences // workers) * phase.sequence_length for phase in config.phases)
     return min(config.engine.micro_batch_tokens, max(shares))
 
 
-def _activation_bytes(config: RunConfig, workers: int) -> int:
+def _activation_bytes(config: PretrainConfig, workers: int) -> int:
     """Saved for backward by one micro-batch, and one layer's working space.
 
     A layer keeps the stacked query, key and value, the context, its output, and the products of its other three
@@ -230,7 +230,7 @@ def _activation_bytes(config: RunConfig, workers: int) -> int:
     return embedding + (model.layers - 1) * layer + last + working
 
 
-def _logits_bytes(config: RunConfig, vocabulary: int, workers: int) -> int:
+def _logits_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> int:
     """One piece of the masked tokens' scores with its gradient, and the gradient of the decoder that waits."""
     masked = round(config.masking.probability * micro_batch_tokens(config, workers))
     piece = min(masked * vocabulary, LOGITS_PER_PIECE)
@@ -241,7 +241,7 @@ def _logits_bytes(config: RunConfig, vocabulary: int, workers: int) -> int:
 # ---- Work
 
 
-def expected_length(config: RunConfig, phase: Phase) -> float:
+def expected_length(config: PretrainConfig, phase: PhaseConfig) -> float:
     """Mean tokens per sequence when documents are long: the full length but for the short pairs.
 
     Short pairs are uniform in length. Short documents make it less; that the corpus decides.
@@ -249,7 +249,7 @@ def expected_length(config: RunConfig, phase: Phase) -> float:
     return phase.sequence_length * (1 - config.pairs.short_share / 2)
 
 
-def step_flops(config: RunConfig, vocabulary: int, lengths: Sequence[int], masked: int) -> float:
+def step_flops(config: PretrainConfig, vocabulary: int, lengths: Sequence[int], masked: int) -> float:
     """Useful floating-point operations of one forward and backward pass over sequences of `lengths` tokens.
 
     Matrix products alone, 2 per multiply-add, backward twice the forward; no padding, no recomputation; the
@@ -261,7 +261,7 @@ def step_flops(config: RunConfig, vocabulary: int, lengths: Sequence[int], maske
     return _flops(model, vocabulary, config.pairs.next_sentence, tokens, squares, masked, len(lengths))
 
 
-def executed_flops(config: RunConfig, vocabulary: int, lengths: Sequence[int], masked: int) -> float:
+def executed_flops(config: PretrainConfig, vocabulary: int, lengths: Sequence[int], masked: int) -> float:
     """As `step_flops`, without what is skipped: in the last layer only [CLS] and masked rows ask and go on.
 
     Measured shares of the peak are of these, so that no skipped work counts as done. Masked tokens are taken as
@@ -274,7 +274,7 @@ def executed_flops(config: RunConfig, vocabulary: int, lengths: Sequence[int], m
     return step_flops(config, vocabulary, lengths, masked) - linear - attention
 
 
-def encoder_flops(model: Model, lengths: Sequence[int], rows: int) -> float:
+def encoder_flops(model: ModelConfig, lengths: Sequence[int], rows: int) -> float:
     """Of the encoder alone, forward and backward, when `rows` of the tokens ask in the last layer (as `executed_flops`).
 
     They are taken as spread evenly over the tokens.
@@ -286,7 +286,7 @@ def encoder_flops(model: Model, lengths: Sequence[int], rows: int) -> float:
 
 
 def _flops(
-    model: Model,
+    model: ModelConfig,
     vocabulary: int,
     next_sentence: bool,
     tokens: float,
@@ -301,7 +301,7 @@ def _flops(
     return _encoder_flops(model, tokens, squares) + mlm + nsp
 
 
-def _encoder_flops(model: Model, tokens: float, squares: float) -> float:
+def _encoder_flops(model: ModelConfig, tokens: float, squares: float) -> float:
     h, f = model.hidden, model.intermediate
     return model.layers * (6 * (4 * h * h + 2 * h * f) * tokens + 12 * h * squares)
 
@@ -317,7 +317,7 @@ class Work:
     flops: float
 
 
-def phase_work(config: RunConfig, phase: Phase, vocabulary: int, mean_length: float | None = None) -> Work:
+def phase_work(config: PretrainConfig, phase: PhaseConfig, vocabulary: int, mean_length: float | None = None) -> Work:
     """Sequences, tokens and useful FLOPs of a phase; lengths are taken as all equal to the mean."""
     mean = min(mean_length or expected_length(config, phase), phase.sequence_length)
     most = phase.max_predictions or round(config.masking.probability * phase.sequence_length)
@@ -342,7 +342,7 @@ class Cluster:
     how: str
 
 
-def parse_cluster(text: str, config: RunConfig) -> Cluster:
+def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     """`8xH100`, `H100`, or `here`, which measures this machine's matmul peak for half a second."""
     if text == "here":
         device, peak = _measure_peak(config.engine.settled_precision)
@@ -385,7 +385,7 @@ def _measure_peak(precision: Precision) -> tuple[Device, float]:
 # ---- Text
 
 
-def _parameter_lines(config: RunConfig, size: int) -> str:
+def _parameter_lines(config: PretrainConfig, size: int) -> str:
     count = count_parameters(config.model, size, config.pairs.next_sentence)
     model = config.model
     name = "BertForPreTraining" if config.pairs.next_sentence else "BertForMaskedLM"
@@ -400,7 +400,7 @@ def _parameter_lines(config: RunConfig, size: int) -> str:
     return "\n".join(f"  {label:<12}{number:>14,}  {note}" for label, number, note in rows)
 
 
-def _memory_lines(config: RunConfig, workers: int | None, device: Device) -> str:
+def _memory_lines(config: PretrainConfig, workers: int | None, device: Device) -> str:
     count = workers or config.scheduling.workers
     columns = [memory_bytes(config, stage, count, device) for stage in range(4)]
     chosen = config.engine.zero_stage
@@ -421,7 +421,7 @@ def _memory_lines(config: RunConfig, workers: int | None, device: Device) -> str
     return "\n".join(lines)
 
 
-def _work_lines(config: RunConfig, size: int, mean_length: float | None) -> str:
+def _work_lines(config: PretrainConfig, size: int, mean_length: float | None) -> str:
     work = [phase_work(config, phase, size, mean_length) for phase in config.phases]
     head = ("phase", "length", "mean", "steps", "sequences", "tokens", "FLOP/token", "FLOP/step", "FLOP")
     rows = [
@@ -459,7 +459,7 @@ def _work_lines(config: RunConfig, size: int, mean_length: float | None) -> str:
     return "\n".join(lines)
 
 
-def _time_lines(config: RunConfig, size: int, mean_length: float | None, cluster: Cluster | None) -> str:
+def _time_lines(config: PretrainConfig, size: int, mean_length: float | None, cluster: Cluster | None) -> str:
     if cluster is None:
         return "  name a cluster with --on 8xH100, or measure this machine with --on here"
     rate = cluster.peak_flops * cluster.utilisation
@@ -476,7 +476,7 @@ def _time_lines(config: RunConfig, size: int, mean_length: float | None, cluster
     return "\n".join(lines)
 
 
-def _corpus_lines(config: RunConfig) -> str:
+def _corpus_lines(config: PretrainConfig) -> str:
     folder = Path(config.corpus.dir)
     if not (folder / MANIFEST).exists():
         from pretrain.corpus.prepare import describe

@@ -19,7 +19,7 @@ from typing import Any
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, atomic_open, disk_errors, locked, verify_manifest, write_json
 from pretrain.common.settings import dump, load
-from pretrain.config import R, Run, RunConfig, Vocabulary
+from pretrain.config import PretrainConfig, R, RunConfig, VocabularyConfig
 from pretrain.config import as_begun as config_as_begun
 
 CONFIG_FILE = "config.yaml"
@@ -38,7 +38,7 @@ _PACKAGES = (
 )
 
 
-def check_corpus(config: RunConfig) -> None:
+def check_corpus(config: PretrainConfig) -> None:
     """Open the corpus and compare its vocabulary with what the config asks for.
 
     Raises:
@@ -109,7 +109,7 @@ def check_run_folder(config: R, resume: bool, changed: Callable[[R, R], list[str
             )
 
 
-def is_finished(config: RunConfig) -> bool:
+def is_finished(config: PretrainConfig) -> bool:
     """Whether the run folder holds the checkpoint of the last step, undamaged."""
     last = config.folder / "checkpoints" / f"step-{config.total_steps:08d}"
     if not (last / MANIFEST).is_file():
@@ -126,13 +126,13 @@ def as_begun(config: R) -> R:
     return config_as_begun(config, load(before, type(config))) if before.is_file() else config
 
 
-def record_config(config: Run) -> None:
+def record_config(config: RunConfig) -> None:
     """Write the config into the run folder."""
     with atomic_open(config.folder / CONFIG_FILE, "w") as file:
         file.write(dump(config))
 
 
-def record_run(config: Run, command: Sequence[str]) -> None:
+def record_run(config: RunConfig, command: Sequence[str]) -> None:
     """Write the resolved config and the environment into the run folder."""
     record_config(config)
     write_json(config.folder / ENVIRONMENT_FILE, environment(command))
@@ -170,7 +170,7 @@ def _entries(path: Path) -> list[str]:
         raise InputError(f"{path}: cannot be read as a vocabulary ({error}).") from None
 
 
-def _check_case(folder: Path, asked: Vocabulary, advice: str) -> None:
+def _check_case(folder: Path, asked: VocabularyConfig, advice: str) -> None:
     """Cased text must not meet an uncased vocabulary; a tokenizer taken over whole keeps its own case."""
     settings = folder / "tokenizer_config.json"
     if asked.path.endswith(".json") or not settings.exists():

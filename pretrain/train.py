@@ -18,7 +18,7 @@ from pretrain.batches.loader import BatchMaker, Loader, MicroBatch, StepBatch, v
 from pretrain.checkpoint import hf
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
-from pretrain.config import RunConfig
+from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.estimate import executed_flops, micro_batch_tokens
 from pretrain.model.heads import Losses, PretrainingModel
@@ -37,7 +37,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
 
     Ends normally when all steps are done; otherwise raises one of `pretrain.common.errors`.
     """
-    config = RunConfig.model_validate(payload["config"])
+    config = PretrainConfig.model_validate(payload["config"])
     quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
     with process_group(worker), watched(config, worker) as watchdog:
         config, device = settle_device(config, worker)
@@ -61,7 +61,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
 
 
 def _train(
-    config: RunConfig,
+    config: PretrainConfig,
     shards: TokenShards,
     held_out: TokenShards,
     engine: Engine,
@@ -97,7 +97,7 @@ def _train(
     try:
         if progress.step < config.total_steps:
             loop.rehearse(engine, task, progress, checkpoints, extra_state)
-            plan = loop.Plan(
+            plan = loop.TrainingPlan(
                 config,
                 total_steps=config.total_steps,
                 learning_rate=lambda step: learning_rate(config.phases, step),
@@ -126,11 +126,11 @@ def _train(
 
 
 class Pretraining:
-    """Masked language modelling and next-sentence prediction as a `loop.Task`."""
+    """Masked language modelling and next-sentence prediction as a `loop.TrainingTask`."""
 
     def __init__(
         self,
-        config: RunConfig,
+        config: PretrainConfig,
         shards: TokenShards,
         held_out: TokenShards,
         engine: Engine,
@@ -248,7 +248,7 @@ class Pretraining:
         self._stalled_before += time.perf_counter() - began
 
 
-def _check_state(state: dict[str, Any], checkpoint: Path, config: RunConfig, shards: TokenShards) -> None:
+def _check_state(state: dict[str, Any], checkpoint: Path, config: PretrainConfig, shards: TokenShards) -> None:
     if state["fingerprint"] != shards.fingerprint:
         raise InputError(
             f"{checkpoint}: was trained on another corpus (fingerprint {state['fingerprint'][:12]}, {config.corpus.dir} "
@@ -260,14 +260,14 @@ def _check_state(state: dict[str, Any], checkpoint: Path, config: RunConfig, sha
         )
 
 
-def _card(config: RunConfig) -> dict[str, Any]:
+def _card(config: PretrainConfig) -> dict[str, Any]:
     import json
 
     path = Path(config.corpus.dir) / "card.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
-def full_batch(config: RunConfig, lengths: list[int], vocabulary_size: int) -> MicroBatch:
+def full_batch(config: PretrainConfig, lengths: list[int], vocabulary_size: int) -> MicroBatch:
     """A micro-batch of random tokens with sequences of these lengths and as many masked as there can be."""
     tokens = sum(lengths)
     generator = torch.Generator().manual_seed(0)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pretrain.batches.loader import BatchMaker, Loader, MicroBatch, StepBatch, deal, validation_batches
 from pretrain.common.errors import InputError
-from pretrain.config import RunConfig
+from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 
 
@@ -35,14 +35,14 @@ def shards(folder) -> TokenShards:
     return open_shards(folder, "train")
 
 
-def run_config(*, length=64, sequences=24, steps=6, budget=512, evaluation=100, **sections) -> RunConfig:
+def run_config(*, length=64, sequences=24, steps=6, budget=512, evaluation=100, **sections) -> PretrainConfig:
     phase = {
         "sequence_length": length,
         "global_sequences": sequences,
         "steps": steps,
         "peak_learning_rate": 1e-4,
     }
-    return RunConfig.model_validate(
+    return PretrainConfig.model_validate(
         {
             "name": "test",
             "corpus": {"dir": "nowhere"},

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from pretrain.batches.masking import Masker
 from pretrain.batches.pairs import Sampler
 from pretrain.common.errors import InputError
-from pretrain.config import Masking, Pairs
+from pretrain.config import MaskingConfig, PairsConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 
-DEFAULT = Masking.model_validate({})
+DEFAULT = MaskingConfig.model_validate({})
 
 
 @pytest.fixture(scope="module")
@@ -30,12 +30,14 @@ def mask(shards, samples, *, length=64, max_predictions=0, next_sentence=True, *
     """(plan, rows, masked) of some samples."""
     made = Sampler(
         shards,
-        Pairs.model_validate({"next_sentence": next_sentence}),
+        PairsConfig.model_validate({"next_sentence": next_sentence}),
         sequence_length=length,
         seed=0,
         phase=0,
     )
-    masker = Masker(shards, Masking.model_validate(masking), sequence_length=length, max_predictions=max_predictions)
+    masker = Masker(
+        shards, MaskingConfig.model_validate(masking), sequence_length=length, max_predictions=max_predictions
+    )
     plan = made.plan(np.asarray(samples))
     rows = made.gather(plan)
     return plan, rows, masker.apply(rows, plan.key)
@@ -61,7 +63,7 @@ def test_counts_are_known_from_lengths(shards):
     masker = Masker(shards, DEFAULT, sequence_length=64, max_predictions=7)
     known = masker.counts(plan.lengths, special_tokens=3)
     assert np.array_equal(known, np.bincount(rows.sequence[masked.rows], minlength=500))
-    greedy = Masker(shards, Masking.model_validate({"probability": 0.99}), sequence_length=64, max_predictions=64)
+    greedy = Masker(shards, MaskingConfig.model_validate({"probability": 0.99}), sequence_length=64, max_predictions=64)
     assert greedy.counts(np.array([5, 64]), special_tokens=3).tolist() == [2, 61]
 
 
@@ -167,7 +169,7 @@ def test_masks_depend_on_the_sample_alone(shards, samples, whole_word):
 
 
 def test_token_keys_differ_across_positions_samples_and_epochs(shards):
-    made = Sampler(shards, Pairs.model_validate({}), sequence_length=64, seed=0, phase=0)
+    made = Sampler(shards, PairsConfig.model_validate({}), sequence_length=64, seed=0, phase=0)
     epoch = made.samples_per_epoch
     keys = np.concatenate([mask(shards, np.arange(300) + e * epoch)[2].token_keys for e in range(3)])
     repeated = len(keys) - len(np.unique(keys))
@@ -177,7 +179,7 @@ def test_token_keys_differ_across_positions_samples_and_epochs(shards):
 
 
 def test_masks_change_with_the_epoch(shards):
-    made = Sampler(shards, Pairs.model_validate({}), sequence_length=64, seed=0, phase=0)
+    made = Sampler(shards, PairsConfig.model_validate({}), sequence_length=64, seed=0, phase=0)
     first = mask(shards, np.arange(50))[2].rows
     second = mask(shards, np.arange(50) + made.samples_per_epoch)[2].rows
     assert len(np.intersect1d(first, second)) < 0.4 * len(first)

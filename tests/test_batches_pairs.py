@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from pretrain.batches import pairs
 from pretrain.batches.pairs import Sampler, _truncation
 from pretrain.common.errors import InputError
-from pretrain.config import Pairs
+from pretrain.config import PairsConfig
 from pretrain.corpus.shards import Shard, TokenShards, open_shards
 
 SPECIAL = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
@@ -46,7 +46,7 @@ def random_documents(count: int, seed: int, longest: int = 40) -> list[list[int]
 
 
 def sampler(shards: TokenShards, length: int = 128, *, seed: int = 0, phase: int = 0, **pairs) -> Sampler:
-    return Sampler(shards, Pairs.model_validate(pairs), sequence_length=length, seed=seed, phase=phase)
+    return Sampler(shards, PairsConfig.model_validate(pairs), sequence_length=length, seed=seed, phase=phase)
 
 
 class Text:

@@ -19,8 +19,8 @@ from html_page import Page
 from pretrain.__main__ import main
 from pretrain.bench import all as bench_all
 from pretrain.bench import compare, loader, page, results, workers
-from pretrain.bench.all import Job, collect
-from pretrain.bench.results import Failure, Figure, Limit, Machine, Results, Row, Run
+from pretrain.bench.all import Measurement, collect
+from pretrain.bench.results import BenchResult, Comparison, Failure, Figure, Limit, Machine, Results
 from pretrain.common.errors import InputError
 from pretrain.corpus.shards import open_shards
 from pretrain.reporting.charts import Bar, bar_chart
@@ -88,13 +88,13 @@ ABOUT: dict[str, Any] = {
 INPUTS = {"corpus": "ab12", "text": "cd34"}
 
 
-def printing(what: str, kind: str, result: dict[str, Any]) -> Job:
+def printing(what: str, kind: str, result: dict[str, Any]) -> Measurement:
     """A job that prints a result, after a line of something else."""
-    return Job(what, kind, (sys.executable, "-c", f"print('loading'); print({json.dumps(result)!r})"))
+    return Measurement(what, kind, (sys.executable, "-c", f"print('loading'); print({json.dumps(result)!r})"))
 
 
-def failing(what: str, code: str) -> Job:
-    return Job(what, "step", (sys.executable, "-c", code))
+def failing(what: str, code: str) -> Measurement:
+    return Measurement(what, "step", (sys.executable, "-c", code))
 
 
 @pytest.fixture
@@ -419,18 +419,18 @@ def of(low: float, median: float, high: float) -> Figure:
     return Figure(median=median, low=low, high=high)
 
 
-def row(what: str, ours: Figure, peer: float = 10, peer_name: str = "peer") -> Row:
+def row(what: str, ours: Figure, peer: float = 10, peer_name: str = "peer") -> Comparison:
     flat = of(peer, peer, peer)
     limit = Limit(name="limit", meaning="all", value=1000, share=ours.median / 1000)
     ratio = of(ours.low / peer, ours.median / peer, ours.high / peer)
-    return Row(what=what, unit="x/s", ours=ours, peer_name=peer_name, peer=flat, ratio=ratio, limit=limit)
+    return Comparison(what=what, unit="x/s", ours=ours, peer_name=peer_name, peer=flat, ratio=ratio, limit=limit)
 
 
-def measured(*rows: Row | Failure, **changes: Any) -> Results:
+def measured(*rows: Comparison | Failure, **changes: Any) -> Results:
     machine = Machine(cpu="A", cores=2, threads=2, gpus=[], memory_bytes=1, platform="", python="", packages={})
     machine = machine.model_copy(update={key: value for key, value in changes.items() if key != "inputs"})
     runs = [
-        Run(what=one.what, kind="step", command="", seconds=1, result=None, failed=getattr(one, "failed", ""))
+        BenchResult(what=one.what, kind="step", command="", seconds=1, result=None, failed=getattr(one, "failed", ""))
         for one in rows
     ]
     return Results(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from test_cluster import CORES, ROOT, _free_port, _wait_for_port
 
-from cluster.trials.launch import Event, Trial, run_trials
+from cluster.trials.launch import Event, TrialRequest, run_trials
 from cluster.workers.launch import end_session
 from pretrain.common.errors import DivergedError, InputError, MachineError
 
@@ -36,7 +36,7 @@ def run_all(trials: tuple[dict[str, Any], ...], **options: Any) -> list[Event]:
     events: list[Event] = []
     run_trials(
         "trial_targets:trial",
-        [Trial(Path("run") / trial["name"], trial) for trial in trials],
+        [TrialRequest(Path("run") / trial["name"], trial) for trial in trials],
         name="test",
         run_dir=Path("run"),
         poll=events.extend,

@@ -9,7 +9,7 @@ import pytest
 
 from pretrain.common.errors import InputError
 from pretrain.common.settings import dump
-from pretrain.config import Model, RunConfig, changed_for_resume, load_config
+from pretrain.config import ModelConfig, PretrainConfig, changed_for_resume, load_config
 
 CONFIGS = sorted((Path(__file__).parent.parent / "configs" / "pretrain").glob("*.yaml"))
 
@@ -269,8 +269,8 @@ def test_deepspeeds_section_does_not_contradict_ours(write, section: str, messag
 
 
 def test_a_size_fills_the_shape():
-    assert (Model(size="large").layers, Model(size="large").intermediate) == (24, 4096)
-    assert Model(size="mini", layers=2).layers == 2
+    assert (ModelConfig(size="large").layers, ModelConfig(size="large").intermediate) == (24, 4096)
+    assert ModelConfig(size="mini", layers=2).layers == 2
 
 
 def resumed(write, *overrides: str) -> list[str]:
@@ -308,7 +308,7 @@ def test_a_phase_more_or_less_is_a_change(write):
     before = load_config(path)
     after = before.model_copy(update={"phases": before.phases[:1]})
     assert any(name.startswith("phases.1.steps (5 -> ") for name in changed_for_resume(before, after))
-    assert isinstance(after, RunConfig)
+    assert isinstance(after, PretrainConfig)
 
 
 @pytest.mark.parametrize(

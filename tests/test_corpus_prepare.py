@@ -22,9 +22,9 @@ from tokenizers import Tokenizer
 
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import locked
-from pretrain.config import Corpus, Phase, RunConfig, Source
+from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SourceConfig
 from pretrain.corpus import jobs, pool, shards
-from pretrain.corpus.documents import Documents, Summary
+from pretrain.corpus.documents import Documents, PieceSummary
 from pretrain.corpus.prepare import describe, prepare
 from pretrain.corpus.shards import open_shards, verify_shards
 
@@ -64,12 +64,12 @@ def write_wiki(path: Path, texts: list[str]) -> None:
     path.write_text("".join(documents), encoding="utf-8")
 
 
-def config(folder: Path, corpus_dir: Path, **changes: Any) -> RunConfig:
+def config(folder: Path, corpus_dir: Path, **changes: Any) -> PretrainConfig:
     settings: dict[str, Any] = {
         "dir": str(corpus_dir),
         "sources": (
-            Source(kind="wikiextractor", name="wiki", path=str(folder / "wiki*.txt"), weight=2, licence="free"),
-            Source(kind="jsonl", name="lines", path=str(folder / "lines.jsonl")),
+            SourceConfig(kind="wikiextractor", name="wiki", path=str(folder / "wiki*.txt"), weight=2, licence="free"),
+            SourceConfig(kind="jsonl", name="lines", path=str(folder / "lines.jsonl")),
         ),
         "vocabulary": {"size": 200, "min_frequency": 1},
         "min_document_words": 10,
@@ -78,8 +78,8 @@ def config(folder: Path, corpus_dir: Path, **changes: Any) -> RunConfig:
         "processes": 1,
         **changes,
     }
-    phase = Phase(sequence_length=32, global_sequences=2, steps=1, peak_learning_rate=1e-3)
-    return RunConfig(name="trial", corpus=Corpus(**settings), phases=(phase,))
+    phase = PhaseConfig(sequence_length=32, global_sequences=2, steps=1, peak_learning_rate=1e-3)
+    return PretrainConfig(name="trial", corpus=CorpusConfig(**settings), phases=(phase,))
 
 
 @pytest.fixture(scope="module")
@@ -344,7 +344,7 @@ def test_the_table_of_documents_takes_the_memory_that_is_said(tmp_path: Path) ->
         table["hash"] = generator.integers(0, 1 << 62, (count // parts, 2))
         table["items"], table["sentences"], table["bytes"] = 20, 3, 80
         np.save(tmp_path / f"{number}.npy", table)
-        summaries.append(Summary(number % 2, len(table), [f"{number}.npy"]))
+        summaries.append(PieceSummary(number % 2, len(table), [f"{number}.npy"]))
     tracemalloc.start()
     try:
         documents = Documents.load(tmp_path, summaries, 0.005)
@@ -366,5 +366,5 @@ def test_repeated_documents_are_found_across_the_rows_compared_at_once(
     table = np.zeros(len(hashes), jobs.DOCUMENT)
     table["hash"], table["items"] = hashes, 1
     np.save(tmp_path / "part.npy", table)
-    documents = Documents.load(tmp_path, [Summary(0, len(hashes), ["part.npy"])], 0.0)
+    documents = Documents.load(tmp_path, [PieceSummary(0, len(hashes), ["part.npy"])], 0.0)
     assert documents.stays.tolist() == [True, True, False, True, False, False, True, False, True, False]

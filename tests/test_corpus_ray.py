@@ -26,7 +26,7 @@ from test_corpus_prepare import text, write_wiki
 from cluster.workers.launch import end_session
 from pretrain import estimate
 from pretrain.common.errors import InputError, MachineError
-from pretrain.config import Corpus, Phase, RunConfig, Scheduling, Source
+from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SchedulingConfig, SourceConfig
 from pretrain.corpus import jobs
 from pretrain.corpus.prepare import WORK, describe, prepare
 
@@ -86,13 +86,13 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def _config(corpus_dir: str, address: str = "", **changes: Any) -> RunConfig:
+def _config(corpus_dir: str, address: str = "", **changes: Any) -> PretrainConfig:
     settings: dict[str, Any] = {
         "dir": corpus_dir,
         "sources": (
-            Source(kind="wikiextractor", path="wiki*.txt"),
-            Source(kind="jsonl", path="lines.jsonl.gz"),
-            Source(kind="csv", path="table.csv"),
+            SourceConfig(kind="wikiextractor", path="wiki*.txt"),
+            SourceConfig(kind="jsonl", path="lines.jsonl.gz"),
+            SourceConfig(kind="csv", path="table.csv"),
         ),
         "vocabulary": {"size": 200, "min_frequency": 1},
         "min_document_words": 10,
@@ -101,9 +101,9 @@ def _config(corpus_dir: str, address: str = "", **changes: Any) -> RunConfig:
         "processes": 0 if address else 1,
         **changes,
     }
-    phase = Phase(sequence_length=32, global_sequences=2, steps=1, peak_learning_rate=1e-3)
-    corpus, scheduling = Corpus(**settings), Scheduling(address=address)
-    return RunConfig(name="trial", corpus=corpus, phases=(phase,), scheduling=scheduling)
+    phase = PhaseConfig(sequence_length=32, global_sequences=2, steps=1, peak_learning_rate=1e-3)
+    corpus, scheduling = CorpusConfig(**settings), SchedulingConfig(address=address)
+    return PretrainConfig(name="trial", corpus=corpus, phases=(phase,), scheduling=scheduling)
 
 
 def _content(folder: str) -> dict[str, bytes]:
@@ -139,7 +139,7 @@ def test_a_job_that_always_dies_and_a_bug_end_the_preparation(
     folder: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(jobs, "count_words", pool_jobs.always_die)
-    one_piece = (Source(kind="csv", path="table.csv"),)
+    one_piece = (SourceConfig(kind="csv", path="table.csv"),)
     with pytest.raises(MachineError, match=r"^A job's process on the cluster .* died 4 times[^\n]*again;[^\n]*$"):
         prepare(_config("there", address, sources=one_piece), quiet=True)
     assert pool_jobs.runs() == {"die": 4}
@@ -160,7 +160,7 @@ def test_the_users_mistake_is_told_as_here(folder: Path, address: str) -> None:
     messages = []
     for place in ("", address):
         with pytest.raises(InputError, match=r"^b\.parquet: no column 'text'; it has body\.$") as caught:
-            prepare(_config("out", place, sources=(Source(kind="parquet", path="?.parquet"),)), quiet=True)
+            prepare(_config("out", place, sources=(SourceConfig(kind="parquet", path="?.parquet"),)), quiet=True)
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
 
@@ -276,7 +276,7 @@ def test_a_node_without_the_files_is_no_fault_of_theirs(folder: Path, monkeypatc
     monkeypatch.setattr(jobs, "_process", None)
     monkeypatch.setattr(jobs, "hold_freed_memory", lambda at_most: None)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    settings = jobs.Settings("work", True, "en", 10, False)
+    settings = jobs.PreparationSettings("work", True, "en", 10, False)
     with pytest.raises(MachineError, match=r"work/lock: not there on the machine .* same files"):
         jobs.start_task(settings, None)
     Path("work").mkdir()
@@ -289,7 +289,7 @@ def test_a_node_without_the_files_is_no_fault_of_theirs(folder: Path, monkeypatc
 def test_a_part_tokenised_twice_is_tokenised_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray may do a job again whose first run was heard of and whose words are deleted."""
     monkeypatch.setattr(jobs, "_process", None)
-    jobs.start_process(jobs.Settings(".", True, "en", 10, False), None, child=False)
+    jobs.start_process(jobs.PreparationSettings(".", True, "en", 10, False), None, child=False)
     Path("part.tokens").touch()
     jobs.tokenise_part("part.tokens", "part.words")
     assert not Path("part.tokens").stat().st_size

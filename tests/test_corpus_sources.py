@@ -17,12 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pretrain.common.errors import InputError
-from pretrain.config import Source
+from pretrain.config import SourceConfig
 from pretrain.corpus import books, docstrings, mediawiki, sources
 from pretrain.corpus.sources import Problems, cut, documents, find_inputs
 
 
-def read(source: Source) -> tuple[list[str], list[dict[str, Any]]]:
+def read(source: SourceConfig) -> tuple[list[str], list[dict[str, Any]]]:
     """All documents of a source and the faults found."""
     texts, problems = [], Problems()
     names = []
@@ -102,7 +102,7 @@ def test_every_document_comes_once(tmp_path: Path, piece_bytes: int, suffix: str
     data = {"wikiextractor": wiki_bytes, "jsonl": jsonl_bytes, "mediawiki": dump_bytes}[kind]()
     path = tmp_path / f"file{suffix}"
     path.write_bytes(COMPRESS[suffix](data))
-    texts, problems = read(Source(kind=kind, path=str(path)))  # pyright: ignore[reportArgumentType]
+    texts, problems = read(SourceConfig(kind=kind, path=str(path)))  # pyright: ignore[reportArgumentType]
     expected = PAGE_TEXTS if kind == "mediawiki" else [text for _, text in WIKI]
     assert [text.strip() for text in texts] == [text.strip() for text in expected]
     assert problems == []
@@ -121,7 +121,7 @@ def test_multistream_dump(tmp_path: Path, piece_bytes: int, stream_bytes: int, a
         chunks = [text[n : n + stream_bytes] for n in range(0, len(text), stream_bytes)]
     path = tmp_path / "pages-multistream.xml.bz2"
     path.write_bytes(b"".join(bz2.compress(chunk.encode()) for chunk in chunks))
-    texts, problems = read(Source(kind="mediawiki", path=str(path)))
+    texts, problems = read(SourceConfig(kind="mediawiki", path=str(path)))
     assert texts == PAGE_TEXTS
     assert problems == []
 
@@ -131,7 +131,7 @@ def test_a_damaged_stream_costs_its_pages_only(tmp_path: Path) -> None:
     streams[5] = streams[5][:60] + bytes(20) + streams[5][80:]
     path = tmp_path / "dump.xml.bz2"
     path.write_bytes(b"".join(streams))
-    texts, problems = read(Source(kind="mediawiki", path=str(path)))
+    texts, problems = read(SourceConfig(kind="mediawiki", path=str(path)))
     assert texts == PAGE_TEXTS[:4] + PAGE_TEXTS[5:]
     assert len(problems) == 1
     assert problems[0]["path"] == str(path)
@@ -174,7 +174,7 @@ def test_a_truncated_file_is_reported_and_read_up_to_there(
     path = tmp_path / f"wiki{suffix}"
     data = b"".join(COMPRESS[suffix](part) for part in (wiki_bytes()[:2000], wiki_bytes()[2000:]))
     path.write_bytes(data[:-20])
-    texts, problems = read(Source(kind="wikiextractor", path=str(path)))
+    texts, problems = read(SourceConfig(kind="wikiextractor", path=str(path)))
     assert [text.strip() for text in texts] == [text.strip() for _, text in WIKI[: len(texts)]]
     assert len(texts) >= len(WIKI) // 3
     assert any(fault.startswith("broken file") for fault in faults(problems))
@@ -186,7 +186,7 @@ def test_bad_bytes_are_counted_with_their_place(tmp_path: Path) -> None:
     path.write_bytes(
         wiki_bytes().replace(b"Text of 3,", b"Te\xffxt of\x80 3,").replace(b"paragraph 4.", b"para\0graph 4.")
     )
-    texts, problems = read(Source(kind="wikiextractor", path=str(path)))
+    texts, problems = read(SourceConfig(kind="wikiextractor", path=str(path)))
     assert faults(problems) == {"bytes that are not UTF-8": 2}
     assert problems[0]["first"] == f"near byte {wiki_bytes().index(b'Text of 3,') + 2}"
     assert len(texts) == len(WIKI)
@@ -201,7 +201,7 @@ def test_empty_and_wrong_files_are_reported(tmp_path: Path) -> None:
         + b"[" * 100_000
         + b"\n"
     )
-    texts, problems = read(Source(kind="jsonl", path=str(tmp_path)))
+    texts, problems = read(SourceConfig(kind="jsonl", path=str(tmp_path)))
     assert texts == ["fine", "half ?"]
     assert {(Path(p["path"]).name, p["fault"]) for p in problems} == {
         ("a.jsonl", "empty file"),
@@ -213,7 +213,7 @@ def test_empty_and_wrong_files_are_reported(tmp_path: Path) -> None:
     }
     assert sum(problem["count"] for problem in problems) == 8
     (tmp_path / "plain.txt").write_text("No tags here.\n")
-    texts, problems = read(Source(kind="wikiextractor", path=str(tmp_path / "plain.txt")))
+    texts, problems = read(SourceConfig(kind="wikiextractor", path=str(tmp_path / "plain.txt")))
     assert texts == []
     assert faults(problems) == {"no <doc> in this part of the file": 1}
 
@@ -221,7 +221,7 @@ def test_empty_and_wrong_files_are_reported(tmp_path: Path) -> None:
 def test_an_unclosed_article_is_reported(tmp_path: Path) -> None:
     path = tmp_path / "wiki.txt"
     path.write_bytes(wiki_bytes()[:-60])
-    texts, problems = read(Source(kind="wikiextractor", path=str(path)))
+    texts, problems = read(SourceConfig(kind="wikiextractor", path=str(path)))
     assert len(texts) == len(WIKI) - 1
     assert faults(problems) == {"<doc> that is not closed or has no title": 1}
 
@@ -229,14 +229,14 @@ def test_an_unclosed_article_is_reported(tmp_path: Path) -> None:
 def test_csv_with_quotes_newlines_and_bad_rows(tmp_path: Path) -> None:
     path = tmp_path / "t.csv"
     path.write_bytes(b'id,text\n1,"Two\nlines, and ""quotes""."\n2,plain\n3,too,many\n4,bad \xff byte\n')
-    texts, problems = read(Source(kind="csv", path=str(path)))
+    texts, problems = read(SourceConfig(kind="csv", path=str(path)))
     assert texts == ['Two\nlines, and "quotes".', "plain", "bad \ufffd byte"]
     assert faults(problems) == {
         "1 rows left out, the first with 3 columns instead of 2": 1,
         "bytes that are not UTF-8": 1,
     }
     (tmp_path / "t.tsv.gz").write_bytes(gzip.compress(b"text\tid\nfrom a tab\t1\n"))
-    assert read(Source(kind="csv", path=str(tmp_path / "t.tsv.gz"))) == (["from a tab"], [])
+    assert read(SourceConfig(kind="csv", path=str(tmp_path / "t.tsv.gz"))) == (["from a tab"], [])
 
 
 def test_parquet_by_row_groups(tmp_path: Path) -> None:
@@ -246,11 +246,11 @@ def test_parquet_by_row_groups(tmp_path: Path) -> None:
     path = tmp_path / "t.parquet"
     rows = [f"document {n}" for n in range(95)] + [None]
     pq.write_table(pa.table({"body": rows, "n": list(range(96))}), path, row_group_size=10)
-    texts, problems = read(Source(kind="parquet", path=str(path), text_column="body"))
+    texts, problems = read(SourceConfig(kind="parquet", path=str(path), text_column="body"))
     assert texts == rows[:-1]
     assert faults(problems) == {"row whose 'body' is not text": 1}
     path.write_bytes(path.read_bytes()[:-30])
-    texts, problems = read(Source(kind="parquet", path=str(path), text_column="body"))
+    texts, problems = read(SourceConfig(kind="parquet", path=str(path), text_column="body"))
     assert texts == []
     assert len(problems) == 1
     assert problems[0]["fault"].startswith("broken file")
@@ -264,16 +264,16 @@ def test_a_data_set_from_disk(tmp_path: Path, piece_bytes: int) -> None:
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": rows, "n": list(range(30))})}).save_to_disk(
         folder
     )
-    assert read(Source(kind="huggingface", dataset=folder)) == (rows, [])
+    assert read(SourceConfig(kind="huggingface", dataset=folder)) == (rows, [])
     with pytest.raises(InputError, match=r"no split 'dev'; it has train"):
-        read(Source(kind="huggingface", dataset=folder, split="dev"))
+        read(SourceConfig(kind="huggingface", dataset=folder, split="dev"))
     with pytest.raises(InputError, match=r"corpus\.sources\.0\.text_column: .* no column 'body'; it has text, n"):
-        read(Source(kind="huggingface", dataset=folder, text_column="body"))
+        read(SourceConfig(kind="huggingface", dataset=folder, text_column="body"))
 
 
 def test_a_data_set_of_the_hub_needs_a_revision() -> None:
     with pytest.raises(InputError, match=r"corpus\.sources\.0\.revision: empty"):
-        find_inputs(Source(kind="huggingface", dataset="wikimedia/wikipedia"), "corpus.sources.0")
+        find_inputs(SourceConfig(kind="huggingface", dataset="wikimedia/wikipedia"), "corpus.sources.0")
 
 
 def test_a_data_set_of_the_hub_is_streamed_by_shards(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +288,7 @@ def test_a_data_set_of_the_hub_is_streamed_by_shards(monkeypatch: pytest.MonkeyP
         return table.to_iterable_dataset(num_shards=3)
 
     monkeypatch.setattr(datasets, "load_dataset", load)
-    source = Source(kind="huggingface", dataset="some/set", subset="20231101.en", revision="abc123")
+    source = SourceConfig(kind="huggingface", dataset="some/set", subset="20231101.en", revision="abc123")
     assert sorted(read(source)[0]) == sorted(row["text"] for row in rows)
     assert len(find_inputs(source, "x")) == 3
     assert set(map(str, asked)) == {
@@ -298,7 +298,7 @@ def test_a_data_set_of_the_hub_is_streamed_by_shards(monkeypatch: pytest.MonkeyP
 
 def test_a_source_that_is_not_there() -> None:
     with pytest.raises(InputError, match=r"corpus\.sources\.0\.path: nowhere/\*\.txt: no books file"):
-        find_inputs(Source(kind="books", path="nowhere/*.txt"), "corpus.sources.0")
+        find_inputs(SourceConfig(kind="books", path="nowhere/*.txt"), "corpus.sources.0")
 
 
 @pytest.mark.parametrize(
@@ -307,7 +307,7 @@ def test_a_source_that_is_not_there() -> None:
 def test_a_missing_column_is_found_before_the_work(tmp_path: Path, kind: Any, name: str, data: bytes) -> None:
     (tmp_path / name).write_bytes(data)
     with pytest.raises(InputError, match=r"text_column: .* no column 'text'; it has .*body"):
-        find_inputs(Source(kind=kind, path=str(tmp_path)), "corpus.sources.0")
+        find_inputs(SourceConfig(kind=kind, path=str(tmp_path)), "corpus.sources.0")
 
 
 # ---------------------------------------------------------------- books
@@ -377,7 +377,7 @@ def test_books_one_document_each_in_their_own_encodings(tmp_path: Path) -> None:
     (tmp_path / "c.txt").write_bytes(b"  \n")
     (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"A text that is cut off. " * 100)[:-12])
     (tmp_path / "notes.md").write_text("Not a book.")
-    texts, problems = read(Source(kind="books", path=str(tmp_path)))
+    texts, problems = read(SourceConfig(kind="books", path=str(tmp_path)))
     assert texts[0] == "First line of a café paragraph."
     assert texts[1].endswith("A café in Latin.")
     assert len(texts) == 2
@@ -475,7 +475,7 @@ def test_docstrings_are_read_as_running_text_without_import(tmp_path: Path) -> N
     (tmp_path / "module.py").write_text(MODULE)
     (tmp_path / "broken.py").write_text('def f(:\n    """Never seen by anyone, because it does not parse."""\n')
     (tmp_path / "test_module.py").write_text('"""A test is left out of the text, with all that it says."""\n')
-    texts, problems = read(Source(kind="docstrings", path=str(tmp_path)))
+    texts, problems = read(SourceConfig(kind="docstrings", path=str(tmp_path)))
     assert [text.split("\n") for text in texts] == [
         [
             "Tools for reading things that nobody ever writes down.",

@@ -22,8 +22,8 @@ from rich.console import Console
 from cluster import doctor
 from cluster.__main__ import main as cli
 from cluster.doctor import driver, machine, nodes, reduce, remote, verdicts
-from cluster.doctor.machine import Device, Disk, Facts
-from cluster.doctor.rows import FAIL, PASS, WARN, Row, show
+from cluster.doctor.machine import Device, Disk, MachineFacts
+from cluster.doctor.rows import FAIL, PASS, WARN, Finding, show
 from cluster.doctor.task import Probe
 from pretrain.common.errors import MachineError
 
@@ -40,7 +40,7 @@ VERSIONS = {
     "bertrain": "sources 01234567",
 }
 CPU = Device("CPU, threads: 2", "CPU, threads: 2", bf16=800e9, fp32=200e9)
-FACTS = Facts(
+FACTS = MachineFacts(
     system="Linux",
     cores=2,
     busy=0.0,
@@ -182,32 +182,32 @@ def test_other_sources_are_another_version(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.fixture
-def here(monkeypatch: pytest.MonkeyPatch) -> list[Row]:
+def here(monkeypatch: pytest.MonkeyPatch) -> list[Finding]:
     """A machine of made rows; the test may add to them."""
-    rows = [Row("fine", "yes"), Row("tight", "somewhat", WARN, "Mind it.")]
+    rows = [Finding("fine", "yes"), Finding("tight", "somewhat", WARN, "Mind it.")]
     monkeypatch.setattr(doctor, "_machine", lambda: rows)
     return rows
 
 
-def test_warnings_do_not_fail_and_failures_do(here: list[Row], capsys: pytest.CaptureFixture[str]) -> None:
+def test_warnings_do_not_fail_and_failures_do(here: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["doctor"]) == 0
     assert "1 pass, 1 warn, 0 fail" in capsys.readouterr().out
-    here.append(Row("broken", "[red]", FAIL, "Mend it."))
+    here.append(Finding("broken", "[red]", FAIL, "Mend it."))
     assert cli(["doctor"]) == MachineError.exit_code
     printed = capsys.readouterr().out
     assert "[red]" in printed
     assert "Mend it." in printed
 
 
-def test_json_has_every_row(here: list[Row], capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_every_row(here: list[Finding], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["doctor", "--json"]) == 0
-    assert [Row(**row) for row in json.loads(capsys.readouterr().out)] == here
+    assert [Finding(**row) for row in json.loads(capsys.readouterr().out)] == here
 
 
 def test_the_key_is_never_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret-canary")
     monkeypatch.setattr(machine, "look", lambda folder: FACTS)
-    monkeypatch.setattr(reduce, "row_here", lambda: Row("all-reduce", "1 GB/s"))
+    monkeypatch.setattr(reduce, "row_here", lambda: Finding("all-reduce", "1 GB/s"))
     assert cli(["doctor"]) == 0
     printed = capsys.readouterr().out
     assert "canary" not in printed
@@ -246,16 +246,16 @@ def test_a_cluster_without_a_token_is_warned_of(
     jobs.assert_called_once_with("http://head:8265", plain_http=True)
 
 
-def _shown(rows: list[Row]) -> str:
+def _shown(rows: list[Finding]) -> str:
     file = io.StringIO()
     show(rows, Console(file=file, width=80))
     return file.getvalue()
 
 
 def test_the_table_fits_and_says_once_what_all_nodes_say() -> None:
-    rows = [Row("torch", "2.13", where=f"10.0.0.{number}") for number in range(64)]
-    rows += [Row("disk", f"{number} GiB free", where=f"10.0.0.{number}") for number in range(64)]
-    rows += [Row("clock", "late " * 20, FAIL, "Run a time service. " * 5, f"10.0.0.{n}") for n in (7, 8, 9, 10)]
+    rows = [Finding("torch", "2.13", where=f"10.0.0.{number}") for number in range(64)]
+    rows += [Finding("disk", f"{number} GiB free", where=f"10.0.0.{number}") for number in range(64)]
+    rows += [Finding("clock", "late " * 20, FAIL, "Run a time service. " * 5, f"10.0.0.{n}") for n in (7, 8, 9, 10)]
     printed = _shown(rows)
     lines = printed.splitlines()
     assert max(map(len, lines)) <= 80
@@ -355,7 +355,7 @@ def test_rules_of_shared_storage() -> None:
 
 
 def test_a_device_slower_than_its_kind_is_warned() -> None:
-    def of(rate: float) -> Facts:
+    def of(rate: float) -> MachineFacts:
         return dataclasses.replace(FACTS, devices=(dataclasses.replace(CPU, bf16=rate),))
 
     [row] = nodes.judge_pace({"a": of(100e9), "b": of(98e9), "c": of(50e9)})
@@ -481,9 +481,9 @@ def test_a_real_cluster_and_a_node_that_is_not_fit(tmp_path: Path) -> None:
         assert {row.what for row in rows if row.mark == FAIL} == {"all-reduce"}
 
 
-def _checked(one: Cluster, code: int, *options: str) -> list[Row]:
-    return [Row(**row) for row in json.loads(one.command("doctor", "--cluster", "--json", *options, code=code))]
+def _checked(one: Cluster, code: int, *options: str) -> list[Finding]:
+    return [Finding(**row) for row in json.loads(one.command("doctor", "--cluster", "--json", *options, code=code))]
 
 
-def _places(rows: list[Row]) -> set[str]:
+def _places(rows: list[Finding]) -> set[str]:
     return {row.where for row in rows if row.what == "node"}

@@ -18,15 +18,15 @@ import torch.distributed as dist
 from torch import nn
 
 from pretrain.checkpoint import store
-from pretrain.config import Engine as EngineSettings
-from pretrain.config import Model, Optimizer
+from pretrain.config import EngineConfig as EngineSettings
+from pretrain.config import ModelConfig, OptimizerConfig
 from pretrain.model.heads import PretrainingModel
 from pretrain.training.engine.engine import Engine, _Sums, deepspeed_config
 from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
 
-SHAPE = Model(size="custom", layers=2, hidden=32, heads=2, max_positions=64)
+SHAPE = ModelConfig(size="custom", layers=2, hidden=32, heads=2, max_positions=64)
 VOCABULARY, LENGTHS, MICRO_BATCHES, RATE = 101, (7, 12, 20, 20), 4, 1e-2
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16")
@@ -40,7 +40,7 @@ def make_model() -> PretrainingModel:
 
 def make_engine(stage: int, precision: str = "fp32", optimizer: str = "adamw", clip: float = 1.0) -> Engine:
     settings = EngineSettings(zero_stage=stage, precision=precision, compile=False, gradient_clip_norm=clip)  # type: ignore[arg-type]
-    choice = Optimizer(name=optimizer)  # type: ignore[arg-type]
+    choice = OptimizerConfig(name=optimizer)  # type: ignore[arg-type]
     return Engine(
         make_model(),
         lambda named: make_optimizer(choice, parameter_groups(named, choice.weight_decay)),
@@ -96,7 +96,7 @@ def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
 @functools.cache
 def reference(optimizer: str) -> tuple[list[tuple[float, float, bool]], dict[str, torch.Tensor]]:
     """Three steps of plain torch."""
-    model, choice = make_model(), Optimizer(name=optimizer)  # type: ignore[arg-type]
+    model, choice = make_model(), OptimizerConfig(name=optimizer)  # type: ignore[arg-type]
     optim = make_optimizer(choice, parameter_groups(model.named_parameters(), choice.weight_decay))
     results = []
     for step in range(3):

@@ -16,15 +16,15 @@ from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 from pretrain import estimate
 from pretrain.common.errors import InputError
 from pretrain.config import (
-    Corpus,
-    Engine,
-    Model,
-    Pairs,
-    Phase,
-    RunConfig,
-    Scheduling,
-    Source,
-    Vocabulary,
+    CorpusConfig,
+    EngineConfig,
+    ModelConfig,
+    PairsConfig,
+    PhaseConfig,
+    PretrainConfig,
+    SchedulingConfig,
+    SourceConfig,
+    VocabularyConfig,
     load_config,
 )
 from pretrain.model.heads import PretrainingModel
@@ -32,20 +32,20 @@ from pretrain.model.heads import PretrainingModel
 CONFIGS = Path(__file__).parent.parent / "configs" / "pretrain"
 
 
-def make_config(folder: Path | str = "nowhere", vocabulary: int = 30522, **sections: Any) -> RunConfig:
-    phase = Phase(sequence_length=128, global_sequences=256, steps=1000, peak_learning_rate=1e-4)
+def make_config(folder: Path | str = "nowhere", vocabulary: int = 30522, **sections: Any) -> PretrainConfig:
+    phase = PhaseConfig(sequence_length=128, global_sequences=256, steps=1000, peak_learning_rate=1e-4)
     values = {
         "name": "trial",
-        "corpus": Corpus(dir=str(folder), vocabulary=Vocabulary(size=vocabulary)),
+        "corpus": CorpusConfig(dir=str(folder), vocabulary=VocabularyConfig(size=vocabulary)),
         "phases": (phase,),
     }
-    return RunConfig(**{**values, **sections})
+    return PretrainConfig(**{**values, **sections})
 
 
 @pytest.mark.parametrize("next_sentence", [True, False])
 @pytest.mark.parametrize("size", ["mini", "base", "large"])
 def test_parameters_are_transformers_count(size: Any, next_sentence: bool):
-    model = Model(size=size)  # pyright: ignore[reportArgumentType]
+    model = ModelConfig(size=size)  # pyright: ignore[reportArgumentType]
     config = BertConfig(
         vocab_size=30522,
         num_hidden_layers=model.layers,
@@ -59,7 +59,7 @@ def test_parameters_are_transformers_count(size: Any, next_sentence: bool):
 
 
 def test_parts_are_our_models_parts():
-    model = Model(size="custom", layers=3, hidden=32, heads=2, intermediate=48, max_positions=20)
+    model = ModelConfig(size="custom", layers=3, hidden=32, heads=2, intermediate=48, max_positions=20)
     count = estimate.count_parameters(model, 99)
     ours = PretrainingModel(model, 99)
     assert count.embeddings == sum(p.numel() for p in ours.embeddings.parameters())
@@ -68,12 +68,12 @@ def test_parts_are_our_models_parts():
 
 
 def test_bert_large_is_336_million():
-    assert estimate.count_parameters(Model(size="large"), 30522).total == 336_226_108
+    assert estimate.count_parameters(ModelConfig(size="large"), 30522).total == 336_226_108
 
 
 def test_flops_are_what_torch_counts():
     """Torch does not look into our attention operator, and our last layer skips rows nobody asks for."""
-    shape = Model(size="custom", layers=2, hidden=64, heads=2, max_positions=128)
+    shape = ModelConfig(size="custom", layers=2, hidden=64, heads=2, max_positions=128)
     vocabulary, length, masked = 300, 40, 6
     config = make_config(model=shape)
     batch = SimpleNamespace(
@@ -100,14 +100,14 @@ def test_flops_are_what_torch_counts():
 
 
 def test_flops_add_up_over_sequences():
-    config = make_config(model=Model(size="mini"))
+    config = make_config(model=ModelConfig(size="mini"))
     alone = [estimate.step_flops(config, 500, [length], 3) for length in (20, 70)]
     assert estimate.step_flops(config, 500, [20, 70], 6) == pytest.approx(sum(alone))
 
 
 def test_bert_large_flops_are_the_published_arithmetic():
     """1,811.9 MFLOP per token in the encoder's matmuls, 37.7 in attention at 128, 193.8 per prediction."""
-    config = make_config(model=Model(size="large"), pairs=Pairs(next_sentence=False))
+    config = make_config(model=ModelConfig(size="large"), pairs=PairsConfig(next_sentence=False))
     encoder = estimate.step_flops(config, 30522, [128], 0) / 128
     assert encoder / 1e6 == pytest.approx(1811.9 + 37.7, rel=1e-4)
     assert (estimate.step_flops(config, 30522, [128], 1) - encoder * 128) / 1e6 == pytest.approx(193.8, rel=1e-3)
@@ -131,7 +131,7 @@ def test_the_mean_length_is_bounded_by_the_phase():
 
 
 def states(stage: int, workers: int, **engine: Any) -> dict[str, int]:
-    config = make_config(model=Model(size="large"), engine=Engine(**engine))
+    config = make_config(model=ModelConfig(size="large"), engine=EngineConfig(**engine))
     return estimate.memory_bytes(config, stage, workers, "cuda")
 
 
@@ -154,7 +154,7 @@ def test_more_workers_need_less_each(stage: int):
     assert len(set(totals)) == 4
 
 
-def saved_bytes(config: RunConfig, vocabulary: int) -> int:
+def saved_bytes(config: PretrainConfig, vocabulary: int) -> int:
     """Bytes that torch keeps for the backward pass of one full micro-batch."""
     from pretrain.train import full_batch
 
@@ -187,8 +187,8 @@ def test_activations_are_what_torch_saves(precision: Any, compile: bool):
     vocabulary = 64
     config = make_config(
         vocabulary=vocabulary,
-        model=Model(size="custom", layers=4, hidden=128, heads=2, hidden_dropout=0.1),
-        engine=Engine(precision=precision, micro_batch_tokens=1024, compile=compile),  # pyright: ignore[reportArgumentType]
+        model=ModelConfig(size="custom", layers=4, hidden=128, heads=2, hidden_dropout=0.1),
+        engine=EngineConfig(precision=precision, micro_batch_tokens=1024, compile=compile),  # pyright: ignore[reportArgumentType]
     )
     width = 4 if precision == "fp32" else 2
     working = width * 1024 * (2 * 512 + 10 * 128)
@@ -197,9 +197,9 @@ def test_activations_are_what_torch_saves(precision: Any, compile: bool):
 
 
 def test_checkpointing_keeps_the_layers_inputs():
-    model = Model(size="large")
+    model = ModelConfig(size="large")
     plain = make_config(model=model)
-    less = make_config(model=model, engine=Engine(activation_checkpointing=True))
+    less = make_config(model=model, engine=EngineConfig(activation_checkpointing=True))
     tokens = plain.engine.micro_batch_tokens
     dropped = [estimate.memory_bytes(c, 1, 1, "cuda")["activations"] for c in (plain, less)]
     assert dropped[1] < dropped[0] / 4
@@ -220,7 +220,7 @@ def test_other_clusters_are_refused(text: str):
 
 
 def test_this_machine_is_measured():
-    config = make_config(scheduling=Scheduling(workers=2), engine=Engine(precision="fp32"))
+    config = make_config(scheduling=SchedulingConfig(workers=2), engine=EngineConfig(precision="fp32"))
     cluster = estimate.parse_cluster("here", config)
     assert cluster.workers == 2
     assert 1e6 < cluster.peak_flops < 1e18, "FLOP/s of any processor"
@@ -238,10 +238,10 @@ def test_time_is_work_over_rate():
 
 def test_dry_run_tells_what_is_not_prepared(tmp_path: Path):
     (tmp_path / "a.txt").write_text("x" * 2_000_000)
-    corpus = Corpus(dir=str(tmp_path / "c"), sources=(Source(kind="books", path=str(tmp_path / "*.txt")),))
+    corpus = CorpusConfig(dir=str(tmp_path / "c"), sources=(SourceConfig(kind="books", path=str(tmp_path / "*.txt")),))
     text = estimate.dry_run(make_config(corpus=corpus))
     assert "books, 1 files, 2.0 MB" in text
-    missing = corpus.model_copy(update={"sources": (Source(kind="books", path=str(tmp_path / "*.none")),)})
+    missing = corpus.model_copy(update={"sources": (SourceConfig(kind="books", path=str(tmp_path / "*.none")),)})
     assert "not prepared, and cannot be yet" in estimate.dry_run(make_config(corpus=missing))
 
 
@@ -256,7 +256,7 @@ def test_dry_run_tells_the_prepared_corpus(tmp_path: Path):
 
 def test_vocabulary_size_of_a_given_file(tmp_path: Path):
     (tmp_path / "vocab.txt").write_text("a\nb\nc\n")
-    corpus = Corpus(dir=str(tmp_path / "none"), vocabulary=Vocabulary(path=str(tmp_path / "vocab.txt")))
+    corpus = CorpusConfig(dir=str(tmp_path / "none"), vocabulary=VocabularyConfig(path=str(tmp_path / "vocab.txt")))
     assert estimate.vocabulary_size(make_config(corpus=corpus)) == 3
 
 

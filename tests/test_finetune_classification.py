@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from finetune.datasets.pairs import cut_pairs
-from finetune.datasets.tables import Layout, read_dataset, read_table
+from finetune.datasets.tables import TableFormat, read_dataset, read_table
 from finetune.datasets.text import TextEncoder, ragged
 from finetune.metrics import classification as metrics
 from finetune.tasks.base import Windows
@@ -165,10 +165,10 @@ def test_every_format_gives_the_same_columns(write: Callable[..., str], tmp_path
     for path in [*paths, str(tmp_path / "a.parquet")]:
         table = read_table(path, ["text", "label"])
         assert list(zip(table.columns["label"], table.columns["text"], strict=True)) == rows, path
-    numbered = read_table(write("n.csv", quoted), [1, 0], layout=Layout(header=False))
+    numbered = read_table(write("n.csv", quoted), [1, 0], layout=TableFormat(header=False))
     assert numbered.columns[1] == [text for _, text in rows]
     latin = write("x.data", "NUM:dist How far is it ?\nHUM:ind Who was Señor  X ?\n".encode("latin-1"))
-    table = read_table(latin, ["label", "text"], layout=Layout("lines", encoding="latin-1"))
+    table = read_table(latin, ["label", "text"], layout=TableFormat("lines", encoding="latin-1"))
     assert table.columns == {
         "label": ["NUM:dist", "HUM:ind"],
         "text": ["How far is it ?", "Who was Señor  X ?"],
@@ -228,11 +228,11 @@ def test_other_bad_files(write: Callable[..., str], tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"a folder, not a file"):
         read_table(write("d.parquet/a", "") and tmp_path / "d.parquet", ["text"])
     with pytest.raises(InputError, match=r"b\.csv:1: no column 2; its rows have 2, numbered from 0"):
-        read_table(write("b.csv", "a,b\n"), [2], layout=Layout(header=False))
+        read_table(write("b.csv", "a,b\n"), [2], layout=TableFormat(header=False))
     with pytest.raises(InputError, match=r"b\.csv:1: no column -1; its rows have 2, numbered from 0"):
-        read_table(write("b.csv", "a,b\n"), [-1], layout=Layout(header=False))
+        read_table(write("b.csv", "a,b\n"), [-1], layout=TableFormat(header=False))
     with pytest.raises(InputError, match=r"t\.lst:2: a label without a text"):
-        read_table(write("t.lst", "a b c\nd\n"), ["text"], layout=Layout("lines"))
+        read_table(write("t.lst", "a b c\nd\n"), ["text"], layout=TableFormat("lines"))
     bad = pa.array([b"ok", b"\xff"], pa.binary()).view(pa.string())
     pq.write_table(pa.table({"text": bad}), tmp_path / "bad.parquet")
     with pytest.raises(InputError, match=r"bad\.parquet: row 2: bytes that are not UTF-8"):

@@ -41,7 +41,7 @@ def seqeval_report(gold: list[list[str]], predicted: list[list[str]], **mode: ob
         return classification_report(gold, predicted, output_dict=True, **mode)  # pyright: ignore
 
 
-def assert_equal_to_seqeval(counts: metrics.Counts, report: dict) -> None:
+def assert_equal_to_seqeval(counts: metrics.EntityCounts, report: dict) -> None:
     by_type = {
         name: scores for name, scores in report.items() if name not in ("micro avg", "macro avg", "weighted avg")
     }

@@ -31,7 +31,7 @@ from pretrain.checkpoint.layouts import HEAD_ACTIVATION
 from pretrain.checkpoint.released import Released, read_released, write_released
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import verify_manifest
-from pretrain.config import Model
+from pretrain.config import ModelConfig
 
 transformers: Any = pytest.importorskip("transformers")
 
@@ -326,7 +326,7 @@ def render(
         made,
         task,
         family="bert",
-        shape=Model(size="mini"),
+        shape=ModelConfig(size="mini"),
         parameters=12345,
         step=300,
         chosen_on=chosen_on,

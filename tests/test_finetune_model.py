@@ -17,7 +17,7 @@ from finetune.model.task_model import TaskModel
 from finetune.tasks.base import Head, Objective, Windows
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION, HeadDropout, head_dropout, read_config
 from pretrain.checkpoint.released import assemble, read_released
-from pretrain.config import Model
+from pretrain.config import ModelConfig
 from pretrain.model.heads import PretrainingModel
 from pretrain.training.engine.engine import _add_rows, ask_for_rows
 
@@ -229,7 +229,7 @@ def test_heads_drop_where_and_as_much_as_transformers(
 
 @pytest.mark.parametrize(("head", "objective"), [("sequence", "classes"), ("tokens", "classes")])
 def test_heads_drop_in_training_alone(head: Head, objective: Objective) -> None:
-    shape = Model(size="custom", layers=1, hidden=32, heads=2, max_positions=24)
+    shape = ModelConfig(size="custom", layers=1, hidden=32, heads=2, max_positions=24)
     model = TaskModel(shape, 40, head, objective, 3, "tanh", dropout=HeadDropout(0.5, 0.5)).eval()
     hidden, keys = torch.randn(50, 32), torch.arange(50, dtype=torch.int32)
     kept = model.head(hidden, keys)
@@ -289,6 +289,6 @@ def test_look_ups_of_a_task_model_may_give_rows(checkpoint: Path) -> None:
     for first in (True, False):
         _add_rows(place, rows, first)
     torch.testing.assert_close(place, 2 * whole)
-    tied = PretrainingModel(Model(size="custom", layers=1, hidden=8, heads=1, max_positions=8), 20)
+    tied = PretrainingModel(ModelConfig(size="custom", layers=1, hidden=8, heads=1, max_positions=8), 20)
     ask_for_rows(tied)
     assert not tied.embeddings.sparse_gradient

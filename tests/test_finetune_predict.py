@@ -19,7 +19,7 @@ from finetune import runs
 from finetune.__main__ import main
 from finetune.artifacts.saved import save_model
 from finetune.config import FinetuneConfig
-from finetune.datasets.tables import Layout, read_table
+from finetune.datasets.tables import TableFormat, read_table
 from finetune.metrics.squad import squad_v2
 from finetune.model.task_model import TaskModel
 from finetune.tasks import make_task
@@ -403,7 +403,7 @@ def rows_of(path: Path, caplog: pytest.LogCaptureFixture, **layout: Any) -> tupl
     """The texts, and what was said of the file."""
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        table = read_table(path, ["text", "label"], layout=Layout(**layout))
+        table = read_table(path, ["text", "label"], layout=TableFormat(**layout))
     return table.columns["text"], caplog.text
 
 

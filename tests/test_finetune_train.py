@@ -20,7 +20,7 @@ from tiny_checkpoints import make_bert, make_roberta, write_reviews
 import finetune
 from finetune import runs
 from finetune.__main__ import main
-from finetune.config import PRESETS, FinetuneConfig, Training
+from finetune.config import PRESETS, FinetuneConfig, TrainingConfig
 from finetune.train import layered_groups
 from pretrain.checkpoint.released import read_released
 from pretrain.common.errors import InputError
@@ -400,10 +400,10 @@ def test_the_rate_rises_and_falls_as_transformers_has_it() -> None:
 
 
 def test_presets_fill_what_is_not_given() -> None:
-    training = Training.model_validate({"preset": "stable", "epochs": 5.0})
+    training = TrainingConfig.model_validate({"preset": "stable", "epochs": 5.0})
     assert (training.epochs, training.learning_rate) == (5.0, PRESETS["stable"]["learning_rate"])
     off = {"reinitialise_pooler": False, "reinitialised_layers": 0, "warmup_share": 0.0}
-    training = Training.model_validate({"preset": "few-sample", **off})
+    training = TrainingConfig.model_validate({"preset": "few-sample", **off})
     assert (training.reinitialise_pooler, training.reinitialised_layers, training.warmup_share) == (
         False,
         0,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pretrain.training import heartbeats
-from pretrain.training.heartbeats import Exchange, Finding, Follower, Heartbeat, Ranks, Summary
+from pretrain.training.heartbeats import Exchange, Finding, Follower, Heartbeat, HeartbeatSummary, Ranks
 
 WAITS = heartbeats.IN_COLLECTIVE
 
@@ -121,8 +121,8 @@ def test_a_rank_that_never_reports_has_time_to_start() -> None:
 
 
 class TestFollower:
-    def summary(self, count: int, finding: Finding | None = None, **more: object) -> Summary:
-        return Summary(told(count, **more), finding)  # type: ignore[arg-type]
+    def summary(self, count: int, finding: Finding | None = None, **more: object) -> HeartbeatSummary:
+        return HeartbeatSummary(told(count, **more), finding)  # type: ignore[arg-type]
 
     def test_rank_0_is_named_where_its_summary_gets_old(self) -> None:
         follower = Follower(5, patience=1.0)
@@ -279,4 +279,4 @@ def test_ranks_may_begin_in_any_order() -> None:
     assert other.report(told(1)) is None
     first = attached(store, 0, 2)
     assert first.gather(told(1), None) == [told(1), told(1)]
-    assert other.report(told(2)) == Summary(told(1), None)
+    assert other.report(told(2)) == HeartbeatSummary(told(1), None)

@@ -21,7 +21,7 @@ from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common import files
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
-from pretrain.config import Model, RunConfig
+from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.model.heads import PretrainingModel
 
 VOCABULARY = [
@@ -32,7 +32,7 @@ VOCABULARY = [
     "cat",
     "sat",
 ]
-SHAPE = Model.model_validate(
+SHAPE = ModelConfig.model_validate(
     {"size": "custom", "layers": 3, "hidden": 32, "heads": 4, "intermediate": 48, "max_positions": 40}
 )
 
@@ -230,7 +230,7 @@ class TestExportRun:
         corpus.mkdir()
         write_tokenizer(corpus, VOCABULARY)
         (corpus / "card.md").write_text("# Two novels\n\nwith 20,000 words\n")
-        config = RunConfig.model_validate(
+        config = PretrainConfig.model_validate(
             {
                 "name": "tiny",
                 "corpus": {"dir": str(corpus)},

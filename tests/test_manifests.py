@@ -27,7 +27,7 @@ from pydantic import ValidationError
 from cluster import manifests
 from cluster.__main__ import main
 from cluster.manifests import KINDS, command, render
-from cluster.manifests.run import Job, Nodes
+from cluster.manifests.run import ManifestJob, Nodes
 from cluster.workers.members import PROCESS_TITLE
 from finetune.config import load_config as load_finetuning
 from pretrain.common.errors import InputError
@@ -856,8 +856,8 @@ def accepted(place: type[Nodes], value: str, folder: Path) -> Any:
     return place.model_validate(given)
 
 
-def hostile_job(value: str, canary: Path) -> Job:
-    return Job(
+def hostile_job(value: str, canary: Path) -> ManifestJob:
+    return ManifestJob(
         name="my-run",
         folder=value,
         config=f"a: {value!r}\nCONFIG\ntouch {canary}\nCONFIG_\n  touch {canary}\n",
@@ -922,7 +922,7 @@ def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: 
     canary, work = tmp_path / "canary", tmp_path / "work"
     value = value.replace(_CANARY, str(canary))
     module = {"kuberay": manifests.kuberay, "rayup": manifests.rayup, "slurm": manifests.slurm}[kind]
-    place = accepted(module.Place, value, work)
+    place = accepted(module.KubeRaySettings, value, work)
     if kind == "slurm":
         place = place.model_copy(update={"environment": "cd ."})
     Path(place.storage if place.storage.startswith(str(tmp_path)) else work).mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 from pretrain.batches.loader import MicroBatch
 from pretrain.bench.contestants import pad
 from pretrain.checkpoint.hf import to_hf
-from pretrain.config import MAX_WIDTH, Model
+from pretrain.config import MAX_WIDTH, ModelConfig
 from pretrain.model.attention.dispatch import (
     _MARKS_UNKNOWN_SIZES,
     ALONG,
@@ -36,11 +36,13 @@ from pretrain.model.parts import normal
 from tests.batches_by_hand import make_batch, take_sequence
 
 VOCABULARY = 101
-SHAPE = Model(size="custom", layers=3, hidden=48, heads=4, intermediate=96, max_positions=64)
+SHAPE = ModelConfig(size="custom", layers=3, hidden=48, heads=4, intermediate=96, max_positions=64)
 LENGTHS = (7, 20, 21, 21, 40, 64)
 
 
-def make_model(*, shape: Model = SHAPE, seed: int = 0, next_sentence: bool = True, **options: bool) -> PretrainingModel:
+def make_model(
+    *, shape: ModelConfig = SHAPE, seed: int = 0, next_sentence: bool = True, **options: bool
+) -> PretrainingModel:
     """Weights away from their initialisation, so that biases and norms matter."""
     torch.manual_seed(seed)
     model = PretrainingModel(shape, VOCABULARY, next_sentence, **options)
@@ -280,7 +282,7 @@ def test_without_next_sentence_prediction_there_is_no_pooler() -> None:
 
 def test_gradients_of_embeddings_in_bf16_are_rounded_once() -> None:
     """Rows that hundreds of tokens read: words, positions and segments, against the same sums in fp64."""
-    shape = Model(size="custom", layers=1, hidden=8, heads=1, max_positions=16, hidden_dropout=0.0)
+    shape = ModelConfig(size="custom", layers=1, hidden=8, heads=1, max_positions=16, hidden_dropout=0.0)
     torch.manual_seed(0)
     tokens, words = 4000, 10
     embeddings = Embeddings(shape, words, False).to(torch.bfloat16)
@@ -333,7 +335,7 @@ def test_initialisation_is_truncated_normal() -> None:
 @pytest.mark.parametrize("size", ["mini", "base"])
 def test_heads_that_begin_at_neighbours_look_there(size: Literal["mini", "base"]) -> None:
     torch.manual_seed(0)
-    shape = Model(size=size, layers=3, hidden_dropout=0, attention_init="neighbours")
+    shape = ModelConfig(size=size, layers=3, hidden_dropout=0, attention_init="neighbours")
     encoder = Encoder(shape, VOCABULARY).eval()
     length, width = 128, shape.hidden // shape.heads
     batch = make_batch((length,))
@@ -359,9 +361,9 @@ def test_heads_that_begin_at_neighbours_look_there(size: Literal["mini", "base"]
 
 def test_a_shape_that_cannot_begin_at_neighbours_is_refused() -> None:
     with pytest.raises(ValueError, match="as wide as hidden"):
-        Model(size="mini", embedding=128, attention_init="neighbours")
+        ModelConfig(size="mini", embedding=128, attention_init="neighbours")
     with pytest.raises(ValueError, match="even width, not 5"):
-        Model(size="custom", layers=1, hidden=10, heads=2, attention_init="neighbours")
+        ModelConfig(size="custom", layers=1, hidden=10, heads=2, attention_init="neighbours")
 
 
 def test_the_loss_is_the_cross_entropy() -> None:
@@ -375,7 +377,7 @@ def test_the_stride_of_dropout_seeds_stays_within_int32() -> None:
     """Past it compiled code wrote out of bounds: C++ takes an overflowing loop variable for impossible."""
     assert ALONG * MAX_WIDTH < 1 << 31
     with pytest.raises(ValueError, match="less than or equal to 8192"):
-        Model(size="custom", layers=1, hidden=MAX_WIDTH + 64, heads=1)
+        ModelConfig(size="custom", layers=1, hidden=MAX_WIDTH + 64, heads=1)
 
 
 def test_every_head_of_every_layer_drops_by_a_mask_of_its_own() -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import get_linear_schedule_with_warmup, get_polynomial_decay_schedule_with_warmup
 
-from pretrain.config import Optimizer, Phase
+from pretrain.config import OptimizerConfig, PhaseConfig
 from pretrain.training.optim import (
     Lamb,
     Segment,
@@ -96,7 +96,7 @@ def test_groups_without_parameters_are_left_out():
 def test_adamw_is_torchs_with_the_groups():
     parameters = make_parameters()
     before = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    optimizer = make_optimizer(Optimizer(weight_decay=0.5), parameter_groups(parameters.items(), 0.5))
+    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.5), parameter_groups(parameters.items(), 0.5))
     assert type(optimizer) is torch.optim.AdamW
     for parameter in parameters.values():
         parameter.grad = torch.zeros_like(parameter)
@@ -111,7 +111,7 @@ def test_adamw_is_torchs_with_the_groups():
 
 
 def test_settings_reach_the_optimizer():
-    settings = Optimizer(name="lamb", beta1=0.8, beta2=0.9, epsilon=1e-3, weight_decay=0.2)
+    settings = OptimizerConfig(name="lamb", beta1=0.8, beta2=0.9, epsilon=1e-3, weight_decay=0.2)
     for name in ("lamb", "adamw"):
         groups = parameter_groups(make_parameters().items(), settings.weight_decay)
         optimizer = make_optimizer(settings.model_copy(update={"name": name}), groups)
@@ -267,7 +267,7 @@ def test_norms_of_long_tensors_are_exact():
     assert abs(square_sum(values) / exact - 1) < 1e-6
 
 
-def transformers_rates(phase: Phase) -> list[float]:
+def transformers_rates(phase: PhaseConfig) -> list[float]:
     """Of its schedule without the first step where that is one of warm-up: its rate is 0."""
     skipped = min(1, phase.warmup_steps)
     steps = phase.steps + skipped
@@ -289,9 +289,9 @@ def transformers_rates(phase: Phase) -> list[float]:
 def test_schedule_equals_transformers_and_restarts_per_phase():
     shape = {"sequence_length": 8, "global_sequences": 1}
     phases = [
-        Phase(**shape, steps=20, peak_learning_rate=1e-3, warmup_steps=7, decay="linear"),
-        Phase(**shape, steps=30, peak_learning_rate=4e-3, warmup_steps=3, decay="polynomial", decay_power=0.5),
-        Phase(
+        PhaseConfig(**shape, steps=20, peak_learning_rate=1e-3, warmup_steps=7, decay="linear"),
+        PhaseConfig(**shape, steps=30, peak_learning_rate=4e-3, warmup_steps=3, decay="polynomial", decay_power=0.5),
+        PhaseConfig(
             **shape,
             steps=9,
             peak_learning_rate=2e-3,
@@ -307,7 +307,7 @@ def test_schedule_equals_transformers_and_restarts_per_phase():
 
 
 def test_constant_schedule_holds_the_peak():
-    phase = Phase(
+    phase = PhaseConfig(
         sequence_length=8,
         global_sequences=1,
         steps=5,
@@ -323,7 +323,7 @@ def test_constant_schedule_holds_the_peak():
 def test_every_step_learns_and_the_last_of_the_warm_up_has_the_peak(
     decay: Literal["linear", "polynomial", "constant"], steps: int, warmup: int
 ):
-    phase = Phase(
+    phase = PhaseConfig(
         sequence_length=8,
         global_sequences=1,
         steps=steps,

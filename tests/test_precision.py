@@ -14,15 +14,15 @@ import torch.distributed as dist
 from pretrain import preflight
 from pretrain.common.errors import MachineError
 from pretrain.common.worker import Worker
-from pretrain.config import Engine, RunConfig, as_begun, changed_for_resume
+from pretrain.config import EngineConfig, PretrainConfig, as_begun, changed_for_resume
 from pretrain.model import precision
 from pretrain.model.precision import Choice, Offer, choose
 from pretrain.training import session
 from tests.distributed import run_workers
 
 
-def run_config(folder: Path | str = "run", chosen: str = "auto") -> RunConfig:
-    return RunConfig.model_validate(
+def run_config(folder: Path | str = "run", chosen: str = "auto") -> PretrainConfig:
+    return PretrainConfig.model_validate(
         {
             "name": "trial",
             "run_dir": str(folder),
@@ -100,7 +100,7 @@ def test_the_choice_of_a_run_is_not_a_change_of_its_settings() -> None:
 
 def test_what_is_not_settled_cannot_be_used() -> None:
     with pytest.raises(ValueError, match="not settled"):
-        _ = Engine().settled_precision
+        _ = EngineConfig().settled_precision
 
 
 def settle(folder: str, given: list[str]) -> list[str]:
@@ -209,7 +209,7 @@ def test_runs_that_have_begun_keep_each_its_own_precision(tmp_path: Path) -> Non
         one = trials.trial_config(config, f"seed-{seed}", folder=tmp_path / f"{seed}", seed=seed)
         members.append(trials.Trial(f"seed {seed}", one, 1))
         one.folder.mkdir()
-        preflight.record_config(one.model_copy(update={"engine": Engine(precision=settled)}))  # pyright: ignore[reportArgumentType]
+        preflight.record_config(one.model_copy(update={"engine": EngineConfig(precision=settled)}))  # pyright: ignore[reportArgumentType]
     made = trials._with_one_precision(config, members)
     assert [one.config.engine.precision for one in made] == ["bf16", "fp16", "bf16"]
 

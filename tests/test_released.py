@@ -31,7 +31,7 @@ from pretrain.checkpoint.released import (
 )
 from pretrain.common import files
 from pretrain.common.errors import InputError
-from pretrain.config import Model, RunConfig
+from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.model.encoder import Encoder
 from pretrain.model.heads import PretrainingModel
 from tests.batches_by_hand import make_batch
@@ -648,13 +648,13 @@ def test_pretraining_refuses_embeddings_of_another_width() -> None:
         "phases": [{"sequence_length": 32, "global_sequences": 4, "steps": 1, "peak_learning_rate": 1e-3}],
     }
     with pytest.raises(ValueError, match=r"model\.embedding \(128\) is for released models"):
-        RunConfig.model_validate({**run, "model": {"size": "mini", "embedding": 128}})
-    RunConfig.model_validate({**run, "model": {"size": "mini", "embedding": 256, "layer_norm_eps": 1e-5}})
+        PretrainConfig.model_validate({**run, "model": {"size": "mini", "embedding": 128}})
+    PretrainConfig.model_validate({**run, "model": {"size": "mini", "embedding": 256, "layer_norm_eps": 1e-5}})
 
 
 def test_projected_embeddings_and_eps_survive_training_and_checkpointing() -> None:
     """Gradients reach the projection, and recomputing the layers changes nothing."""
-    shape = Model.model_validate({**SHAPE.model_dump(), "embedding": 24, "layer_norm_eps": 0.01})
+    shape = ModelConfig.model_validate({**SHAPE.model_dump(), "embedding": 24, "layer_norm_eps": 0.01})
     batch, found = make_batch(LENGTHS, ROWS), []
     for checkpointing in (False, True):
         torch.manual_seed(0)

@@ -21,7 +21,7 @@ from pretrain import demo
 from pretrain.checkpoint import hf
 from pretrain.common.errors import InputError
 from pretrain.common.settings import dump
-from pretrain.config import Model, RunConfig
+from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.model.heads import PretrainingModel
 from pretrain.reporting import charts, fill_mask, report
@@ -29,7 +29,7 @@ from pretrain.reporting.fill_mask import MaskedSentence, fill, held_out_sentence
 
 WORDS = [f"{a}{b}{c}" for a in "bdfglm" for b in "aeiou" for c in "nrst"]
 VOCABULARY = [*SPECIALS, ".", ",", "<b>", "##ing", "##s", *WORDS, "[unused0]", "[unused1]"]
-SHAPE = Model.model_validate(
+SHAPE = ModelConfig.model_validate(
     {"size": "custom", "layers": 2, "hidden": 16, "heads": 2, "intermediate": 32, "max_positions": 64}
 )
 
@@ -66,7 +66,7 @@ def run(corpus: Path, exported: Path, tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     phase = {"sequence_length": 32, "global_sequences": 8, "steps": 80, "peak_learning_rate": 1e-3}
-    config = RunConfig.model_validate(
+    config = PretrainConfig.model_validate(
         {
             "name": "small",
             "corpus": {"dir": str(corpus), "sources": [{"kind": "books", "path": "a<b>.txt"}]},

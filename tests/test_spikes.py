@@ -13,7 +13,7 @@ import torch
 from corpora import make_corpus
 
 from pretrain.checkpoint.store import read_weights
-from pretrain.config import Guard
+from pretrain.config import SpikeConfig
 from pretrain.training import loop, stragglers
 from pretrain.training.spikes import REMEMBERED, is_spike
 from pretrain.training.stragglers import RankTimes, find_stragglers
@@ -29,18 +29,18 @@ def usual(seed: int, level: float = 3.0, noise: float = 0.05) -> list[float]:
 @pytest.mark.parametrize("seed", range(20))
 def test_noise_is_no_spike_and_a_leap_is(seed: int) -> None:
     before = usual(seed)
-    assert not any(is_spike(before, loss, Guard()) for loss in usual(seed + 100))
-    assert not is_spike(before, 1.0, Guard()), "a fall is none"
-    assert is_spike(before, 3.0 * 1.5, Guard())
-    assert is_spike([*before[:-3], 9.0, 9.0, 9.0], 4.5, Guard()), "odd losses among them move the bound little"
+    assert not any(is_spike(before, loss, SpikeConfig()) for loss in usual(seed + 100))
+    assert not is_spike(before, 1.0, SpikeConfig()), "a fall is none"
+    assert is_spike(before, 3.0 * 1.5, SpikeConfig())
+    assert is_spike([*before[:-3], 9.0, 9.0, 9.0], 4.5, SpikeConfig()), "odd losses among them move the bound little"
 
 
 def test_what_is_no_spike_by_the_settings() -> None:
     before = usual(0)
-    assert not is_spike(before[:31], 100.0, Guard()), "too few to tell"
-    assert not is_spike(before, 100.0, Guard(spike_sigmas=0))
-    assert not is_spike([3.0] * 64, 3.5, Guard()), "many deviations, but a small share"
-    assert is_spike(before, math.inf, Guard())
+    assert not is_spike(before[:31], 100.0, SpikeConfig()), "too few to tell"
+    assert not is_spike(before, 100.0, SpikeConfig(spike_sigmas=0))
+    assert not is_spike([3.0] * 64, 3.5, SpikeConfig()), "many deviations, but a small share"
+    assert is_spike(before, math.inf, SpikeConfig())
 
 
 def test_stragglers() -> None:

@@ -18,7 +18,7 @@ from cluster.workers import group
 from pretrain.common.errors import MachineError
 from pretrain.common.files import allow_open_files
 from pretrain.common.worker import HANG_FILE, Worker
-from pretrain.config import Scheduling
+from pretrain.config import SchedulingConfig
 from pretrain.training import loop, session, stragglers
 from pretrain.training.stragglers import RankTimes
 from pretrain.training.watchdog import Watchdog
@@ -164,8 +164,8 @@ def test_the_first_finding_of_a_start_stays(tmp_path: Path) -> None:
 
 def test_patience_suits_a_cluster() -> None:
     """To initialise NCCL again on hundreds of GPUs takes more than a minute."""
-    assert Scheduling().hang_seconds > 120
-    assert Scheduling().data_stall_seconds >= 600
+    assert SchedulingConfig().hang_seconds > 120
+    assert SchedulingConfig().data_stall_seconds >= 600
 
 
 @contextlib.contextmanager
@@ -194,4 +194,4 @@ def test_events_have_their_line_in_the_panels() -> None:
     from pretrain.reporting.dashboard.panels import EVENTS
 
     assert {"hang", "data_stall"} <= set(EVENTS)
-    assert Scheduling().hang_seconds > stragglers._STALL_SECONDS
+    assert SchedulingConfig().hang_seconds > stragglers._STALL_SECONDS

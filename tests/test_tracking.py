@@ -24,7 +24,7 @@ from rich.console import Console
 
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
-from pretrain.config import RunConfig
+from pretrain.config import PretrainConfig
 from pretrain.tracking import live, mirror
 from pretrain.tracking.live import follow
 from pretrain.tracking.mirror import wandb_names
@@ -32,10 +32,10 @@ from pretrain.tracking.records import read_records
 from pretrain.tracking.tracker import Tracker
 
 
-def make_config(**tracking_settings: Any) -> RunConfig:
+def make_config(**tracking_settings: Any) -> PretrainConfig:
     phase = {"sequence_length": 128, "global_sequences": 8, "steps": 80, "peak_learning_rate": 1e-3}
     later = {**phase, "sequence_length": 512, "steps": 20}
-    return RunConfig.model_validate(
+    return PretrainConfig.model_validate(
         {
             "name": "tiny",
             "corpus": {"dir": "data"},

@@ -13,15 +13,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pretrain.config import Engine as EngineSettings
-from pretrain.config import Model, Optimizer
+from pretrain.config import EngineConfig as EngineSettings
+from pretrain.config import ModelConfig, OptimizerConfig
 from pretrain.model.heads import PretrainingModel
 from pretrain.training.engine.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
 
-SHAPE = Model(size="custom", layers=2, hidden=64, heads=2, max_positions=64)
+SHAPE = ModelConfig(size="custom", layers=2, hidden=64, heads=2, max_positions=64)
 VOCABULARY = 101
 GROUPS = 2  # parameters with weight decay and without
 RECORD = 7  # doubles: what `loop` sums over workers after each step
@@ -95,7 +95,7 @@ def count_steps(cases: list[tuple[int, str]]) -> dict[tuple[int, str, int], tupl
         settings = EngineSettings(zero_stage=stage, precision=precision, compile=False)  # type: ignore[arg-type]
         engine = Engine(
             PretrainingModel(SHAPE, VOCABULARY),
-            lambda named: make_optimizer(Optimizer(), parameter_groups(named, 0.01)),
+            lambda named: make_optimizer(OptimizerConfig(), parameter_groups(named, 0.01)),
             settings,
         )
         for _ in range(2):

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from cluster.doctor.rows import FAIL, PASS, WARN, Row, show, to_json
+from cluster.doctor.rows import FAIL, PASS, WARN, Finding, show, to_json
 from cluster.workers.address import without_password
 from pretrain.common.errors import MachineError
 
@@ -50,19 +50,19 @@ def main(
     return MachineError.exit_code if any(row.mark == FAIL for row in rows) else 0
 
 
-def _machine() -> list[Row]:
+def _machine() -> list[Finding]:
     from cluster.doctor import machine, reduce, verdicts
 
     facts = machine.look(Path.cwd())
     return [*verdicts.rows_here(facts), reduce.row_here(), verdicts.wandb_key()]
 
 
-def _cluster(address: str, folder: Path, plain_http: bool) -> list[Row]:
+def _cluster(address: str, folder: Path, plain_http: bool) -> list[Finding]:
     from cluster.doctor import remote
 
     return remote.check(address, folder, plain_http=plain_http)
 
 
-def _sum(rows: list[Row]) -> str:
+def _sum(rows: list[Finding]) -> str:
     count = Counter(row.mark for row in rows)
     return f"{count[PASS]} pass, {count[WARN]} warn, {count[FAIL]} fail"

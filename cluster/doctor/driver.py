@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cluster.doctor import machine, nodes, reduce, verdicts
-from cluster.doctor.rows import FAIL, Row
+from cluster.doctor.rows import FAIL, Finding
 from cluster.doctor.task import Probe
 from cluster.workers.driver import choose_token, join_ray
 from cluster.workers.launch import environment
@@ -58,7 +58,7 @@ class Team:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         probe: Any = ray.remote(Probe)
-        self.rows: list[Row] = []
+        self.rows: list[Finding] = []
         self.members = {member.name: member for member in members}
         self._probes = {
             name: probe.options(
@@ -89,7 +89,7 @@ class Team:
                 found[name] = ray.get(reference)
             except Exception as error:
                 advice = "It was not asked the rest. All nodes need the same .venv and the same files."
-                self.rows.append(Row("answer", f"{method}: {_cause(error)}", FAIL, advice, name))
+                self.rows.append(Finding("answer", f"{method}: {_cause(error)}", FAIL, advice, name))
                 self.drop(name)
         return found
 
@@ -145,7 +145,7 @@ def _members() -> list[Member]:
     return members
 
 
-def _about(team: Team, members: list[Member], head: dict[str, str]) -> list[Row]:
+def _about(team: Team, members: list[Member], head: dict[str, str]) -> list[Finding]:
     """Nodes, versions, addresses. Nodes with other sources than ours are asked no more: they may answer otherwise."""
     about = team.ask("about", seconds=_START_SECONDS)
     rows = [
@@ -164,7 +164,7 @@ def _about(team: Team, members: list[Member], head: dict[str, str]) -> list[Row]
     return rows
 
 
-def _clocks(team: Team) -> list[Row]:
+def _clocks(team: Team) -> list[Finding]:
     rows = []
     for name in list(team.members):
         with contextlib.suppress(KeyError):  # it fell silent
@@ -173,7 +173,7 @@ def _clocks(team: Team) -> list[Row]:
     return rows
 
 
-def _storage(team: Team, folder: str) -> list[Row]:
+def _storage(team: Team, folder: str) -> list[Finding]:
     """Every node writes a file into the folder; when all have, every node looks for all of them."""
     token = secrets.token_hex(8)
     files = {name: f".doctor-{token}-{number}" for number, name in enumerate(team.members)}
@@ -192,7 +192,7 @@ def _storage(team: Team, folder: str) -> list[Row]:
     return rows
 
 
-def _locks(team: Team, folder: str, file: str, names: list[str]) -> list[Row]:
+def _locks(team: Team, folder: str, file: str, names: list[str]) -> list[Finding]:
     """Whether a lock that the first of these nodes holds is seen by the others, which see its files."""
     if not names:
         return []
@@ -206,7 +206,7 @@ def _locks(team: Team, folder: str, file: str, names: list[str]) -> list[Row]:
     return rows
 
 
-def _machines(team: Team, folder: str) -> list[Row]:
+def _machines(team: Team, folder: str) -> list[Finding]:
     """What `doctor` says of one machine, of each, check by check; measured on all at once, as in training."""
     facts = team.ask("look", lambda name: (folder,), seconds=_LOOK_SECONDS)
     rows = [row for name, found in facts.items() for row in verdicts.rows(found, name)]
@@ -214,13 +214,13 @@ def _machines(team: Team, folder: str) -> list[Row]:
     return [*sorted(rows, key=lambda row: order.index(row.what)), *nodes.judge_pace(facts)]
 
 
-def _reduce(team: Team) -> list[Row]:
+def _reduce(team: Team) -> list[Finding]:
     """All-reduce among the nodes that hold workers: NCCL where any of them has GPUs."""
     with_gpus = [name for name, member in team.members.items() if member.gpus]
     names = with_gpus or [name for name, member in team.members.items() if member.works]
     backend = "nccl" if with_gpus else "gloo"
     if len(names) < 2:
-        return [Row(reduce.WHAT, f"not measured: {len(names)} node holds workers, so nothing goes between nodes")]
+        return [Finding(reduce.WHAT, f"not measured: {len(names)} node holds workers, so nothing goes between nodes")]
     host = team.members[names[0]].address
     port = team.ask("listen", among=names[:1]).get(names[0])
     if port is None:

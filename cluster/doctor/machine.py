@@ -52,7 +52,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Facts:
+class MachineFacts:
     """What was found on one machine."""
 
     system: str
@@ -75,7 +75,7 @@ class Facts:
     sequences_per_second: float  # of one worker's loader
 
 
-def look(folder: Path, threads: int = 0, measure: bool = True) -> Facts:
+def look(folder: Path, threads: int = 0, measure: bool = True) -> MachineFacts:
     """Look at this machine, and with `measure` see for some 3 s how fast it is.
 
     `folder` is where runs would lie; 0 threads is torch's choice.
@@ -89,7 +89,7 @@ def look(folder: Path, threads: int = 0, measure: bool = True) -> Facts:
         torch.set_num_threads(threads)
     compiler, headers, error = _compile()
     ops, built = _deepspeed_ops()
-    return Facts(
+    return MachineFacts(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",
         cores=len(os.sched_getaffinity(0)),
         busy=busy,

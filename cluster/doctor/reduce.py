@@ -15,7 +15,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from cluster.doctor.rows import FAIL, PASS, WARN, Row
+from cluster.doctor.rows import FAIL, PASS, WARN, Finding
 from cluster.workers.launch import environment
 from cluster.workers.worker import one_line
 
@@ -30,7 +30,7 @@ _HERE_SECONDS = 40.0
 _SLOW = {"gloo": 0.1e9, "nccl": 1e9}
 
 
-def row_here() -> Row:
+def row_here() -> Finding:
     """All-reduce between two processes here, or among all GPUs."""
     import torch
 
@@ -40,22 +40,22 @@ def row_here() -> Row:
         outcome = _reduce_here(backend, world)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         advice = f"Workers on this machine must reach each other: see its firewall and {_interface(backend)}."
-        return Row(WHAT, f"{backend} among {world} processes here: {one_line(error)}", FAIL, advice)
-    return Row(WHAT, _found(backend, world, outcome, "processes here"))
+        return Finding(WHAT, f"{backend} among {world} processes here: {one_line(error)}", FAIL, advice)
+    return Finding(WHAT, _found(backend, world, outcome, "processes here"))
 
 
-def judge(backend: str, world: int, outcome: tuple[float, int] | str) -> Row:
+def judge(backend: str, world: int, outcome: tuple[float, int] | str) -> Finding:
     """The row for `measure` among nodes, or for what went wrong with it."""
     if isinstance(outcome, str):
         advice = (
             "Let all ports through between the nodes; where they have several networks, name the common one in "
             f"{_interface(backend)} on each."
         )
-        return Row(WHAT, f"{backend} among {world} nodes: {outcome}", FAIL, advice)
+        return Finding(WHAT, f"{backend} among {world} nodes: {outcome}", FAIL, advice)
     slow = _SLOW[backend]
     advice = f"Under {slow / 1e9:g} GB/s the workers wait for each other: use a faster network, or larger batches."
     mark = WARN if outcome[0] < slow else PASS
-    return Row(WHAT, _found(backend, world, outcome, "nodes"), mark, advice)
+    return Finding(WHAT, _found(backend, world, outcome, "nodes"), mark, advice)
 
 
 def _found(backend: str, world: int, outcome: tuple[float, int], members: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from cluster.doctor import machine, nodes
 from cluster.doctor.driver import MARK
-from cluster.doctor.rows import Row
+from cluster.doctor.rows import Finding
 from cluster.jobs import client
 from pretrain.common.errors import MachineError, RunError
 
@@ -21,7 +21,7 @@ _JOB_SECONDS = 300.0  # more than the job allows itself
 _STOP_SECONDS = 10.0
 
 
-def check(address: str, folder: Path, *, plain_http: bool = False) -> list[Row]:
+def check(address: str, folder: Path, *, plain_http: bool = False) -> list[Finding]:
     """Check the cluster whose dashboard is at `address`, or the local one; `folder` should be shared by its machines.
 
     `plain_http` as for `client.Jobs`.
@@ -42,7 +42,7 @@ def check(address: str, folder: Path, *, plain_http: bool = False) -> list[Row]:
         with contextlib.suppress(RunError):
             cluster.stop(name, _STOP_SECONDS)
             cluster.delete(name)
-    rows = [Row(**row) for row in found["rows"]]
+    rows = [Finding(**row) for row in found["rows"]]
     return [access, nodes.judge_client(machine.versions(), found["head"]), *rows]
 
 

@@ -19,7 +19,7 @@ _WHERE_COLUMNS = 16  # an address; more of them stand one below the other
 
 
 @dataclass(frozen=True)
-class Row:
+class Finding:
     """One finding. `advice` says what to do, or what follows, where the mark is not pass; `where` is a node's name."""
 
     what: str
@@ -39,7 +39,7 @@ def above(value: float, warn: float, fail: float) -> str:
     return FAIL if value > fail else WARN if value > warn else PASS
 
 
-def show(rows: Sequence[Row], console: Console) -> None:
+def show(rows: Sequence[Finding], console: Console) -> None:
     """Print rows as a table, advice below what needs it. Of many nodes that pass, the first stands for all."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     placed = any(row.where for row in rows)
@@ -59,7 +59,7 @@ def show(rows: Sequence[Row], console: Console) -> None:
     console.print(table)
 
 
-def to_json(rows: Iterable[Row]) -> str:
+def to_json(rows: Iterable[Finding]) -> str:
     """An array with an object for each row."""
     return json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False)
 
@@ -75,10 +75,10 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
-def _shortened(rows: Sequence[Row]) -> Iterator[Row]:
+def _shortened(rows: Sequence[Finding]) -> Iterator[Finding]:
     """Rows of one check that say the same as one; and the first for all that pass, where they are many."""
     for _, group in groupby(rows, key=lambda row: row.what):
-        alike: dict[tuple[str, str, str], list[Row]] = {}
+        alike: dict[tuple[str, str, str], list[Finding]] = {}
         for row in group:
             alike.setdefault((row.mark, row.found, row.advice), []).append(row)
         passing = [same for same in alike.values() if same[0].mark == PASS]

@@ -104,7 +104,7 @@ class Probe:
     def remove_probe(self, folder: str, name: str) -> None:
         (Path(folder) / name).unlink(missing_ok=True)
 
-    def look(self, folder: str) -> machine.Facts:
+    def look(self, folder: str) -> machine.MachineFacts:
         return machine.look(Path(folder), self._threads, self._works)
 
     def listen(self) -> int:

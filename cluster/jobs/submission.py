@@ -14,7 +14,7 @@ from pretrain.commands import local_path, local_text
 from pretrain.common.errors import InputError
 
 if TYPE_CHECKING:
-    from pretrain.config import Run
+    from pretrain.config import RunConfig
 
 _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 
@@ -45,7 +45,7 @@ def read_job(arguments: Sequence[str], *, folder: Path, workers: str | None) -> 
     )
 
 
-def _load(options: argparse.Namespace, overrides: list[str]) -> Run:
+def _load(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
     if options.kind == "finetune":
         from finetune.config import load_config as load
 

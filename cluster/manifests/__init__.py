@@ -9,9 +9,9 @@ from cluster.manifests import kuberay, rayup, slurm
 from cluster.manifests.run import load
 
 _KINDS = {
-    "kuberay": (kuberay.Place, kuberay.render),
-    "rayup": (rayup.Place, rayup.render),
-    "slurm": (slurm.Place, slurm.render),
+    "kuberay": (kuberay.KubeRaySettings, kuberay.render),
+    "rayup": (rayup.RayUpSettings, rayup.render),
+    "slurm": (slurm.SlurmSettings, slurm.render),
 }
 KINDS = tuple(_KINDS)
 
@@ -19,7 +19,7 @@ KINDS = tuple(_KINDS)
 def render(kind: str, config: Path | str, overrides: Sequence[str] = ()) -> str:
     """The manifest of `kind`, one of `KINDS`, for the run in the YAML file `config`, as text of one file.
 
-    `overrides` are `key.path=value`; those below `place.` say where it runs and are described in each kind's `Place`.
+    `overrides` are `key.path=value`; those below `place.` say where it runs and are described in each kind's settings model.
     Raises `InputError` where config or place are wrong, or do not fit each other.
     """
     place, make = _KINDS[kind]

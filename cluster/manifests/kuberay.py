@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, field_validator
 
-from cluster.manifests.run import IMAGE, Job, Nodes, locked_version
+from cluster.manifests.run import IMAGE, ManifestJob, Nodes, locked_version
 from cluster.manifests.text import as_yaml
 from cluster.workers.members import PROCESS_TITLE
 from pretrain.common.errors import InputError
@@ -50,7 +50,7 @@ _COUNTED = {
 }
 
 
-class Place(Nodes):
+class KubeRaySettings(Nodes):
     """Where a run goes on Kubernetes, and how it behaves there."""
 
     kind: Literal["RayJob", "RayCluster"] = Field(
@@ -151,7 +151,7 @@ class Place(Nodes):
         return variables
 
 
-def render(job: Job, place: Place) -> str:
+def render(job: ManifestJob, place: KubeRaySettings) -> str:
     """RayJob or RayCluster, the ConfigMap with its config and scripts, and a NetworkPolicy around its pods."""
     if not _NAME.fullmatch(job.name):
         raise InputError(
@@ -161,7 +161,7 @@ def render(job: Job, place: Place) -> str:
     return as_yaml([_config_map(job, place), _network_policy(job, place), main], _header(job, place))
 
 
-def _header(job: Job, place: Place) -> str:
+def _header(job: ManifestJob, place: KubeRaySettings) -> str:
     gpus = f" with {job.gpus_per_node} GPUs" if job.gpus else ""
     redis = f"\n  Secret {place.redis_secret}, key password" if place.redis_secret else ""
     return f"""
@@ -172,21 +172,21 @@ Needed: the KubeRay operator, 1.6 or newer, and in the namespace {place.namespac
 """
 
 
-def _metadata(job: Job, place: Place, name: str | None = None) -> dict[str, Any]:
+def _metadata(job: ManifestJob, place: KubeRaySettings, name: str | None = None) -> dict[str, Any]:
     return {"name": name or job.name, "namespace": place.namespace, "labels": _labels(job)}
 
 
-def _labels(job: Job) -> dict[str, str]:
+def _labels(job: ManifestJob) -> dict[str, str]:
     return {"app.kubernetes.io/name": "bertrain", _INSTANCE: job.name}
 
 
-def _queued(metadata: dict[str, Any], place: Place) -> dict[str, Any]:
+def _queued(metadata: dict[str, Any], place: KubeRaySettings) -> dict[str, Any]:
     if place.queue:
         metadata["labels"] = {**metadata["labels"], "kueue.x-k8s.io/queue-name": place.queue}
     return metadata
 
 
-def _ray_job(job: Job, place: Place) -> dict[str, Any]:
+def _ray_job(job: ManifestJob, place: KubeRaySettings) -> dict[str, Any]:
     spec = {
         "entrypoint": f"bash {_FILES}/start.sh",
         # With a CPU of its own the command runs beside the workers, since the head offers none: so it outlives the head.
@@ -206,13 +206,13 @@ def _ray_job(job: Job, place: Place) -> dict[str, Any]:
     return {"apiVersion": "ray.io/v1", "kind": "RayJob", "metadata": metadata, "spec": spec}
 
 
-def _ray_cluster(job: Job, place: Place) -> dict[str, Any]:
+def _ray_cluster(job: ManifestJob, place: KubeRaySettings) -> dict[str, Any]:
     metadata = _queued(_metadata(job, place), place)
     spec = {"suspend": place.suspend or bool(place.queue), **_cluster_spec(job, place)}
     return {"apiVersion": "ray.io/v1", "kind": "RayCluster", "metadata": metadata, "spec": spec}
 
 
-def _cluster_spec(job: Job, place: Place) -> dict[str, Any]:
+def _cluster_spec(job: ManifestJob, place: KubeRaySettings) -> dict[str, Any]:
     redis = {"gcsFaultToleranceOptions": _redis(place)} if place.redis_address else {}
     return {
         "rayVersion": locked_version("ray"),
@@ -235,14 +235,14 @@ def _cluster_spec(job: Job, place: Place) -> dict[str, Any]:
     }
 
 
-def _redis(place: Place) -> dict[str, Any]:
+def _redis(place: KubeRaySettings) -> dict[str, Any]:
     if not place.redis_secret:
         return {"redisAddress": place.redis_address}
     password = {"valueFrom": {"secretKeyRef": {"name": place.redis_secret, "key": "password"}}}
     return {"redisAddress": place.redis_address, "redisPassword": password}
 
 
-def _head_pod(job: Job, place: Place) -> dict[str, Any]:
+def _head_pod(job: ManifestJob, place: KubeRaySettings) -> dict[str, Any]:
     embedded = [
         {"name": "RAY_gcs_storage", "value": "rocksdb"},
         {"name": "RAY_gcs_storage_path", "value": _GCS},
@@ -261,7 +261,7 @@ def _head_pod(job: Job, place: Place) -> dict[str, Any]:
     return _pod(job, place, container, [{"name": "gcs", "emptyDir": {}}], memory_gib=_HEAD_MEMORY_GIB)
 
 
-def _worker_pod(job: Job, place: Place) -> dict[str, Any]:
+def _worker_pod(job: ManifestJob, place: KubeRaySettings) -> dict[str, Any]:
     memory = job.workers_per_node * place.memory_per_worker_gib
     cpus = job.workers_per_node * job.cpus_per_worker + 1  # the command's, on one of the pods
     container = _container("ray-worker", job, place, cpus=cpus, memory_gib=memory)
@@ -279,7 +279,7 @@ def _worker_pod(job: Job, place: Place) -> dict[str, Any]:
     return pod
 
 
-def _submitter(job: Job, place: Place) -> dict[str, Any]:
+def _submitter(job: ManifestJob, place: KubeRaySettings) -> dict[str, Any]:
     """The pod of `ray job submit`; KubeRay's own would not pass the restricted security profile."""
     container = {
         "name": "ray-job-submitter",
@@ -290,7 +290,7 @@ def _submitter(job: Job, place: Place) -> dict[str, Any]:
     return _template(job, place, {"restartPolicy": "Never", "containers": [container]})
 
 
-def _container(name: str, job: Job, place: Place, *, cpus: int, memory_gib: int) -> dict[str, Any]:
+def _container(name: str, job: ManifestJob, place: KubeRaySettings, *, cpus: int, memory_gib: int) -> dict[str, Any]:
     return {
         "name": name,
         "image": place.image,
@@ -328,7 +328,12 @@ def _resources(
 
 
 def _pod(
-    job: Job, place: Place, container: dict[str, Any], volumes: list[dict[str, Any]], *, memory_gib: int
+    job: ManifestJob,
+    place: KubeRaySettings,
+    container: dict[str, Any],
+    volumes: list[dict[str, Any]],
+    *,
+    memory_gib: int,
 ) -> dict[str, Any]:
     spec = {
         "terminationGracePeriodSeconds": place.grace_seconds + 30,  # stop.sh, then Ray's own end
@@ -344,7 +349,7 @@ def _pod(
     return _template(job, place, spec)
 
 
-def _template(job: Job, place: Place, spec: dict[str, Any]) -> dict[str, Any]:
+def _template(job: ManifestJob, place: KubeRaySettings, spec: dict[str, Any]) -> dict[str, Any]:
     """A pod template with what all pods of the run have."""
     metadata = {
         "labels": _labels(job),
@@ -376,11 +381,11 @@ def _contained() -> dict[str, Any]:
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
 
 
-def _files(job: Job) -> str:
+def _files(job: ManifestJob) -> str:
     return f"{job.name}-files"
 
 
-def _config_map(job: Job, place: Place) -> dict[str, Any]:
+def _config_map(job: ManifestJob, place: KubeRaySettings) -> dict[str, Any]:
     return {
         "apiVersion": "v1",
         "kind": "ConfigMap",
@@ -393,7 +398,7 @@ def _config_map(job: Job, place: Place) -> dict[str, Any]:
     }
 
 
-def _start_script(job: Job, place: Place) -> str:
+def _start_script(job: ManifestJob, place: KubeRaySettings) -> str:
     *before, last = job.commands(f"{_FILES}/config.yaml", '"$RAY_ADDRESS"')
     lines = "".join(f"{line}\n" for line in before)
     return f"""#!/bin/bash
@@ -405,7 +410,7 @@ export PYTHONSAFEPATH=1
 """
 
 
-def _stop_script(job: Job, place: Place) -> str:
+def _stop_script(job: ManifestJob, place: KubeRaySettings) -> str:
     stop = shlex.quote(f"{place.storage}/{job.folder}/stop" if job.folder[0] != "/" else f"{job.folder}/stop")
     ours = f"pgrep -f '^{PROCESS_TITLE}|{_COMMAND}' >/dev/null"
     # Not from a pod with nothing of the run: the run may go on elsewhere, or have been started again.
@@ -426,7 +431,7 @@ done
 """
 
 
-def _network_policy(job: Job, place: Place) -> dict[str, Any]:
+def _network_policy(job: ManifestJob, place: KubeRaySettings) -> dict[str, Any]:
     """Ray's ports are open to the pods of this run and, for the dashboard's API, to the operator. Token or not."""
     namespaces = (
         {"matchLabels": {"kubernetes.io/metadata.name": place.operator_namespace}} if place.operator_namespace else {}

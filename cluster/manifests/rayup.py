@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from cluster.manifests.run import IMAGE, Job, Nodes
+from cluster.manifests.run import IMAGE, ManifestJob, Nodes
 from cluster.manifests.text import as_yaml
 from pretrain.common.errors import InputError
 from pretrain.common.settings import LocalPath
@@ -29,7 +29,7 @@ _EFA_INTERFACES = {
 _INSTANCE = r"^[a-z0-9-]+\.[a-z0-9-]+$"
 
 
-class Place(Nodes):
+class RayUpSettings(Nodes):
     """Where a run goes on AWS."""
 
     file_system: str = Field(
@@ -106,7 +106,7 @@ class Place(Nodes):
     )
 
 
-def render(job: Job, place: Place) -> str:
+def render(job: ManifestJob, place: RayUpSettings) -> str:
     """The cluster config, with the run's config and command in its head's home folder."""
     efa = _efa_interfaces(job, place)
     start = [
@@ -151,7 +151,7 @@ def render(job: Job, place: Place) -> str:
     return as_yaml([cluster], _header(job, place, efa))
 
 
-def _efa_interfaces(job: Job, place: Place) -> int:
+def _efa_interfaces(job: ManifestJob, place: RayUpSettings) -> int:
     """EFA interfaces of each worker node; `InputError` where something that they need is missing."""
     count = place.efa_interfaces
     if count is None:
@@ -165,7 +165,7 @@ def _efa_interfaces(job: Job, place: Place) -> int:
     return count
 
 
-def _header(job: Job, place: Place, efa: int) -> str:
+def _header(job: ManifestJob, place: RayUpSettings, efa: int) -> str:
     fabric = (
         f"""
 Needed beforehand: the placement group {place.placement_group} of strategy cluster, the security group {place.security_group}, which
@@ -184,7 +184,7 @@ and no public addresses: call ray from within their network."""
 """
 
 
-def _provider(place: Place) -> dict[str, Any]:
+def _provider(place: RayUpSettings) -> dict[str, Any]:
     return {
         "type": "aws",
         "region": place.region,
@@ -194,7 +194,7 @@ def _provider(place: Place) -> dict[str, Any]:
     }
 
 
-def _docker(job: Job, place: Place, efa: int) -> dict[str, Any]:
+def _docker(job: ManifestJob, place: RayUpSettings, efa: int) -> dict[str, Any]:
     """Ray joins image and options to a line of shell, so each of them is a shell word here."""
     options = [
         "--ulimit=nofile=65536:65536",
@@ -224,7 +224,7 @@ def _docker(job: Job, place: Place, efa: int) -> dict[str, Any]:
     }
 
 
-def _mount(place: Place) -> list[str]:
+def _mount(place: RayUpSettings) -> list[str]:
     """On each node, outside the container: EFS by NFS with the options that AWS recommends."""
     source = shlex.quote(f"{place.file_system}.efs.{place.region}.amazonaws.com:/")
     options = "nfsvers=4.1,rsize=1048576,wsize=1048576,hard,timeo=600,retrans=2,noresvport"
@@ -237,11 +237,11 @@ def _mount(place: Place) -> list[str]:
     ]
 
 
-def _head(place: Place) -> dict[str, Any]:
+def _head(place: RayUpSettings) -> dict[str, Any]:
     return {**_node(place, place.head_instance), **_network(place)}
 
 
-def _worker(place: Place, efa: int) -> dict[str, Any]:
+def _worker(place: RayUpSettings, efa: int) -> dict[str, Any]:
     return {
         **_node(place, place.instance),
         **({"NetworkInterfaces": _interfaces(place, efa)} if efa else _network(place)),
@@ -250,14 +250,14 @@ def _worker(place: Place, efa: int) -> dict[str, Any]:
     }
 
 
-def _network(place: Place) -> dict[str, Any]:
+def _network(place: RayUpSettings) -> dict[str, Any]:
     return {
         **({"SubnetIds": [place.subnet]} if place.subnet else {}),
         **({"SecurityGroupIds": [place.security_group]} if place.security_group else {}),
     }
 
 
-def _interfaces(place: Place, efa: int) -> list[dict[str, Any]]:
+def _interfaces(place: RayUpSettings, efa: int) -> list[dict[str, Any]]:
     """An interface for IP on the first network card and one for EFA alone on each, as AWS recommends.
 
     Ray takes subnet and groups from here, and refuses them beside it.
@@ -275,7 +275,7 @@ def _interfaces(place: Place, efa: int) -> list[dict[str, Any]]:
     return [first, *others]
 
 
-def _node(place: Place, instance: str) -> dict[str, Any]:
+def _node(place: RayUpSettings, instance: str) -> dict[str, Any]:
     disk = {"VolumeSize": place.disk_gib, "VolumeType": "gp3", "Encrypted": True}
     return {
         "InstanceType": instance,
@@ -291,7 +291,7 @@ def _write(path: str, text: str) -> str:
     return f"printf %s {shlex.quote(text)} >{shlex.quote(path)}"
 
 
-def _start_script(job: Job, place: Place) -> str:
+def _start_script(job: ManifestJob, place: RayUpSettings) -> str:
     address = f"127.0.0.1:{_PORT}"
     commands = "\n".join(job.commands(f"{_HOME}/{job.name}.yaml", address))
     return f"""#!/bin/bash

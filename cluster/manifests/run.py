@@ -14,14 +14,14 @@ from finetune.config import TASKS, FinetuneConfig
 from pretrain.common import settings
 from pretrain.common.errors import InputError
 from pretrain.common.settings import Section
-from pretrain.config import Run, RunConfig
+from pretrain.config import PretrainConfig, RunConfig
 
 IMAGE = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$"  # REGISTRY/NAME:TAG or @DIGEST
 _LOCK = Path(__file__).resolve().parents[2] / "requirements.lock"
 
 
 class Nodes(Section):
-    """The nodes that the workers share. Each kind of manifest adds its own settings in a class `Place`."""
+    """The nodes that the workers share. Each kind of manifest adds its own settings in a class settings model."""
 
     workers_per_node: int = Field(default=8, ge=1, description="Worker processes of a node; one for each of its GPUs.")
     gpus: bool = Field(default=True, description="Each worker has a GPU; false trains on CPUs.")
@@ -41,7 +41,7 @@ P = TypeVar("P", bound=Nodes)
 
 
 @dataclass(frozen=True)
-class Job:
+class ManifestJob:
     """A run, shared out over nodes that are all alike."""
 
     name: str
@@ -68,9 +68,9 @@ class Job:
         return [*(f"python -m {one} {given}" for one in before), f"python -m {last} {given} --resume"]
 
 
-def load(path: Path | str, place: type[P], overrides: Sequence[str]) -> tuple[Job, P]:
+def load(path: Path | str, place: type[P], overrides: Sequence[str]) -> tuple[ManifestJob, P]:
     """The run in the YAML file `path` and the place given by overrides below `place.`."""
-    kind = FinetuneConfig if settings.names(path) & set(TASKS) else RunConfig
+    kind = FinetuneConfig if settings.names(path) & set(TASKS) else PretrainConfig
     # Validated though it is a default, so that what a place needs is asked for by name.
     placed = create_model(
         f"Placed{kind.__name__}", __base__=kind, place=(place, Field(default={}, validate_default=True))
@@ -88,7 +88,7 @@ def locked_version(package: str) -> str:
     raise KeyError(package)
 
 
-def _job(path: Path | str, config: Run, place: Nodes) -> Job:
+def _job(path: Path | str, config: RunConfig, place: Nodes) -> ManifestJob:
     scheduling = config.scheduling
     finetunes = isinstance(config, FinetuneConfig)
     if finetunes and not config.start_from:
@@ -102,7 +102,7 @@ def _job(path: Path | str, config: Run, place: Nodes) -> Job:
         update={"scheduling": scheduling.model_copy(update={"cpus_per_worker": cpus, "address": ""})}
     )
     per_node = min(scheduling.workers, place.workers_per_node)
-    return Job(
+    return ManifestJob(
         name=config.name,
         folder=str(config.folder),
         config=settings.dump(resolved, exclude={"place"}),

@@ -6,7 +6,7 @@ import shlex
 
 from pydantic import Field
 
-from cluster.manifests.run import Job, Nodes
+from cluster.manifests.run import ManifestJob, Nodes
 from cluster.manifests.text import as_comment, here_document
 from pretrain.common.settings import SEVERAL_LINES, LocalPath
 
@@ -14,7 +14,7 @@ _WORD = r"^[A-Za-z0-9_.,:@/+-]*$"
 _CONSTRAINT = r"^[A-Za-z0-9_.,:@/+&|*()\[\]-]*$"  # with sbatch's operators
 
 
-class Place(Nodes):
+class SlurmSettings(Nodes):
     """Where a run goes on SLURM."""
 
     partition: str = Field(default="", pattern=_WORD, description="Partition; empty takes SLURM's default.")
@@ -40,12 +40,12 @@ class Place(Nodes):
     )
 
 
-def render(job: Job, place: Place) -> str:
+def render(job: ManifestJob, place: SlurmSettings) -> str:
     """The sbatch script, with the config in it."""
     return f"{_options(job, place)}\n{_setup(job, place)}\n{_start(job)}\n{_end()}"
 
 
-def _options(job: Job, place: Place) -> str:
+def _options(job: ManifestJob, place: SlurmSettings) -> str:
     options = {
         "job-name": job.name,
         "partition": place.partition,
@@ -77,7 +77,7 @@ set -euo pipefail
 """
 
 
-def _setup(job: Job, place: Place) -> str:
+def _setup(job: ManifestJob, place: SlurmSettings) -> str:
     return f"""cd -- {shlex.quote(place.storage)}
 # shellcheck disable=SC1091
 {place.environment}
@@ -101,7 +101,7 @@ address=$head:$((20000 + SLURM_JOB_ID % 10000))
 """
 
 
-def _start(job: Job) -> str:
+def _start(job: ManifestJob) -> str:
     *before, last = job.commands('"$1"', '"$2"')
     commands = " && ".join(['touch "$3"', *before, 'rm "$3"', last] if before else [last])
     gpus = f" --num-gpus={job.gpus_per_node}" if job.gpus else " --num-gpus=0"

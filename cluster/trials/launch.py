@@ -23,7 +23,7 @@ EVENTS = "events.jsonl"
 
 
 @dataclass(frozen=True)
-class Trial:
+class TrialRequest:
     """One call of the target with its `payload`, which must survive JSON; logs go to `run_dir`/logs/worker-0.log."""
 
     run_dir: Path
@@ -41,7 +41,7 @@ class Event:
 
 def run_trials(
     target: str,
-    trials: Sequence[Trial],
+    trials: Sequence[TrialRequest],
     *,
     name: str,
     run_dir: Path | str,

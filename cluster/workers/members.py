@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.workers.worker import Place, WorkerEnd, enter, one_line
+from cluster.workers.worker import RankPlacement, WorkerEnd, enter, one_line
 
 _LAST_WORDS_SECONDS = 2.0  # after the first failure, for the others to say theirs
 _START_SECONDS = 120.0  # for a process to start where a place for it is
@@ -174,14 +174,14 @@ class _Member:
         gpus = tuple(sorted(map(str, ray.get_gpu_ids()), key=_gpu_order))
         return Found(context.get_node_id(), ray.util.get_node_ip_address(), port, gpus)
 
-    def run(self, request: dict[str, Any], place: Place) -> dict[str, str] | None:
+    def run(self, request: dict[str, Any], place: RankPlacement) -> dict[str, str] | None:
         if place.visible_gpus:
             # All GPUs of this machine that are the run's, so that NCCL reaches its peers directly.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.visible_gpus)
         return enter(request, place)
 
 
-def _places(found: Sequence[Found]) -> list[Place]:
+def _places(found: Sequence[Found]) -> list[RankPlacement]:
     """Each member's rank and neighbours; rank 0's address is where they meet."""
     sizes = Counter(one.node for one in found)
     seen: Counter[str] = Counter()
@@ -191,7 +191,7 @@ def _places(found: Sequence[Found]) -> list[Place]:
         if any(gpu.startswith(_MIG) for gpu in visible):
             visible = one.gpus  # CUDA shows a process one MIG instance only, the first that is named
         places.append(
-            Place(
+            RankPlacement(
                 rank=rank,
                 world_size=len(found),
                 local_rank=seen[one.node],

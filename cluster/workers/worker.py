@@ -63,7 +63,7 @@ def restart_flag(request: Mapping[str, Any], attempt: int) -> Flag:
 
 
 @dataclass(frozen=True)
-class Place:
+class RankPlacement:
     """A worker among all of a start. `master` and `port` are where they meet."""
 
     rank: int
@@ -76,7 +76,7 @@ class Place:
     visible_gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
 
 
-def enter(request: dict[str, Any], place: Place) -> dict[str, str] | None:
+def enter(request: dict[str, Any], place: RankPlacement) -> dict[str, str] | None:
     """Call the request's target in this worker. Returns None when it came to its end.
 
     A stop or divergence is agreed among all workers, so it is returned: each may finish its last words. Any

@@ -14,7 +14,7 @@ from pretrain.common.settings import dump
 
 if TYPE_CHECKING:
     from finetune.tasks.base import Task
-    from pretrain.config import Model
+    from pretrain.config import ModelConfig
 
 _MOST_CLASSES = 20  # of a confusion matrix that is shown whole
 _MOST_CONFUSIONS = 20  # of a larger one
@@ -47,7 +47,7 @@ def model_card(
     task: Task[Any],
     *,
     family: str,
-    shape: Model,
+    shape: ModelConfig,
     parameters: int,
     step: int,
     chosen_on: str,

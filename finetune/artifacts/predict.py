@@ -21,7 +21,7 @@ from finetune.tasks import make_task
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
-from pretrain.config import Engine
+from pretrain.config import EngineConfig
 from pretrain.model.precision import Choice, allow_tf32, choose, offer, run_precision
 
 logger = logging.getLogger(__name__)
@@ -140,7 +140,7 @@ class Predictor:
         return self.task.score(examples, predictions), self.task.details(examples, predictions), predictions
 
 
-def _settle(asked: _Asked, trained: Engine, device: torch.device) -> Choice:
+def _settle(asked: _Asked, trained: EngineConfig, device: torch.device) -> Choice:
     """The precision to compute in; also allows TF32 where training did."""
     if asked == "fp16" and device.type == "cpu":
         raise InputError("precision: fp16 needs a GPU. Use auto, which takes what is fastest here.")

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.datasets.files import read_text
-from finetune.datasets.tables import Key, Layout, Table, read_table
+from finetune.datasets.tables import Key, Table, TableFormat, read_table
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open
 
@@ -239,7 +239,7 @@ def _read(path: Path, name: str, text: Key, *, labelled: bool = True, may_lack_l
     task = TASKS[name]
     columns = {"text": text, "pair": task.pair, "label": task.label if labelled else None}
     wanted = {ours: theirs for ours, theirs in columns.items() if theirs is not None}
-    layout = Layout("tsv", quoting="none", header=isinstance(text, str))
+    layout = TableFormat("tsv", quoting="none", header=isinstance(text, str))
     # The official training set of QQP has torn rows; `datasets` leaves them out as well (glue.py, _generate_examples).
     torn: list[str] = []
     skipped = torn.append if name == "qqp" and labelled else None
@@ -277,7 +277,7 @@ def _read_mrpc(place: Path, split: str) -> Table | None:
     ids: tuple[Key, Key] = ("#1 ID", "#2 ID")
     task = TASKS["mrpc"]
     wanted: dict[str, Key] = {"text": task.text, "pair": "#2 String", "label": task.label}
-    table = read_table(source, [*wanted.values(), *ids], layout=Layout("tsv", quoting="none"))
+    table = read_table(source, [*wanted.values(), *ids], layout=TableFormat("tsv", quoting="none"))
     pairs = zip(table.columns[ids[0]], table.columns[ids[1]], strict=True)
     rows = [row for row, pair in enumerate(pairs) if (pair in held_out) == (split == "dev")]
     kept: dict[Key, list[Any]] = {column: [cells[row] for row in rows] for column, cells in table.columns.items()}
@@ -292,7 +292,7 @@ def _mrpc_dev_ids(place: Path) -> set[tuple[str, str]]:
         path, keys = _find(place, "dev_ids.tsv"), (0, 1)
     if path is None:
         return set()
-    table = read_table(path, keys, layout=Layout("tsv", quoting="none", header=header))
+    table = read_table(path, keys, layout=TableFormat("tsv", quoting="none", header=header))
     return set(zip(table.columns[keys[0]], table.columns[keys[1]], strict=True))
 
 

@@ -44,7 +44,7 @@ Quoting = Literal["standard", "none"]
 
 
 @dataclass(frozen=True)
-class Layout:
+class TableFormat:
     """How a file is to be read; what is empty follows from the file's suffix."""
 
     format: Format = ""
@@ -76,7 +76,7 @@ def read_table(
     path: Path | str,
     columns: Sequence[Key],
     *,
-    layout: Layout = Layout(),
+    layout: TableFormat = TableFormat(),
     optional: Collection[Key] = (),
     aliases: Mapping[Key, str] = MappingProxyType({}),
     skipped: Callable[[str], None] | None = None,
@@ -131,11 +131,11 @@ def read_dataset(
 
     Numbers of classes become their names. `where` is the place in the config, for errors.
     """
-    from pretrain.config import Source
+    from pretrain.config import SourceConfig
     from pretrain.corpus import sources
 
     wanted = _Wanted(columns, optional)
-    source = Source(kind="huggingface", dataset=name, subset=subset, split=split, revision=revision)
+    source = SourceConfig(kind="huggingface", dataset=name, subset=subset, split=split, revision=revision)
     label = f"{name}[{split}]"
     folder = Path(name).expanduser()
     if folder.is_dir():
@@ -203,7 +203,7 @@ def _read_delimited(
     path: Path,
     text: str,
     kind: Format,
-    layout: Layout,
+    layout: TableFormat,
     wanted: _Wanted,
     skipped: Callable[[str], None] | None,
 ) -> Table:
@@ -235,11 +235,11 @@ def _read_delimited(
     return Table(dict(zip(positions, cells, strict=True)), str(path), lines, ":", quoting=shown)
 
 
-def _delimiter(kind: Format, layout: Layout) -> str:
+def _delimiter(kind: Format, layout: TableFormat) -> str:
     return layout.delimiter or ("\t" if kind == "tsv" else ",")
 
 
-def _quoting(path: Path, text: str, kind: Format, layout: Layout) -> Quoting:
+def _quoting(path: Path, text: str, kind: Format, layout: TableFormat) -> Quoting:
     if kind == "lines":
         return "none"
     if layout.quoting != "auto":

@@ -24,7 +24,7 @@ Results = dict[str, dict[str, dict[str, float]]]  # task -> set -> score -> mean
 
 
 @dataclass(frozen=True)
-class _Run:
+class _GlueRun:
     task: str
     trial: Trial
 
@@ -59,7 +59,7 @@ def run_glue(
     # Small sets first: what is wrong shows early.
     order = sorted(configs, key=lambda name: plans[name].steps)
     members = [
-        _Run(name, trial)
+        _GlueRun(name, trial)
         for name in order
         for trial in _task_trials(configs[name], config.folder, name, plans[name].steps, seeds)
     ]
@@ -117,7 +117,7 @@ def glue_results(tasks: Sequence[str], outcomes: Sequence[Outcome | None]) -> Re
     }
 
 
-def _size(name: str, plan: runs.Plan) -> str:
+def _size(name: str, plan: runs.FinetunePlan) -> str:
     sets = ", ".join(f"{count:,} in {part}" for part, count in plan.held_out.items())
     return f"{glue.TASKS[name].title}: {plan.examples:,} examples, {sets}; {plan.steps:,} steps"
 
@@ -177,7 +177,7 @@ def _task_trials(config: FinetuneConfig, folder: Path, name: str, steps: int, se
     ]
 
 
-def _submit(members: Sequence[_Run], outcomes: Sequence[Outcome | None], folder: Path) -> None:
+def _submit(members: Sequence[_GlueRun], outcomes: Sequence[Outcome | None], folder: Path) -> None:
     """Predict the official test sets with the best run of every task, and write what GLUE's site takes."""
     from finetune import load
 

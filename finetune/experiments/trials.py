@@ -264,7 +264,7 @@ def _run(
     ended: Callable[[list[Outcome | None]], None],
 ) -> Ran:
     from cluster.trials.launch import Event, run_trials
-    from cluster.trials.launch import Trial as Task
+    from cluster.trials.launch import TrialRequest as Task
     from cluster.workers.launch import STOP_FILE
 
     told = [(trial.label, trial.config.folder, trial.examples, trial.steps) for trial in trials]

@@ -13,7 +13,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Counts:
+class ClassCounts:
     """How often each of C classes or labels was predicted, was true, and was both."""
 
     both: np.ndarray  # int64 [C]
@@ -54,14 +54,14 @@ def confusion(true: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarr
     return np.bincount(true * classes + predicted, minlength=classes * classes).reshape(classes, classes)
 
 
-def class_counts(matrix: np.ndarray) -> Counts:
+def class_counts(matrix: np.ndarray) -> ClassCounts:
     """Counts of each class from a confusion matrix."""
-    return Counts(matrix.diagonal(), matrix.sum(0), matrix.sum(1))
+    return ClassCounts(matrix.diagonal(), matrix.sum(0), matrix.sum(1))
 
 
-def label_counts(true: np.ndarray, predicted: np.ndarray) -> Counts:
+def label_counts(true: np.ndarray, predicted: np.ndarray) -> ClassCounts:
     """Counts of each label from sets of labels, bool [N, C]."""
-    return Counts((true & predicted).sum(0), predicted.sum(0), true.sum(0))
+    return ClassCounts((true & predicted).sum(0), predicted.sum(0), true.sum(0))
 
 
 def accuracy(matrix: np.ndarray) -> float:

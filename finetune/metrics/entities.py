@@ -145,7 +145,7 @@ def has_ends(tags: Tagged) -> bool:
 
 
 @dataclass(frozen=True)
-class Counts:
+class EntityCounts:
     """Entities of K types: how many there are, how many were predicted, and how many of these are right."""
 
     names: tuple[str, ...]
@@ -176,7 +176,7 @@ class Counts:
         return sum(scores) / len(scores) if scores else 0.0
 
 
-def count(gold: Tagged, predicted: Tagged, rule: Rule = "conlleval") -> Counts:
+def count(gold: Tagged, predicted: Tagged, rule: Rule = "conlleval") -> EntityCounts:
     """Entities of both as `rule` reads them; `predicted` has the types of `gold` first, in the same order."""
     if not np.array_equal(gold.starts, predicted.starts):
         raise ValueError("gold and predicted tags are not of the same sentences")
@@ -185,7 +185,7 @@ def count(gold: Tagged, predicted: Tagged, rule: Rule = "conlleval") -> Counts:
     behind[theirs.first], types[theirs.first] = theirs.behind, theirs.types
     right = (behind[ours.first] == ours.behind) & (types[ours.first] == ours.types)
     size = len(predicted.names)
-    return Counts(
+    return EntityCounts(
         predicted.names,
         gold=np.bincount(theirs.types, minlength=size),
         predicted=np.bincount(ours.types, minlength=size),
@@ -193,7 +193,9 @@ def count(gold: Tagged, predicted: Tagged, rule: Rule = "conlleval") -> Counts:
     )
 
 
-def compare(gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], rule: Rule = "conlleval") -> Counts:
+def compare(
+    gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], rule: Rule = "conlleval"
+) -> EntityCounts:
     """`count` over tags as text, a sequence for each sentence."""
     truth = tagged(gold)
     return count(truth, tagged(predicted, truth.names), rule)

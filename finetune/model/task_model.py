@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from finetune.model.batches import LabelledBatch
 from finetune.tasks.base import Head, Objective
 from pretrain.checkpoint.layouts import HeadDropout
-from pretrain.config import Model
+from pretrain.config import ModelConfig
 from pretrain.model.encoder import Encoder
 from pretrain.model.parts import hash_dropout, normal, zeros
 
@@ -47,7 +47,7 @@ class TaskModel(Encoder):
 
     def __init__(
         self,
-        shape: Model,
+        shape: ModelConfig,
         vocabulary_size: int,
         head: Head,
         objective: Objective,
@@ -77,7 +77,7 @@ class TaskModel(Encoder):
 class SequenceHead(nn.Module):
     """dense, activation, out: BERT's pooler and classifier, and what other families have in their place."""
 
-    def __init__(self, shape: Model, outputs: int, activation: str, dropout: HeadDropout) -> None:
+    def __init__(self, shape: ModelConfig, outputs: int, activation: str, dropout: HeadDropout) -> None:
         super().__init__()
         self.dropout, self.activation = dropout, ACTIVATIONS[activation]
         self.dense_weight, self.dense_bias = (
@@ -98,7 +98,7 @@ class SequenceHead(nn.Module):
 class RowHead(nn.Module):
     """out at each row."""
 
-    def __init__(self, shape: Model, outputs: int, dropout: HeadDropout) -> None:
+    def __init__(self, shape: ModelConfig, outputs: int, dropout: HeadDropout) -> None:
         super().__init__()
         self.dropout = dropout
         self.out_weight, self.out_bias = normal(shape.init_std, outputs, shape.hidden), zeros(outputs)

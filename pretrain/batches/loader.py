@@ -21,9 +21,9 @@ import torch
 from torch import Tensor
 
 from pretrain.batches.masking import Masker
-from pretrain.batches.pairs import Plan, Sampler
+from pretrain.batches.pairs import SamplePlan, Sampler
 from pretrain.common.errors import InputError
-from pretrain.config import RunConfig
+from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
 if TYPE_CHECKING:
@@ -108,7 +108,7 @@ class Loader:
     def __init__(
         self,
         shards: TokenShards,
-        config: RunConfig,
+        config: PretrainConfig,
         phase: int,
         *,
         rank: int,
@@ -181,7 +181,7 @@ class Loader:
 
 
 def validation_batches(
-    shards: TokenShards, config: RunConfig, phase: int, *, rank: int, world_size: int
+    shards: TokenShards, config: PretrainConfig, phase: int, *, rank: int, world_size: int
 ) -> list[StepBatch]:
     """The held-out batches of a phase: the same samples every time and whatever `config.seed` is.
 
@@ -205,7 +205,7 @@ class BatchMaker:
     """Makes one rank's share of any batch, in the calling thread."""
 
     def __init__(
-        self, shards: TokenShards, config: RunConfig, phase: int, *, seed: int, rank: int, world_size: int
+        self, shards: TokenShards, config: PretrainConfig, phase: int, *, seed: int, rank: int, world_size: int
     ) -> None:
         settings = config.phases[phase]
         length = settings.sequence_length
@@ -244,7 +244,7 @@ class BatchMaker:
             first_sample=first_sample,
         )
 
-    def _micro_batch(self, plan: Plan) -> MicroBatch:
+    def _micro_batch(self, plan: SamplePlan) -> MicroBatch:
         rows = self._sampler.gather(plan)
         masked = self._masker.apply(rows, plan.key)
         return MicroBatch(
@@ -259,7 +259,7 @@ class BatchMaker:
             lengths=tuple(plan.lengths.tolist()),
         )
 
-    def _masked(self, plan: Plan) -> int:
+    def _masked(self, plan: SamplePlan) -> int:
         """Masked tokens of the whole global batch."""
         if not self._masker.masking.whole_word:
             counts = self._masker.counts(plan.lengths, special_tokens=self._sampler.special_tokens)
@@ -303,6 +303,6 @@ def _longest_first(descending: list[int], count: int, budget: int) -> list[list[
     return bins
 
 
-def _check_dealing(config: RunConfig, phase: int, where: str, sequences: int, world_size: int) -> None:
+def _check_dealing(config: PretrainConfig, phase: int, where: str, sequences: int, world_size: int) -> None:
     if why := config.why_not_dealt(phase, sequences, world_size):
         raise InputError(f"{where} ({sequences}) {why}.")

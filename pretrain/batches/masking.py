@@ -38,7 +38,7 @@ class Masker:
     """
 
     def __init__(
-        self, shards: TokenShards, masking: config.Masking, *, sequence_length: int, max_predictions: int
+        self, shards: TokenShards, masking: config.MaskingConfig, *, sequence_length: int, max_predictions: int
     ) -> None:
         self.masking = masking
         most = max_predictions or int(np.rint(masking.probability * sequence_length))

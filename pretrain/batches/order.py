@@ -77,7 +77,7 @@ def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
-class Place:
+class EpochPosition:
     """Where samples come from; int64 [B] each."""
 
     source: np.ndarray
@@ -99,7 +99,7 @@ class Order:
         self._bounds = np.cumsum((0, *self.shares))
         self._epoch_key, self._source_key = draw(key, np.arange(2))
 
-    def locate(self, samples: np.ndarray) -> Place:
+    def locate(self, samples: np.ndarray) -> EpochPosition:
         """The place of each sample; `samples` int64 [B] counts from 0, epochs running on."""
         epoch, index = np.divmod(samples, self.samples_per_epoch)
         index = permute(index, self.samples_per_epoch, draw(self._epoch_key, epoch))
@@ -113,7 +113,7 @@ class Order:
             passes[rows], unshuffled = np.divmod(taken, size)
             key = draw(draw(self._source_key, number), passes[rows])
             slot[rows] = permute(unshuffled, size, key)
-        return Place(source, passes, slot)
+        return EpochPosition(source, passes, slot)
 
 
 def _mix(bits: np.ndarray) -> np.ndarray:

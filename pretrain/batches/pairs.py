@@ -37,7 +37,7 @@ _SAMPLES_MAPPED = 512
 
 
 @dataclass(frozen=True)
-class Plan:
+class SamplePlan:
     """Where the tokens of B samples lie and how long they get; int64 [B] each, `key` uint64 [B].
 
     Begins are token offsets within the shard. The lengths are final (truncated) and exclude special tokens;
@@ -54,8 +54,8 @@ class Plan:
     label: np.ndarray  # 0 B follows A, 1 B comes from another document
     lengths: np.ndarray  # special tokens included
 
-    def __getitem__(self, rows: np.ndarray) -> Plan:
-        return Plan(**{name: values[rows] for name, values in self.__dict__.items()})
+    def __getitem__(self, rows: np.ndarray) -> SamplePlan:
+        return SamplePlan(**{name: values[rows] for name, values in self.__dict__.items()})
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Sampler:
     """
 
     def __init__(
-        self, shards: TokenShards, pairs: config.Pairs, *, sequence_length: int, seed: int, phase: int
+        self, shards: TokenShards, pairs: config.PairsConfig, *, sequence_length: int, seed: int, phase: int
     ) -> None:
         if not shards.shards:
             raise InputError(f"{shards.folder}: no text in this split. Prepare the corpus again.")
@@ -110,7 +110,7 @@ class Sampler:
     def samples_per_epoch(self) -> int:
         return self._order.samples_per_epoch
 
-    def plan(self, samples: np.ndarray) -> Plan:
+    def plan(self, samples: np.ndarray) -> SamplePlan:
         """Plan `samples` (int64 [B], epochs running on); reads sentence and document offsets, no tokens."""
         self._corpus.looked_up(len(samples))
         key = draw(self._sample_key, samples)
@@ -121,7 +121,7 @@ class Sampler:
             return self._pairs(key, documents, anchor, target, last)
         return self._full_sentences(key, documents, anchor, target)
 
-    def gather(self, plan: Plan) -> Rows:
+    def gather(self, plan: SamplePlan) -> Rows:
         """Fetch the tokens of a plan: [CLS] A [SEP] B [SEP], or [CLS] A [SEP], end to end."""
         tokens, special = self._corpus.tokens, self.shards.special_ids
         from_a = tokens.spans(plan.shard_a, plan.begin_a, plan.length_a)
@@ -178,7 +178,7 @@ class Sampler:
 
     def _pairs(
         self, key: np.ndarray, documents: _Documents, anchor: np.ndarray, target: np.ndarray, last: np.ndarray
-    ) -> Plan:
+    ) -> SamplePlan:
         corpus, shard = self._corpus, documents.shard
         begin = corpus.offset(shard, anchor)
         end = corpus.first_at_least(shard, anchor + 1, documents.last, begin + target)
@@ -208,16 +208,18 @@ class Sampler:
         length_a -= cut_a
         length_b -= cut_b
         lengths = length_a + length_b + self.special_tokens
-        return Plan(key, shard, begin_a, length_a, shard_b, begin_b, length_b, label.astype(np.int64), lengths)
+        return SamplePlan(key, shard, begin_a, length_a, shard_b, begin_b, length_b, label.astype(np.int64), lengths)
 
-    def _full_sentences(self, key: np.ndarray, documents: _Documents, anchor: np.ndarray, target: np.ndarray) -> Plan:
+    def _full_sentences(
+        self, key: np.ndarray, documents: _Documents, anchor: np.ndarray, target: np.ndarray
+    ) -> SamplePlan:
         corpus, shard = self._corpus, documents.shard
         begin = corpus.offset(shard, anchor)
         end = corpus.first_at_least(shard, anchor + 1, documents.last + 1, begin + target + 1) - 1
         length = corpus.offset(shard, np.maximum(end, anchor + 1)) - begin
         begin, length = _window(begin, length, self.room, draw(key, _WINDOW_A))
         nothing = np.zeros_like(begin)
-        return Plan(key, shard, begin, length, shard, begin, nothing, nothing, length + self.special_tokens)
+        return SamplePlan(key, shard, begin, length, shard, begin, nothing, nothing, length + self.special_tokens)
 
 
 @dataclass(frozen=True)

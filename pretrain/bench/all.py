@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.bench import page, results
-from pretrain.bench.results import Failure, Machine, Results, Row, Run
+from pretrain.bench.results import BenchResult, Comparison, Failure, Machine, Results
 from pretrain.commands import local_path
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import disk_errors, read_manifest, sha256_file
@@ -31,7 +31,7 @@ LENGTHS = (512, 128)
 
 
 @dataclass(frozen=True)
-class Job:
+class Measurement:
     """One benchmark: its name in the table, and the command, whose last line of output is its JSON."""
 
     what: str
@@ -39,7 +39,7 @@ class Job:
     command: tuple[str, ...]
 
     @classmethod
-    def of(cls, what: str, kind: str, *options: object) -> Job:
+    def of(cls, what: str, kind: str, *options: object) -> Measurement:
         command = (sys.executable, "-m", "pretrain", "bench", kind, *map(str, options), "--json")
         return cls(what, kind, command)
 
@@ -59,13 +59,13 @@ def main(argv: list[str]) -> int:
     return MachineError.exit_code if found.failed else 0
 
 
-def jobs(corpus: Path, text: Path, *, quick: bool) -> list[Job]:
+def jobs(corpus: Path, text: Path, *, quick: bool) -> list[Measurement]:
     """The benchmarks in the order in which they run."""
     repeats = {"mini": 7} if quick else {"mini": 7, "base": 5}
     peers = ("sdpa", "eager", "sdpa-compiled", "eager-compiled")
     return [
         *(
-            Job.of(
+            Measurement.of(
                 f"step {size} @{length}",
                 "step",
                 "--corpus",
@@ -82,8 +82,8 @@ def jobs(corpus: Path, text: Path, *, quick: bool) -> list[Job]:
             for size, count in repeats.items()
             for length in LENGTHS
         ),
-        Job.of("loader", "loader", "--corpus", corpus, "--lengths", *LENGTHS),
-        Job.of(
+        Measurement.of("loader", "loader", "--corpus", corpus, "--lengths", *LENGTHS),
+        Measurement.of(
             "prepare",
             "prepare",
             "--file",
@@ -98,7 +98,7 @@ def jobs(corpus: Path, text: Path, *, quick: bool) -> list[Job]:
     ]
 
 
-def collect(planned: list[Job], out: Path, about: dict[str, Any], inputs: dict[str, str]) -> Results:
+def collect(planned: list[Measurement], out: Path, about: dict[str, Any], inputs: dict[str, str]) -> Results:
     """Run the jobs one after the other, never two at a time, and make the rows of what they found.
 
     Args:
@@ -165,7 +165,7 @@ def _default_folder(commit: str | None) -> Path:
     return Path("runs", f"bench-{now}-{results.short_commit(commit)}")
 
 
-def _run(job: Job, out: Path) -> Run:
+def _run(job: Measurement, out: Path) -> BenchResult:
     """Run the job to its end. Where it fails, its stderr goes to a log in `out`, and its last line is the reason."""
     began = time.perf_counter()
     done = subprocess.run(job.command, capture_output=True, text=True)
@@ -176,7 +176,7 @@ def _run(job: Job, out: Path) -> Run:
         log.write_text(done.stderr, encoding="utf-8")
         failed += f" (its output: {log})"
     command = shlex.join(job.command[1:])
-    return Run(what=job.what, kind=job.kind, command=command, seconds=seconds, result=result, failed=failed)
+    return BenchResult(what=job.what, kind=job.kind, command=command, seconds=seconds, result=result, failed=failed)
 
 
 def _outcome(done: subprocess.CompletedProcess[str]) -> tuple[dict[str, Any] | None, str]:
@@ -190,7 +190,7 @@ def _outcome(done: subprocess.CompletedProcess[str]) -> tuple[dict[str, Any] | N
         return None, "printed no JSON"
 
 
-def _rows(run: Run, steps: list[dict[str, Any]]) -> Sequence[Row | Failure]:
+def _rows(run: BenchResult, steps: list[dict[str, Any]]) -> Sequence[Comparison | Failure]:
     if run.result is None:
         return [Failure(what=run.what, failed=run.failed)]
     if run.kind == "step":

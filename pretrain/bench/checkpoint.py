@@ -18,7 +18,7 @@ from pretrain.bench.results import aligned
 from pretrain.checkpoint.saver import Saver
 from pretrain.commands import local_path
 from pretrain.common.worker import Worker
-from pretrain.config import RunConfig
+from pretrain.config import PretrainConfig
 from pretrain.model.heads import PretrainingModel
 from pretrain.training.engine.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
@@ -47,7 +47,7 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def measure(config: RunConfig, folder: Path, rounds: int) -> dict[str, Any]:
+def measure(config: PretrainConfig, folder: Path, rounds: int) -> dict[str, Any]:
     """Seconds by round: `plain` of a whole save, `held` of what a step waits for one in the background, `written` of it."""
     engine = _engine(config)
     state = {"step": 0, "shapes": {name: list(shape) for name, shape in engine.shapes.items()}}
@@ -72,7 +72,7 @@ def measure(config: RunConfig, folder: Path, rounds: int) -> dict[str, Any]:
     return found
 
 
-def _engine(config: RunConfig) -> Engine:
+def _engine(config: PretrainConfig) -> Engine:
     model = PretrainingModel(config.model, _VOCABULARY, True, compile=False)
     return Engine(
         model,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 
-from pretrain.bench.results import Figure, Results, Row, aligned, number, read, short_commit, span
+from pretrain.bench.results import Comparison, Figure, Results, aligned, number, read, short_commit, span
 from pretrain.commands import local_path
 from pretrain.common.errors import InputError
 
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     return EXIT_SLOWER if worse else 0
 
 
-def judged(a: Row, b: Row) -> tuple[Figure, Figure]:
+def judged(a: Comparison, b: Comparison) -> tuple[Figure, Figure]:
     """What of the two rows is held against each other."""
     return (a.ratio, b.ratio) if a.peer_name == b.peer_name else (a.ours, b.ours)
 
@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _pairs(a: Results, b: Results) -> list[tuple[Row, Row]]:
+def _pairs(a: Results, b: Results) -> list[tuple[Comparison, Comparison]]:
     return [(row, b.measured[what]) for what, row in a.measured.items() if what in b.measured]
 
 
@@ -113,7 +113,7 @@ def _table(a: Results, b: Results, threshold: float) -> list[str]:
     return aligned([_HEADINGS, *rows], _TO_THE_RIGHT) if rows else ["no row is in both files"]
 
 
-def _change_beside(a: Figure, b: Figure, one: Row, other: Row) -> str:
+def _change_beside(a: Figure, b: Figure, one: Comparison, other: Comparison) -> str:
     """The fastest kind of peer may be another one in B; that is no change of its rate, nor of the ratio to it."""
     return f"{_change(a, b):+.1%}" if one.peer_name == other.peer_name else "another"
 

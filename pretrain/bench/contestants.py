@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from pretrain.batches.loader import Loader, MicroBatch, StepBatch, validation_batches
 from pretrain.common.memory import hold_freed_memory
-from pretrain.config import RunConfig
+from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.precision import settle_here, torch_dtype
@@ -38,7 +38,7 @@ class Entry:
     """What a contestant is given."""
 
     kind: str  # OURS, BARE or one of PEERS
-    config: RunConfig
+    config: PretrainConfig
     device: str = "cpu"
     threads: int = 0  # CPU threads; 0 leaves torch's default
     steps: int = 0  # made before the first one is trained; 0 makes each when its turn comes
@@ -46,7 +46,7 @@ class Entry:
 
 def bench_config(
     corpus: str, size: str, length: int, sequences: int, *, rate: float = 1e-4, precision: str = "auto", **model: Any
-) -> RunConfig:
+) -> PretrainConfig:
     """A run without end of `sequences` a step, each step one micro-batch; `model` adds to its section.
 
     Its precision is settled for this machine, and is also that of those it is compared with.
@@ -57,7 +57,7 @@ def bench_config(
         "steps": 1 << 30,
         "peak_learning_rate": rate,
     }
-    config = RunConfig.model_validate(
+    config = PretrainConfig.model_validate(
         {
             "name": "bench",
             "corpus": {"dir": corpus},
@@ -175,7 +175,7 @@ def alone(device: torch.device) -> None:
 class Ours:
     """The product's engine on one worker."""
 
-    def __init__(self, config: RunConfig, vocabulary_size: int) -> None:
+    def __init__(self, config: PretrainConfig, vocabulary_size: int) -> None:
         optimizer = config.optimizer
         self._engine = Engine(
             PretrainingModel(config.model, vocabulary_size, compile=config.engine.compile),
@@ -207,7 +207,7 @@ class Ours:
 class Bare:
     """Our model in a loop of torch alone: rounded weights, fp32 masters, clipping and fused AdamW; no DeepSpeed."""
 
-    def __init__(self, config: RunConfig, vocabulary_size: int, device: torch.device) -> None:
+    def __init__(self, config: PretrainConfig, vocabulary_size: int, device: torch.device) -> None:
         hold_freed_memory()
         model = PretrainingModel(config.model, vocabulary_size, compile=config.engine.compile).to(device)
         groups = parameter_groups(model.named_parameters(), config.optimizer.weight_decay)
@@ -264,7 +264,7 @@ class Peer:
             depends on the machine.
     """
 
-    def __init__(self, config: RunConfig, vocabulary_size: int, device: torch.device, kind: str) -> None:
+    def __init__(self, config: PretrainConfig, vocabulary_size: int, device: torch.device, kind: str) -> None:
         attention, _, compiled = kind.partition("-")
         import transformers
 

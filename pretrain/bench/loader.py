@@ -28,7 +28,7 @@ import torch
 from pretrain.batches.loader import BatchMaker, Loader
 from pretrain.commands import local_path
 from pretrain.common.errors import InputError
-from pretrain.config import Corpus, Phase, RunConfig
+from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import Shard, TokenShards, open_shards
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
@@ -147,9 +147,9 @@ def _peer(shards: TokenShards, length: int, sequences: int) -> Callable[[], obje
     return lambda: next(batches)
 
 
-def _config(length: int, sequences: int) -> RunConfig:
-    phase = Phase(sequence_length=length, global_sequences=sequences, steps=1 << 40, peak_learning_rate=1e-4)
-    return RunConfig(name="bench", corpus=Corpus(dir="nowhere"), phases=(phase,))
+def _config(length: int, sequences: int) -> PretrainConfig:
+    phase = PhaseConfig(sequence_length=length, global_sequences=sequences, steps=1 << 40, peak_learning_rate=1e-4)
+    return PretrainConfig(name="bench", corpus=CorpusConfig(dir="nowhere"), phases=(phase,))
 
 
 def _synthetic(folder: Path) -> TokenShards:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from pretrain.bench.results import HEADINGS, TO_THE_RIGHT, Results, Row, cells, limits, number, short_commit
+from pretrain.bench.results import HEADINGS, TO_THE_RIGHT, Comparison, Results, cells, limits, number, short_commit
 from pretrain.reporting.charts import Bar, bar_chart
 from pretrain.reporting.pages import write_page
 
@@ -28,7 +28,7 @@ def write(results: Results, out: Path) -> Path:
     )
 
 
-def _chart(row: Row) -> str:
+def _chart(row: Comparison) -> str:
     return bar_chart(
         row.what,
         row.unit,

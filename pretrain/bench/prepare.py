@@ -46,7 +46,7 @@ from tokenizers import Tokenizer
 from pretrain.commands import local_path
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import MANIFEST, read_manifest
-from pretrain.config import RunConfig, Source
+from pretrain.config import PretrainConfig, SourceConfig
 from pretrain.corpus import docstrings, jobs, prepare, sources
 from pretrain.corpus.sentences import split_sentences
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, WordPieces, WordTable, columns
@@ -195,7 +195,7 @@ class Vocabulary:
 
 def _train_vocabulary(file: Path, scratch: Path) -> Path:
     folder = scratch / "trained"
-    prepare.prepare(RunConfig.model_validate(_settings(file, folder)), quiet=True)
+    prepare.prepare(PretrainConfig.model_validate(_settings(file, folder)), quiet=True)
     return folder
 
 
@@ -215,7 +215,7 @@ def _settings(file: Path, folder: Path, vocabulary: Vocabulary | None = None) ->
 
 def read_documents(file: Path) -> Iterator[list[str]]:
     """The sentences of each document of a WikiExtractor file, as our preparation splits them."""
-    source, problems = Source(kind="wikiextractor", path=str(file)), sources.Problems()
+    source, problems = SourceConfig(kind="wikiextractor", path=str(file)), sources.Problems()
     for number, item in enumerate(sources.find_inputs(source, "--file")):
         for piece in sources.cut(source, 0, number, item):
             for text in sources.documents(piece, problems):
@@ -424,7 +424,7 @@ _held: Any = None  # what this process was made ready with
 
 def _prepare(settings: dict[str, Any]) -> dict[str, float]:
     """Prepare a corpus; returns the seconds of every stage."""
-    preparation = prepare._Preparation(RunConfig.model_validate(settings), quiet=True)
+    preparation = prepare._Preparation(PretrainConfig.model_validate(settings), quiet=True)
     preparation._bar = clock = _StageClock()
     began = time.perf_counter()
     preparation.run()

@@ -39,7 +39,7 @@ class Limit(_Part):
     share: PositiveFloat  # ours over `value`
 
 
-class Row(_Part):
+class Comparison(_Part):
     """One comparison. `ratio` is ours over the peer's, alternation by alternation."""
 
     what: str
@@ -71,7 +71,7 @@ class Machine(_Part):
     packages: dict[str, str]
 
 
-class Run(_Part):
+class BenchResult(_Part):
     """One benchmark as it was run, with the JSON that it printed."""
 
     what: str
@@ -90,13 +90,13 @@ class Results(_Part):
     commit: str | None  # `git describe`, ends in -dirty where the code was changed
     machine: Machine
     inputs: dict[str, str]  # digests of the corpus and the text
-    rows: list[Row | Failure]
-    runs: list[Run] = []
+    rows: list[Comparison | Failure]
+    runs: list[BenchResult] = []
 
     @property
-    def measured(self) -> dict[str, Row]:
+    def measured(self) -> dict[str, Comparison]:
         """The rows with figures, by name."""
-        return {row.what: row for row in self.rows if isinstance(row, Row)}
+        return {row.what: row for row in self.rows if isinstance(row, Comparison)}
 
     @property
     def failed(self) -> dict[str, str]:
@@ -130,7 +130,7 @@ def write(results: Results, path: Path) -> None:
 # ---- rows of what the benchmarks print
 
 
-def step_rows(result: dict[str, Any]) -> list[Row]:
+def step_rows(result: dict[str, Any]) -> list[Comparison]:
     """Rows of `bench step --json`, against the fastest peer that is compiled and the fastest that is not.
 
     They are held against the matmul peak measured in the same turns.
@@ -146,7 +146,7 @@ def step_rows(result: dict[str, Any]) -> list[Row]:
     ]
 
 
-def _step_row(one: dict[str, Any], peer: str, suffix: str) -> Row:
+def _step_row(one: dict[str, Any], peer: str, suffix: str) -> Comparison:
     ours = one["tokens_per_second"]["ours"]
     peak = Limit(
         name="matmul peak",
@@ -154,7 +154,7 @@ def _step_row(one: dict[str, Any], peer: str, suffix: str) -> Row:
         value=ours / one["peak_fraction"],
         share=one["peak_fraction"],
     )
-    return Row(
+    return Comparison(
         what=f"step {one['size']} @{one['length']}{suffix}",
         unit="useful tokens/s",
         ours=_figure(ours, one["spread"]["ours"]),
@@ -165,13 +165,13 @@ def _step_row(one: dict[str, Any], peer: str, suffix: str) -> Row:
     )
 
 
-def loader_rows(result: dict[str, Any], steps: list[dict[str, Any]]) -> list[Row]:
+def loader_rows(result: dict[str, Any], steps: list[dict[str, Any]]) -> list[Comparison]:
     """Rows of `bench loader --json`; `steps` are the measured steps, of which the fastest tells the need."""
     rows = []
     for one in result["loader"]:
         rates = one["sequences_per_second"]
         rows.append(
-            Row(
+            Comparison(
                 what=f"loader @{one['length']}",
                 unit="sequences/s per core",
                 ours=_figure(rates["ours"], one["spread"]["ours"]),
@@ -184,7 +184,7 @@ def loader_rows(result: dict[str, Any], steps: list[dict[str, Any]]) -> list[Row
     return rows
 
 
-def prepare_rows(result: dict[str, Any]) -> list[Row]:
+def prepare_rows(result: dict[str, Any]) -> list[Comparison]:
     """Rows of `bench prepare --json`, held against reading the file."""
     return [
         _prepare_row(result, "prepare", "datasets", "text to shards", "datasets.map of run_mlm"),
@@ -193,10 +193,10 @@ def prepare_rows(result: dict[str, Any]) -> list[Row]:
     ]
 
 
-def _prepare_row(result: dict[str, Any], ours: str, peer: str, what: str, peer_name: str) -> Row:
+def _prepare_row(result: dict[str, Any], ours: str, peer: str, what: str, peer_name: str) -> Comparison:
     speed, ratio = result["speed"], result["ratios"][f"{ours} / {peer}"]
     rate, reading = speed[ours]["mb_per_second"], result["read_mb_per_second"]
-    return Row(
+    return Comparison(
         what=f"{ours} {result['file']['megabytes']:.3g} MB, {what}",
         unit="MB/s",
         ours=_figure(rate, speed[ours]["spread"]),
@@ -245,7 +245,7 @@ def table(results: Results) -> str:
     return "\n".join(lines)
 
 
-def cells(row: Row) -> tuple[str, ...]:
+def cells(row: Comparison) -> tuple[str, ...]:
     """The row as text, a string per heading."""
     limit = (number(row.limit.value), share(row.limit.share)) if row.limit else ("-", "-")
     return (

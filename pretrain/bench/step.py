@@ -19,7 +19,7 @@ import torch
 
 from pretrain.batches.loader import Loader, MicroBatch, StepBatch
 from pretrain.bench.contestants import BARE, OURS, PEERS, Contestant, Entry, bench_config
-from pretrain.config import RunConfig
+from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.estimate import executed_flops, step_flops
 from pretrain.model.precision import measure_matmul
@@ -124,14 +124,14 @@ def _ratio(peer: list[float], ours: list[float]) -> list[float]:
     return [statistics.median(ratios), min(ratios), max(ratios)]
 
 
-def _steps(shards: TokenShards, config: RunConfig, count: int) -> list[StepBatch]:
+def _steps(shards: TokenShards, config: PretrainConfig, count: int) -> list[StepBatch]:
     loader = Loader(shards, config, 0, rank=0, world_size=1)
     steps = [step for _, step in zip(range(count), loader, strict=False)]
     loader.close()
     return steps
 
 
-def _flops(count: Callable[..., float], config: RunConfig, shards: TokenShards, steps: list[StepBatch]) -> float:
+def _flops(count: Callable[..., float], config: PretrainConfig, shards: TokenShards, steps: list[StepBatch]) -> float:
     batches: list[MicroBatch] = [batch for step in steps for batch in step.micro_batches]
     return sum(count(config, shards.vocabulary_size, b.lengths, len(b.masked_rows)) for b in batches)
 

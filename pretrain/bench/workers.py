@@ -20,7 +20,7 @@ from typing import Any
 from pretrain.bench.contestants import BARE, Contestant, Entry, bench_config
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
-from pretrain.config import RunConfig
+from pretrain.config import PretrainConfig
 from pretrain.tracking.records import is_training, read_records
 
 _WINDOW = 10  # steps
@@ -85,7 +85,7 @@ def _share(row: dict[str, Any], base: dict[str, Any]) -> float:
     return statistics.median(mine / theirs for mine, theirs in pairs)
 
 
-def _config(options: argparse.Namespace) -> RunConfig:
+def _config(options: argparse.Namespace) -> PretrainConfig:
     return bench_config(str(Path(options.corpus).resolve()), options.size, options.length, options.sequences)
 
 

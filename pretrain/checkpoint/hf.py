@@ -15,13 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from pretrain.checkpoint import store
-from pretrain.checkpoint.layouts import BERT, Facts, write_config
+from pretrain.checkpoint.layouts import BERT, ReleasedFacts, write_config
 from pretrain.checkpoint.released import read_released, their_tensors
 from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
 from pretrain.common.errors import InputError
 from pretrain.common.files import verify_manifest, write_json
 from pretrain.common.settings import dump
-from pretrain.config import Model, RunConfig, load_config
+from pretrain.config import ModelConfig, PretrainConfig, load_config
 from pretrain.tracking.records import read_records
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
@@ -34,7 +34,7 @@ def to_hf(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def export(
     state: Mapping[str, Tensor],
-    model: Model,
+    model: ModelConfig,
     tokenizer_folder: Path,
     out: Path,
     *,
@@ -80,7 +80,7 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None) -> None:
     )
 
 
-def load(folder: Path) -> tuple[Model, dict[str, Tensor], bool]:
+def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
     """A model with what there is of its pretraining heads: (shape, our parameters in fp32, whether it has NSP).
 
     As `read_released` reads it. Raises `InputError`.
@@ -115,7 +115,7 @@ def _choose_checkpoint(folder: Path, name: str | None) -> Path:
     return path
 
 
-def _model_card(config: RunConfig, run_dir: Path, step: int, parameters: int) -> str:
+def _model_card(config: PretrainConfig, run_dir: Path, step: int, parameters: int) -> str:
     """README.md of an export: what it is, how it was made, what was measured, on which text."""
     import jinja2
 
@@ -164,7 +164,7 @@ def _two_levels_down(markdown: str) -> str:
 # ---- writing
 
 
-def _config_json(model: Model, vocabulary: list[str], next_sentence: bool) -> dict[str, Any]:
+def _config_json(model: ModelConfig, vocabulary: list[str], next_sentence: bool) -> dict[str, Any]:
     """The fields of transformers' BertConfig, as 5.x writes them; 4.x reads them too."""
     fields = {
         "bos_token_id": None,
@@ -176,7 +176,7 @@ def _config_json(model: Model, vocabulary: list[str], next_sentence: bool) -> di
         "add_cross_attention": False,
     }
     head = "ForPreTraining" if next_sentence else "ForMaskedLM"
-    return write_config(fields, Facts(BERT, model), head, len(vocabulary), vocabulary.index("[PAD]"))
+    return write_config(fields, ReleasedFacts(BERT, model), head, len(vocabulary), vocabulary.index("[PAD]"))
 
 
 def _read_vocabulary(folder: Path, size: int) -> list[str]:

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from pretrain.config import Model
+from pretrain.config import ModelConfig
 
 # What stands between head.dense and head.out.
 HEAD_ACTIVATION: dict[str, str] = {"bert": "tanh", "distilbert": "relu", "roberta": "tanh", "electra": "gelu"}
@@ -33,7 +33,7 @@ class HeadDropout(NamedTuple):
     before_out: float = 0.0
 
 
-def head_dropout(family: str, config: Mapping[str, Any], model: Model, purpose: str) -> HeadDropout:
+def head_dropout(family: str, config: Mapping[str, Any], model: ModelConfig, purpose: str) -> HeadDropout:
     """What transformers' class of a family drops in its head.
 
     Args:
@@ -54,7 +54,7 @@ def head_dropout(family: str, config: Mapping[str, Any], model: Model, purpose: 
     return HeadDropout(share if twice else 0.0, share)
 
 
-class Place(NamedTuple):
+class StackedName(NamedTuple):
     """Where a tensor belongs: our parameter, and which of its stacked parts it is."""
 
     name: str
@@ -62,7 +62,7 @@ class Place(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class KeyMapping:
     """One family's names.
 
     Attributes:
@@ -87,20 +87,20 @@ class Layout:
     out: Mapping[str, str]
     unused: Mapping[str, str]
     config: Mapping[str, str]
-    _ours: dict[str, Place] = field(init=False, default_factory=dict, repr=False, compare=False)
+    _ours: dict[str, StackedName] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         for kind in ("weight", "bias"):
             for ours, theirs in self.elsewhere.items():
-                self._ours[f"{theirs}.{kind}"] = Place(f"{ours}_{kind}")
+                self._ours[f"{theirs}.{kind}"] = StackedName(f"{ours}_{kind}")
             for theirs in self.out.values():
-                self._ours[f"{theirs}.{kind}"] = Place(f"head.out_{kind}")
+                self._ours[f"{theirs}.{kind}"] = StackedName(f"head.out_{kind}")
         for ours in _TABLES:
-            self._ours[f"{self._prefix}{_table_name(ours)}"] = Place(ours)
+            self._ours[f"{self._prefix}{_table_name(ours)}"] = StackedName(ours)
         if self.mlm_bias:
-            self._ours[self.mlm_bias] = Place("heads.mlm_bias")
+            self._ours[self.mlm_bias] = StackedName("heads.mlm_bias")
 
-    def place(self, theirs: str) -> Place | None:
+    def place(self, theirs: str) -> StackedName | None:
         """The place of one of their names in any accepted spelling; None where it is nothing of ours."""
         name = self.plain(theirs)
         match = re.fullmatch(rf"{re.escape(self._prefix + self.layer)}\.(\d+)\.(.+)\.(weight|bias)", name)
@@ -109,7 +109,7 @@ class Layout:
         number, module, kind = match.groups()
         for ours, modules in self.in_layer.items():
             if module in modules:
-                return Place(f"layers.{int(number)}.{ours}_{kind}", modules.index(module))
+                return StackedName(f"layers.{int(number)}.{ours}_{kind}", modules.index(module))
         return None
 
     def tied(self, theirs: str) -> str | None:
@@ -192,7 +192,7 @@ _BERT_CONFIG = {
     "layer_norm_eps": "layer_norm_eps",
 }
 
-BERT = Layout(
+BERT = KeyMapping(
     family="bert",
     classes="Bert",
     layer="encoder.layer",
@@ -210,7 +210,7 @@ BERT = Layout(
     unused={},
     config=_BERT_CONFIG,
 )
-DISTILBERT = Layout(
+DISTILBERT = KeyMapping(
     family="distilbert",
     classes="DistilBert",
     layer="transformer.layer",
@@ -243,7 +243,7 @@ DISTILBERT = Layout(
         "init_std": "initializer_range",
     },
 )
-ROBERTA = Layout(
+ROBERTA = KeyMapping(
     family="roberta",
     classes="Roberta",
     layer="encoder.layer",
@@ -260,7 +260,7 @@ ROBERTA = Layout(
     unused={"roberta.pooler.": "a pooler, which RoBERTa's heads do not use"},
     config=_BERT_CONFIG,
 )
-ELECTRA = Layout(
+ELECTRA = KeyMapping(
     family="electra",
     classes="Electra",
     layer="encoder.layer",
@@ -284,16 +284,16 @@ LAYOUTS = {layout.family: layout for layout in (BERT, DISTILBERT, ROBERTA, ELECT
 _LIKE = {"xlm-roberta": ("roberta", "XLMRoberta"), "camembert": ("roberta", "Camembert")}
 
 
-class Facts(NamedTuple):
+class ReleasedFacts(NamedTuple):
     """What a config.json says of a model besides the names of its tensors."""
 
-    layout: Layout
-    model: Model
+    layout: KeyMapping
+    model: ModelConfig
     token_types: int = 2  # rows of the table in the file; 0 where there is none
     first_position: int = 0  # row of the table that the first token has
 
 
-def read_config(config: Mapping[str, Any]) -> Facts:
+def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
     """The facts in a config.json or a bert_config.json.
 
     Raises:
@@ -322,12 +322,12 @@ def read_config(config: Mapping[str, Any]) -> Facts:
         pad = config.get("pad_token_id")
         first_position = (1 if pad is None else pad) + 1
         sizes["max_positions"] -= first_position
-    model = Model.model_validate({"size": "custom", "attention_dropout": 0.1, **sizes})
-    return Facts(layout, model, token_types, first_position)
+    model = ModelConfig.model_validate({"size": "custom", "attention_dropout": 0.1, **sizes})
+    return ReleasedFacts(layout, model, token_types, first_position)
 
 
 def write_config(
-    config: Mapping[str, Any], facts: Facts, head: str, vocabulary_size: int, pad: int | None
+    config: Mapping[str, Any], facts: ReleasedFacts, head: str, vocabulary_size: int, pad: int | None
 ) -> dict[str, Any]:
     """config.json of a model in fp32: `config`, over which go all fields that the facts decide.
 

@@ -22,9 +22,9 @@ from pretrain.checkpoint.layouts import (
     BERT,
     HEAD_ACTIVATION,
     LAYOUTS,
-    Facts,
-    Layout,
-    Place,
+    KeyMapping,
+    ReleasedFacts,
+    StackedName,
     read_config,
     write_config,
 )
@@ -33,7 +33,7 @@ from pretrain.checkpoint.tokenizer import copy_tokenizer, is_run, read_tokenizer
 from pretrain.checkpoint.weight_files import WEIGHTS, read_json, read_weights, save_weights, whole_folder
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
-from pretrain.config import Model, load_config
+from pretrain.config import ModelConfig, load_config
 from pretrain.model.encoder import Encoder
 
 __all__ = ["HEAD_ACTIVATION", "Fate", "Released", "assemble", "fate_table", "read_released", "write_released"]
@@ -64,7 +64,7 @@ class Released:
     """
 
     family: str
-    model: Model
+    model: ModelConfig
     backbone: dict[str, Tensor]
     head: dict[str, Tensor]
     config: dict[str, Any]
@@ -105,7 +105,7 @@ def read_released(folder: Path) -> Released:
 
 
 def assemble(
-    tensors: Mapping[str, Tensor], facts: Facts, config: dict[str, Any], *, where: str = "checkpoint"
+    tensors: Mapping[str, Tensor], facts: ReleasedFacts, config: dict[str, Any], *, where: str = "checkpoint"
 ) -> Released:
     """The model of a family's tensors by their names.
 
@@ -123,7 +123,7 @@ def assemble(
     parts: dict[str, Tensor] = {}
     vocabulary, embedding = backbone["embeddings.word"].shape
     for shapes in _heads(model.hidden, embedding, vocabulary):
-        names = {ours: places[Place(ours)] for ours in shapes if Place(ours) in places}
+        names = {ours: places[StackedName(ours)] for ours in shapes if StackedName(ours) in places}
         if not names:
             continue
         found = {ours: tensors[name].float().contiguous() for ours, name in names.items()}
@@ -173,7 +173,7 @@ def write_released(
     out: Path,
     *,
     family: str,
-    model: Model,
+    model: ModelConfig,
     backbone: Mapping[str, Tensor],
     head: Mapping[str, Tensor],
     purpose: str,
@@ -213,7 +213,7 @@ def write_released(
     first_position = (1 if pad is None else pad) + 1 if family == "roberta" else 0
     values = write_config(
         {**config, **_labels(config, len(head["out_weight"]), purpose)},
-        Facts(layout, model, token_types, first_position),
+        ReleasedFacts(layout, model, token_types, first_position),
         _CLASSES[purpose],
         len(backbone["embeddings.word"]),
         pad,
@@ -237,7 +237,7 @@ def write_released(
 
 def their_tensors(
     state: Mapping[str, Tensor],
-    layout: Layout,
+    layout: KeyMapping,
     *,
     token_types: int = 2,
     first_position: int = 0,
@@ -273,9 +273,9 @@ def their_tensors(
 _REFUSAL = "A partly filled model is refused; use a whole checkpoint."
 
 
-def _places(tensors: Mapping[str, Tensor], layout: Layout, where: str) -> dict[Place, str]:
+def _places(tensors: Mapping[str, Tensor], layout: KeyMapping, where: str) -> dict[StackedName, str]:
     """The name of the tensor that fills each place."""
-    places: dict[Place, str] = {}
+    places: dict[StackedName, str] = {}
     for name in tensors:
         place = layout.place(name)
         if place is None:
@@ -286,16 +286,16 @@ def _places(tensors: Mapping[str, Tensor], layout: Layout, where: str) -> dict[P
     # Of two tied tensors a file may have either.
     for name in tensors:
         tied = layout.tied(name)
-        if tied is not None and Place(tied) not in places:
-            places[Place(tied)] = name
+        if tied is not None and StackedName(tied) not in places:
+            places[StackedName(tied)] = name
     return places
 
 
 def _backbone(
-    tensors: Mapping[str, Tensor], facts: Facts, places: Mapping[Place, str], where: str
+    tensors: Mapping[str, Tensor], facts: ReleasedFacts, places: Mapping[StackedName, str], where: str
 ) -> dict[str, Tensor]:
     """State of the encoder; each tensor must be there in the right shape, and no layer beyond."""
-    word = places.get(Place("embeddings.word"))
+    word = places.get(StackedName("embeddings.word"))
     rows = len(tensors[word]) if word else 0  # may be more than the tokenizer's entries
     with torch.device("meta"):
         expected = Encoder(facts.model, rows).state_dict()
@@ -318,7 +318,7 @@ def _backbone(
 
 
 def _token_types(
-    like: Tensor, tensors: Mapping[str, Tensor], facts: Facts, places: Mapping[Place, str], where: str
+    like: Tensor, tensors: Mapping[str, Tensor], facts: ReleasedFacts, places: Mapping[StackedName, str], where: str
 ) -> Tensor:
     """[2, E]: as many rows as there are, the only one twice; zeros where the family has none."""
     if facts.token_types == 0:
@@ -331,17 +331,17 @@ def _gather(
     ours: str,
     like: Tensor,
     tensors: Mapping[str, Tensor],
-    layout: Layout,
-    places: Mapping[Place, str],
+    layout: KeyMapping,
+    places: Mapping[StackedName, str],
     where: str,
 ) -> Tensor:
     """One parameter of ours, its parts stacked, fp32."""
     parts = []
     theirs = layout.names(ours)
     for part, (name, meta) in enumerate(zip(theirs, like.chunk(len(theirs)), strict=True)):
-        if Place(ours, part) not in places:
+        if StackedName(ours, part) not in places:
             raise InputError(f"{where}: {name} is missing. {_REFUSAL}")
-        name = places[Place(ours, part)]
+        name = places[StackedName(ours, part)]
         found = tensors[name]
         if found.shape != meta.shape:
             raise InputError(
@@ -378,7 +378,7 @@ def _why_no_head(
     shapes: Mapping[str, tuple[int | None, ...]],
     tensors: Mapping[str, Tensor],
     backbone: Mapping[str, Tensor],
-    layout: Layout,
+    layout: KeyMapping,
 ) -> str:
     """Why a head cannot be filled with what was found of it; "" where it can."""
     for ours, shape in shapes.items():
@@ -433,7 +433,7 @@ _CLASSES = {
 # ---- other sources
 
 
-def _facts(config: dict[str, Any], path: Path) -> Facts:
+def _facts(config: dict[str, Any], path: Path) -> ReleasedFacts:
     try:
         return read_config(config)
     except KeyError as error:
@@ -484,7 +484,7 @@ def _tensorflow_prefix(folder: Path) -> Path | None:
     return found[0] if found else None
 
 
-def _read_tensorflow(prefix: Path, facts: Facts) -> Released:
+def _read_tensorflow(prefix: Path, facts: ReleasedFacts) -> Released:
     checkpoint = Checkpoint(prefix)
     tensors: dict[str, Tensor] = {}
     original: dict[str, str] = {}

@@ -38,7 +38,7 @@ class Saver:
     """
 
     def __init__(
-        self, folder: Path, group: store.Group, *, keep_last: int, background: bool, retry_seconds: float
+        self, folder: Path, group: store.SavingGroup, *, keep_last: int, background: bool, retry_seconds: float
     ) -> None:
         self._folder, self._group, self._keep_last = folder, group, keep_last
         self._background, self._retry_seconds = background, retry_seconds
@@ -87,7 +87,7 @@ class Saver:
             self._copies[key] = copy
         return copy.copy_(tensor, non_blocking=True)
 
-    def _write(self, step: int, shard: store.Shard, state: dict[str, Any]) -> None:
+    def _write(self, step: int, shard: store.CheckpointShard, state: dict[str, Any]) -> None:
         try:
             self._write_or_retry(step, shard, state)
             try:
@@ -99,7 +99,7 @@ class Saver:
         except BaseException as error:
             self._error = error
 
-    def _write_or_retry(self, step: int, shard: store.Shard, state: dict[str, Any]) -> None:
+    def _write_or_retry(self, step: int, shard: store.CheckpointShard, state: dict[str, Any]) -> None:
         # All ranks meet the same error at the same try (`store.write`); how long that took they must not ask their
         # own clocks, so the waits are counted instead.
         waited, wait, said = 0.0, _FIRST_WAIT_SECONDS, ""

@@ -61,7 +61,7 @@ class HeldFragment(Protocol):
     def shared(self) -> bool: ...
 
 
-class Group(Protocol):
+class SavingGroup(Protocol):
     """The workers that save together; `pretrain.training.engine.engine.Engine` is one."""
 
     @property
@@ -86,7 +86,7 @@ def step_of(checkpoint: Path) -> int:
 
 
 @dataclass(frozen=True)
-class Shard:
+class CheckpointShard:
     """What one rank writes of a checkpoint: fp32 tensors by "<kind>|<parameter>|<start>", and what they are."""
 
     tensors: dict[str, Tensor]
@@ -97,14 +97,14 @@ class Shard:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
-def save(folder: Path, step: int, fragments: Iterable[HeldFragment], state: dict[str, Any], group: Group) -> Path:
+def save(folder: Path, step: int, fragments: Iterable[HeldFragment], state: dict[str, Any], group: SavingGroup) -> Path:
     """Write the checkpoint of `step` into `folder`, as `write` does; every rank calls this. Returns its path."""
     return write(folder, step, take_shard(fragments, group), state, group)
 
 
 def take_shard(
-    fragments: Iterable[HeldFragment], group: Group, copy: Callable[[str, Tensor], Tensor] = lambda _, x: x
-) -> Shard:
+    fragments: Iterable[HeldFragment], group: SavingGroup, copy: Callable[[str, Tensor], Tensor] = lambda _, x: x
+) -> CheckpointShard:
     """What this rank writes: all that it alone holds and, of what all hold, its even share.
 
     `copy` gets each tensor's key and a view of the optimizer's own, which the next step changes.
@@ -127,10 +127,10 @@ def take_shard(
                 "kinds": list(fragment.tensors),
             }
         )
-    return Shard(tensors, entries)
+    return CheckpointShard(tensors, entries)
 
 
-def write(folder: Path, step: int, shard: Shard, state: dict[str, Any], group: Group) -> Path:
+def write(folder: Path, step: int, shard: CheckpointShard, state: dict[str, Any], group: SavingGroup) -> Path:
     """Write the checkpoint of `step` into `folder`; every rank calls this with its shard. Returns its path.
 
     Each rank writes and hashes its own; rank 0 writes the state and, when all is on disk, the manifest, and renames
@@ -315,7 +315,7 @@ class _Piece(NamedTuple):
     file: str
 
 
-def _write_shard(aside: Path, shard: Shard, group: Group) -> dict[str, Any]:
+def _write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dict[str, Any]:
     """Write this rank's tensors; returns what the manifest says of the file."""
     name = f"rank-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
     path = aside / name
@@ -339,7 +339,7 @@ def _write_shard(aside: Path, shard: Shard, group: Group) -> dict[str, Any]:
     }
 
 
-def _share(fragment: HeldFragment, group: Group) -> slice:
+def _share(fragment: HeldFragment, group: SavingGroup) -> slice:
     """The part of a fragment that this rank writes."""
     numel = next(iter(fragment.tensors.values())).numel()
     if not fragment.shared:
@@ -378,7 +378,7 @@ def _write_manifest(aside: Path, shards: list[dict[str, Any]], state: dict[str, 
     put_manifest(aside, manifest)
 
 
-def _agree(group: Group, work: Callable[[], Any]) -> list[Any]:
+def _agree(group: SavingGroup, work: Callable[[], Any]) -> list[Any]:
     """Run `work` on this rank; its results on all ranks, or the first failure on all of them."""
     try:
         outcome: dict[str, Any] = {"result": work()}

@@ -16,7 +16,7 @@ _ROWS = 1 << 18  # compared at once
 
 
 @dataclass
-class Summary:
+class PieceSummary:
     """What jobs.read says of a piece: documents read, and the part files of those that are long enough."""
 
     source: int
@@ -36,7 +36,9 @@ class ShardPlan:
 class Documents:
     """The table of all documents, in the order of the corpus: 36 bytes each, and up to as much again to sort them."""
 
-    def __init__(self, table: np.ndarray, source: np.ndarray, parts: list[str], sizes: list[int], read: list[Summary]):
+    def __init__(
+        self, table: np.ndarray, source: np.ndarray, parts: list[str], sizes: list[int], read: list[PieceSummary]
+    ):
         self.table = table  # jobs.DOCUMENT [D]
         self.parts = parts
         self._source = source  # uint16 [D]
@@ -44,7 +46,7 @@ class Documents:
         self._read = read
 
     @classmethod
-    def load(cls, work: Path, summaries: list[Summary], validation_fraction: float) -> Documents:
+    def load(cls, work: Path, summaries: list[PieceSummary], validation_fraction: float) -> Documents:
         """Read the tables of all part files and decide which documents stay and which are held out."""
         parts = [part for summary in summaries for part in summary.parts]
         of_part = [summary.source for summary in summaries for _ in summary.parts]

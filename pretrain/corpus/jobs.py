@@ -37,7 +37,7 @@ _PART_BYTES = 32 << 20  # text per part file at most
 
 
 @dataclass(frozen=True)
-class Settings:
+class PreparationSettings:
     """What a process needs to know. Without a vocabulary, words are numbered and tokenised by a later job."""
 
     work: str  # folder of the part files and of the tokenizer, once there is one
@@ -102,7 +102,7 @@ def load_documents(path: Path) -> np.ndarray:
 class _Process:
     """State of this process: settings, the tokenizer, and the words it has met."""
 
-    def __init__(self, settings: Settings, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, settings: PreparationSettings, tokenizer: Tokenizer | None) -> None:
         self.settings = settings
         self.work = Path(settings.work)
         self.table = WordTable()
@@ -133,7 +133,7 @@ class _Process:
 _process: _Process | None = None
 
 
-def start_process(settings: Settings, tokenizer: Tokenizer | None, *, child: bool = True) -> None:
+def start_process(settings: PreparationSettings, tokenizer: Tokenizer | None, *, child: bool = True) -> None:
     """Make this process ready for jobs, with the vocabulary's tokenizer where it is given beforehand.
 
     A child leaves Ctrl-C to its parent and never outlives it.
@@ -147,7 +147,7 @@ def start_process(settings: Settings, tokenizer: Tokenizer | None, *, child: boo
     _process = _Process(settings, tokenizer)
 
 
-def start_task(settings: Settings, tokenizer: Tokenizer | None) -> None:
+def start_task(settings: PreparationSettings, tokenizer: Tokenizer | None) -> None:
     """Make a worker process of a Ray cluster ready for jobs; its signals and its end are Ray's.
 
     Raises `MachineError` where the work folder is not to be seen: nothing may be written to another of that name.

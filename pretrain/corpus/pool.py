@@ -29,7 +29,9 @@ class Pool:
     With `address` the processes are a Ray cluster's, as many as it has cores where `processes` is 0.
     """
 
-    def __init__(self, processes: int, settings: jobs.Settings, tokenizer: Tokenizer | None, address: str) -> None:
+    def __init__(
+        self, processes: int, settings: jobs.PreparationSettings, tokenizer: Tokenizer | None, address: str
+    ) -> None:
         self._processes = processes
         self._begin_with = settings, tokenizer
         self._address = address

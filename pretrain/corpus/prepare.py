@@ -44,9 +44,9 @@ from tokenizers import Tokenizer
 
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest, sha256_file, write_json
-from pretrain.config import Corpus, RunConfig, Source
+from pretrain.config import CorpusConfig, PretrainConfig, SourceConfig
 from pretrain.corpus import card, jobs, sources
-from pretrain.corpus.documents import Documents, ShardPlan, Summary
+from pretrain.corpus.documents import Documents, PieceSummary, ShardPlan
 from pretrain.corpus.pool import Pool, result_of
 from pretrain.corpus.shards import FORMAT, token_dtype, verify_shards
 from pretrain.corpus.vocabulary import (
@@ -61,7 +61,7 @@ WORK = ".work"
 _MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; the rarest give way
 
 
-def prepare(config: RunConfig, *, quiet: bool = False) -> str:
+def prepare(config: PretrainConfig, *, quiet: bool = False) -> str:
     """Prepare the corpus of `config` in its folder, going on where an earlier run stopped. Returns a summary line.
 
     Raises `InputError` (sources, vocabulary, unwritable folder, other settings than before), `MachineError` (disk full,
@@ -70,7 +70,7 @@ def prepare(config: RunConfig, *, quiet: bool = False) -> str:
     return _Preparation(config, quiet=quiet).run()
 
 
-def describe(config: RunConfig) -> dict[str, Any]:
+def describe(config: PretrainConfig) -> dict[str, Any]:
     """What `prepare` would read, for --dry-run: dir, state, processes, bytes, and the files of every source."""
     corpus, folder = config.corpus, Path(config.corpus.dir)
     state = "finished" if (folder / MANIFEST).exists() else "begun" if (folder / WORK).exists() else "new"
@@ -95,17 +95,17 @@ def describe(config: RunConfig) -> dict[str, Any]:
     }
 
 
-def _find_inputs(corpus: Corpus) -> list[list[sources.Input]]:
+def _find_inputs(corpus: CorpusConfig) -> list[list[sources.Input]]:
     return [sources.find_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
 
 
-def _processes(config: RunConfig) -> int:
+def _processes(config: PretrainConfig) -> int:
     """How many processes work; 0 on a cluster means as many as it has cores."""
     here = 0 if config.scheduling.address else len(os.sched_getaffinity(0))
     return config.corpus.processes or here
 
 
-def _source_name(source: Source) -> str:
+def _source_name(source: SourceConfig) -> str:
     stem = Path(source.path or source.dataset).name.split(".")[0].strip("*")
     return source.name or "-".join(filter(None, (source.kind, stem)))
 
@@ -113,7 +113,7 @@ def _source_name(source: Source) -> str:
 class _Preparation:
     """One run of `prepare`."""
 
-    def __init__(self, config: RunConfig, *, quiet: bool) -> None:
+    def __init__(self, config: PretrainConfig, *, quiet: bool) -> None:
         self._corpus = config.corpus
         self._address = config.scheduling.address
         self._processes = _processes(config)
@@ -171,7 +171,7 @@ class _Preparation:
     # ------------------------------------------------------------ settings
 
     def _pool(self) -> Pool:
-        settings = jobs.Settings(
+        settings = jobs.PreparationSettings(
             work=str(self._work),
             lowercase=self._corpus.vocabulary.lowercase,
             language=self._corpus.language,
@@ -261,7 +261,7 @@ class _Preparation:
 
     # ------------------------------------------------------------ stages
 
-    def _read(self, pool: Pool) -> list[Summary]:
+    def _read(self, pool: Pool) -> list[PieceSummary]:
         """Part files of all pieces; returns the pieces' summaries in the order of the corpus."""
         summaries = []
         total = sum(item.bytes for inputs in self._inputs for item in inputs)
@@ -269,7 +269,7 @@ class _Preparation:
             for (piece,), read in pool.run(jobs.read, self._pieces(), self._known_summaries):
                 for summary in read:
                     self._problems.extend(summary.pop("problems"))
-                    summaries.append(Summary(**summary))
+                    summaries.append(PieceSummary(**summary))
                 advance(piece.bytes)
         for number, source in enumerate(self._corpus.sources):
             if not any(summary.documents for summary in summaries if summary.source == number):
@@ -308,7 +308,7 @@ class _Preparation:
             write_json(self._work / "hashes.json", hashes)
         return hashes
 
-    def _vocabulary(self, pool: Pool, summaries: list[Summary]) -> Tokenizer:
+    def _vocabulary(self, pool: Pool, summaries: list[PieceSummary]) -> Tokenizer:
         """Train on the documents that stay, at most training_bytes of them, those with the lowest hashes."""
         path = self._work / jobs.TOKENIZER
         if path.exists():
@@ -332,7 +332,7 @@ class _Preparation:
         save_tokenizer(self._work, tokenizer)
         return tokenizer
 
-    def _tokenise(self, pool: Pool, summaries: list[Summary]) -> None:
+    def _tokenise(self, pool: Pool, summaries: list[PieceSummary]) -> None:
         """Part files of words become part files of tokens, under the new names in `summaries`."""
         work = []
         for summary in summaries:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, Any, cast
 
 from pretrain.common.errors import InputError
-from pretrain.config import Source
+from pretrain.config import SourceConfig
 from pretrain.corpus import books, docstrings, mediawiki
 
 PIECE_BYTES = 8 << 20  # least text per piece; files over 512 MB are cut into 64 pieces, up to:
@@ -88,7 +88,7 @@ class Piece:
     source: int
     input: int
     block: int
-    config: Source
+    config: SourceConfig
     paths: tuple[str, ...]
     start: int = 0  # bytes, rows or row groups, as the kind has them
     end: int = 0
@@ -106,7 +106,7 @@ class Piece:
 # ---------------------------------------------------------------- finding
 
 
-def find_inputs(source: Source, where: str) -> list[Input]:
+def find_inputs(source: SourceConfig, where: str) -> list[Input]:
     """The inputs of `source`, in a fixed order. `where` is its place in the config, for errors.
 
     Raises `InputError` if nothing is there, it cannot be read, or the text column does not exist.
@@ -123,7 +123,7 @@ def find_inputs(source: Source, where: str) -> list[Input]:
     return inputs
 
 
-def _find_files(source: Source, where: str) -> list[Path]:
+def _find_files(source: SourceConfig, where: str) -> list[Path]:
     path = Path(source.path).expanduser()
     if path.is_dir():
         suffixes = _SUFFIXES.get(source.kind, ())
@@ -169,7 +169,7 @@ def _group(files: list[Path], where: str) -> list[Input]:
     return inputs
 
 
-def _check_column(source: Source, file: Path, where: str) -> None:
+def _check_column(source: SourceConfig, file: Path, where: str) -> None:
     """Fail now, not in an hour, if the first file has no such column. A broken file is left to the reading."""
     import pyarrow as pa
 
@@ -194,7 +194,7 @@ def _check_column(source: Source, file: Path, where: str) -> None:
         )
 
 
-def _find_dataset(source: Source, where: str) -> list[Input]:
+def _find_dataset(source: SourceConfig, where: str) -> list[Input]:
     folder = Path(source.dataset)
     if folder.is_dir():
         dataset = saved_dataset(source)
@@ -214,7 +214,7 @@ def _find_dataset(source: Source, where: str) -> list[Input]:
     return [Input((f"hub:{source.dataset}@{source.revision}#{shard}/{shards}",), 0) for shard in range(shards)]
 
 
-def saved_dataset(source: Source) -> Any:
+def saved_dataset(source: SourceConfig) -> Any:
     import datasets
 
     try:
@@ -228,7 +228,7 @@ def saved_dataset(source: Source) -> Any:
     return dataset
 
 
-def hub_dataset(source: Source, where: str) -> Any:
+def hub_dataset(source: SourceConfig, where: str) -> Any:
     import datasets
 
     try:
@@ -249,7 +249,7 @@ def hub_dataset(source: Source, where: str) -> Any:
 
 
 def cut(
-    source: Source, source_number: int, input_number: int, item: Input, *, streams: bool = False
+    source: SourceConfig, source_number: int, input_number: int, item: Input, *, streams: bool = False
 ) -> Iterator[Piece]:
     """The pieces of one input; at least one, so that nothing goes unreported.
 
@@ -281,13 +281,13 @@ def cut_stream(piece: Piece) -> Iterator[Piece]:
     return cut(piece.config, piece.source, piece.input, Input(piece.paths, piece.bytes))
 
 
-def _cut_ranges(source: Source, place: tuple[int, int], item: Input, size: int) -> Iterator[Piece]:
+def _cut_ranges(source: SourceConfig, place: tuple[int, int], item: Input, size: int) -> Iterator[Piece]:
     for block, start in enumerate(range(0, max(item.bytes, 1), size)):
         end = min(start + size, item.bytes)
         yield Piece(*place, block, source, item.paths, start, end, bytes=end - start)
 
 
-def _cut_parquet(source: Source, place: tuple[int, int], item: Input) -> Iterator[Piece]:
+def _cut_parquet(source: SourceConfig, place: tuple[int, int], item: Input) -> Iterator[Piece]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -303,7 +303,7 @@ def _cut_parquet(source: Source, place: tuple[int, int], item: Input) -> Iterato
         yield Piece(*place, 0, source, item.paths, problems=problems.entries())
 
 
-def _cut_dataset(source: Source, place: tuple[int, int], item: Input) -> Iterator[Piece]:
+def _cut_dataset(source: SourceConfig, place: tuple[int, int], item: Input) -> Iterator[Piece]:
     if item.is_remote:
         shard, shards = item.paths[0].rpartition("#")[2].split("/")
         yield Piece(*place, 0, source, item.paths, int(shard), int(shards))
@@ -321,7 +321,9 @@ def _is_multistream(path: Path) -> bool:
         return _BZ2_STREAM.search(file.read(64 << 20), 1) is not None
 
 
-def _feed(source: Source, place: tuple[int, int], item: Input, blocks: Iterator[tuple[Any, int]]) -> Iterator[Piece]:
+def _feed(
+    source: SourceConfig, place: tuple[int, int], item: Input, blocks: Iterator[tuple[Any, int]]
+) -> Iterator[Piece]:
     """Pieces that carry their data, read in order by one process. The last has none, only the faults."""
     path, problems = item.paths[0], Problems()
     block = position = 0
@@ -343,7 +345,7 @@ class _BrokenInputError(Exception):
     """A file that cannot be read to its end or in part; the rest has been yielded."""
 
 
-def _stream_blocks(source: Source, path: Path) -> Iterator[tuple[bytes, int]]:
+def _stream_blocks(source: SourceConfig, path: Path) -> Iterator[tuple[bytes, int]]:
     """(whole records of about PIECE_BYTES, bytes of the compressed file read so far)."""
     token, shift = _RECORD_START[source.kind]
     rest, searched = bytearray(), 0
@@ -370,7 +372,7 @@ def _stream_blocks(source: Source, path: Path) -> Iterator[tuple[bytes, int]]:
         raise _BrokenInputError(f"broken file: {fault}")
 
 
-def _csv_blocks(source: Source, path: Path) -> Iterator[tuple[list[bytes | None], int]]:
+def _csv_blocks(source: SourceConfig, path: Path) -> Iterator[tuple[list[bytes | None], int]]:
     """(texts of a block of rows as bytes, bytes of the file read so far)."""
     import pyarrow as pa
 
@@ -657,7 +659,7 @@ def _without_surrogates(text: str, path: str, problems: Problems) -> str:
     return text
 
 
-def _no_records(source: Source, path: Path) -> str:
+def _no_records(source: SourceConfig, path: Path) -> str:
     token = _RECORD_START[source.kind][0].decode().strip() or "line end"
     return f"{path}: no {token!r} in {MAX_RECORD_BYTES >> 20} MB. Is it really of kind {source.kind}?"
 

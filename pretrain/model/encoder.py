@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from pretrain.config import Model
+from pretrain.config import ModelConfig
 from pretrain.model.attention.dispatch import BETWEEN, program, self_attention
 from pretrain.model.initialisation import attend_to_neighbours
 from pretrain.model.parts import hash_dropout, layer_norm, linear, normal, ones, zeros
@@ -51,7 +51,7 @@ class Encoder(nn.Module):
 
     def __init__(
         self,
-        shape: Model,
+        shape: ModelConfig,
         vocabulary_size: int,
         *,
         compile: bool = False,
@@ -105,7 +105,7 @@ class Embeddings(nn.Module):
     embeddings_project).
     """
 
-    def __init__(self, shape: Model, vocabulary_size: int, compile: bool) -> None:
+    def __init__(self, shape: ModelConfig, vocabulary_size: int, compile: bool) -> None:
         super().__init__()
         self.dropout, self.eps = shape.hidden_dropout, shape.layer_norm_eps
         self.fused = compile
@@ -155,7 +155,7 @@ class AfterAttention(NamedTuple):
 class Layer(nn.Module):
     """One transformer layer."""
 
-    def __init__(self, shape: Model, compile: bool) -> None:
+    def __init__(self, shape: ModelConfig, compile: bool) -> None:
         super().__init__()
         self.shape = shape
         self.fused = compile

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from pretrain.config import Model
+from pretrain.config import ModelConfig
 from pretrain.model.attention.dispatch import program
 from pretrain.model.encoder import Encoder, UnpaddedBatch
 from pretrain.model.fused_cross_entropy import vocabulary_losses
@@ -43,7 +43,7 @@ class PretrainingModel(Encoder):
 
     def __init__(
         self,
-        shape: Model,
+        shape: ModelConfig,
         vocabulary_size: int,
         next_sentence: bool = True,
         *,
@@ -75,7 +75,7 @@ class PretrainingModel(Encoder):
 class Heads(nn.Module):
     """MLM transform with the tied decoder's bias, and pooler with NSP classifier (Devlin et al., section 3.1)."""
 
-    def __init__(self, shape: Model, vocabulary_size: int, next_sentence: bool, compile: bool) -> None:
+    def __init__(self, shape: ModelConfig, vocabulary_size: int, next_sentence: bool, compile: bool) -> None:
         super().__init__()
         self.fused = compile
         self.next_sentence = next_sentence

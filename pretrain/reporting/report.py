@@ -19,7 +19,7 @@ from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.settings import dump
-from pretrain.config import RunConfig, load_config
+from pretrain.config import PretrainConfig, load_config
 from pretrain.reporting.charts import Bar, Series, bar_chart, line_chart
 from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences, read_vocabulary
 from pretrain.reporting.pages import write_page
@@ -36,7 +36,7 @@ def write_report(run_dir: Path, out: Path) -> Path:
     The ten filled sentences need the run's export in `run_dir/export`; without it the page says so.
     Raises `InputError` where the run has no config or no records.
     """
-    run = _Run.read(run_dir)
+    run = _ReportData.read(run_dir)
     return write_page(
         out,
         "report.html.j2",
@@ -54,7 +54,7 @@ def write_report(run_dir: Path, out: Path) -> Path:
 
 def summary(run_dir: Path) -> str:
     """The run in a few lines for the terminal."""
-    run = _Run.read(run_dir)
+    run = _ReportData.read(run_dir)
     lines = [
         f"{run.config.name}: step {run.step:,} of {run.config.total_steps:,}, "
         f"{clock(run.seconds)} of training on {_workers(run.config)}",
@@ -69,7 +69,7 @@ def summary(run_dir: Path) -> str:
     return "\n".join(lines)
 
 
-def _finetuned(run: _Run) -> list[dict[str, Any]]:
+def _finetuned(run: _ReportData) -> list[dict[str, Any]]:
     """What was fine-tuned from the run, if the demo left word of it (`FINETUNED`): a chart and examples for each task."""
     path = run.folder / FINETUNED
     results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
@@ -96,16 +96,16 @@ def _finetuned(run: _Run) -> list[dict[str, Any]]:
 
 
 @dataclass(frozen=True)
-class _Run:
+class _ReportData:
     folder: Path
-    config: RunConfig
+    config: PretrainConfig
     environment: dict[str, Any]
     card: dict[str, Any]
     training: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
 
     @classmethod
-    def read(cls, folder: Path) -> _Run:
+    def read(cls, folder: Path) -> _ReportData:
         if not (folder / "config.yaml").is_file():
             raise InputError(f"{folder}: has no config.yaml, so it is no run folder. Give one such as runs/bert-mini.")
         config = load_config(folder / "config.yaml")
@@ -156,7 +156,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 # ---- figures
 
 
-def _tiles(run: _Run) -> list[tuple[str, str, str]]:
+def _tiles(run: _ReportData) -> list[tuple[str, str, str]]:
     """(label, figure, note) of what one wants to know first."""
     tiles = []
     if run.evaluations:
@@ -181,7 +181,7 @@ def _tiles(run: _Run) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _workers(config: RunConfig) -> str:
+def _workers(config: PretrainConfig) -> str:
     return f"{config.scheduling.workers} worker{'s' if config.scheduling.workers > 1 else ''}"
 
 
@@ -190,7 +190,7 @@ def _measured(record: dict[str, Any]) -> list[str]:
     return [form.format(record[key]) for key, form in forms.items() if record.get(key) is not None]
 
 
-def _throughput(run: _Run) -> list[str]:
+def _throughput(run: _ReportData) -> list[str]:
     """Medians over the run's records."""
     forms = {
         "tokens_per_second": "{:,.0f} useful tokens/s",
@@ -201,7 +201,7 @@ def _throughput(run: _Run) -> list[str]:
     return [forms[field].format(statistics.median(values)) for field, values in medians.items() if values]
 
 
-def _model_line(config: RunConfig) -> str:
+def _model_line(config: PretrainConfig) -> str:
     model = config.model
     sizes = f"{model.layers} layers x {model.hidden}, {model.heads} heads"
     return f"{sizes}, {config.optimizer.name}, {config.engine.precision}"
@@ -213,7 +213,7 @@ def _corpus_line(card: dict[str, Any]) -> str:
     return "   ".join(f"{short(totals[key])} {key}" for key in counts if key in totals)
 
 
-def _charts(run: _Run) -> Iterator[str]:
+def _charts(run: _ReportData) -> Iterator[str]:
     """The page's figures; those without a record are left out."""
 
     def pair(field: str) -> list[Series]:
@@ -245,7 +245,7 @@ def _charts(run: _Run) -> Iterator[str]:
     return (chart for chart in charts if chart)
 
 
-def _phase_marks(config: RunConfig) -> list[tuple[float, str, str]]:
+def _phase_marks(config: PretrainConfig) -> list[tuple[float, str, str]]:
     """The steps between phases, with the sequence lengths on both sides."""
     marks, step = [], 0
     for phase, following in itertools.pairwise(config.phases):
@@ -350,7 +350,7 @@ def _cell(key: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
-def _fillings(run: _Run) -> list[Filling]:
+def _fillings(run: _ReportData) -> list[Filling]:
     """The ten sentences of the page; [] where the run is not exported or its corpus is not there."""
     export_dir, corpus = run.folder / "export", Path(run.config.corpus.dir)
     if not export_dir.is_dir() or not corpus.is_dir():

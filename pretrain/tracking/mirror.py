@@ -12,7 +12,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pretrain.common.errors import InputError
-from pretrain.config import Run
+from pretrain.config import RunConfig
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +94,9 @@ def _wandb_key_set() -> bool:
         return False
 
 
-def wandb_arguments(config: Run, run_dir: Path, run_id: str, card: dict[str, Any], job_type: str) -> dict[str, Any]:
+def wandb_arguments(
+    config: RunConfig, run_dir: Path, run_id: str, card: dict[str, Any], job_type: str
+) -> dict[str, Any]:
     return {
         "project": config.tracking.project,
         "id": run_id,

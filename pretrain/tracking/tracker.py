@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.files import append_open, disk_errors
-from pretrain.config import Run
+from pretrain.config import RunConfig
 from pretrain.tracking.mirror import WandbMirror, wandb_arguments, wandb_mode, wandb_names
 from pretrain.tracking.records import METRICS, keep_until
 
@@ -34,7 +34,7 @@ class Tracker:
 
     def __init__(
         self,
-        config: Run,
+        config: RunConfig,
         run_dir: Path,
         *,
         run_id: str | None,

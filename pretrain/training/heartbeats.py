@@ -43,7 +43,7 @@ class Finding(NamedTuple):
     pid: int
 
 
-class Summary(NamedTuple):
+class HeartbeatSummary(NamedTuple):
     """What rank 0 tells the others."""
 
     aggregator: Heartbeat
@@ -94,7 +94,7 @@ class Exchange:
         others = self._store.multi_get(self._keys[1:])
         return [mine, *(_heartbeat(json.loads(value)) for value in others)]
 
-    def report(self, mine: Heartbeat) -> Summary | None:
+    def report(self, mine: Heartbeat) -> HeartbeatSummary | None:
         """Other ranks: publish a heartbeat; returns the newest summary, None before the first."""
         assert self._store is not None
         self._store.set(self._keys[self._rank], json.dumps(mine))
@@ -102,7 +102,7 @@ class Exchange:
         if not self._told:
             return None
         aggregator, finding = json.loads(self._store.get(self._summary))
-        return Summary(Heartbeat(*aggregator), Finding(*finding) if finding else None)
+        return HeartbeatSummary(Heartbeat(*aggregator), Finding(*finding) if finding else None)
 
 
 def _heartbeat(value: list[Any] | None) -> Heartbeat | None:
@@ -202,7 +202,7 @@ class Follower:
         self._count = self._pulses = -1
         self._told_at = self._progress_at = 0.0
 
-    def find(self, summary: Summary | None, pulses: int, allowed: float, now: float) -> Finding | None:
+    def find(self, summary: HeartbeatSummary | None, pulses: int, allowed: float, now: float) -> Finding | None:
         """What rank 0 found, or that rank 0 itself hangs.
 
         `summary` is the newest that it published; `pulses` and `allowed` are this rank's own, as in its heartbeat.

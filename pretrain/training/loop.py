@@ -22,7 +22,7 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 from pretrain.common.memory import return_freed_memory
-from pretrain.config import Run
+from pretrain.config import RunConfig
 from pretrain.training.engine.engine import Engine, StepResult
 from pretrain.training.session import newest_checkpoint
 from pretrain.training.spikes import REMEMBERED, is_spike
@@ -51,7 +51,7 @@ class Step(Protocol):
 S = TypeVar("S", bound=Step)
 
 
-class Task(Protocol[S]):
+class TrainingTask(Protocol[S]):
     """What is trained. Totals are sums over micro-batches, made comparable by `metrics` (law 3)."""
 
     def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[S]:
@@ -107,10 +107,10 @@ class Task(Protocol[S]):
 
 
 @dataclass(frozen=True)
-class Plan:
+class TrainingPlan:
     """How long, how fast and how often."""
 
-    config: Run  # tracking, checkpoint, guard and engine
+    config: RunConfig  # tracking, checkpoint, guard and engine
     total_steps: int
     learning_rate: Callable[[int], float]  # of the 0-based step
     evaluate_every_steps: int
@@ -187,8 +187,8 @@ class _PatientRecorder:
 
 def fit(
     engine: Engine,
-    task: Task[S],
-    plan: Plan,
+    task: TrainingTask[S],
+    plan: TrainingPlan,
     progress: Progress,
     *,
     checkpoints: Path,
@@ -214,7 +214,9 @@ def fit(
     run.tell_trouble()
 
 
-def rehearse(engine: Engine, task: Task[S], progress: Progress, checkpoints: Path, extra_state: dict[str, Any]) -> None:
+def rehearse(
+    engine: Engine, task: TrainingTask[S], progress: Progress, checkpoints: Path, extra_state: dict[str, Any]
+) -> None:
     """Fail in minute one: step the largest micro-batch, with a checkpoint written before and read back after.
 
     Leaves the training state bitwise as the checkpoint of `progress` has it; at a fresh start that is written first, as
@@ -287,8 +289,8 @@ class _Run(Generic[S]):
     def __init__(
         self,
         engine: Engine,
-        task: Task[S],
-        plan: Plan,
+        task: TrainingTask[S],
+        plan: TrainingPlan,
         progress: Progress,
         checkpoints: Path,
         extra_state: dict[str, Any],

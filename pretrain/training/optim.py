@@ -49,7 +49,7 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_deca
     return [group for group in groups if group["params"]]
 
 
-def make_optimizer(settings: config.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
     """The configured optimizer over `parameter_groups`.
 
     Its learning rate starts at 0, so that a step taken before the loop has set one changes no weight
@@ -61,7 +61,7 @@ def make_optimizer(settings: config.Optimizer, groups: list[dict[str, Any]]) -> 
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=settings.epsilon, fused=True)
 
 
-def learning_rate(phases: Sequence[config.Phase], step: int) -> float:
+def learning_rate(phases: Sequence[config.PhaseConfig], step: int) -> float:
     """The rate of the 0-based optimizer `step`; the schedule starts anew with each phase.
 
     Linear warm-up from 1 / warmup_steps of the peak to the peak, which the last warm-up step has, then decay over the
@@ -75,7 +75,7 @@ def learning_rate(phases: Sequence[config.Phase], step: int) -> float:
     raise IndexError("past the last phase")
 
 
-def _phase_rate(phase: config.Phase, step: int) -> float:
+def _phase_rate(phase: config.PhaseConfig, step: int) -> float:
     peak_step = max(0, phase.warmup_steps - 1)
     if step < peak_step:
         return phase.peak_learning_rate * (step + 1) / phase.warmup_steps

@@ -19,7 +19,7 @@ from pretrain.common.errors import MachineError
 from pretrain.common.files import allow_open_files
 from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.worker import Worker
-from pretrain.config import R, Run, with_precision
+from pretrain.config import R, RunConfig, with_precision
 from pretrain.model import precision
 from pretrain.training.engine.engine import Engine, end_process_group
 from pretrain.training.watchdog import Watchdog
@@ -87,7 +87,7 @@ def settle_device(config: R, worker: Worker) -> tuple[R, torch.device]:
     return config, device
 
 
-def _check_device(config: Run, device: torch.device) -> None:
+def _check_device(config: RunConfig, device: torch.device) -> None:
     """Raise `MachineError` where the device cannot compute in the run's precision, or torch has no code for it."""
     chosen = config.engine.precision
     advice = (
@@ -142,7 +142,7 @@ def newest_checkpoint(checkpoints: Path, engine: Engine) -> Path | None:
 
 
 @contextlib.contextmanager
-def watched(config: Run, worker: Worker) -> Iterator[Watchdog]:
+def watched(config: RunConfig, worker: Worker) -> Iterator[Watchdog]:
     """Work that is ended, for whoever restarts it, when a rank hangs; from the process group on, so starts are, too."""
     with Watchdog(
         worker.rank,

@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from pretrain.config import Guard
+from pretrain.config import SpikeConfig
 
 REMEMBERED = 64  # steps whose losses tell what is usual
 _ENOUGH = 32
@@ -14,7 +14,7 @@ _ENOUGH = 32
 _SIGMA = 1.4826
 
 
-def is_spike(before: Sequence[float], loss: float, settings: Guard) -> bool:
+def is_spike(before: Sequence[float], loss: float, settings: SpikeConfig) -> bool:
     """Whether `loss` leaps out of the losses of the steps before it; never while these are too few.
 
     Median and median absolute deviation, so that one odd loss among them moves the bound little.

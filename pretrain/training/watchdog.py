@@ -38,8 +38,8 @@ from pretrain.training.heartbeats import (
     Finding,
     Follower,
     Heartbeat,
+    HeartbeatSummary,
     Ranks,
-    Summary,
 )
 
 _ROUND_SECONDS = (0.2, 2.0)  # between heartbeats: a sixteenth of the limit, within these
@@ -307,7 +307,7 @@ class _Talk:
         self, watchdog: Watchdog, connect: Callable[[], TCPStore], rank: int, world_size: int, seconds: float
     ) -> None:
         self.heard: list[Heartbeat | None] | None = None
-        self.summary: Summary | None = None
+        self.summary: HeartbeatSummary | None = None
         self._watchdog, self._connect, self._rank, self._seconds = watchdog, connect, rank, seconds
         self._exchange = Exchange(rank, world_size)
         self._finding: Finding | None = None

@@ -126,7 +126,7 @@ class Outputs:
         predicted = np.array([numbers[prediction["label"]] for prediction in predictions], np.int64)
         return metrics.confusion(true, predicted, len(numbers))
 
-    def _by_type(self, counts: metrics.Counts) -> dict[str, dict[str, float]]:
+    def _by_type(self, counts: metrics.ClassCounts) -> dict[str, dict[str, float]]:
         columns = (
             counts.precision.tolist(),
             counts.recall.tolist(),

@@ -12,7 +12,7 @@ from finetune.tasks.classification.settings import ClassificationSettings
 from pretrain.common.errors import InputError
 
 
-class Source:
+class TableSource:
     """Tables of one config.
 
     Args:
@@ -76,7 +76,7 @@ class Source:
             return self._named(table)
         kind, layout = tables.format_of(place), self._layout(path)
         if kind and kind != tables.format_of(settings.train):
-            layout = tables.Layout(encoding=settings.encoding, header=settings.header)
+            layout = tables.TableFormat(encoding=settings.encoding, header=settings.header)
         if not labelled and not kind and not layout.format:
             if plain_suffix(place) == ".txt" and "pair" not in keys:
                 return tables.read_texts(place, settings.encoding)
@@ -146,9 +146,9 @@ class Source:
         classes = table.classes.get(keys["label"], [])
         return replace(table, columns=found, classes={"label": classes} if classes else {})
 
-    def _layout(self, path: str) -> tables.Layout:
+    def _layout(self, path: str) -> tables.TableFormat:
         """How a file is read; one may be too short to show what its quotes are, so all are as in the training set."""
         settings, quoting = self._settings, self._settings.quoting
         if quoting == "auto" and self._quoting and (settings.format or tables.format_of(path)) == "tsv":
             quoting = self._quoting
-        return tables.Layout(settings.format, settings.encoding, settings.delimiter, quoting, settings.header)
+        return tables.TableFormat(settings.format, settings.encoding, settings.delimiter, quoting, settings.header)

@@ -17,7 +17,7 @@ from finetune.datasets.text import Column, Framed, Slices, TextEncoder, frame, s
 from finetune.tasks.base import Head, Objective, Windows
 from finetune.tasks.classification.decoding import THRESHOLD, Outputs
 from finetune.tasks.classification.settings import SCORES, ClassificationSettings
-from finetune.tasks.classification.source import Source
+from finetune.tasks.classification.source import TableSource
 from pretrain.common.errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -52,7 +52,7 @@ class Classification:
 
     def __init__(self, settings: ClassificationSettings, state: Mapping[str, Any] | None = None) -> None:
         self.settings = settings
-        self._source = Source(settings, state.get("quoting") if state else None)  # older models do not say it
+        self._source = TableSource(settings, state.get("quoting") if state else None)  # older models do not say it
         self._glue = glue.TASKS[settings.glue] if settings.glue else None
         self.problem: Problem = "regression" if settings.glue == "stsb" else settings.problem_type
         self.objective: Objective = _OBJECTIVES[self.problem]

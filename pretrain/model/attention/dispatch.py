@@ -137,7 +137,7 @@ def program(function: Callable[..., Any], fused: bool) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
-class Group(NamedTuple):
+class SequenceGroup(NamedTuple):
     """Consecutive sequences, padded to the longest."""
 
     keys: Padded  # token rows
@@ -157,7 +157,7 @@ class Padded(NamedTuple):
 @functools.lru_cache(maxsize=8)  # a micro-batch has two, asked for by every layer, forward and backward
 def group_sequences(
     boundaries: tuple[int, ...], queries: tuple[int, ...] | None, heads: int, device: torch.device
-) -> tuple[Group, ...]:
+) -> tuple[SequenceGroup, ...]:
     """Cut the sequences between `boundaries` (S + 1 token offsets) into the groups that cost least.
 
     Any order of the sequences is right; the ascending order of the loader's batches makes the cheapest groups.
@@ -169,7 +169,7 @@ def group_sequences(
         if asking[0] < asking[-1]:
             keys = _pad(boundaries[begin : end + 1], device)
             padded = keys if queries is None else _pad(asking, device)
-            groups.append(Group(keys, padded, torch.where(keys.real_GL, 0.0, -math.inf)))
+            groups.append(SequenceGroup(keys, padded, torch.where(keys.real_GL, 0.0, -math.inf)))
     return tuple(groups)
 
 
@@ -341,18 +341,18 @@ def _backward(ctx: Any, grad_context: Tensor, _grad_lse: Tensor) -> tuple[Tensor
 grouped_attention.register_autograd(_backward, setup_context=_save_for_backward)
 
 
-def _groups(cu_seqlens: Tensor, rows: Tensor | None, heads: int) -> tuple[Group, ...]:
+def _groups(cu_seqlens: Tensor, rows: Tensor | None, heads: int) -> tuple[SequenceGroup, ...]:
     queries = None if rows is None else tuple(_query_boundaries(rows, cu_seqlens).tolist())
     return group_sequences(tuple(cu_seqlens.tolist()), queries, heads, cu_seqlens.device)
 
 
-def _rows(group: Group, rows: Tensor | None) -> Tensor:
+def _rows(group: SequenceGroup, rows: Tensor | None) -> Tensor:
     """int64 [G, Q], token row of each query."""
     return group.queries.number_GL if rows is None else rows[group.queries.number_GL]
 
 
 def _project(
-    pieces: _Pieces, qkv: Tensor, bias: Tensor, group: Group, rows: Tensor | None, heads: int
+    pieces: _Pieces, qkv: Tensor, bias: Tensor, group: SequenceGroup, rows: Tensor | None, heads: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(queries [B, Q, D], keys [B, L, D], values [B, L, D]) of one group."""
     hidden = qkv.shape[1] // 3

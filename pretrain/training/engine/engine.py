@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pretrain.common.memory import hold_freed_memory, return_freed_memory, share_one_heap
-from pretrain.config import Engine as EngineSettings
+from pretrain.config import EngineConfig as EngineSettings
 from pretrain.model.encoder import Embeddings
 from pretrain.training.optim import Lamb, Segment, cut_segments, number_tensors, square_sum
 
