@@ -103,7 +103,7 @@ class Launched:
         script = (
             "import json, sys\n"
             "from cluster.workers.launch import run\n"
-            "from pretrain.errors import RunError\n"
+            "from pretrain.common.errors import RunError\n"
             "try:\n"
             "    run(sys.argv[1], {'resume': False}, name='test', run_dir='run', **json.loads(sys.argv[2]))\n"
             "except RunError as error:\n"

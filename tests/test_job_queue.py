@@ -222,7 +222,7 @@ def dashboard() -> Iterator[str]:
 def test_a_wait_loads_nothing_heavy(dashboard: str) -> None:
     """Each job that waits is a process on the cluster's head."""
     script = (
-        "import sys; from cluster import job, turn\n"
+        "import sys; from cluster.jobs import entrypoint, job_queue\n"
         f"job_queue._dashboard = lambda: {dashboard!r}\n"
         "job_queue.pause = lambda _: 0.01\n"
         "job_queue.await_turn('mine')\n"

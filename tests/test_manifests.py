@@ -921,15 +921,15 @@ def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: 
     """Whatever stands in a text, the scripts of a manifest parse, run, and do nothing that it says."""
     canary, work = tmp_path / "canary", tmp_path / "work"
     value = value.replace(_CANARY, str(canary))
-    module = {"kuberay": manifests.kuberay, "rayup": manifests.rayup, "slurm": manifests.slurm}[kind]
-    place = accepted(module.KubeRaySettings, value, work)
+    settings, render_job = manifests._KINDS[kind]
+    place = accepted(settings, value, work)
     if kind == "slurm":
         place = place.model_copy(update={"environment": "cd ."})
     Path(place.storage if place.storage.startswith(str(tmp_path)) else work).mkdir(parents=True, exist_ok=True)
     if not place.storage.startswith(str(tmp_path)):
         place = place.model_copy(update={"storage": str(work)})
     job = hostile_job(value, canary)
-    text = module.render(job, place)
+    text = render_job(job, place)
     (tmp_path / "home").mkdir()
     for script in scripts_of(kind, text, tmp_path / "home"):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)

@@ -116,7 +116,7 @@ def test_signal_is_heard(number: signal.Signals) -> None:
 
 def test_second_interrupt_ends_the_process() -> None:
     script = (
-        "import os, signal; from pretrain.worker import Worker\n"
+        "import os, signal; from pretrain.common.worker import Worker\n"
         "worker = Worker.from_environment({})\n"
         "os.kill(os.getpid(), signal.SIGINT); print(worker.stop_requested(), flush=True)\n"
         "os.kill(os.getpid(), signal.SIGINT); print('still here')\n"

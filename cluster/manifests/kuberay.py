@@ -24,7 +24,7 @@ _FILES = "/etc/bertrain"  # where the ConfigMap lies in every container
 _GCS = "/var/lib/gcs"
 _HEAD_MEMORY_GIB = 8
 # As pgrep finds the run's command: of start.sh, or of a job that `submit` has put on the head.
-_COMMAND = "-m (pretrain pretrain|finetune finetune|cluster[.]job|cluster[.]driver)"
+_COMMAND = "-m (pretrain pretrain|finetune finetune|cluster[.]jobs[.]entrypoint|cluster[.]workers[.]driver)"
 _USER = 1000  # of the Containerfile
 _INSTANCE = "app.kubernetes.io/instance"
 # KubeRay adds to the names of what it makes, which then still have to be names of DNS (its MaxRayJobNameLength).
