@@ -1,0 +1,189 @@
+"""Who may import whom: the floors of the project, read from the syntax trees, lazy and TYPE_CHECKING imports included."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("pretrain", "finetune", "cluster")
+
+# A room is a folder below a package, or a file beside those folders. From the ground floor up, each with all the rooms
+# that it may import; a room that is not above cannot be named, so no circle and no import upward can be written down.
+MAY_IMPORT: dict[str, str] = {
+    "pretrain.common": "",
+    "pretrain.config": "pretrain.common",
+    "cluster.workers": "pretrain.common",
+    "cluster.local": "pretrain.common cluster.workers",
+    "cluster.pool": "pretrain.common cluster.workers",
+    "cluster.trials": "pretrain.common cluster.workers",
+    "pretrain.tracking": "pretrain.common pretrain.config",
+    "pretrain.corpus": "pretrain.common pretrain.config cluster.pool",
+    "pretrain.batches": "pretrain.common pretrain.config pretrain.corpus",
+    "pretrain.model": "pretrain.config",
+    "pretrain.checkpoint": "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.tracking",
+    "pretrain.preflight": "pretrain.common pretrain.config pretrain.corpus",
+    "pretrain.estimate": "pretrain.common pretrain.config pretrain.corpus pretrain.model",
+    "pretrain.commands": "pretrain.common pretrain.config pretrain.tracking cluster.workers",
+    "pretrain.training": "pretrain.common pretrain.config pretrain.model pretrain.checkpoint pretrain.preflight",
+    "finetune.datasets": "pretrain.common pretrain.config pretrain.corpus",
+    "finetune.metrics": "finetune.datasets",
+    "finetune.tasks": "pretrain.common finetune.datasets finetune.metrics",
+    "finetune.config": "pretrain.common pretrain.config finetune.tasks",
+    "cluster.jobs": (
+        "pretrain.common pretrain.config pretrain.tracking pretrain.commands finetune.config cluster.workers cluster.local"
+    ),
+    "cluster.manifests": "pretrain.common pretrain.config pretrain.commands finetune.config cluster.workers",
+    "pretrain.reporting": (
+        "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
+        "pretrain.checkpoint cluster.jobs"
+    ),
+    "pretrain.train": (
+        "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
+        "pretrain.checkpoint pretrain.estimate pretrain.training"
+    ),
+    "pretrain.bench": (
+        "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
+        "pretrain.checkpoint pretrain.preflight pretrain.estimate pretrain.commands pretrain.training pretrain.reporting"
+    ),
+    "cluster.doctor": (
+        "pretrain.common pretrain.config pretrain.model pretrain.estimate pretrain.commands pretrain.training "
+        "pretrain.bench cluster.workers cluster.jobs"
+    ),
+    "pretrain.demo": "pretrain.common pretrain.commands pretrain.reporting",
+    "pretrain.__main__": (
+        "pretrain.common pretrain.config pretrain.corpus pretrain.checkpoint pretrain.preflight pretrain.estimate "
+        "pretrain.commands pretrain.reporting pretrain.demo cluster.workers"
+    ),
+    "cluster.__main__": (
+        "pretrain.common pretrain.commands cluster.local cluster.jobs cluster.manifests cluster.doctor"
+    ),
+    "finetune.model": (
+        "pretrain.common pretrain.config pretrain.batches pretrain.model pretrain.checkpoint finetune.datasets "
+        "finetune.tasks finetune.config"
+    ),
+    "finetune.artifacts": (
+        "pretrain.common pretrain.config pretrain.model pretrain.checkpoint finetune.datasets finetune.tasks "
+        "finetune.config finetune.model"
+    ),
+    "finetune": "finetune.artifacts",
+    "finetune.train": (
+        "pretrain.common pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint pretrain.estimate "
+        "pretrain.training finetune.datasets finetune.tasks finetune.config finetune.model finetune.artifacts"
+    ),
+    "finetune.runs": (
+        "pretrain.common pretrain.config pretrain.checkpoint pretrain.preflight pretrain.estimate cluster.workers "
+        "finetune.datasets finetune.tasks finetune.config finetune.model finetune.artifacts finetune"
+    ),
+    "finetune.bench": (
+        "pretrain.common pretrain.tracking pretrain.model pretrain.checkpoint pretrain.commands finetune.datasets "
+        "finetune.tasks finetune.config finetune.artifacts"
+    ),
+    "finetune.experiments": (
+        "pretrain.common pretrain.config pretrain.tracking pretrain.model pretrain.preflight cluster.workers "
+        "cluster.trials finetune.datasets finetune.config finetune.artifacts finetune.runs finetune"
+    ),
+    "finetune.demo_data": "pretrain.common pretrain.corpus",
+    "finetune.demo": ("pretrain.common pretrain.reporting pretrain.demo finetune.artifacts finetune.demo_data"),
+    "finetune.__main__": (
+        "pretrain.common pretrain.preflight pretrain.commands finetune.config finetune.artifacts finetune "
+        "finetune.runs finetune.bench finetune.experiments finetune.demo"
+    ),
+}
+
+# Libraries that one place owns: what another place needs of them goes through it.
+OWNERS = {
+    "ray": ("cluster/", "pretrain/corpus/"),
+    "deepspeed": ("pretrain/training/engine/",),
+    "wandb": ("pretrain/tracking/",),
+    "wandb_workspaces": ("pretrain/reporting/dashboard/",),
+}
+
+
+@functools.cache
+def _files() -> dict[str, Path]:
+    """Each module's file, by dotted name."""
+    modules = {}
+    for package in PACKAGES:
+        for file in (ROOT / package).rglob("*.py"):
+            parts = file.relative_to(ROOT).with_suffix("").parts
+            modules[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = file
+    return modules
+
+
+def _imports(file: Path) -> Iterator[tuple[str, int]]:
+    """All that a file imports, wherever in it, as (dotted name, line)."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from ((alias.name, node.lineno) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{file}:{node.lineno}: imports are absolute"
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                yield (whole if whole in _files() else node.module or ""), node.lineno
+
+
+@functools.cache
+def _arrows() -> dict[str, dict[str, int]]:
+    """Module -> the project's modules that it imports, each with a line that does."""
+    arrows: dict[str, dict[str, int]] = {}
+    for module, file in _files().items():
+        arrows[module] = {name: line for name, line in _imports(file) if name in _files() and name != module}
+    return arrows
+
+
+def _room(module: str) -> str:
+    return ".".join(module.split(".")[:2])
+
+
+def _circles(arrows: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
+    """What is left when everything that imports nothing left is taken away, again and again."""
+    left = {module: set(imported) & set(arrows) for module, imported in arrows.items()}
+    while free := [module for module, imported in left.items() if not imported & set(left)]:
+        for module in free:
+            del left[module]
+    return [sorted(left)] if left else []
+
+
+def test_rooms_import_only_what_stands_below() -> None:
+    allowed = {room: set(rooms.split()) for room, rooms in MAY_IMPORT.items()}
+    wrong = [
+        f"{module.replace('.', '/')}, line {line}: {_room(module)} may not import {name}"
+        for module, imported in _arrows().items()
+        for name, line in imported.items()
+        if _room(name) != _room(module) and _room(name) not in allowed.get(_room(module), set())
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_the_table_runs_downward() -> None:
+    above = list(MAY_IMPORT)
+    for number, (room, rooms) in enumerate(MAY_IMPORT.items()):
+        unknown = set(rooms.split()) - set(above[:number])
+        assert not unknown, f"{room} names {unknown}, which do not stand above it in the table"
+
+
+def test_the_table_has_no_arrow_that_is_not_used() -> None:
+    used = {(_room(module), _room(name)) for module, imported in _arrows().items() for name in imported}
+    written = {(room, one) for room, rooms in MAY_IMPORT.items() for one in rooms.split()}
+    assert not written - used
+    assert not set(MAY_IMPORT) - {_room(module) for module in _files()}
+
+
+def test_no_files_import_each_other_in_a_circle() -> None:
+    assert not _circles(_arrows())
+
+
+@pytest.mark.parametrize("library", OWNERS)
+def test_a_library_has_one_owner(library: str) -> None:
+    users = [
+        f"{file.relative_to(ROOT)}:{line}"
+        for file in _files().values()
+        for name, line in _imports(file)
+        if name.split(".")[0] == library and not file.relative_to(ROOT).as_posix().startswith(OWNERS[library])
+    ]
+    assert not users
