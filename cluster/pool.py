@@ -26,7 +26,8 @@ from typing import Any
 
 from cluster.workers.driver import choose_token, die_with, join_ray
 from cluster.workers.launch import check_address, end_session, environment, last_line
-from cluster.workers.worker import change_folder, error_from, one_line
+from cluster.workers.outcomes import as_data, error_from, one_line
+from cluster.workers.target import change_folder
 from pretrain.common.errors import MachineError, RunError
 from pretrain.common.files import append_open, disk_errors
 
@@ -214,7 +215,7 @@ def main(descriptor: int) -> None:
         except EOFError:
             logger.info("nobody wants more")
         except RunError as error:
-            connection.send(("error", _as_data(error)))
+            connection.send(("error", as_data(error)))
     import ray
 
     ray.shutdown()  # nobody need wait for it
@@ -222,7 +223,7 @@ def main(descriptor: int) -> None:
 
 def _serve(request: dict[str, Any], connection: Connection) -> None:
     choose_token(request["address"])  # Ray reads it while it is imported
-    join_ray(request["address"], lambda error: connection.send(("error", _as_data(error))))
+    join_ray(request["address"], lambda error: connection.send(("error", as_data(error))))
     import ray.data
 
     if ray.cluster_resources().get("CPU", 0) < 1:
@@ -274,10 +275,6 @@ def _run(jobs: list[tuple[int, bytes]], request: dict[str, Any]) -> Iterator[tup
         ) from None
 
 
-def _as_data(error: RunError) -> dict[str, str]:
-    return {"kind": type(error).__name__, "message": str(error)}
-
-
 # ---------------------------------------------------------------- the tasks
 
 _ready_for: tuple[bytes, str] | None = None  # the setup that this process was made ready with
@@ -290,7 +287,7 @@ def _run_job(row: dict[str, Any], setup: bytes, working_dir: str) -> dict[str, A
         function, arguments, named = pickle.loads(row["job"])
         outcome = ("result", function(*arguments, **named))
     except RunError as error:
-        outcome = ("error", _as_data(error))
+        outcome = ("error", as_data(error))
     except Exception:
         outcome = ("bug", traceback.format_exc())
     return {"number": row["number"], "outcome": pickle.dumps(outcome)}

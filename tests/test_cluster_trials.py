@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from test_cluster import CORES, ROOT, _free_port, _wait_for_port
 
-from cluster.trials.launch import Event, TrialRequest, run_trials
+from cluster.trials.launch import run_trials
+from cluster.trials.request import TrialEvent, TrialRequest
 from cluster.workers.launch import end_session
 from pretrain.common.errors import DivergedError, InputError, MachineError
 
@@ -32,8 +33,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run_all(trials: tuple[dict[str, Any], ...], **options: Any) -> list[Event]:
-    events: list[Event] = []
+def run_all(trials: tuple[dict[str, Any], ...], **options: Any) -> list[TrialEvent]:
+    events: list[TrialEvent] = []
     run_trials(
         "trial_targets:trial",
         [TrialRequest(Path("run") / trial["name"], trial) for trial in trials],
@@ -45,7 +46,7 @@ def run_all(trials: tuple[dict[str, Any], ...], **options: Any) -> list[Event]:
     return events
 
 
-def ends(events: list[Event]) -> dict[str, Exception | None]:
+def ends(events: list[TrialEvent]) -> dict[str, Exception | None]:
     return {str(TRIALS[event.trial]["name"]): event.error for event in events if event.kind == "ended"}
 
 

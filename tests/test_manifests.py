@@ -27,8 +27,10 @@ from pydantic import ValidationError
 from cluster import manifests
 from cluster.__main__ import main
 from cluster.manifests import KINDS, command, render
-from cluster.manifests.run import ManifestJob, Nodes
-from cluster.workers.members import PROCESS_TITLE
+from cluster.manifests import kuberay as kuberay_manifest
+from cluster.manifests.base import RUN_COMMANDS, ManifestJob, Nodes
+from cluster.workers.actors import PROCESS_TITLE
+from cluster.workers.processes import DRIVER, JOB_ENTRYPOINT
 from finetune.config import load_config as load_finetuning
 from pretrain.common.errors import InputError
 from pretrain.config import load_config
@@ -302,6 +304,17 @@ def test_pods_are_contained(config: Path) -> None:
         assert policy["ingress"][0]["from"] == [{"podSelector": policy["podSelector"]}]
 
 
+@pytest.mark.parametrize("command", [DRIVER, JOB_ENTRYPOINT, *RUN_COMMANDS])
+def test_a_pod_finds_the_run_by_programs_that_exist(command: str) -> None:
+    """A renamed module would go unnoticed until a pod ends without waiting for its checkpoint."""
+    module, *subcommand = command.split()
+    assert re.fullmatch(f"python {kuberay_manifest._COMMAND}", f"python -m {command}")
+    assert not re.search(kuberay_manifest._COMMAND, f"python -m {command.replace('.', '-')[1:]}")
+    path = ROOT / module.replace(".", "/")
+    path = path / "__main__.py" if subcommand else path.with_suffix(".py")
+    assert 'if __name__ == "__main__":' in path.read_text()
+
+
 @pytest.mark.parametrize(
     ("title", "host", "drains"),
     [
@@ -311,8 +324,8 @@ def test_pods_are_contained(config: Path) -> None:
             True,
         ),  # by the name that Ray gives it (test_cluster.py looks at a real one)
         ("python -m finetune finetune", "run-workers-1", False),
-        ("python -m cluster.jobs.entrypoint", "run-head-1", False),  # of a RayCluster, where `submit` starts it
-        ("python -m cluster.workers.driver", "run-head-1", False),
+        (f"python -m {JOB_ENTRYPOINT}", "run-head-1", False),  # of a RayCluster, where `submit` starts it
+        (f"python -m {DRIVER}", "run-head-1", False),
     ],
 )
 def test_stopping_a_pod_asks_for_a_checkpoint_and_waits(

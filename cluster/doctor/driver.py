@@ -21,7 +21,7 @@ from cluster.doctor.task import Probe
 from cluster.workers.driver import choose_token, join_ray
 from cluster.workers.launch import environment
 from cluster.workers.nodes import usable_nodes
-from cluster.workers.worker import one_line
+from cluster.workers.outcomes import one_line
 from pretrain.commands import exit_code
 
 MARK = "doctor: "  # before the line of JSON that is the result

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from cluster.workers.worker import one_line
+from cluster.workers.outcomes import one_line
 
 NONE = "none"
 

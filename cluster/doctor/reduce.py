@@ -17,7 +17,7 @@ from typing import Any
 
 from cluster.doctor.rows import FAIL, PASS, WARN, Finding
 from cluster.workers.launch import environment
-from cluster.workers.worker import one_line
+from cluster.workers.outcomes import one_line
 
 WHAT = "all-reduce"
 TIMEOUT_SECONDS = 20.0  # for the members of a group to find each other, and for any one reduction

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 
 from cluster.doctor import machine, nodes, reduce
-from cluster.workers.worker import one_line
+from cluster.workers.outcomes import one_line
 from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import atomic_open, locked
 

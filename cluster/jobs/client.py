@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any
 
 from cluster import local
 from cluster.jobs.job_queue import ENDED
-from cluster.workers.address import answers_without_token, check_dashboard, told, without_password
+from cluster.workers.address import answers_without_token, check_dashboard, redacted, without_password
 from cluster.workers.driver import choose_token
 from cluster.workers.nodes import nodes_fit
+from cluster.workers.processes import JOB_ENTRYPOINT
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.worker import WAITING_FILE
 
@@ -128,7 +129,7 @@ class Jobs:
             _check_room(found, job, self.shown)
         if before is not None:
             self._forget(before)
-        self.start(job.name, "cluster.jobs.entrypoint", _metadata(job))
+        self.start(job.name, JOB_ENTRYPOINT, _metadata(job))
 
     def start(self, name: str, module: str, metadata: dict[str, str]) -> None:
         """Have `python -m MODULE` run on the cluster as a job of this name; `InputError` where there is one already."""
@@ -240,7 +241,7 @@ class Jobs:
             raise
         except Exception as error:
             raise MachineError(
-                f"{self.shown}: the cluster did not answer as Ray does ({told(error, self.address)})."
+                f"{self.shown}: the cluster did not answer as Ray does ({redacted(error, self.address)})."
             ) from None
 
 
@@ -271,7 +272,7 @@ def nodes_of(dashboard: str) -> list[dict[str, Any]]:
         found = list_nodes(address=dashboard, timeout=int(_ANSWER_SECONDS), raise_on_missing_output=False)
     except Exception as error:
         raise MachineError(
-            f"{without_password(dashboard)}: told nothing of its nodes ({told(error, dashboard)})."
+            f"{without_password(dashboard)}: told nothing of its nodes ({redacted(error, dashboard)})."
         ) from None
     return [node for node in map(vars, found) if node["state"] == "ALIVE"]
 

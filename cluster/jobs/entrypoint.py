@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cluster.jobs.job_queue import await_turn
-from cluster.workers.worker import change_folder
+from cluster.workers.target import change_folder
 from pretrain.commands import exit_code
 
 _COMMANDS = {"pretrain": "pretrain", "prepare": "pretrain", "finetune": "finetune"}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from cluster.workers.nodes import share_out
+from cluster.workers.nodes import cpus_that_fit
 from pretrain.common.errors import InputError, MachineError, StoppedError
 
 ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
@@ -165,7 +165,7 @@ def leaves_room(nodes: Sequence[tuple[int, int]], ahead: Sequence[Waiting], mine
 def _place(free: list[list[int]], nodes: Sequence[tuple[int, int]], job: Waiting, most: int) -> int:
     """Take up to `most` of the job's bundles from `free`, each from the fullest node that has room; how many it got."""
     try:
-        cpus = job.cpus or share_out(nodes, job.low, job.high, 0, "")
+        cpus = job.cpus or cpus_that_fit(nodes, job.low, job.high, 0, "")
     except MachineError:
         return 0
     gpus = 1 if any(gpu for _, gpu in nodes) else 0

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.manifests import kuberay, rayup, slurm
-from cluster.manifests.run import load
+from cluster.manifests.base import load
 
 _KINDS = {
     "kuberay": (kuberay.KubeRaySettings, kuberay.render),

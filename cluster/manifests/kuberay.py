@@ -14,17 +14,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, StringConstraints, field_validator
 
-from cluster.manifests.run import IMAGE, ManifestJob, Nodes, locked_version
+from cluster.manifests.base import IMAGE, RUN_COMMANDS, ManifestJob, Nodes, locked_version
 from cluster.manifests.text import as_yaml
-from cluster.workers.members import PROCESS_TITLE
+from cluster.workers.actors import PROCESS_TITLE
+from cluster.workers.processes import DRIVER, JOB_ENTRYPOINT
 from pretrain.common.errors import InputError
 from pretrain.common.settings import NO_SECRETS, LocalPath
 
 _FILES = "/etc/bertrain"  # where the ConfigMap lies in every container
 _GCS = "/var/lib/gcs"
 _HEAD_MEMORY_GIB = 8
-# As pgrep finds the run's command: of start.sh, or of a job that `submit` has put on the head.
-_COMMAND = "-m (pretrain pretrain|finetune finetune|cluster[.]jobs[.]entrypoint|cluster[.]workers[.]driver)"
+# The regular expression with which pgrep finds the run's processes: of start.sh, or of a job that `submit` started.
+_COMMAND = "-m ({})".format("|".join(name.replace(".", "[.]") for name in (*RUN_COMMANDS, JOB_ENTRYPOINT, DRIVER)))
 _USER = 1000  # of the Containerfile
 _INSTANCE = "app.kubernetes.io/instance"
 # KubeRay adds to the names of what it makes, which then still have to be names of DNS (its MaxRayJobNameLength).

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from cluster.manifests.run import IMAGE, ManifestJob, Nodes
+from cluster.manifests.base import IMAGE, ManifestJob, Nodes
 from cluster.manifests.text import as_yaml
 from pretrain.common.errors import InputError
 from pretrain.common.settings import LocalPath

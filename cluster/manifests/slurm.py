@@ -6,7 +6,7 @@ import shlex
 
 from pydantic import Field
 
-from cluster.manifests.run import ManifestJob, Nodes
+from cluster.manifests.base import ManifestJob, Nodes
 from cluster.manifests.text import as_comment, here_document
 from pretrain.common.settings import SEVERAL_LINES, LocalPath
 

@@ -7,7 +7,7 @@ import os
 import socket
 from urllib.parse import SplitResult, unquote, urlsplit
 
-from cluster.workers.worker import one_line
+from cluster.workers.outcomes import one_line
 from pretrain.common.errors import InputError, MachineError
 
 ANSWER_SECONDS = 3.0
@@ -20,7 +20,7 @@ def without_password(address: str) -> str:
     return f"{scheme}***@{host}" if at else address
 
 
-def told(error: BaseException, address: str) -> str:
+def redacted(error: BaseException, address: str) -> str:
     """An exception on one line, without the password of the address that it is about."""
     text = one_line(error).replace(address, without_password(address))
     userinfo = address.rpartition("@")[0].rpartition("//")[2]
@@ -49,7 +49,7 @@ def check_dashboard(address: str, *, plain_http: bool = False) -> None:
         requests.get(f"{address.rstrip('/')}/api/version", timeout=ANSWER_SECONDS)
     except (requests.RequestException, ValueError) as error:
         raise MachineError(
-            f"No cluster answers at {without_password(address)} ({told(error, address)}). Check --address, and that this "
+            f"No cluster answers at {without_password(address)} ({redacted(error, address)}). Check --address, and that this "
             "machine is let in."
         ) from None
 

@@ -17,6 +17,7 @@ from pretrain.common.settings import Section
 from pretrain.config import PretrainConfig, RunConfig
 
 IMAGE = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$"  # REGISTRY/NAME:TAG or @DIGEST
+RUN_COMMANDS = _PRETRAIN, _FINETUNE = "pretrain pretrain", "finetune finetune"  # of python -m; they train
 _LOCK = Path(__file__).resolve().parents[2] / "requirements.lock"
 
 
@@ -106,9 +107,7 @@ def _job(path: Path | str, config: RunConfig, place: Nodes) -> ManifestJob:
         name=config.name,
         folder=str(config.folder),
         config=settings.dump(resolved, exclude={"place"}),
-        subcommands=("finetune finetune",)
-        if finetunes
-        else (*(["pretrain prepare"] if place.prepare else []), "pretrain pretrain"),
+        subcommands=(_FINETUNE,) if finetunes else (*(["pretrain prepare"] if place.prepare else []), _PRETRAIN),
         nodes=_nodes(scheduling.workers, per_node),
         min_nodes=math.ceil((scheduling.min_workers or scheduling.workers) / per_node),
         workers_per_node=per_node,
