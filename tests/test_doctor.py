@@ -216,7 +216,7 @@ def test_the_key_is_never_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 @pytest.mark.parametrize(
     ("address", "code", "said"),
-    [("nonsense", 2, "no URL"), ("http://127.0.0.1:1", 3, "No cluster answers")],
+    [("nonsense", 2, "not the URL"), ("http://127.0.0.1:1", 3, "No cluster answers")],
 )
 def test_a_cluster_that_is_not_there(address: str, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli(["doctor", "--address", address]) == code

@@ -350,7 +350,7 @@ def test_an_address_that_is_no_url_is_one_line(capsys: pytest.CaptureFixture[str
     for address in ("http://[::1", "http://", "http://x:99999", "http:///a", "//x", "http://\ufffd:y"):
         assert main(["list", "--address", address]) == 2
         told = capsys.readouterr().err
-        assert "is no URL of a Ray dashboard" in told
+        assert "is not the URL of a Ray dashboard" in told
         assert told.count("\n") == 1
 
 
@@ -388,14 +388,14 @@ def test_a_wrong_token(tmp_path: Path, config: Path, refusing: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["submit", "--address", "auto", "--", "pretrain", "{config}"], "is no URL of a Ray dashboard"),
+        (["submit", "--address", "auto", "--", "pretrain", "{config}"], "is not the URL of a Ray dashboard"),
         (
             ["submit", "--address", "http://[::1", "--", "pretrain", "{config}"],
-            "is no URL of a Ray dashboard",
+            "is not the URL of a Ray dashboard",
         ),
         (
             ["submit", "--address", "http://h:99999", "--", "pretrain", "{config}"],
-            "is no URL of a Ray dashboard",
+            "is not the URL of a Ray dashboard",
         ),
         (
             ["submit", "--workers", "1" * 5000, "--", "pretrain", "{config}"],
@@ -455,7 +455,7 @@ def test_a_cluster_that_is_too_small_may_be_waited_for(config: Path, monkeypatch
     monkeypatch.setattr(client.Jobs, "all", lambda _: [])
     monkeypatch.setattr(client.Jobs, "start", lambda _, name, *__: started.append(name))
     monkeypatch.setattr(client, "nodes_of", lambda _: [a_node(0, 8, head=True)])
-    with pytest.raises(MachineError, match=r"has 0 CPU cores.* Where nodes will come, add --wait-for-nodes\."):
+    with pytest.raises(MachineError, match=r"has 0 CPU cores.* If nodes will be added, use --wait-for-nodes\."):
         cluster.submit(read(config))
     assert not started
     cluster.submit(read(config), wait_for_nodes=True)
