@@ -161,7 +161,7 @@ def test_a_waiting_job_outlives_a_silent_head_and_hears_a_stop(monkeypatch: pyte
     class Answers:
         ahead: ClassVar = ["other"]
 
-        def look(self) -> bool:
+        def poll(self) -> bool:
             answer = answers.pop(0)
             if not answers and stopped:
                 os.kill(os.getpid(), signal.SIGTERM)

@@ -28,7 +28,7 @@ from cluster import manifests
 from cluster.__main__ import main
 from cluster.manifests import KINDS, command, render
 from cluster.manifests import kuberay as kuberay_manifest
-from cluster.manifests.base import RUN_COMMANDS, ManifestJob, Nodes
+from cluster.manifests.base import RUN_COMMANDS, ManifestJob, ManifestSettings
 from cluster.workers.actors import PROCESS_TITLE
 from cluster.workers.processes import DRIVER, JOB_ENTRYPOINT
 from finetune.config import load_config as load_finetuning
@@ -763,7 +763,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("kuberay", ["place.worker_resources={nvidia.com/gpu: 1}"], "set by place.workers_per_node and place.gpus"),
         ("kuberay", ["place.worker_resources={rdma/ib: some}"], "is 'some'; expected text like"),
         ("kuberay", ["place.worker_environment={A-B: x}"], "'A-B'; expected text like"),
-        ("kuberay", ["place.worker_environment={RAY_AUTH_MODE: disabled}"], "RAY_AUTH_MODE is Ray's own"),
+        ("kuberay", ["place.worker_environment={RAY_AUTH_MODE: disabled}"], "RAY_AUTH_MODE belongs to Ray"),
         ("kuberay", ["place.worker_environment={WANDB_API_KEY: x}"], "looks like a secret"),
         ("kuberay", ["place.redis_address=':pw@redis:6379'"], "place.redis_address is ':pw@redis:6379'; expected text"),
         ("kuberay", ["place.service_account=Me"], "place.service_account is 'Me'; expected text like"),
@@ -857,7 +857,7 @@ HOSTILE = [
 SHELL_LINES = {"environment"}
 
 
-def accepted(place: type[Nodes], value: str, folder: Path) -> Any:
+def accepted(place: type[ManifestSettings], value: str, folder: Path) -> Any:
     """A place in which every text is hostile that its own checks let through; those of a whole config come before them."""
     given: dict[str, Any] = {"file_system": "fs-1"} if "file_system" in place.model_fields else {}
     given |= {"efa_interfaces": 0} if "efa_interfaces" in place.model_fields else {}

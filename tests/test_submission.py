@@ -264,7 +264,7 @@ def test_a_cluster_without_a_token_is_warned_of(tmp_path: Path, config: Path, to
         _, said, _ = run(tmp_path, "submit", "--address", address, "--", "pretrain", str(config), **given)
     warned = f"warning: {address}: this cluster answers without a token"
     assert (warned in said) == (not token)
-    assert "told nothing of its nodes" in said  # it went on
+    assert "did not report its nodes" in said  # it went on
     assert set(seen) == ({None, f"Bearer {token}"} if token else {None})
     assert "Traceback" not in said
     assert "c0ffee" not in said
