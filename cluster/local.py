@@ -1,4 +1,4 @@
-"""A Ray cluster on this machine, of several node processes: for trying jobs, failures and elasticity without a real one.
+"""A Ray cluster of several node processes on this machine, to try jobs, failures and elasticity.
 
 It is closed to everybody without its token, uses this machine alone, and is ended by the ids of its own processes.
 """
@@ -157,7 +157,7 @@ def use_token(cluster: LocalCluster) -> None:
 
 
 def _alive_nodes(cluster: LocalCluster) -> set[str]:
-    """Ids of the cluster's nodes, as its control store reports them; none if it does not answer yet. The token must be set."""
+    """Ids of the cluster's nodes, as its control store reports them; none before it answers. The token must be set."""
     from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
 
     with contextlib.suppress(Exception):
@@ -216,7 +216,7 @@ def _await(cluster: LocalCluster, ready: Callable[[], bool], nodes: Sequence[Nod
     while not ready():
         dead = [node for node in nodes or cluster.nodes if not node.is_alive()]
         if dead or time.monotonic() > deadline:
-            why = "exited" if dead else f"did not come up within {_UP_SECONDS:.0f} s"
+            why = "exited" if dead else f"did not start within {_UP_SECONDS:.0f} s"
             raise MachineError(
                 f"up: a node {why}; its last line: {last_line(log)!r}. ./launch.sh doctor checks the machine."
             )

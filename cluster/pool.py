@@ -1,8 +1,8 @@
 """A pool of jobs on a Ray cluster, through Ray Data, with the interface of Python's own executors.
 
-As for training (`cluster.workers.launch`), Ray's driver lives in a child process in a session of its own; jobs and their
-results pass through a pipe. The child makes one data set of all waiting jobs, with one block for each. Ray Data runs one
-task per job, on any node with a free core, and runs it again if the task's process or node dies.
+As for training (`cluster.workers.launch`), Ray's driver lives in a child process in a session of its own; jobs and
+their results pass through a pipe. The child makes one data set of all waiting jobs, with one block for each. Ray Data
+runs one task per job, on any node with a free core, and runs it again if the task's process or node dies.
 """
 
 from __future__ import annotations

@@ -351,7 +351,7 @@ def test_a_crowded_cluster_is_asked_for_less(tmp_path: Path, monkeypatch: pytest
             raise WorkersNotStartedError
 
     monkeypatch.setattr(supervisor, "_run_attempt", run)
-    supervisor.train(replace(_request(tmp_path, 3), min_workers=1), keep_logs=lambda: None)
+    supervisor.supervise(replace(_request(tmp_path, 3), min_workers=1), keep_logs=lambda: None)
     assert asked == [2, 1]
 
 
@@ -366,7 +366,7 @@ def test_a_head_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(capacity, "usable_nodes", usable_nodes)
     monkeypatch.setattr(supervisor, "_run_attempt", lambda *_: None)
-    supervisor.train(_request(tmp_path, 0), keep_logs=lambda: None)
+    supervisor.supervise(_request(tmp_path, 0), keep_logs=lambda: None)
     assert not answers
 
 
@@ -388,10 +388,10 @@ def _request(folder: Path, max_failures: int) -> LaunchRequest:
 
 
 def _train(monkeypatch: pytest.MonkeyPatch, request: LaunchRequest, run: Callable[[Attempt], None]) -> None:
-    """`supervisor.train` on a machine of two cores, with `run` for Ray's part."""
+    """`supervisor.supervise` on a machine of two cores, with `run` for Ray's part."""
     monkeypatch.setattr(capacity, "usable_nodes", lambda: [Node("here", 2, 0, False, 2, 0)])
     monkeypatch.setattr(supervisor, "_run_attempt", lambda attempt, _: run(attempt))
-    supervisor.train(request, keep_logs=lambda: None)
+    supervisor.supervise(request, keep_logs=lambda: None)
 
 
 def test_retries_count_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

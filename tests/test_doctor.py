@@ -83,12 +83,12 @@ def test_a_fit_machine_passes() -> None:
         ({"compile_error": "no cmath"}, "C++ compiler", FAIL, "engine.compile: false"),
         ({"ops": {}}, "DeepSpeed ops", WARN, "row of DeepSpeed"),
         ({"old_locks": ("/x/lock",)}, "DeepSpeed ops", WARN, "Remove /x/lock"),
-        ({"gpu_files": 8}, "GPUs", FAIL, "does not serve CUDA 12.8"),
-        ({"gpu_files": 8, "versions": {**VERSIONS, "CUDA": "none"}}, "GPUs", FAIL, "made for CPUs"),
+        ({"gpu_files": 8}, "GPUs", FAIL, "does not support CUDA 12.8"),
+        ({"gpu_files": 8, "versions": {**VERSIONS, "CUDA": "none"}}, "GPUs", FAIL, "built for CPUs"),
         ({"gpu_files": 8, "visible": ""}, "GPUs", WARN, "Unset"),
         ({"gpus": 8, "versions": {**VERSIONS, "NCCL": "none"}}, "GPUs", FAIL, "with NCCL"),
         ({"devices": (dataclasses.replace(CPU, bf16=100e9),)}, "matmul", WARN, "engine.precision: auto"),
-        ({"sequences_per_second": 1.0}, "loader", WARN, "A worker could take"),
+        ({"sequences_per_second": 1.0}, "loader", WARN, "A worker could train"),
         ({"versions": {**VERSIONS, "Python": "3.9.2"}}, "Python", FAIL, "3.10 to 3.13"),
         ({"versions": {**VERSIONS, "torch": "none: ImportError"}}, "torch", FAIL, ".venv"),
         ({"versions": {**VERSIONS, "gloo": "none"}}, "gloo", FAIL, ".venv"),
@@ -111,7 +111,7 @@ def test_a_node_that_holds_no_workers_is_not_measured() -> None:
 
 
 def test_this_machine_is_measured(tmp_path: Path) -> None:
-    facts = machine.look(tmp_path)
+    facts = machine.inspect(tmp_path)
     assert facts.cores == CORES
     assert facts.versions["torch"].startswith("2.")
     assert 0 < facts.memory_free <= facts.memory
@@ -206,7 +206,7 @@ def test_json_has_every_row(here: list[Finding], capsys: pytest.CaptureFixture[s
 
 def test_the_key_is_never_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret-canary")
-    monkeypatch.setattr(machine, "look", lambda folder: FACTS)
+    monkeypatch.setattr(machine, "inspect", lambda folder: FACTS)
     monkeypatch.setattr(reduce, "row_here", lambda: Finding("all-reduce", "1 GB/s"))
     assert cli(["doctor"]) == 0
     printed = capsys.readouterr().out
@@ -394,53 +394,53 @@ def test_storage_that_is_shared_and_not(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    assert Probe("127.0.0.1", 1, True).write_probe(str(tmp_path / "no"), "x", "a")[1] == "is no folder here"
+    assert Probe("127.0.0.1", 1, True).write_probe(str(tmp_path / "no"), "x", "a")[1] == "is not a folder here"
     assert not list(tmp_path.iterdir())
 
 
-class OneProcessTeam:
-    """`driver.Team` without Ray: each node is a folder, which nodes share or not."""
+class OneProcessGroup:
+    """`driver.ProbeGroup` without Ray: each node is a folder, which nodes share or not."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
         self.folders = folders
-        self.members = dict.fromkeys(folders)
+        self.checked = dict.fromkeys(folders)
         self.probes = {name: Probe("127.0.0.1", 1, True) for name in folders}
 
-    def ask(self, method: str, each: Any, among: Any = None) -> dict[str, Any]:
+    def call(self, method: str, each: Any, among: Any = None) -> dict[str, Any]:
         return {
             name: getattr(self.probes[name], method)(str(self.folders[name]), *each(name)[1:])
-            for name in (self.members if among is None else list(among))
+            for name in (self.checked if among is None else list(among))
         }
 
 
-def locks(team: OneProcessTeam) -> list[tuple[str, str, str]]:
-    rows: Any = driver._storage(team, "/s")  # pyright: ignore[reportArgumentType]
+def locks(group: OneProcessGroup) -> list[tuple[str, str, str]]:
+    rows: Any = driver._storage(group, "/s")  # pyright: ignore[reportArgumentType]
     return [(row.where, row.mark, row.found) for row in rows if row.what == "storage, locks"]
 
 
 def test_a_lock_of_one_node_must_be_seen_by_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    team = OneProcessTeam(dict.fromkeys("abc", tmp_path))
-    assert locks(team) == [(name, PASS, "/s: a lock of a is seen") for name in "bc"]
+    group = OneProcessGroup(dict.fromkeys("abc", tmp_path))
+    assert locks(group) == [(name, PASS, "/s: a lock of a is seen") for name in "bc"]
     assert not list(tmp_path.iterdir())
 
     # Locks that each node keeps to itself: an NFS mount with local_lock, Lustre with -o localflock.
     monkeypatch.setattr("pretrain.common.files.fcntl.flock", lambda *_: None)
-    assert locks(team) == [(name, WARN, "/s: a lock of a is not seen") for name in "bc"]
+    assert locks(group) == [(name, WARN, "/s: a lock of a is not seen") for name in "bc"]
     assert not list(tmp_path.iterdir())
 
     def refuse(*_: Any) -> None:
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr("pretrain.common.files.fcntl.flock", refuse)
-    assert locks(team) == [("a", WARN, "/s: has no locks")]
+    assert locks(group) == [("a", WARN, "/s: has no locks")]
 
 
 def test_locks_are_looked_at_among_nodes_that_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.doctor.task._SEEN_SECONDS", 0.2)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    assert locks(OneProcessTeam({"a": tmp_path / "one", "b": tmp_path / "two"})) == []
-    assert locks(OneProcessTeam({"a": tmp_path / "one"})) == []
+    assert locks(OneProcessGroup({"a": tmp_path / "one", "b": tmp_path / "two"})) == []
+    assert locks(OneProcessGroup({"a": tmp_path / "one"})) == []
 
 
 # ---- a real cluster

@@ -156,7 +156,7 @@ def test_a_wait_has_an_end(request_: LaunchRequest, asked: Asked, monkeypatch: p
     assert wait_for_capacity(request).workers == 0
     monkeypatch.setattr(supervisor, "_run_attempt", lambda *_: pytest.fail("nothing may start"))
     with pytest.raises(StoppedError, match=r"no capacity for 4 workers for 0 s \(scheduling\.wait_for_nodes_seconds\)"):
-        supervisor.train(request, keep_logs=lambda: None)
+        supervisor.supervise(request, keep_logs=lambda: None)
 
 
 def test_a_wait_hears_a_stop(request_: LaunchRequest, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,7 +203,7 @@ def train(
     nodes: list[Node],
     run: Callable[[Attempt], None],
 ) -> None:
-    """`supervisor.train` on these nodes, which an attempt may change; its workers run on as many as there are."""
+    """`supervisor.supervise` on these nodes, which an attempt may change; its workers run on as many as there are."""
     show(monkeypatch, lambda: list(nodes))
     monkeypatch.setattr(supervisor._NodeMonitor, "_watch", lambda self: None)
 
@@ -212,7 +212,7 @@ def train(
         run(attempt)
 
     monkeypatch.setattr(supervisor, "_run_attempt", stand_in)
-    supervisor.train(request, keep_logs=lambda: None)
+    supervisor.supervise(request, keep_logs=lambda: None)
 
 
 def test_a_preemption_is_no_failure(request_: LaunchRequest, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -436,7 +436,7 @@ def test_a_restart_is_asked_of_the_attempt_that_runs(
 
     monkeypatch.setattr(supervisor, "_run_attempt", run)
     monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # as a cache of attributes would have it
-    supervisor.train(request_, keep_logs=lambda: None)
+    supervisor.supervise(request_, keep_logs=lambda: None)
     assert attempts == [False, False]
 
 

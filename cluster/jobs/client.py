@@ -70,7 +70,7 @@ class Jobs:
     """The jobs of one cluster.
 
     Args:
-        address: URL of the cluster's dashboard, such as http://127.0.0.1:8265; empty takes the local one of `up`.
+        address: URL of the cluster's dashboard, such as http://127.0.0.1:8265; empty uses the local one of `up`.
         plain_http: send the token over http to other machines than this one, too.
 
     Attributes:

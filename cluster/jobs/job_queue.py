@@ -60,7 +60,7 @@ def wait_in_queue(name: str) -> None:
     decides where a job runs.
 
     Raises:
-        StoppedError: a SIGTERM came.
+        StoppedError: a SIGTERM arrived.
         MachineError: the cluster's head did not answer for ten minutes.
     """
     stopped: list[int] = []
@@ -156,8 +156,8 @@ class Queue:
 def leaves_capacity(nodes: Sequence[NodeSize], ahead: Sequence[Waiting], mine: Waiting) -> bool:
     """Whether the bundles of `mine` fit beside those of the jobs before it on `nodes`.
 
-    Jobs before it run, or will run, with as many workers as they may; it can start with the fewest. A job before it that
-    does not fit itself waits for nodes, and is not overtaken.
+    Jobs before it run, or will run, with as many workers as they may; it can start with the fewest. A job before it
+    that does not fit itself waits for nodes, and is not overtaken.
     """
     free = [list(node) for node in nodes]
     for job in ahead:

@@ -259,7 +259,7 @@ def _network(settings: RayUpSettings) -> dict[str, Any]:
 def _interfaces(settings: RayUpSettings, efa: int) -> list[dict[str, Any]]:
     """An interface for IP on the first network card and one for EFA alone on each, as AWS recommends.
 
-    Ray takes subnet and groups from here, and refuses them beside it.
+    Ray reads subnet and groups from here, and refuses them next to it.
     """
     common = {
         "SubnetId": settings.subnet,

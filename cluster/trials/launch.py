@@ -1,7 +1,7 @@
 """Many runs of one function through Ray Tune, each in a process of its own, as many at once as the nodes hold.
 
-As for training (`cluster.workers.launch`), Ray's driver (`cluster.trials.driver`) lives in a child process in a session of
-its own; it reports what happens to the trials in a file of events.
+As for training (`cluster.workers.launch`), Ray's driver (`cluster.trials.driver`) lives in a child process in a
+session of its own; it reports what happens to the trials in a file of events.
 """
 
 from __future__ import annotations

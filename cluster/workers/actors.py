@@ -140,8 +140,8 @@ class WorkerGroup:
 def request_bundles(workers: int, resources: dict[str, float], avoid: Collection[str] = ()) -> Any:
     """A placement group of `workers` bundles, pending until they fit: Ray's autoscaler sees it and starts nodes for it.
 
-    It is removed when this process exits. A request through `ray.autoscaler.sdk.request_resources` would outlive it, and
-    all users of a cluster share a single such request.
+    It is removed when this process exits. A request through `ray.autoscaler.sdk.request_resources` would outlive it,
+    and all users of a cluster share a single such request.
     """
     from ray.util.placement_group import placement_group
 
@@ -152,12 +152,12 @@ def request_bundles(workers: int, resources: dict[str, float], avoid: Collection
 
 @dataclass(frozen=True)
 class WorkerLocation:
-    """Where a worker runs: node id, the node's address, a free port there, its GPUs as CUDA_VISIBLE_DEVICES names them."""
+    """Where a worker runs."""
 
-    node: str
-    address: str
-    port: int
-    gpus: tuple[str, ...]  # numbers, UUIDs or ids of MIG instances
+    node: str  # its id
+    address: str  # of the node
+    port: int  # a free one there
+    gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them: numbers, UUIDs or ids of MIG instances
 
 
 class _WorkerActor:

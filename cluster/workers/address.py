@@ -33,7 +33,8 @@ def redacted(error: BaseException, address: str) -> str:
 def check_dashboard(address: str, *, plain_http: bool = False) -> None:
     """Check that `address` is the URL of a dashboard that answers, and that no secret leaves this machine unencrypted.
 
-    Secrets are this process's token, if it has one, and user and password in the URL: services accept either as a token.
+    Secrets are this process's token, if it has one, and user and password in the URL: services accept either as a
+    token.
 
     Args:
         plain_http: send secrets over http to other machines, too.
@@ -51,8 +52,8 @@ def check_dashboard(address: str, *, plain_http: bool = False) -> None:
         requests.get(f"{address.rstrip('/')}/api/version", timeout=ANSWER_SECONDS)
     except (requests.RequestException, ValueError) as error:
         raise MachineError(
-            f"No cluster answers at {without_password(address)} ({redacted(error, address)}). Check --address, and that the "
-            "cluster accepts this machine."
+            f"No cluster answers at {without_password(address)} ({redacted(error, address)}). Check --address, "
+            "and that the cluster accepts this machine."
         ) from None
 
 
@@ -95,7 +96,8 @@ def _check_local(address: str, host: str) -> None:
         ) from None
     if not all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in addresses):
         raise InputError(
-            f"{without_password(address)}: over http the token, or the password, would leave this machine unencrypted, and "
-            "anybody who reads it may run code on the cluster. Use https, or a tunnel (ssh -L 8265:127.0.0.1:8265 HEAD, then "
+            f"{without_password(address)}: over http the token, or the password, would leave this machine unencrypted, "
+            "and anybody who reads it may run code on the cluster. Use https, or a tunnel "
+            "(ssh -L 8265:127.0.0.1:8265 HEAD, then "
             "--address http://127.0.0.1:8265), or allow it with --allow-plain-http."
         )

@@ -1,4 +1,4 @@
-"""Capacity for workers on the nodes of a cluster: how many fit, the wait for nodes, and when to scale up to new ones."""
+"""Capacity of a cluster for workers: how many fit, the wait for nodes, and when to scale up to new ones."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 1.0
 _REPORTED_WAIT_SECONDS = 10.0  # shorter waits are no event
 _OWN_SECONDS = 10.0  # for a Ray of our own, which gets no further nodes: it may be slow to answer
-_SINGLE_BUNDLES = 64  # at most so many, beyond the fewest workers, are requested from an autoscaler
+_SINGLE_BUNDLES = 64  # the most workers, beyond the fewest, that are requested from an autoscaler
 
 # Of scaling up. A restart costs about a minute; nodes that are started together arrive one after another.
 _STEADY_SECONDS = 2.0  # so that a flapping node does not restart everything
@@ -100,7 +100,8 @@ def wait_for_capacity(
 ) -> Capacity:
     """The capacity as soon as it suffices, or as it is when `wait_for_nodes_seconds` have passed.
 
-    While it waits, Ray's autoscaler sees what is missing. `status` (through a file in the run's logs) and the log show it.
+    While it waits, Ray's autoscaler sees what is missing. `status` (through a file in the run's logs) and the log show
+    it.
 
     Args:
         crowded: subtract the resources that others use. After a crash Ray learns later than we do what has become free.
@@ -257,7 +258,7 @@ class _Notice:
             return
         self._shown = message
         logger.info("%s", message)
-        with contextlib.suppress(Exception):  # the run goes on without a notice
+        with contextlib.suppress(Exception):  # the run continues without a notice
             write_json(self._path, {"time": self._began, "message": message})
 
     def __enter__(self) -> _Notice:

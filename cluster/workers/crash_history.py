@@ -24,9 +24,9 @@ class _Crash:
 class CrashHistory:
     """Counts crashes.
 
-    A crash counts until a newer checkpoint has been written. If one of its nodes is gone or draining within a minute, the
-    crash was a preemption: it counts neither against the run nor against a node. Preemptions have a limit, too, since a
-    run may bring down its nodes itself: a node that is out of memory may lose Ray together with the workers.
+    A crash counts until a newer checkpoint has been written. If one of its nodes is gone or draining within a minute,
+    the crash was a preemption: it counts neither against the run nor against a node. Preemptions have a limit, too,
+    since a run may bring down its nodes itself: a node that is out of memory may lose Ray together with the workers.
 
     Args:
         limit: how many crashes may count.

@@ -1,4 +1,4 @@
-"""The child process in which Ray's driver lives: start or join Ray, train, retry after crashes.
+"""The child process in which Ray's driver lives: start or join Ray, run the workers, restart them after crashes.
 
 `cluster.workers.launch` starts it with the path of its request. It exits when it has written the outcome, or is killed
 with its session.
@@ -26,7 +26,7 @@ from cluster.workers.launch import LOGS, RAY_FOLDER, RAY_LOG, end_session
 from cluster.workers.nodes import NodeSize, cpus_that_fit, nodes_fit, usable_nodes
 from cluster.workers.outcomes import as_data, one_line
 from cluster.workers.request import DriverRequest, Launch, LaunchRequest, R
-from cluster.workers.supervisor import train
+from cluster.workers.supervisor import supervise
 from pretrain.common.errors import MachineError, RunError
 from pretrain.common.files import write_json
 
@@ -66,7 +66,7 @@ def main(request_path: str, kind: type[R], work: Callable[[R], None]) -> None:
     _write_outcome(request.launch, error)
 
 
-def _train(request: LaunchRequest) -> None:
+def _run(request: LaunchRequest) -> None:
     """Start or join Ray, run the workers until they finish, and leave Ray again."""
     fewest = request.fewest_workers
     waited: list[dict[str, Any]] = []
@@ -85,7 +85,7 @@ def _train(request: LaunchRequest) -> None:
     if not request.address:  # checked before torch and Ray are loaded
         nodes_fit([(_cores(), 0)], fewest, request.cpus_per_worker, _here())
     with ray_session(request, fit) as fitted:
-        train(fitted, keep_logs=lambda: _keep_ray_logs(request.launch), events=waited)
+        supervise(fitted, keep_logs=lambda: _keep_ray_logs(request.launch), events=waited)
 
 
 @contextlib.contextmanager
@@ -151,8 +151,8 @@ def _start_ray(request: DriverRequest) -> None:
 def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
     """Join the cluster at `address`, or report within 10 s that none can be reached there (`MachineError`).
 
-    A cluster that answers may take longer to accept this driver, as on a busy machine. If Ray hangs, this process exits;
-    `on_timeout` is called with the error before that, in another thread.
+    A cluster that answers may take longer to accept this driver, as on a busy machine. If Ray hangs, this process
+    exits; `on_timeout` is called with the error before that, in another thread.
     """
     host, _, port = address.rpartition(":")
     advice = "Check scheduling.address, and that the cluster runs and accepts this machine."
@@ -244,4 +244,4 @@ def die_with(parent: int, folder: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], LaunchRequest, _train)
+    main(sys.argv[1], LaunchRequest, _run)

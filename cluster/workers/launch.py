@@ -64,11 +64,11 @@ def run(
     Workers run in this process's working directory, so relative paths mean the same there. Their output goes to
     `run_dir`/logs/worker-<rank>.log and Ray's to `run_dir`/logs/ray.log.
 
-    A `RunError` raised in a worker is raised here, same class and message, and never retried. Any other exit of a worker
-    restarts all of them with payload["resume"] = True, at most `max_failures` times without a new checkpoint; then a
-    `MachineError` names the worker's log and its last line. SIGTERM or SIGINT to this process creates `run_dir`/stop and
-    waits for the workers to finish; a second SIGINT ends everything at once. Call from the main thread: elsewhere Python
-    allows no signal handlers, and signals keep their old meaning.
+    A `RunError` raised in a worker is raised here, same class and message, and never retried. Any other exit of a
+    worker restarts all of them with payload["resume"] = True, at most `max_failures` times without a new checkpoint;
+    then a `MachineError` names the worker's log and its last line. SIGTERM or SIGINT to this process creates
+    `run_dir`/stop and waits for the workers to finish; a second SIGINT ends everything at once. Call from the main
+    thread: elsewhere Python allows no signal handlers, and signals keep their old meaning.
 
     Args:
         payload: must survive JSON.

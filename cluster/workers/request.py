@@ -1,4 +1,4 @@
-"""What a launcher asks of its Ray driver, and a driver of its workers. Immutable; JSON is written and read here alone."""
+"""What a launcher requests of its Ray driver, and a driver of its workers: immutable; JSON is handled here alone."""
 
 from __future__ import annotations
 

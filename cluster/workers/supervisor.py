@@ -1,4 +1,4 @@
-"""Supervises the workers of a run: starts them, restarts them after crashes, scales them down and up with the cluster."""
+"""Supervises the workers of a run: starts them, restarts them after crashes, scales them with the cluster."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ PLACEMENT_SECONDS = 20  # for the cluster to reserve resources for the workers
 _NODE_LOSS_SECONDS = 8.0  # for Ray to learn that a node is lost, if the outcome of the run depends on it
 
 
-def train(request: LaunchRequest, *, keep_logs: Callable[[], None], events: Sequence[dict[str, Any]] = ()) -> None:
+def supervise(request: LaunchRequest, *, keep_logs: Callable[[], None], events: Sequence[dict[str, Any]] = ()) -> None:
     """Run the workers until they finish, however often they have to start.
 
-    Each attempt has as many workers as the cluster holds, from `min_workers` to `workers`; if it holds too few, nodes are
-    waited for. A crash costs one of `max_failures`, and a new checkpoint restores them all. A preemption or a change of
-    size costs none, though many preemptions without a checkpoint end the run, too. Nodes on which workers crashed twice
-    are avoided if the others have the capacity.
+    Each attempt has as many workers as the cluster holds, from `min_workers` to `workers`; if it holds too few, nodes
+    are waited for. A crash costs one of `max_failures`, and a new checkpoint restores them all. A preemption or a
+    change of size costs none, though many preemptions without a checkpoint end the run, too. Nodes on which workers
+    crashed twice are avoided if the others have the capacity.
 
     Args:
         request: with `cpus_per_worker` and `use_gpu` known.
@@ -87,9 +87,9 @@ class _Supervisor:
         avoid = self._avoidable_nodes()
         for node in avoid.keys() - self._reported:
             message = (
-                f"node {avoid[node]}: workers crashed on it twice within a day, so it gets none. It is used again a day "
-                "later, when Ray was restarted on it, when the others do not suffice, or when the run is started with "
-                "--resume."
+                f"node {avoid[node]}: workers crashed on it twice within a day, so it gets none. It is used again "
+                "a day later, when Ray was restarted on it, when the others do not suffice, or when the run is started "
+                "with --resume."
             )
             logger.warning("%s", message)
             self._events.append(new_event("left_out", message))
@@ -156,7 +156,7 @@ class _Supervisor:
         return new_event("restart", reason or "nodes left, or others used them, while the workers were started")
 
     def _forgive(self) -> list[str]:
-        """The addresses of nodes whose loss explains the newest crash. The last crash that may be waits for such news."""
+        """The addresses of nodes whose loss explains the newest crash. Waits for such news if the run would end."""
         if not self._request.address:
             return []
         deadline = time.monotonic() + _NODE_LOSS_SECONDS
@@ -187,7 +187,7 @@ class _NodeMonitor:
 
     Attributes:
         reason: why they were asked to finish; None if they were not.
-        began: when the attempt began, as `time.time` has it.
+        began: when the attempt began, by `time.time`.
     """
 
     def __init__(self, attempt: Attempt) -> None:

@@ -74,7 +74,7 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
 
 @contextlib.contextmanager
 def crashes_as_data() -> Iterator[None]:
-    """Print the traceback of any exception but `WorkerError` and raise a `WorkerError` in its place; flush all output."""
+    """Turn any exception but `WorkerError` into one, after printing its traceback; flush all output."""
     try:
         yield
     except WorkerError:
@@ -103,8 +103,8 @@ def change_folder(working_dir: Path | str, how: str = "Start from a folder") -> 
         os.chdir(working_dir)
     except OSError as error:
         raise MachineError(
-            f"{working_dir}: {error.strerror} on the cluster's machine {os.uname().nodename}. {how} that all machines of "
-            "the cluster share."
+            f"{working_dir}: {error.strerror} on the cluster's machine {os.uname().nodename}. {how} that all machines "
+            "of the cluster share."
         ) from None
 
 
