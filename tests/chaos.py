@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import yaml
 
+from cluster.workers.actors import PROCESS_TITLE
+
 ROOT = Path(__file__).parent.parent
 _TAIL_BYTES = 1 << 16  # of many records
 
@@ -104,8 +106,8 @@ class Cluster:
         return list(found.values())
 
     def workers(self) -> list[psutil.Process]:
-        """Training workers, by rank as far as their start tells it."""
-        return self.named("::_Member")
+        """Training workers, in the order in which they were started."""
+        return self.named(PROCESS_TITLE)
 
     def named(self, part: str) -> list[psutil.Process]:
         found = []
