@@ -95,7 +95,7 @@ class Cluster:
         return self.state_of(name)
 
     def processes(self) -> list[psutil.Process]:
-        """All living processes below the cluster's nodes, the nodes' own among them."""
+        """All alive processes below the cluster's nodes, the nodes' own among them."""
         found: dict[int, psutil.Process] = {}
         sessions = {node["pid"] for node in self.described["nodes"]}
         for process in psutil.process_iter():
@@ -211,7 +211,7 @@ def recovery_seconds(run_dir: Path, began: float) -> float:
     return time.time() - began
 
 
-def told(name: str, **figures: object) -> None:
+def report(name: str, **figures: object) -> None:
     """Keep what was measured, for RELIABILITY.md."""
     path = os.environ.get("BERTRAIN_CHAOS_RESULTS")
     if path:

@@ -26,8 +26,8 @@ from chaos import (
     losses,
     newest_checkpoint,
     recovery_seconds,
+    report,
     settings,
-    told,
     wait_for,
     wait_for_step,
 )
@@ -80,7 +80,7 @@ def test_five_killed_workers(corpus: Path, one_node: Cluster, undisturbed: Path,
     assert one_node.wait_end("killed") == "succeeded"
     assert_equal(run_dir, undisturbed)
     assert len(events(run_dir, "restart")) == 5
-    told("1 kill workers", recoveries=[round(one, 1) for one in seconds])
+    report("1 kill workers", recoveries=[round(one, 1) for one in seconds])
 
 
 def test_killed_driver_and_resubmission(corpus: Path, one_node: Cluster, undisturbed: Path, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_lost_head_and_resubmission(corpus: Path, undisturbed: Path, tmp_path: P
         seconds = time.time() - began
         assert second.wait_end("head") == "succeeded"
     assert_equal(run_dir, undisturbed)
-    told("6 head lost", seconds=round(seconds, 1))
+    report("6 head lost", seconds=round(seconds, 1))
 
 
 def test_stop_saves_the_current_step(corpus: Path, one_node: Cluster, undisturbed: Path, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_stop_saves_the_current_step(corpus: Path, one_node: Cluster, undisturbe
     one_node.submit(values)
     assert one_node.wait_end("stopped") == "succeeded"
     assert_equal(run_dir, undisturbed)
-    told("10 stop", seconds=round(seconds, 1))
+    report("10 stop", seconds=round(seconds, 1))
 
 
 def test_a_finished_run_submitted_again_changes_nothing(
@@ -141,7 +141,7 @@ def test_a_finished_run_submitted_again_changes_nothing(
     assert written(undisturbed) == before
     monkeypatch.setenv("XDG_STATE_HOME", str(one_node.state))
     assert find_folder("undisturbed") == undisturbed, "a dashboard finds the job's folder"
-    told("19 rerun of a finished run", seconds=round(seconds, 1))
+    report("19 rerun of a finished run", seconds=round(seconds, 1))
 
 
 def written(run_dir: Path) -> dict[Path, int]:
@@ -167,7 +167,7 @@ def test_a_stopped_process_is_noticed(
     assert "Thread" in (run_dir / f"logs/stacks-{1 - rank}.txt").read_text()
     assert "fit" in (run_dir / f"logs/stacks-{rank}.txt").read_text(), "the stopped process, read from outside"
     assert not victim.is_running() or victim.status() == "zombie"
-    told("11 SIGSTOP", rank=rank, noticed=round(hang["time"] - began, 1), recovered=round(seconds, 1))
+    report("11 SIGSTOP", rank=rank, noticed=round(hang["time"] - began, 1), recovered=round(seconds, 1))
 
 
 # A thread in every process of the cluster that waits for a file; the first worker that trains and finds it makes no batch again.
@@ -210,7 +210,7 @@ def test_a_loader_that_sleeps_without_end_is_noticed(
     assert_equal(run_dir, undisturbed)
     stacks = [(run_dir / f"logs/stacks-{rank}.txt").read_text() for rank in (0, 1)]
     assert "_produce" in stacks[hang["rank"]]
-    told(
+    report(
         "11 a loader asleep",
         rank=hang["rank"],
         noticed=round(hang["time"] - began, 1),
@@ -252,7 +252,7 @@ def test_a_lost_node_shrinks_the_group_and_its_return_grows_it(corpus: Path, und
     expected, found = losses(undisturbed), losses(run_dir)
     for step in range(1, min(300, last_step(run_dir)) + 1):
         assert float.fromhex(found[step]) == pytest.approx(float.fromhex(expected[step]), rel=1e-2), step
-    told("7 node lost and back", shrunk=round(shrunk, 1), grown=round(grown, 1))
+    report("7 node lost and back", shrunk=round(shrunk, 1), grown=round(grown, 1))
 
 
 def test_a_drained_node_is_left_with_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_drained_node_is_left_with_a_checkpoint(corpus: Path, tmp_path: Path) 
         wait_for_step(run_dir, event["step"] + 5)
         assert len(two.workers()) == 1
         two.command("stop", "drained")
-    told("9 drain", seconds=round(seconds, 1))
+    report("9 drain", seconds=round(seconds, 1))
 
 
 def drain(on: Cluster, node: int) -> None:
@@ -417,7 +417,7 @@ def test_a_control_store_that_is_away_for_a_while_interrupts_nothing(
     expected, found = losses(undisturbed), losses(run_dir)
     assert all(found[step] is not None for step in range(1, before))
     assert expected.keys() <= found.keys() or last_step(run_dir) < 300
-    told("5 GCS away for 10 s", longest_gap=round(longest, 1))
+    report("5 GCS away for 10 s", longest_gap=round(longest, 1))
 
 
 def test_a_kill_while_a_checkpoint_is_written_costs_that_one_only(corpus: Path, tmp_path: Path) -> None:
@@ -451,4 +451,4 @@ def test_a_kill_while_a_checkpoint_is_written_costs_that_one_only(corpus: Path, 
         assert found is not None
         assert found.name == f"step-{newest:08d}", "what has its name is whole"
     assert losses(run_dir).keys() >= set(range(1, newest))
-    told("3 kill during save", trials=10)
+    report("3 kill during save", trials=10)

@@ -1,4 +1,4 @@
-"""Workers through Ray: their place, their crashes, the user's mistakes, stopping, and what is left behind."""
+"""Workers through Ray: their ranks, their crashes, the user's mistakes, stopping, and the clean-up."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def nothing_left(folder: Path) -> Iterator[None]:
 
 def _processes_in(folder: Path) -> set[int]:
     """All processes whose working directory is `folder` or below it, but this one."""
-    found = set()
+    pids = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.pid != os.getpid() and Path(process.cwd()).is_relative_to(folder):
-                found.add(process.pid)
-    return found
+                pids.add(process.pid)
+    return pids
 
 
 def _run(target: str, folder: Path, **options: Any) -> None:
@@ -164,14 +164,14 @@ def test_second_interrupt_ends_at_once(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 def test_paths_with_spaces(folder: Path) -> None:
-    place = folder / "two words"
-    place.mkdir()
+    directory = folder / "two words"
+    directory.mkdir()
     python = Path(sys.executable)
-    (place / "venv").symlink_to(python.parent.parent)
-    launched = Launched("fine", place, str(place / "venv" / python.parent.name / python.name))
+    (directory / "venv").symlink_to(python.parent.parent)
+    launched = Launched("fine", directory, str(directory / "venv" / python.parent.name / python.name))
     code, output = launched.end(90)
     assert (code, output) == (0, "")
-    assert _starts(place) == ["resume=False"]
+    assert _starts(directory) == ["resume=False"]
 
 
 @pytest.mark.slow
@@ -190,10 +190,10 @@ def test_killed_launcher_leaves_nothing(folder: Path) -> None:
 @pytest.mark.slow
 def test_joins_a_running_cluster_by_address(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     port = _free_port()
-    place = tmp_path_factory.mktemp("r")  # short: unix sockets
+    directory = tmp_path_factory.mktemp("r")  # short: unix sockets
     start = f"start --head --block --port={port} --num-cpus=1 --include-dashboard=false --disable-usage-stats"
     head = subprocess.Popen(
-        [sys.executable, "-m", "ray.scripts.scripts", *start.split(), f"--temp-dir={place}"],
+        [sys.executable, "-m", "ray.scripts.scripts", *start.split(), f"--temp-dir={directory}"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
@@ -265,7 +265,7 @@ def test_unwritable_run_folder(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "workers", "asked", "each"),
+    ("nodes", "workers", "requested", "each"),
     [
         ([(2, 0)], 1, 0, 2),
         ([(2, 0)], 2, 0, 1),
@@ -276,12 +276,12 @@ def test_unwritable_run_folder(folder: Path) -> None:
         ([(64, 0), (8, 2)], 2, 0, 4),  # GPUs are on the second machine
     ],
 )
-def test_cores_are_shared_out(nodes: list[tuple[int, int]], workers: int, asked: int, each: int) -> None:
-    assert nodes_fit(nodes, workers, asked, "here") == each
+def test_cores_are_divided_among_workers(nodes: list[tuple[int, int]], workers: int, requested: int, each: int) -> None:
+    assert nodes_fit(nodes, workers, requested, "here") == each
 
 
 @pytest.mark.parametrize(
-    ("nodes", "workers", "asked", "words"),
+    ("nodes", "workers", "requested", "words"),
     [
         ([(2, 0)], 3, 0, "2 CPU cores"),
         ([(4, 0)], 2, 3, "2 workers of 3 each"),
@@ -289,9 +289,9 @@ def test_cores_are_shared_out(nodes: list[tuple[int, int]], workers: int, asked:
         ([], 1, 0, "0 CPU cores"),
     ],
 )
-def test_too_many_workers(nodes: list[tuple[int, int]], workers: int, asked: int, words: str) -> None:
+def test_too_many_workers(nodes: list[tuple[int, int]], workers: int, requested: int, words: str) -> None:
     with pytest.raises(MachineError, match=words):
-        nodes_fit(nodes, workers, asked, "here")
+        nodes_fit(nodes, workers, requested, "here")
 
 
 @pytest.mark.parametrize("kind", [InputError, MachineError, DivergedError, StoppedError, RunError])
@@ -323,11 +323,11 @@ def test_dead_worker_is_blamed_before_those_that_lost_it() -> None:
         ([(4, 0)], 1, 8, 1),
     ],
 )
-def test_cpus_are_shared_among_as_many_as_there_may_be(nodes, low: int, high: int, each: int) -> None:
+def test_cpus_are_divided_among_as_many_workers_as_possible(nodes, low: int, high: int, each: int) -> None:
     assert cpus_that_fit(nodes, low, high, 0, "here") == each
 
 
-def test_room_beside_others_counts_what_is_free_and_what_is_ours() -> None:
+def test_capacity_beside_others_counts_what_is_free_and_what_is_ours() -> None:
     def count(nodes: list[Node], most: int, cpus: int, **options: Any) -> int:
         request = replace(_request(Path(), 0), min_workers=1, workers=most, cpus_per_worker=cpus)
         return capacity.find_capacity(nodes, request, **options).workers
@@ -340,19 +340,19 @@ def test_room_beside_others_counts_what_is_free_and_what_is_ours() -> None:
     assert count([Node("a", 16, 4, False, 12, 1)], 4, 4, held={"a": 1}) == 2
 
 
-def test_a_crowded_cluster_is_asked_for_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others took one of two cores, of which the totals tell nothing."""
+def test_a_crowded_cluster_gets_a_smaller_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others use one of two cores, which the totals do not show."""
     monkeypatch.setattr(capacity, "usable_nodes", lambda: [Node("here", 2, 0, False, 1, 0)])
-    asked = []
+    requested = []
 
     def run(attempt: Attempt, _: Any) -> None:
-        asked.append(attempt.workers)
+        requested.append(attempt.workers)
         if attempt.workers == 2:
             raise WorkersNotStartedError
 
     monkeypatch.setattr(supervisor, "_run_attempt", run)
     supervisor.supervise(replace(_request(tmp_path, 3), min_workers=1), keep_logs=lambda: None)
-    assert asked == [2, 1]
+    assert requested == [2, 1]
 
 
 def test_a_head_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,13 +53,13 @@ def ends(events: list[TrialEvent]) -> dict[str, Exception | None]:
 @pytest.mark.skipif(CORES < 2, reason="needs two cores")
 def test_trials_run_side_by_side_and_only_crashes_are_repeated(folder: Path) -> None:
     events = run_all(TRIALS, parallel=2, cpus_per_trial=1, max_failures=1)
-    found = ends(events)
-    assert list(map(found.get, "abc")) == [None, None, None]
-    assert set(found) == set("abcde")
-    assert isinstance(found["d"], DivergedError)
-    assert str(found["d"]) == "step 3: loss is NaN."
-    assert isinstance(found["e"], MachineError)
-    message = str(found["e"])
+    outcomes = ends(events)
+    assert list(map(outcomes.get, "abc")) == [None, None, None]
+    assert set(outcomes) == set("abcde")
+    assert isinstance(outcomes["d"], DivergedError)
+    assert str(outcomes["d"]) == "step 3: loss is NaN."
+    assert isinstance(outcomes["e"], MachineError)
+    message = str(outcomes["e"])
     assert "\n" not in message
     assert "run/e/logs/worker-0.log: crashed (ZeroDivisionError: a bug in two lines) and all max_failures=1" in message
     starts = {name: (folder / f"starts-{name}").read_text().splitlines() for name in "abcde"}

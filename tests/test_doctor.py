@@ -1,4 +1,4 @@
-"""doctor: every rule with made values, every measurement once, and a real cluster with a node that is not fit."""
+"""doctor: every rule with made-up values, every measurement once, and a real cluster with a node that is not fit."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ FACTS = MachineFacts(
 )
 
 
-# ---- one machine, with made values
+# ---- one machine, with made-up values
 
 
 def test_a_fit_machine_passes() -> None:
@@ -70,7 +70,7 @@ def test_a_fit_machine_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "what", "mark", "said"),
+    ("changes", "what", "mark", "expected"),
     [
         ({"busy": 0.6}, "cores", WARN, "Other programs"),
         ({"memory_free": 3 * GIB}, "memory", WARN, "close other programs"),
@@ -94,10 +94,10 @@ def test_a_fit_machine_passes() -> None:
         ({"versions": {**VERSIONS, "gloo": "none"}}, "gloo", FAIL, ".venv"),
     ],
 )
-def test_rules_of_one_machine(changes: dict[str, Any], what: str, mark: str, said: str) -> None:
+def test_rules_of_one_machine(changes: dict[str, Any], what: str, mark: str, expected: str) -> None:
     rows = {row.what: row for row in verdicts.rows_here(dataclasses.replace(FACTS, **changes))}
     assert rows[what].mark == mark
-    assert said in rows[what].advice
+    assert expected in rows[what].advice
     assert {row.mark for name, row in rows.items() if name != what} == {PASS}
 
 
@@ -107,7 +107,7 @@ def test_a_node_that_holds_no_workers_is_not_measured() -> None:
     assert {row.where for row in rows} == {"head"}
 
 
-# ---- one machine, looked at
+# ---- one machine, inspected
 
 
 def test_this_machine_is_measured(tmp_path: Path) -> None:
@@ -130,14 +130,14 @@ def test_all_reduce_between_processes_here() -> None:
     assert "GB/s" in row.found
 
 
-def test_all_reduce_that_cannot_begin_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_reduce_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     row = reduce.row_here()
     assert row.mark == FAIL
     assert "nowhere0" in row.found or "ifa" in row.found
 
 
-def test_a_compiler_that_does_not_work_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_does_not_work_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\necho 'g++: fatal error: no cc1plus' >&2; exit 1\n")
     broken.chmod(broken.stat().st_mode | stat.S_IEXEC)
@@ -147,16 +147,16 @@ def test_a_compiler_that_does_not_work_is_found_out(tmp_path: Path, monkeypatch:
     assert error == "g++: fatal error: no cc1plus"
 
 
-def test_a_compiler_that_is_missing_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_is_missing_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     assert machine._compile()[0] == ""
 
 
-def test_a_library_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_cannot_be_imported_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    found = machine.versions()
-    assert found["Ray"].startswith("none: ")
-    assert [row.what for row in verdicts.judge_versions(found) if row.mark == FAIL] == ["Ray"]
+    versions = machine.versions()
+    assert versions["Ray"].startswith("none: ")
+    assert [row.what for row in verdicts.judge_versions(versions) if row.mark == FAIL] == ["Ray"]
 
 
 def test_locks_of_unfinished_compilations_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -215,16 +215,18 @@ def test_the_key_is_never_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("address", "code", "said"),
+    ("address", "code", "expected"),
     [("nonsense", 2, "not the URL"), ("http://127.0.0.1:1", 3, "No cluster answers")],
 )
-def test_a_cluster_that_is_not_there(address: str, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cluster_that_is_not_there(
+    address: str, code: int, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli(["doctor", "--address", address]) == code
     [line] = capsys.readouterr().err.strip().splitlines()
-    assert said in line
+    assert expected in line
 
 
-def test_a_job_that_ends_without_a_result_is_told() -> None:
+def test_a_job_without_a_result_is_reported() -> None:
     job = SimpleNamespace(status=SimpleNamespace(value="FAILED"), driver_exit_code=1, message="")
     with pytest.raises(MachineError, match=r"did not run: ModuleNotFoundError: cluster\.doctor"):
         remote._result("noise\nModuleNotFoundError: cluster.doctor\n", "doctor-1", job)
@@ -235,10 +237,10 @@ def test_a_job_that_ends_without_a_result_is_told() -> None:
 def test_a_cluster_without_a_token_is_warned_of(
     is_open: bool, mark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told = f"{driver.MARK}{json.dumps({'rows': [], 'head': machine.versions()})}\n"
+    log = f"{driver.MARK}{json.dumps({'rows': [], 'head': machine.versions()})}\n"
     jobs = MagicMock()
     jobs.return_value.is_open.return_value = is_open
-    jobs.return_value.log.return_value = told
+    jobs.return_value.log.return_value = log
     monkeypatch.setattr(remote.client, "Jobs", jobs)
     row = remote.check("http://head:8265", tmp_path, plain_http=True)[0]
     assert (row.what, row.mark) == ("access", mark)
@@ -252,7 +254,7 @@ def _shown(rows: list[Finding]) -> str:
     return file.getvalue()
 
 
-def test_the_table_fits_and_says_once_what_all_nodes_say() -> None:
+def test_the_table_fits_and_shows_once_what_all_nodes_report() -> None:
     rows = [Finding("torch", "2.13", where=f"10.0.0.{number}") for number in range(64)]
     rows += [Finding("disk", f"{number} GiB free", where=f"10.0.0.{number}") for number in range(64)]
     rows += [Finding("clock", "late " * 20, FAIL, "Run a time service. " * 5, f"10.0.0.{n}") for n in (7, 8, 9, 10)]
@@ -265,11 +267,11 @@ def test_the_table_fits_and_says_once_what_all_nodes_say() -> None:
     assert "10.0.0.9 and 1" in printed
 
 
-# ---- nodes, with made values
+# ---- nodes, with made-up values
 
 
 @pytest.mark.parametrize(
-    ("changes", "mark", "said"),
+    ("changes", "mark", "expected"),
     [
         ({}, PASS, "8 CPU, 0 GPU"),
         ({"cpus": 0}, PASS, "holds no workers"),
@@ -279,11 +281,11 @@ def test_the_table_fits_and_says_once_what_all_nodes_say() -> None:
         ({"answers": False}, FAIL, "does not answer"),
     ],
 )
-def test_judge_node(changes: dict[str, Any], mark: str, said: str) -> None:
+def test_judge_node(changes: dict[str, Any], mark: str, expected: str) -> None:
     given = {"cpus": 8, "gpus": 0, "about": {"cores": 8, "gpus": 0}, "draining": False, "answers": True}
     row = nodes.judge_node("n", **{**given, **changes})
     assert row.mark == mark
-    assert said in row.found
+    assert expected in row.found
 
 
 def test_versions_that_differ_from_the_heads_fail() -> None:
@@ -322,11 +324,11 @@ def test_judge_name(own_name: str, interface: str, addresses: set[str], mark: st
 
 
 @pytest.mark.parametrize(
-    ("offset", "doubt", "mark"),
+    ("offset", "uncertainty", "mark"),
     [(0.1, 0.01, PASS), (-0.7, 0.01, WARN), (9.0, 0.01, FAIL), (-9.0, 0.01, FAIL), (0.7, 0.3, PASS), (0.0, 3.0, WARN)],
 )
-def test_judge_skew(offset: float, doubt: float, mark: str) -> None:
-    assert nodes.judge_skew("n", offset, doubt).mark == mark
+def test_judge_skew(offset: float, uncertainty: float, mark: str) -> None:
+    assert nodes.judge_skew("n", offset, uncertainty).mark == mark
 
 
 def test_the_clock_is_read_by_the_quickest_answer() -> None:
@@ -335,13 +337,13 @@ def test_the_clock_is_read_by_the_quickest_answer() -> None:
     def ask() -> float:
         there, back = next(ways)
         now[0] += there
-        told = now[0] + 7.0
+        answer = now[0] + 7.0
         now[0] += back
-        return told
+        return answer
 
-    offset, doubt = nodes.clock_offset(ask, lambda: now[0], rounds=3)
+    offset, uncertainty = nodes.clock_offset(ask, lambda: now[0], rounds=3)
     assert offset == pytest.approx(7.0)
-    assert doubt == pytest.approx(0.01)
+    assert uncertainty == pytest.approx(0.01)
 
 
 def test_rules_of_shared_storage() -> None:
@@ -435,7 +437,7 @@ def test_a_lock_of_one_node_must_be_seen_by_the_others(tmp_path: Path, monkeypat
     assert locks(group) == [("a", WARN, "/s: has no locks")]
 
 
-def test_locks_are_looked_at_among_nodes_that_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locks_are_checked_among_nodes_that_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.doctor.task._SEEN_SECONDS", 0.2)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()

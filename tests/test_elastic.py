@@ -1,4 +1,4 @@
-"""Runs on clusters whose nodes come and go: waiting, preemptions, bad nodes, growth, GPUs by name. Without Ray."""
+"""Runs on clusters whose nodes arrive and leave: waiting, preemptions, bad nodes, growth, GPUs by name. Without Ray."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def node(name: str, cpus: int = 2, *, gpus: int = 0, draining: bool = False, fre
     return Node(name, cpus, gpus, draining, cpus if free is None else free, gpus)
 
 
-class Asked:
-    """Stands in for Ray's placement groups: what was asked for, and which of it has a place."""
+class PlacementGroups:
+    """Stands in for Ray's placement groups: which were requested, and whether they are placed."""
 
     def __init__(self) -> None:
         self.sizes: list[tuple[int, dict[str, float]]] = []
@@ -49,7 +49,7 @@ class Asked:
         self.sizes.append((workers, resources))
         return SimpleNamespace(id=SimpleNamespace(hex=lambda: str(workers)), bundle_count=workers)
 
-    def install(self, monkeypatch: pytest.MonkeyPatch) -> Asked:
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> PlacementGroups:
         def remove(_: Any) -> None:
             self.removed += 1
 
@@ -67,8 +67,8 @@ class Asked:
 
 
 @pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> Asked:
-    return Asked().install(monkeypatch)
+def groups(monkeypatch: pytest.MonkeyPatch) -> PlacementGroups:
+    return PlacementGroups().install(monkeypatch)
 
 
 def make_request(folder: Path, **changes: Any) -> LaunchRequest:
@@ -105,52 +105,52 @@ def show(monkeypatch: pytest.MonkeyPatch, nodes: Callable[[], Sequence[Node]]) -
 
 
 def test_a_node_that_comes_late_is_waited_for(
-    request_: LaunchRequest, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What is missing is there for an autoscaler and for `status` to see, as long as it is missing."""
     notice = request_.launch.run_dir / "logs/waiting.json"
-    told: list[str] = []
+    shown: list[str] = []
 
     def nodes() -> list[Node]:
-        told.extend(client._waiting(request_.launch.run_dir))
-        return [node("a", 3), node("b")] if len(told) == 3 else [node("a", 3)]
+        shown.extend(client._waiting(request_.launch.run_dir))
+        return [node("a", 3), node("b")] if len(shown) == 3 else [node("a", 3)]
 
     show(monkeypatch, nodes)
     assert wait_for_capacity(request_).workers == 4
-    assert told[0] == "waiting for nodes: capacity for 3 of 4 workers on 1 nodes, for 0:00:00"
-    assert asked.sizes == [(4, {"CPU": 1})]
-    assert asked.removed == 1
+    assert shown[0] == "waiting for nodes: capacity for 3 of 4 workers on 1 nodes, for 0:00:00"
+    assert groups.sizes == [(4, {"CPU": 1})]
+    assert groups.removed == 1
     assert not notice.exists()
 
 
-def test_an_autoscaler_is_asked_before_there_is_any_node(
-    request_: LaunchRequest, asked: Asked, monkeypatch: pytest.MonkeyPatch
+def test_an_autoscaler_gets_the_request_before_there_is_any_node(
+    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An elastic run asks for the fewest as a whole, and for the rest one by one."""
-    looks = iter(range(100))
+    """An elastic run requests the fewest as a whole, and the rest one by one."""
+    polls = iter(range(100))
     monkeypatch.setattr(capacity, "_autoscaled_gpus", lambda: 8)
     head = node("head", 16)
-    show(monkeypatch, lambda: [head, node("b", 16, gpus=2)] if next(looks) > 5 else [head])
+    show(monkeypatch, lambda: [head, node("b", 16, gpus=2)] if next(polls) > 5 else [head])
     request = replace(request_, min_workers=2, cpus_per_worker=0)
     assert wait_for_capacity(request).workers == 2, "not on the CPUs of the head"
-    assert asked.sizes == [(2, {"CPU": 1, "GPU": 1}), (1, {"CPU": 1, "GPU": 1}), (1, {"CPU": 1, "GPU": 1})]
-    assert asked.removed == 3
+    assert groups.sizes == [(2, {"CPU": 1, "GPU": 1}), (1, {"CPU": 1, "GPU": 1}), (1, {"CPU": 1, "GPU": 1})]
+    assert groups.removed == 3
 
 
-def test_a_place_that_ray_found_ends_the_wait(
-    request_: LaunchRequest, asked: Asked, monkeypatch: pytest.MonkeyPatch
+def test_a_placed_group_ends_the_wait(
+    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What Ray holds for us does not look free."""
+    """Resources that Ray reserves for us do not count as free."""
 
     def nodes() -> list[Node]:
-        asked.placed = len(asked.sizes) > 0
+        groups.placed = len(groups.sizes) > 0
         return [node("a", 4, free=0)]
 
     show(monkeypatch, nodes)
     assert wait_for_capacity(request_, crowded=True).workers == 4
 
 
-def test_a_wait_has_an_end(request_: LaunchRequest, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wait_is_limited(request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch) -> None:
     show(monkeypatch, lambda: [node("a", 3)])
     request = replace(request_, wait_for_nodes_seconds=0.01)
     assert wait_for_capacity(request).workers == 0
@@ -159,20 +159,20 @@ def test_a_wait_has_an_end(request_: LaunchRequest, asked: Asked, monkeypatch: p
         supervisor.supervise(request, keep_logs=lambda: None)
 
 
-def test_a_wait_hears_a_stop(request_: LaunchRequest, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stop_ends_a_wait(request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch) -> None:
     def nodes() -> list[Node]:
-        if asked.sizes:
+        if groups.sizes:
             (request_.launch.run_dir / "stop").touch()
         return [node("a", 3)]
 
     show(monkeypatch, nodes)
     with pytest.raises(StoppedError, match="stopped while it waited for nodes"):
         wait_for_capacity(request_)
-    assert asked.removed == 1
+    assert groups.removed == 1
 
 
 def test_a_notice_of_a_driver_that_was_killed_is_removed(
-    request_: LaunchRequest, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     notice = request_.launch.run_dir / "logs/waiting.json"
     notice.write_text(json.dumps({"time": 0.0, "message": "waiting"}))
@@ -181,17 +181,17 @@ def test_a_notice_of_a_driver_that_was_killed_is_removed(
     assert not notice.exists()
 
 
-def test_the_terminal_tells_a_wait_once(tmp_path: Path) -> None:
+def test_the_terminal_shows_a_wait_once(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
-    notice, said = tmp_path / "logs/waiting.json", io.StringIO()
-    progress = _Progress(tmp_path, 10, Console(file=said))
+    notice, output = tmp_path / "logs/waiting.json", io.StringIO()
+    progress = _Progress(tmp_path, 10, Console(file=output))
     for message in ("has room for 1 of 4", "has room for 1 of 4", "has room for 2 of 4", ""):
         if message:
             notice.write_text(json.dumps({"time": 0.0, "message": message}))
         else:
             notice.unlink()
         progress.poll()
-    assert said.getvalue().splitlines() == ["  has room for 1 of 4", "  has room for 2 of 4"]
+    assert output.getvalue().splitlines() == ["  has room for 1 of 4", "  has room for 2 of 4"]
 
 
 # Crashes and preemptions
@@ -215,7 +215,9 @@ def train(
     supervisor.supervise(request, keep_logs=lambda: None)
 
 
-def test_a_preemption_is_no_failure(request_: LaunchRequest, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_preemption_is_not_a_failure(
+    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ten nodes are lost or drained under a run that may fail once."""
     request = replace(request_, max_failures=1, min_workers=1)
     nodes = [node(str(number)) for number in range(11)]
@@ -233,7 +235,7 @@ def test_a_preemption_is_no_failure(request_: LaunchRequest, asked: Asked, monke
 
 
 def test_a_crash_on_nodes_that_stay_is_a_failure(
-    request_: LaunchRequest, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_NODE_LOSS_SECONDS", 0.0)
     seen: list[int] = []
@@ -250,9 +252,9 @@ def test_a_crash_on_nodes_that_stay_is_a_failure(
 
 
 def test_a_crash_that_takes_its_node_along_does_not_come_back_for_ever(
-    request_: LaunchRequest, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pod that is out of memory ends Ray with the worker, and comes back under another id. A checkpoint clears the count."""
+    """A pod without memory loses Ray with the worker, and returns under another id. A checkpoint clears the count."""
     request = replace(request_, max_failures=1, workers=1)
     nodes = [node("0")]
 
@@ -267,16 +269,16 @@ def test_a_crash_that_takes_its_node_along_does_not_come_back_for_ever(
 
     with pytest.raises(
         MachineError,
-        match=r"lost the node 10\.0\.0\.18 .* 11 crashes with the loss of a node .* A machine out of memory may lose Ray",
+        match=r"lost the node 10\.0\.0\.18 .* 11 crashes with the loss of a node .* out of memory may lose Ray",
     ):
         train(monkeypatch, request, nodes, run)
     assert nodes[0].id == "19", "eight crashes, a checkpoint, and eleven more"
 
 
 def test_the_log_of_the_worker_that_hangs_is_named(
-    request_: LaunchRequest, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its watchdog ends another worker first, whose log says nothing of the cause."""
+    """Its watchdog ends another worker first, whose log does not show the cause."""
     request = replace(request_, max_failures=0)
     monkeypatch.setattr(supervisor, "_NODE_LOSS_SECONDS", 0.0)
     logs = request_.launch.run_dir / "logs"
@@ -295,7 +297,7 @@ def test_the_log_of_the_worker_that_hangs_is_named(
 
 
 def test_a_node_with_two_crashes_is_left_out_and_named(
-    request_: LaunchRequest, asked: Asked, monkeypatch: pytest.MonkeyPatch
+    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     attempts: list[Attempt] = []
 
@@ -338,7 +340,7 @@ def test_the_loss_of_a_node_explains_a_crash_of_the_last_minute_only() -> None:
 
 
 def test_the_first_crash_is_to_blame() -> None:
-    """What the others say, they say of a peer that was gone by then."""
+    """The others report a peer that was gone by then."""
     cause = supervisor._cause(
         {3: WorkerError("crash", "ECC error"), 0: WorkerError("crash", "connection reset by peer")}
     )
@@ -350,7 +352,7 @@ def test_the_first_crash_is_to_blame() -> None:
 
 
 def restarts(arrivals: Sequence[float], *, most: int, until: float) -> list[float]:
-    """When a run of one worker, started at 0, is restarted, with a place more at each of the times."""
+    """When a run of one worker, started at 0, is restarted, if one more worker fits from each of these times on."""
     times, workers, scale_up = [], 1, ScaleUp(1, most, 0.0)
     for second in range(int(until)):
         fits = min(most, 1 + sum(arrival <= second for arrival in arrivals))
@@ -382,7 +384,7 @@ def test_a_node_that_flickers_stops_nothing() -> None:
 
 
 def test_a_stop_file_of_an_earlier_launch_stops_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another node goes on seeing a removed file for a while: here it is put back as it was."""
+    """Another node sees a removed file for a while: here it is put back as it was."""
     stop = tmp_path / "stop"
     stop.touch()
     old = stop.stat().st_mtime_ns - 1
@@ -410,15 +412,15 @@ def test_a_stop_file_of_an_earlier_launch_stops_nothing(tmp_path: Path, monkeypa
     assert not first.stop_flag().is_set()
     first.stop_flag().set()
     assert first.stop_flag().is_set()
-    assert not second.stop_flag().is_set(), "a launcher that ended late"
+    assert not second.stop_flag().is_set(), "a launcher that exited late"
     second.restart_flag(1).set()
     assert [second.restart_flag(attempt).is_set() for attempt in (0, 1, 2)] == [False, True, False]
 
 
-def test_a_restart_is_asked_of_the_attempt_that_runs(
-    request_: LaunchRequest, asked: Asked, monkeypatch: pytest.MonkeyPatch
+def test_a_restart_is_requested_of_the_attempt_that_runs(
+    request_: LaunchRequest, groups: PlacementGroups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file of the attempt before is still seen: it ended the run, as a stop that nobody had asked for."""
+    """The previous attempt's file is still visible: it once ended the run, like a stop that nobody had requested."""
     nodes = [node("a", 4), node("b", 4)]
     attempts: list[bool] = []
     show(monkeypatch, lambda: nodes)
@@ -435,7 +437,7 @@ def test_a_restart_is_asked_of_the_attempt_that_runs(
             raise StoppedError("saved")
 
     monkeypatch.setattr(supervisor, "_run_attempt", run)
-    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # as a cache of attributes would have it
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)  # as with a cache of file attributes
     supervisor.supervise(request_, keep_logs=lambda: None)
     assert attempts == [False, False]
 
@@ -456,7 +458,7 @@ def test_a_restart_is_asked_of_the_attempt_that_runs(
 def test_gpus_have_the_names_that_ray_gives(
     monkeypatch: pytest.MonkeyPatch, ids: list[Any], names: tuple[str, ...]
 ) -> None:
-    """Ray hands on what CUDA_VISIBLE_DEVICES holds on the node."""
+    """Ray passes on what CUDA_VISIBLE_DEVICES holds on the node."""
     context = SimpleNamespace(get_node_id=lambda: "a")
     util = SimpleNamespace(get_node_ip_address=lambda: "10.0.0.1")
     ray = SimpleNamespace(get_gpu_ids=lambda: ids, get_runtime_context=lambda: context, util=util)

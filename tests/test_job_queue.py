@@ -39,7 +39,7 @@ def wants(low: int, high: int = 0, cpus: int = 1) -> Waiting:
         (TWO_NODES, [wants(2, cpus=3)], wants(1, cpus=2), False),  # two CPUs are free, on two nodes
         (TWO_NODES, [wants(2, cpus=3)], wants(2, cpus=1), True),
         (TWO_NODES, [wants(1, cpus=2)], wants(1, cpus=4), True),  # on the other node
-        ([(8, 0), (2, 0)], [wants(1, cpus=2)], wants(1, cpus=8), True),  # the fullest node that has room is taken
+        ([(8, 0), (2, 0)], [wants(1, cpus=2)], wants(1, cpus=8), True),  # the fullest node on which it fits is chosen
         (TWO_NODES, [wants(1)], wants(1, cpus=5), False),  # no node is that large
         (TWO_NODES, [wants(12)], wants(1), False),  # it waits for nodes, which are its own then
         ([(64, 4), (64, 4)], [wants(6, cpus=8)], wants(2, cpus=8), True),
@@ -55,21 +55,21 @@ def test_a_job_starts_when_its_bundles_fit(
 
 
 class _Cluster:
-    """What a dashboard knows of 8 CPUs and jobs of 4 workers each, and what it is asked for."""
+    """A dashboard of 8 CPUs and jobs of 4 workers each, which records the requests."""
 
     def __init__(self, jobs: int) -> None:
         self.states = {f"job-{number}": "RUNNING" for number in range(jobs)}
         self.submitted = {name: number for number, name in enumerate(self.states, 1)}
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
     def jobs(self) -> list[dict[str, Any]]:
-        self.asked.append("all")
-        found = [job for name in self.states if (job := self.job(name)) is not None]
-        self.asked = self.asked[: -len(self.states)]
-        return found[::-1]  # Ray has no order
+        self.requests.append("all")
+        jobs = [job for name in self.states if (job := self.job(name)) is not None]
+        self.requests = self.requests[: -len(self.states)]
+        return jobs[::-1]  # Ray has no order
 
     def job(self, name: str) -> dict[str, Any] | None:
-        self.asked.append(name)
+        self.requests.append(name)
         if self.states[name] == "DELETED":
             return None
         needs = {"workers": "4", "most_workers": "4", "cpus_per_worker": "1"}
@@ -81,7 +81,7 @@ class _Cluster:
         }
 
     def nodes(self) -> list[tuple[int, int]]:
-        self.asked.append("nodes")
+        self.requests.append("nodes")
         return EIGHT_CPUS
 
 
@@ -89,9 +89,9 @@ def queue(name: str, cluster: Any) -> Queue:
     return Queue(name, cluster)
 
 
-def test_jobs_begin_in_the_order_of_their_submission() -> None:
+def test_jobs_start_in_the_order_of_their_submission() -> None:
     cluster = _Cluster(4)
-    assert queue("job-1", cluster).poll(), "two find room"
+    assert queue("job-1", cluster).poll(), "two fit"
     third, last = queue("job-2", cluster), queue("job-3", cluster)
     assert not third.poll()
     assert not last.poll()
@@ -114,33 +114,33 @@ def test_a_job_that_was_submitted_again_is_behind(end: str) -> None:
     assert waiting.poll()
 
 
-def test_a_look_asks_for_two_jobs_however_many_there_are() -> None:
+def test_a_poll_reads_two_jobs_however_many_there_are() -> None:
     cluster = _Cluster(100)
     waiting = queue("job-99", cluster)
     assert not waiting.poll()
-    assert cluster.asked[0] == "all"
-    assert cluster.asked.count("nodes") == 1
-    cluster.asked.clear()
+    assert cluster.requests[0] == "all"
+    assert cluster.requests.count("nodes") == 1
+    cluster.requests.clear()
     for _ in range(98):
         assert not waiting.poll()
-    assert len(cluster.asked) == 2 * 98, "all jobs and the nodes are not listed again"
-    assert set(cluster.asked) == {f"job-{number}" for number in range(99)}, "every job is heard of in time"
+    assert len(cluster.requests) == 2 * 98, "all jobs and the nodes are not listed again"
+    assert set(cluster.requests) == {f"job-{number}" for number in range(99)}, "every job is polled in time"
 
 
-def test_jobs_that_have_ended_are_passed_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_jobs_are_skipped_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     """As after a night of many short jobs: the job would start minutes late."""
     cluster = _Cluster(20)
     listed = cluster.jobs
 
     def jobs() -> list[dict[str, Any]]:
-        found = listed()
+        jobs = listed()
         cluster.states.update(dict.fromkeys(list(cluster.states)[:-1], "SUCCEEDED"))
-        return found
+        return jobs
 
     monkeypatch.setattr(cluster, "jobs", jobs)
     monkeypatch.setattr(job_queue, "_sleep", lambda *_: pytest.fail("it waits, though it may start"))
     job_queue._wait("job-19", cluster, lambda: False)  # type: ignore[arg-type]
-    assert "nodes" not in cluster.asked
+    assert "nodes" not in cluster.requests
 
 
 def test_a_hundred_waiting_jobs_ask_little_of_the_dashboard() -> None:
@@ -148,13 +148,13 @@ def test_a_hundred_waiting_jobs_ask_little_of_the_dashboard() -> None:
     assert job_queue.pause(1) < 3
 
 
-def test_a_job_that_is_not_known() -> None:
+def test_an_unknown_job() -> None:
     with pytest.raises(InputError, match="mine: Ray has no such job"):
         queue("mine", _Cluster(2))
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_waiting_job_outlives_a_silent_head_and_hears_a_stop(monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
+def test_a_waiting_job_outlives_a_silent_head_and_stops(monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
     """A stop that comes while the head is polled must not be lost, though the job may start."""
     answers: list[Any] = [MachineError("away"), False, True]
 
@@ -226,7 +226,8 @@ def test_a_wait_loads_nothing_heavy(dashboard: str) -> None:
         f"job_queue._dashboard = lambda: {dashboard!r}\n"
         "job_queue.pause = lambda _: 0.01\n"
         "job_queue.wait_in_queue('mine')\n"
-        "print({'ray', 'torch', 'pydantic', 'numpy', 'requests', 'psutil'} & {name.split('.')[0] for name in sys.modules})\n"
+        "loaded = {name.split('.')[0] for name in sys.modules}\n"
+        "print({'ray', 'torch', 'pydantic', 'numpy', 'requests', 'psutil'} & loaded)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],
