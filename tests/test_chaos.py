@@ -1,4 +1,4 @@
-"""Failures of a real cluster: processes killed, stopped and drained while a run goes on (RELIABILITY.md has the table)."""
+"""Failures of a real cluster: processes are killed, stopped and drained during a run (table in RELIABILITY.md)."""
 
 from __future__ import annotations
 
@@ -170,7 +170,8 @@ def test_a_stopped_process_is_noticed(
     report("11 SIGSTOP", rank=rank, noticed=round(hang["time"] - began, 1), recovered=round(seconds, 1))
 
 
-# A thread in every process of the cluster that waits for a file; the first worker that trains and finds it makes no batch again.
+# A thread in every process of the cluster waits for a file; the first training worker that sees it makes no further
+# batch.
 _ASLEEP = """
 import os, sys, threading, time
 
@@ -282,10 +283,12 @@ def drain(on: Cluster, node: int) -> None:
         "from ray._raylet import GcsClient\n"
         "from ray.core.generated import autoscaler_pb2\n"
         "ray.init(address=sys.argv[1], log_to_driver=False)\n"
-        "nodes = sorted((n for n in ray.nodes() if n['Alive']), key=lambda n: 'node:__internal_head__' not in n['Resources'])\n"
+        "alive = [n for n in ray.nodes() if n['Alive']]\n"
+        "nodes = sorted(alive, key=lambda n: 'node:__internal_head__' not in n['Resources'])\n"
         "reason = autoscaler_pb2.DrainNodeReason.Value('DRAIN_NODE_REASON_PREEMPTION')\n"
         "deadline = int((time.time() + 30) * 1000)\n"
-        "print(GcsClient(address=sys.argv[1]).drain_node(nodes[int(sys.argv[2])]['NodeID'], reason, 'spot', deadline))\n"
+        "client, node = GcsClient(address=sys.argv[1]), nodes[int(sys.argv[2])]\n"
+        "print(client.drain_node(node['NodeID'], reason, 'spot', deadline))\n"
     )
     subprocess.run(
         [sys.executable, "-c", script, described["address"], str(node)],
@@ -342,7 +345,7 @@ def test_no_secret_is_written_and_nobody_gets_in_without_the_token(corpus: Path,
             sockets: list[Any] = [one.laddr for one in psutil.net_connections() if one.status == "LISTEN"]
             listening = {place.ip for place in sockets if place.port == port}
             assert listening == {"127.0.0.1"}
-            told = answers[2].text + one.command("logs", "canary") + one.command("status", "canary")
+            shown = answers[2].text + one.command("logs", "canary") + one.command("status", "canary")
             written = "".join(
                 path.read_text(errors="replace")
                 for place in (run_dir, folder)
@@ -350,7 +353,7 @@ def test_no_secret_is_written_and_nobody_gets_in_without_the_token(corpus: Path,
                 if path.is_file() and path.name != "token"
             )
             for secret in (*CANARIES.values(), token):
-                assert secret not in told
+                assert secret not in shown
                 assert secret not in written
     finally:
         for name in CANARIES:
