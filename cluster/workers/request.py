@@ -55,7 +55,7 @@ class DriverRequest:
         target: "package.module:function", called with (payload, Worker).
         name: of the run.
         address: "host:port" of a Ray cluster; empty starts a Ray of our own.
-        max_failures: crashes after which there is another attempt.
+        max_failures: how many crashes are followed by another attempt.
         use_gpu: whether each process has a GPU; None until the nodes are known.
     """
 
@@ -88,7 +88,7 @@ class LaunchRequest(DriverRequest):
     Attributes:
         payload: the target's argument in the first attempt; it survives JSON.
         workers: how many processes, at most.
-        min_workers: with how many the run makes do; 0 means with no fewer than `workers`.
+        min_workers: the smallest number with which the run starts; 0 means `workers`.
         cpus_per_worker: 0 until the nodes are known, if the user left it open.
         wait_for_nodes_seconds: how long the run waits for a cluster that is too small.
     """

@@ -87,9 +87,9 @@ class _Supervisor:
         avoid = self._avoidable_nodes()
         for node in avoid.keys() - self._reported:
             message = (
-                f"node {avoid[node]}: workers crashed on it twice within a day, so it gets none. It is used again "
-                "a day later, when Ray was restarted on it, when the others do not suffice, or when the run is started "
-                "with --resume."
+                f"node {avoid[node]}: workers crashed on it twice within a day, so no more are placed there. It is "
+                "used again a day later, when Ray was restarted on it, when the others do not suffice, or when the run "
+                "is started with --resume."
             )
             logger.warning("%s", message)
             self._events.append(new_event("left_out", message))
