@@ -245,7 +245,7 @@ def _serve(request: PoolRequest, connection: Connection) -> None:
 
     if ray.cluster_resources().get("CPU", 0) < 1:
         raise MachineError(
-            f"The cluster at {request['address']} has no CPU cores. Start its nodes with some (--num-cpus)."
+            f"The cluster at {request.address} has no CPU cores. Start its nodes with some (--num-cpus)."
         )
     ray.data.DataContext.get_current().enable_progress_bars = False
     connection.send(("ready", None))
@@ -267,9 +267,8 @@ def _run(jobs: list[tuple[int, bytes]], request: PoolRequest) -> Iterator[tuple[
         num_cpus=1,
         max_retries=_MAX_RETRIES,
     )
-    batches: Iterable[Any] = dataset.iter_batches(
-        batch_size=None, batch_format="pyarrow", prefetch_batches=0
-    )  # a block at a time, as soon as it is there
+    # A block at a time, as soon as it is there.
+    batches: Iterable[Any] = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
     again = "run the same command again; it continues from there."
     try:
         for batch in batches:
@@ -281,13 +280,13 @@ def _run(jobs: list[tuple[int, bytes]], request: PoolRequest) -> Iterator[tuple[
     ) as error:
         logger.exception("ray.data")
         raise MachineError(
-            f"A job's process on the cluster at {request['address']} died {_MAX_RETRIES + 1} times, most likely for "
+            f"A job's process on the cluster at {request.address} died {_MAX_RETRIES + 1} times, most likely for "
             f"lack of memory ({type(error).__name__}). Set corpus.processes lower and {again}"
         ) from None
     except exceptions.RayError as error:
         logger.exception("ray.data")
         raise MachineError(
-            f"The cluster at {request['address']} could not run a job ({one_line(error)}). All its nodes need the "
+            f"The cluster at {request.address} could not run a job ({one_line(error)}). All its nodes need the "
             f"same .venv and the same files. Fix the cause and {again}"
         ) from None
 
