@@ -84,9 +84,8 @@ def _wait(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) -> None:
             if time.monotonic() - answered > _SILENCE_SECONDS:
                 raise
         if stopped():
-            raise StoppedError(
-                f"{name}: stopped while it waited for {shown or 'its place in the queue'}; nothing was started."
-            )
+            behind = f" behind {shown}" if shown else ""
+            raise StoppedError(f"{name}: stopped while it waited in the queue{behind}; nothing was started.")
         if may_start:
             return
         if queue and shown != (shown := _few(queue.ahead)):
