@@ -60,12 +60,12 @@ class Probe:
             for content in ("to be replaced", text):
                 with atomic_open(path, "w") as file:
                     file.write(content)
-            content = path.read_text(encoding="utf-8")
+            read_back = path.read_text(encoding="utf-8")
         except (OSError, RunError) as error:
             return 0.0, one_line(error)
         return (
             time.perf_counter() - began,
-            "" if content == text else f"read {content!r} back, which is not what was written",
+            "" if read_back == text else f"read {read_back!r} back, which is not what was written",
         )
 
     def see_probes(self, folder: str, texts: dict[str, str]) -> tuple[float, list[str]]:

@@ -71,7 +71,7 @@ class Jobs:
 
     Args:
         address: URL of the cluster's dashboard, such as http://127.0.0.1:8265; empty uses the local one of `up`.
-        plain_http: send the token over http to other machines than this one, too.
+        plain_http: send the token over http to other machines, too.
 
     Attributes:
         address: that URL, as it was given.
