@@ -76,9 +76,8 @@ def _run(request: LaunchRequest) -> None:
             capacity = wait_for_capacity(request)
             waited.extend(capacity.events())
             nodes = capacity.sizes
-            where += (
-                f", after a wait of up to {request.wait_for_nodes_seconds:.0f} s (scheduling.wait_for_nodes_seconds),"
-            )
+            if seconds := request.wait_for_nodes_seconds:
+                where += f", after a wait of up to {seconds:.0f} s (scheduling.wait_for_nodes_seconds),"
         cpus = cpus_that_fit(nodes, fewest, request.workers, request.cpus_per_worker, where)
         return replace(request, cpus_per_worker=cpus, use_gpu=any(gpu for _, gpu in nodes))
 
