@@ -1,4 +1,4 @@
-"""Where workers run: on this machine or on a Ray cluster. Knows its work only as a dotted name.
+"""Runs workers on this machine or on a Ray cluster. It knows their work only as a dotted name.
 
-The one package that imports `ray`; `cluster.workers.launch.run` is the way in and does not.
+Workers are started with `cluster.workers.launch.run`, which does not import `ray` itself: a child process does.
 """

@@ -1,6 +1,6 @@
-"""A Ray cluster on this machine, of several node processes: for trying jobs, failures and elasticity without a real one.
+"""A Ray cluster of several node processes on this machine, to try jobs, failures and elasticity.
 
-It is closed to whoever has not its token, keeps to this machine, and is ended by the ids of its own processes.
+It is closed to everybody without its token, uses this machine alone, and is ended by the ids of its own processes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _UP_SECONDS = 60.0
 _ANSWER_SECONDS = 3.0
 _ALIVE = 0  # GcsNodeInfo.GcsNodeState of Ray's protocol
 _OBJECT_STORE_BYTES = 100 << 20
-# How long a job that is stopped may take for its last checkpoint before Ray kills it (Ray's own: 3 s).
+# How long a stopped job may take for its last checkpoint before Ray kills it (Ray's default: 3 s).
 STOP_SECONDS = 600
 
 # Of every process of the cluster; jobs and workers inherit it.
@@ -37,7 +37,7 @@ _ENVIRONMENT = {
     "RAY_AUTH_MODE": "token",
     "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
     "RAY_USAGE_STATS_ENABLED": "0",
-    "MALLOC_ARENA_MAX": "1",  # as cluster.workers.driver gives it to workers of its own
+    "MALLOC_ARENA_MAX": "1",  # as cluster.workers.driver sets it for workers of its own
 }
 
 
@@ -46,7 +46,7 @@ class NodeProcess:
     """One `ray start --block`, leader of a session of its own."""
 
     pid: int
-    started: float  # as psutil tells it, so that a reused pid is not taken for ours
+    started: float  # as psutil reports it, so that a reused pid is not mistaken for ours
     cpus: int
 
     def is_alive(self) -> bool:
@@ -58,7 +58,7 @@ class NodeProcess:
 
 @dataclass(frozen=True)
 class LocalCluster:
-    """What `up` leaves for the other commands to find."""
+    """What `up` writes for the other commands to find."""
 
     folder: str  # Ray's session and the token, of mode 0700
     address: str  # host:port of the GCS, for scheduling.address
@@ -71,12 +71,15 @@ class LocalCluster:
 
 
 def up(nodes: int, cpus_per_node: int, host: str = "") -> LocalCluster:
-    """Start a cluster of so many node processes with so many CPUs each (0: the machine's, shared out).
+    """Start a cluster of node processes.
 
-    `host` is the address of this machine at which other machines reach its nodes; empty takes the one that Ray finds.
+    Args:
+        nodes: how many.
+        cpus_per_node: 0 divides the machine's cores among them.
+        host: this machine's address at which other machines reach its nodes; empty takes the one that Ray detects.
 
     Raises:
-        InputError: one runs already.
+        InputError: a cluster runs already.
         MachineError: it did not start.
     """
     running = find()
@@ -93,20 +96,7 @@ def up(nodes: int, cpus_per_node: int, host: str = "") -> LocalCluster:
     cluster = LocalCluster(str(folder), f"{host}:{port}", f"http://127.0.0.1:{dashboard_port}", ())
     _write(cluster)
     try:
-        head = _start_node(
-            cluster,
-            [
-                "--head",
-                f"--port={port}",
-                "--dashboard-host=127.0.0.1",
-                f"--dashboard-port={dashboard_port}",
-                f"--temp-dir={folder}/{RAY_FOLDER}",
-                "--include-dashboard=true",
-            ],
-            cpus,
-            host,
-        )
-        cluster = _with(cluster, head)
+        cluster = _with(cluster, _start_node(cluster, _head_arguments(folder, port, dashboard_port), cpus, host))
         _await(cluster, lambda: _listens(host, port) and _listens("127.0.0.1", dashboard_port))
         for _ in range(nodes - 1):
             cluster = _with(cluster, _start_node(cluster, [f"--address={cluster.address}"], cpus, host))
@@ -117,8 +107,19 @@ def up(nodes: int, cpus_per_node: int, host: str = "") -> LocalCluster:
     return cluster
 
 
+def _head_arguments(folder: Path, port: int, dashboard_port: int) -> list[str]:
+    return [
+        "--head",
+        f"--port={port}",
+        "--dashboard-host=127.0.0.1",
+        f"--dashboard-port={dashboard_port}",
+        f"--temp-dir={folder}/{RAY_FOLDER}",
+        "--include-dashboard=true",
+    ]
+
+
 def join(cpus: int, host: str = "") -> LocalCluster:
-    """One more node process for the cluster that runs here, with so many CPUs (0: as its first), at `host`, as for `up`."""
+    """Add a node process to the cluster that runs here; `cpus` 0 takes as many as its first. `host` as for `up`."""
     cluster = find()
     if cluster is None:
         raise InputError("up --join: no cluster runs here. Start one with ./launch.sh up.")
@@ -131,7 +132,7 @@ def join(cpus: int, host: str = "") -> LocalCluster:
 
 
 def down() -> LocalCluster | None:
-    """End the local cluster's own processes and remove its folder; None where there is none."""
+    """End the local cluster's own processes and remove its folder; None if there is no cluster."""
     cluster = _read()
     if cluster is None:
         return None
@@ -145,18 +146,18 @@ def down() -> LocalCluster | None:
 
 
 def find() -> LocalCluster | None:
-    """The local cluster whose head runs."""
+    """The local cluster; None if its head does not run."""
     cluster = _read()
     return cluster if cluster and cluster.nodes and cluster.nodes[0].is_alive() else None
 
 
 def use_token(cluster: LocalCluster) -> None:
-    """Make this process's Ray speak to the local cluster; before `ray` is imported."""
+    """Let this process's Ray connect to the local cluster; call it before `ray` is imported."""
     _use_token_file(cluster.token_file)
 
 
 def _alive_nodes(cluster: LocalCluster) -> set[str]:
-    """Ids of the cluster's nodes, by its control store; none where that does not answer yet. The token must be set."""
+    """Ids of the cluster's nodes, as its control store reports them; none before it answers. The token must be set."""
     from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]
 
     with contextlib.suppress(Exception):
@@ -180,7 +181,7 @@ def _start_node(cluster: LocalCluster, arguments: list[str], cpus: int, host: st
                 "from ray.scripts.scripts import main; main()",
                 "start",
                 "--block",
-                f"--dashboard-agent-listen-port={_free_ports(1)[0]}",  # its default is one for the whole machine
+                f"--dashboard-agent-listen-port={_free_ports(1)[0]}",  # the default is one port for the whole machine
                 "--disable-usage-stats",
                 f"--num-cpus={cpus}",
                 f"--object-store-memory={_OBJECT_STORE_BYTES}",
@@ -191,7 +192,7 @@ def _start_node(cluster: LocalCluster, arguments: list[str], cpus: int, host: st
                 **environment(),
                 **_ENVIRONMENT,
                 "RAY_AUTH_TOKEN_PATH": str(cluster.token_file),
-                # A job's command is `python`, which must be this one.
+                # A job's command is `python`, which must be this interpreter.
                 "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
             },
             stdin=subprocess.DEVNULL,
@@ -209,13 +210,13 @@ def _with(cluster: LocalCluster, node: NodeProcess) -> LocalCluster:
 
 
 def _await(cluster: LocalCluster, ready: Callable[[], bool], nodes: Sequence[NodeProcess] | None = None) -> None:
-    """Wait for what `nodes`, otherwise all of them, are to bring about."""
+    """Wait until `ready()`; `MachineError` if one of `nodes`, otherwise of all nodes, dies or a minute has passed."""
     deadline = time.monotonic() + _UP_SECONDS
     log = Path(cluster.folder) / "nodes.log"
     while not ready():
         dead = [node for node in nodes or cluster.nodes if not node.is_alive()]
         if dead or time.monotonic() > deadline:
-            why = "ended" if dead else f"did not come up within {_UP_SECONDS:.0f} s"
+            why = "exited" if dead else f"did not start within {_UP_SECONDS:.0f} s"
             raise MachineError(
                 f"up: a node {why}; its last line: {last_line(log)!r}. ./launch.sh doctor checks the machine."
             )

@@ -1,8 +1,8 @@
-"""A pool of jobs on a Ray cluster, through Ray Data, with the face of Python's own executors.
+"""A pool of jobs on a Ray cluster, through Ray Data, with the interface of Python's own executors.
 
-As for training (`cluster.workers.launch`), Ray's driver lives in a child process in a session of its own; jobs go there and
-results come back over a pipe. The child makes one data set of all jobs that wait, with one block for each: Ray Data
-then runs one task per job, on whatever node has a free core, and again where a task's process or node dies.
+As for training (`cluster.workers.launch`), Ray's driver lives in a child process in a session of its own; jobs and
+their results pass through a pipe. The child makes one data set of all waiting jobs, with one block for each. Ray Data
+runs one task per job, on any node with a free core, and runs it again if the task's process or node dies.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Executor, Future
+from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -26,35 +27,59 @@ from typing import Any
 
 from cluster.workers.driver import choose_token, die_with, join_ray
 from cluster.workers.launch import check_address, end_session, environment, last_line
-from cluster.workers.worker import change_folder, error_from, one_line
+from cluster.workers.outcomes import as_data, error_from, one_line
+from cluster.workers.target import change_folder
 from pretrain.common.errors import MachineError, RunError
 from pretrain.common.files import append_open, disk_errors
 
 logger = logging.getLogger(__name__)
 
-_MAX_RETRIES = 3  # of a job whose process died; Ray Data's own default has no end
+_MAX_RETRIES = 3  # of a job whose process died; Ray Data's own default is unlimited
 _LEAVE_SECONDS = 10.0  # for the child to leave the cluster when all is done
 
 # Set in the driver, which owns the tasks and so decides on their retries.
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_task_oom_retries": str(_MAX_RETRIES),  # counted apart from the others, and without end unless set
+    "RAY_task_oom_retries": str(_MAX_RETRIES),  # counted apart from the others, and unlimited by default
 }
+# Not `-m cluster.pool`: as `__main__` its functions could not be found by the tasks.
+_DRIVER = "import sys; from cluster.pool import main; main(int(sys.argv[1]))"
+
+
+@dataclass(frozen=True)
+class PoolRequest:
+    """What the driver needs to know; it is pickled, and sent before all jobs.
+
+    Attributes:
+        address: "host:port" of the cluster.
+        processes: how many jobs run at once; 0 leaves it to the cluster's cores.
+        working_dir: where jobs resolve relative paths.
+        setup: the pickled (initializer, its arguments).
+    """
+
+    address: str
+    processes: int
+    working_dir: str
+    setup: bytes
 
 
 class RayPool(Executor):
     """Runs jobs on the Ray cluster at `address` ("host:port"), whose nodes must see the same files.
 
-    A job is a function of a module with its arguments; they and the result must survive pickling. It is run in this
-    process's working directory, in a process that `initializer(*initargs)` has made ready. A job whose process dies
-    is run again, at most 3 times, maybe while the first one still runs elsewhere: it must not mind. `processes`
-    bounds how many jobs run at once; 0 leaves it to the cluster's cores. The child's output goes to `log`.
+    A job is a function of a module with its arguments; they and the result must survive pickling. It runs in this
+    process's working directory, in a process that has called `initializer(*initargs)`. A job whose process dies runs
+    again, at most 3 times, possibly while the first attempt still runs elsewhere: it must be idempotent. The child's
+    output goes to `log`.
 
-    Submitted jobs wait until somebody asks for a result, then all that wait are handed to Ray Data at once.
-    `result()` raises the `RunError` that the job raised, a `MachineError` if its process died every time or the
-    cluster is lost, and a `RuntimeError` with the remote traceback for a bug.
+    Submitted jobs wait until a result is requested; then all waiting jobs go to Ray Data at once. `result()` raises the
+    `RunError` that the job raised, a `MachineError` if its process died every time or the cluster is lost, and a
+    `RuntimeError` with the remote traceback for a bug.
 
-    Raises `MachineError` when the cluster is not reached within 10 s or has no cores.
+    Args:
+        processes: how many jobs run at once; 0 leaves it to the cluster's cores.
+
+    Raises:
+        MachineError: the cluster is not reached within 10 s or has no cores.
     """
 
     def __init__(
@@ -72,16 +97,9 @@ class RayPool(Executor):
         self._waiting: list[tuple[int, bytes]] = []
         self._futures: dict[int, Future[Any]] = {}
         self._closing = False
-        self._error: RunError | None = None  # the end of the child
+        self._error: RunError | None = None  # why the child exited
         self._reader: threading.Thread | None = None
-        self._start(
-            {
-                "address": address,
-                "processes": processes,
-                "working_dir": str(Path.cwd()),
-                "setup": pickle.dumps((initializer, initargs)),
-            }
-        )
+        self._start(PoolRequest(address, processes, str(Path.cwd()), pickle.dumps((initializer, initargs))))
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         number, future = next(self._numbers), _Awaited(self._send)
@@ -92,7 +110,7 @@ class RayPool(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Leave the cluster: with `cancel_futures` at once, else when the jobs that were handed out are done."""
+        """Leave the cluster: with `cancel_futures` at once, else when the jobs that were sent to Ray Data are done."""
         self._closing = True
         if not cancel_futures:
             with contextlib.suppress(OSError):
@@ -103,7 +121,7 @@ class RayPool(Executor):
                 self._child.wait(_LEAVE_SECONDS)
         self._end()
 
-    def _start(self, request: dict[str, Any]) -> None:
+    def _start(self, request: PoolRequest) -> None:
         """Start the child and wait until it has joined the cluster."""
         self._connection, theirs = Pipe()
         with disk_errors(self._log):
@@ -111,7 +129,7 @@ class RayPool(Executor):
             log = append_open(self._log)
         with log, theirs:
             self._child = subprocess.Popen(
-                [sys.executable, "-m", "cluster.pool", str(theirs.fileno())],
+                [sys.executable, "-c", _DRIVER, str(theirs.fileno())],
                 env=environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -138,27 +156,27 @@ class RayPool(Executor):
         end_session(self._child.pid)
         self._child.wait()
         if self._reader is not None:
-            self._reader.join()  # it has come to the end of the pipe
+            self._reader.join()  # it has reached the end of the pipe
         self._connection.close()
 
     def _send(self) -> None:
-        """Hand out all jobs that wait, as one data set."""
+        """Send all waiting jobs to the child, which makes one data set of them."""
         jobs, self._waiting = self._waiting, []
         if jobs:
-            with contextlib.suppress(OSError):  # the child is gone, which the reader tells
+            with contextlib.suppress(OSError):  # the child is gone, which the reader reports
                 self._connection.send(jobs)
 
     def _read(self) -> None:
-        """Set the futures' results as they come, to the child's end."""
-        last_word: RunError | None = None
+        """Set the futures' results as they arrive, until the child exits."""
+        reported: RunError | None = None
         with contextlib.suppress(EOFError, OSError):
             while True:
                 number, data = self._connection.recv()
                 if number == "error":
-                    last_word = error_from(data)
+                    reported = error_from(data)
                 else:
                     _settle(self._futures.pop(number), *pickle.loads(data))
-        self._error = last_word or self._lost()
+        self._error = reported or self._lost()
         self._fail()
 
     def _fail(self) -> None:
@@ -173,13 +191,13 @@ class RayPool(Executor):
     def _lost(self) -> MachineError:
         code = self._child.wait()
         return MachineError(
-            f"{self._log}: Ray's driver ended with exit code {code}; its last line: {last_line(self._log)!r}. "
-            "Run the same command again; it goes on where it was."
+            f"{self._log}: Ray's driver exited with code {code}; its last line: {last_line(self._log)!r}. "
+            "Run the same command again; it continues from there."
         )
 
 
 class _Awaited(Future[Any]):
-    """A future that has the waiting jobs sent off when somebody waits for it."""
+    """A future that sends the waiting jobs when its result is requested."""
 
     def __init__(self, send: Callable[[], None]) -> None:
         super().__init__()
@@ -203,7 +221,7 @@ def _settle(future: Future[Any], kind: str, value: Any) -> None:
 
 
 def main(descriptor: int) -> None:
-    """Join the cluster that the first message names, and work off lists of jobs until None comes."""
+    """Join the cluster that the first message names, and run lists of jobs until None arrives."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     die_with(os.getppid())
     os.set_inheritable(descriptor, False)
@@ -212,22 +230,22 @@ def main(descriptor: int) -> None:
         try:
             _serve(connection.recv(), connection)
         except EOFError:
-            logger.info("nobody wants more")
+            logger.info("the pool is closed")
         except RunError as error:
-            connection.send(("error", _as_data(error)))
+            connection.send(("error", as_data(error)))
     import ray
 
-    ray.shutdown()  # nobody need wait for it
+    ray.shutdown()  # nobody waits for it
 
 
-def _serve(request: dict[str, Any], connection: Connection) -> None:
-    choose_token(request["address"])  # Ray reads it while it is imported
-    join_ray(request["address"], lambda error: connection.send(("error", _as_data(error))))
+def _serve(request: PoolRequest, connection: Connection) -> None:
+    choose_token(request.address)  # Ray reads it while it is imported
+    join_ray(request.address, lambda error: connection.send(("error", as_data(error))))
     import ray.data
 
     if ray.cluster_resources().get("CPU", 0) < 1:
         raise MachineError(
-            f"The cluster at {request['address']} has no CPU cores. Start its nodes with some (--num-cpus)."
+            f"The cluster at {request.address} has no CPU cores. Start its nodes with some (--num-cpus)."
         )
     ray.data.DataContext.get_current().enable_progress_bars = False
     connection.send(("ready", None))
@@ -236,23 +254,22 @@ def _serve(request: dict[str, Any], connection: Connection) -> None:
             connection.send(result)
 
 
-def _run(jobs: list[tuple[int, bytes]], request: dict[str, Any]) -> Iterator[tuple[int, bytes]]:
-    """(number, pickled outcome) of every job, in the order in which they end."""
+def _run(jobs: list[tuple[int, bytes]], request: PoolRequest) -> Iterator[tuple[int, bytes]]:
+    """(number, pickled outcome) of every job, in the order in which they finish."""
     import ray.data
     from ray import exceptions
 
     dataset = ray.data.from_items(
         [{"number": number, "job": job} for number, job in jobs], override_num_blocks=len(jobs)
     ).map(
-        functools.partial(_run_job, setup=request["setup"], working_dir=request["working_dir"]),
-        compute=ray.data.TaskPoolStrategy(request["processes"] or None),
+        functools.partial(_run_job, setup=request.setup, working_dir=request.working_dir),
+        compute=ray.data.TaskPoolStrategy(request.processes or None),
         num_cpus=1,
         max_retries=_MAX_RETRIES,
     )
-    batches: Iterable[Any] = dataset.iter_batches(
-        batch_size=None, batch_format="pyarrow", prefetch_batches=0
-    )  # a block at a time, as it is there
-    again = "run the same command again; it goes on where it was."
+    # A block at a time, as soon as it is there.
+    batches: Iterable[Any] = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
+    again = "run the same command again; it continues from there."
     try:
         for batch in batches:
             yield from zip(batch["number"].to_pylist(), batch["outcome"].to_pylist(), strict=True)
@@ -263,34 +280,30 @@ def _run(jobs: list[tuple[int, bytes]], request: dict[str, Any]) -> Iterator[tup
     ) as error:
         logger.exception("ray.data")
         raise MachineError(
-            f"A job's process on the cluster at {request['address']} died {_MAX_RETRIES + 1} times, most likely for "
-            f"want of memory ({type(error).__name__}). Set corpus.processes lower and {again}"
+            f"A job's process on the cluster at {request.address} died {_MAX_RETRIES + 1} times, most likely for "
+            f"lack of memory ({type(error).__name__}). Set corpus.processes lower and {again}"
         ) from None
     except exceptions.RayError as error:
         logger.exception("ray.data")
         raise MachineError(
-            f"The cluster at {request['address']} could not run a job ({one_line(error)}). All its nodes need the "
-            f"same .venv and the same files. Mend the cause and {again}"
+            f"The cluster at {request.address} could not run a job ({one_line(error)}). All its nodes need the "
+            f"same .venv and the same files. Fix the cause and {again}"
         ) from None
-
-
-def _as_data(error: RunError) -> dict[str, str]:
-    return {"kind": type(error).__name__, "message": str(error)}
 
 
 # ---------------------------------------------------------------- the tasks
 
-_ready_for: tuple[bytes, str] | None = None  # the setup that this process was made ready with
+_ready_for: tuple[bytes, str] | None = None  # the setup that this process has run
 
 
 def _run_job(row: dict[str, Any], setup: bytes, working_dir: str) -> dict[str, Any]:
-    """Do a row's job. Errors are results, too: an exception would make Ray Data drop the whole data set."""
+    """Run a row's job. Errors are results, too: an exception would make Ray Data drop the whole data set."""
     try:
         _make_ready(setup, working_dir)
         function, arguments, named = pickle.loads(row["job"])
         outcome = ("result", function(*arguments, **named))
     except RunError as error:
-        outcome = ("error", _as_data(error))
+        outcome = ("error", as_data(error))
     except Exception:
         outcome = ("bug", traceback.format_exc())
     return {"number": row["number"], "outcome": pickle.dumps(outcome)}
@@ -304,10 +317,3 @@ def _make_ready(setup: bytes, working_dir: str) -> None:
         initializer, arguments = pickle.loads(setup)
         initializer(*arguments)
         _ready_for = setup, working_dir
-
-
-if __name__ == "__main__":
-    # As `cluster.pool`, not `__main__`: so the tasks find what they are to run.
-    from cluster import pool
-
-    pool.main(int(sys.argv[1]))

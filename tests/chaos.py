@@ -16,6 +16,8 @@ from typing import Any
 import psutil
 import yaml
 
+from cluster.workers.actors import PROCESS_TITLE
+
 ROOT = Path(__file__).parent.parent
 _TAIL_BYTES = 1 << 16  # of many records
 
@@ -93,7 +95,7 @@ class Cluster:
         return self.state_of(name)
 
     def processes(self) -> list[psutil.Process]:
-        """All living processes below the cluster's nodes, the nodes' own among them."""
+        """All alive processes below the cluster's nodes, the nodes' own among them."""
         found: dict[int, psutil.Process] = {}
         sessions = {node["pid"] for node in self.described["nodes"]}
         for process in psutil.process_iter():
@@ -104,8 +106,8 @@ class Cluster:
         return list(found.values())
 
     def workers(self) -> list[psutil.Process]:
-        """Training workers, by rank as far as their start tells it."""
-        return self.named("::_Member")
+        """Training workers, in the order in which they were started."""
+        return self.named(PROCESS_TITLE)
 
     def named(self, part: str) -> list[psutil.Process]:
         found = []
@@ -209,7 +211,7 @@ def recovery_seconds(run_dir: Path, began: float) -> float:
     return time.time() - began
 
 
-def told(name: str, **figures: object) -> None:
+def report(name: str, **figures: object) -> None:
     """Keep what was measured, for RELIABILITY.md."""
     path = os.environ.get("BERTRAIN_CHAOS_RESULTS")
     if path:

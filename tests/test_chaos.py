@@ -1,4 +1,4 @@
-"""Failures of a real cluster: processes killed, stopped and drained while a run goes on (RELIABILITY.md has the table)."""
+"""Failures of a real cluster: processes are killed, stopped and drained during a run (table in RELIABILITY.md)."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from chaos import (
     losses,
     newest_checkpoint,
     recovery_seconds,
+    report,
     settings,
-    told,
     wait_for,
     wait_for_step,
 )
@@ -80,7 +80,7 @@ def test_five_killed_workers(corpus: Path, one_node: Cluster, undisturbed: Path,
     assert one_node.wait_end("killed") == "succeeded"
     assert_equal(run_dir, undisturbed)
     assert len(events(run_dir, "restart")) == 5
-    told("1 kill workers", recoveries=[round(one, 1) for one in seconds])
+    report("1 kill workers", recoveries=[round(one, 1) for one in seconds])
 
 
 def test_killed_driver_and_resubmission(corpus: Path, one_node: Cluster, undisturbed: Path, tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_lost_head_and_resubmission(corpus: Path, undisturbed: Path, tmp_path: P
         seconds = time.time() - began
         assert second.wait_end("head") == "succeeded"
     assert_equal(run_dir, undisturbed)
-    told("6 head lost", seconds=round(seconds, 1))
+    report("6 head lost", seconds=round(seconds, 1))
 
 
 def test_stop_saves_the_current_step(corpus: Path, one_node: Cluster, undisturbed: Path, tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_stop_saves_the_current_step(corpus: Path, one_node: Cluster, undisturbe
     one_node.submit(values)
     assert one_node.wait_end("stopped") == "succeeded"
     assert_equal(run_dir, undisturbed)
-    told("10 stop", seconds=round(seconds, 1))
+    report("10 stop", seconds=round(seconds, 1))
 
 
 def test_a_finished_run_submitted_again_changes_nothing(
@@ -141,7 +141,7 @@ def test_a_finished_run_submitted_again_changes_nothing(
     assert written(undisturbed) == before
     monkeypatch.setenv("XDG_STATE_HOME", str(one_node.state))
     assert find_folder("undisturbed") == undisturbed, "a dashboard finds the job's folder"
-    told("19 rerun of a finished run", seconds=round(seconds, 1))
+    report("19 rerun of a finished run", seconds=round(seconds, 1))
 
 
 def written(run_dir: Path) -> dict[Path, int]:
@@ -167,10 +167,11 @@ def test_a_stopped_process_is_noticed(
     assert "Thread" in (run_dir / f"logs/stacks-{1 - rank}.txt").read_text()
     assert "fit" in (run_dir / f"logs/stacks-{rank}.txt").read_text(), "the stopped process, read from outside"
     assert not victim.is_running() or victim.status() == "zombie"
-    told("11 SIGSTOP", rank=rank, noticed=round(hang["time"] - began, 1), recovered=round(seconds, 1))
+    report("11 SIGSTOP", rank=rank, noticed=round(hang["time"] - began, 1), recovered=round(seconds, 1))
 
 
-# A thread in every process of the cluster that waits for a file; the first worker that trains and finds it makes no batch again.
+# A thread in every process of the cluster waits for a file; the first training worker that sees it makes no further
+# batch.
 _ASLEEP = """
 import os, sys, threading, time
 
@@ -210,7 +211,7 @@ def test_a_loader_that_sleeps_without_end_is_noticed(
     assert_equal(run_dir, undisturbed)
     stacks = [(run_dir / f"logs/stacks-{rank}.txt").read_text() for rank in (0, 1)]
     assert "_produce" in stacks[hang["rank"]]
-    told(
+    report(
         "11 a loader asleep",
         rank=hang["rank"],
         noticed=round(hang["time"] - began, 1),
@@ -252,7 +253,7 @@ def test_a_lost_node_shrinks_the_group_and_its_return_grows_it(corpus: Path, und
     expected, found = losses(undisturbed), losses(run_dir)
     for step in range(1, min(300, last_step(run_dir)) + 1):
         assert float.fromhex(found[step]) == pytest.approx(float.fromhex(expected[step]), rel=1e-2), step
-    told("7 node lost and back", shrunk=round(shrunk, 1), grown=round(grown, 1))
+    report("7 node lost and back", shrunk=round(shrunk, 1), grown=round(grown, 1))
 
 
 def test_a_drained_node_is_left_with_a_checkpoint(corpus: Path, tmp_path: Path) -> None:
@@ -268,7 +269,7 @@ def test_a_drained_node_is_left_with_a_checkpoint(corpus: Path, tmp_path: Path) 
         wait_for_step(run_dir, event["step"] + 5)
         assert len(two.workers()) == 1
         two.command("stop", "drained")
-    told("9 drain", seconds=round(seconds, 1))
+    report("9 drain", seconds=round(seconds, 1))
 
 
 def drain(on: Cluster, node: int) -> None:
@@ -282,10 +283,12 @@ def drain(on: Cluster, node: int) -> None:
         "from ray._raylet import GcsClient\n"
         "from ray.core.generated import autoscaler_pb2\n"
         "ray.init(address=sys.argv[1], log_to_driver=False)\n"
-        "nodes = sorted((n for n in ray.nodes() if n['Alive']), key=lambda n: 'node:__internal_head__' not in n['Resources'])\n"
+        "alive = [n for n in ray.nodes() if n['Alive']]\n"
+        "nodes = sorted(alive, key=lambda n: 'node:__internal_head__' not in n['Resources'])\n"
         "reason = autoscaler_pb2.DrainNodeReason.Value('DRAIN_NODE_REASON_PREEMPTION')\n"
         "deadline = int((time.time() + 30) * 1000)\n"
-        "print(GcsClient(address=sys.argv[1]).drain_node(nodes[int(sys.argv[2])]['NodeID'], reason, 'spot', deadline))\n"
+        "client, node = GcsClient(address=sys.argv[1]), nodes[int(sys.argv[2])]\n"
+        "print(client.drain_node(node['NodeID'], reason, 'spot', deadline))\n"
     )
     subprocess.run(
         [sys.executable, "-c", script, described["address"], str(node)],
@@ -342,7 +345,7 @@ def test_no_secret_is_written_and_nobody_gets_in_without_the_token(corpus: Path,
             sockets: list[Any] = [one.laddr for one in psutil.net_connections() if one.status == "LISTEN"]
             listening = {place.ip for place in sockets if place.port == port}
             assert listening == {"127.0.0.1"}
-            told = answers[2].text + one.command("logs", "canary") + one.command("status", "canary")
+            shown = answers[2].text + one.command("logs", "canary") + one.command("status", "canary")
             written = "".join(
                 path.read_text(errors="replace")
                 for place in (run_dir, folder)
@@ -350,7 +353,7 @@ def test_no_secret_is_written_and_nobody_gets_in_without_the_token(corpus: Path,
                 if path.is_file() and path.name != "token"
             )
             for secret in (*CANARIES.values(), token):
-                assert secret not in told
+                assert secret not in shown
                 assert secret not in written
     finally:
         for name in CANARIES:
@@ -417,7 +420,7 @@ def test_a_control_store_that_is_away_for_a_while_interrupts_nothing(
     expected, found = losses(undisturbed), losses(run_dir)
     assert all(found[step] is not None for step in range(1, before))
     assert expected.keys() <= found.keys() or last_step(run_dir) < 300
-    told("5 GCS away for 10 s", longest_gap=round(longest, 1))
+    report("5 GCS away for 10 s", longest_gap=round(longest, 1))
 
 
 def test_a_kill_while_a_checkpoint_is_written_costs_that_one_only(corpus: Path, tmp_path: Path) -> None:
@@ -451,4 +454,4 @@ def test_a_kill_while_a_checkpoint_is_written_costs_that_one_only(corpus: Path, 
         assert found is not None
         assert found.name == f"step-{newest:08d}", "what has its name is whole"
     assert losses(run_dir).keys() >= set(range(1, newest))
-    told("3 kill during save", trials=10)
+    report("3 kill during save", trials=10)

@@ -1,4 +1,4 @@
-"""Workers through Ray: their place, their crashes, the user's mistakes, stopping, and what is left behind."""
+"""Workers through Ray: their ranks, their crashes, the user's mistakes, stopping, and the clean-up."""
 
 from __future__ import annotations
 
@@ -12,18 +12,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from cluster.workers import group, placement
-from cluster.workers.group import _cause, _Crash
+from cluster.workers import capacity, supervisor
+from cluster.workers.actors import PROCESS_TITLE, WorkersNotStartedError
 from cluster.workers.launch import _Signals, end_session, last_line, run
-from cluster.workers.members import PROCESS_TITLE
-from cluster.workers.nodes import Node, nodes_fit, share_out
-from cluster.workers.worker import CRASH, WorkerEnd, error_from, one_line
+from cluster.workers.nodes import Node, cpus_that_fit, nodes_fit
+from cluster.workers.outcomes import CRASH, WorkerError, error_from, one_line
+from cluster.workers.request import Attempt, Launch, LaunchRequest
+from cluster.workers.supervisor import _cause, _Crash
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.worker import Flag
 
@@ -48,12 +50,12 @@ def nothing_left(folder: Path) -> Iterator[None]:
 
 def _processes_in(folder: Path) -> set[int]:
     """All processes whose working directory is `folder` or below it, but this one."""
-    found = set()
+    pids = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
             if process.pid != os.getpid() and Path(process.cwd()).is_relative_to(folder):
-                found.add(process.pid)
-    return found
+                pids.add(process.pid)
+    return pids
 
 
 def _run(target: str, folder: Path, **options: Any) -> None:
@@ -162,14 +164,14 @@ def test_second_interrupt_ends_at_once(folder: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("nothing_left")
 def test_paths_with_spaces(folder: Path) -> None:
-    place = folder / "two words"
-    place.mkdir()
+    directory = folder / "two words"
+    directory.mkdir()
     python = Path(sys.executable)
-    (place / "venv").symlink_to(python.parent.parent)
-    launched = Launched("fine", place, str(place / "venv" / python.parent.name / python.name))
+    (directory / "venv").symlink_to(python.parent.parent)
+    launched = Launched("fine", directory, str(directory / "venv" / python.parent.name / python.name))
     code, output = launched.end(90)
     assert (code, output) == (0, "")
-    assert _starts(place) == ["resume=False"]
+    assert _starts(directory) == ["resume=False"]
 
 
 @pytest.mark.slow
@@ -188,10 +190,10 @@ def test_killed_launcher_leaves_nothing(folder: Path) -> None:
 @pytest.mark.slow
 def test_joins_a_running_cluster_by_address(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     port = _free_port()
-    place = tmp_path_factory.mktemp("r")  # short: unix sockets
+    directory = tmp_path_factory.mktemp("r")  # short: unix sockets
     start = f"start --head --block --port={port} --num-cpus=1 --include-dashboard=false --disable-usage-stats"
     head = subprocess.Popen(
-        [sys.executable, "-m", "ray.scripts.scripts", *start.split(), f"--temp-dir={place}"],
+        [sys.executable, "-m", "ray.scripts.scripts", *start.split(), f"--temp-dir={directory}"],
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         env={**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "0" * 64},
@@ -263,7 +265,7 @@ def test_unwritable_run_folder(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("nodes", "workers", "asked", "each"),
+    ("nodes", "workers", "requested", "each"),
     [
         ([(2, 0)], 1, 0, 2),
         ([(2, 0)], 2, 0, 1),
@@ -274,12 +276,12 @@ def test_unwritable_run_folder(folder: Path) -> None:
         ([(64, 0), (8, 2)], 2, 0, 4),  # GPUs are on the second machine
     ],
 )
-def test_cores_are_shared_out(nodes: list[tuple[int, int]], workers: int, asked: int, each: int) -> None:
-    assert nodes_fit(nodes, workers, asked, "here") == each
+def test_cores_are_divided_among_workers(nodes: list[tuple[int, int]], workers: int, requested: int, each: int) -> None:
+    assert nodes_fit(nodes, workers, requested, "here") == each
 
 
 @pytest.mark.parametrize(
-    ("nodes", "workers", "asked", "words"),
+    ("nodes", "workers", "requested", "words"),
     [
         ([(2, 0)], 3, 0, "2 CPU cores"),
         ([(4, 0)], 2, 3, "2 workers of 3 each"),
@@ -287,9 +289,9 @@ def test_cores_are_shared_out(nodes: list[tuple[int, int]], workers: int, asked:
         ([], 1, 0, "0 CPU cores"),
     ],
 )
-def test_too_many_workers(nodes: list[tuple[int, int]], workers: int, asked: int, words: str) -> None:
+def test_too_many_workers(nodes: list[tuple[int, int]], workers: int, requested: int, words: str) -> None:
     with pytest.raises(MachineError, match=words):
-        nodes_fit(nodes, workers, asked, "here")
+        nodes_fit(nodes, workers, requested, "here")
 
 
 @pytest.mark.parametrize("kind", [InputError, MachineError, DivergedError, StoppedError, RunError])
@@ -300,13 +302,13 @@ def test_errors_come_back_as_themselves(kind: type[RunError]) -> None:
 
 
 def test_users_mistake_comes_before_the_crash_it_caused() -> None:
-    cause = _cause({0: WorkerEnd(CRASH, "lost its peer"), 1: WorkerEnd("InputError", "bad corpus")})
+    cause = _cause({0: WorkerError(CRASH, "lost its peer"), 1: WorkerError("InputError", "bad corpus")})
     assert type(cause) is InputError
     assert str(cause) == "bad corpus"
 
 
 def test_dead_worker_is_blamed_before_those_that_lost_it() -> None:
-    cause = _cause({0: WorkerEnd(CRASH, "lost its peer"), 1: RuntimeError("actor died")})
+    cause = _cause({0: WorkerError(CRASH, "lost its peer"), 1: RuntimeError("actor died")})
     assert isinstance(cause, _Crash)
     assert cause.rank == 1
 
@@ -321,14 +323,14 @@ def test_dead_worker_is_blamed_before_those_that_lost_it() -> None:
         ([(4, 0)], 1, 8, 1),
     ],
 )
-def test_cpus_are_shared_among_as_many_as_there_may_be(nodes, low: int, high: int, each: int) -> None:
-    assert share_out(nodes, low, high, 0, "here") == each
+def test_cpus_are_divided_among_as_many_workers_as_possible(nodes, low: int, high: int, each: int) -> None:
+    assert cpus_that_fit(nodes, low, high, 0, "here") == each
 
 
-def test_room_beside_others_counts_what_is_free_and_what_is_ours() -> None:
+def test_capacity_beside_others_counts_what_is_free_and_what_is_ours() -> None:
     def count(nodes: list[Node], most: int, cpus: int, **options: Any) -> int:
-        request = {"min_workers": 1, "workers": most, "cpus_per_worker": cpus}
-        return placement.find_room(nodes, request, **options).workers
+        request = replace(_request(Path(), 0), min_workers=1, workers=most, cpus_per_worker=cpus)
+        return capacity.find_capacity(nodes, request, **options).workers
 
     nodes = [Node("a", 4, 0, False, 1, 0), Node("b", 4, 0, False, 0, 0), Node("c", 4, 0, True, 4, 0)]
     assert count(nodes, 12, 1) == 8
@@ -338,19 +340,19 @@ def test_room_beside_others_counts_what_is_free_and_what_is_ours() -> None:
     assert count([Node("a", 16, 4, False, 12, 1)], 4, 4, held={"a": 1}) == 2
 
 
-def test_a_crowded_cluster_is_asked_for_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Others took one of two cores, of which the totals tell nothing."""
-    monkeypatch.setattr(placement, "usable_nodes", lambda: [Node("here", 2, 0, False, 1, 0)])
-    asked = []
+def test_a_crowded_cluster_gets_a_smaller_request(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Others use one of two cores, which the totals do not show."""
+    monkeypatch.setattr(capacity, "usable_nodes", lambda: [Node("here", 2, 0, False, 1, 0)])
+    requested = []
 
-    def attempt(request: dict[str, Any], number: int, workers: int, *_: Any) -> None:
-        asked.append(workers)
-        if workers == 2:
-            raise group.NoRoomError
+    def run(attempt: Attempt, _: Any) -> None:
+        requested.append(attempt.workers)
+        if attempt.workers == 2:
+            raise WorkersNotStartedError
 
-    monkeypatch.setattr(group, "_attempt", attempt)
-    group.train({**_request(tmp_path, 3), "min_workers": 1}, use_gpu=False, keep_logs=lambda: None)
-    assert asked == [2, 1]
+    monkeypatch.setattr(supervisor, "_run_attempt", run)
+    supervisor.supervise(replace(_request(tmp_path, 3), min_workers=1), keep_logs=lambda: None)
+    assert requested == [2, 1]
 
 
 def test_a_head_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,70 +364,71 @@ def test_a_head_that_is_away_is_waited_for(tmp_path: Path, monkeypatch: pytest.M
             raise answer
         return answer
 
-    monkeypatch.setattr(placement, "usable_nodes", usable_nodes)
-    monkeypatch.setattr(group, "_attempt", lambda *_: None)
-    group.train(_request(tmp_path, 0), use_gpu=False, keep_logs=lambda: None)
+    monkeypatch.setattr(capacity, "usable_nodes", usable_nodes)
+    monkeypatch.setattr(supervisor, "_run_attempt", lambda *_: None)
+    supervisor.supervise(_request(tmp_path, 0), keep_logs=lambda: None)
     assert not answers
 
 
-def _request(folder: Path, max_failures: int) -> dict[str, Any]:
-    return {
-        "run_dir": str(folder),
-        "ray_dir": str(folder / "ray"),
-        "max_failures": max_failures,
-        "workers": 2,
-        "min_workers": 0,
-        "cpus_per_worker": 1,
-        "address": "",
-        "wait_for_nodes_seconds": 0.0,
-        "launch": "this",
-        "since": 0,
-        "payload": {"resume": False},
-    }
+def _request(folder: Path, max_failures: int) -> LaunchRequest:
+    """Of a run of two workers on this machine."""
+    return LaunchRequest(
+        launch=Launch("this", folder, folder, folder / "ray", folder / "outcome.json", since=0),
+        target="module:function",
+        name="test",
+        address="",
+        max_failures=max_failures,
+        use_gpu=False,
+        payload={"resume": False},
+        workers=2,
+        min_workers=0,
+        cpus_per_worker=1,
+        wait_for_nodes_seconds=0.0,
+    )
 
 
-def _train(monkeypatch: pytest.MonkeyPatch, request: dict[str, Any], attempt: Callable[[int], None]) -> None:
-    """`group.train` on a machine of two cores, with `attempt` for Ray's part."""
-    monkeypatch.setattr(placement, "usable_nodes", lambda: [Node("here", 2, 0, False, 2, 0)])
-    monkeypatch.setattr(group, "_attempt", lambda request, number, *_: attempt(number))
-    group.train(request, use_gpu=False, keep_logs=lambda: None)
+def _train(monkeypatch: pytest.MonkeyPatch, request: LaunchRequest, run: Callable[[Attempt], None]) -> None:
+    """`supervisor.supervise` on a machine of two cores, with `run` for Ray's part."""
+    monkeypatch.setattr(capacity, "usable_nodes", lambda: [Node("here", 2, 0, False, 2, 0)])
+    monkeypatch.setattr(supervisor, "_run_attempt", lambda attempt, _: run(attempt))
+    supervisor.supervise(request, keep_logs=lambda: None)
 
 
 def test_retries_count_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     request = _request(tmp_path, 2)
 
-    def attempt(number: int) -> None:
-        seen.append((number, request["payload"]["resume"]))
+    def run(attempt: Attempt) -> None:
+        seen.append((attempt.number, attempt.payload["resume"]))
         raise _Crash(3, "killed")
 
     with pytest.raises(MachineError, match=r"worker-3\.log: worker 3: killed, and all max_failures=2"):
-        _train(monkeypatch, request, attempt)
+        _train(monkeypatch, request, run)
     assert seen == [(0, False), (1, True), (2, True)]
 
 
 def test_crashes_with_a_new_checkpoint_between_them_are_not_counted_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def attempt(number: int) -> None:
-        if number == 7:
+    def run(attempt: Attempt) -> None:
+        if attempt.number == 7:
             return
-        checkpoint = tmp_path / f"checkpoints/step-{number:08d}"
+        checkpoint = tmp_path / f"checkpoints/step-{attempt.number:08d}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").touch()
         raise _Crash(0, "killed")
 
-    _train(monkeypatch, _request(tmp_path, 1), attempt)
+    _train(monkeypatch, _request(tmp_path, 1), run)
 
 
 def test_crash_while_stopping_is_a_stop(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def attempt(number: int) -> None:
-        assert number == 0
+    def run(attempt: Attempt) -> None:
+        assert attempt.number == 0
         (tmp_path / "stop").touch()
         raise _Crash(0, "killed")
 
     with pytest.raises(StoppedError, match="crashed while stopping"):
-        _train(monkeypatch, _request(tmp_path, 5), attempt)
+        _train(monkeypatch, _request(tmp_path, 5), run)
 
 
 def test_last_line(tmp_path: Path) -> None:

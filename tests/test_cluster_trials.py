@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 from test_cluster import CORES, ROOT, _free_port, _wait_for_port
 
-from cluster.trials.launch import Event, TrialRequest, run_trials
+from cluster.trials.launch import run_trials
+from cluster.trials.request import TrialEvent, TrialRequest
 from cluster.workers.launch import end_session
 from pretrain.common.errors import DivergedError, InputError, MachineError
 
@@ -32,8 +33,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def run_all(trials: tuple[dict[str, Any], ...], **options: Any) -> list[Event]:
-    events: list[Event] = []
+def run_all(trials: tuple[dict[str, Any], ...], **options: Any) -> list[TrialEvent]:
+    events: list[TrialEvent] = []
     run_trials(
         "trial_targets:trial",
         [TrialRequest(Path("run") / trial["name"], trial) for trial in trials],
@@ -45,20 +46,20 @@ def run_all(trials: tuple[dict[str, Any], ...], **options: Any) -> list[Event]:
     return events
 
 
-def ends(events: list[Event]) -> dict[str, Exception | None]:
+def ends(events: list[TrialEvent]) -> dict[str, Exception | None]:
     return {str(TRIALS[event.trial]["name"]): event.error for event in events if event.kind == "ended"}
 
 
 @pytest.mark.skipif(CORES < 2, reason="needs two cores")
 def test_trials_run_side_by_side_and_only_crashes_are_repeated(folder: Path) -> None:
     events = run_all(TRIALS, parallel=2, cpus_per_trial=1, max_failures=1)
-    found = ends(events)
-    assert list(map(found.get, "abc")) == [None, None, None]
-    assert set(found) == set("abcde")
-    assert isinstance(found["d"], DivergedError)
-    assert str(found["d"]) == "step 3: loss is NaN."
-    assert isinstance(found["e"], MachineError)
-    message = str(found["e"])
+    outcomes = ends(events)
+    assert list(map(outcomes.get, "abc")) == [None, None, None]
+    assert set(outcomes) == set("abcde")
+    assert isinstance(outcomes["d"], DivergedError)
+    assert str(outcomes["d"]) == "step 3: loss is NaN."
+    assert isinstance(outcomes["e"], MachineError)
+    message = str(outcomes["e"])
     assert "\n" not in message
     assert "run/e/logs/worker-0.log: crashed (ZeroDivisionError: a bug in two lines) and all max_failures=1" in message
     starts = {name: (folder / f"starts-{name}").read_text().splitlines() for name in "abcde"}

@@ -154,7 +154,7 @@ def test_a_job_that_always_dies_and_a_bug_end_the_preparation(
 
 
 @pytest.mark.slow
-def test_the_users_mistake_is_told_as_here(folder: Path, address: str) -> None:
+def test_the_users_mistake_is_reported_as_on_this_machine(folder: Path, address: str) -> None:
     pq.write_table(pa.table({"text": [text(1)]}), "a.parquet")
     pq.write_table(pa.table({"body": [text(2)]}), "b.parquet")
     messages = []
@@ -208,7 +208,7 @@ def test_stopped_or_killed_it_goes_on_here_or_there(folder: Path, address: str) 
     _driver(process.pid).kill()
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 3
-    assert re.search(r"error: .*ray\.log: Ray's driver ended with exit code -9; .* goes on where it was\.\n$", errors)
+    assert re.search(r"error: .*ray\.log: Ray's driver exited with code -9; .* it continues from there\.\n$", errors)
     # The command is killed; the driver does not outlive it.
     process, condition = start(there, "corpus.processes=1"), more("*.tokens")
     _wait_for(condition)
@@ -234,11 +234,11 @@ def test_stopped_or_killed_it_goes_on_here_or_there(folder: Path, address: str) 
 
 def _driver(command: int) -> psutil.Process:
     (child,) = psutil.Process(command).children()
-    assert "cluster.pool" in child.cmdline()
+    assert any("cluster.pool" in word for word in child.cmdline())
     return child
 
 
-def test_an_unreachable_cluster_is_told_at_once(folder: Path) -> None:
+def test_an_unreachable_cluster_is_reported_at_once(folder: Path) -> None:
     with pytest.raises(MachineError, match=r"^No Ray cluster answers at 127\.0\.0\.1:\d+ .*refused[^\n]*$"):
         prepare(_config("out", f"127.0.0.1:{_free_port()}"), quiet=True)
     with pytest.raises(InputError, match="not host:port"):
@@ -249,7 +249,7 @@ def test_an_unreachable_cluster_is_told_at_once(folder: Path) -> None:
 def test_what_answers_but_is_no_ray_is_given_up(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         began = time.monotonic()
-        with pytest.raises(MachineError, match=r"^What answers at 127\.0\.0\.1:\d+ spoke no Ray for 6 s"):
+        with pytest.raises(MachineError, match=r"^The server at 127\.0\.0\.1:\d+ did not answer as Ray within 6 s"):
             prepare(_config("out", f"127.0.0.1:{server.getsockname()[1]}"), quiet=True)
         assert time.monotonic() - began < 15
 

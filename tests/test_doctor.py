@@ -1,4 +1,4 @@
-"""doctor: every rule with made values, every measurement once, and a real cluster with a node that is not fit."""
+"""doctor: every rule with made-up values, every measurement once, and a real cluster with a node that is not fit."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ FACTS = MachineFacts(
 )
 
 
-# ---- one machine, with made values
+# ---- one machine, with made-up values
 
 
 def test_a_fit_machine_passes() -> None:
@@ -70,7 +70,7 @@ def test_a_fit_machine_passes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "what", "mark", "said"),
+    ("changes", "what", "mark", "expected"),
     [
         ({"busy": 0.6}, "cores", WARN, "Other programs"),
         ({"memory_free": 3 * GIB}, "memory", WARN, "close other programs"),
@@ -83,21 +83,21 @@ def test_a_fit_machine_passes() -> None:
         ({"compile_error": "no cmath"}, "C++ compiler", FAIL, "engine.compile: false"),
         ({"ops": {}}, "DeepSpeed ops", WARN, "row of DeepSpeed"),
         ({"old_locks": ("/x/lock",)}, "DeepSpeed ops", WARN, "Remove /x/lock"),
-        ({"gpu_files": 8}, "GPUs", FAIL, "does not serve CUDA 12.8"),
-        ({"gpu_files": 8, "versions": {**VERSIONS, "CUDA": "none"}}, "GPUs", FAIL, "made for CPUs"),
+        ({"gpu_files": 8}, "GPUs", FAIL, "does not support CUDA 12.8"),
+        ({"gpu_files": 8, "versions": {**VERSIONS, "CUDA": "none"}}, "GPUs", FAIL, "built for CPUs"),
         ({"gpu_files": 8, "visible": ""}, "GPUs", WARN, "Unset"),
         ({"gpus": 8, "versions": {**VERSIONS, "NCCL": "none"}}, "GPUs", FAIL, "with NCCL"),
         ({"devices": (dataclasses.replace(CPU, bf16=100e9),)}, "matmul", WARN, "engine.precision: auto"),
-        ({"sequences_per_second": 1.0}, "loader", WARN, "A worker could take"),
+        ({"sequences_per_second": 1.0}, "loader", WARN, "A worker could train"),
         ({"versions": {**VERSIONS, "Python": "3.9.2"}}, "Python", FAIL, "3.10 to 3.13"),
         ({"versions": {**VERSIONS, "torch": "none: ImportError"}}, "torch", FAIL, ".venv"),
         ({"versions": {**VERSIONS, "gloo": "none"}}, "gloo", FAIL, ".venv"),
     ],
 )
-def test_rules_of_one_machine(changes: dict[str, Any], what: str, mark: str, said: str) -> None:
+def test_rules_of_one_machine(changes: dict[str, Any], what: str, mark: str, expected: str) -> None:
     rows = {row.what: row for row in verdicts.rows_here(dataclasses.replace(FACTS, **changes))}
     assert rows[what].mark == mark
-    assert said in rows[what].advice
+    assert expected in rows[what].advice
     assert {row.mark for name, row in rows.items() if name != what} == {PASS}
 
 
@@ -107,11 +107,11 @@ def test_a_node_that_holds_no_workers_is_not_measured() -> None:
     assert {row.where for row in rows} == {"head"}
 
 
-# ---- one machine, looked at
+# ---- one machine, inspected
 
 
 def test_this_machine_is_measured(tmp_path: Path) -> None:
-    facts = machine.look(tmp_path)
+    facts = machine.inspect(tmp_path)
     assert facts.cores == CORES
     assert facts.versions["torch"].startswith("2.")
     assert 0 < facts.memory_free <= facts.memory
@@ -130,14 +130,14 @@ def test_all_reduce_between_processes_here() -> None:
     assert "GB/s" in row.found
 
 
-def test_all_reduce_that_cannot_begin_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_reduce_that_cannot_start_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     row = reduce.row_here()
     assert row.mark == FAIL
     assert "nowhere0" in row.found or "ifa" in row.found
 
 
-def test_a_compiler_that_does_not_work_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_does_not_work_is_detected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     broken = tmp_path / "g++"
     broken.write_text("#!/bin/sh\necho 'g++: fatal error: no cc1plus' >&2; exit 1\n")
     broken.chmod(broken.stat().st_mode | stat.S_IEXEC)
@@ -147,16 +147,16 @@ def test_a_compiler_that_does_not_work_is_found_out(tmp_path: Path, monkeypatch:
     assert error == "g++: fatal error: no cc1plus"
 
 
-def test_a_compiler_that_is_missing_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compiler_that_is_missing_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine.shutil, "which", lambda name: None)
     assert machine._compile()[0] == ""
 
 
-def test_a_library_that_cannot_be_imported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_cannot_be_imported_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    found = machine.versions()
-    assert found["Ray"].startswith("none: ")
-    assert [row.what for row in verdicts.judge_versions(found) if row.mark == FAIL] == ["Ray"]
+    versions = machine.versions()
+    assert versions["Ray"].startswith("none: ")
+    assert [row.what for row in verdicts.judge_versions(versions) if row.mark == FAIL] == ["Ray"]
 
 
 def test_locks_of_unfinished_compilations_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def test_json_has_every_row(here: list[Finding], capsys: pytest.CaptureFixture[s
 
 def test_the_key_is_never_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("WANDB_API_KEY", "secret-canary")
-    monkeypatch.setattr(machine, "look", lambda folder: FACTS)
+    monkeypatch.setattr(machine, "inspect", lambda folder: FACTS)
     monkeypatch.setattr(reduce, "row_here", lambda: Finding("all-reduce", "1 GB/s"))
     assert cli(["doctor"]) == 0
     printed = capsys.readouterr().out
@@ -215,16 +215,18 @@ def test_the_key_is_never_shown(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
 
 
 @pytest.mark.parametrize(
-    ("address", "code", "said"),
-    [("nonsense", 2, "no URL"), ("http://127.0.0.1:1", 3, "No cluster answers")],
+    ("address", "code", "expected"),
+    [("nonsense", 2, "not the URL"), ("http://127.0.0.1:1", 3, "No cluster answers")],
 )
-def test_a_cluster_that_is_not_there(address: str, code: int, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_cluster_that_is_not_there(
+    address: str, code: int, expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cli(["doctor", "--address", address]) == code
     [line] = capsys.readouterr().err.strip().splitlines()
-    assert said in line
+    assert expected in line
 
 
-def test_a_job_that_ends_without_a_result_is_told() -> None:
+def test_a_job_without_a_result_is_reported() -> None:
     job = SimpleNamespace(status=SimpleNamespace(value="FAILED"), driver_exit_code=1, message="")
     with pytest.raises(MachineError, match=r"did not run: ModuleNotFoundError: cluster\.doctor"):
         remote._result("noise\nModuleNotFoundError: cluster.doctor\n", "doctor-1", job)
@@ -235,10 +237,10 @@ def test_a_job_that_ends_without_a_result_is_told() -> None:
 def test_a_cluster_without_a_token_is_warned_of(
     is_open: bool, mark: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    told = f"{driver.MARK}{json.dumps({'rows': [], 'head': machine.versions()})}\n"
+    log = f"{driver.MARK}{json.dumps({'rows': [], 'head': machine.versions()})}\n"
     jobs = MagicMock()
     jobs.return_value.is_open.return_value = is_open
-    jobs.return_value.log.return_value = told
+    jobs.return_value.log.return_value = log
     monkeypatch.setattr(remote.client, "Jobs", jobs)
     row = remote.check("http://head:8265", tmp_path, plain_http=True)[0]
     assert (row.what, row.mark) == ("access", mark)
@@ -252,7 +254,7 @@ def _shown(rows: list[Finding]) -> str:
     return file.getvalue()
 
 
-def test_the_table_fits_and_says_once_what_all_nodes_say() -> None:
+def test_the_table_fits_and_shows_once_what_all_nodes_report() -> None:
     rows = [Finding("torch", "2.13", where=f"10.0.0.{number}") for number in range(64)]
     rows += [Finding("disk", f"{number} GiB free", where=f"10.0.0.{number}") for number in range(64)]
     rows += [Finding("clock", "late " * 20, FAIL, "Run a time service. " * 5, f"10.0.0.{n}") for n in (7, 8, 9, 10)]
@@ -265,11 +267,11 @@ def test_the_table_fits_and_says_once_what_all_nodes_say() -> None:
     assert "10.0.0.9 and 1" in printed
 
 
-# ---- nodes, with made values
+# ---- nodes, with made-up values
 
 
 @pytest.mark.parametrize(
-    ("changes", "mark", "said"),
+    ("changes", "mark", "expected"),
     [
         ({}, PASS, "8 CPU, 0 GPU"),
         ({"cpus": 0}, PASS, "holds no workers"),
@@ -279,11 +281,11 @@ def test_the_table_fits_and_says_once_what_all_nodes_say() -> None:
         ({"answers": False}, FAIL, "does not answer"),
     ],
 )
-def test_judge_node(changes: dict[str, Any], mark: str, said: str) -> None:
+def test_judge_node(changes: dict[str, Any], mark: str, expected: str) -> None:
     given = {"cpus": 8, "gpus": 0, "about": {"cores": 8, "gpus": 0}, "draining": False, "answers": True}
     row = nodes.judge_node("n", **{**given, **changes})
     assert row.mark == mark
-    assert said in row.found
+    assert expected in row.found
 
 
 def test_versions_that_differ_from_the_heads_fail() -> None:
@@ -322,11 +324,11 @@ def test_judge_name(own_name: str, interface: str, addresses: set[str], mark: st
 
 
 @pytest.mark.parametrize(
-    ("offset", "doubt", "mark"),
+    ("offset", "uncertainty", "mark"),
     [(0.1, 0.01, PASS), (-0.7, 0.01, WARN), (9.0, 0.01, FAIL), (-9.0, 0.01, FAIL), (0.7, 0.3, PASS), (0.0, 3.0, WARN)],
 )
-def test_judge_skew(offset: float, doubt: float, mark: str) -> None:
-    assert nodes.judge_skew("n", offset, doubt).mark == mark
+def test_judge_skew(offset: float, uncertainty: float, mark: str) -> None:
+    assert nodes.judge_skew("n", offset, uncertainty).mark == mark
 
 
 def test_the_clock_is_read_by_the_quickest_answer() -> None:
@@ -335,13 +337,13 @@ def test_the_clock_is_read_by_the_quickest_answer() -> None:
     def ask() -> float:
         there, back = next(ways)
         now[0] += there
-        told = now[0] + 7.0
+        answer = now[0] + 7.0
         now[0] += back
-        return told
+        return answer
 
-    offset, doubt = nodes.clock_offset(ask, lambda: now[0], rounds=3)
+    offset, uncertainty = nodes.clock_offset(ask, lambda: now[0], rounds=3)
     assert offset == pytest.approx(7.0)
-    assert doubt == pytest.approx(0.01)
+    assert uncertainty == pytest.approx(0.01)
 
 
 def test_rules_of_shared_storage() -> None:
@@ -394,53 +396,53 @@ def test_storage_that_is_shared_and_not(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    assert Probe("127.0.0.1", 1, True).write_probe(str(tmp_path / "no"), "x", "a")[1] == "is no folder here"
+    assert Probe("127.0.0.1", 1, True).write_probe(str(tmp_path / "no"), "x", "a")[1] == "is not a folder here"
     assert not list(tmp_path.iterdir())
 
 
-class OneProcessTeam:
-    """`driver.Team` without Ray: each node is a folder, which nodes share or not."""
+class OneProcessGroup:
+    """`driver.ProbeGroup` without Ray: each node is a folder, which nodes share or not."""
 
     def __init__(self, folders: dict[str, Path]) -> None:
         self.folders = folders
-        self.members = dict.fromkeys(folders)
+        self.checked = dict.fromkeys(folders)
         self.probes = {name: Probe("127.0.0.1", 1, True) for name in folders}
 
-    def ask(self, method: str, each: Any, among: Any = None) -> dict[str, Any]:
+    def call(self, method: str, each: Any, among: Any = None) -> dict[str, Any]:
         return {
             name: getattr(self.probes[name], method)(str(self.folders[name]), *each(name)[1:])
-            for name in (self.members if among is None else list(among))
+            for name in (self.checked if among is None else list(among))
         }
 
 
-def locks(team: OneProcessTeam) -> list[tuple[str, str, str]]:
-    rows: Any = driver._storage(team, "/s")  # pyright: ignore[reportArgumentType]
+def locks(group: OneProcessGroup) -> list[tuple[str, str, str]]:
+    rows: Any = driver._storage(group, "/s")  # pyright: ignore[reportArgumentType]
     return [(row.where, row.mark, row.found) for row in rows if row.what == "storage, locks"]
 
 
 def test_a_lock_of_one_node_must_be_seen_by_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    team = OneProcessTeam(dict.fromkeys("abc", tmp_path))
-    assert locks(team) == [(name, PASS, "/s: a lock of a is seen") for name in "bc"]
+    group = OneProcessGroup(dict.fromkeys("abc", tmp_path))
+    assert locks(group) == [(name, PASS, "/s: a lock of a is seen") for name in "bc"]
     assert not list(tmp_path.iterdir())
 
     # Locks that each node keeps to itself: an NFS mount with local_lock, Lustre with -o localflock.
     monkeypatch.setattr("pretrain.common.files.fcntl.flock", lambda *_: None)
-    assert locks(team) == [(name, WARN, "/s: a lock of a is not seen") for name in "bc"]
+    assert locks(group) == [(name, WARN, "/s: a lock of a is not seen") for name in "bc"]
     assert not list(tmp_path.iterdir())
 
     def refuse(*_: Any) -> None:
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr("pretrain.common.files.fcntl.flock", refuse)
-    assert locks(team) == [("a", WARN, "/s: has no locks")]
+    assert locks(group) == [("a", WARN, "/s: has no locks")]
 
 
-def test_locks_are_looked_at_among_nodes_that_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_locks_are_checked_among_nodes_that_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cluster.doctor.task._SEEN_SECONDS", 0.2)
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
-    assert locks(OneProcessTeam({"a": tmp_path / "one", "b": tmp_path / "two"})) == []
-    assert locks(OneProcessTeam({"a": tmp_path / "one"})) == []
+    assert locks(OneProcessGroup({"a": tmp_path / "one", "b": tmp_path / "two"})) == []
+    assert locks(OneProcessGroup({"a": tmp_path / "one"})) == []
 
 
 # ---- a real cluster

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import yaml
-from chaos import ROOT, events, last_step, losses, newest_checkpoint, settings, told, wait_for, wait_for_step
+from chaos import ROOT, events, last_step, losses, newest_checkpoint, report, settings, wait_for, wait_for_step
 from corpora import make_corpus
 
 from pretrain.checkpoint import store
@@ -61,7 +61,7 @@ def test_kills_right_after_checkpoints_resume_from_the_newest(corpus: Path, tmp_
         assert found.name == f"step-{newest:08d}"
         assert reached - newest <= 20 + 2, "one being written when the kill came is all that may be missing"
     assert losses(run_dir).keys() >= set(range(1, last_step(run_dir) + 1))
-    told("2 kill after a checkpoint", trials=20)
+    report("2 kill after a checkpoint", trials=20)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_full_disk_ends_the_run_and_frees_nothing_but_its_own(corpus: Path, sm
     code, said = end(start(values, resume=True))
     assert code == 0, said
     assert last_step(run_dir) == 400
-    told("13 disk full", resumed_from=good.name)
+    report("13 disk full", resumed_from=good.name)
 
 
 def test_storage_that_is_away_for_a_while_holds_up_but_ends_nothing(corpus: Path, tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_storage_that_is_away_for_a_while_holds_up_but_ends_nothing(corpus: Path
     assert losses(run_dir).keys() == set(range(1, 401))
     assert newest_checkpoint(run_dir) == 400
     assert store.newest(place) is not None
-    told("14 storage away for 30 s", waited_at_step=held, ended_after=round(time.monotonic() - began, 1))
+    report("14 storage away for 30 s", waited_at_step=held, ended_after=round(time.monotonic() - began, 1))
 
 
 def test_leftovers_of_a_compiler_and_no_ninja_hold_nothing_up(corpus: Path, tmp_path: Path) -> None:
@@ -141,4 +141,4 @@ def test_leftovers_of_a_compiler_and_no_ninja_hold_nothing_up(corpus: Path, tmp_
         )
     )
     assert code == 0, said
-    told("21 stale compiler lock, no ninja", seconds=round(time.monotonic() - began, 1))
+    report("21 stale compiler lock, no ninja", seconds=round(time.monotonic() - began, 1))

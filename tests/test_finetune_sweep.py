@@ -18,7 +18,8 @@ import torch
 import yaml
 from rich.console import Console
 
-from cluster.trials.launch import Event, share_out
+from cluster.trials.driver import trials_that_fit
+from cluster.trials.request import TrialEvent
 from finetune import runs
 from finetune.config import GRIDS, FinetuneConfig
 from finetune.datasets import glue
@@ -534,15 +535,15 @@ def test_several_workers_a_run_are_refused(work: Path) -> None:
 
 
 def test_trials_take_a_gpu_each_or_a_machine_each() -> None:
-    assert share_out([(2, 0)], 5, 0, 0, "here") == (1, 2)
-    assert share_out([(2, 0)], 5, 2, 0, "here") == (2, 1)
-    assert share_out([(16, 8)], 5, 0, 0, "here") == (5, 3)
-    assert share_out([(16, 8)], 20, 0, 0, "here") == (8, 2)
-    assert share_out([(4, 8)], 20, 0, 0, "here") == (4, 1)
-    assert share_out([(8, 0), (4, 0)], 20, 0, 0, "here") == (2, 4)
+    assert trials_that_fit([(2, 0)], 5, 0, 0, "here") == (1, 2)
+    assert trials_that_fit([(2, 0)], 5, 2, 0, "here") == (2, 1)
+    assert trials_that_fit([(16, 8)], 5, 0, 0, "here") == (5, 3)
+    assert trials_that_fit([(16, 8)], 20, 0, 0, "here") == (8, 2)
+    assert trials_that_fit([(4, 8)], 20, 0, 0, "here") == (4, 1)
+    assert trials_that_fit([(8, 0), (4, 0)], 20, 0, 0, "here") == (2, 4)
     for nodes, parallel, cpus in (([(2, 0)], 3, 0), ([(8, 2)], 3, 0), ([(2, 0)], 0, 4)):
         with pytest.raises(MachineError, match="--parallel"):
-            share_out(nodes, 5, parallel, cpus, "here")
+            trials_that_fit(nodes, 5, parallel, cpus, "here")
 
 
 def test_runs_are_followed_on_the_terminal(
@@ -565,13 +566,13 @@ def test_runs_are_followed_on_the_terminal(
     def fake(target: str, tasks: Sequence[Any], *, poll: Any, **options: Any) -> None:
         handed.append((target, [task.payload["config"]["seed"] for task in tasks], options["parallel"]))
         assert all(task.payload["resume"] for task in tasks)
-        poll([Event(0, "started")])
+        poll([TrialEvent(0, "started")])
         (members[0].config.folder / "metrics.jsonl").write_text('{"step": 2, "loss": 0.5}\n{"split": "valid')
         poll([])
         write_outcome(members[0].config.folder, 0.7)
-        poll([Event(0, "restarted"), Event(0, "started"), Event(0, "ended"), Event(1, "started")])
-        poll([Event(1, "ended", DivergedError("step 3: loss is NaN.\nsecond line")), Event(2, "started")])
-        poll([Event(2, "ended", StoppedError("stopped at step 3"))])
+        poll([TrialEvent(0, "restarted"), TrialEvent(0, "started"), TrialEvent(0, "ended"), TrialEvent(1, "started")])
+        poll([TrialEvent(1, "ended", DivergedError("step 3: loss is NaN.\nsecond line")), TrialEvent(2, "started")])
+        poll([TrialEvent(2, "ended", StoppedError("stopped at step 3"))])
         raise StoppedError("runs/tiny: stopped with 1 runs to go.")
 
     monkeypatch.setattr("cluster.trials.launch.run_trials", fake)

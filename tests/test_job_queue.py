@@ -1,4 +1,4 @@
-"""The queue of jobs on a cluster: whose turn it is, and how little it costs to wait."""
+"""The queue of jobs on a cluster: which job starts next, and how little it costs to wait."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 import pytest
 
 from cluster.jobs import job_queue
-from cluster.jobs.job_queue import Queue, Waiting, await_turn, leaves_room
+from cluster.jobs.job_queue import Queue, Waiting, leaves_capacity, wait_in_queue
 from pretrain.common.errors import InputError, MachineError, StoppedError
 
 ROOT = Path(__file__).parent.parent
@@ -39,7 +39,7 @@ def wants(low: int, high: int = 0, cpus: int = 1) -> Waiting:
         (TWO_NODES, [wants(2, cpus=3)], wants(1, cpus=2), False),  # two CPUs are free, on two nodes
         (TWO_NODES, [wants(2, cpus=3)], wants(2, cpus=1), True),
         (TWO_NODES, [wants(1, cpus=2)], wants(1, cpus=4), True),  # on the other node
-        ([(8, 0), (2, 0)], [wants(1, cpus=2)], wants(1, cpus=8), True),  # the fullest node that has room is taken
+        ([(8, 0), (2, 0)], [wants(1, cpus=2)], wants(1, cpus=8), True),  # the fullest node on which it fits is chosen
         (TWO_NODES, [wants(1)], wants(1, cpus=5), False),  # no node is that large
         (TWO_NODES, [wants(12)], wants(1), False),  # it waits for nodes, which are its own then
         ([(64, 4), (64, 4)], [wants(6, cpus=8)], wants(2, cpus=8), True),
@@ -48,28 +48,28 @@ def wants(low: int, high: int = 0, cpus: int = 1) -> Waiting:
         ([], [wants(1)], wants(1), False),  # a cluster that an autoscaler is to start
     ],
 )
-def test_a_turn_comes_when_the_bundles_fit(
+def test_a_job_starts_when_its_bundles_fit(
     nodes: list[tuple[int, int]], ahead: list[Waiting], mine: Waiting, fits: bool
 ) -> None:
-    assert leaves_room(nodes, ahead, mine) == fits
+    assert leaves_capacity(nodes, ahead, mine) == fits
 
 
 class _Cluster:
-    """What a dashboard knows of 8 CPUs and jobs of 4 workers each, and what it is asked for."""
+    """A dashboard of 8 CPUs and jobs of 4 workers each, which records the requests."""
 
     def __init__(self, jobs: int) -> None:
         self.states = {f"job-{number}": "RUNNING" for number in range(jobs)}
         self.submitted = {name: number for number, name in enumerate(self.states, 1)}
-        self.asked: list[str] = []
+        self.requests: list[str] = []
 
     def jobs(self) -> list[dict[str, Any]]:
-        self.asked.append("all")
-        found = [job for name in self.states if (job := self.job(name)) is not None]
-        self.asked = self.asked[: -len(self.states)]
-        return found[::-1]  # Ray has no order
+        self.requests.append("all")
+        jobs = [job for name in self.states if (job := self.job(name)) is not None]
+        self.requests = self.requests[: -len(self.states)]
+        return jobs[::-1]  # Ray has no order
 
     def job(self, name: str) -> dict[str, Any] | None:
-        self.asked.append(name)
+        self.requests.append(name)
         if self.states[name] == "DELETED":
             return None
         needs = {"workers": "4", "most_workers": "4", "cpus_per_worker": "1"}
@@ -81,7 +81,7 @@ class _Cluster:
         }
 
     def nodes(self) -> list[tuple[int, int]]:
-        self.asked.append("nodes")
+        self.requests.append("nodes")
         return EIGHT_CPUS
 
 
@@ -89,58 +89,58 @@ def queue(name: str, cluster: Any) -> Queue:
     return Queue(name, cluster)
 
 
-def test_jobs_begin_in_the_order_of_their_submission() -> None:
+def test_jobs_start_in_the_order_of_their_submission() -> None:
     cluster = _Cluster(4)
-    assert queue("job-1", cluster).look(), "two find room"
+    assert queue("job-1", cluster).poll(), "two fit"
     third, last = queue("job-2", cluster), queue("job-3", cluster)
-    assert not third.look()
-    assert not last.look()
+    assert not third.poll()
+    assert not last.poll()
     cluster.states["job-1"] = "FAILED"
-    assert third.look()
-    assert not last.look()
+    assert third.poll()
+    assert not last.poll()
     cluster.states["job-0"] = "SUCCEEDED"
-    assert last.look()
+    assert last.poll()
 
 
 @pytest.mark.parametrize("end", ["DELETED", "STOPPED"])
 def test_a_job_that_was_submitted_again_is_behind(end: str) -> None:
     cluster = _Cluster(3)
     waiting = queue("job-2", cluster)
-    assert not waiting.look()
+    assert not waiting.poll()
     if end == "DELETED":
         cluster.states["job-0"] = end
     else:
         cluster.submitted["job-0"] = 99
-    assert waiting.look()
+    assert waiting.poll()
 
 
-def test_a_look_asks_for_two_jobs_however_many_there_are() -> None:
+def test_a_poll_reads_two_jobs_however_many_there_are() -> None:
     cluster = _Cluster(100)
     waiting = queue("job-99", cluster)
-    assert not waiting.look()
-    assert cluster.asked[0] == "all"
-    assert cluster.asked.count("nodes") == 1
-    cluster.asked.clear()
+    assert not waiting.poll()
+    assert cluster.requests[0] == "all"
+    assert cluster.requests.count("nodes") == 1
+    cluster.requests.clear()
     for _ in range(98):
-        assert not waiting.look()
-    assert len(cluster.asked) == 2 * 98, "all jobs and the nodes are not listed again"
-    assert set(cluster.asked) == {f"job-{number}" for number in range(99)}, "every job is heard of in time"
+        assert not waiting.poll()
+    assert len(cluster.requests) == 2 * 98, "all jobs and the nodes are not listed again"
+    assert set(cluster.requests) == {f"job-{number}" for number in range(99)}, "every job is polled in time"
 
 
-def test_jobs_that_have_ended_are_passed_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As after a night of many short jobs: the turn would come minutes late."""
+def test_finished_jobs_are_skipped_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As after a night of many short jobs: the job would start minutes late."""
     cluster = _Cluster(20)
     listed = cluster.jobs
 
     def jobs() -> list[dict[str, Any]]:
-        found = listed()
+        jobs = listed()
         cluster.states.update(dict.fromkeys(list(cluster.states)[:-1], "SUCCEEDED"))
-        return found
+        return jobs
 
     monkeypatch.setattr(cluster, "jobs", jobs)
-    monkeypatch.setattr(job_queue, "_sleep", lambda *_: pytest.fail("it waits, though it is its turn"))
+    monkeypatch.setattr(job_queue, "_sleep", lambda *_: pytest.fail("it waits, though it may start"))
     job_queue._wait("job-19", cluster, lambda: False)  # type: ignore[arg-type]
-    assert "nodes" not in cluster.asked
+    assert "nodes" not in cluster.requests
 
 
 def test_a_hundred_waiting_jobs_ask_little_of_the_dashboard() -> None:
@@ -148,20 +148,20 @@ def test_a_hundred_waiting_jobs_ask_little_of_the_dashboard() -> None:
     assert job_queue.pause(1) < 3
 
 
-def test_a_job_that_is_not_known() -> None:
-    with pytest.raises(InputError, match="mine: Ray knows no such job"):
+def test_an_unknown_job() -> None:
+    with pytest.raises(InputError, match="mine: Ray has no such job"):
         queue("mine", _Cluster(2))
 
 
 @pytest.mark.parametrize("stopped", [False, True])
-def test_a_waiting_job_outlives_a_silent_head_and_hears_a_stop(monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
-    """A stop that comes while the head is asked must not be lost, though it is the job's turn."""
+def test_a_waiting_job_outlives_a_silent_head_and_stops(monkeypatch: pytest.MonkeyPatch, stopped: bool) -> None:
+    """A stop that comes while the head is polled must not be lost, though the job may start."""
     answers: list[Any] = [MachineError("away"), False, True]
 
     class Answers:
         ahead: ClassVar = ["other"]
 
-        def look(self) -> bool:
+        def poll(self) -> bool:
             answer = answers.pop(0)
             if not answers and stopped:
                 os.kill(os.getpid(), signal.SIGTERM)
@@ -173,7 +173,7 @@ def test_a_waiting_job_outlives_a_silent_head_and_hears_a_stop(monkeypatch: pyte
     monkeypatch.setattr(job_queue, "Queue", lambda *_: Answers())
     monkeypatch.setattr(job_queue, "pause", lambda _: 0.01)
     with pytest.raises(StoppedError) if stopped else contextlib.nullcontext():
-        await_turn("mine")
+        wait_in_queue("mine")
     assert not answers
 
 
@@ -225,8 +225,9 @@ def test_a_wait_loads_nothing_heavy(dashboard: str) -> None:
         "import sys; from cluster.jobs import entrypoint, job_queue\n"
         f"job_queue._dashboard = lambda: {dashboard!r}\n"
         "job_queue.pause = lambda _: 0.01\n"
-        "job_queue.await_turn('mine')\n"
-        "print({'ray', 'torch', 'pydantic', 'numpy', 'requests', 'psutil'} & {name.split('.')[0] for name in sys.modules})\n"
+        "job_queue.wait_in_queue('mine')\n"
+        "loaded = {name.split('.')[0] for name in sys.modules}\n"
+        "print({'ray', 'torch', 'pydantic', 'numpy', 'requests', 'psutil'} & loaded)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script],

@@ -27,8 +27,10 @@ from pydantic import ValidationError
 from cluster import manifests
 from cluster.__main__ import main
 from cluster.manifests import KINDS, command, render
-from cluster.manifests.run import ManifestJob, Nodes
-from cluster.workers.members import PROCESS_TITLE
+from cluster.manifests import kuberay as kuberay_manifest
+from cluster.manifests.base import RUN_COMMANDS, ManifestJob, ManifestSettings
+from cluster.workers.actors import PROCESS_TITLE
+from cluster.workers.processes import DRIVER, JOB_ENTRYPOINT
 from finetune.config import load_config as load_finetuning
 from pretrain.common.errors import InputError
 from pretrain.config import load_config
@@ -190,7 +192,7 @@ def test_kuberay_follows_the_config(config: Path) -> None:
 
 
 def test_what_a_cluster_asks_of_pods(config: Path) -> None:
-    """Account, priority, pull secrets and annotations of all pods; RDMA, its network and NCCL's settings of the workers'."""
+    """All pods have account, priority, pull secrets and annotations; RDMA and NCCL's settings are the workers' alone."""
     documents = kuberay(
         config,
         "place.service_account=trainer",
@@ -302,6 +304,17 @@ def test_pods_are_contained(config: Path) -> None:
         assert policy["ingress"][0]["from"] == [{"podSelector": policy["podSelector"]}]
 
 
+@pytest.mark.parametrize("command", [DRIVER, JOB_ENTRYPOINT, *RUN_COMMANDS])
+def test_a_pod_finds_the_run_by_programs_that_exist(command: str) -> None:
+    """A renamed module would go unnoticed until a pod ends without waiting for its checkpoint."""
+    module, *subcommand = command.split()
+    assert re.fullmatch(f"python {kuberay_manifest._COMMAND}", f"python -m {command}")
+    assert not re.search(kuberay_manifest._COMMAND, f"python -m {command.replace('.', '-')[1:]}")
+    path = ROOT / module.replace(".", "/")
+    path = path / "__main__.py" if subcommand else path.with_suffix(".py")
+    assert 'if __name__ == "__main__":' in path.read_text()
+
+
 @pytest.mark.parametrize(
     ("title", "host", "drains"),
     [
@@ -309,10 +322,10 @@ def test_pods_are_contained(config: Path) -> None:
             f"{PROCESS_TITLE}.run",
             "run-workers-1",
             True,
-        ),  # by the name that Ray gives it (test_cluster.py looks at a real one)
+        ),  # by the name that Ray gives it (test_cluster.py checks a real one)
         ("python -m finetune finetune", "run-workers-1", False),
-        ("python -m cluster.jobs.entrypoint", "run-head-1", False),  # of a RayCluster, where `submit` starts it
-        ("python -m cluster.workers.driver", "run-head-1", False),
+        (f"python -m {JOB_ENTRYPOINT}", "run-head-1", False),  # of a RayCluster, where `submit` starts it
+        (f"python -m {DRIVER}", "run-head-1", False),
     ],
 )
 def test_stopping_a_pod_asks_for_a_checkpoint_and_waits(
@@ -342,13 +355,13 @@ def test_stopping_a_pod_asks_for_a_checkpoint_and_waits(
 
 @pytest.mark.parametrize("least", [0, 8])
 @pytest.mark.parametrize("drained", [True, False])
-def test_a_run_goes_on_without_a_pod(config: Path, tmp_path: Path, least: int, drained: bool) -> None:
+def test_a_run_continues_without_a_pod(config: Path, tmp_path: Path, least: int, drained: bool) -> None:
     """Its node is drained, which the run answers by itself, of fixed size or not; a drain that fails stops the run."""
     (tmp_path / "runs/my-run").mkdir(parents=True)
     given = [f"place.storage={tmp_path}", f"scheduling.min_workers={least}", "scheduling.workers=16"]
     data = kuberay(config, *given)["ConfigMap"]["data"]
     program(tmp_path / "bin", "ray", f'echo "$@" >>{tmp_path}/calls\nexit {0 if drained else 1}\n')
-    # Workers, until they were looked for once; the command is not in this pod.
+    # Workers, until the first search; the command is not in this pod.
     seen = tmp_path / "seen"
     program(tmp_path / "bin", "pgrep", f'[[ "$*" != *ray::* || -e {seen} ]] && exit 1\ntouch {seen}\n')
     environment = with_programs(tmp_path / "bin", HOSTNAME="run-workers-1")
@@ -388,7 +401,7 @@ def test_a_pod_with_nothing_of_the_run_asks_nothing(config: Path, tmp_path: Path
 
 @pytest.fixture(scope="module")
 def ray_schema() -> dict[str, Any]:
-    """Ray's own, found without importing Ray."""
+    """Ray's own, located without importing Ray."""
     spec = importlib.util.find_spec("ray")
     assert spec is not None
     assert spec.origin is not None
@@ -452,7 +465,7 @@ def test_rayup_opens_nothing(config: Path) -> None:
 
 @pytest.mark.parametrize(("instance", "count"), [("p4d.24xlarge", 4), ("p5.48xlarge", 32), ("p5en.48xlarge", 16)])
 def test_nodes_with_efa_use_it(config: Path, instance: str, count: int) -> None:
-    """As AWS recommends: one interface for IP, one for EFA alone on each network card; Ray wants subnet and group in each."""
+    """As AWS recommends: one interface for IP, one for EFA alone on each card; Ray needs subnet and group in each."""
     cluster = rayup(config, f"place.instance={instance}")
     node = cluster["available_node_types"]["workers"]["node_config"]
     first, *others = node["NetworkInterfaces"]
@@ -482,7 +495,7 @@ def test_nodes_without_efa_keep_to_tcp(config: Path) -> None:
 
 
 def test_workers_of_rayup_get_their_gpus(config: Path) -> None:
-    """The image names no GPUs, so NVIDIA's toolkit gives it none unless it is told; the head has none."""
+    """The image names no GPUs, so NVIDIA's toolkit gives it none unless requested; the head has none."""
     docker = rayup(config)["docker"]
     wanted = {
         "--gpus=all",
@@ -507,8 +520,8 @@ def test_rayup_writes_config_and_script_on_the_head(config: Path, tmp_path: Path
 def check_script(text: str) -> None:
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
     if shellcheck := shutil.which("shellcheck"):
-        found = subprocess.run([shellcheck, "-"], input=text, text=True, capture_output=True)
-        assert found.returncode == 0, found.stdout
+        done = subprocess.run([shellcheck, "-"], input=text, text=True, capture_output=True)
+        assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("overrides", [[], ["place.prepare=true", "place.gpus=false"], ["run_dir=two words"]])
@@ -648,7 +661,7 @@ def test_an_elastic_run_takes_as_many_nodes_as_it_gets(config: Path) -> None:
     assert "waiting for 1 nodes" in render("rayup", config, [*NEEDED["rayup"], *elastic])
 
 
-def test_slurm_without_ray_is_no_success(slurm_job: Any) -> None:
+def test_slurm_without_ray_is_not_a_success(slurm_job: Any) -> None:
     """`ray symmetric-run` ends with 0 where `ray start` failed."""
     assert slurm_job("exit 0\n", ray="exit 0\n").wait(20) == 3
 
@@ -665,11 +678,11 @@ def test_the_commands_are_ours(config: Path, finetuning: Path, kind: str) -> Non
     parsers = {"pretrain": pretrain_main._parser, "finetune": finetune_main._parser}
     for path, count in ((config, 2), (finetuning, 1)):
         given = [*NEEDED[kind], *(["place.prepare=true"] if path == config else [])]
-        found = re.findall(
+        matches = re.findall(
             r"python -m (pretrain|finetune) ((?:pretrain|prepare|finetune) [^&)\n]*)", render(kind, path, given)
         )
-        assert len(found) == count
-        for package, line in found:
+        assert len(matches) == count
+        for package, line in matches:
             arguments = parsers[package]().parse_args(shlex.split(line.replace("'", "")))
             assert arguments.set[0].startswith("scheduling.address=")
         assert arguments.resume
@@ -709,7 +722,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
 
 
 @pytest.mark.parametrize(
-    ("kind", "overrides", "told"),
+    ("kind", "overrides", "error"),
     [
         ("kuberay", ["place.imag=x"], "place.imag is not a known setting; did you mean image?"),
         ("kuberay", ["name=9lives"], "name: '9lives' must begin with a letter"),
@@ -750,7 +763,7 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         ("kuberay", ["place.worker_resources={nvidia.com/gpu: 1}"], "set by place.workers_per_node and place.gpus"),
         ("kuberay", ["place.worker_resources={rdma/ib: some}"], "is 'some'; expected text like"),
         ("kuberay", ["place.worker_environment={A-B: x}"], "'A-B'; expected text like"),
-        ("kuberay", ["place.worker_environment={RAY_AUTH_MODE: disabled}"], "RAY_AUTH_MODE is Ray's own"),
+        ("kuberay", ["place.worker_environment={RAY_AUTH_MODE: disabled}"], "RAY_AUTH_MODE belongs to Ray"),
         ("kuberay", ["place.worker_environment={WANDB_API_KEY: x}"], "looks like a secret"),
         ("kuberay", ["place.redis_address=':pw@redis:6379'"], "place.redis_address is ':pw@redis:6379'; expected text"),
         ("kuberay", ["place.service_account=Me"], "place.service_account is 'Me'; expected text like"),
@@ -762,17 +775,17 @@ def test_bad_input_is_one_line(
     capsys: pytest.CaptureFixture[str],
     kind: str,
     overrides: list[str],
-    told: str,
+    error: str,
 ) -> None:
     code = run_command(monkeypatch, kind, config, *[word for one in overrides for word in ("--set", one)])
     captured = capsys.readouterr()
     assert code == 2
     assert captured.out == ""
-    assert told in captured.err
+    assert error in captured.err
     assert captured.err.count("\n") == 1
 
 
-def test_the_shell_lines_of_a_place_may_be_several(config: Path) -> None:
+def test_the_environment_may_have_several_shell_lines(config: Path) -> None:
     lines = "module load cuda\nsource .venv/bin/activate\n"
     assert f"\n{lines}" in render("slurm", config, [f"place.environment={json.dumps(lines)}"])
 
@@ -785,7 +798,7 @@ def test_a_finetuning_needs_its_checkpoint(finetuning: Path) -> None:
 
 
 def test_the_command_knows_every_kind() -> None:
-    assert command._KINDS == KINDS  # said twice, so that --help imports nothing
+    assert command._KINDS == KINDS  # listed twice, so that --help imports nothing
 
 
 def test_out_writes_what_would_be_printed(
@@ -844,16 +857,16 @@ HOSTILE = [
 SHELL_LINES = {"environment"}
 
 
-def accepted(place: type[Nodes], value: str, folder: Path) -> Any:
-    """A place in which every text is hostile that its own checks let through; those of a whole config come before them."""
-    given: dict[str, Any] = {"file_system": "fs-1"} if "file_system" in place.model_fields else {}
-    given |= {"efa_interfaces": 0} if "efa_interfaces" in place.model_fields else {}
-    names = [name for name in place.model_fields if name not in SHELL_LINES]
+def accepted(settings: type[ManifestSettings], value: str, folder: Path) -> Any:
+    """Settings in which every text that passes their own checks is hostile; a whole config has further checks."""
+    given: dict[str, Any] = {"file_system": "fs-1"} if "file_system" in settings.model_fields else {}
+    given |= {"efa_interfaces": 0} if "efa_interfaces" in settings.model_fields else {}
+    names = [name for name in settings.model_fields if name not in SHELL_LINES]
     for name in names:
         for wanted in (value, f"{folder}/{value}", (value,), {value: "x"}, {"x": value}, {"X": value}):
             with contextlib.suppress(ValidationError):
-                given = place.model_validate({**given, name: wanted}, strict=True).model_dump(include={*given, name})
-    return place.model_validate(given)
+                given = settings.model_validate({**given, name: wanted}, strict=True).model_dump(include={*given, name})
+    return settings.model_validate(given)
 
 
 def hostile_job(value: str, canary: Path) -> ManifestJob:
@@ -872,18 +885,18 @@ def hostile_job(value: str, canary: Path) -> ManifestJob:
 
 @pytest.fixture
 def stand_ins(tmp_path: Path) -> dict[str, str]:
-    """An environment in which nothing that a manifest calls does anything but tell its arguments in tmp_path/calls."""
+    """An environment in which the programs that a manifest calls only record their arguments in tmp_path/calls."""
     folder = tmp_path / "bin"
-    told = f'printf "%s\\n" "$0 $*" >>{tmp_path}/calls\n'
+    record = f'printf "%s\\n" "$0 $*" >>{tmp_path}/calls\n'
     for name in ("docker", "sudo", "mount", "scontrol", "python"):
-        program(folder, name, told)
+        program(folder, name, record)
     program(folder, "mountpoint", "exit 1\n")
     program(folder, "pgrep", "exit 1\n")
     program(folder, "srun", 'while [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
     program(
         folder,
         "ray",
-        f'{told}until [[ -z $1 || $1 == -- ]]; do shift; done\n[[ -z $1 ]] || exec "${{@:2}}"\nexit 1\n',
+        f'{record}until [[ -z $1 || $1 == -- ]]; do shift; done\n[[ -z $1 ]] || exec "${{@:2}}"\nexit 1\n',
     )
     return with_programs(
         folder,
@@ -918,18 +931,18 @@ def scripts_of(kind: str, text: str, home: Path) -> list[str]:
 @pytest.mark.parametrize("value", HOSTILE, ids=range(len(HOSTILE)))
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: dict[str, str]) -> None:
-    """Whatever stands in a text, the scripts of a manifest parse, run, and do nothing that it says."""
+    """Whatever a text contains, the scripts of a manifest parse, run, and execute nothing of it."""
     canary, work = tmp_path / "canary", tmp_path / "work"
     value = value.replace(_CANARY, str(canary))
-    settings, render_job = manifests._KINDS[kind]
-    place = accepted(settings, value, work)
+    settings_type, render_job = manifests._KINDS[kind]
+    settings = accepted(settings_type, value, work)
     if kind == "slurm":
-        place = place.model_copy(update={"environment": "cd ."})
-    Path(place.storage if place.storage.startswith(str(tmp_path)) else work).mkdir(parents=True, exist_ok=True)
-    if not place.storage.startswith(str(tmp_path)):
-        place = place.model_copy(update={"storage": str(work)})
+        settings = settings.model_copy(update={"environment": "cd ."})
+    Path(settings.storage if settings.storage.startswith(str(tmp_path)) else work).mkdir(parents=True, exist_ok=True)
+    if not settings.storage.startswith(str(tmp_path)):
+        settings = settings.model_copy(update={"storage": str(work)})
     job = hostile_job(value, canary)
-    text = render_job(job, place)
+    text = render_job(job, settings)
     (tmp_path / "home").mkdir()
     for script in scripts_of(kind, text, tmp_path / "home"):
         subprocess.run(["bash", "-n"], input=script, text=True, check=True)
@@ -941,8 +954,8 @@ def test_no_value_is_executed(kind: str, value: str, tmp_path: Path, stand_ins: 
             capture_output=True,
         )
     assert not canary.exists()
-    assert "-m pretrain pretrain " in (tmp_path / "calls").read_text()  # it went all the way
-    assert written_config(kind, text, Path(place.storage) / value, tmp_path / "home") == job.config
+    assert "-m pretrain pretrain " in (tmp_path / "calls").read_text()  # the script ran to its last line
+    assert written_config(kind, text, Path(settings.storage) / value, tmp_path / "home") == job.config
 
 
 def written_config(kind: str, text: str, run_dir: Path, home: Path) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from chaos import ROOT, events, last_step, records, settings, told, wait_for, wait_for_step
+from chaos import ROOT, events, last_step, records, report, settings, wait_for, wait_for_step
 from corpora import make_corpus
 
 pytestmark = [
@@ -97,4 +97,4 @@ def test_a_cable_that_is_pulled_and_put_back(cable: str, tmp_path: Path) -> None
         first.cluster("stop", "cable")
     finally:
         first.cluster("down")
-    told("22 cable pulled", alone=round(without, 1), again=round(again, 1))
+    report("22 cable pulled", alone=round(without, 1), again=round(again, 1))

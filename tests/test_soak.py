@@ -25,8 +25,8 @@ from chaos import (
     last_step,
     losses,
     newest_checkpoint,
+    report,
     settings,
-    told,
     wait_for,
     wait_for_step,
 )
@@ -96,7 +96,7 @@ def test_soak(tmp_path: Path) -> None:
     assert calm_after < calm_before * 1.2, "the workers of a run that goes on and on"
     damaged = len(list(run_dir.glob("checkpoints/damaged-*")))
     restarts = {kind: len(events(run_dir, kind)) for kind in ("restart", "hang")}
-    told(
+    report(
         "soak",
         minutes=round(minutes, 1),
         steps=STEPS,

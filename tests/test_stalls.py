@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.workers import group
+from cluster.workers import supervisor
 from pretrain.common.errors import MachineError
 from pretrain.common.files import allow_open_files
 from pretrain.common.worker import HANG_FILE, Worker
@@ -142,11 +142,11 @@ def test_a_long_wait_for_one_batch_is_an_event(tmp_path: Path) -> None:
 def test_a_restart_says_what_the_watchdog_found(tmp_path: Path, event: str) -> None:
     (tmp_path / "logs").mkdir()
     began = time.time()
-    assert group._hang(tmp_path, since=began) is None
+    assert supervisor._hang(tmp_path, since=began) is None
     found = {"event": event, "rank": 3, "reason": "rank 3 was slow", "time": began + 1, "found_by": 0}
     (tmp_path / "logs" / HANG_FILE).write_text(json.dumps(found))
-    assert group._hang(tmp_path, since=began) == (event, 3, "rank 3 was slow")
-    assert group._hang(tmp_path, since=began + 2) is None
+    assert supervisor._hang(tmp_path, since=began) == (event, 3, "rank 3 was slow")
+    assert supervisor._hang(tmp_path, since=began + 2) is None
 
 
 def test_the_first_finding_of_a_start_stays(tmp_path: Path) -> None:

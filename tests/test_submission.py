@@ -1,4 +1,4 @@
-"""What is checked before a job is sent, and what a client is told in one line."""
+"""What is checked before a job is sent, and the one-line errors of a client."""
 
 from __future__ import annotations
 
@@ -261,27 +261,27 @@ def dashboard(token: str = "") -> Iterator[tuple[str, list[str | None]]]:
 def test_a_cluster_without_a_token_is_warned_of(tmp_path: Path, config: Path, token: str) -> None:
     with dashboard(token) as (address, seen):
         given = {"RAY_AUTH_TOKEN": token} if token else {}
-        _, said, _ = run(tmp_path, "submit", "--address", address, "--", "pretrain", str(config), **given)
+        _, output, _ = run(tmp_path, "submit", "--address", address, "--", "pretrain", str(config), **given)
     warned = f"warning: {address}: this cluster answers without a token"
-    assert (warned in said) == (not token)
-    assert "told nothing of its nodes" in said  # it went on
+    assert (warned in output) == (not token)
+    assert "did not report its nodes" in output  # it continued
     assert set(seen) == ({None, f"Bearer {token}"} if token else {None})
-    assert "Traceback" not in said
-    assert "c0ffee" not in said
+    assert "Traceback" not in output
+    assert "c0ffee" not in output
 
 
-def test_a_token_is_not_sent_for_all_to_read(
+def test_a_token_is_not_sent_unencrypted(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The name is looked up and nothing is connected to: neither by http to another machine, nor when it is half of it."""
-    found = {"far": ["10.1.2.3"], "both": ["127.0.0.1", "10.1.2.3"], "near": ["127.0.0.1", "::1"]}
-    asked: list[str] = []
+    """The name is resolved, but nothing is sent by http to another machine, even if it is only one of two addresses."""
+    addresses = {"far": ["10.1.2.3"], "both": ["127.0.0.1", "10.1.2.3"], "near": ["127.0.0.1", "::1"]}
+    requested: list[str] = []
 
     def get(url: str, **_: object) -> None:
-        asked.append(url)
+        requested.append(url)
         raise requests.ConnectionError("nobody there")
 
-    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_: [(0, 0, 0, "", (one, 0)) for one in found[host]])
+    monkeypatch.setattr(socket, "getaddrinfo", lambda host, *_: [(0, 0, 0, "", (one, 0)) for one in addresses[host]])
     monkeypatch.setattr(requests, "get", get)
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("RAY_AUTH_TOKEN", "c0ffee")
@@ -290,24 +290,24 @@ def test_a_token_is_not_sent_for_all_to_read(
     for command in (["status", "x"], ["submit", "--", "pretrain", str(config)], ["doctor"], ["list"]):
         for address in ("http://far:8265", "http://both:8265"):
             assert main([command[0], "--address", address, *command[1:]]) == 2
-            told = capsys.readouterr().err
-            assert told.startswith(f"error: {address}: {refused}")
-            assert told.count("\n") == 1
-            assert asked == []
+            errors = capsys.readouterr().err
+            assert errors.startswith(f"error: {address}: {refused}")
+            assert errors.count("\n") == 1
+            assert requested == []
     for allowed in (["http://near:8265"], ["https://far:8265"], ["http://far:8265", "--allow-plain-http"]):
         assert main(["list", "--address", *allowed]) == 3
-        assert asked.pop().startswith(allowed[0])
+        assert requested.pop().startswith(allowed[0])
         assert "No cluster answers" in capsys.readouterr().err
     monkeypatch.delenv("RAY_AUTH_TOKEN")
     monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
-    assert main(["list", "--address", "http://far:8265"]) == 3  # there is nothing to read along
-    asked.clear()
+    assert main(["list", "--address", "http://far:8265"]) == 3  # there is no secret to protect
+    requested.clear()
     for secret in ("me:hunter2", "hunter2", ":hunter2"):  # but a password, or a token in its place
         assert main(["list", "--address", f"http://{secret}@far:8265"]) == 2
-        told = capsys.readouterr().err
-        assert asked == []
-        assert "http://***@far:8265" in told
-        assert "hunter2" not in told
+        errors = capsys.readouterr().err
+        assert requested == []
+        assert "http://***@far:8265" in errors
+        assert "hunter2" not in errors
 
 
 @pytest.mark.parametrize(
@@ -324,78 +324,78 @@ def test_a_token_is_not_sent_for_all_to_read(
         "http://me:hunter2@127.0.0.1:9/#@",
     ],
 )
-def test_a_password_in_an_address_is_not_told(
+def test_a_password_in_an_address_is_not_shown(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], address: str
 ) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     for command in (["list"], ["doctor"]):
         assert main([*command, "--address", address]) in (2, 3)
-        said = capfd.readouterr()
-        assert "hunter2" not in said.out + said.err
-        assert said.err.count("\n") == 1
+        output = capfd.readouterr()
+        assert "hunter2" not in output.out + output.err
+        assert output.err.count("\n") == 1
     with pytest.raises(InputError, match=r"scheduling\.address") as caught:
         check_address(address)
     assert "hunter2" not in str(caught.value)
 
 
-def test_a_refused_password_is_not_told(tmp_path: Path, refusing: str) -> None:
+def test_a_refused_password_is_not_shown(tmp_path: Path, refusing: str) -> None:
     address = refusing.replace("//", "//me:hunter2@")
-    code, said, _ = run(tmp_path, "list", "--address", address)
+    code, output, _ = run(tmp_path, "list", "--address", address)
     assert code == 2
-    assert "//***@127.0.0.1" in said
-    assert "hunter2" not in said
+    assert "//***@127.0.0.1" in output
+    assert "hunter2" not in output
 
 
-def test_an_address_that_is_no_url_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_that_is_not_a_url_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     for address in ("http://[::1", "http://", "http://x:99999", "http:///a", "//x", "http://\ufffd:y"):
         assert main(["list", "--address", address]) == 2
-        told = capsys.readouterr().err
-        assert "is no URL of a Ray dashboard" in told
-        assert told.count("\n") == 1
+        errors = capsys.readouterr().err
+        assert "is not the URL of a Ray dashboard" in errors
+        assert errors.count("\n") == 1
 
 
 def test_no_cluster(tmp_path: Path, config: Path) -> None:
-    code, said, _ = run(tmp_path, "submit", "--", "pretrain", str(config))
-    assert (code, said) == (
+    code, output, _ = run(tmp_path, "submit", "--", "pretrain", str(config))
+    assert (code, output) == (
         2,
         "error: No cluster: name one with --address URL, or start one here with ./launch.sh up.\n",
     )
 
 
 def test_nobody_there(tmp_path: Path, config: Path) -> None:
-    code, said, _ = run(tmp_path, "submit", "--address", "http://127.0.0.1:9", "--", "pretrain", str(config))
+    code, output, _ = run(tmp_path, "submit", "--address", "http://127.0.0.1:9", "--", "pretrain", str(config))
     assert code == 3
-    assert said.startswith("error: No cluster answers at http://127.0.0.1:9 (")
+    assert output.startswith("error: No cluster answers at http://127.0.0.1:9 (")
 
 
 def test_somebody_there_who_says_nothing(tmp_path: Path, config: Path) -> None:
     """Ray's own client would wait for ever."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"
-        code, said, _ = run(tmp_path, "submit", "--address", address, "--", "pretrain", str(config))
+        code, output, _ = run(tmp_path, "submit", "--address", address, "--", "pretrain", str(config))
     assert code == 3
-    assert said.startswith(f"error: No cluster answers at {address} (")
-    assert said.count("\n") == 1
+    assert output.startswith(f"error: No cluster answers at {address} (")
+    assert output.count("\n") == 1
 
 
 def test_a_wrong_token(tmp_path: Path, config: Path, refusing: str) -> None:
-    code, said, _ = run(tmp_path, "submit", "--address", refusing, "--", "pretrain", str(config))
+    code, output, _ = run(tmp_path, "submit", "--address", refusing, "--", "pretrain", str(config))
     assert code == 2
-    assert said.startswith(f"error: {refusing}: the cluster refuses this token.")
-    assert said.count("\n") == 1
+    assert output.startswith(f"error: {refusing}: the cluster refuses this token.")
+    assert output.count("\n") == 1
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
-        (["submit", "--address", "auto", "--", "pretrain", "{config}"], "is no URL of a Ray dashboard"),
+        (["submit", "--address", "auto", "--", "pretrain", "{config}"], "is not the URL of a Ray dashboard"),
         (
             ["submit", "--address", "http://[::1", "--", "pretrain", "{config}"],
-            "is no URL of a Ray dashboard",
+            "is not the URL of a Ray dashboard",
         ),
         (
             ["submit", "--address", "http://h:99999", "--", "pretrain", "{config}"],
-            "is no URL of a Ray dashboard",
+            "is not the URL of a Ray dashboard",
         ),
         (
             ["submit", "--workers", "1" * 5000, "--", "pretrain", "{config}"],
@@ -408,12 +408,12 @@ def test_a_wrong_token(tmp_path: Path, config: Path, refusing: str) -> None:
         (["submit", "--", "pretrain", "{config}", "--from", "x"], "--from: is for finetune"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_sent(
-    tmp_path: Path, config: Path, arguments: list[str], said: str
+def test_mistakes_are_reported_before_anything_is_sent(
+    tmp_path: Path, config: Path, arguments: list[str], expected: str
 ) -> None:
     code, output, _ = run(tmp_path, *(part.format(config=config) for part in arguments))
     assert code == 2
-    assert said in output
+    assert expected in output
     assert "Traceback" not in output
 
 
@@ -455,7 +455,7 @@ def test_a_cluster_that_is_too_small_may_be_waited_for(config: Path, monkeypatch
     monkeypatch.setattr(client.Jobs, "all", lambda _: [])
     monkeypatch.setattr(client.Jobs, "start", lambda _, name, *__: started.append(name))
     monkeypatch.setattr(client, "nodes_of", lambda _: [a_node(0, 8, head=True)])
-    with pytest.raises(MachineError, match=r"has 0 CPU cores.* Where nodes will come, add --wait-for-nodes\."):
+    with pytest.raises(MachineError, match=r"has 0 CPU cores.* If nodes will be added, use --wait-for-nodes\."):
         cluster.submit(read(config))
     assert not started
     cluster.submit(read(config), wait_for_nodes=True)

@@ -17,6 +17,7 @@ import pytest
 import yaml
 from corpora import make_corpus
 
+from cluster.workers.actors import PROCESS_TITLE
 from pretrain.config import load_config
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records
@@ -271,7 +272,7 @@ def test_a_worker_killed_under_ray_costs_no_step(config_file: Path, tmp_path: Pa
         workers = [
             child
             for child in psutil.Process(process.pid).children(recursive=True)
-            if "::_Member" in child.name() or any("::_Member" in part for part in child.cmdline())
+            if any(PROCESS_TITLE in part for part in (child.name(), *child.cmdline()))
         ]
         assert len(workers) == 2, workers
         os.kill(workers[1].pid, signal.SIGKILL)

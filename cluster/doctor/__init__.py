@@ -1,6 +1,6 @@
-"""What this machine or cluster has, what a run would miss, and what to do about it.
+"""What this machine or cluster has, what a run would lack, and what to do about it.
 
-Every check does what it says, or says why it could not.
+Every check measures what its row shows, or the row says why it could not.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ def main(
     as_json: bool = False,
     plain_http: bool = False,
 ) -> int:
-    """Check this machine, or a cluster, and print what was found.
+    """Check this machine, or a cluster, and print the findings.
 
     Args:
         cluster: check a cluster rather than this machine.
-        address: URL of its dashboard; empty takes the local one of `up`.
-        folder: on the cluster, the one that all its machines should share; otherwise this one.
+        address: URL of its dashboard; empty uses the local one of `up`.
+        folder: the folder that all machines of the cluster should share; otherwise the current one.
         as_json: print the rows as JSON rather than as a table.
-        plain_http: send the token over http to other machines than this one, too.
+        plain_http: send the token over http to other machines, too.
 
     Returns:
-        0 where no check fails, else the exit code of an unfit machine. Warnings do not fail.
+        0 if no check fails, else the exit code of an unfit machine. A warning is not a failure.
 
     Raises:
-        RunError: the cluster is not reached, refuses us, or does not run the checks.
+        RunError: the cluster is unreachable, refuses this client, or does not run the checks.
     """
     from rich.console import Console
     from rich.markup import escape
@@ -46,14 +46,14 @@ def main(
         print(to_json(rows))
     else:
         show(rows, Console())
-        print(_sum(rows))
+        print(_summary(rows))
     return MachineError.exit_code if any(row.mark == FAIL for row in rows) else 0
 
 
 def _machine() -> list[Finding]:
     from cluster.doctor import machine, reduce, verdicts
 
-    facts = machine.look(Path.cwd())
+    facts = machine.inspect(Path.cwd())
     return [*verdicts.rows_here(facts), reduce.row_here(), verdicts.wandb_key()]
 
 
@@ -63,6 +63,6 @@ def _cluster(address: str, folder: Path, plain_http: bool) -> list[Finding]:
     return remote.check(address, folder, plain_http=plain_http)
 
 
-def _sum(rows: list[Finding]) -> str:
+def _summary(rows: list[Finding]) -> str:
     count = Counter(row.mark for row in rows)
     return f"{count[PASS]} pass, {count[WARN]} warn, {count[FAIL]} fail"

@@ -1,4 +1,4 @@
-"""What one machine has and how fast it is; what that is worth is said in `cluster.doctor.verdicts`."""
+"""What one machine has and how fast it is; `cluster.doctor.verdicts` judges it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from cluster.workers.worker import one_line
+from cluster.workers.outcomes import one_line
 
 NONE = "none"
 
@@ -32,7 +32,7 @@ _PACKAGES = ("cluster", "pretrain", "finetune")
 
 @dataclass(frozen=True)
 class Disk:
-    """Room in a folder, and what is wished for: under `wanted` it is tight, under `least` nothing works."""
+    """Free space of a folder: below `wanted` it is scarce, below `least` nothing works."""
 
     what: str
     path: str
@@ -46,39 +46,42 @@ class Device:
     """What a worker computes on, with its measured matrix products in FLOP/s."""
 
     name: str
-    kind: str  # devices of one kind should be equally fast
+    kind: str  # devices of the same kind should be equally fast
     bf16: float
     fp32: float
 
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """What was found on one machine."""
+    """The facts about one machine."""
 
     system: str
     cores: int
-    busy: float  # share of them that others used while we waited
-    memory: int  # bytes of the machine or container; so below
+    busy: float  # share of the cores that other programs used meanwhile
+    memory: int  # bytes, of the machine or container; so below
     memory_free: int
     disks: tuple[Disk, ...]
     versions: Mapping[str, str]
     compiler: str
     headers: str
-    compile_error: str  # what a small extension for Python could not be made for
+    compile_error: str  # why a small Python extension could not be compiled
     ops: Mapping[str, bool]  # DeepSpeed's: whether they could be compiled here
     built_ops: tuple[str, ...]
-    old_locks: tuple[str, ...]  # of compilations that are over
-    gpu_files: int  # devices that the driver shows, whatever torch sees
-    gpus: int  # that torch sees
+    old_locks: tuple[str, ...]  # of compilations that no longer run
+    gpu_files: int  # devices of the driver, whether or not torch sees them
+    gpus: int  # those that torch sees
     visible: str | None  # CUDA_VISIBLE_DEVICES
-    devices: tuple[Device, ...]  # measured ones; so below
-    sequences_per_second: float  # of one worker's loader
+    devices: tuple[Device, ...]  # measured; empty without a measurement
+    sequences_per_second: float  # of one worker's loader; 0 without a measurement
 
 
-def look(folder: Path, threads: int = 0, measure: bool = True) -> MachineFacts:
-    """Look at this machine, and with `measure` see for some 3 s how fast it is.
+def inspect(folder: Path, threads: int = 0, measure: bool = True) -> MachineFacts:
+    """The facts about this machine.
 
-    `folder` is where runs would lie; 0 threads is torch's choice.
+    Args:
+        folder: where runs would be stored.
+        threads: CPU threads for the measurements; 0 uses torch's default.
+        measure: measure for about 3 s how fast the machine is.
     """
     import torch
 
@@ -112,21 +115,21 @@ def look(folder: Path, threads: int = 0, measure: bool = True) -> MachineFacts:
 
 
 def versions() -> dict[str, str]:
-    """What must be the same wherever workers run; what cannot be imported is "none" with the reason."""
-    found = {"Python": platform.python_version()}
+    """Versions that must agree wherever workers run; "none" with the reason if an import fails."""
+    libraries = {"Python": platform.python_version()}
     try:
         import torch
 
         nccl = torch.distributed.is_nccl_available()
-        found |= {
+        libraries |= {
             "torch": torch.__version__,
             "CUDA": torch.version.cuda or NONE,
             "NCCL": ".".join(map(str, torch.cuda.nccl.version())) if nccl else NONE,  # pyright: ignore[reportAttributeAccessIssue]
             "gloo": "in torch" if torch.distributed.is_gloo_available() else NONE,
         }
-    except Exception as error:  # a broken library raises what it likes
-        found |= {"torch": f"{NONE}: {one_line(error)}", "CUDA": NONE, "NCCL": NONE, "gloo": NONE}
-    return {**found, "DeepSpeed": _deepspeed_version(), "Ray": _ray_version(), "bertrain": _own_version()}
+    except Exception as error:  # a broken library may raise anything
+        libraries |= {"torch": f"{NONE}: {one_line(error)}", "CUDA": NONE, "NCCL": NONE, "gloo": NONE}
+    return {**libraries, "DeepSpeed": _deepspeed_version(), "Ray": _ray_version(), "bertrain": _own_version()}
 
 
 def _deepspeed_version() -> str:
@@ -149,7 +152,7 @@ def _ray_version() -> str:
 
 
 def _own_version() -> str:
-    """A digest of our sources: two checkouts may bear one version, and need not be installed."""
+    """A digest of our sources: two checkouts may have the same version, and need not be installed."""
     digest, root = hashlib.sha256(), Path(__file__).parents[2]
     for package in _PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
@@ -158,14 +161,14 @@ def _own_version() -> str:
 
 
 def _memory() -> tuple[int, int]:
-    """Total and free bytes: the machine's, or of its container where that has less."""
+    """Total and free bytes of the machine, or of its container if that has less."""
     machine = psutil.virtual_memory()
     limit, used = _container_memory()
     return min(machine.total, limit), min(machine.available, max(0, limit - used))
 
 
 def _container_memory() -> tuple[int, int]:
-    """Limit and use by the kernel's control groups, of version 2 or 1; without the file cache, which gives way."""
+    """Limit and use by the kernel's control groups, version 2 or 1; without the file cache, which can be reclaimed."""
     for folder, limit, used, cache in (
         ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
         ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -180,22 +183,22 @@ def _container_memory() -> tuple[int, int]:
 
 
 def _disks(folder: Path) -> tuple[Disk, ...]:
-    places = [
+    folders = [
         # A corpus of a few GB, its shards and three checkpoints of BERT-Base.
         ("disk", folder, 10 * GIB, GIB),
         ("disk, temporary", Path(tempfile.gettempdir()), GIB, GIB // 4),
-        # Ray's objects, for which it asks 75 MiB at least, and NCCL's buffers.
+        # Ray's objects, for which it needs at least 75 MiB, and NCCL's buffers.
         ("shared memory", Path("/dev/shm"), GIB // 4, GIB // 12),
     ]
     return tuple(
         Disk(what, str(path), shutil.disk_usage(path).free, wanted, least)
-        for what, path, wanted, least in places
+        for what, path, wanted, least in folders
         if path.is_dir()
     )
 
 
 def _compile() -> tuple[str, str, str]:
-    """Compiler, Python's header file, and why both together make no extension, as torch.compile makes them."""
+    """Compiler, Python's header file, and why they cannot compile an extension like those of torch.compile."""
     compiler = shutil.which("g++") or shutil.which("c++") or ""
     header = Path(sysconfig.get_path("include")) / "Python.h"
     headers = str(header) if header.exists() else ""
@@ -222,12 +225,12 @@ def _deepspeed_ops() -> tuple[dict[str, bool], tuple[str, ...]]:
         from pretrain.training.engine.engine import deepspeed_ops
 
         return deepspeed_ops()
-    except Exception:  # told by its version
+    except Exception:  # its version shows the reason
         return {}, ()
 
 
 def _old_locks() -> tuple[str, ...]:
-    """Lock files of compilations that ended without removing them: the next one would wait for ever."""
+    """Lock files of compilations that died without removing them: the next compilation would wait forever."""
     from torch.utils.cpp_extension import get_default_build_root
 
     root = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
@@ -239,12 +242,12 @@ def _devices() -> tuple[Device, ...]:
     import torch
 
     cpu = f"CPU, threads: {torch.get_num_threads()}"
-    found = [_measured(cpu, cpu, "cpu")]
+    devices = [_measured(cpu, cpu, "cpu")]
     for number in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(number)
         name = f"GPU {number}, {properties.name}, {properties.total_memory / GIB:.0f} GiB"
-        found.append(_measured(name, properties.name, f"cuda:{number}"))
-    return tuple(found)
+        devices.append(_measured(name, properties.name, f"cuda:{number}"))
+    return tuple(devices)
 
 
 def _measured(name: str, kind: str, device: str) -> Device:

@@ -1,4 +1,4 @@
-"""The bandwidth of all-reduce: among processes here, or of a group that the caller has brought together."""
+"""The bandwidth of all-reduce: among processes on this machine, or of a process group that the caller has made."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from typing import Any
 
 from cluster.doctor.rows import FAIL, PASS, WARN, Finding
 from cluster.workers.launch import environment
-from cluster.workers.worker import one_line
+from cluster.workers.outcomes import one_line
 
 WHAT = "all-reduce"
-TIMEOUT_SECONDS = 20.0  # for the members of a group to find each other, and for any one reduction
+TIMEOUT_SECONDS = 20.0  # for the processes of a group to connect, and for each reduction
 
 _LARGEST_BYTES, _SMALLEST_BYTES = 64 << 20, 1 << 20
-_EACH_SECONDS = 0.4  # the most that one reduction should take
+_EACH_SECONDS = 0.4  # the longest that one reduction should take
 _REPEATS = 5
 _HERE_SECONDS = 40.0
-# Between nodes, bytes/s: one gigabit, and what a GPU node's network should have at least. BERT-Base has gradients of 220 MB.
+# Between nodes, bytes/s: one gigabit, and the least that GPU nodes should have. BERT-Base has 220 MB of gradients.
 _SLOW = {"gloo": 0.1e9, "nccl": 1e9}
 
 
 def row_here() -> Finding:
-    """All-reduce between two processes here, or among all GPUs."""
+    """All-reduce between two processes on this machine, or among all its GPUs."""
     import torch
 
     gpus = torch.cuda.device_count()
@@ -39,30 +39,30 @@ def row_here() -> Finding:
     try:
         outcome = _reduce_here(backend, world)
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
-        advice = f"Workers on this machine must reach each other: see its firewall and {_interface(backend)}."
+        advice = f"Workers on this machine must reach each other: check its firewall and {_interface(backend)}."
         return Finding(WHAT, f"{backend} among {world} processes here: {one_line(error)}", FAIL, advice)
-    return Finding(WHAT, _found(backend, world, outcome, "processes here"))
+    return Finding(WHAT, _text(backend, world, outcome, "processes here"))
 
 
 def judge(backend: str, world: int, outcome: tuple[float, int] | str) -> Finding:
-    """The row for `measure` among nodes, or for what went wrong with it."""
+    """The row for the result of `measure` among nodes, or for its error."""
     if isinstance(outcome, str):
         advice = (
-            "Let all ports through between the nodes; where they have several networks, name the common one in "
+            "Open all ports between the nodes; if they have several networks, name the common one in "
             f"{_interface(backend)} on each."
         )
         return Finding(WHAT, f"{backend} among {world} nodes: {outcome}", FAIL, advice)
     slow = _SLOW[backend]
-    advice = f"Under {slow / 1e9:g} GB/s the workers wait for each other: use a faster network, or larger batches."
+    advice = f"Below {slow / 1e9:g} GB/s the workers wait for each other: use a faster network, or larger batches."
     mark = WARN if outcome[0] < slow else PASS
-    return Finding(WHAT, _found(backend, world, outcome, "nodes"), mark, advice)
+    return Finding(WHAT, _text(backend, world, outcome, "nodes"), mark, advice)
 
 
-def _found(backend: str, world: int, outcome: tuple[float, int], members: str) -> str:
+def _text(backend: str, world: int, outcome: tuple[float, int], participants: str) -> str:
     rate, size = outcome
     if world == 1:  # a lone GPU
-        return f"{backend} starts; there is one GPU, and so no bandwidth"
-    return f"{rate / 1e9:.2f} GB/s bus bandwidth, {backend}, {world} {members}, {size >> 20} MiB"
+        return f"{backend} starts; there is one GPU, hence no bandwidth"
+    return f"{rate / 1e9:.2f} GB/s bus bandwidth, {backend}, {world} {participants}, {size >> 20} MiB"
 
 
 def _interface(backend: str) -> str:
@@ -70,19 +70,20 @@ def _interface(backend: str) -> str:
 
 
 def measure(device: str) -> tuple[float, int]:
-    """Bus bandwidth of the process group in bytes/s (2 (n-1)/n of the bytes over the time, as nccl-tests), and the bytes.
+    """Bus bandwidth of the process group in bytes/s, and the bytes of a reduction.
 
-    The median of several reductions of 64 MiB, or of as much as this network can do in 0.4 s.
+    It is 2 (n-1)/n of the bytes over the time, as in nccl-tests: the median of several reductions of 64 MiB, or of as
+    many bytes as this network reduces in 0.4 s.
     """
     import torch
     import torch.distributed as dist
 
     world = dist.get_world_size()
-    _reduce(_SMALLEST_BYTES, device)  # makes the connections
+    _reduce(_SMALLEST_BYTES, device)  # opens the connections
     first = torch.tensor(_reduce(_SMALLEST_BYTES, device), device=device)
-    dist.all_reduce(first, dist.ReduceOp.MAX)  # all must choose alike
-    room = _SMALLEST_BYTES * _EACH_SECONDS / first.item()
-    size = int(min(max(room, _SMALLEST_BYTES), _LARGEST_BYTES)) & ~1023
+    dist.all_reduce(first, dist.ReduceOp.MAX)  # all processes must choose the same size
+    reducible = _SMALLEST_BYTES * _EACH_SECONDS / first.item()
+    size = int(min(max(reducible, _SMALLEST_BYTES), _LARGEST_BYTES)) & ~1023
     seconds = statistics.median(_reduce(size, device) for _ in range(_REPEATS))
     slowest = torch.tensor(seconds, dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -107,7 +108,7 @@ def group(backend: str, store: Any, rank: int, world: int) -> Iterator[str]:
 
 
 def _reduce(size: int, device: str) -> float:
-    """Seconds of one all-reduce of so many bytes, begun by all at once."""
+    """Seconds of one all-reduce of `size` bytes, which all processes start together."""
     import torch
     import torch.distributed as dist
 
@@ -119,20 +120,20 @@ def _reduce(size: int, device: str) -> float:
         torch.cuda.synchronize()
     seconds = time.perf_counter() - began
     if numbers[-1].item() != dist.get_world_size():
-        raise RuntimeError(f"the sum of {dist.get_world_size()} ones came back as {numbers[-1].item():g}")
+        raise RuntimeError(f"the sum of {dist.get_world_size()} ones is {numbers[-1].item():g}")
     return seconds
 
 
 def _reduce_here(backend: str, world: int) -> tuple[float, int]:
-    """Start `world` processes on this machine that measure; what the first one found."""
-    surroundings = environment()
+    """Measure with `world` processes on this machine; the result of the first one."""
+    variables = environment()
     if Path("/sys/class/net/lo").exists():
-        surroundings.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        variables.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory() as scratch:
-        members = [
+        processes = [
             subprocess.Popen(
                 [sys.executable, "-m", "cluster.doctor.reduce", backend, str(rank), str(world), f"{scratch}/store"],
-                env=surroundings,
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -141,14 +142,14 @@ def _reduce_here(backend: str, world: int) -> tuple[float, int]:
             for rank in range(world)
         ]
         try:
-            outputs = [member.communicate(timeout=_HERE_SECONDS) for member in members]
+            outputs = [process.communicate(timeout=_HERE_SECONDS) for process in processes]
         finally:
-            for member in members:
-                member.kill()
-                member.wait()
-    for member, (_, errors) in zip(members, outputs, strict=True):
-        if member.returncode:
-            raise RuntimeError((errors.strip() or f"ended with code {member.returncode}").splitlines()[-1])
+            for process in processes:
+                process.kill()
+                process.wait()
+    for process, (_, errors) in zip(processes, outputs, strict=True):
+        if process.returncode:
+            raise RuntimeError((errors.strip() or f"exited with code {process.returncode}").splitlines()[-1])
     rate, size = json.loads(outputs[0][0])
     return rate, size
 
@@ -160,9 +161,9 @@ def _main(backend: str, rank: int, world: int, store: str) -> None:
     if backend == "nccl":
         torch.cuda.set_device(rank)
     with group(backend, FileStore(store, world), rank, world) as device:
-        found = measure(device)
+        result = measure(device)
     if rank == 0:
-        print(json.dumps(found))
+        print(json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""The checks of a cluster, from the client's side: a job of our own, which is forgotten when it has told.
+"""The checks of a cluster, from the client's side: a job that reports its findings and is then deleted.
 
-The client need not be let into the cluster for that, only to its dashboard.
+The client needs access to the cluster's dashboard only.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cluster.doctor.rows import Finding
 from cluster.jobs import client
 from pretrain.common.errors import MachineError, RunError
 
-_JOB_SECONDS = 300.0  # more than the job allows itself
+_JOB_SECONDS = 300.0  # more than the sum of the job's own limits
 _STOP_SECONDS = 10.0
 
 
@@ -37,17 +37,17 @@ def check(address: str, folder: Path, *, plain_http: bool = False) -> list[Findi
     cluster.start(name, "cluster.doctor.driver", metadata)
     try:
         job = cluster.wait(name, _JOB_SECONDS)
-        found = _result(cluster.log(name), f"{name} on {cluster.shown}", job)
+        result = _result(cluster.log(name), f"{name} on {cluster.shown}", job)
     finally:
         with contextlib.suppress(RunError):
             cluster.stop(name, _STOP_SECONDS)
             cluster.delete(name)
-    rows = [Finding(**row) for row in found["rows"]]
-    return [access, nodes.judge_client(machine.versions(), found["head"]), *rows]
+    rows = [Finding(**row) for row in result["rows"]]
+    return [access, nodes.judge_client(machine.versions(), result["head"]), *rows]
 
 
 def _result(log: str, name: str, job: Any) -> dict[str, Any]:
-    """What the job printed as its result; `MachineError` where it ended without."""
+    """What the job printed as its result; `MachineError` if it printed none."""
     lines = [line for line in log.splitlines() if line.strip()]
     for line in reversed(lines):
         if line.startswith(MARK):

@@ -1,4 +1,4 @@
-"""What a check has found: a row with a mark, and rows as a table or as JSON."""
+"""The finding of a check: a row with a mark; rows as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from rich.table import Table
 
 PASS, WARN, FAIL = "pass", "warn", "fail"
 _COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red"}
-_EACH = 4  # up to so many nodes that pass have a line each, where they differ
+_EACH = 4  # up to this number, passing nodes that differ have a line each
 _NAMED = 3
-_WHERE_COLUMNS = 16  # an address; more of them stand one below the other
+_WHERE_COLUMNS = 16  # an address; further ones are wrapped
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One finding. `advice` says what to do, or what follows, where the mark is not pass; `where` is a node's name."""
+    """One finding. `advice` says what to do, or what follows, if the mark is not pass; `where` is a node's name."""
 
     what: str
     found: str
@@ -40,20 +40,20 @@ def above(value: float, warn: float, fail: float) -> str:
 
 
 def show(rows: Sequence[Finding], console: Console) -> None:
-    """Print rows as a table, advice below what needs it. Of many nodes that pass, the first stands for all."""
+    """Print rows as a table, with advice below those that did not pass. Of many passing nodes, only one is shown."""
     table = Table(box=None, padding=(0, 2, 0, 0))
-    placed = any(row.where for row in rows)
+    has_nodes = any(row.where for row in rows)
     table.add_column()
     table.add_column("what", overflow="fold")
-    if placed:
+    if has_nodes:
         table.add_column("where", overflow="fold", max_width=_WHERE_COLUMNS)
     table.add_column("found", overflow="fold")
-    for row in _shortened(rows) if placed else rows:
+    for row in _shortened(rows) if has_nodes else rows:
         advice = f"\n[{_COLOURS[row.mark]}]{escape(row.advice)}[/]" if row.mark != PASS else ""
         table.add_row(
             f"[{_COLOURS[row.mark]}]{row.mark}[/]",
             escape(row.what),
-            *([escape(row.where)] if placed else []),
+            *([escape(row.where)] if has_nodes else []),
             escape(row.found) + advice,
         )
     console.print(table)
@@ -64,8 +64,8 @@ def to_json(rows: Iterable[Finding]) -> str:
     return json.dumps([asdict(row) for row in rows], indent=2, ensure_ascii=False)
 
 
-def so_many_nodes(count: int) -> str:
-    """The number in words."""
+def nodes_in_words(count: int) -> str:
+    """Such as "1 node" or "3 nodes"."""
     return f"{count} node" + "s" * (count != 1)
 
 
@@ -76,7 +76,7 @@ def listed(names: Sequence[str]) -> str:
 
 
 def _shortened(rows: Sequence[Finding]) -> Iterator[Finding]:
-    """Rows of one check that say the same as one; and the first for all that pass, where they are many."""
+    """Merge equal rows of a check; of many rows that pass, keep the first."""
     for _, group in groupby(rows, key=lambda row: row.what):
         alike: dict[tuple[str, str, str], list[Finding]] = {}
         for row in group:
@@ -87,10 +87,10 @@ def _shortened(rows: Sequence[Finding]) -> Iterator[Finding]:
             yield replace(
                 first,
                 found=f"{first.found} ({first.where}; --json has the others)",
-                where=so_many_nodes(count),
+                where=nodes_in_words(count),
             )
         for same in alike.values():
             if same[0].mark != PASS:
                 yield replace(same[0], where=listed([row.where for row in same]))
             elif len(passing) <= _EACH:
-                yield same[0] if len(same) == 1 else replace(same[0], where=so_many_nodes(len(same)))
+                yield same[0] if len(same) == 1 else replace(same[0], where=nodes_in_words(len(same)))

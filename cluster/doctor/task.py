@@ -1,4 +1,4 @@
-"""What the checks of a cluster do on each of its nodes, in a process that stays from one check to the next."""
+"""What the checks of a cluster do on each of its nodes, in a process that lives from one check to the next."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from cluster.doctor import machine, nodes, reduce
-from cluster.workers.worker import one_line
+from cluster.workers.outcomes import one_line
+from cluster.workers.target import bind_gloo
 from pretrain.common.errors import InputError, RunError
 from pretrain.common.files import atomic_open, locked
 
@@ -23,12 +22,12 @@ _TAKEN = "locked by another"
 
 
 class Probe:
-    """Lives on one node; `cluster.doctor.driver` asks it one thing after the other. All that it returns is plain data.
+    """Lives on one node; `cluster.doctor.driver` calls its methods one after the other. They return plain data.
 
     Args:
-        address: the node's, as Ray has it.
-        threads: the CPUs that Ray has there.
-        works: whether workers can come there, so that its speed matters.
+        address: the node's, as Ray knows it.
+        threads: the CPUs that Ray uses there.
+        works: whether workers can be placed there, so that its speed matters.
     """
 
     def __init__(self, address: str, threads: int, works: bool) -> None:
@@ -37,7 +36,7 @@ class Probe:
         self._held = contextlib.ExitStack()
 
     def about(self) -> dict[str, Any]:
-        """What all nodes are compared by, and what gloo would take for this one's address."""
+        """What is compared among nodes, and what gloo would use as this node's address."""
         import torch
 
         return {
@@ -52,44 +51,44 @@ class Probe:
         return time.time()
 
     def write_probe(self, folder: str, name: str, text: str) -> tuple[float, str]:
-        """Write, flush, rename over and read back a file in `folder`; (seconds, what went wrong)."""
+        """Write, flush, rename over and read back a file in `folder`; (seconds, error or empty)."""
         began = time.perf_counter()
         path = Path(folder) / name
-        if not path.parent.is_dir():  # else it would be made here, and runs would write beside what is shared
-            return 0.0, "is no folder here"
+        if not path.parent.is_dir():  # otherwise it would be made here, and runs would write beside the shared folder
+            return 0.0, "is not a folder here"
         try:
             for content in ("to be replaced", text):
                 with atomic_open(path, "w") as file:
                     file.write(content)
-            found = path.read_text(encoding="utf-8")
+            read_back = path.read_text(encoding="utf-8")
         except (OSError, RunError) as error:
             return 0.0, one_line(error)
         return (
             time.perf_counter() - began,
-            "" if found == text else f"read {found!r} back, not what was written",
+            "" if read_back == text else f"read {read_back!r} back, which is not what was written",
         )
 
     def see_probes(self, folder: str, texts: dict[str, str]) -> tuple[float, list[str]]:
-        """(Seconds until all these files were seen from here with their texts, names of those that were not)."""
+        """(Seconds until this node saw all these files with their texts, names of the files that it did not see)."""
         began = time.perf_counter()
         while True:
             missing = [name for name, text in texts.items() if _read(Path(folder) / name) != text]
-            passed = time.perf_counter() - began
-            if not missing or passed > _SEEN_SECONDS:
-                return passed, missing
+            waited = time.perf_counter() - began
+            if not missing or waited > _SEEN_SECONDS:
+                return waited, missing
             time.sleep(_SEEN_POLL_SECONDS)
 
     def hold_lock(self, folder: str, name: str) -> str:
-        """Hold the lock file `name` in `folder` until `release_lock`; what came of it: HELD, NO_LOCKS or an error."""
+        """Hold the lock file `name` in `folder` until `release_lock`; the outcome: HELD, NO_LOCKS or an error."""
         return self._try_lock(Path(folder) / name, self._held)
 
     def try_lock(self, folder: str, name: str) -> str:
-        """What comes of trying to lock what another node holds: TAKEN is right; HELD, NO_LOCKS or an error."""
+        """Try to lock a file that another node holds; the outcome: TAKEN is correct; HELD, NO_LOCKS or an error."""
         with contextlib.ExitStack() as stack:
             return self._try_lock(Path(folder) / name, stack)
 
     def release_lock(self, folder: str, name: str) -> None:
-        """End `hold_lock` and remove its file."""
+        """Release the lock of `hold_lock` and remove its file."""
         self._held.close()
         (Path(folder) / name).unlink(missing_ok=True)
 
@@ -104,20 +103,20 @@ class Probe:
     def remove_probe(self, folder: str, name: str) -> None:
         (Path(folder) / name).unlink(missing_ok=True)
 
-    def look(self, folder: str) -> machine.MachineFacts:
-        return machine.look(Path(folder), self._threads, self._works)
+    def inspect(self, folder: str) -> machine.MachineFacts:
+        return machine.inspect(Path(folder), self._threads, self._works)
 
     def listen(self) -> int:
-        """Open a port, on this node's address alone, at which the members of a group find each other."""
+        """Open a port, on this node's address alone, at which the members of a process group find each other."""
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
         self._listener = socket.create_server((self._address, 0), family=family)
         return self._listener.getsockname()[1]
 
     def reduce(self, backend: str, rank: int, world: int, host: str, port: int) -> tuple[float, int] | str:
-        """As `reduce.measure`, as member `rank` of a group whose first member listens at `host`; or why it failed."""
+        """As `reduce.measure`, as member `rank` of a group whose first member listens at `host`; or the error."""
         from torch._C._distributed_c10d import TCPStore
 
-        _bind_to(self._address)
+        bind_gloo(self._address)
         limit = timedelta(seconds=reduce.TIMEOUT_SECONDS)
         listener = self._listener.detach() if rank == 0 and self._listener else None
         try:
@@ -129,7 +128,7 @@ class Probe:
 
 
 def _own_name() -> str:
-    """The address that this machine's own name stands for, at which gloo listens unless an interface is named."""
+    """The address to which this machine's host name resolves; gloo listens there unless an interface is named."""
     try:
         return socket.gethostbyname(socket.gethostname())
     except OSError as error:
@@ -141,10 +140,3 @@ def _read(path: Path) -> str | None:
         return path.read_text(encoding="utf-8")
     except OSError:
         return None
-
-
-def _bind_to(address: str) -> None:
-    """Have gloo listen at the node's address, unless the user named an interface."""
-    for interface, addresses in psutil.net_if_addrs().items():
-        if any(entry.address == address for entry in addresses):
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)

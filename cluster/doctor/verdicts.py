@@ -1,4 +1,4 @@
-"""What one machine has, judged: nothing is measured here, so that made values can be judged too."""
+"""Judges the facts about one machine. Nothing is measured here, so that tests can judge made-up facts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _NEEDED = ("torch", "gloo", "DeepSpeed", "Ray", "bertrain")
 
 
 def rows_here(facts: MachineFacts) -> list[Finding]:
-    """What there is to say of this machine alone, in the order of the table."""
+    """The rows of this machine alone, in the order of the table."""
     return [Finding("system", facts.system), *judge_versions(facts.versions), *rows(facts)]
 
 
 def rows(facts: MachineFacts, where: str = "") -> list[Finding]:
-    """What can differ from node to node; versions are compared elsewhere."""
-    found = [
+    """The rows that can differ from node to node; versions are compared elsewhere."""
+    findings = [
         judge_cores(facts.cores, facts.busy),
         judge_memory(facts.memory, facts.memory_free),
         *map(judge_disk, facts.disks),
@@ -31,14 +31,14 @@ def rows(facts: MachineFacts, where: str = "") -> list[Finding]:
         *map(judge_matmul, facts.devices),
         *([judge_loader(facts.sequences_per_second, facts.devices)] if facts.devices else []),
     ]
-    return [Finding(row.what, row.found, row.mark, row.advice, where) for row in found]
+    return [Finding(row.what, row.found, row.mark, row.advice, where) for row in findings]
 
 
-def judge_versions(found: Mapping[str, str]) -> list[Finding]:
-    """A row for each library: there, or not."""
-    advice = "Run ./launch.sh doctor, which sets up .venv; where it has, remove .venv and run it again."
+def judge_versions(versions: Mapping[str, str]) -> list[Finding]:
+    """A row for each library: installed or not."""
+    advice = "Run ./launch.sh doctor, which sets up .venv; if there is one already, remove it and run it again."
     rows = []
-    for name, version in found.items():
+    for name, version in versions.items():
         if name == "Python":
             right = (3, 10) <= tuple(map(int, version.split(".")[:2])) < (3, 14)
             rows.append(Finding(name, version, PASS if right else FAIL, "Use Python 3.10 to 3.13."))
@@ -49,13 +49,13 @@ def judge_versions(found: Mapping[str, str]) -> list[Finding]:
 
 
 def judge_cores(cores: int, busy: float) -> Finding:
-    advice = "Other programs are at work here: what is measured below is less than this machine can do."
+    advice = "Other programs run here: the measurements below are lower than what this machine can do."
     return Finding("cores", f"{cores}, {busy:.0%} busy", above(busy, _BUSY, 1.0), advice)
 
 
 def judge_memory(total: int, free: int) -> Finding:
     mark = below(free, 4 * GIB, GIB)
-    advice = "Under 4 GiB is little even for a small model; close other programs."
+    advice = "Less than 4 GiB is scarce even for a small model; close other programs."
     return Finding("memory", f"{total / GIB:.0f} GiB, {free / GIB:.1f} free", mark, advice)
 
 
@@ -78,25 +78,27 @@ def judge_compiler(compiler: str, headers: str, error: str) -> Finding:
         advice = f"torch.compile needs Python.h (apt-get install python3-dev){rest}"
         return Finding("C++ compiler", f"{compiler}, but no Python.h", FAIL, advice)
     if error:
-        return Finding("C++ compiler", f"{compiler} makes no extension: {error}", FAIL, f"Mend it{rest}")
-    return Finding("C++ compiler", f"{compiler} makes an extension for Python")
+        return Finding("C++ compiler", f"{compiler} compiles no extension: {error}", FAIL, f"Fix it{rest}")
+    return Finding("C++ compiler", f"{compiler} compiles an extension for Python")
 
 
 def judge_ops(ops: Mapping[str, bool], built: tuple[str, ...], old_locks: tuple[str, ...]) -> Finding:
-    """DeepSpeed's compiled ops. We need none; `engine.deepspeed` may ask for some, which are compiled then."""
-    could = [name for name, can in ops.items() if can]
-    found = f"{len(built)} of {len(ops)} built, {len(could)} can be compiled here; our engine needs none"
+    """DeepSpeed's compiled ops. Our engine needs none; `engine.deepspeed` may request some, which are compiled then."""
+    compilable = [name for name, can in ops.items() if can]
+    text = f"{len(built)} of {len(ops)} built, {len(compilable)} can be compiled here; our engine needs none"
     if not ops:
-        return Finding("DeepSpeed ops", "not known: DeepSpeed cannot be imported", WARN, "See the row of DeepSpeed.")
+        return Finding("DeepSpeed ops", "unknown: DeepSpeed cannot be imported", WARN, "See the row of DeepSpeed.")
     if old_locks:
-        advice = f"Remove {old_locks[0]}, if nothing compiles there: whatever needs that op waits for it for ever."
-        return Finding("DeepSpeed ops", f"{found}; {len(old_locks)} compilations were left unfinished", WARN, advice)
-    return Finding("DeepSpeed ops", found)
+        advice = (
+            f"Remove {old_locks[0]}, if nothing compiles there: otherwise a program that needs that op waits forever."
+        )
+        return Finding("DeepSpeed ops", f"{text}; {len(old_locks)} compilations were left unfinished", WARN, advice)
+    return Finding("DeepSpeed ops", text)
 
 
-def judge_gpus(files: int, count: int, found: Mapping[str, str], visible: str | None) -> Finding:
-    """Whether torch sees (`count`) the GPUs that the driver shows (`files`), and can join them."""
-    if count and found["NCCL"] == NONE:
+def judge_gpus(files: int, count: int, versions: Mapping[str, str], visible: str | None) -> Finding:
+    """Whether torch sees (`count`) the GPUs that the driver shows (`files`), and can connect them."""
+    if count and versions["NCCL"] == NONE:
         return Finding("GPUs", f"{count}, but torch has no NCCL", FAIL, "Install a torch with NCCL.")
     if count:
         return Finding("GPUs", str(count))
@@ -105,26 +107,26 @@ def judge_gpus(files: int, count: int, found: Mapping[str, str], visible: str | 
     if visible is not None:
         return Finding("GPUs", f"{files}, hidden by CUDA_VISIBLE_DEVICES={visible}", WARN, "Unset it to train on them.")
     advice = (
-        f"This torch ({found['torch']}) is made for CPUs; install one for CUDA."
-        if found["CUDA"] == NONE
-        else f"The driver does not serve CUDA {found['CUDA']} (nvidia-smi tells which it does): renew it."
+        f"This torch ({versions['torch']}) is built for CPUs; install one for CUDA."
+        if versions["CUDA"] == NONE
+        else f"The driver does not support CUDA {versions['CUDA']} (see nvidia-smi): update it."
     )
     return Finding("GPUs", f"{files} that torch cannot use", FAIL, advice)
 
 
 def judge_matmul(device: Device) -> Finding:
-    found = f"{device.bf16 / 1e9:,.0f} GFLOP/s in bf16, {device.fp32 / 1e9:,.0f} in fp32"
+    rates = f"{device.bf16 / 1e9:,.0f} GFLOP/s in bf16, {device.fp32 / 1e9:,.0f} in fp32"
     slow = is_faster_in_fp32(device.bf16, device.fp32)
-    advice = "Faster in fp32 than in bf16: engine.precision: auto trains in fp32 here; leave bf16 out of the config."
-    return Finding("matmul", f"{found} ({device.name})", WARN if slow else PASS, advice)
+    advice = "fp32 is faster than bf16 here: engine.precision: auto trains in fp32; do not set bf16 in the config."
+    return Finding("matmul", f"{rates} ({device.name})", WARN if slow else PASS, advice)
 
 
 def judge_loader(rate: float, devices: tuple[Device, ...]) -> Finding:
-    """Batches of one worker against what its device could take of BERT-Base, if it did nothing but matrix products."""
+    """The batches of one worker's loader, against what its device could train of BERT-Base at its matmul peak."""
     wanted = max(max(device.bf16, device.fp32) for device in devices) / _flops_per_sequence()
-    found = f"{rate:,.0f} sequences/s of 128 for one worker"
-    advice = f"A worker could take {wanted:,.0f} of BERT-Base: faster cores are needed, or other programs closed."
-    return Finding("loader", found, WARN if rate < wanted else PASS, advice)
+    text = f"{rate:,.0f} sequences/s of 128 for one worker"
+    advice = f"A worker could train {wanted:,.0f} of BERT-Base: use faster cores, or close other programs."
+    return Finding("loader", text, WARN if rate < wanted else PASS, advice)
 
 
 def _flops_per_sequence() -> float:
@@ -140,12 +142,12 @@ def _flops_per_sequence() -> float:
 
 
 def wandb_key() -> Finding:
-    key = "present" if _has_wandb_key() else f"{NONE}: runs are recorded offline, `wandb sync` sends them later"
+    key = "present" if _has_wandb_key() else f"{NONE}: runs are recorded offline; `wandb sync` uploads them later"
     return Finding("W&B key", key)
 
 
 def _has_wandb_key() -> bool:
-    """Whether wandb would find a key in the environment or in netrc. The key itself is never read out."""
+    """Whether wandb would find a key in the environment or in netrc. The key itself is never read."""
     if os.environ.get("WANDB_API_KEY"):
         return True
     try:

@@ -1,7 +1,7 @@
 """Jobs on a Ray cluster, from the client's side: submit, status, logs, stop, list, delete.
 
 A run's name is its id everywhere: Ray's submission id, the run folder's name and the id in W&B. So a run cannot be
-started twice at once, and submitting it again continues it. What the cluster does with a job is in `cluster.jobs.entrypoint`.
+started twice at once, and submitting it again continues it. `cluster.jobs.entrypoint` is what the cluster runs.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster import local
-from cluster.jobs.job_queue import ENDED
-from cluster.workers.address import answers_without_token, check_dashboard, told, without_password
+from cluster.jobs.job_queue import FINISHED
+from cluster.workers.address import answers_without_token, check_dashboard, redacted, without_password
 from cluster.workers.driver import choose_token
 from cluster.workers.nodes import nodes_fit
+from cluster.workers.processes import JOB_ENTRYPOINT
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.worker import WAITING_FILE
 
@@ -29,16 +30,16 @@ if TYPE_CHECKING:
 
 KINDS = ("pretrain", "finetune", "prepare")
 
-_JOB_BYTES = 90 << 20  # of a job on the head while it waits: Ray's supervisor has 73 MiB, our process 13
+_JOB_BYTES = 90 << 20  # of a waiting job on the head: Ray's supervisor takes 73 MiB, our process 13
 _ANSWER_SECONDS = 5.0
 _POLL_SECONDS = 0.5
-_WATCH_SECONDS = 2.5
+_MONITOR_SECONDS = 2.5  # within which Ray's own monitor of a job notices its end
 _AGENT_SECONDS = 20.0
 _MEANING = {
-    InputError.exit_code: "your input; see its log",
+    InputError.exit_code: "your input is wrong; see its log",
     MachineError.exit_code: "the machine or cluster was not fit; see its log",
     DivergedError.exit_code: "training diverged; see its log",
-    StoppedError.exit_code: "stopped, its state is saved; submit it again to go on",
+    StoppedError.exit_code: "stopped, its state is saved; submit it again to continue",
 }
 
 
@@ -49,11 +50,11 @@ class Job:
     Attributes:
         kind: pretrain, finetune or prepare.
         name: the run's id.
-        config: the resolved settings, as JSON has them.
+        config: the resolved settings, as plain data for JSON.
         run_dir: the run folder.
-        folder: working directory on the cluster, which relative paths of the config start from.
-        workers: at least and at most so many.
-        cpus_per_worker: 0 where the cluster's are shared out.
+        folder: working directory on the cluster; relative paths of the config start there.
+        workers: the smallest and the largest number.
+        cpus_per_worker: 0 divides the cluster's CPUs among the workers.
     """
 
     kind: str
@@ -69,21 +70,22 @@ class Jobs:
     """The jobs of one cluster.
 
     Args:
-        address: URL of the cluster's dashboard, such as http://127.0.0.1:8265; empty takes the local one of `up`.
-        plain_http: send the token over http to other machines than this one, too.
+        address: URL of the cluster's dashboard, such as http://127.0.0.1:8265; empty uses the local one of `up`.
+        plain_http: send the token over http to other machines, too.
 
     Attributes:
-        address: that URL, as it was given; `shown` is the same for messages, without a password.
+        address: that URL, as it was given.
+        shown: the same for messages, without a password.
 
     Raises:
-        InputError: no URL; no local cluster; the token is missing or wrong, or would leave this machine unencrypted.
+        InputError: not a URL; no local cluster; the token is missing or wrong, or would leave this machine unencrypted.
         MachineError: nothing answers there.
     """
 
     def __init__(self, address: str = "", *, plain_http: bool = False) -> None:
         cluster = local.find() if not address else None
-        # Of the supervisor, who gives the driver so long for a last checkpoint; Ray's own default is 3 s. A cluster of
-        # ours has it set, and workers without a special environment start sooner.
+        # How long Ray's supervisor lets a stopped job save its last checkpoint; Ray's default is 3 s. A cluster of `up`
+        # has it set already, and workers without a special environment start sooner.
         wait = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(local.STOP_SECONDS)}}
         self._runtime_env = {} if cluster else wait
         if not address and cluster is None:
@@ -97,41 +99,42 @@ class Jobs:
         check_dashboard(self.address, plain_http=plain_http)
         from ray.job_submission import JobSubmissionClient
 
-        logging.getLogger("ray.dashboard").setLevel(logging.WARNING)  # it tells each closed connection
+        logging.getLogger("ray.dashboard").setLevel(logging.WARNING)  # it reports each closed connection
         with self._answers():
             self._client: JobSubmissionClient = JobSubmissionClient(self.address)
-            self._client.list_jobs()  # the version is told to anyone
+            self._client.list_jobs()  # the constructor's request needs no token; this one does
 
     def is_open(self) -> bool:
-        """Whether the cluster answers without a token, so that whoever reaches it can run code there."""
+        """Whether the cluster answers without a token, so that anybody who reaches it can run code there."""
         return answers_without_token(self.address)
 
     def submit(self, job: Job, *, wait_for_nodes: bool = False) -> None:
-        """Start the run, or continue it where it was begun; it goes on when this process has ended.
+        """Start the run, or continue it if it was started before; it outlives this process.
 
-        With `wait_for_nodes` a cluster that is too small as it is will do: the run waits for nodes on it.
+        Args:
+            wait_for_nodes: accept a cluster that is too small now; the run waits there for nodes.
 
         Raises:
             InputError: it runs or waits already.
-            MachineError: its workers would not fit on the cluster, or its head holds no more jobs.
+            MachineError: its workers do not fit on the cluster, or its head has no memory for more jobs.
         """
         known = self.all()
-        before = next((one for one in known if one.submission_id == job.name), None)
-        if before is not None and before.status not in ENDED:
+        earlier = next((one for one in known if one.submission_id == job.name), None)
+        if earlier is not None and earlier.status not in FINISHED:
             raise InputError(
-                f"{job.name}: is {before.status.lower()} already on {self.shown}. Watch it with `logs -f {job.name}`, "
-                f"end it with `stop {job.name}`, or choose another name."
+                f"{job.name}: is {earlier.status.lower()} already on {self.shown}. Watch it with `logs -f {job.name}`, "
+                f"stop it with `stop {job.name}`, or choose another name."
             )
-        found = nodes_of(self.address)
-        _check_head(found, sum(one.status not in ENDED for one in known), self.shown)
+        nodes = nodes_of(self.address)
+        _check_head(nodes, sum(one.status not in FINISHED for one in known), self.shown)
         if not wait_for_nodes:
-            _check_room(found, job, self.shown)
-        if before is not None:
-            self._forget(before)
-        self.start(job.name, "cluster.jobs.entrypoint", _metadata(job))
+            _check_capacity(nodes, job, self.shown)
+        if earlier is not None:
+            self._forget(earlier)
+        self.start(job.name, JOB_ENTRYPOINT, _metadata(job))
 
     def start(self, name: str, module: str, metadata: dict[str, str]) -> None:
-        """Have `python -m MODULE` run on the cluster as a job of this name; `InputError` where there is one already."""
+        """Run `python -m MODULE` on the cluster as a job of this name; `InputError` if there is one already."""
         deadline = time.monotonic() + _AGENT_SECONDS
         with self._answers():
             while True:
@@ -145,29 +148,29 @@ class Jobs:
                     return
                 except RuntimeError as error:
                     if "already exists" in str(error):
-                        raise InputError(f"{name}: was submitted by another at this moment.") from None
-                    # A cluster that has just come up has no agent for jobs yet.
+                        raise InputError(f"{name}: was submitted by another process at this moment.") from None
+                    # A cluster that has just started has no agent for jobs yet.
                     if "No available agent" not in str(error) or time.monotonic() > deadline:
                         raise
                 time.sleep(_POLL_SECONDS)
 
     def find(self, name: str) -> JobDetails | None:
-        """The job of this name; None where there is none."""
+        """The job of this name; None if there is none."""
         return next((job for job in self.all() if job.submission_id == name), None)
 
     def get(self, name: str) -> JobDetails:
-        """The job of this name; `InputError` where there is none."""
+        """The job of this name; `InputError` if there is none."""
         job = self.find(name)
         if job is None:
             known = ", ".join(str(job.submission_id) for job in self.all()) or "none"
-            raise InputError(f"{name}: no such job on {self.shown}. There are: {known}.")
+            raise InputError(f"{name}: no such job on {self.shown}. Its jobs: {known}.")
         return job
 
     def all(self) -> list[JobDetails]:
-        """Jobs by the time of their submission; Ray's other drivers are left out."""
+        """Jobs in the order of their submission, without Ray's other drivers."""
         with self._answers():
-            found = [job for job in self._client.list_jobs() if job.submission_id]
-        return sorted(found, key=lambda job: job.start_time or 0)
+            jobs = [job for job in self._client.list_jobs() if job.submission_id]
+        return sorted(jobs, key=lambda job: job.start_time or 0)
 
     def log(self, name: str) -> str:
         """All that the job has printed."""
@@ -176,7 +179,7 @@ class Jobs:
             return self._client.get_job_logs(name)
 
     def follow(self, name: str) -> Iterator[str]:
-        """What the job prints, piece by piece, to its end."""
+        """What the job prints, piece by piece, until it finishes."""
         import asyncio
 
         self.get(name)
@@ -192,41 +195,41 @@ class Jobs:
             loop.close()
 
     def stop(self, name: str, seconds: float = local.STOP_SECONDS) -> JobDetails:
-        """Ask the job to save a checkpoint and end, and wait for that; a job that has ended stays as it is."""
+        """Ask the job to save a checkpoint and finish, and wait for it; a finished job stays as it is."""
         job = self.get(name)
-        if job.status not in ENDED:
+        if job.status not in FINISHED:
             with self._answers():
                 self._client.stop_job(name)
         return self.wait(name, seconds)
 
     def wait(self, name: str, seconds: float = float("inf")) -> JobDetails:
-        """The job when it has ended; `MachineError` after so many seconds."""
+        """The job when it has finished; `MachineError` if it has not after `seconds`."""
         deadline = time.monotonic() + seconds
-        while (job := self.get(name)).status not in ENDED:
+        while (job := self.get(name)).status not in FINISHED:
             if time.monotonic() > deadline:
                 raise MachineError(
-                    f"{name}: is still {job.status.lower()} after {seconds:.0f} s. Ask its `status` again."
+                    f"{name}: is still {job.status.lower()} after {seconds:.0f} s. Check its `status` again."
                 )
             time.sleep(_POLL_SECONDS)
         return job
 
     def delete(self, name: str) -> None:
-        """Forget a job that has ended; its run folder stays."""
+        """Remove a finished job from the cluster's list; its run folder stays."""
         job = self.get(name)
-        if job.status not in ENDED:
-            raise InputError(f"{name}: is {job.status.lower()}. End it with `stop {name}` first.")
+        if job.status not in FINISHED:
+            raise InputError(f"{name}: is {job.status.lower()}. Stop it with `stop {name}` first.")
         self._forget(job)
 
     def _forget(self, job: JobDetails) -> None:
-        # Ray's own watch of a job looks once a second, and would write down as failed what it finds no more.
+        # Ray's own monitor polls a job once a second, and would record a job that is gone as failed.
         passed = time.time() - (job.end_time or 0) / 1000
-        time.sleep(min(_WATCH_SECONDS, max(0.0, _WATCH_SECONDS - passed)))
+        time.sleep(min(_MONITOR_SECONDS, max(0.0, _MONITOR_SECONDS - passed)))
         with self._answers():
             self._client.delete_job(str(job.submission_id))
 
     @contextlib.contextmanager
     def _answers(self) -> Iterator[None]:
-        """What Ray's client raises, as one line of ours."""
+        """Turn what Ray's client raises into one-line errors."""
         from ray.exceptions import AuthenticationError
 
         try:
@@ -240,44 +243,44 @@ class Jobs:
             raise
         except Exception as error:
             raise MachineError(
-                f"{self.shown}: the cluster did not answer as Ray does ({told(error, self.address)})."
+                f"{self.shown}: the cluster did not answer as Ray does ({redacted(error, self.address)})."
             ) from None
 
 
-def _check_room(nodes: list[dict[str, Any]], job: Job, address: str) -> None:
+def _check_capacity(nodes: list[dict[str, Any]], job: Job, address: str) -> None:
     sizes = [(int(node["resources_total"].get("CPU", 0)), int(node["resources_total"].get("GPU", 0))) for node in nodes]
     needed = 1 if job.kind == "prepare" else job.workers[0]
     try:
         nodes_fit(sizes, needed, job.cpus_per_worker, f"the cluster at {address}")
     except MachineError as error:
-        raise MachineError(f"{error} Where nodes will come, add --wait-for-nodes.") from None
+        raise MachineError(f"{error} If nodes will be added, use --wait-for-nodes.") from None
 
 
 def _check_head(nodes: list[dict[str, Any]], jobs: int, address: str) -> None:
-    """Refuse (`MachineError`) a job that the head has no memory for: it would take all others with it."""
+    """Refuse (`MachineError`) a job for which the head lacks memory: it would bring down all others with it."""
     memory = next((node["resources_total"].get("memory", 0) for node in nodes if node["is_head_node"]), 0)
     if memory and (jobs + 1) * _JOB_BYTES > memory:
         raise MachineError(
             f"the cluster at {address} runs or holds {jobs} jobs, as many as the memory of its head allows "
-            f"({memory / 2**30:.1f} GiB, {_JOB_BYTES >> 20} MiB each). Submit again when some have ended."
+            f"({memory / 2**30:.1f} GiB, {_JOB_BYTES >> 20} MiB each). Submit again when some have finished."
         )
 
 
 def nodes_of(dashboard: str) -> list[dict[str, Any]]:
-    """The living nodes, by the dashboard: node_id, node_ip, resources_total and more. The token must be set."""
+    """The alive nodes, as the dashboard reports them: node_id, resources_total and more. The token must be set."""
     from ray.util.state import list_nodes
 
     try:
-        found = list_nodes(address=dashboard, timeout=int(_ANSWER_SECONDS), raise_on_missing_output=False)
+        nodes = list_nodes(address=dashboard, timeout=int(_ANSWER_SECONDS), raise_on_missing_output=False)
     except Exception as error:
         raise MachineError(
-            f"{without_password(dashboard)}: told nothing of its nodes ({told(error, dashboard)})."
+            f"{without_password(dashboard)}: did not report its nodes ({redacted(error, dashboard)})."
         ) from None
-    return [node for node in map(vars, found) if node["state"] == "ALIVE"]
+    return [node for node in map(vars, nodes) if node["state"] == "ALIVE"]
 
 
 def run_folder(name: str, address: str = "", *, plain_http: bool = False) -> Path | None:
-    """The run folder of a job; None where no cluster is named and none runs here, or that has no such job."""
+    """The run folder of a job; None if no cluster is named and none runs here, or if that one has no such job."""
     if not address and local.find() is None:
         return None
     jobs = Jobs(address, plain_http=plain_http)
@@ -287,7 +290,7 @@ def run_folder(name: str, address: str = "", *, plain_http: bool = False) -> Pat
 
 
 def describe(job: JobDetails) -> str:
-    """One job for the terminal: its state, what that means, and how far its run is."""
+    """One job for the terminal: its state, what that means, and the progress of its run."""
     lines = [f"{job.submission_id}: {state(job)}"]
     lines.append(f"  submitted {clock(job.start_time)}, {_duration(job)}")
     metadata = job.metadata or {}
@@ -298,7 +301,7 @@ def describe(job: JobDetails) -> str:
 
 
 def state(job: JobDetails) -> str:
-    """Ray's word for the job's state, and ours for its exit code."""
+    """Ray's name of the job's state, and what its exit code means."""
     word = str(job.status.value).lower()
     code = job.driver_exit_code
     if word == "failed" and code is not None:
@@ -309,7 +312,7 @@ def state(job: JobDetails) -> str:
 
 
 def exit_code(job: JobDetails) -> int:
-    """The code of a process that followed the job to its end."""
+    """The exit code of a process that followed the job until it finished."""
     if job.status == "SUCCEEDED":
         return 0
     if job.status == "STOPPED":
@@ -318,9 +321,9 @@ def exit_code(job: JobDetails) -> int:
 
 
 def progress(job: JobDetails) -> list[str]:
-    """How far a job's run is by its folder, and what it waits for; [] where that cannot be seen from here."""
+    """The progress of a job's run, from its folder, and what it waits for; [] if the folder is not on this machine."""
     run_dir = Path((job.metadata or {}).get("run_dir", "/nowhere"))
-    return [*(_waiting(run_dir) if job.status not in ENDED else ()), *_trained(run_dir)]
+    return [*(_waiting(run_dir) if job.status not in FINISHED else ()), *_trained(run_dir)]
 
 
 def _waiting(run_dir: Path) -> list[str]:
@@ -346,7 +349,7 @@ def _trained(run_dir: Path) -> list[str]:
 
 
 def _metadata(job: Job) -> dict[str, str]:
-    """All that `cluster.jobs.entrypoint` needs, so nothing is uploaded and nothing need be found."""
+    """All that `cluster.jobs.entrypoint` needs, so that no file is uploaded or looked up."""
     return {
         "bertrain": job.kind,
         "config": json.dumps(job.config, separators=(",", ":")),
@@ -359,13 +362,13 @@ def _metadata(job: Job) -> dict[str, str]:
 
 
 def clock(milliseconds: int | None) -> str:
-    """A time of Ray's in this machine's zone."""
+    """A time that Ray reports, in this machine's time zone."""
     return time.strftime("%F %T", time.localtime((milliseconds or 0) / 1000))
 
 
 def _duration(job: JobDetails) -> str:
     end = (job.end_time or time.time() * 1000) / 1000
-    return f"{'ran' if job.status in ENDED else 'for'} {_clock(end - (job.start_time or 0) / 1000)}"
+    return f"{'ran' if job.status in FINISHED else 'for'} {_clock(end - (job.start_time or 0) / 1000)}"
 
 
 def _clock(seconds: float) -> str:

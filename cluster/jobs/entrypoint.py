@@ -1,6 +1,6 @@
-"""A job as the cluster runs it: wait for its turn, then do what the command line would, always resuming.
+"""A job as the cluster runs it: wait in the queue, then do what the command line would, always resuming.
 
-Started by Ray as `python -m cluster.job`, with what `cluster.jobs.client` submitted in the environment.
+Ray starts it as `python -m cluster.jobs.entrypoint`, with what `cluster.jobs.client` submitted in the environment.
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-from cluster.jobs.job_queue import await_turn
-from cluster.workers.worker import change_folder
+from cluster.jobs.job_queue import wait_in_queue
+from cluster.workers.target import change_folder
 from pretrain.commands import exit_code
 
 _COMMANDS = {"pretrain": "pretrain", "prepare": "pretrain", "finetune": "finetune"}
 
 
 def main() -> int:
-    """Run the job to its end; the exit code is the command line's."""
+    """Run the job; the exit code is the command line's."""
     metadata = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]
     return exit_code(lambda: _run(metadata))
 
@@ -30,7 +30,7 @@ def _run(metadata: Mapping[str, str]) -> int:
     change_folder(metadata["folder"], "Submit with --dir and a folder")
     kind, name, config = metadata["bertrain"], metadata["job_submission_id"], json.loads(metadata["config"])
     if kind != "prepare":
-        await_turn(name)
+        wait_in_queue(name)
     config["scheduling"]["address"] = os.environ["RAY_ADDRESS"]
     command = importlib.import_module(f"{_COMMANDS[kind]}.__main__")
     with tempfile.TemporaryDirectory(prefix="bertrain-job-") as folder:

@@ -1,7 +1,7 @@
-"""A job's turn on the cluster: it waits until all jobs submitted before it leave room.
+"""The queue of a cluster: a job waits until the jobs submitted before it leave enough capacity.
 
-Hundreds of jobs may wait on the head, so neither Ray nor torch is imported here, all jobs are read once, and then a few
-are asked for, one by one, over the dashboard's REST interface.
+Hundreds of jobs may wait on the head. So neither Ray nor torch is imported here. All jobs are read once; then a few of
+them are polled, one by one, through the dashboard's REST interface.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
-from cluster.workers.nodes import share_out
+from cluster.workers.nodes import NodeSize, cpus_that_fit
 from pretrain.common.errors import InputError, MachineError, StoppedError
 
-ENDED = ("STOPPED", "SUCCEEDED", "FAILED")
+FINISHED = ("STOPPED", "SUCCEEDED", "FAILED")
 
 _ANSWER_SECONDS = 10.0
-_SILENCE_SECONDS = 600.0  # of the cluster's head, while a job waits; without a head the job is ended anyway
-_STOP_SECONDS = 0.5  # after which a stop is heard
+_SILENCE_SECONDS = 600.0  # of the cluster's head, while a job waits; a lost head ends the job anyway
+_STOP_SECONDS = 0.5  # within which a stop takes effect
 _SHORTEST_PAUSE_SECONDS = 2.0
 _LONGEST_PAUSE_SECONDS = 30.0
 _FEW = 3  # names of jobs, in the log
-_NODES_SECONDS = 60.0  # after which nodes are asked for again, though no job has ended
+_NODES_SECONDS = 60.0  # after which the nodes are read again, though no job has finished
 
 # Prints the dashboard's URL. In a process of its own: importing Ray takes 60 MB, which Python does not give back.
 _FIND_DASHBOARD = (
@@ -41,9 +41,9 @@ _FIND_DASHBOARD = (
 
 @dataclass(frozen=True)
 class Waiting:
-    """A job in the queue: `low` to `high` workers of `cpus` CPUs each, 0 for a share of them all.
+    """A job in the queue: `low` to `high` workers of `cpus` CPUs each; 0 divides the cluster's CPUs among them.
 
-    `submitted` tells it from a later job of the same name, which is behind.
+    `submitted` distinguishes it from a later job of the same name, which is behind it.
     """
 
     name: str
@@ -53,14 +53,14 @@ class Waiting:
     submitted: int = 0
 
 
-def await_turn(name: str) -> None:
-    """Return when all jobs submitted before `name` that have not ended leave room for it.
+def wait_in_queue(name: str) -> None:
+    """Return when the unfinished jobs that were submitted before `name` leave enough capacity for it.
 
-    So jobs begin in the order of their submission and none starves. Ray keeps the jobs and their needs; where room is,
-    Ray decides.
+    So jobs start in the order of their submission and none starves. Ray stores the jobs and their requirements, and
+    decides where a job runs.
 
     Raises:
-        StoppedError: a SIGTERM came.
+        StoppedError: a SIGTERM arrived.
         MachineError: the cluster's head did not answer for ten minutes.
     """
     stopped: list[int] = []
@@ -73,87 +73,90 @@ def await_turn(name: str) -> None:
 
 def _wait(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) -> None:
     queue: Queue | None = None
-    heard, told = time.monotonic(), ""
+    answered, shown = time.monotonic(), ""
     while True:
         try:
             if queue is None:
                 queue = Queue(name, dashboard)
-            its_turn, heard = queue.look(), time.monotonic()
+            may_start, answered = queue.poll(), time.monotonic()
         except MachineError:  # a head that is away for a while
-            its_turn = False
-            if time.monotonic() - heard > _SILENCE_SECONDS:
+            may_start = False
+            if time.monotonic() - answered > _SILENCE_SECONDS:
                 raise
         if stopped():
-            raise StoppedError(f"{name}: stopped while it waited for {told or 'its turn'}; nothing was begun.")
-        if its_turn:
+            behind = f" behind {shown}" if shown else ""
+            raise StoppedError(f"{name}: stopped while it waited in the queue{behind}; nothing was started.")
+        if may_start:
             return
-        if queue and told != (told := _few(queue.ahead)):
-            print(f"{name}: waits for {told}", flush=True)
+        if queue and shown != (shown := _few(queue.ahead)):
+            print(f"{name}: waits for {shown}", flush=True)
         _sleep(pause(len(queue.ahead) if queue else 0), stopped)
 
 
 def pause(ahead: int) -> float:
-    """Seconds between two looks with so many jobs ahead: the dashboard gets about 20 requests a second from 100 jobs."""
+    """Seconds between two polls with `ahead` jobs before this one: 100 jobs send about 20 requests a second."""
     return min(_SHORTEST_PAUSE_SECONDS * (1 + ahead / 8), _LONGEST_PAUSE_SECONDS)
 
 
 class Queue:
-    """The jobs before one, as they end.
+    """The jobs before one, until they finish.
 
-    The oldest is asked for at each look, since it began first, and of the others one after another. As long as one of
-    them has ended, the next are asked for at once.
+    Each poll reads the oldest, since it started first, and one of the others in turn. As long as one of them has
+    finished, the next ones are read at once.
 
-    Raises `InputError` where the dashboard knows no such job, and `MachineError` where it does not answer.
+    Raises:
+        InputError: the dashboard knows no such job.
+        MachineError: it does not answer.
     """
 
     def __init__(self, name: str, dashboard: Dashboard) -> None:
         active = sorted(
-            (job for job in dashboard.jobs() if job["status"] not in ENDED and "workers" in (job["metadata"] or {})),
+            (job for job in dashboard.jobs() if job["status"] not in FINISHED and "workers" in (job["metadata"] or {})),
             key=lambda job: job["start_time"] or 0,
         )
         names = [job["submission_id"] for job in active]
         if name not in names:
-            raise InputError(f"{name}: Ray knows no such job.")
+            raise InputError(f"{name}: Ray has no such job.")
         *self._ahead, self._mine = (_waiting(job) for job in active[: names.index(name) + 1])
         self._dashboard = dashboard
         self._next = 0
-        self._looked = float("-inf")  # at the nodes
+        self._nodes_read = float("-inf")
 
     @property
     def ahead(self) -> list[str]:
-        """The jobs that have not ended, oldest first."""
+        """The jobs that have not finished, oldest first."""
         return [job.name for job in self._ahead]
 
-    def look(self) -> bool:
-        """Whether it is the job's turn."""
-        while ended := {job.name for job in self._due() if self._has_ended(job)}:
-            self._ahead = [job for job in self._ahead if job.name not in ended]
-            self._looked = float("-inf")  # there may be room now
+    def poll(self) -> bool:
+        """Whether the job may start."""
+        while finished := {job.name for job in self._due() if self._has_finished(job)}:
+            self._ahead = [job for job in self._ahead if job.name not in finished]
+            self._nodes_read = float("-inf")  # there may be capacity now
         if not self._ahead:
             return True
-        if time.monotonic() - self._looked < _NODES_SECONDS:
+        if time.monotonic() - self._nodes_read < _NODES_SECONDS:
             return False
         nodes = self._dashboard.nodes()
-        self._looked = time.monotonic()
-        return leaves_room(nodes, self._ahead, self._mine)
+        self._nodes_read = time.monotonic()
+        return leaves_capacity(nodes, self._ahead, self._mine)
 
-    def _has_ended(self, job: Waiting) -> bool:
+    def _has_finished(self, job: Waiting) -> bool:
         now = self._dashboard.job(job.name)
-        return now is None or now["status"] in ENDED or (now["start_time"] or 0) != job.submitted
+        return now is None or now["status"] in FINISHED or (now["start_time"] or 0) != job.submitted
 
     def _due(self) -> list[Waiting]:
-        """The jobs to ask for at this look: the oldest, and another."""
+        """The jobs to read at this poll: the oldest, and another."""
         if len(self._ahead) < 2:
             return self._ahead
         self._next = self._next % (len(self._ahead) - 1) + 1
         return [self._ahead[0], self._ahead[self._next]]
 
 
-def leaves_room(nodes: Sequence[tuple[int, int]], ahead: Sequence[Waiting], mine: Waiting) -> bool:
-    """Whether the bundles of `mine` fit beside those of the jobs before it on `nodes`, a list of (CPUs, GPUs).
+def leaves_capacity(nodes: Sequence[NodeSize], ahead: Sequence[Waiting], mine: Waiting) -> bool:
+    """Whether the bundles of `mine` fit beside those of the jobs before it on `nodes`.
 
-    Those before it have, or will take, as many workers as they may; it can begin with the fewest. A job before it that
-    does not fit itself waits for nodes, and is not overtaken.
+    Jobs before it run, or will run, with as many workers as they may; it can start with the fewest. A job before it
+    that does not fit itself waits for nodes, and is not overtaken.
     """
     free = [list(node) for node in nodes]
     for job in ahead:
@@ -162,10 +165,10 @@ def leaves_room(nodes: Sequence[tuple[int, int]], ahead: Sequence[Waiting], mine
     return _place(free, nodes, mine, mine.low) == mine.low
 
 
-def _place(free: list[list[int]], nodes: Sequence[tuple[int, int]], job: Waiting, most: int) -> int:
-    """Take up to `most` of the job's bundles from `free`, each from the fullest node that has room; how many it got."""
+def _place(free: list[list[int]], nodes: Sequence[NodeSize], job: Waiting, most: int) -> int:
+    """Take up to `most` of the job's bundles from `free`, each from the fullest node on which it fits; how many fit."""
     try:
-        cpus = job.cpus or share_out(nodes, job.low, job.high, 0, "")
+        cpus = job.cpus or cpus_that_fit(nodes, job.low, job.high, 0, "")
     except MachineError:
         return 0
     gpus = 1 if any(gpu for _, gpu in nodes) else 0
@@ -180,7 +183,7 @@ def _place(free: list[list[int]], nodes: Sequence[tuple[int, int]], job: Waiting
 
 
 class Dashboard:
-    """What is asked of a cluster's dashboard at `url`, with the cluster's token; `MachineError` where it does not answer."""
+    """REST client of a cluster's dashboard at `url`, with the cluster's token; `MachineError` if it does not answer."""
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -193,11 +196,11 @@ class Dashboard:
         return [job for job in self._get("/api/jobs/") or () if job["submission_id"]]
 
     def job(self, name: str) -> dict[str, Any] | None:
-        """One job; None where it was deleted."""
+        """One job; None if it was deleted."""
         return self._get(f"/api/jobs/{quote(name, safe='')}")
 
-    def nodes(self) -> list[tuple[int, int]]:
-        """(CPUs, GPUs) of the living nodes."""
+    def nodes(self) -> list[NodeSize]:
+        """(CPUs, GPUs) of the alive nodes."""
         answer = self._get("/api/v0/nodes?detail=1&limit=10000") or {}
         nodes = [node["resources_total"] for node in answer["data"]["result"]["result"] if node["state"] == "ALIVE"]
         return [(int(node.get("CPU", 0)), int(node.get("GPU", 0))) for node in nodes]
@@ -236,13 +239,13 @@ def _dashboard() -> str:
     done = subprocess.run([sys.executable, "-c", _FIND_DASHBOARD], capture_output=True, text=True)
     url = (done.stdout.split() or [""])[-1]
     if done.returncode or not url.startswith("http"):
-        reason = (done.stderr.strip().splitlines() or ["nothing was said"])[-1]
-        raise MachineError(f"{os.environ['RAY_ADDRESS']}: Ray did not name its dashboard ({reason}).")
+        reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise MachineError(f"{os.environ['RAY_ADDRESS']}: Ray did not report its dashboard ({reason}).")
     return url
 
 
 def _token() -> str:
-    """The cluster's token, from where Ray takes it; empty where there is none."""
+    """The cluster's token, from where Ray reads it; empty if there is none."""
     if "RAY_AUTH_TOKEN" in os.environ:
         return os.environ["RAY_AUTH_TOKEN"]
     file = Path(os.environ.get("RAY_AUTH_TOKEN_PATH") or Path.home() / ".ray" / "auth_token")

@@ -22,7 +22,7 @@ _RANGE = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
 def read_job(arguments: Sequence[str], *, folder: Path, workers: str | None) -> Job:
     """The job of `pretrain|finetune|prepare CONFIG [--set KEY=VALUE]... [--from DIR]`.
 
-    Raises `InputError` for anything in it that would end the run before its first step and can be seen from here.
+    Raises `InputError` for any mistake that would end the run before its first step and is visible from here.
     """
     options = _parser().parse_args(list(arguments))
     overrides = list(options.set)

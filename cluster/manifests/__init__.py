@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cluster.manifests import kuberay, rayup, slurm
-from cluster.manifests.run import load
+from cluster.manifests.base import load
 
 _KINDS = {
     "kuberay": (kuberay.KubeRaySettings, kuberay.render),
@@ -17,10 +17,15 @@ KINDS = tuple(_KINDS)
 
 
 def render(kind: str, config: Path | str, overrides: Sequence[str] = ()) -> str:
-    """The manifest of `kind`, one of `KINDS`, for the run in the YAML file `config`, as text of one file.
+    """The manifest of a run, as the text of one file.
 
-    `overrides` are `key.path=value`; those below `place.` say where it runs and are described in each kind's settings model.
-    Raises `InputError` where config or place are wrong, or do not fit each other.
+    Args:
+        kind: one of `KINDS`.
+        config: YAML file of the run.
+        overrides: `key.path=value`. Those below `place.` say where it runs; each kind's settings model describes them.
+
+    Raises:
+        InputError: the config or its section `place` is wrong, or they do not fit each other.
     """
-    place, make = _KINDS[kind]
-    return make(*load(config, place, overrides))
+    settings_type, make = _KINDS[kind]
+    return make(*load(config, settings_type, overrides))

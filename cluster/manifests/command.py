@@ -17,24 +17,26 @@ def add_to(commands: Any) -> None:
         commands,
         "manifest",
         _manifest,
-        "what a real cluster needs to run a config",
+        "write what a real cluster needs to run a config",
         """
   ./launch.sh manifest kuberay my.yaml --set place.image=registry/bertrain:1 --out my-run.yaml
   ./launch.sh manifest kuberay my.yaml --set place.kind=RayCluster --set place.queue=training
   ./launch.sh manifest rayup my.yaml --set place.file_system=fs-0123456789abcdef0
   ./launch.sh manifest slurm my.yaml --set scheduling.workers=16 --set place.partition=gpu
 
-Settings below place. say where it runs; cluster/manifests/{kuberay,rayup,slurm}.py describe them.""",
+The settings below place. say where it runs; cluster/manifests/{kuberay,rayup,slurm}.py describe them.""",
     )
     parser.add_argument("kind", choices=_KINDS, metavar="KIND", help=", ".join(_KINDS))
-    parser.add_argument("config", type=local_path, metavar="CONFIG", help="of a pretraining or a fine-tuning")
+    parser.add_argument(
+        "config", type=local_path, metavar="CONFIG", help="YAML file of a pretraining or fine-tuning run"
+    )
     parser.add_argument("--out", type=local_path, metavar="FILE", help="file to write; otherwise standard output")
     parser.add_argument(
         "--set",
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="override a setting of the config or of the place; may be repeated",
+        help="override a setting of the config or of its section place; may be repeated",
     )
 
 

@@ -1,4 +1,4 @@
-"""`ray up` on AWS: a cluster config that starts the image of the Containerfile on EC2 nodes around one EFS."""
+"""`ray up` on AWS: a cluster config that starts the Containerfile's image on EC2 nodes that share one EFS."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import Field
 
-from cluster.manifests.run import IMAGE, ManifestJob, Nodes
+from cluster.manifests.base import IMAGE, ManifestJob, ManifestSettings
 from cluster.manifests.text import as_yaml
 from pretrain.common.errors import InputError
 from pretrain.common.settings import LocalPath
@@ -24,12 +24,10 @@ _EFA_INTERFACES = {
     "p5e.48xlarge": 32,
     "p5en.48xlarge": 16,
 }
-
-
 _INSTANCE = r"^[a-z0-9-]+\.[a-z0-9-]+$"
 
 
-class RayUpSettings(Nodes):
+class RayUpSettings(ManifestSettings):
     """Where a run goes on AWS."""
 
     file_system: str = Field(
@@ -40,75 +38,77 @@ class RayUpSettings(Nodes):
     zone: str = Field(
         default="",
         pattern=r"^[a-z0-9-]*$",
-        description="Availability zone, such as us-west-2a; empty takes any.",
+        description="Availability zone, such as us-west-2a; empty allows any.",
     )
     instance: str = Field(
         default="p4d.24xlarge",
         pattern=_INSTANCE,
-        description="EC2 type of the worker nodes; workers_per_node is its GPUs.",
+        description="EC2 instance type of the worker nodes. Set workers_per_node to its number of GPUs.",
     )
     head_instance: str = Field(
         default="m6i.2xlarge",
         pattern=_INSTANCE,
-        description="EC2 type of the head, which trains nothing.",
+        description="EC2 instance type of the head node, which does not train.",
     )
     machine_image: str = Field(
         default="",
         pattern=r"^(ami-[0-9a-f]+)?$",
-        description="AMI with Docker, NVIDIA's driver and container toolkit, and EFA's driver; empty takes Ray's choice "
-        "for the region.",
+        description="AMI with Docker, NVIDIA's driver and container toolkit, and EFA's driver; empty uses Ray's "
+        "default for the region.",
     )
     efa_interfaces: int | None = Field(
         default=None,
         ge=0,
         le=64,
-        description="EFA interfaces of each worker node, over which NCCL talks between nodes; empty takes all that p4d, p4de, "
-        "p5, p5e and p5en have where several nodes train, 0 keeps to TCP. They need `private`, `subnet`, `security_group` "
-        "and `placement_group`, and an image built with EFA.",
+        description="EFA interfaces of each worker node, through which NCCL communicates between nodes. Empty uses all "
+        "interfaces of p4d, p4de, p5, p5e and p5en if several nodes train; 0 uses TCP. They need `private`, `subnet`, "
+        "`security_group` and `placement_group`, and an image built with EFA.",
     )
     subnet: str = Field(
         default="",
         pattern=r"^(subnet-[0-9a-f]+)?$",
-        description="Subnet of all nodes; empty takes any of the zone. EFA's traffic stays within one.",
+        description="Subnet of all nodes; empty allows any of the zone. EFA traffic stays within one subnet.",
     )
     placement_group: str = Field(
         default="",
         pattern=r"^[A-Za-z0-9_.-]*$",
-        description="Placement group of the worker nodes, of strategy cluster, made beforehand; empty places them anywhere.",
+        description="Existing placement group of the worker nodes, of strategy cluster; empty places them anywhere.",
     )
-    disk_gib: int = Field(default=200, ge=50, description="Disk of each node.")
+    disk_gib: int = Field(default=200, ge=50, description="Disk of each node, in GiB.")
     spot: bool = Field(
         default=False,
-        description="Spot instances for the workers; a lost one costs the steps since the last checkpoint.",
+        description="Use spot instances for the workers; a lost one costs the steps since the last checkpoint.",
     )
     security_group: str = Field(
         default="",
         pattern=r"^(sg-[0-9a-f]+)?$",
-        description="Group of all nodes; it must let them reach each other and EFS, and with EFA let all traffic from and to "
-        "itself through. Empty makes one open for SSH only.",
+        description="Security group of all nodes. It must allow traffic among them and to EFS and, with EFA, all "
+        "traffic from and to itself. If empty, one is created that is open for SSH only.",
     )
     private: bool = Field(
         default=False,
-        description="Nodes without public addresses; then call `ray up` from within the network.",
+        description="Nodes have no public addresses; call `ray up` from within their network.",
     )
     netrc: LocalPath = Field(
         default="",
         pattern=r"^([/~].*)?$",
-        description="Your netrc with W&B's key, copied to the nodes; empty leaves W&B offline there.",
+        description="Your netrc file with the W&B key, copied to the nodes; if empty, W&B stays offline there.",
     )
     image: str = Field(
         default="bertrain:latest",
         pattern=IMAGE,
-        description="What cluster/manifests/Containerfile builds, in a registry.",
+        description="Container image in a registry, built from cluster/manifests/Containerfile.",
     )
     storage: LocalPath = Field(
-        default="/shared", pattern=r"^/[^:]*$", description="Where EFS is mounted; the run starts there."
+        default="/shared",
+        pattern=r"^/[^:]*$",
+        description="Path at which EFS is mounted; it is the run's working directory.",
     )
 
 
-def render(job: ManifestJob, place: RayUpSettings) -> str:
-    """The cluster config, with the run's config and command in its head's home folder."""
-    efa = _efa_interfaces(job, place)
+def render(job: ManifestJob, settings: RayUpSettings) -> str:
+    """The cluster config, with the run's config and start script for the head's home folder."""
+    efa = _efa_interfaces(job, settings)
     start = [
         "ray stop",
         f"ulimit -n 65536; ray start --head --port={_PORT} --num-cpus=0 --num-gpus=0 --dashboard-host=127.0.0.1 "
@@ -121,114 +121,113 @@ def render(job: ManifestJob, place: RayUpSettings) -> str:
     cluster = {
         "cluster_name": job.name,
         "max_workers": job.nodes,
-        "provider": _provider(place),
+        "provider": _provider(settings),
         "auth": {"ssh_user": "ubuntu"},
-        "docker": _docker(job, place, efa),
-        # The token never stands in this file: Ray copies yours to every node.
+        "docker": _docker(job, settings, efa),
+        # The token is never part of this file: Ray copies yours to every node.
         "file_mounts": {
             _TOKEN: "~/.ray/auth_token",
-            **({f"{_HOME}/.netrc": place.netrc} if place.netrc else {}),
+            **({f"{_HOME}/.netrc": settings.netrc} if settings.netrc else {}),
         },
-        "initialization_commands": _mount(place),
+        "initialization_commands": _mount(settings),
         "setup_commands": [f"chmod 600 {_TOKEN}"],
         "head_setup_commands": [
             _write(f"{_HOME}/{job.name}.yaml", job.config),
-            _write(f"{_HOME}/start.sh", _start_script(job, place)),
+            _write(f"{_HOME}/start.sh", _start_script(job, settings)),
         ],
         "available_node_types": {
-            "head": {"resources": {}, "node_config": _head(place)},
+            "head": {"resources": {}, "node_config": _head(settings)},
             "workers": {
-                "resources": {},  # as AWS tells them of the instance type
+                "resources": {},  # as AWS reports them for the instance type
                 "min_workers": job.nodes,
                 "max_workers": job.nodes,
-                "node_config": _worker(place, efa),
+                "node_config": _worker(settings, efa),
             },
         },
         "head_node_type": "head",
         "head_start_ray_commands": start,
         "worker_start_ray_commands": join,
     }
-    return as_yaml([cluster], _header(job, place, efa))
+    return as_yaml([cluster], _header(job, settings, efa))
 
 
-def _efa_interfaces(job: ManifestJob, place: RayUpSettings) -> int:
-    """EFA interfaces of each worker node; `InputError` where something that they need is missing."""
-    count = place.efa_interfaces
+def _efa_interfaces(job: ManifestJob, settings: RayUpSettings) -> int:
+    """EFA interfaces of each worker node; `InputError` if a setting that they need is missing."""
+    count = settings.efa_interfaces
     if count is None:
-        count = _EFA_INTERFACES.get(place.instance, 0) if job.nodes > 1 else 0
-    missing = [name for name in ("private", "subnet", "security_group", "placement_group") if not getattr(place, name)]
+        count = _EFA_INTERFACES.get(settings.instance, 0) if job.nodes > 1 else 0
+    needed = ("private", "subnet", "security_group", "placement_group")
+    missing = [name for name in needed if not getattr(settings, name)]
     if count and missing:
         raise InputError(
-            f"place.efa_interfaces: the {count} EFA interfaces of each {place.instance} need "
+            f"place.efa_interfaces: the {count} EFA interfaces of each {settings.instance} need "
             f"{', '.join(f'place.{name}' for name in missing)}. Set them, or place.efa_interfaces=0 for TCP."
         )
     return count
 
 
-def _header(job: ManifestJob, place: RayUpSettings, efa: int) -> str:
+def _header(job: ManifestJob, settings: RayUpSettings, efa: int) -> str:
     fabric = (
         f"""
-Needed beforehand: the placement group {place.placement_group} of strategy cluster, the security group {place.security_group}, which
-lets all traffic from and to itself through, and an image built with EFA (see the Containerfile). Nodes have {efa} EFA interfaces each
-and no public addresses: call ray from within their network."""
+Prerequisites: the placement group {settings.placement_group} of strategy cluster, the security group
+{settings.security_group}, which allows all traffic from and to itself, and an image built with EFA (see the
+Containerfile). Each node has {efa} EFA interfaces and no public address: call ray from within their network."""
         if efa
         else ""
     )
     return f"""
-{job.name} on {job.nodes} nodes of {job.workers_per_node} workers on AWS. Needs boto3, and a token of yours:{fabric}
+{job.name} on {job.nodes} nodes of {job.workers_per_node} workers on AWS. Needs boto3, and your own token:{fabric}
   (umask 077; ray get-auth-token --generate >/dev/null)
   ray up FILE
-  ray exec FILE 'bash ~/start.sh'        # again after a stop or a failure: it resumes
+  ray exec FILE 'bash ~/start.sh'        # repeat it after a stop or a failure: it resumes
   ray dashboard FILE                     # through SSH; no port but SSH is open to the outside
   ray down FILE
 """
 
 
-def _provider(place: RayUpSettings) -> dict[str, Any]:
+def _provider(settings: RayUpSettings) -> dict[str, Any]:
     return {
         "type": "aws",
-        "region": place.region,
-        **({"availability_zone": place.zone} if place.zone else {}),
+        "region": settings.region,
+        **({"availability_zone": settings.zone} if settings.zone else {}),
         "cache_stopped_nodes": False,
-        "use_internal_ips": place.private,
+        "use_internal_ips": settings.private,
     }
 
 
-def _docker(job: ManifestJob, place: RayUpSettings, efa: int) -> dict[str, Any]:
-    """Ray joins image and options to a line of shell, so each of them is a shell word here."""
+def _docker(job: ManifestJob, settings: RayUpSettings, efa: int) -> dict[str, Any]:
+    """Ray joins image and options into a shell command, so each of them is a shell word here."""
     options = [
         "--ulimit=nofile=65536:65536",
         "--cap-drop=ALL",
         "--security-opt=no-new-privileges",
-        f"--volume={place.storage}:{place.storage}",
+        f"--volume={settings.storage}:{settings.storage}",
         "--env=RAY_AUTH_MODE=token",
         f"--env=RAY_AUTH_TOKEN_PATH={_TOKEN}",
         "--env=RAY_USAGE_STATS_ENABLED=0",
     ]
-    # The image names no GPUs, without which NVIDIA's toolkit gives none; the head has none to give.
+    # The image names no GPUs, so NVIDIA's toolkit would expose none; the head has none.
     gpus = [
         "--gpus=all",
         "--env=NVIDIA_VISIBLE_DEVICES=all",
         "--env=NVIDIA_DRIVER_CAPABILITIES=compute,utility",
     ]
-    fabric = [
-        "--device=/dev/infiniband",
-        "--ulimit=memlock=-1:-1",
-    ]  # EFA registers the memory that it sends from
+    # EFA registers the memory that it sends from.
+    fabric = ["--device=/dev/infiniband", "--ulimit=memlock=-1:-1"]
     worker = [*(gpus if job.gpus else []), *(fabric if efa else [])]
     return {
-        "image": shlex.quote(place.image),
+        "image": shlex.quote(settings.image),
         "container_name": "bertrain",
         "run_options": [shlex.quote(option) for option in options],
         **({"worker_run_options": [shlex.quote(option) for option in worker]} if worker else {}),
     }
 
 
-def _mount(place: RayUpSettings) -> list[str]:
-    """On each node, outside the container: EFS by NFS with the options that AWS recommends."""
-    source = shlex.quote(f"{place.file_system}.efs.{place.region}.amazonaws.com:/")
+def _mount(settings: RayUpSettings) -> list[str]:
+    """Commands for each node, outside the container: mount EFS by NFS with the options that AWS recommends."""
+    source = shlex.quote(f"{settings.file_system}.efs.{settings.region}.amazonaws.com:/")
     options = "nfsvers=4.1,rsize=1048576,wsize=1048576,hard,timeo=600,retrans=2,noresvport"
-    folder = shlex.quote(place.storage)
+    folder = shlex.quote(settings.storage)
     return [
         "command -v mount.nfs4 >/dev/null || (sudo apt-get update && sudo apt-get install -y nfs-common)",
         f"sudo mkdir -p {folder}",
@@ -237,34 +236,34 @@ def _mount(place: RayUpSettings) -> list[str]:
     ]
 
 
-def _head(place: RayUpSettings) -> dict[str, Any]:
-    return {**_node(place, place.head_instance), **_network(place)}
+def _head(settings: RayUpSettings) -> dict[str, Any]:
+    return {**_node(settings, settings.head_instance), **_network(settings)}
 
 
-def _worker(place: RayUpSettings, efa: int) -> dict[str, Any]:
+def _worker(settings: RayUpSettings, efa: int) -> dict[str, Any]:
     return {
-        **_node(place, place.instance),
-        **({"NetworkInterfaces": _interfaces(place, efa)} if efa else _network(place)),
-        **({"Placement": {"GroupName": place.placement_group}} if place.placement_group else {}),
-        **({"InstanceMarketOptions": {"MarketType": "spot"}} if place.spot else {}),
+        **_node(settings, settings.instance),
+        **({"NetworkInterfaces": _interfaces(settings, efa)} if efa else _network(settings)),
+        **({"Placement": {"GroupName": settings.placement_group}} if settings.placement_group else {}),
+        **({"InstanceMarketOptions": {"MarketType": "spot"}} if settings.spot else {}),
     }
 
 
-def _network(place: RayUpSettings) -> dict[str, Any]:
+def _network(settings: RayUpSettings) -> dict[str, Any]:
     return {
-        **({"SubnetIds": [place.subnet]} if place.subnet else {}),
-        **({"SecurityGroupIds": [place.security_group]} if place.security_group else {}),
+        **({"SubnetIds": [settings.subnet]} if settings.subnet else {}),
+        **({"SecurityGroupIds": [settings.security_group]} if settings.security_group else {}),
     }
 
 
-def _interfaces(place: RayUpSettings, efa: int) -> list[dict[str, Any]]:
+def _interfaces(settings: RayUpSettings, efa: int) -> list[dict[str, Any]]:
     """An interface for IP on the first network card and one for EFA alone on each, as AWS recommends.
 
-    Ray takes subnet and groups from here, and refuses them beside it.
+    Ray reads subnet and groups from here, and refuses them next to it.
     """
     common = {
-        "SubnetId": place.subnet,
-        "Groups": [place.security_group],
+        "SubnetId": settings.subnet,
+        "Groups": [settings.security_group],
         "DeleteOnTermination": True,
     }
     first = {"NetworkCardIndex": 0, "DeviceIndex": 0, "InterfaceType": "interface", **common}
@@ -275,13 +274,13 @@ def _interfaces(place: RayUpSettings, efa: int) -> list[dict[str, Any]]:
     return [first, *others]
 
 
-def _node(place: RayUpSettings, instance: str) -> dict[str, Any]:
-    disk = {"VolumeSize": place.disk_gib, "VolumeType": "gp3", "Encrypted": True}
+def _node(settings: RayUpSettings, instance: str) -> dict[str, Any]:
+    disk = {"VolumeSize": settings.disk_gib, "VolumeType": "gp3", "Encrypted": True}
     return {
         "InstanceType": instance,
-        **({"ImageId": place.machine_image} if place.machine_image else {}),
+        **({"ImageId": settings.machine_image} if settings.machine_image else {}),
         "BlockDeviceMappings": [{"DeviceName": "/dev/sda1", "Ebs": disk}],
-        # IMDSv2, so that no fetched URL can be made to tell the node's credentials.
+        # IMDSv2, so that a manipulated URL cannot fetch the node's credentials.
         "MetadataOptions": {"HttpTokens": "required"},
     }
 
@@ -291,15 +290,15 @@ def _write(path: str, text: str) -> str:
     return f"printf %s {shlex.quote(text)} >{shlex.quote(path)}"
 
 
-def _start_script(job: ManifestJob, place: RayUpSettings) -> str:
+def _start_script(job: ManifestJob, settings: RayUpSettings) -> str:
     address = f"127.0.0.1:{_PORT}"
     commands = "\n".join(job.commands(f"{_HOME}/{job.name}.yaml", address))
     return f"""#!/bin/bash
 # The run, from its newest checkpoint if there is one.
 set -euo pipefail
-cd -- {shlex.quote(place.storage)}
+cd -- {shlex.quote(settings.storage)}
 export PYTHONSAFEPATH=1
-# `ray up` returns when the head is there; the others take minutes more.
+# `ray up` returns when the head is up; the other nodes take minutes more.
 until python -c "import ray, sys
 ray.init('{address}', log_to_driver=False)
 sys.exit(sum(node['Alive'] for node in ray.nodes()) < {job.min_nodes + 1})" 2>/dev/null; do

@@ -1,4 +1,4 @@
-"""SLURM: one sbatch script that starts Ray on the job's nodes with `ray symmetric-run` and gives itself back."""
+"""SLURM: one sbatch script that starts Ray on the job's nodes with `ray symmetric-run` and requeues itself."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import shlex
 
 from pydantic import Field
 
-from cluster.manifests.run import ManifestJob, Nodes
+from cluster.manifests.base import ManifestJob, ManifestSettings
 from cluster.manifests.text import as_comment, here_document
 from pretrain.common.settings import SEVERAL_LINES, LocalPath
 
@@ -14,12 +14,12 @@ _WORD = r"^[A-Za-z0-9_.,:@/+-]*$"
 _CONSTRAINT = r"^[A-Za-z0-9_.,:@/+&|*()\[\]-]*$"  # with sbatch's operators
 
 
-class SlurmSettings(Nodes):
+class SlurmSettings(ManifestSettings):
     """Where a run goes on SLURM."""
 
-    partition: str = Field(default="", pattern=_WORD, description="Partition; empty takes SLURM's default.")
-    account: str = Field(default="", pattern=_WORD, description="Account to charge; empty takes your default.")
-    qos: str = Field(default="", pattern=_WORD, description="Quality of service; empty takes the default.")
+    partition: str = Field(default="", pattern=_WORD, description="Partition; empty uses SLURM's default.")
+    account: str = Field(default="", pattern=_WORD, description="Account to charge; empty uses your default.")
+    qos: str = Field(default="", pattern=_WORD, description="Quality of service; empty uses the default.")
     constraint: str = Field(
         default="",
         pattern=_CONSTRAINT,
@@ -28,46 +28,50 @@ class SlurmSettings(Nodes):
     time_limit: str = Field(
         default="24:00:00",
         pattern=r"^(\d+-)?\d+(:\d\d){0,2}$",
-        description="Time of one start; at its end the run saves a checkpoint and is queued again.",
+        description="Time limit of one start, as for sbatch --time. At its end the run saves a checkpoint "
+        "and is requeued.",
     )
     storage: LocalPath = Field(
-        default=".", description="Folder that all nodes see; the run starts there. A dot is where sbatch was called."
+        default=".",
+        description="Folder that all nodes share; the run's working directory. A dot is the folder in which sbatch is "
+        "called.",
     )
     environment: str = Field(
         default="source .venv/bin/activate",
         json_schema_extra=SEVERAL_LINES,
-        description="Shell lines that put this project's python on the path. They are executed as they stand.",
+        description="Shell lines that put this project's python on the path. They are executed as given.",
     )
 
 
-def render(job: ManifestJob, place: SlurmSettings) -> str:
+def render(job: ManifestJob, settings: SlurmSettings) -> str:
     """The sbatch script, with the config in it."""
-    return f"{_options(job, place)}\n{_setup(job, place)}\n{_start(job)}\n{_end()}"
+    return f"{_options(job, settings)}\n{_setup(job, settings)}\n{_start(job)}\n{_end()}"
 
 
-def _options(job: ManifestJob, place: SlurmSettings) -> str:
+def _options(job: ManifestJob, settings: SlurmSettings) -> str:
     options = {
         "job-name": job.name,
-        "partition": place.partition,
-        "account": place.account,
-        "qos": place.qos,
-        "constraint": place.constraint,
+        "partition": settings.partition,
+        "account": settings.account,
+        "qos": settings.qos,
+        "constraint": settings.constraint,
         "nodes": job.nodes if job.min_nodes == job.nodes else f"{job.min_nodes}-{job.nodes}",
         "ntasks-per-node": 1,
         "cpus-per-task": job.workers_per_node * job.cpus_per_worker,
         "gpus-per-node": job.gpus_per_node or "",
         "mem": 0,
-        "time": place.time_limit,
-        "signal": f"B:TERM@{place.grace_seconds}",
+        "time": settings.time_limit,
+        "signal": f"B:TERM@{settings.grace_seconds}",
         "output": f"{job.name}-%j.log",
         "open-mode": "append",
     }
-    # sbatch takes quotes off as a shell does.
+    # sbatch removes quotes as a shell does.
     lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items() if value != ""]
     gpus = f" with {job.gpus_per_node} GPUs" if job.gpus else ""
     stop = shlex.quote(f"{job.folder}/stop")
-    about = f"""{job.name} on {job.nodes} nodes{gpus}. Submit with sbatch FILE; to stop for good, touch {stop} or scancel.
-Whole nodes, because `ray stop`, with which `ray symmetric-run` ends, ends every Ray of this user on them."""
+    about = f"""{job.name} on {job.nodes} nodes{gpus}. Submit with sbatch FILE.
+To stop for good, touch {stop} or scancel.
+Whole nodes: `ray symmetric-run` ends with `ray stop`, which ends every Ray of this user on them."""
     return f"""#!/bin/bash
 {as_comment(about)}
 #SBATCH --exclusive
@@ -77,20 +81,21 @@ set -euo pipefail
 """
 
 
-def _setup(job: ManifestJob, place: SlurmSettings) -> str:
-    return f"""cd -- {shlex.quote(place.storage)}
+def _setup(job: ManifestJob, settings: SlurmSettings) -> str:
+    return f"""cd -- {shlex.quote(settings.storage)}
 # shellcheck disable=SC1091
-{place.environment}
+{settings.environment}
 run={shlex.quote(f"./{job.folder}" if job.folder.startswith("-") else job.folder)}
 mkdir -p "$run"
 rm -f "$run/exit-code" "$run/preparing"
 {here_document('cat >"$run/submitted.yaml"', job.config)}
 
-# A token of this start alone; who has it may run code on these nodes.
-(umask 077 && rm -f "$run/ray-token" && python -c 'import secrets; print(secrets.token_hex(32), end="")' >"$run/ray-token")
+# A token for this start alone; whoever has it may run code on these nodes.
+make_token='import secrets; print(secrets.token_hex(32), end="")'
+(umask 077 && rm -f "$run/ray-token" && python -c "$make_token" >"$run/ray-token")
 RAY_AUTH_TOKEN_PATH=$(realpath "$run/ray-token")
 export RAY_AUTH_TOKEN_PATH RAY_AUTH_MODE=token RAY_USAGE_STATS_ENABLED=0 PYTHONSAFEPATH=1
-# Since 22.05 srun does not take this from sbatch, and Ray's processes would share a core.
+# Since 22.05 srun does not inherit this from sbatch, and Ray's processes would share a core.
 export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK
 export RAY_TMPDIR=/tmp/ray-$SLURM_JOB_ID RAY_SYMMETRIC_RUN_CLUSTER_WAIT_TIMEOUT=300
 
@@ -106,8 +111,8 @@ def _start(job: ManifestJob) -> str:
     commands = " && ".join(['touch "$3"', *before, 'rm "$3"', last] if before else [last])
     gpus = f" --num-gpus={job.gpus_per_node}" if job.gpus else " --num-gpus=0"
     cpus = job.workers_per_node * job.cpus_per_worker
-    return f"""# SLURM's warning before the time limit reaches this script alone; the file `stop` asks the run for a checkpoint. Preparing a
-# corpus has nothing to save: it goes on behind the last part that is done.
+    return f"""# SLURM's warning before the time limit reaches this script alone; the file `stop` asks for a checkpoint.
+# Preparing a corpus has nothing to save: the next start continues after the last finished part.
 warned='' interrupted=''
 # shellcheck disable=SC2317
 warn() {{
@@ -120,9 +125,10 @@ warn() {{
 }}
 trap warn TERM
 
-# The run's own exit code goes through a file, because srun tells the highest of all nodes, and the others end with Ray.
+# The run's own exit code goes through a file: srun reports the highest of all nodes, and the others exit with Ray.
 # shellcheck disable=SC2016
-srun --kill-on-bad-exit=0 --wait=60 ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus={cpus}{gpus} -- \\
+srun --kill-on-bad-exit=0 --wait=60 ray symmetric-run --address "$address" \\
+    --min-nodes "$SLURM_JOB_NUM_NODES" --num-cpus={cpus}{gpus} -- \\
     bash -c 'code=0; ({commands}) || code=$?; echo "$code" >"$0"; exit "$code"' \\
     "$run/exit-code" "$run/submitted.yaml" "$address" "$run/preparing" &
 """
@@ -137,14 +143,14 @@ while :; do
 done
 if [[ -s $run/exit-code ]]; then
     code=$(<"$run/exit-code")
-else # `ray symmetric-run` ends with 0 where Ray did not start
-    echo "error: the run did not begin; what srun and Ray said is above." >&2
+else # `ray symmetric-run` exits with 0 if Ray did not start
+    echo "error: the run did not start; see the messages of srun and Ray above." >&2
     ((code != 0)) || code=3
 fi
 rm -f "$run/ray-token"
 srun rm -rf "$RAY_TMPDIR" || true
 
-# 75: stopped with everything saved. Without a warning it was stopped by hand and stays so.
+# 75: stopped with everything saved. Without a warning it was stopped by hand and is not requeued.
 if [[ $code == 75 && -n $warned ]]; then
     scontrol requeue "$SLURM_JOB_ID"
 fi

@@ -1,4 +1,4 @@
-"""YAML that people read, and pieces of shell scripts that hold any text without being changed by it."""
+"""Readable YAML, and parts of shell scripts that carry arbitrary text safely."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import yaml
 
 
 def as_yaml(documents: list[dict[str, Any]], header: str) -> str:
-    """The documents of one file below `header`, lines that become comments."""
+    """The documents of one file, below `header` as comment lines."""
     text = yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=110)
     return f"{as_comment(header.strip())}\n{text}"
 
 
 def as_comment(text: str) -> str:
-    """`text` as comment lines of YAML or of a shell script; whatever ends a line in either begins a new comment."""
+    """`text` as comment lines of YAML or of a shell script; every line separator of either starts a new comment."""
     return "\n".join(f"# {line}".rstrip() for line in text.splitlines())
 
 
 def here_document(command: str, text: str) -> str:
-    """The shell lines that give `text` to `command` on its standard input, unchanged, without a last line break."""
+    """Shell lines that pass `text` to the standard input of `command`, unchanged but for line breaks at its end."""
     lines = text.rstrip("\n")
     end = "CONFIG"
     while end in lines.split("\n"):
@@ -29,7 +29,7 @@ def here_document(command: str, text: str) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Without anchors, which `kubectl` reads but people do not."""
+    """Without anchors, which people find hard to read."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True

@@ -1,13 +1,12 @@
-"""The child process in which Ray's driver lives: start or join Ray, train, retry after crashes.
+"""The child process in which Ray's driver lives: start or join Ray, run the workers, restart them after crashes.
 
-Started by `cluster.workers.launch` with the path of its request; ends with the outcome written, or killed with its
-session.
+`cluster.workers.launch` starts it with the path of its request. It exits when it has written the outcome, or is killed
+with its session.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import secrets
@@ -18,27 +17,29 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cluster.workers.group import train
-from cluster.workers.launch import LOGS, RAY_FOLDER, end_session
-from cluster.workers.nodes import nodes_fit, share_out, usable_nodes
-from cluster.workers.placement import fewest_workers, wait_for_room
-from cluster.workers.worker import one_line
+from cluster.workers.capacity import wait_for_capacity
+from cluster.workers.launch import LOGS, RAY_FOLDER, RAY_LOG, end_session
+from cluster.workers.nodes import NodeSize, cpus_that_fit, nodes_fit, usable_nodes
+from cluster.workers.outcomes import as_data, one_line
+from cluster.workers.request import DriverRequest, Launch, LaunchRequest, R
+from cluster.workers.supervisor import supervise
 from pretrain.common.errors import MachineError, RunError
 from pretrain.common.files import write_json
 
 logger = logging.getLogger(__name__)
 
-_REACH_SECONDS = 3.0  # for the cluster's port to accept a connection
+_CONNECT_SECONDS = 3.0  # for the cluster's port to accept a connection
 _ANSWER_SECONDS = 6.0  # for Ray to answer there; together they stay under 10
-_JOIN_SECONDS = 60.0  # for a cluster that answers to let us in
-_OBJECT_STORE_BYTES = 100 << 20  # we pass nothing large through Ray; its least is 75 MiB
+_JOIN_SECONDS = 60.0  # for a cluster that answers to accept this driver
+_OBJECT_STORE_BYTES = 100 << 20  # nothing large passes through Ray; its minimum is 75 MiB
 
-# Memory that a worker's thread frees must serve the others again (pretrain/common/memory.py): one heap for all threads.
+# Memory that one thread of a worker frees must serve the others (pretrain/common/memory.py): one heap for all threads.
 _ONE_HEAP = {"MALLOC_ARENA_MAX": "1"}
-# Set in the driver, from where Ray hands them to its workers.
+# Set in the driver; Ray passes them to its workers.
 _RAY_ENVIRONMENT = {
     **_ONE_HEAP,
     "RAY_CHDIR_TO_TRIAL_DIR": "0",
@@ -46,12 +47,12 @@ _RAY_ENVIRONMENT = {
 }
 
 
-def main(request_path: str, work: Callable[[dict[str, Any]], None]) -> None:
-    """Do `work` with the request at this path and leave its outcome where the request says."""
+def main(request_path: str, kind: type[R], work: Callable[[R], None]) -> None:
+    """Do `work` with the request of class `kind` at this path, and write its outcome where the request says."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
-    request = json.loads(Path(request_path).read_text(encoding="utf-8"))
-    die_with(os.getppid(), request["ray_dir"])
-    # A job that is stopped signals all processes below it; the launcher above us says what comes of it.
+    request = kind.from_json(Path(request_path).read_text(encoding="utf-8"))
+    die_with(os.getppid(), request.launch.ray_dir)
+    # Stopping a job signals all processes below it; the launcher above this one decides what follows.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     os.environ.update(_RAY_ENVIRONMENT)
     error: RunError | None = None
@@ -60,58 +61,60 @@ def main(request_path: str, work: Callable[[dict[str, Any]], None]) -> None:
     except RunError as caught:
         error = caught
     except Exception:
-        _keep_ray_logs(request)
+        _keep_ray_logs(request.launch)
         raise
-    _write_outcome(request, error)
+    _write_outcome(request.launch, error)
 
 
-def _train(request: dict[str, Any]) -> None:
-    """Start or join Ray, run the workers to their end, and leave Ray again."""
+def _run(request: LaunchRequest) -> None:
+    """Start or join Ray, run the workers until they finish, and leave Ray again."""
+    fewest = request.fewest_workers
+    waited: list[dict[str, Any]] = []
 
-    least = fewest_workers(request)
+    def fit(nodes: Sequence[NodeSize], where: str) -> LaunchRequest:
+        if request.address:
+            capacity = wait_for_capacity(request)
+            waited.extend(capacity.events())
+            nodes = capacity.sizes
+            if seconds := request.wait_for_nodes_seconds:
+                where += f", after a wait of up to {seconds:.0f} s (scheduling.wait_for_nodes_seconds),"
+        cpus = cpus_that_fit(nodes, fewest, request.workers, request.cpus_per_worker, where)
+        return replace(request, cpus_per_worker=cpus, use_gpu=any(gpu for _, gpu in nodes))
 
-    def share(nodes: Sequence[tuple[int, int]], where: str) -> None:
-        if request["address"]:
-            nodes = wait_for_room(request).sizes
-            where += f", after a wait of up to {request['wait_for_nodes_seconds']:.0f} s (scheduling.wait_for_nodes_seconds),"
-        request["cpus_per_worker"] = share_out(nodes, least, request["workers"], request["cpus_per_worker"], where)
-        request["use_gpu"] = any(gpu for _, gpu in nodes)
-
-    if not request["address"]:  # said before torch and Ray are loaded
-        nodes_fit([(_cores(), 0)], least, request["cpus_per_worker"], _here())
-    with ray_of(request, share):
-        train(request, use_gpu=request["use_gpu"], keep_logs=lambda: _keep_ray_logs(request))
+    if not request.address:  # checked before torch and Ray are loaded
+        nodes_fit([(_cores(), 0)], fewest, request.cpus_per_worker, _here())
+    with ray_session(request, fit) as fitted:
+        supervise(fitted, keep_logs=lambda: _keep_ray_logs(request.launch), events=waited)
 
 
 @contextlib.contextmanager
-def ray_of(
-    request: dict[str, Any], share: Callable[[Sequence[tuple[int, int]], str], None]
-) -> Iterator[list[tuple[int, int]]]:
-    """A Ray of our own, or the cluster at request["address"], with its nodes' (CPUs, GPUs); left at the end.
+def ray_session(request: R, fit: Callable[[Sequence[NodeSize], str], R]) -> Iterator[R]:
+    """A Ray of our own, or the cluster at `request.address`; left at the end. Yields the request as `fit` completed it.
 
-    `share` gets the nodes and their name for messages, sets request["workers"] and request["cpus_per_worker"],
-    and raises `MachineError` where they do not fit; a Ray of our own is started with just that many CPUs.
+    Args:
+        fit: called with the sizes of the nodes and their name for messages. Returns the request with what depends on
+            them; raises `MachineError` if the request does not fit. A Ray of our own is started with just the CPUs that
+            this request needs.
     """
-    choose_token(request["address"])  # Ray reads it while it is imported
+    choose_token(request.address)  # Ray reads it while it is imported
     import ray
 
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the import has set a handler of its own
-    if request["address"]:
-        join_ray(request["address"], lambda error: _write_outcome(request, error))
-        nodes = [(node.cpus, node.gpus) for node in usable_nodes()]
-        share(nodes, f"the cluster at {request['address']}")
+    if request.address:
+        join_ray(request.address, lambda error: _write_outcome(request.launch, error))
+        sizes = [(node.cpus, node.gpus) for node in usable_nodes()]
+        fitted = fit(sizes, f"the cluster at {request.address}")
     else:
-        nodes = [(_cores(), _gpus())]
-        share(nodes, _here())
-        _start_ray(request)
+        fitted = fit([(_cores(), _gpus())], _here())
+        _start_ray(fitted)
     try:
-        yield nodes
+        yield fitted
     finally:
         ray.shutdown()
 
 
 def choose_token(address: str) -> None:
-    """A Ray of our own gets its own token, kept in no file; a cluster gets the user's, where there is one."""
+    """A Ray of our own gets its own token, which no file keeps; a cluster gets the user's, if there is one."""
     if not address:
         os.environ.update(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=secrets.token_hex(32))
         return
@@ -120,8 +123,8 @@ def choose_token(address: str) -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
 
 
-def _start_ray(request: dict[str, Any]) -> None:
-    """A Ray of our own with just the cores that are needed, open to nobody without this run's token."""
+def _start_ray(request: DriverRequest) -> None:
+    """A Ray of our own with just the cores that are needed, closed to everybody without this run's token."""
     import ray
 
     if Path("/sys/class/net/lo").exists():
@@ -129,65 +132,61 @@ def _start_ray(request: dict[str, Any]) -> None:
     try:
         ray.init(
             address="local",
-            num_cpus=min(_cores(), request["workers"] * request["cpus_per_worker"]),
+            num_cpus=min(_cores(), request.total_cpus),
             include_dashboard=False,
             object_store_memory=_OBJECT_STORE_BYTES,
             log_to_driver=False,
-            _temp_dir=f"{request['ray_dir']}/{RAY_FOLDER}",
+            _temp_dir=f"{request.launch.ray_dir}/{RAY_FOLDER}",
         )
     except Exception as error:
         logger.exception("ray.init")
-        _keep_ray_logs(request)
+        _keep_ray_logs(request.launch)
         raise MachineError(
-            f"{_log(request)}: Ray did not start here ({one_line(error)}). "
+            f"{request.launch.run_dir / LOGS / RAY_LOG}: Ray did not start here ({one_line(error)}). "
             "Its own logs are beside this file; ./launch.sh doctor checks the machine."
         ) from None
 
 
-def join_ray(address: str, last_word: Callable[[MachineError], None]) -> None:
-    """Join the cluster at `address`, or say within 10 s that none can be reached there (`MachineError`).
+def join_ray(address: str, on_timeout: Callable[[MachineError], None]) -> None:
+    """Join the cluster at `address`, or report within 10 s that none can be reached there (`MachineError`).
 
-    A cluster that answers may take longer to let us in, as on a busy machine. Where Ray hangs, this process ends;
-    `last_word` is called with the error before that, in another thread.
+    A cluster that answers may take longer to accept this driver, as on a busy machine. If Ray hangs, this process
+    exits; `on_timeout` is called with the error before that, in another thread.
     """
     host, _, port = address.rpartition(":")
-    advice = "Check scheduling.address, and that the cluster runs and lets this machine in."
+    advice = "Check scheduling.address, and that the cluster runs and accepts this machine."
     try:
-        socket.create_connection((host, int(port)), timeout=_REACH_SECONDS).close()
+        socket.create_connection((host, int(port)), timeout=_CONNECT_SECONDS).close()
     except (OSError, ValueError, OverflowError) as error:  # the last of a port beyond 65535
         raise MachineError(f"No Ray cluster answers at {address} ({one_line(error)}). {advice}") from None
     import ray
-    from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]  # as `ray health-check` asks
+    from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]  # as `ray health-check` does
 
-    no_ray = f"What answers at {address} spoke no Ray for {_ANSWER_SECONDS:.0f} s. {advice}"
-    too_slow = f"Ray at {address} did not let us in for {_JOIN_SECONDS:.0f} s. {advice}"
+    no_ray = f"The server at {address} did not answer as Ray within {_ANSWER_SECONDS:.0f} s. {advice}"
+    too_slow = f"Ray at {address} did not accept this driver within {_JOIN_SECONDS:.0f} s. {advice}"
     try:
-        with _limit(_ANSWER_SECONDS, lambda: last_word(MachineError(no_ray))):
+        with _limit(_ANSWER_SECONDS, lambda: on_timeout(MachineError(no_ray))):
             GcsClient(address=address)
-        with _limit(_JOIN_SECONDS, lambda: last_word(MachineError(too_slow))):
-            ray.init(
-                address=address,
-                log_to_driver=False,
-                runtime_env=_runtime_env(),
-            )
+        with _limit(_JOIN_SECONDS, lambda: on_timeout(MachineError(too_slow))):
+            ray.init(address=address, log_to_driver=False, runtime_env=_runtime_env())
     except Exception as error:
         logger.exception("ray.init")
-        raise MachineError(f"Ray at {address} did not let us in ({one_line(error)}). {advice}") from None
+        raise MachineError(f"Ray at {address} did not accept this driver ({one_line(error)}). {advice}") from None
 
 
 def _runtime_env() -> dict[str, Any]:
-    """Where the workers find this project. In a job they do by the cluster's own environment, as the job did; and
+    """Where the workers find this project. In a job the cluster's own environment names it, as it did for the job;
     workers without a special environment start sooner."""
     return {} if "RAY_JOB_CONFIG_JSON_ENV_VAR" in os.environ else {"env_vars": {"PYTHONPATH": os.environ["PYTHONPATH"]}}
 
 
 @contextlib.contextmanager
-def _limit(seconds: float, last_word: Callable[[], None]) -> Iterator[None]:
-    """End this process where the block takes longer, since nothing interrupts Ray; `last_word` is called first."""
+def _limit(seconds: float, on_timeout: Callable[[], None]) -> Iterator[None]:
+    """Exit this process if the block takes longer, since nothing interrupts Ray; `on_timeout` is called first."""
 
     def give_up() -> None:
         try:
-            last_word()
+            on_timeout()
         finally:  # though nobody may be there to hear it
             os._exit(MachineError.exit_code)
 
@@ -199,22 +198,17 @@ def _limit(seconds: float, last_word: Callable[[], None]) -> Iterator[None]:
         timer.cancel()
 
 
-def _write_outcome(request: dict[str, Any], error: RunError | None) -> None:
-    data = None if error is None else {"kind": type(error).__name__, "message": str(error)}
-    write_json(Path(request["outcome"]), {"error": data})
+def _write_outcome(launch: Launch, error: RunError | None) -> None:
+    write_json(launch.outcome, {"error": None if error is None else as_data(error)})
 
 
-def _keep_ray_logs(request: dict[str, Any]) -> None:
+def _keep_ray_logs(launch: Launch) -> None:
     """Copy our own Ray's logs beside the run's, where they outlive it."""
-    source = Path(request["ray_dir"]) / RAY_FOLDER / "session_latest" / LOGS
-    kept = Path(request["run_dir"]) / LOGS / "ray"
+    source = launch.ray_dir / RAY_FOLDER / "session_latest" / LOGS
+    kept = launch.run_dir / LOGS / "ray"
     with contextlib.suppress(OSError, shutil.Error):
         shutil.rmtree(kept, ignore_errors=True)
         shutil.copytree(source, kept)
-
-
-def _log(request: dict[str, Any]) -> Path:
-    return Path(request["run_dir"]) / LOGS / "ray.log"
 
 
 def _cores() -> int:
@@ -222,7 +216,7 @@ def _cores() -> int:
 
 
 def _gpus() -> int:
-    """GPUs of this machine that torch sees; torch is not loaded where there are none."""
+    """GPUs of this machine that torch sees; torch is not loaded if there are none."""
     if not any(Path("/dev").glob("nvidia[0-9]*")):
         return 0
     import torch
@@ -234,7 +228,7 @@ def _here() -> str:
     return f"this machine ({socket.gethostname()})"
 
 
-def die_with(parent: int, folder: str | None = None) -> None:
+def die_with(parent: int, folder: Path | None = None) -> None:
     """End this session and remove `folder` once `parent` is gone: a killed launcher leaves nothing behind."""
 
     def watch() -> None:
@@ -249,4 +243,4 @@ def die_with(parent: int, folder: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], _train)
+    main(sys.argv[1], LaunchRequest, _run)

@@ -1,8 +1,8 @@
-"""Run a function in worker processes through Ray, and bring its end back: done, a `RunError`, or a crash.
+"""Run a function in worker processes through Ray, and return how it finished: done, a `RunError`, or a crash.
 
 Ray lives in a child process (`cluster.workers.driver`) in a session of its own. So this process keeps its signal
-handlers and its terminal, Ctrl-C reaches nobody but us, an unreachable cluster cannot hang us, and everything
-that was started is known by that session and can be ended by id.
+handlers and its terminal, Ctrl-C reaches this process alone, an unreachable cluster cannot hang it, and every process
+that was started belongs to that session and can be ended by id.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ from typing import Any
 import psutil
 
 from cluster.workers.address import without_password
-from cluster.workers.worker import STOP_FILE, error_from, stop_flag
+from cluster.workers.outcomes import error_from
+from cluster.workers.processes import DRIVER
+from cluster.workers.request import STOP_FILE, DriverRequest, Launch, LaunchRequest
 from pretrain.common.errors import InputError, MachineError, StoppedError
 from pretrain.common.files import append_open, disk_errors
 from pretrain.common.worker import Flag
@@ -35,6 +37,7 @@ LOGS = "logs"
 RAY_LOG = "ray.log"
 
 _POLL_SECONDS = 0.25
+_KILL_SECONDS = 5.0  # for the processes of a session to disappear
 
 # Ray opens its temporary folder to all (mode 0777), so it gets one within a private folder.
 RAY_FOLDER = "ray"
@@ -56,77 +59,102 @@ def run(
     min_workers: int = 0,
     wait_for_nodes_seconds: float = 0.0,
 ) -> None:
-    """Call `target` ("package.module:function") with (payload, Worker) in `workers` processes, to its end.
+    """Call `target` ("package.module:function") with (payload, Worker) in `workers` processes until they finish.
 
-    `payload` must survive JSON. Workers run in this process's working directory, so relative paths mean the
-    same there. Their output goes to `run_dir`/logs/worker-<rank>.log and Ray's to `run_dir`/logs/ray.log.
-    `address` ("host:port") joins that Ray cluster, which must see the same files; empty starts a Ray of our
-    own on this machine, closed to others and gone when this returns. `cpus_per_worker` 0 shares out the
-    cores. With `min_workers` there are as many from it to `workers` as the cluster holds, fewer when nodes are lost or
-    drained and more when they return. A cluster that holds fewer is given `wait_for_nodes_seconds`, at the start and
-    later.
+    Workers run in this process's working directory, so relative paths mean the same there. Their output goes to
+    `run_dir`/logs/worker-<rank>.log and Ray's to `run_dir`/logs/ray.log.
 
-    A `RunError` raised in a worker is raised here, same class and message, and never retried. Any other end
-    of a worker restarts all of them with payload["resume"] = True, at most `max_failures` times without a new
-    checkpoint; then a `MachineError` names the worker's log and its last line. SIGTERM or SIGINT to this process creates
-    `run_dir`/stop and waits for the workers to end themselves; a second SIGINT ends everything at once. Call
-    from the main thread: elsewhere Python allows no signal handlers, and signals keep their old meaning.
+    A `RunError` raised in a worker is raised here, same class and message, and never retried. Any other exit of a
+    worker restarts all of them with payload["resume"] = True, at most `max_failures` times without a new checkpoint;
+    then a `MachineError` names the worker's log and its last line. SIGTERM or SIGINT to this process creates
+    `run_dir`/stop and waits for the workers to finish; a second SIGINT ends everything at once. Call from the main
+    thread: elsewhere Python allows no signal handlers, and signals keep their old meaning.
 
-    Raises `MachineError` when the machine or cluster cannot hold the workers, or is not reached within 10 s.
+    Args:
+        payload: must survive JSON.
+        workers: how many processes, at most.
+        cpus_per_worker: 0 divides the cores among the workers.
+        address: "host:port" of a Ray cluster, which must see the same files. Empty starts a Ray of our own on this
+            machine, closed to others and gone when this returns.
+        min_workers: if not 0, there are as many workers as the cluster holds, between this and `workers`: fewer when
+            nodes are lost or drained, more when they return.
+        wait_for_nodes_seconds: how long to wait for nodes, at the start and later, if the cluster holds fewer workers.
+
+    Raises:
+        MachineError: the machine or cluster cannot hold the workers, or is not reached within 10 s.
     """
-    drive(
-        "cluster.workers.driver",
-        {
-            "target": target,
-            "payload": payload,
-            "name": name,
-            "workers": workers,
-            "cpus_per_worker": cpus_per_worker,
-            "address": address,
-            "max_failures": max_failures,
-            "min_workers": min_workers,
-            "wait_for_nodes_seconds": wait_for_nodes_seconds,
-        },
-        run_dir=run_dir,
-    )
+
+    def request(launch: Launch) -> LaunchRequest:
+        return LaunchRequest(
+            launch=launch,
+            target=target,
+            name=name,
+            address=address,
+            max_failures=max_failures,
+            use_gpu=None,
+            payload=payload,
+            workers=workers,
+            min_workers=min_workers,
+            cpus_per_worker=cpus_per_worker,
+            wait_for_nodes_seconds=wait_for_nodes_seconds,
+        )
+
+    drive(DRIVER, request, address=address, run_dir=run_dir)
 
 
 def drive(
-    module: str, request: dict[str, Any], *, run_dir: Path | str, poll: Callable[[Path], None] | None = None
+    module: str,
+    make_request: Callable[[Launch], DriverRequest],
+    *,
+    address: str,
+    run_dir: Path | str,
+    poll: Callable[[Path], None] | None = None,
 ) -> None:
-    """Run a driver of Ray, `python -m MODULE request.json`, to its end and raise what ended it.
+    """Run a driver of Ray, `python -m MODULE request.json`, until it exits, and raise its error, if any.
 
-    The request is completed by what all drivers need: run_dir, working_dir, ray_dir, outcome, and `launch` and `since`,
-    which tell this launch's stop file from one of another launch (`stop_flag`). `poll` is called
-    about four times a second, in this thread, with the private folder `ray_dir`, where a driver may leave word.
     Signals are those of `run`.
+
+    Args:
+        make_request: the driver's request for this launch.
+        poll: called about four times a second, in this thread, with the private folder `ray_dir`, in which a driver may
+            report progress.
     """
-    check_address(request["address"])
+    check_address(address)
     run_dir = Path(run_dir).absolute()
+    since = _clear(run_dir)
+    with _private_folder() as folder:
+        launch = Launch(
+            id=secrets.token_hex(8),
+            run_dir=run_dir,
+            working_dir=Path.cwd(),
+            ray_dir=folder,
+            outcome=folder / "outcome.json",
+            since=since,
+        )
+        with disk_errors(run_dir), _Signals(launch.stop_flag()) as signals:
+            exit_code = _run_driver(module, make_request(launch), signals, poll)
+            _raise_outcome(launch, exit_code, signals.ended_at_once)
+
+
+def _clear(run_dir: Path) -> int:
+    """Make the run folder and remove an earlier stop file. The time now, in nanoseconds.
+
+    The clock is the one that stamps the folder's files: a network file system has its own.
+    """
     with disk_errors(run_dir):
         (run_dir / LOGS).mkdir(parents=True, exist_ok=True)
         (run_dir / STOP_FILE).unlink(missing_ok=True)
-        request = {
-            **request,
-            "run_dir": str(run_dir),
-            "launch": secrets.token_hex(8),
-            "since": _time_at(run_dir),
-        }
+        with tempfile.NamedTemporaryFile(dir=run_dir, prefix=".clock-") as file:
+            return os.fstat(file.fileno()).st_mtime_ns
 
-    with (
-        _private_folder() as folder,
-        disk_errors(run_dir),
-        append_open(run_dir / LOGS / RAY_LOG) as log,
-        _Signals(stop_flag(request)) as signals,
-    ):
-        outcome = folder / "outcome.json"
-        request = {
-            **request,
-            "working_dir": str(Path.cwd()),
-            "ray_dir": str(folder),
-            "outcome": str(outcome),
-        }
-        (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
+
+def _run_driver(
+    module: str, request: DriverRequest, signals: _Signals, poll: Callable[[Path], None] | None
+) -> int | None:
+    """The driver's exit code; at the end its whole session is gone."""
+    folder = request.launch.ray_dir
+    (folder / "request.json").write_text(request.to_json(), encoding="utf-8")
+    with append_open(request.launch.run_dir / LOGS / RAY_LOG) as log:
         child = subprocess.Popen(
             [_python(folder), "-m", module, str(folder / "request.json")],
             env=environment(),
@@ -141,7 +169,7 @@ def drive(
         finally:
             end_session(child.pid)
             child.wait()
-        _raise_outcome(outcome, run_dir, child.returncode, signals.ended_at_once)
+    return child.returncode
 
 
 def _wait(child: subprocess.Popen[bytes], folder: Path, poll: Callable[[Path], None] | None) -> None:
@@ -155,14 +183,8 @@ def _wait(child: subprocess.Popen[bytes], folder: Path, poll: Callable[[Path], N
     poll(folder)
 
 
-def _time_at(folder: Path) -> int:
-    """Now, by the clock that stamps the files of `folder`: a network file system has its own. Nanoseconds."""
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".clock-") as file:
-        return os.fstat(file.fileno()).st_mtime_ns
-
-
 def check_address(address: str) -> None:
-    """Refuse (`InputError`) what Ray would take for an address though it is not the host:port of a cluster."""
+    """Refuse (`InputError`) what Ray would accept as an address though it is not the host:port of a cluster."""
     if address == "auto" or "://" in address or "@" in address:
         raise InputError(
             f"scheduling.address: {without_password(address)!r} is not host:port. "
@@ -172,17 +194,17 @@ def check_address(address: str) -> None:
 
 def end_session(session: int) -> None:
     """Kill every process of the session that `session` leads, but not the caller. Gives up after 5 s."""
-    deadline = time.monotonic() + 5
-    while (members := _members(session)) and time.monotonic() < deadline:
-        for pid in members:
+    deadline = time.monotonic() + _KILL_SECONDS
+    while (processes := _session_processes(session)) and time.monotonic() < deadline:
+        for pid in processes:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
 
 
-def _members(session: int) -> list[int]:
-    """The living processes of a session, without zombies and the caller."""
-    found = []
+def _session_processes(session: int) -> list[int]:
+    """Ids of the processes of a session, without zombies and the caller."""
+    pids = []
     for pid in psutil.pids():
         with contextlib.suppress(ProcessLookupError, PermissionError, psutil.Error):
             if (
@@ -190,18 +212,18 @@ def _members(session: int) -> list[int]:
                 and os.getsid(pid) == session
                 and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
             ):
-                found.append(pid)
-    return found
+                pids.append(pid)
+    return pids
 
 
 @contextlib.contextmanager
 def _private_folder() -> Iterator[Path]:
     """A folder for Ray's session, readable by this user only, removed at the end."""
-    place = tempfile.gettempdir()
-    if len(place) > _LONGEST_TEMPORARY_FOLDER or " " in place:
-        place = "/tmp"
-    with disk_errors(Path(place)):
-        folder = Path(tempfile.mkdtemp(prefix="bertrain-", dir=place))
+    parent = tempfile.gettempdir()
+    if len(parent) > _LONGEST_TEMPORARY_FOLDER or " " in parent:
+        parent = "/tmp"
+    with disk_errors(Path(parent)):
+        folder = Path(tempfile.mkdtemp(prefix="bertrain-", dir=parent))
     try:
         yield folder
     finally:
@@ -209,7 +231,7 @@ def _private_folder() -> Iterator[Path]:
 
 
 def _python(folder: Path) -> str:
-    """Our interpreter; through a link in `folder` when its path has a space, at which Ray would split it."""
+    """Our interpreter; through a link in `folder` if its path has a space, at which Ray would split it."""
     if " " not in sys.executable:
         return sys.executable
     program = Path(sys.executable)
@@ -220,7 +242,7 @@ def _python(folder: Path) -> str:
 def environment() -> dict[str, str]:
     """Ours, with this project first on the path, so that workers find it wherever they start.
 
-    PYTHONSAFEPATH keeps a stray `datasets.py` or `cluster/` in the user's folder from being imported instead
+    PYTHONSAFEPATH keeps Python from importing a stray `datasets.py` or `cluster/` in the user's folder instead
     (Python 3.11 on; 3.10 ignores it).
     """
     path = os.pathsep.join(filter(None, [str(_PROJECT), os.environ.get("PYTHONPATH", "")]))
@@ -228,13 +250,13 @@ def environment() -> dict[str, str]:
 
 
 class _Signals:
-    """While entered, the first SIGTERM or SIGINT sets the stop flag; a SIGINT after it ends at once."""
+    """While entered, the first SIGTERM or SIGINT sets the stop flag; a SIGINT after it ends everything at once."""
 
     def __init__(self, stop: Flag):
         self.ended_at_once = False
         self.on_second: Callable[[], None] = lambda: None
         self._stop = stop
-        self._asked = False
+        self._requested = False
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> _Signals:
@@ -248,29 +270,29 @@ class _Signals:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._asked and number == signal.SIGINT:
+        if self._requested and number == signal.SIGINT:
             self.ended_at_once = True
             self.on_second()
-        self._asked = True
+        self._requested = True
         self._stop.set()
 
 
-def _raise_outcome(outcome: Path, run_dir: Path, exit_code: int, ended_at_once: bool) -> None:
-    """Return if the run is done, else raise what ended it."""
+def _raise_outcome(launch: Launch, exit_code: int | None, ended_at_once: bool) -> None:
+    """Return if the run is done, else raise its error."""
     if ended_at_once:
         raise StoppedError(
-            f"{run_dir}: ended at once, without a last checkpoint. --resume continues from the newest one."
+            f"{launch.run_dir}: ended at once, without a last checkpoint. --resume continues from the newest one."
         )
     try:
-        result = json.loads(outcome.read_text(encoding="utf-8"))
+        outcome = json.loads(launch.outcome.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        log = run_dir / LOGS / RAY_LOG
+        log = launch.run_dir / LOGS / RAY_LOG
         raise MachineError(
-            f"{log}: Ray's driver ended with exit code {exit_code}; its last line: {last_line(log)!r}. "
-            "Run the same command with --resume to go on."
+            f"{log}: Ray's driver exited with code {exit_code}; its last line: {last_line(log)!r}. "
+            "Run the same command with --resume to continue."
         ) from None
-    if result["error"] is not None:
-        raise error_from(result["error"])
+    if outcome["error"] is not None:
+        raise error_from(outcome["error"])
 
 
 def last_line(path: Path) -> str:

@@ -1,4 +1,4 @@
-"""The machines of a cluster: which are fit for work, and how many workers they hold. Ray is asked only where it is joined."""
+"""The nodes of a cluster: which are usable, and how many workers fit on them."""
 
 from __future__ import annotations
 
@@ -12,30 +12,39 @@ from pretrain.common.errors import MachineError
 
 _CONNECT_SECONDS = 1.0
 
+NodeSize = tuple[int, int]  # (CPUs, GPUs)
+
 
 @dataclass(frozen=True)
 class Node:
-    """A living node of the cluster that this process has joined."""
+    """An alive node of the cluster that this process has joined."""
 
     id: str
     cpus: int
     gpus: int
-    draining: bool  # it is to go soon
-    free_cpus: int  # which nobody holds, some moments ago
+    draining: bool  # it leaves the cluster soon
+    free_cpus: int  # not in use by anybody, as of some moments ago
     free_gpus: int
 
 
 def nodes_fit(
-    nodes: Sequence[tuple[int, int]],
+    nodes: Sequence[NodeSize],
     workers: int,
     cpus_per_worker: int,
     where: str,
     setting: str = "scheduling.workers (--workers)",
 ) -> int:
-    """The CPUs each worker gets, so that `workers` fit on `nodes`, a list of (CPUs, GPUs).
+    """The CPUs of each worker, so that `workers` of them fit on `nodes`.
 
-    With GPUs anywhere each worker takes one. `cpus_per_worker` 0 means as many as fit. `where` names the
-    machine or cluster in the `MachineError` that says what there is when they do not fit, and `setting` what to lower.
+    If any node has GPUs, each worker takes one.
+
+    Args:
+        cpus_per_worker: 0 means as many as fit.
+        where: the machine or cluster, for the error.
+        setting: what to lower, for the error.
+
+    Raises:
+        MachineError: they do not fit.
     """
     cpus, gpus = sum(cpu for cpu, _ in nodes), sum(gpu for _, gpu in nodes)
     if gpus and workers > gpus:
@@ -45,7 +54,7 @@ def nodes_fit(
     largest = max((cpu for cpu, _ in nodes), default=0)
     choices = [cpus_per_worker] if cpus_per_worker else range(largest, 0, -1)
     for each in choices:
-        if _room(nodes, each) >= workers:
+        if _capacity(nodes, each) >= workers:
             return each
     raise MachineError(
         f"{where} has {cpus} CPU cores, too few for {workers} workers of {cpus_per_worker or 1} each. "
@@ -53,35 +62,34 @@ def nodes_fit(
     )
 
 
-def _room(nodes: Sequence[tuple[int, int]], each: int) -> int:
-    """For how many workers of `each` CPUs there is room."""
-    gpus = any(gpu for _, gpu in nodes)
-    return sum(min(cpu // each, gpu) if gpus else cpu // each for cpu, gpu in nodes)
-
-
-def most_that_fit(nodes: Sequence[tuple[int, int]], low: int, high: int, cpus_per_worker: int) -> int:
-    """How many of `low` to `high` workers find room on `nodes`, a list of (CPUs, GPUs); 0 where not even `low` do."""
-    workers = min(high, _room(nodes, cpus_per_worker or 1))
+def most_that_fit(nodes: Sequence[NodeSize], low: int, high: int, cpus_per_worker: int) -> int:
+    """How many of `low` to `high` workers fit on `nodes`; 0 if not even `low` do."""
+    workers = min(high, _capacity(nodes, cpus_per_worker or 1))
     return workers if workers >= low else 0
 
 
-def share_out(nodes: Sequence[tuple[int, int]], low: int, high: int, cpus_per_worker: int, where: str) -> int:
-    """The CPUs each worker gets, so that as many of `low` to `high` as can be find room on `nodes`; errors of `nodes_fit`."""
+def cpus_that_fit(nodes: Sequence[NodeSize], low: int, high: int, cpus_per_worker: int, where: str) -> int:
+    """The CPUs of each worker, so that as many of `low` to `high` workers as possible fit; errors of `nodes_fit`."""
     workers = most_that_fit(nodes, low, high, cpus_per_worker) or low
     return nodes_fit(nodes, workers, cpus_per_worker, where)
 
 
+def resources_of(cpus: int, with_gpu: bool | None) -> dict[str, float]:
+    """What one process requests from Ray."""
+    return {"CPU": cpus, "GPU": 1} if with_gpu else {"CPU": cpus}
+
+
 def usable_nodes() -> list[Node]:
-    """Nodes that live and answer. Ray itself takes some seconds to notice that one is lost."""
+    """Nodes that are alive and answer. Ray itself takes some seconds to notice that one is lost."""
     import ray
     from ray._private.state import available_resources_per_node
 
     draining, free = _draining(), available_resources_per_node()
-    found = []
+    nodes = []
     for node in ray.nodes():
         if node["Alive"] and _answers(node["NodeManagerAddress"], node["NodeManagerPort"]):
             resources, left = node["Resources"], free.get(node["NodeID"], {})
-            found.append(
+            nodes.append(
                 Node(
                     node["NodeID"],
                     int(resources.get("CPU", 0)),
@@ -91,11 +99,17 @@ def usable_nodes() -> list[Node]:
                     int(left.get("GPU", 0)),
                 )
             )
-    return found
+    return nodes
+
+
+def _capacity(nodes: Sequence[NodeSize], each: int) -> int:
+    """How many workers of `each` CPUs fit."""
+    gpus = any(gpu for _, gpu in nodes)
+    return sum(min(cpu // each, gpu) if gpus else cpu // each for cpu, gpu in nodes)
 
 
 def _draining() -> set[str]:
-    """Ids of the nodes that are announced to go: by `ray drain-node`, an autoscaler or a spot notice."""
+    """Ids of the nodes whose end is announced: by `ray drain-node`, an autoscaler or a spot notice."""
     from ray._private.worker import global_worker
 
     client: Any = global_worker.gcs_client  # pyright: ignore[reportAttributeAccessIssue]

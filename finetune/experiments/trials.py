@@ -263,14 +263,14 @@ def _run(
     parallel: int,
     ended: Callable[[list[Outcome | None]], None],
 ) -> Ran:
-    from cluster.trials.launch import Event, run_trials
-    from cluster.trials.launch import TrialRequest as Task
-    from cluster.workers.launch import STOP_FILE
+    from cluster.trials.launch import run_trials
+    from cluster.trials.request import TrialEvent, TrialRequest
+    from cluster.workers.request import STOP_FILE
 
     told = [(trial.label, trial.config.folder, trial.examples, trial.steps) for trial in trials]
     view = View(told, pending, config.folder / STOP_FILE)
 
-    def poll(events: list[Event]) -> None:
+    def poll(events: list[TrialEvent]) -> None:
         for event in events:
             number = pending[event.trial]
             if event.kind != "ended":
@@ -291,7 +291,7 @@ def _run(
             run_trials(
                 "finetune.train:main",
                 [
-                    Task(
+                    TrialRequest(
                         trials[number].config.folder,
                         {
                             "config": trials[number].config.model_dump(mode="json"),

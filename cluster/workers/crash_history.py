@@ -1,4 +1,4 @@
-"""The crashes of a run: how many count against its limit, and on which nodes they were. Plain data; Ray is not asked."""
+"""The crashes of a run: how many count against its limit, and on which nodes they were. Plain data, without Ray."""
 
 from __future__ import annotations
 
@@ -7,63 +7,63 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-_LOST_SECONDS = 60.0  # after a crash, within which the loss of one of its nodes explains it
-_MEMORY_SECONDS = 24 * 3600.0  # for which a node is held to account
+_LOST_SECONDS = 60.0  # after a crash; the loss of one of its nodes within this time explains it
+_MEMORY_SECONDS = 24 * 3600.0  # for which a crash counts against its node
 _CRASHES_OF_A_BAD_NODE = 2
-_FEWEST_LOSSES = 10  # which a run survives without a new checkpoint, however few failures it may have
+_FEWEST_LOSSES = 10  # which a run survives without a new checkpoint, even with a lower limit of failures
 _LOSSES_PER_FAILURE = 3
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _Crash:
     time: float
     nodes: frozenset[str]  # of all workers
-    blamed: str  # the node of the worker that crashed first; empty where that is not known
+    blamed: str  # the node of the worker that crashed first; empty if unknown
 
 
-class Failures:
+class CrashHistory:
     """Counts crashes.
 
-    A crash counts until a newer checkpoint was written before the next one. Where one of its nodes is gone or to go
-    within a minute, the crash was a preemption: it counts neither for the run nor for a node. Of those there is a limit,
-    too, since a run may fell its nodes itself: one that is out of memory may lose Ray together with the workers.
+    A crash counts until a newer checkpoint has been written. If one of its nodes is gone or draining within a minute,
+    the crash was a preemption: it counts neither against the run nor against a node. Preemptions have a limit, too,
+    since a run may bring down its nodes itself: a node that is out of memory may lose Ray together with the workers.
 
     Args:
-        limit: so many crashes may count.
+        limit: how many crashes may count.
         clock: seconds, as `time.monotonic`.
 
     Attributes:
-        losses: crashes that the loss of a node explained, since a checkpoint was written.
+        losses: crashes that the loss of a node explained, since the last new checkpoint.
     """
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._limit, self._clock = limit, clock
-        self._counted: list[_Entry | None] = []  # None: the workers did not start
-        self._remembered: list[_Entry] = []
+        self._counted: list[_Crash | None] = []  # None: the workers did not start
+        self._remembered: list[_Crash] = []
         self._addresses: dict[str, str] = {}
         self.losses = 0
 
     def add(self, nodes: Mapping[str, str], blamed: str, *, progressed: bool) -> None:
-        """Workers crashed.
+        """Record that workers crashed.
 
         Args:
             nodes: addresses of the nodes they ran on, by id.
-            blamed: id of the node of the worker that crashed; empty where that is not known.
-            progressed: whether a checkpoint was written since the crash before.
+            blamed: id of the node of the worker that crashed; empty if unknown.
+            progressed: whether a checkpoint was written since the previous crash.
         """
-        crash = _Entry(self._clock(), frozenset(nodes), blamed)
+        crash = _Crash(self._clock(), frozenset(nodes), blamed)
         if progressed:
             self._counted, self.losses = [], 0
         self._counted.append(crash)
         self._remembered.append(crash)
         self._addresses.update(nodes)
 
-    def add_start(self) -> None:
-        """Workers did not start, for a reason other than want of room."""
+    def add_failed_start(self) -> None:
+        """Record that workers did not start, for a reason other than a lack of capacity."""
         self._counted.append(None)
 
     def forgive(self, staying: Collection[str]) -> list[str]:
-        """Drop the crashes of the last minute whose nodes are not all among `staying`; the addresses of the lost nodes."""
+        """Drop the crashes of the last minute whose nodes are not all in `staying`; the addresses of the lost nodes."""
         lost: set[str] = set()
         for crash in list(self._remembered):
             gone = crash.nodes.difference(staying)
@@ -76,7 +76,7 @@ class Failures:
 
     @property
     def exhausted(self) -> bool:
-        """Whether more crashes count than may."""
+        """Whether more crashes count than the limit allows."""
         return len(self._counted) > self._limit
 
     @property

@@ -1,0 +1,132 @@
+"""What all manifests take from a run's config: its commands, its number of nodes, the config itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import Field, create_model
+
+from finetune.config import TASKS, FinetuneConfig
+from pretrain.common import settings as yaml_settings
+from pretrain.common.errors import InputError
+from pretrain.common.settings import Section
+from pretrain.config import PretrainConfig, RunConfig
+
+IMAGE = r"^[A-Za-z0-9][A-Za-z0-9_.:/@-]*$"  # REGISTRY/NAME:TAG or @DIGEST
+RUN_COMMANDS = _PRETRAIN, _FINETUNE = "pretrain pretrain", "finetune finetune"  # of python -m; they train
+_LOCK = Path(__file__).resolve().parents[2] / "requirements.lock"
+
+
+class ManifestSettings(Section):
+    """The section `place` of a config: the nodes for the workers. Each kind of manifest adds its own settings."""
+
+    workers_per_node: int = Field(
+        default=8, ge=1, description="Worker processes of each node. With GPUs, the number of the node's GPUs."
+    )
+    gpus: bool = Field(default=True, description="Whether each worker has a GPU; false trains on CPUs.")
+    cpus_per_worker: int = Field(
+        default=8, ge=1, description="CPU cores of each worker, if scheduling.cpus_per_worker is 0."
+    )
+    prepare: bool = Field(
+        default=False,
+        description="Prepare the corpus on the cluster first. A corpus that is ready is used as it is.",
+    )
+    grace_seconds: int = Field(
+        default=300,
+        ge=30,
+        description="Time for the last step and its checkpoint before nodes are taken away, in seconds.",
+    )
+
+
+S = TypeVar("S", bound=ManifestSettings)
+
+
+@dataclass(frozen=True)
+class ManifestJob:
+    """A run, distributed across identical nodes."""
+
+    name: str
+    folder: str  # the run folder, relative to the folder in which the commands start
+    config: str  # resolved, as YAML
+    subcommands: tuple[str, ...]  # of python -m, in order; the last one trains, the others prepare
+    nodes: int
+    min_nodes: int  # fewer than `nodes` only if the run is elastic
+    workers_per_node: int
+    cpus_per_worker: int
+    gpus: bool
+
+    @property
+    def gpus_per_node(self) -> int:
+        return self.workers_per_node if self.gpus else 0
+
+    def commands(self, config: str, address: str) -> list[str]:
+        """Shell commands that do the work on the Ray cluster at `address`; both arguments are shell words.
+
+        With --resume the first start begins at step 0, so that all starts are the same command.
+        """
+        *before, last = self.subcommands
+        arguments = f"{config} --set scheduling.address={address}"
+        return [*(f"python -m {one} {arguments}" for one in before), f"python -m {last} {arguments} --resume"]
+
+
+def load(path: Path | str, kind: type[S], overrides: Sequence[str]) -> tuple[ManifestJob, S]:
+    """The run in the YAML file `path`, and the settings of its section `place`, with `overrides` of both."""
+    run_type = FinetuneConfig if yaml_settings.names(path) & set(TASKS) else PretrainConfig
+    config_type = create_model(
+        f"{run_type.__name__}WithPlace",
+        __base__=run_type,
+        # Validated even if it is missing, so that the error names the required settings.
+        place=(kind, Field(default={}, validate_default=True)),
+    )
+    config: Any = yaml_settings.load(path, config_type, overrides)
+    return _job(path, config, config.place), config.place
+
+
+def locked_version(package: str) -> str:
+    """The version of a package in requirements.lock; images and clusters have to use the same."""
+    for line in _LOCK.read_text(encoding="utf-8").splitlines():
+        name, _, version = line.partition(";")[0].partition("==")
+        if name == package:
+            return version.strip()
+    raise KeyError(package)
+
+
+def _job(path: Path | str, config: RunConfig, settings: ManifestSettings) -> ManifestJob:
+    scheduling = config.scheduling
+    finetunes = isinstance(config, FinetuneConfig)
+    if finetunes and not config.start_from:
+        raise InputError(
+            f"{path}: start_from is empty. Name the checkpoint's folder on the cluster: --set start_from=DIR."
+        )
+    if finetunes and settings.prepare:
+        raise InputError("place.prepare: only pretraining has a corpus to prepare. Leave it false.")
+    cpus = scheduling.cpus_per_worker or settings.cpus_per_worker
+    resolved = config.model_copy(
+        update={"scheduling": scheduling.model_copy(update={"cpus_per_worker": cpus, "address": ""})}
+    )
+    per_node = min(scheduling.workers, settings.workers_per_node)
+    return ManifestJob(
+        name=config.name,
+        folder=str(config.folder),
+        config=yaml_settings.dump(resolved, exclude={"place"}),
+        subcommands=(_FINETUNE,) if finetunes else (*(["pretrain prepare"] if settings.prepare else []), _PRETRAIN),
+        nodes=_nodes(scheduling.workers, per_node),
+        min_nodes=math.ceil((scheduling.min_workers or scheduling.workers) / per_node),
+        workers_per_node=per_node,
+        cpus_per_worker=cpus,
+        gpus=settings.gpus,
+    )
+
+
+def _nodes(workers: int, per_node: int) -> int:
+    if workers % per_node:
+        lower = workers // per_node * per_node
+        raise InputError(
+            f"scheduling.workers ({workers}) must be a multiple of place.workers_per_node ({per_node}), "
+            f"or GPUs stay idle; nearest: {lower} and {lower + per_node}."
+        )
+    return workers // per_node

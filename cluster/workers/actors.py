@@ -1,0 +1,213 @@
+"""The worker processes of one attempt: Ray actors, each on its bundle of one placement group.
+
+Ray Core does all of it: it places the processes, starts them and reports which one died. A controller between it and us
+(Ray Train's) would be one more process that imports torch before the first step, and one more that can die.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.workers.outcomes import WorkerError, one_line
+from cluster.workers.request import Attempt
+from cluster.workers.target import RankAssignment, run_worker
+
+_LAST_LINES_SECONDS = 2.0  # after the first failure, for the other workers to report theirs
+_START_SECONDS = 120.0  # for a process to start on the node where Ray has placed it
+_NODE_LABEL = "ray.io/node-id"
+_MIG = "MIG-"
+
+
+class WorkersNotStartedError(Exception):
+    """The workers could not be started now: the cluster lacks capacity, or the reason that is given."""
+
+
+class WorkersFailedError(Exception):
+    """Workers failed: their exceptions by rank, `WorkerError` for those that reported, Ray's for those that died."""
+
+    def __init__(self, failures: dict[int, Exception]) -> None:
+        super().__init__(failures)
+        self.failures = failures
+
+
+class WorkerGroup:
+    """`workers` processes with `resources` each, ready to run; use as a context manager, which ends them.
+
+    None is placed on the nodes with the ids `avoid`. Raises `WorkersNotStartedError` if Ray cannot place them within
+    `patience` seconds.
+    """
+
+    def __init__(self, workers: int, resources: dict[str, float], patience: float, avoid: Collection[str] = ()) -> None:
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._group = request_bundles(workers, resources, avoid)
+        try:
+            if not self._group.wait(patience):
+                raise WorkersNotStartedError
+            actor: Any = ray.remote(_WorkerActor)
+            self._actors = [
+                actor.options(
+                    num_cpus=resources["CPU"],
+                    num_gpus=resources.get("GPU", 0),
+                    max_restarts=0,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, number),
+                ).remote()
+                for number in range(workers)
+            ]
+            locations = self._locate()
+        except BaseException:
+            self._remove()
+            raise
+        # Consecutive ranks share a machine, as with torch's launchers.
+        order = sorted(
+            range(workers),
+            key=lambda number: (
+                locations[number].address,
+                [_gpu_order(gpu) for gpu in locations[number].gpus],
+                number,
+            ),
+        )
+        self._actors = [self._actors[number] for number in order]
+        self.locations = [locations[number] for number in order]
+
+    def run(self, attempt: Attempt) -> list[dict[str, str] | None]:
+        """`cluster.workers.target.run_worker` in each, until all have finished; what each returned, by rank.
+
+        Raises `WorkersFailedError` as soon as one fails, with what the others report about it.
+        """
+        import ray
+        from ray.exceptions import RayError, RayTaskError
+
+        assignments = assign_ranks(self.locations)
+        runs = [actor.run.remote(attempt, one) for actor, one in zip(self._actors, assignments, strict=True)]
+        outcomes: dict[int, dict[str, str] | None] = {}
+        failures: dict[int, Exception] = {}
+        pending, deadline = list(runs), None
+        while pending:
+            patience = None if deadline is None else max(0.0, deadline - time.monotonic())
+            done, pending = ray.wait(pending, num_returns=1, timeout=patience)
+            if not done:
+                break
+            rank = runs.index(done[0])
+            try:
+                outcomes[rank] = ray.get(done[0])
+            except RayTaskError as error:
+                failures[rank] = error.cause if isinstance(error.cause, Exception) else error
+            except RayError as error:
+                failures[rank] = error
+            if any(not isinstance(error, WorkerError) for error in failures.values()):
+                break  # a dead process is the cause, whatever the others report
+            if failures and deadline is None:
+                deadline = time.monotonic() + _LAST_LINES_SECONDS
+        if failures:
+            raise WorkersFailedError(failures)
+        return [outcomes[rank] for rank in range(len(runs))]
+
+    def __enter__(self) -> WorkerGroup:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+
+        for actor in self._actors:
+            ray.kill(actor)
+        self._remove()
+
+    def _locate(self) -> list[WorkerLocation]:
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError
+
+        try:
+            return ray.get([actor.locate.remote() for actor in self._actors], timeout=_START_SECONDS)
+        except GetTimeoutError:
+            raise WorkersNotStartedError(f"a worker did not start within {_START_SECONDS:.0f} s") from None
+        except RayActorError as error:
+            raise WorkersNotStartedError(f"a worker died while it was started ({one_line(error)})") from None
+
+    def _remove(self) -> None:
+        from ray.util.placement_group import remove_placement_group
+
+        remove_placement_group(self._group)
+
+
+def request_bundles(workers: int, resources: dict[str, float], avoid: Collection[str] = ()) -> Any:
+    """A placement group of `workers` bundles, pending until they fit: Ray's autoscaler sees it and starts nodes for it.
+
+    It is removed when this process exits. A request through `ray.autoscaler.sdk.request_resources` would outlive it,
+    and all users of a cluster share a single such request.
+    """
+    from ray.util.placement_group import placement_group
+
+    # The same in all bundles; Ray labels each node with its id.
+    selector = [{_NODE_LABEL: f"!in({','.join(sorted(avoid))})"}] * workers if avoid else None
+    return placement_group([resources] * workers, strategy="PACK", bundle_label_selector=selector)  # pyright: ignore[reportArgumentType]
+
+
+@dataclass(frozen=True)
+class WorkerLocation:
+    """Where a worker runs."""
+
+    node: str  # its id
+    address: str  # of the node
+    port: int  # a free one there
+    gpus: tuple[str, ...]  # as CUDA_VISIBLE_DEVICES names them: numbers, UUIDs or ids of MIG instances
+
+
+class _WorkerActor:
+    """What runs in each process. Ray pickles it by its name, so workers must be able to import this module."""
+
+    def locate(self) -> WorkerLocation:
+        import ray
+
+        context = ray.get_runtime_context()
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = probe.getsockname()[1]
+        gpus = tuple(sorted(map(str, ray.get_gpu_ids()), key=_gpu_order))
+        return WorkerLocation(context.get_node_id(), ray.util.get_node_ip_address(), port, gpus)
+
+    def run(self, attempt: Attempt, assignment: RankAssignment) -> dict[str, str] | None:
+        if assignment.visible_gpus:
+            # All GPUs of this machine that belong to the run, so that NCCL reaches its peers directly.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(assignment.visible_gpus)
+        return run_worker(attempt, assignment)
+
+
+PROCESS_TITLE = f"ray::{_WorkerActor.__name__}"  # the beginning of a worker's title in the list of processes
+
+
+def assign_ranks(locations: Sequence[WorkerLocation]) -> list[RankAssignment]:
+    """The rank of each worker, in the order of `locations`; the workers meet at the address of rank 0."""
+    sizes = Counter(one.node for one in locations)
+    seen: Counter[str] = Counter()
+    assignments = []
+    for rank, one in enumerate(locations):
+        visible = sorted({gpu for other in locations if other.node == one.node for gpu in other.gpus}, key=_gpu_order)
+        if any(gpu.startswith(_MIG) for gpu in visible):
+            visible = one.gpus  # CUDA shows a process one MIG instance only, the first that is named
+        assignments.append(
+            RankAssignment(
+                rank=rank,
+                world_size=len(locations),
+                local_rank=seen[one.node],
+                local_world_size=sizes[one.node],
+                address=one.address,
+                master=locations[0].address,
+                port=locations[0].port,
+                visible_gpus=tuple(visible),
+            )
+        )
+        seen[one.node] += 1
+    return assignments
+
+
+def _gpu_order(gpu: str) -> tuple[bool, int, str]:
+    """Numbers by their value, then UUIDs and ids of MIG instances."""
+    return (True, 0, gpu) if not gpu.isdigit() else (False, int(gpu), "")

@@ -1,0 +1,41 @@
+"""How a worker or a driver finished, as plain data: a user's exceptions need not survive pickling, strings do."""
+
+from __future__ import annotations
+
+from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
+
+CRASH = "crash"
+
+_ERRORS: dict[str, type[RunError]] = {
+    kind.__name__: kind for kind in (RunError, InputError, MachineError, DivergedError, StoppedError)
+}
+
+
+class WorkerError(Exception):
+    """Why a worker's target failed, as strings.
+
+    `kind` is the class name of a `RunError`, or `CRASH` for everything else.
+    """
+
+    def __init__(self, kind: str, message: str):
+        super().__init__(kind, message)
+        self.kind = kind
+        self.message = message
+
+    def __str__(self) -> str:
+        return f"{self.kind}: {self.message}"
+
+
+def one_line(error: BaseException) -> str:
+    """An exception's class and message on one line of at most 300 characters."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def as_data(error: RunError) -> dict[str, str]:
+    """{"kind": class name, "message": text}; `error_from` is the inverse."""
+    return {"kind": type(error).__name__, "message": str(error)}
+
+
+def error_from(data: dict[str, str]) -> RunError:
+    """The `RunError` that {"kind": class name, "message": text} stands for."""
+    return _ERRORS[data["kind"]](data["message"])

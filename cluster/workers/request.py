@@ -1,0 +1,162 @@
+"""What a launcher requests of its Ray driver, and a driver of its workers: immutable; JSON is handled here alone."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from pretrain.common.worker import Flag
+
+STOP_FILE = "stop"  # in the run folder: the run saves a checkpoint and finishes
+RESTART_FILE = "restart"  # in the run folder: the workers save a checkpoint and finish, and are started again
+
+T = TypeVar("T")
+R = TypeVar("R", bound="DriverRequest")
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One call of a launcher: its identity and its folders.
+
+    Attributes:
+        id: random; it distinguishes this launch from earlier and later ones of the same run.
+        run_dir: the run folder, absolute.
+        working_dir: where workers resolve relative paths.
+        ray_dir: private temporary folder; a Ray of our own lives there, and drivers report progress there.
+        outcome: file in which the driver leaves how the launch finished.
+        since: when the launch began, in nanoseconds by the clock of the run folder's file system.
+    """
+
+    id: str
+    run_dir: Path
+    working_dir: Path
+    ray_dir: Path
+    outcome: Path
+    since: int
+
+    def stop_flag(self) -> Flag:
+        """Asks the whole launch to stop. `touch` may set it, too: so does a pod's hook, or a user."""
+        return Flag(self.run_dir / STOP_FILE, self.id, self.since)
+
+    def restart_flag(self, attempt: int) -> Flag:
+        """Asks the workers of one attempt of the launch to save a checkpoint and finish."""
+        return Flag(self.run_dir / RESTART_FILE, f"{self.id} {attempt}", since=None)
+
+
+@dataclass(frozen=True)
+class DriverRequest:
+    """What every driver needs to know.
+
+    Attributes:
+        launch: the call of the launcher.
+        target: "package.module:function", called with (payload, Worker).
+        name: of the run.
+        address: "host:port" of a Ray cluster; empty starts a Ray of our own.
+        max_failures: how many crashes are followed by another attempt.
+        use_gpu: whether each process has a GPU; None until the nodes are known.
+    """
+
+    launch: Launch
+    target: str
+    name: str
+    address: str
+    max_failures: int
+    use_gpu: bool | None
+
+    @property
+    def total_cpus(self) -> int:
+        """CPUs of all processes that run at once."""
+        raise NotImplementedError
+
+    def to_json(self) -> str:
+        """All fields. Raises `TypeError` if a payload cannot be represented in JSON."""
+        return json.dumps(_encode(self))
+
+    @classmethod
+    def from_json(cls: type[R], text: str) -> R:
+        """The inverse of `to_json`; `ValueError` if a field is unknown or missing."""
+        return _decode(cls, json.loads(text))
+
+
+@dataclass(frozen=True)
+class LaunchRequest(DriverRequest):
+    """One run of `workers` processes that work together; the same for all its attempts.
+
+    Attributes:
+        payload: the target's argument in the first attempt; it survives JSON.
+        workers: how many processes, at most.
+        min_workers: the smallest number with which the run starts; 0 means `workers`.
+        cpus_per_worker: 0 until the nodes are known, if the user left it open.
+        wait_for_nodes_seconds: how long the run waits for a cluster that is too small.
+    """
+
+    payload: dict[str, Any]
+    workers: int
+    min_workers: int
+    cpus_per_worker: int
+    wait_for_nodes_seconds: float
+
+    @property
+    def fewest_workers(self) -> int:
+        """The smallest number of workers with which the run starts."""
+        return self.min_workers or self.workers
+
+    @property
+    def total_cpus(self) -> int:
+        return self.workers * self.cpus_per_worker
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of the workers of a launch.
+
+    Attributes:
+        request: what all attempts have in common.
+        number: from 0.
+        workers: how many are started this time.
+        payload: the target's argument this time, with `resume` and `events`.
+        avoid: ids of the nodes on which no worker is placed.
+    """
+
+    request: LaunchRequest
+    number: int
+    workers: int
+    payload: dict[str, Any]
+    avoid: frozenset[str]
+
+    def restart_flag(self) -> Flag:
+        """Asks the workers of this attempt to save a checkpoint and finish."""
+        return self.request.launch.restart_flag(self.number)
+
+
+def new_event(kind: str, message: str) -> dict[str, Any]:
+    """An event that the next attempt's workers record in the run's metrics."""
+    return {"event": kind, "time": time.time(), "message": message}
+
+
+def _encode(value: Any) -> Any:
+    """Dataclasses, tuples and paths as JSON has them; other values unchanged."""
+    if is_dataclass(value):
+        return {field.name: _encode(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple):
+        return [_encode(one) for one in value]
+    return str(value) if isinstance(value, Path) else value
+
+
+def _decode(kind: type[T], data: dict[str, Any]) -> T:
+    hints = get_type_hints(kind)
+    names = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    if wrong := names.symmetric_difference(data):
+        raise ValueError(f"{kind.__name__}: unknown or missing fields: {', '.join(sorted(wrong))}")
+    return kind(**{name: _decode_value(hints[name], value) for name, value in data.items()})
+
+
+def _decode_value(hint: Any, value: Any) -> Any:
+    if is_dataclass(hint):
+        return _decode(hint, value)  # type: ignore[arg-type]
+    if get_origin(hint) is tuple:
+        return tuple(_decode_value(get_args(hint)[0], one) for one in value)
+    return Path(value) if hint is Path else value

@@ -1,0 +1,331 @@
+"""Supervises the workers of a run: starts them, restarts them after crashes, scales them with the cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cluster.workers.actors import WorkerGroup, WorkerLocation, WorkersFailedError, WorkersNotStartedError
+from cluster.workers.capacity import POLL_SECONDS, ScaleUp, find_capacity, wait_for_capacity, waiting_seconds
+from cluster.workers.crash_history import CrashHistory
+from cluster.workers.launch import LOGS, last_line
+from cluster.workers.nodes import Node, resources_of, usable_nodes
+from cluster.workers.outcomes import CRASH, WorkerError, error_from, one_line
+from cluster.workers.request import RESTART_FILE, Attempt, LaunchRequest, new_event
+from pretrain.common.errors import MachineError, StoppedError
+from pretrain.common.files import MANIFEST
+from pretrain.common.worker import HANG_FILE
+
+logger = logging.getLogger(__name__)
+
+PLACEMENT_SECONDS = 20  # for the cluster to reserve resources for the workers
+_NODE_LOSS_SECONDS = 8.0  # for Ray to learn that a node is lost, if the outcome of the run depends on it
+
+
+def supervise(request: LaunchRequest, *, keep_logs: Callable[[], None], events: Sequence[dict[str, Any]] = ()) -> None:
+    """Run the workers until they finish, however often they have to start.
+
+    Each attempt has as many workers as the cluster holds, from `min_workers` to `workers`; if it holds too few, nodes
+    are waited for. A crash costs one of `max_failures`, and a new checkpoint restores them all. A preemption or a
+    change of size costs none, though many preemptions without a checkpoint end the run, too. Nodes on which workers
+    crashed twice are avoided if the others have the capacity.
+
+    Args:
+        request: with `cpus_per_worker` and `use_gpu` known.
+        keep_logs: called after each crash, to copy Ray's logs.
+        events: for the first attempt to record.
+
+    Raises:
+        RunError: a worker's own error; a stop; or a `MachineError` if restarts do not help.
+    """
+    _Supervisor(request, keep_logs, events).run()
+
+
+class _Supervisor:
+    """The attempts of one launch, and what is remembered from one to the next."""
+
+    def __init__(self, request: LaunchRequest, keep_logs: Callable[[], None], events: Sequence[dict[str, Any]]) -> None:
+        self._request = request
+        self._keep_logs = keep_logs
+        self._events = list(events)  # for the next attempt
+        self._run_dir = request.launch.run_dir
+        self._crashes = CrashHistory(request.max_failures)
+        self._newest_step = _newest_step(self._run_dir)
+        self._crowded_until: float | None = None  # the cluster turned out to be busy, and is waited for until then
+        self._reported: set[str] = set()  # ids of the bad nodes that an event named
+
+    def run(self) -> None:
+        for number in itertools.count():
+            attempt = self._next_attempt(number)
+            (self._run_dir / RESTART_FILE).unlink(missing_ok=True)
+            with _NodeMonitor(attempt) as monitor:
+                try:
+                    return _run_attempt(attempt, monitor.start)
+                except _Crash as crash:
+                    event = self._after_crash(crash, attempt, monitor)
+                except WorkersNotStartedError as error:
+                    event = self._after_failed_start(str(error), attempt)
+                except StoppedError:
+                    if monitor.reason is None or self._request.launch.stop_flag().is_set():
+                        raise
+                    event = new_event("resize", monitor.reason)
+            if monitor.has_workers:
+                self._crowded_until = None
+            logger.info("starting again: %s", event["message"])
+            self._events = [event]
+
+    def _next_attempt(self, number: int) -> Attempt:
+        """Wait until the cluster has the capacity for an attempt."""
+        avoid = self._avoidable_nodes()
+        for node in avoid.keys() - self._reported:
+            message = (
+                f"node {avoid[node]}: workers crashed on it twice within a day, so no more are placed there. It is "
+                "used again a day later, when Ray was restarted on it, when the others do not suffice, or when the run "
+                "is started with --resume."
+            )
+            logger.warning("%s", message)
+            self._events.append(new_event("left_out", message))
+        self._reported.update(avoid)
+        workers = self._choose_size(avoid)
+        payload = {**self._request.payload, "events": self._events}
+        if number:
+            payload["resume"] = True
+        return Attempt(self._request, number, workers, payload, frozenset(avoid))
+
+    def _avoidable_nodes(self) -> dict[str, str]:
+        """The bad nodes, by id with their addresses, if the run fits on the others; else none."""
+        bad = self._crashes.bad_nodes()
+        with contextlib.suppress(Exception):  # a head that is away for a while
+            if bad and find_capacity(usable_nodes(), self._request, avoid=bad).workers:
+                return bad
+        return {}
+
+    def _choose_size(self, avoid: Mapping[str, str]) -> int:
+        """How many workers the cluster holds; `StoppedError` if it stays too small, or a stop is requested."""
+        capacity = wait_for_capacity(
+            self._request, crowded=self._crowded_until is not None, avoid=avoid, deadline=self._crowded_until
+        )
+        if not capacity.workers:
+            raise StoppedError(
+                f"{self._run_dir}: the cluster had no capacity for {self._request.fewest_workers} workers for "
+                f"{waiting_seconds(self._request):.0f} s (scheduling.wait_for_nodes_seconds). "
+                "--resume continues from the newest checkpoint when there are enough nodes."
+            )
+        self._events += capacity.events()
+        if self._request.address:
+            self._crashes.forgive(capacity.staying)  # Ray knows of more lost nodes by now
+        return capacity.workers
+
+    def _after_crash(self, crash: _Crash, attempt: Attempt, monitor: _NodeMonitor) -> dict[str, Any]:
+        """The event of the restart; raises if there is to be none."""
+        hang = _hang(self._run_dir, since=monitor.began)
+        kind, rank, reason = hang or ("restart", crash.rank, f"worker {crash.rank}: {crash.reason}")
+        logger.warning("start %d crashed, %s", attempt.number + 1, reason)
+        self._keep_logs()
+        if self._request.launch.stop_flag().is_set():
+            raise StoppedError(
+                f"{self._run_dir}: the workers crashed while stopping ({reason}). "
+                "--resume continues from the newest checkpoint."
+            ) from None
+        newest = _newest_step(self._run_dir)
+        self._crashes.add(monitor.nodes, monitor.node_of(rank), progressed=newest > self._newest_step)
+        self._newest_step = max(self._newest_step, newest)
+        if lost := self._forgive():
+            reason = f"lost the node {', '.join(lost)} ({reason})"
+        if self._crashes.exhausted or self._crashes.lost_too_often:
+            raise self._gives_up(rank, reason) from None
+        return new_event(kind, reason)
+
+    def _after_failed_start(self, reason: str, attempt: Attempt) -> dict[str, Any]:
+        """The event of the restart; raises if there is to be none. An empty reason is a lack of capacity."""
+        request = self._request
+        self._crowded_until = self._crowded_until or time.monotonic() + waiting_seconds(request)
+        if reason:
+            self._crashes.add_failed_start()
+        never = not request.address and not request.min_workers
+        if never or self._crashes.exhausted or time.monotonic() > self._crowded_until:
+            raise _not_started(request, attempt.workers, reason) from None
+        return new_event("restart", reason or "nodes left, or others used them, while the workers were started")
+
+    def _forgive(self) -> list[str]:
+        """The addresses of nodes whose loss explains the newest crash. Waits for such news if the run would end."""
+        if not self._request.address:
+            return []
+        deadline = time.monotonic() + _NODE_LOSS_SECONDS
+        while True:
+            with contextlib.suppress(Exception):  # a head that is away for a while
+                if lost := self._crashes.forgive([node.id for node in usable_nodes() if not node.draining]):
+                    return lost
+            if not self._crashes.exhausted or time.monotonic() > deadline:
+                return []
+            time.sleep(POLL_SECONDS)
+
+    def _gives_up(self, rank: int, reason: str) -> MachineError:
+        log = self._run_dir / LOGS / f"worker-{rank}.log"
+        bad = ", ".join(self._crashes.bad_nodes().values()) if self._request.address else ""
+        where = f" Workers crashed more than once on {bad}: check that machine." if bad else ""
+        spent = f"all max_failures={self._request.max_failures} restarts without a new checkpoint are used up"
+        if not self._crashes.exhausted:
+            spent = f"there were {self._crashes.losses} crashes with the loss of a node and no new checkpoint"
+            where += " A machine out of memory may lose Ray together with its workers: check its memory first."
+        return MachineError(
+            f"{log}: {reason}, and {spent}. The last line of the log: {last_line(log)!r}.{where} "
+            "Fix the cause and run the same command with --resume."
+        )
+
+
+class _NodeMonitor:
+    """While workers run: asks them to save and finish if one of their nodes drains, or if more workers would fit.
+
+    Attributes:
+        reason: why they were asked to finish; None if they were not.
+        began: when the attempt began, by `time.time`.
+    """
+
+    def __init__(self, attempt: Attempt) -> None:
+        self.reason: str | None = None
+        self.began = time.time()
+        self._attempt = attempt
+        self._locations: Sequence[WorkerLocation] = ()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="node-monitor", daemon=True)
+
+    def start(self, locations: Sequence[WorkerLocation]) -> None:
+        """The workers run at these locations, by rank."""
+        self._locations = locations
+        if self._attempt.request.address:  # a Ray of our own has one node, which stays
+            self._thread.start()
+
+    @property
+    def has_workers(self) -> bool:
+        """Whether the workers were started."""
+        return bool(self._locations)
+
+    @property
+    def nodes(self) -> dict[str, str]:
+        """Addresses of the workers' nodes, by id."""
+        return {one.node: one.address for one in self._locations}
+
+    def node_of(self, rank: int) -> str:
+        """The id of the node of a worker; empty if unknown."""
+        return self._locations[rank].node if rank < len(self._locations) else ""
+
+    def __enter__(self) -> _NodeMonitor:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _watch(self) -> None:
+        held = Counter(one.node for one in self._locations)
+        scale_up = ScaleUp(self._attempt.workers, self._attempt.request.workers, time.monotonic())
+        while not self._end.wait(POLL_SECONDS):
+            try:
+                nodes = usable_nodes()
+            except Exception as error:  # a head that is away for a while
+                logger.warning("the nodes are unknown: %s", one_line(error))
+                continue
+            reason = self._reason(nodes, held, scale_up)
+            if reason and self._request_restart(reason):
+                return
+
+    def _reason(self, nodes: Sequence[Node], held: Mapping[str, int], scale_up: ScaleUp) -> str:
+        """Why the workers are to finish now; empty if they are not."""
+        if any(node.draining and node.id in held for node in nodes):
+            return "a node is drained"
+        request = self._attempt.request
+        if request.min_workers:
+            fitting = find_capacity(nodes, request, held=held, avoid=self._attempt.avoid).workers
+            if scale_up.is_due(fitting, time.monotonic()):
+                return f"nodes arrived, with capacity for {fitting} workers"
+        return ""
+
+    def _request_restart(self, reason: str) -> bool:
+        self.reason = reason
+        try:
+            self._attempt.restart_flag().set()
+        except OSError as error:
+            self.reason = None
+            logger.warning("%s, but the workers cannot be asked to finish: %s", reason, one_line(error))
+            return False
+        logger.info("%s: the workers save and finish", reason)
+        return True
+
+
+class _Crash(Exception):
+    """A worker failed in a way that a restart may cure."""
+
+    def __init__(self, rank: int, reason: str):
+        super().__init__(rank, reason)
+        self.rank = rank
+        self.reason = reason
+
+
+def _run_attempt(attempt: Attempt, started: Callable[[Sequence[WorkerLocation]], None]) -> None:
+    """One start of the workers, until they finish; `started` is called with their locations, by rank."""
+    request, start = attempt.request, attempt.number + 1
+    resources = resources_of(request.cpus_per_worker, request.use_gpu)
+    began = time.monotonic()
+    try:
+        with WorkerGroup(attempt.workers, resources, PLACEMENT_SECONDS, attempt.avoid) as workers:
+            started(workers.locations)
+            logger.info("start %d has its %d workers after %.1f s", start, attempt.workers, time.monotonic() - began)
+            outcomes = workers.run(attempt)
+    except WorkersFailedError as error:
+        raise _cause(error.failures) from None
+    finally:
+        logger.info("start %d ran %.1f s", start, time.monotonic() - began)
+    outcome = next((outcome for outcome in outcomes if outcome is not None), None)
+    if outcome is not None:
+        raise error_from(outcome)
+
+
+def _cause(failures: dict[int, Exception]) -> Exception:
+    """What to raise for a failed attempt: the first worker's `RunError`, else the crash that ended the others.
+
+    A process that died comes before one that only lost its peer.
+    """
+    reported = [(rank, error) for rank, error in failures.items() if isinstance(error, WorkerError)]
+    for _, error in sorted(reported, key=lambda one: one[0]):
+        if error.kind != CRASH:
+            return error_from({"kind": error.kind, "message": error.message})
+    dead = [rank for rank, error in sorted(failures.items()) if not isinstance(error, WorkerError)]
+    if dead:
+        logger.error("worker %d: %s", dead[0], failures[dead[0]])
+        return _Crash(dead[0], "its process died (killed, or out of memory)")
+    # The first one to fail: the others report a peer that was gone by then.
+    rank, error = reported[0]
+    return _Crash(rank, error.message)
+
+
+def _newest_step(run_dir: Path) -> int:
+    steps = [int(path.parent.name[5:]) for path in (run_dir / "checkpoints").glob(f"step-*/{MANIFEST}")]
+    return max(steps, default=-1)
+
+
+def _hang(run_dir: Path, *, since: float) -> tuple[str, int, str] | None:
+    """(event, rank that caused it, reason), if the watchdog of a worker ended the workers after that time."""
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        hang = json.loads((run_dir / LOGS / HANG_FILE).read_text(encoding="utf-8"))
+        if hang["time"] >= since:
+            return hang["event"], hang["rank"], hang["reason"]
+    return None
+
+
+def _not_started(request: LaunchRequest, workers: int, why: str) -> MachineError:
+    if why:
+        return MachineError(f"{workers} workers were to start, but {why}. See its log on the cluster.")
+    return MachineError(
+        f"The cluster had no capacity for {workers} workers of {request.cpus_per_worker} CPUs within "
+        f"{PLACEMENT_SECONDS} s. Wait until it is less busy, or set scheduling.workers lower."
+    )

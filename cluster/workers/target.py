@@ -1,0 +1,148 @@
+"""What runs inside a worker process: call the target with its `Worker`, and return how it finished as plain data."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import importlib
+import io
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cluster.workers.outcomes import CRASH, WorkerError, as_data, one_line
+from cluster.workers.request import Attempt
+from pretrain.common.errors import DivergedError, MachineError, RunError, StoppedError
+from pretrain.common.files import open_regular
+from pretrain.common.worker import Worker
+
+
+@dataclass(frozen=True)
+class RankAssignment:
+    """The rank of one worker among all of an attempt. They meet at `master` and `port`."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    address: str  # of its node, as the other workers reach it
+    master: str
+    port: int
+    visible_gpus: tuple[str, ...] = ()  # as CUDA_VISIBLE_DEVICES names them
+
+
+def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] | None:
+    """Call the request's target in this worker. Returns None when it has finished its work.
+
+    All workers agree on a stop or a divergence, so it is returned: each may finish its log. Any other error may be this
+    worker's alone while the others wait for it in a collective. So it is raised (`WorkerError`), and Ray ends them all.
+    """
+    request = attempt.request
+    launch = request.launch
+    log_to(launch.run_dir / "logs" / f"worker-{assignment.rank}.log", attempt.number)
+    os.environ.update(MASTER_ADDR=assignment.master, MASTER_PORT=str(assignment.port))
+    os.environ.update(RANK=str(assignment.rank), WORLD_SIZE=str(assignment.world_size))
+    bind_gloo(assignment.address)
+    worker = Worker(
+        rank=assignment.rank,
+        world_size=assignment.world_size,
+        local_rank=assignment.local_rank,
+        local_world_size=assignment.local_world_size,
+        threads=request.cpus_per_worker,
+        flags=(launch.stop_flag(), attempt.restart_flag()),
+    )
+    with crashes_as_data():
+        try:
+            if worker.stop_requested():
+                # Seen by this rank alone: raised, so that Ray ends the others too.
+                raise WorkerError(
+                    "StoppedError", f"{launch.run_dir}: stopped before the first step. --resume continues."
+                )
+            change_folder(launch.working_dir)
+            resolve(request.target)(attempt.payload, worker)
+        except (StoppedError, DivergedError) as error:
+            return as_data(error)
+        except RunError as error:
+            raise WorkerError(type(error).__name__, str(error)) from None
+    return None
+
+
+@contextlib.contextmanager
+def crashes_as_data() -> Iterator[None]:
+    """Turn any exception but `WorkerError` into one, after printing its traceback; flush all output."""
+    try:
+        yield
+    except WorkerError:
+        raise
+    except BaseException as error:
+        traceback.print_exc()
+        raise WorkerError(CRASH, one_line(error)) from None
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+
+def resolve(target: str) -> Any:
+    """The function that "package.module:function" names."""
+    module, _, function = target.partition(":")
+    return getattr(importlib.import_module(module), function)
+
+
+def change_folder(working_dir: Path | str, how: str = "Start from a folder") -> None:
+    """Make it the current folder.
+
+    Args:
+        how: the beginning of the advice, if this machine of the cluster has no such folder (`MachineError`).
+    """
+    try:
+        os.chdir(working_dir)
+    except OSError as error:
+        raise MachineError(
+            f"{working_dir}: {error.strerror} on the cluster's machine {os.uname().nodename}. {how} that all machines "
+            "of the cluster share."
+        ) from None
+
+
+def log_to(path: Path, attempt: int) -> None:
+    """Send this process's output to `path` from here on, whoever writes it: Python, C++ or a child."""
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        file = open_regular(path, os.O_WRONLY | os.O_APPEND)
+    except RunError as error:
+        raise WorkerError(type(error).__name__, str(error)) from None
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.close(file)
+    sys.stdout = _line_writer(1)
+    sys.stderr = _line_writer(2)
+    faulthandler.enable(file=sys.stderr)
+    print(f"---- start {attempt + 1}, process {os.getpid()} on {os.uname().nodename}, {time.strftime('%F %T')}")
+
+
+def bind_gloo(address: str) -> None:
+    """Make gloo use the interface of this address, unless the user has named one.
+
+    By default gloo uses the interface of the host name, which may be loopback.
+    """
+    import psutil
+
+    for interface, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def _line_writer(descriptor: int) -> io.TextIOWrapper:
+    return io.TextIOWrapper(
+        os.fdopen(descriptor, "wb", buffering=0, closefd=False),  # type: ignore[arg-type]
+        encoding="utf-8",
+        errors="backslashreplace",
+        write_through=True,
+    )

@@ -1,0 +1,73 @@
+"""Requests to drivers and workers: immutable, through JSON and back without a change."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.trials.request import TrialRequest, TrialsRequest
+from cluster.workers.request import Attempt, DriverRequest, Launch, LaunchRequest
+
+LAUNCH = Launch(
+    "a1b2", Path("/runs/x"), Path("/home/me"), Path("/tmp/ray"), Path("/tmp/ray/outcome.json"), since=10**18
+)
+COMMON: dict[str, Any] = {
+    "launch": LAUNCH,
+    "target": "package.module:function",
+    "name": "x",
+    "address": "10.0.0.5:6379",
+    "max_failures": 3,
+    "use_gpu": None,
+}
+REQUESTS = (
+    LaunchRequest(
+        **COMMON,
+        payload={"config": {"seed": 1, "phases": [{"steps": 2}]}, "resume": False},
+        workers=4,
+        min_workers=2,
+        cpus_per_worker=0,
+        wait_for_nodes_seconds=0.5,
+    ),
+    TrialsRequest(
+        **COMMON,
+        trials=(TrialRequest(Path("/runs/x/a"), {"number": 1}), TrialRequest(Path("/runs/x/b"), {"number": 2})),
+        parallel=0,
+        cpus_per_trial=2,
+    ),
+)
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+def test_a_request_survives_json_and_pickling(request_: DriverRequest) -> None:
+    assert type(request_).from_json(request_.to_json()) == request_
+    assert pickle.loads(pickle.dumps(request_)) == request_
+
+
+@pytest.mark.parametrize("request_", REQUESTS)
+@pytest.mark.parametrize("within", [(), ("launch",)])
+def test_a_request_with_other_fields_is_refused(request_: DriverRequest, within: tuple[str, ...]) -> None:
+    for change in (lambda fields: fields.update(colour="red"), lambda fields: fields.popitem()):
+        data = json.loads(request_.to_json())
+        fields = data
+        for name in within:
+            fields = fields[name]
+        change(fields)
+        with pytest.raises(ValueError, match="unknown or missing fields: "):
+            type(request_).from_json(json.dumps(data))
+
+
+def test_a_payload_that_json_cannot_represent_is_refused() -> None:
+    request = dataclasses.replace(REQUESTS[0], payload={"folder": Path("/runs")})
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        request.to_json()
+
+
+@pytest.mark.parametrize("value", [LAUNCH, *REQUESTS, Attempt(REQUESTS[0], 0, 4, {}, frozenset())])
+def test_requests_do_not_change(value: Any) -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        setattr(value, dataclasses.fields(value)[0].name, None)
