@@ -21,7 +21,8 @@ from pretrain.checkpoint import store
 from pretrain.config import EngineConfig as EngineSettings
 from pretrain.config import ModelConfig, OptimizerConfig
 from pretrain.model.heads import PretrainingModel
-from pretrain.training.engine.engine import Engine, _Sums, deepspeed_config
+from pretrain.training.engine import Engine, deepspeed_config
+from pretrain.training.engine.gradient_sums import GradientSums
 from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
@@ -180,7 +181,7 @@ def run_with_a_head_at_rest(alone: bool) -> dict[int, Any]:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         if not alone:
-            patch.setattr(_Sums, "take_over", lambda _: None)
+            patch.setattr(GradientSums, "take_over", lambda _: None)
         for stage in (1, 2):
             engine = make_engine(stage, "bf16")
             ours = alone and (stage == 1 or dist.get_world_size() == 1)

@@ -131,7 +131,7 @@ def versions() -> dict[str, str]:
 
 def _deepspeed_version() -> str:
     try:
-        from pretrain.training.engine.engine import deepspeed_ops
+        from pretrain.training.engine import deepspeed_ops
 
         deepspeed_ops()
         return importlib.metadata.version("deepspeed")
@@ -219,7 +219,7 @@ def _compile() -> tuple[str, str, str]:
 
 def _deepspeed_ops() -> tuple[dict[str, bool], tuple[str, ...]]:
     try:
-        from pretrain.training.engine.engine import deepspeed_ops
+        from pretrain.training.engine import deepspeed_ops
 
         return deepspeed_ops()
     except Exception:  # told by its version

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,12 +20,28 @@ from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.worker import Worker
 from pretrain.config import R, RunConfig, with_precision
 from pretrain.model import precision
-from pretrain.training.engine.engine import Engine, end_process_group
+from pretrain.tracking.logs import quiet_logging
+from pretrain.training.engine import Engine, end_process_group, gather_objects
 from pretrain.training.watchdog import Watchdog
 
 _OTHER_FILES = 256  # that a worker has open: libraries, shards, logs, connections of collectives
 
 logger = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def started(config: R, worker: Worker) -> Iterator[tuple[R, torch.device, Watchdog]]:
+    """A worker ready to train: logging, process group, watchdog, device and seed.
+
+    Yields:
+        (the config with its precision settled, this worker's device, the watchdog, which the engine is to tell of its
+        progress).
+    """
+    quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
+    with process_group(worker), watched(config, worker) as watchdog:
+        config, device = settle_device(config, worker)
+        torch.manual_seed(config.seed)
+        yield config, device, watchdog
 
 
 @contextlib.contextmanager
@@ -113,22 +128,15 @@ def _check_device(config: RunConfig, device: torch.device) -> None:
 def _settle_precision(config: R, device: torch.device, worker: Worker) -> R:
     # Under torchrun only the first process has read what an earlier start settled.
     begun = preflight.as_begun(config) if worker.rank == 0 else config
-    kept = _gather(begun.engine.precision)[0]
+    kept = gather_objects(begun.engine.precision)[0]
     if kept != "auto":
         return with_precision(config, kept)
-    choice = precision.choose(_gather(precision.offer(device)))
+    choice = precision.choose(gather_objects(precision.offer(device)))
     config = with_precision(config, choice.precision)
     if worker.rank == 0:
         logger.info("engine.precision: %s; %s", choice.precision, choice.reason)
         preflight.record_config(config)
     return config
-
-
-def _gather(value: Any) -> list[Any]:
-    """What every rank gave, by rank."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
 
 
 def newest_checkpoint(checkpoints: Path, engine: Engine) -> Path | None:

@@ -12,13 +12,12 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from pretrain.training.engine.engine import Engine
-    from pretrain.training.loop import Recorder
+from pretrain.training.engine import Engine
+from pretrain.training.task import Recorder
 
 logger = logging.getLogger(__name__)
 

@@ -30,6 +30,7 @@ from torch._C._distributed_c10d import TCPStore
 from pretrain.common.errors import MachineError
 from pretrain.common.files import write_json
 from pretrain.common.worker import HANG_FILE
+from pretrain.training.engine.deepspeed_patches import COLLECTIVE_MODULES, GATHERING_MODULES
 from pretrain.training.heartbeats import (
     HANG,
     IN_COLLECTIVE,
@@ -55,11 +56,12 @@ _DUMP_SECONDS = 4.0
 _WRITE_SECONDS = 10.0  # for stacks and hang.json, on storage that may be what hangs
 _INNERMOST = 8  # frames of a stack that are looked at
 # Python modules in whose functions a rank waits for others.
-_COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", "deepspeed.comm")
+_COLLECTIVES = ("torch.distributed.distributed_c10d", "torch.distributed.c10d_logger", COLLECTIVE_MODULES)
 # NCCL's calls return at once: where the host waits for their results instead, as the innermost Python function.
 _DEVICE_WAITS = {
     ("pretrain.training.engine.engine", "sum_over_workers"),
-    ("pretrain.training.engine.engine", "step"),
+    ("pretrain.training.engine.state_layouts", "step"),
+    ("pretrain.training.engine.state_layouts", "_deepspeed_step"),
     ("pretrain.training.loop", "train_step"),
 }
 
@@ -388,7 +390,7 @@ def _waits_for_others(thread: int) -> bool:
         modules.append(frame.f_globals.get("__name__") or "")
         frame = frame.f_back
     # ZeRO 3 waits for gathered parameters on handles, whose `wait` has no frame.
-    on_handle = any(name.startswith("deepspeed.runtime.zero.partition") for name in modules[:1])
+    on_handle = any(name.startswith(GATHERING_MODULES) for name in modules[:1])
     return on_handle or any(name.startswith(_COLLECTIVES) for name in modules)
 
 
