@@ -1,4 +1,4 @@
-"""Fine-tuning, seen from one worker: checkpoint, task, engine and the one loop put together.
+"""Fine-tuning on one worker: checkpoint, task, engine and training loop put together.
 
 `main` runs the same in one process, under torchrun and under Ray (cluster/workers/launch.py).
 """
@@ -136,7 +136,7 @@ class Finetuning:
         self._stalled = 0.0
 
     def data_digest(self, tests: Mapping[str, list[Any]]) -> str:
-        """Of what it is trained and scored on, labelled test sets included."""
+        """A digest of the examples that it is trained and scored on, labelled test sets included."""
         scored = {name: self._windows(members) for name, members in tests.items() if self.task.is_labelled(members)}
         return data_digest(self.task.labels, self._batches.windows, {**self._held_out_windows, **scored})
 
@@ -175,19 +175,19 @@ class Finetuning:
         for number, name in enumerate(self.held_out):
             predictions, loss = self.predictions(name, tune=number == 0)
             if engine.rank == 0:
-                found = {"loss": loss, **self.task.score(self.held_out[name], predictions)}
-                scores |= found if number == 0 else {f"{name}/{key}": value for key, value in found.items()}
+                means = {"loss": loss, **self.task.score(self.held_out[name], predictions)}
+                scores |= means if number == 0 else {f"{name}/{key}": value for key, value in means.items()}
         return engine.gather_objects(scores)[0]
 
     def predictions(self, name: str, *, tune: bool) -> tuple[list[dict[str, Any]], float]:
         """Rank 0: the predictions on a held-out set, and the mean loss; nothing on other ranks.
 
-        `tune` lets the task choose on this set what it chooses, and the predictions follow that.
+        `tune` lets the task choose on this set, such as a threshold; the predictions use what it chose.
         """
         return self._predict(self.held_out[name], self._held_out_windows[name], tune=tune)
 
     def predictions_of(self, model: TaskModel, examples: list[Any], *, tune: bool) -> list[dict[str, Any]]:
-        """Rank 0: the predictions of `model`, which every rank has; nothing on other ranks."""
+        """Rank 0: the predictions of `model`, of which every rank has a copy; nothing on other ranks."""
         windows = self._windows(examples)
 
         def forward(batch: LabelledBatch) -> Output:
@@ -275,8 +275,8 @@ def _plan(config: FinetuneConfig, job: Finetuning) -> TrainingPlan:
 def _check_state(state: dict[str, Any], checkpoint: Path, config: FinetuneConfig, job: Finetuning) -> None:
     if state.get("data", job.digest) != job.digest:
         raise InputError(
-            f"{checkpoint}: was trained on other data, or with another tokenizer, than {config.start_from} and the files "
-            f"of {config.task_name} give now. Put them back as they were, or choose another name or run_dir."
+            f"{checkpoint}: was trained on other data, or with another tokenizer, than {config.start_from} and the "
+            f"files of {config.task_name} give now. Put them back as they were, or choose another name or run_dir."
         )
 
 
@@ -289,7 +289,7 @@ def _finish(
     *,
     test_sets: bool,
 ) -> None:
-    """Score and predict with the best checkpoint, save it as a model, and drop the checkpoints.
+    """Score and predict with the best checkpoint, save it as a model, and delete the checkpoints.
 
     The scores are those of the model as `evaluate` loads it, so that both agree.
     """
@@ -297,11 +297,11 @@ def _finish(
     best = store.best(checkpoints) or store.newest(checkpoints) if engine.rank == 0 else None
     name = engine.gather_objects(best and best.name)[0]
     if name is None:
-        raise InputError(f"{checkpoints}: holds no complete checkpoint. Begin the run anew.")
+        raise InputError(f"{checkpoints}: holds no complete checkpoint. Start the run again.")
     state = read_state(engine, checkpoints / name)
     weights = store.read_weights(checkpoints / name)
     if released.token_types == 1:
-        # The second one got no gradient, and its row must not make the model one of two.
+        # The second row got no gradient. It must not turn the model into one with two token types.
         weights["embeddings.token_type"][1] = weights["embeddings.token_type"][0]
     model = inference_model(job.task, released, weights, engine.device, config.engine.settled_precision)
     predictions: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {}
@@ -310,7 +310,7 @@ def _finish(
     tests = job.task.read_test() if test_sets else {}
     for split, examples in tests.items():
         predictions[split] = examples, job.predictions_of(model, examples, tune=False)
-    engine.barrier()  # all have read the checkpoint
+    engine.barrier()  # every rank has read the checkpoint
     if engine.rank == 0:
         save_model(
             config,
@@ -329,7 +329,7 @@ def _finish(
 
 
 class _FreshState:
-    """A model's own weights as what `Engine.load` reads, with moments of zero."""
+    """A reader for `Engine.load`: a model's own weights, and moments of zero."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = {name: weight.detach().clone().view(-1) for name, weight in weights.items()}

@@ -1,4 +1,4 @@
-"""Pretraining, seen from one worker: corpus, model, engine and loop put together.
+"""Pretraining on one worker: corpus, model, engine and training loop put together.
 
 `main` runs the same in one process, under torchrun and under Ray (cluster/workers/launch.py).
 """
@@ -99,7 +99,7 @@ class Pretraining:
         self._stalled_before = 0.0
         self._phase = 0
         self._validation: dict[int, list[StepBatch]] = {}
-        for number in range(len(config.phases)):  # a later phase must not fail hours from now
+        for number in range(len(config.phases)):  # a later phase must not fail after hours
             BatchMaker(
                 shards, config, number, seed=config.seed, rank=engine.rank, world_size=engine.world_size
             ).check_batch()
@@ -109,7 +109,7 @@ class Pretraining:
 
     def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[StepBatch]:
         first_phase, phase_step = self._config.phase_at(start_step)
-        # Data that a phase passed over puts off its later data, and no other phase's.
+        # Data that a phase skipped shift its later data, and no other phase's.
         behind = [0] * len(self._config.phases)
         for step, count in passed_over:
             behind[self._config.phase_at(step)[0]] += count
@@ -121,13 +121,13 @@ class Pretraining:
             phase_step = 0
 
     def pass_over(self, step: int, count: int) -> list[tuple[int, int]]:
-        found = []
+        skipped = []
         while count:
             number, within = self._config.phase_at(step)
             here = min(count, self._config.phases[number].steps - within)
-            found.append((step, here))
+            skipped.append((step, here))
             step, count = step + here, count - here
-        return found
+        return skipped
 
     def largest(self) -> StepBatch:
         length = max(phase.sequence_length for phase in self._config.phases)
@@ -137,8 +137,8 @@ class Pretraining:
         return step.to(self._device)
 
     def loss(self, output: Losses, step: StepBatch) -> Tensor:
-        # Law 3: sums over all ranks and micro-batches, divided by counts over all ranks and micro-batches. Devlin et
-        # al. add the two means.
+        # Invariant: losses are normalised globally, by counts over all ranks and micro-batches. As in Devlin et al.,
+        # the loss is the sum of the two means.
         return output.mlm_loss / step.masked + output.nsp_loss / step.sequences
 
     def totals(self, output: Losses) -> Tensor:
@@ -208,8 +208,8 @@ class Pretraining:
 def _check_state(state: dict[str, Any], checkpoint: Path, config: PretrainConfig, shards: TokenShards) -> None:
     if state["fingerprint"] != shards.fingerprint:
         raise InputError(
-            f"{checkpoint}: was trained on another corpus (fingerprint {state['fingerprint'][:12]}, {config.corpus.dir} "
-            f"has {shards.fingerprint[:12]}). Prepare the same corpus again or start a new run."
+            f"{checkpoint}: was trained on another corpus (fingerprint {state['fingerprint'][:12]}, "
+            f"{config.corpus.dir} has {shards.fingerprint[:12]}). Prepare the same corpus again or start a new run."
         )
     if state["step"] > config.total_steps:
         raise InputError(
@@ -223,7 +223,7 @@ def _card(config: PretrainConfig) -> dict[str, Any]:
 
 
 def full_batch(config: PretrainConfig, lengths: list[int], vocabulary_size: int) -> MicroBatch:
-    """A micro-batch of random tokens with sequences of these lengths and as many masked as there can be."""
+    """A micro-batch of random tokens, with sequences of these lengths and as many masked tokens as possible."""
     tokens = sum(lengths)
     generator = torch.Generator().manual_seed(0)
     masked = [max(1, round(config.masking.probability * length)) for length in lengths]

@@ -209,7 +209,7 @@ def test_a_single_worker_sums_gradients_as_deepspeeds_stage_2_does() -> None:
 
 
 def test_parts_of_sums_reach_their_owners() -> None:
-    """Ours rounds what a worker sends, DeepSpeed's stage 1 also what its owner has, and the sum: both near one worker's."""
+    """Both are near one worker's. Ours rounds what a worker sends; DeepSpeed also the owner's part, and the sum."""
     alone = run_workers(1, run_with_a_head_at_rest, True)[0][1]
     off = {}
     for ours in (True, False):

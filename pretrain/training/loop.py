@@ -31,7 +31,7 @@ from pretrain.training.task import Recorder, S, TrainingTask
 logger = logging.getLogger(__name__)
 
 LONG_SECONDS = 1800.0  # the most that an evaluation, a save or a rollback may take
-_SKIPS_AT_ONE_SCALE = 3  # fp16's loss scaler skips at most so many (its hysteresis is 2) before it lowers the scale
+_SKIPS_AT_ONE_SCALE = 3  # fp16's loss scaler lowers the scale before it skips more (its hysteresis is 2)
 _STORAGE = "the run folder's storage"
 
 
@@ -128,7 +128,7 @@ class _Stopwatch:
 
 
 class _LossScaleSearch:
-    """fp16's loss scaler skips steps to find a lower scale. This tells such a search from steps that stay bad."""
+    """Tells steps that fp16's loss scaler skips to find a lower scale from steps that stay bad."""
 
     def __init__(self) -> None:
         self._skips, self._scale = 0, 0.0  # steps in a row that were skipped at this loss scale
@@ -215,7 +215,7 @@ class _Fit(Generic[S]):
         )
 
     def steps(self) -> Iterator[S]:
-        """The task's steps from here on. A wait for one is no hang, as when a phase opens its data."""
+        """The task's steps from here on. A wait for one is not a hang: a phase may have to open its data."""
         steps = self.task.batches(self.progress.step, self.progress.passed_over)
         part = None
         while True:
@@ -379,7 +379,7 @@ class _Fit(Generic[S]):
             self.saver.trouble = ""
 
     def roll_back(self, failure: Failure) -> None:
-        """Go back to the last checkpoint and skip the data since; `DivergedError` after as many rollbacks as allowed."""
+        """Go back to the last checkpoint and skip the data since. Raises `DivergedError` after too many rollbacks."""
         progress = self.progress
         if progress.window.tokens:  # not just logged
             self.log()
@@ -389,8 +389,8 @@ class _Fit(Generic[S]):
         if checkpoint is None or progress.rollbacks >= self.plan.config.guard.max_rollbacks:
             raise DivergedError(
                 f"{failure.reason}, after {progress.rollbacks} rollbacks. The last good checkpoint is "
-                f"{checkpoint.name if checkpoint else 'none'}. Lower the learning rate, or set guard.spike_sigmas: 0 if "
-                "such loss spikes are harmless. A pretraining continues from that checkpoint with --resume; a "
+                f"{checkpoint.name if checkpoint else 'none'}. Lower the learning rate, or set guard.spike_sigmas: 0 "
+                "if such loss spikes are harmless. A pretraining continues from that checkpoint with --resume; a "
                 "fine-tuning starts again."
             )
         with self.engine.allow(LONG_SECONDS):

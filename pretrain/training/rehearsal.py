@@ -19,8 +19,8 @@ def rehearse(
 ) -> None:
     """Step the largest micro-batch, with a checkpoint written before and read back after.
 
-    Leaves the training state bitwise as the checkpoint of `progress` has it. A fresh start writes that checkpoint first,
-    as step 0. A resumed run need not have been restored before.
+    Leaves the training state bitwise as the checkpoint of `progress` has it. A fresh start writes that checkpoint
+    first, as step 0. A resumed run need not have been restored before.
 
     Raises:
         MachineError: the largest micro-batch does not fit the device.

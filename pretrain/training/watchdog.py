@@ -207,7 +207,7 @@ class Watchdog:
         return self._awaited or (IN_COLLECTIVE if _waits_for_others(self._trainer) else "")
 
     def _watch(self) -> None:
-        """Judge the heartbeats. `_ExchangeThread` is another thread: it waits for ever if the store's server is stopped."""
+        """Judge the heartbeats, in a thread of its own: their exchange blocks while the store's server is stopped."""
         clock = _Clock(2 * self._round)
         if self._exchange is None:
             check = self._check_alone(Ranks(1, 0.0))
@@ -273,7 +273,7 @@ class Watchdog:
             self._dump_other(finding)
 
     def _write_finding(self, finding: Finding) -> None:
-        """Write hang.json, unless another rank of this start has. A rank that was cut off blames those it cannot hear."""
+        """Write hang.json, unless another rank of this start has: a rank that was cut off blames those it misses."""
         path = self._logs / HANG_FILE
         with contextlib.suppress(OSError, ValueError):
             if json.loads(path.read_text(encoding="utf-8"))["time"] >= self._began:
@@ -366,8 +366,8 @@ class _ExchangeThread:
             else:
                 self.summary = self._exchange.report(mine)
             self.error = None
-        # No error may end this thread: the next round may succeed. Nor is it logged here, since storage that hangs would
-        # hold up the heartbeats. When rounds fail for long, the ranks call it a hang, and the error goes to the stacks.
+        # No error may end this thread: the next round may succeed. Nor is it logged here: storage that hangs would stop
+        # the heartbeats. When rounds fail for long, the ranks call it a hang, and the error is written with the stacks.
         except Exception as error:
             self.error = error
             if isinstance(error, dist.DistNetworkError):  # a broken connection stays broken
