@@ -62,12 +62,18 @@ def test_no_other_file_uses_a_private_name() -> None:
     names = {one.name for one in PRIVATE_NAMES} - AMBIGUOUS
     own = ROOT / "pretrain/training/engine/deepspeed_patches.py"
     assert names <= attributes(own), "every name in the list is used"
-    # The checkpoint's own state and the tests of fp16 know the scaler's fields by these names.
+    # A field of the loss scaler's state, which checkpoints keep under this name.
     allowed = {"cur_scale"}
     for package in ("pretrain", "finetune", "cluster"):
         for file in (ROOT / package).rglob("*.py"):
             if file != own:
                 assert not attributes(file) & names - allowed, file
+
+
+def test_the_layouts_alone_ask_for_the_stage() -> None:
+    """DeepSpeed's own config names it, too."""
+    users = {file.name for file in (ROOT / "pretrain/training").rglob("*.py") if "zero_stage" in attributes(file)}
+    assert users == {"state_layouts.py", "deepspeed_config.py"}
 
 
 def test_a_name_that_is_gone_is_not_replaced_in_silence() -> None:

@@ -161,13 +161,13 @@ def test_bf16_steps_stay_near_fp32(by_workers, stage: int, optimizer: str) -> No
 
 def poison_every_combination() -> dict[tuple[int, str], Any]:
     """Three poisoned steps in each, a good one after each of them."""
-    found, drawn = {}, random.Random(0)
+    found, generator = {}, random.Random(0)
     for stage, precision in itertools.product(STAGES, PRECISIONS):
         engine = make_engine(stage, precision)
         take_steps(engine, range(1))
         trials = []
         for step in (1, 3, 5):
-            poison = (step, drawn.randrange(MICRO_BATCHES), drawn.choice([math.nan, math.inf, -math.inf]))
+            poison = (step, generator.randrange(MICRO_BATCHES), generator.choice([math.nan, math.inf, -math.inf]))
             before = whole_state(engine)
             (result,) = take_steps(engine, range(step, step + 1), poison)
             untouched = all(torch.equal(before[key], value) for key, value in whole_state(engine).items())

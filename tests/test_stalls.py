@@ -1,4 +1,4 @@
-"""Waits for data and storage: the watchdog hears of them, and the records tell of long ones."""
+"""Waits for data and storage: the watchdog knows of them, and long ones become events."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ def test_a_long_wait_for_one_batch_is_an_event(tmp_path: Path) -> None:
     assert event["message"] == "rank 1 waited 40 s for a batch"
     engine.others.zero_()
     times.lap(recorder, 30)  # type: ignore[arg-type]
-    assert len(logged) == 1, "told once"
+    assert len(logged) == 1, "logged once"
 
 
 @pytest.mark.parametrize("event", ["hang", "data_stall"])

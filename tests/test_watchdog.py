@@ -210,7 +210,7 @@ def test_blocks_say_what_they_need(tmp_path: Path) -> None:
         assert endless.heartbeat().allowed == float("inf")
 
 
-def test_a_failed_exchange_is_tried_again_and_told_with_the_stacks(tmp_path: Path) -> None:
+def test_a_failed_exchange_is_tried_again_and_written_with_the_stacks(tmp_path: Path) -> None:
     """Whatever the store's client raises, the thread that carries heartbeats goes on."""
     answers: list[Any] = [ValueError("garbled"), None, None]
 
@@ -246,7 +246,7 @@ def test_the_functions_in_which_the_host_waits_for_a_device_exist() -> None:
         assert f"def {name}(" in source, f"{module}.{name}"
 
 
-def test_a_collective_is_told_from_work() -> None:
+def test_a_collective_is_distinguished_from_work() -> None:
     import threading
 
     seen: dict[str, bool] = {}
