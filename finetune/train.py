@@ -1,11 +1,10 @@
-"""Fine-tuning, seen from one worker: checkpoint, task, engine and the one loop put together.
+"""Fine-tuning on one worker: checkpoint, task, engine and training loop put together.
 
 `main` runs the same in one process, under torchrun and under Ray (cluster/workers/launch.py).
 """
 
 from __future__ import annotations
 
-import logging
 import shutil
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,27 +32,23 @@ from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
 from pretrain.config import ModelConfig
 from pretrain.estimate import encoder_flops
-from pretrain.tracking.logs import quiet_logging
 from pretrain.tracking.tracker import Tracker
-from pretrain.training import loop
-from pretrain.training.engine.engine import Engine
+from pretrain.training.engine import Engine
+from pretrain.training.loop import TrainingPlan
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
-from pretrain.training.session import matmul_peak, newest_checkpoint, process_group, settle_device, watched
-
-logger = logging.getLogger(__name__)
+from pretrain.training.progress import read_state
+from pretrain.training.run import Training, run
+from pretrain.training.session import started
 
 
 def main(payload: dict[str, Any], worker: Worker) -> None:
     """Train `payload["config"]` (a dumped FinetuneConfig), from the newest checkpoint with `payload["resume"]`.
 
-    Test sets are predicted at the end unless `payload["test_sets"]` is there and false.
-    Ends with the best model, its scores and predictions in the run folder, or raises one of `pretrain.common.errors`.
+    Test sets are predicted at the end unless `payload["test_sets"]` is present and false.
+    Leaves the best model, its scores and predictions in the run folder, or raises one of `pretrain.common.errors`.
     """
     config = FinetuneConfig.model_validate(payload["config"])
-    quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
-    with process_group(worker), watched(config, worker) as watchdog:
-        config, device = settle_device(config, worker)
-        torch.manual_seed(config.seed)
+    with started(config, worker) as (config, device, watchdog):
         task = make_task(config)
         examples = task.read_train()
         released = read_released(Path(config.start_from))
@@ -63,12 +58,24 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
             model,
             lambda named: make_optimizer(config.optimizer, layered_groups(config, named, released.model.layers)),
             config.engine,
+            watchdog,
         )
-        engine.beat, engine.allow, engine.awaiting = watchdog.beat, watchdog.allow, watchdog.awaiting
         # DeepSpeed takes its master weights from a rounded copy.
         engine.load(_FreshState(weights), 0)
         del weights
-        _train(config, task, examples, released, engine, worker, device, payload)
+        job = Finetuning(config, task, examples, _text_encoder(config, released), released.model, engine, device)
+        training = Training(
+            job,
+            _plan(config, job),
+            job_type="finetune",
+            card={"examples": len(examples), "labels": list(task.labels)},
+            identity={"data": job.digest},
+            check=lambda state, checkpoint: _check_state(state, checkpoint, config, job),
+            finish=lambda tracker: _finish(
+                config, job, released, engine, tracker, test_sets=payload.get("test_sets", True)
+            ),
+        )
+        run(training, engine, worker, payload)
         engine.close()
 
 
@@ -104,7 +111,7 @@ def layered_groups(config: FinetuneConfig, named: Sequence[tuple[str, Tensor]], 
 
 
 class Finetuning:
-    """Labelled examples as a `loop.TrainingTask`."""
+    """Labelled examples as a `TrainingTask`."""
 
     def __init__(
         self,
@@ -129,7 +136,7 @@ class Finetuning:
         self._stalled = 0.0
 
     def data_digest(self, tests: Mapping[str, list[Any]]) -> str:
-        """Of what it is trained and scored on, labelled test sets included."""
+        """A digest of the examples that it is trained and scored on, labelled test sets included."""
         scored = {name: self._windows(members) for name, members in tests.items() if self.task.is_labelled(members)}
         return data_digest(self.task.labels, self._batches.windows, {**self._held_out_windows, **scored})
 
@@ -168,19 +175,19 @@ class Finetuning:
         for number, name in enumerate(self.held_out):
             predictions, loss = self.predictions(name, tune=number == 0)
             if engine.rank == 0:
-                found = {"loss": loss, **self.task.score(self.held_out[name], predictions)}
-                scores |= found if number == 0 else {f"{name}/{key}": value for key, value in found.items()}
+                means = {"loss": loss, **self.task.score(self.held_out[name], predictions)}
+                scores |= means if number == 0 else {f"{name}/{key}": value for key, value in means.items()}
         return engine.gather_objects(scores)[0]
 
     def predictions(self, name: str, *, tune: bool) -> tuple[list[dict[str, Any]], float]:
         """Rank 0: the predictions on a held-out set, and the mean loss; nothing on other ranks.
 
-        `tune` lets the task choose on this set what it chooses, and the predictions follow that.
+        `tune` lets the task choose on this set, such as a threshold; the predictions use what it chose.
         """
         return self._predict(self.held_out[name], self._held_out_windows[name], tune=tune)
 
     def predictions_of(self, model: TaskModel, examples: list[Any], *, tune: bool) -> list[dict[str, Any]]:
-        """Rank 0: the predictions of `model`, which every rank has; nothing on other ranks."""
+        """Rank 0: the predictions of `model`, of which every rank has a copy; nothing on other ranks."""
         windows = self._windows(examples)
 
         def forward(batch: LabelledBatch) -> Output:
@@ -201,6 +208,9 @@ class Finetuning:
 
     def stalled_seconds(self) -> float:
         return self._stalled
+
+    def close(self) -> None:
+        """Nothing: no file is open between steps."""
 
     def _windows(self, examples: list[Any]) -> Windows:
         return self.task.windows(examples, self.encoder, training=False)
@@ -244,75 +254,30 @@ class Finetuning:
         return self.task.decode(examples, windows, logits)
 
 
-def _train(
-    config: FinetuneConfig,
-    task: Task[Any],
-    examples: list[Any],
-    released: Released,
-    engine: Engine,
-    worker: Worker,
-    device: torch.device,
-    payload: Mapping[str, Any],
-) -> None:
-    checkpoints = config.folder / "checkpoints"
-    progress, state = loop.Progress(), {}
-    found = newest_checkpoint(checkpoints, engine) if payload["resume"] else None
-    if found is not None:
-        state = loop.read_state(engine, found)
-        progress = loop.Progress.from_state(state)
-        logger.info("resumed from %s", found)
-    encoder = TextEncoder(
-        read_tokenizer(Path(config.start_from), released.vocabulary_size),
-        config.max_length,
-        segments=released.token_types > 1,
+def _text_encoder(config: FinetuneConfig, released: Released) -> TextEncoder:
+    tokenizer = read_tokenizer(Path(config.start_from), released.vocabulary_size)
+    return TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
+
+
+def _plan(config: FinetuneConfig, job: Finetuning) -> TrainingPlan:
+    evaluations, phase = config.evaluate_every_steps(job.units), config.phase(job.units)
+    return TrainingPlan(
+        config,
+        total_steps=job.total_steps,
+        learning_rate=lambda step: learning_rate([phase], step),
+        evaluate_every_steps=evaluations,
+        checkpoint_every_steps=min(evaluations, config.checkpoint.every_steps),
+        keep_best=True,
+        patience=config.training.patience,
     )
-    job = Finetuning(config, task, examples, encoder, released.model, engine, device)
+
+
+def _check_state(state: dict[str, Any], checkpoint: Path, config: FinetuneConfig, job: Finetuning) -> None:
     if state.get("data", job.digest) != job.digest:
         raise InputError(
-            f"{found}: was trained on other data, or with another tokenizer, than {config.start_from} and the files of "
-            f"{config.task_name} give now. Put them back as they were, or choose another name or run_dir."
+            f"{checkpoint}: was trained on other data, or with another tokenizer, than {config.start_from} and the "
+            f"files of {config.task_name} give now. Put them back as they were, or choose another name or run_dir."
         )
-    tracker = Tracker(
-        config,
-        config.folder,
-        run_id=state.get("run_id"),
-        step=progress.step,
-        job_type="finetune",
-        enabled=worker.rank == 0,
-        card={"examples": len(examples), "labels": list(task.labels)},
-    )
-    tracker.log_events(payload.get("events", ()), progress.step)
-    extra_state = {"run_id": tracker.run_id, "data": job.digest, "config": config.model_dump(mode="json")}
-    try:
-        if progress.step < job.total_steps and not progress.stopped_early:
-            loop.rehearse(engine, job, progress, checkpoints, extra_state)
-            evaluations = config.evaluate_every_steps(job.units)
-            phase = config.phase(job.units)
-            plan = loop.TrainingPlan(
-                config,
-                total_steps=job.total_steps,
-                learning_rate=lambda step: learning_rate([phase], step),
-                evaluate_every_steps=evaluations,
-                checkpoint_every_steps=min(evaluations, config.checkpoint.every_steps),
-                peak_flops=matmul_peak(engine),
-                keep_best=True,
-                patience=config.training.patience,
-            )
-            loop.fit(
-                engine,
-                job,
-                plan,
-                progress,
-                checkpoints=checkpoints,
-                extra_state=extra_state,
-                recorder=tracker,
-                stop_requested=worker.stop_requested,
-            )
-        with engine.allow(loop.LONG_SECONDS):
-            _finish(config, job, released, engine, tracker, test_sets=payload.get("test_sets", True))
-    finally:
-        with engine.allow(loop.LONG_SECONDS):  # W&B may wait for its network
-            tracker.close()
 
 
 def _finish(
@@ -324,7 +289,7 @@ def _finish(
     *,
     test_sets: bool,
 ) -> None:
-    """Score and predict with the best checkpoint, save it as a model, and drop the checkpoints.
+    """Score and predict with the best checkpoint, save it as a model, and delete the checkpoints.
 
     The scores are those of the model as `evaluate` loads it, so that both agree.
     """
@@ -332,11 +297,11 @@ def _finish(
     best = store.best(checkpoints) or store.newest(checkpoints) if engine.rank == 0 else None
     name = engine.gather_objects(best and best.name)[0]
     if name is None:
-        raise InputError(f"{checkpoints}: holds no complete checkpoint. Begin the run anew.")
-    state = loop.read_state(engine, checkpoints / name)
+        raise InputError(f"{checkpoints}: holds no complete checkpoint. Start the run again.")
+    state = read_state(engine, checkpoints / name)
     weights = store.read_weights(checkpoints / name)
     if released.token_types == 1:
-        # The second one got no gradient, and its row must not make the model one of two.
+        # The second row got no gradient. It must not turn the model into one with two token types.
         weights["embeddings.token_type"][1] = weights["embeddings.token_type"][0]
     model = inference_model(job.task, released, weights, engine.device, config.engine.settled_precision)
     predictions: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {}
@@ -345,7 +310,7 @@ def _finish(
     tests = job.task.read_test() if test_sets else {}
     for split, examples in tests.items():
         predictions[split] = examples, job.predictions_of(model, examples, tune=False)
-    engine.barrier()  # all have read the checkpoint
+    engine.barrier()  # every rank has read the checkpoint
     if engine.rank == 0:
         save_model(
             config,
@@ -364,7 +329,7 @@ def _finish(
 
 
 class _FreshState:
-    """A model's own weights as what `Engine.load` reads, with moments of zero."""
+    """A reader for `Engine.load`: a model's own weights, and moments of zero."""
 
     def __init__(self, weights: Mapping[str, Tensor]) -> None:
         self._weights = {name: weight.detach().clone().view(-1) for name, weight in weights.items()}

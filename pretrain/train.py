@@ -1,11 +1,11 @@
-"""Pretraining, seen from one worker: corpus, model, engine and loop put together.
+"""Pretraining on one worker: corpus, model, engine and training loop put together.
 
 `main` runs the same in one process, under torchrun and under Ray (cluster/workers/launch.py).
 """
 
 from __future__ import annotations
 
-import logging
+import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,111 +22,68 @@ from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.estimate import executed_flops, micro_batch_tokens
 from pretrain.model.heads import Losses, PretrainingModel
-from pretrain.tracking.logs import quiet_logging
 from pretrain.tracking.tracker import Tracker
-from pretrain.training import loop
-from pretrain.training.engine.engine import Engine
+from pretrain.training.engine import Engine
+from pretrain.training.loop import TrainingPlan
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
-from pretrain.training.session import matmul_peak, newest_checkpoint, process_group, settle_device, watched
-
-logger = logging.getLogger(__name__)
+from pretrain.training.run import Training, run
+from pretrain.training.session import started
 
 
 def main(payload: dict[str, Any], worker: Worker) -> None:
-    """Train `payload["config"]` (a dumped RunConfig), from the newest checkpoint with `payload["resume"]`.
+    """Train `payload["config"]` (a dumped PretrainConfig), from the newest checkpoint with `payload["resume"]`.
 
-    Ends normally when all steps are done; otherwise raises one of `pretrain.common.errors`.
+    Returns when all steps are done; otherwise raises one of `pretrain.common.errors`.
     """
     config = PretrainConfig.model_validate(payload["config"])
-    quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
-    with process_group(worker), watched(config, worker) as watchdog:
-        config, device = settle_device(config, worker)
-        torch.manual_seed(config.seed)
+    with started(config, worker) as (config, device, watchdog):
         shards = open_shards(Path(config.corpus.dir), "train")
         held_out = open_shards(Path(config.corpus.dir), "validation")
+        model = PretrainingModel(
+            config.model,
+            shards.vocabulary_size,
+            config.pairs.next_sentence,
+            compile=config.engine.compile,
+            activation_checkpointing=config.engine.activation_checkpointing,
+        )
         engine = Engine(
-            PretrainingModel(
-                config.model,
-                shards.vocabulary_size,
-                config.pairs.next_sentence,
-                compile=config.engine.compile,
-                activation_checkpointing=config.engine.activation_checkpointing,
-            ),
+            model,
             lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.optimizer.weight_decay)),
             config.engine,
+            watchdog,
         )
-        engine.beat, engine.allow, engine.awaiting = watchdog.beat, watchdog.allow, watchdog.awaiting
-        _train(config, shards, held_out, engine, worker, device, payload)
+        training = Training(
+            Pretraining(config, shards, held_out, engine, device),
+            _plan(config),
+            job_type="pretrain",
+            card={"corpus_card": _card(config)},
+            identity={"fingerprint": shards.fingerprint},
+            check=lambda state, checkpoint: _check_state(state, checkpoint, config, shards),
+            finish=lambda tracker: _export(config, tracker),
+        )
+        run(training, engine, worker, payload)
         engine.close()
 
 
-def _train(
-    config: PretrainConfig,
-    shards: TokenShards,
-    held_out: TokenShards,
-    engine: Engine,
-    worker: Worker,
-    device: torch.device,
-    payload: dict[str, Any],
-) -> None:
-    checkpoints = config.folder / "checkpoints"
-    progress, run_id = loop.Progress(), None
-    found = newest_checkpoint(checkpoints, engine) if payload["resume"] else None
-    if found is not None:
-        state = loop.read_state(engine, found)
-        _check_state(state, found, config, shards)
-        progress = loop.Progress.from_state(state)
-        run_id = state["run_id"]
-        logger.info("resumed from %s", found)
-    tracker = Tracker(
+def _plan(config: PretrainConfig) -> TrainingPlan:
+    return TrainingPlan(
         config,
-        config.folder,
-        run_id=run_id,
-        step=progress.step,
-        card={"corpus_card": _card(config)},
-        job_type="pretrain",
-        enabled=worker.rank == 0,
+        total_steps=config.total_steps,
+        learning_rate=lambda step: learning_rate(config.phases, step),
+        evaluate_every_steps=config.evaluation.every_steps,
+        checkpoint_every_steps=config.checkpoint.every_steps,
     )
-    tracker.log_events(payload.get("events", ()), progress.step)
-    task = Pretraining(config, shards, held_out, engine, device)
-    extra_state = {
-        "run_id": tracker.run_id,
-        "fingerprint": shards.fingerprint,
-        "config": config.model_dump(mode="json"),
-    }
-    try:
-        if progress.step < config.total_steps:
-            loop.rehearse(engine, task, progress, checkpoints, extra_state)
-            plan = loop.TrainingPlan(
-                config,
-                total_steps=config.total_steps,
-                learning_rate=lambda step: learning_rate(config.phases, step),
-                evaluate_every_steps=config.evaluation.every_steps,
-                checkpoint_every_steps=config.checkpoint.every_steps,
-                peak_flops=matmul_peak(engine),
-            )
-            loop.fit(
-                engine,
-                task,
-                plan,
-                progress,
-                checkpoints=checkpoints,
-                extra_state=extra_state,
-                recorder=tracker,
-                stop_requested=worker.stop_requested,
-            )
-        with engine.allow(loop.LONG_SECONDS):
-            if worker.rank == 0 and tracker.mirrored:
-                hf.export_run(config.folder, config.folder / "export")
-                tracker.log_artifact(config.folder / "export")
-    finally:
-        with engine.allow(loop.LONG_SECONDS):  # W&B may wait for its network
-            task.close()
-            tracker.close()
+
+
+def _export(config: PretrainConfig, tracker: Tracker) -> None:
+    """Rank 0, where W&B mirrors the run: export the run's last checkpoint as an artifact."""
+    if tracker.mirrored:
+        hf.export_run(config.folder, config.folder / "export")
+        tracker.log_artifact(config.folder / "export")
 
 
 class Pretraining:
-    """Masked language modelling and next-sentence prediction as a `loop.TrainingTask`."""
+    """Masked language modelling and next-sentence prediction as a `TrainingTask`."""
 
     def __init__(
         self,
@@ -142,7 +99,7 @@ class Pretraining:
         self._stalled_before = 0.0
         self._phase = 0
         self._validation: dict[int, list[StepBatch]] = {}
-        for number in range(len(config.phases)):  # a later phase must not fail hours from now
+        for number in range(len(config.phases)):  # a later phase must not fail after hours
             BatchMaker(
                 shards, config, number, seed=config.seed, rank=engine.rank, world_size=engine.world_size
             ).check_batch()
@@ -152,7 +109,7 @@ class Pretraining:
 
     def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[StepBatch]:
         first_phase, phase_step = self._config.phase_at(start_step)
-        # Data that a phase passed over puts off its later data, and no other phase's.
+        # Data that a phase skipped shift its later data, and no other phase's.
         behind = [0] * len(self._config.phases)
         for step, count in passed_over:
             behind[self._config.phase_at(step)[0]] += count
@@ -164,13 +121,13 @@ class Pretraining:
             phase_step = 0
 
     def pass_over(self, step: int, count: int) -> list[tuple[int, int]]:
-        found = []
+        skipped = []
         while count:
             number, within = self._config.phase_at(step)
             here = min(count, self._config.phases[number].steps - within)
-            found.append((step, here))
+            skipped.append((step, here))
             step, count = step + here, count - here
-        return found
+        return skipped
 
     def largest(self) -> StepBatch:
         length = max(phase.sequence_length for phase in self._config.phases)
@@ -180,8 +137,8 @@ class Pretraining:
         return step.to(self._device)
 
     def loss(self, output: Losses, step: StepBatch) -> Tensor:
-        # Law 3: sums over all ranks and micro-batches, divided by counts over all ranks and micro-batches. Devlin et
-        # al. add the two means.
+        # Invariant: losses are normalised globally, by counts over all ranks and micro-batches. As in Devlin et al.,
+        # the loss is the sum of the two means.
         return output.mlm_loss / step.masked + output.nsp_loss / step.sequences
 
     def totals(self, output: Losses) -> Tensor:
@@ -251,8 +208,8 @@ class Pretraining:
 def _check_state(state: dict[str, Any], checkpoint: Path, config: PretrainConfig, shards: TokenShards) -> None:
     if state["fingerprint"] != shards.fingerprint:
         raise InputError(
-            f"{checkpoint}: was trained on another corpus (fingerprint {state['fingerprint'][:12]}, {config.corpus.dir} "
-            f"has {shards.fingerprint[:12]}). Prepare the same corpus again or start a new run."
+            f"{checkpoint}: was trained on another corpus (fingerprint {state['fingerprint'][:12]}, "
+            f"{config.corpus.dir} has {shards.fingerprint[:12]}). Prepare the same corpus again or start a new run."
         )
     if state["step"] > config.total_steps:
         raise InputError(
@@ -261,14 +218,12 @@ def _check_state(state: dict[str, Any], checkpoint: Path, config: PretrainConfig
 
 
 def _card(config: PretrainConfig) -> dict[str, Any]:
-    import json
-
     path = Path(config.corpus.dir) / "card.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def full_batch(config: PretrainConfig, lengths: list[int], vocabulary_size: int) -> MicroBatch:
-    """A micro-batch of random tokens with sequences of these lengths and as many masked as there can be."""
+    """A micro-batch of random tokens, with sequences of these lengths and as many masked tokens as possible."""
     tokens = sum(lengths)
     generator = torch.Generator().manual_seed(0)
     masked = [max(1, round(config.masking.probability * length)) for length in lengths]

@@ -42,7 +42,7 @@ def make_starts(main: Callable[[dict[str, Any], Worker], None], given: Sequence[
 def pretraining(
     corpus: Path, run_dir: Path, phases: Sequence[tuple[int, int, int]], /, **changes: Any
 ) -> dict[str, Any]:
-    """Settings of a run in fp32 that logs every step, with phases of (length, sequences, steps); section__key changes it."""
+    """Settings of an fp32 run that logs every step; phases are (length, sequences, steps), section__key changes one."""
     return with_changes(
         {
             "name": "trial",

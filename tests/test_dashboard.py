@@ -30,6 +30,7 @@ from pretrain.reporting.dashboard.runs import FAILED, SCORES, find_folder, read_
 from pretrain.reporting.dashboard.subjects import TASKS
 from pretrain.tracking.records import is_training, note_end, read_records
 from pretrain.training import loop
+from pretrain.training.progress import Progress, Window
 from pretrain.training.stragglers import RankTimes
 
 HOSTILE = "</script><script>alert(1)</script> | [x](y) \u2028 'q\""
@@ -157,18 +158,18 @@ class TestPanels:
         )
         task: Any = SimpleNamespace(_config=SimpleNamespace(pairs=SimpleNamespace(next_sentence=True)))
         run: Any = SimpleNamespace(
-            progress=loop.Progress(step=1, window=loop.Window(totals=[1.0] * 4, counts=[1.0] * 2)),
+            progress=Progress(step=1, window=Window(totals=[1.0] * 4, counts=[1.0] * 2)),
             engine=engine,
             task=SimpleNamespace(metrics=functools.partial(train.Pretraining.metrics, task)),
             plan=SimpleNamespace(peak_flops=1.0),
             recorder=SimpleNamespace(log=written.append),
-            clock=loop._Clock(),
+            stopwatch=loop._Stopwatch(),
             stragglers=RankTimes(engine, 2.0),
             rate=0.1,
             epoch=0,
             norm=1.0,
         )
-        loop._Run.log(run)
+        loop._Fit.log(run)
         (record,) = written
         assert {metric for panel in PANELS for metric in panel.metrics} <= set(record)
         by_rank = {metric for panel in PANELS if panel.kind == "ranks" for metric in panel.metrics}

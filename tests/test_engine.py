@@ -21,7 +21,8 @@ from pretrain.checkpoint import store
 from pretrain.config import EngineConfig as EngineSettings
 from pretrain.config import ModelConfig, OptimizerConfig
 from pretrain.model.heads import PretrainingModel
-from pretrain.training.engine.engine import Engine, _Sums, deepspeed_config
+from pretrain.training.engine import Engine, deepspeed_config
+from pretrain.training.engine.gradient_sums import GradientSums
 from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
@@ -160,13 +161,13 @@ def test_bf16_steps_stay_near_fp32(by_workers, stage: int, optimizer: str) -> No
 
 def poison_every_combination() -> dict[tuple[int, str], Any]:
     """Three poisoned steps in each, a good one after each of them."""
-    found, drawn = {}, random.Random(0)
+    found, generator = {}, random.Random(0)
     for stage, precision in itertools.product(STAGES, PRECISIONS):
         engine = make_engine(stage, precision)
         take_steps(engine, range(1))
         trials = []
         for step in (1, 3, 5):
-            poison = (step, drawn.randrange(MICRO_BATCHES), drawn.choice([math.nan, math.inf, -math.inf]))
+            poison = (step, generator.randrange(MICRO_BATCHES), generator.choice([math.nan, math.inf, -math.inf]))
             before = whole_state(engine)
             (result,) = take_steps(engine, range(step, step + 1), poison)
             untouched = all(torch.equal(before[key], value) for key, value in whole_state(engine).items())
@@ -180,7 +181,7 @@ def run_with_a_head_at_rest(alone: bool) -> dict[int, Any]:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         if not alone:
-            patch.setattr(_Sums, "take_over", lambda _: None)
+            patch.setattr(GradientSums, "take_over", lambda _: None)
         for stage in (1, 2):
             engine = make_engine(stage, "bf16")
             ours = alone and (stage == 1 or dist.get_world_size() == 1)
@@ -208,7 +209,7 @@ def test_a_single_worker_sums_gradients_as_deepspeeds_stage_2_does() -> None:
 
 
 def test_parts_of_sums_reach_their_owners() -> None:
-    """Ours rounds what a worker sends, DeepSpeed's stage 1 also what its owner has, and the sum: both near one worker's."""
+    """Both are near one worker's. Ours rounds what a worker sends; DeepSpeed also the owner's part, and the sum."""
     alone = run_workers(1, run_with_a_head_at_rest, True)[0][1]
     off = {}
     for ours in (True, False):

@@ -48,11 +48,11 @@ def end(started: subprocess.Popen[str], seconds: float = 120) -> tuple[int, str]
 def test_kills_right_after_checkpoints_resume_from_the_newest(corpus: Path, tmp_path: Path) -> None:
     """Twenty kills, each 0 to 2 s after a checkpoint was seen."""
     values = settings(corpus, tmp_path / "after", steps=100_000, workers=1, checkpoint={"every_steps": 20})
-    run_dir, drawn = Path(values["run_dir"]), random.Random(0)
+    run_dir, generator = Path(values["run_dir"]), random.Random(0)
     for number in range(20):
         started, before = start(values, resume=number > 0), newest_checkpoint(run_dir)
         wait_for(lambda before=before: newest_checkpoint(run_dir) > before, 60)
-        time.sleep(drawn.uniform(0, 2))
+        time.sleep(generator.uniform(0, 2))
         started.kill()
         end(started)
         newest, reached = newest_checkpoint(run_dir), last_step(run_dir)

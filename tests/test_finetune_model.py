@@ -19,7 +19,7 @@ from pretrain.checkpoint.layouts import HEAD_ACTIVATION, HeadDropout, head_dropo
 from pretrain.checkpoint.released import assemble, read_released
 from pretrain.config import ModelConfig
 from pretrain.model.heads import PretrainingModel
-from pretrain.training.engine.engine import _add_rows, ask_for_rows
+from pretrain.training.engine.gradient_sums import add_rows, use_sparse_embedding_gradients
 
 LENGTHS = [5, 9, 12, 7]
 OUTPUTS = {"sequence": 3, "tokens": 5, "spans": 2}
@@ -281,14 +281,14 @@ def test_look_ups_of_a_task_model_may_give_rows(checkpoint: Path) -> None:
     assert len(set(batch.input_ids.tolist())) < len(batch.input_ids), "some words come twice"
     word = model.embeddings.word
     (whole,) = torch.autograd.grad(model(batch).loss, word)
-    ask_for_rows(model)
+    use_sparse_embedding_gradients(model)
     (rows,) = torch.autograd.grad(model(batch).loss, word)
     assert rows.is_sparse
     assert len(rows._values()) == len(batch.input_ids)
     place = torch.full_like(word, 7.0)
     for first in (True, False):
-        _add_rows(place, rows, first)
+        add_rows(place, rows, first)
     torch.testing.assert_close(place, 2 * whole)
     tied = PretrainingModel(ModelConfig(size="custom", layers=1, hidden=8, heads=1, max_positions=8), 20)
-    ask_for_rows(tied)
+    use_sparse_embedding_gradients(tied)
     assert not tied.embeddings.sparse_gradient

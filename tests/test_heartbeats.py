@@ -15,7 +15,7 @@ from pretrain.training.heartbeats import Exchange, Finding, Follower, Heartbeat,
 WAITS = heartbeats.IN_COLLECTIVE
 
 
-def told(count: int, pulses: int = 0, **more: object) -> Heartbeat:
+def heartbeat(count: int, pulses: int = 0, **more: object) -> Heartbeat:
     usual: dict[str, object] = {
         "position": 0,
         "allowed": 8.0,
@@ -33,7 +33,7 @@ def find(*last: dict[str, object], seconds: int = 9) -> Finding | None:
     ranks = Ranks(len(last), 0.0)
     finding = None
     for now in range(seconds + 1):
-        ranks.hear([told(now + 1, **one) for one in last], float(now))  # type: ignore[arg-type]
+        ranks.hear([heartbeat(now + 1, **one) for one in last], float(now))  # type: ignore[arg-type]
         finding = ranks.find()
         if now < seconds:
             assert finding is None
@@ -43,7 +43,7 @@ def find(*last: dict[str, object], seconds: int = 9) -> Finding | None:
 def test_progress_of_one_rank_is_enough() -> None:
     ranks = Ranks(3, 0.0)
     for now in range(100):
-        ranks.hear([told(now), told(now, pulses=now), told(now)], float(now))
+        ranks.hear([heartbeat(now), heartbeat(now, pulses=now), heartbeat(now)], float(now))
         assert ranks.find() is None
 
 
@@ -81,16 +81,16 @@ def test_data_stalls_apart_from_hangs() -> None:
 
 def test_silence_is_measured_in_rounds_that_were_heard() -> None:
     ranks = Ranks(2, 0.0)
-    ranks.hear([told(1), told(1)], 0.0)
-    ranks.hear([told(2, 1), told(2, 1)], 100.0)  # the store paused
+    ranks.hear([heartbeat(1), heartbeat(1)], 0.0)
+    ranks.hear([heartbeat(2, 1), heartbeat(2, 1)], 100.0)  # the store paused
     assert ranks.find() is None
     assert ranks.unheard(108.0, limit=8.0) == 0
     assert ranks.unheard(130.0, limit=8.0) == 30
     assert Ranks(2, 0.0).unheard(130.0, limit=8.0) == 0, "connections take long where there are many"
     for now in range(101, 109):
-        ranks.hear([told(now, now), told(2, 1)], float(now))
+        ranks.hear([heartbeat(now, now), heartbeat(2, 1)], float(now))
         assert ranks.find() is None
-    ranks.hear([told(109, 109), told(2, 1)], 109.0)
+    ranks.hear([heartbeat(109, 109), heartbeat(2, 1)], 109.0)
     finding = ranks.find()
     assert finding is not None
     assert (finding.event, finding.rank) == ("hang", 1)
@@ -100,9 +100,9 @@ def test_silence_is_measured_in_rounds_that_were_heard() -> None:
 def test_an_announced_block_may_be_silent_and_an_ended_rank_for_ever() -> None:
     ranks = Ranks(3, 0.0)
     for now in range(60):
-        ranks.hear([told(now, now), told(1, quiet=60.0), told(1, ended=True)], float(now))
+        ranks.hear([heartbeat(now, now), heartbeat(1, quiet=60.0), heartbeat(1, ended=True)], float(now))
         assert ranks.find() is None
-    ranks.hear([told(61, 61), told(1, quiet=60.0), told(1, ended=True)], 61.0)
+    ranks.hear([heartbeat(61, 61), heartbeat(1, quiet=60.0), heartbeat(1, ended=True)], 61.0)
     finding = ranks.find()
     assert finding is not None
     assert finding.rank == 1
@@ -111,9 +111,9 @@ def test_an_announced_block_may_be_silent_and_an_ended_rank_for_ever() -> None:
 def test_a_rank_that_never_reports_has_time_to_start() -> None:
     ranks = Ranks(2, 0.0)
     for now in range(0, 1801, 60):
-        ranks.hear([told(now, now), None], float(now))
+        ranks.hear([heartbeat(now, now), None], float(now))
         assert ranks.find() is None
-    ranks.hear([told(1801, 1801), None], 1801.0)
+    ranks.hear([heartbeat(1801, 1801), None], 1801.0)
     finding = ranks.find()
     assert finding is not None
     assert finding.rank == 1
@@ -122,7 +122,7 @@ def test_a_rank_that_never_reports_has_time_to_start() -> None:
 
 class TestFollower:
     def summary(self, count: int, finding: Finding | None = None, **more: object) -> HeartbeatSummary:
-        return HeartbeatSummary(told(count, **more), finding)  # type: ignore[arg-type]
+        return HeartbeatSummary(heartbeat(count, **more), finding)  # type: ignore[arg-type]
 
     def test_rank_0_is_named_where_its_summary_gets_old(self) -> None:
         follower = Follower(5, patience=1.0)
@@ -207,14 +207,14 @@ def test_a_round_costs_each_rank_two_requests_however_many_there_are() -> None:
     def requests_of_a_round(size: int) -> tuple[Counter[str], Counter[str]]:
         store = CountingStore()
         exchanges = [attached(store, rank, size) for rank in range(size)]
-        exchanges[0].gather(told(1), None)
+        exchanges[0].gather(heartbeat(1), None)
         for exchange in exchanges[1:]:
-            exchange.report(told(1))
+            exchange.report(heartbeat(1))
         store.requests.clear()
         store.bytes.clear()
         for exchange in exchanges[1:]:
-            exchange.report(told(2, position=10**6, host="a" * 64))
-        heard = exchanges[0].gather(told(2), None)
+            exchange.report(heartbeat(2, position=10**6, host="a" * 64))
+        heard = exchanges[0].gather(heartbeat(2), None)
         assert [one and one.count for one in heard] == [2] * size
         return store.requests, store.bytes
 
@@ -242,24 +242,24 @@ def test_64_ranks_on_one_store() -> None:
         )
 
     first = attached(connect(), 0, size)
-    first.gather(told(1, doing=WAITS), None)
+    first.gather(heartbeat(1, doing=WAITS), None)
     exchanges = {rank: attached(connect(), rank, size) for rank in range(1, size)}
 
     def report_all(count: int) -> None:
         for rank, exchange in exchanges.items():
-            summary = exchange.report(told(count, doing="" if rank == guilty else WAITS))
+            summary = exchange.report(heartbeat(count, doing="" if rank == guilty else WAITS))
             assert summary is not None
             learnt[rank] = summary.finding
 
     ranks = Ranks(size, 0.0)
     for count in (2, 3):
         report_all(count)
-        ranks.hear(first.gather(told(count, doing=WAITS), None), 9.0 * (count - 2))
+        ranks.hear(first.gather(heartbeat(count, doing=WAITS), None), 9.0 * (count - 2))
     finding = ranks.find()
     assert finding is not None
     assert finding.rank == guilty
     assert set(learnt.values()) == {None}
-    first.gather(told(4, doing=WAITS), finding)
+    first.gather(heartbeat(4, doing=WAITS), finding)
     report_all(4)
     assert len(learnt) == size - 1
     assert set(learnt.values()) == {finding}
@@ -267,16 +267,16 @@ def test_64_ranks_on_one_store() -> None:
 
 def test_a_second_start_in_the_same_processes_hears_nothing_of_the_first() -> None:
     store = CountingStore()
-    attached(store, 0, 2).gather(told(1), Finding("hang", 1, "sleeps", "a", 1))
+    attached(store, 0, 2).gather(heartbeat(1), Finding("hang", 1, "sleeps", "a", 1))
     second = attached(store, 0, 2)
-    assert second.gather(told(1), None) == [told(1), None]
+    assert second.gather(heartbeat(1), None) == [heartbeat(1), None]
 
 
 @pytest.mark.usefixtures("same_start")
 def test_ranks_may_begin_in_any_order() -> None:
     store = CountingStore()
     other = attached(store, 1, 2)
-    assert other.report(told(1)) is None
+    assert other.report(heartbeat(1)) is None
     first = attached(store, 0, 2)
-    assert first.gather(told(1), None) == [told(1), told(1)]
-    assert other.report(told(2)) == HeartbeatSummary(told(1), None)
+    assert first.gather(heartbeat(1), None) == [heartbeat(1), heartbeat(1)]
+    assert other.report(heartbeat(2)) == HeartbeatSummary(heartbeat(1), None)

@@ -14,7 +14,7 @@ from pretrain.checkpoint import saver as saver_module
 from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import MachineError
-from pretrain.training.engine.engine import Fragment
+from pretrain.training.engine import Fragment
 
 
 class Alone:

@@ -1,4 +1,4 @@
-"""When a loss is a spike, and what a run does about it: back, past the data, and an end after too many."""
+"""When a loss is a spike, and what a run does about it: it goes back, skips the data, and ends after too many."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from tests.starts import Start, all_records, make_starts, pretraining, records
 
 
 def usual(seed: int, level: float = 3.0, noise: float = 0.05) -> list[float]:
-    drawn = random.Random(seed)
-    return [level + drawn.gauss(0, noise) for _ in range(REMEMBERED)]
+    generator = random.Random(seed)
+    return [level + generator.gauss(0, noise) for _ in range(REMEMBERED)]
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_noise_is_no_spike_and_a_leap_is(seed: int) -> None:
+def test_noise_is_no_spike_and_a_much_higher_loss_is_one(seed: int) -> None:
     before = usual(seed)
     assert not any(is_spike(before, loss, SpikeConfig()) for loss in usual(seed + 100))
     assert not is_spike(before, 1.0, SpikeConfig()), "a fall is none"
@@ -111,7 +111,7 @@ def _start_with_bad_data(start: Start, bad: dict[int, float]) -> str:
         train.Pretraining.loss, train.Pretraining.totals = whole, whole_totals  # type: ignore[method-assign]
 
 
-def test_a_spike_is_rolled_back_and_its_data_passed_over(corpus: Path, tmp_path: Path) -> None:
+def test_a_spike_is_rolled_back_and_its_data_skipped(corpus: Path, tmp_path: Path) -> None:
     whole, again = settings(corpus, tmp_path / "whole"), settings(corpus, tmp_path / "again")
     bad = {37 * 12: 30.0}  # step 38 of the first phase
     outcomes = run_workers(
@@ -137,7 +137,7 @@ def test_a_spike_is_rolled_back_and_its_data_passed_over(corpus: Path, tmp_path:
 
 
 def test_a_phase_may_begin_with_higher_losses(corpus: Path, tmp_path: Path) -> None:
-    """Longer sequences have them: BERT's second phase. No rollback could mend that."""
+    """Longer sequences have them: BERT's second phase. No rollback could help."""
     config = pretraining(
         corpus, tmp_path / "run", [(32, 12, 40), (32, 11, 30)], model__layers=1, checkpoint__every_steps=10
     )
@@ -151,15 +151,16 @@ def test_a_phase_may_begin_with_higher_losses(corpus: Path, tmp_path: Path) -> N
 
 def test_an_fp16_scale_that_does_not_fall_is_no_search() -> None:
     def skipped(scales: list[float]) -> list[bool]:
-        now = iter(scales)
-        run: Any = SimpleNamespace(
-            engine=SimpleNamespace(scaler_state=lambda: {"cur_scale": next(now)}), skips=0, skipped_scale=0.0
-        )
-        return [loop._Run._scale_is_stuck(run) for _ in scales]
+        search = loop._LossScaleSearch()
+        return [search.skipped(scale) for scale in scales]
 
     assert not any(skipped([65536, 65536, 32768, 16384, 8192])), "hysteresis, then a search"
     assert skipped([2, 1, 1]) == [False, True, True]
     assert skipped([1024] * 5) == [False, False, False, True, True], "a fixed scale"
+    search = loop._LossScaleSearch()
+    assert not any(search.skipped(1024) for _ in range(3))
+    search.applied()
+    assert not any(search.skipped(1024) for _ in range(3)), "an applied step starts the count again"
 
 
 STAGES = [(stage, precision) for precision in ("fp32", "bf16") for stage in (0, 1, 2, 3)]

@@ -1,4 +1,4 @@
-"""Waits for data and storage: the watchdog hears of them, and the records tell of long ones."""
+"""Waits for data and storage: the watchdog knows of them, and long ones become events."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from pretrain.common.files import allow_open_files
 from pretrain.common.worker import HANG_FILE, Worker
 from pretrain.config import SchedulingConfig
 from pretrain.training import loop, session, stragglers
+from pretrain.training.progress import Progress
 from pretrain.training.stragglers import RankTimes
 from pretrain.training.watchdog import Watchdog
 
@@ -78,12 +79,17 @@ def test_each_wait_for_data_or_storage_is_announced(tmp_path: Path) -> None:
         patience=0,
     )
     task: Any = SimpleNamespace(batches=batches, stalled_seconds=lambda: 0.0, validation_set=lambda: "dev")
-    parts: list[Any] = [engine, task, plan, loop.Progress(), tmp_path, {}, recorder]
-    run: Any = loop._Run(*parts)
-    run.train_step = lambda step, stop: look("step")
+    parts: list[Any] = [engine, task, plan, Progress(), tmp_path, {}, recorder]
+    run: Any = loop._Fit(*parts)
+
+    def train_step(step: int, stop: bool) -> loop.StepOutcome:
+        look("step")
+        return loop.StepOutcome(stop=False, failure=None)
+
+    run.train_step = train_step
     run.log = lambda: run.recorder.log({})
     run.evaluate = run.save = lambda: None
-    assert not run.train(stop_requested)
+    assert run.train(stop_requested) is None
     run.recorder.rewind(0)
     storage = "the run folder's storage"
     assert doing == {
@@ -106,8 +112,8 @@ def test_the_first_batch_of_a_loader_is_no_stall(tmp_path: Path) -> None:
             phase = step // 3
             yield step
 
-    run: Any = object.__new__(loop._Run)
-    run.engine, run.progress = Engine(tmp_path), loop.Progress()
+    run: Any = object.__new__(loop._Fit)
+    run.engine, run.progress = Engine(tmp_path), Progress()
     run.task = SimpleNamespace(batches=batches, validation_set=lambda: f"phase {phase}")
     run.stragglers = SimpleNamespace(waited_once=lambda seconds: waits.append(run.progress.step))
     for start in (0, 1):
@@ -135,7 +141,7 @@ def test_a_long_wait_for_one_batch_is_an_event(tmp_path: Path) -> None:
     assert event["message"] == "rank 1 waited 40 s for a batch"
     engine.others.zero_()
     times.lap(recorder, 30)  # type: ignore[arg-type]
-    assert len(logged) == 1, "told once"
+    assert len(logged) == 1, "logged once"
 
 
 @pytest.mark.parametrize("event", ["hang", "data_stall"])

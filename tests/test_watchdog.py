@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import os
 import signal
@@ -13,7 +15,9 @@ from typing import Any
 
 import pytest
 
-from pretrain.training.watchdog import Watchdog, _Clock, _waits_for_others
+from pretrain.training import watchdog as watchdogs
+from pretrain.training.heartbeats import Finding
+from pretrain.training.watchdog import Watchdog, _Clock, _ExchangeThread, _waits_for_others
 
 ROOT = Path(__file__).parent.parent
 
@@ -206,7 +210,43 @@ def test_blocks_say_what_they_need(tmp_path: Path) -> None:
         assert endless.heartbeat().allowed == float("inf")
 
 
-def test_a_collective_is_told_from_work() -> None:
+def test_a_failed_exchange_is_tried_again_and_written_with_the_stacks(tmp_path: Path) -> None:
+    """Whatever the store's client raises, the thread that carries heartbeats goes on."""
+    answers: list[Any] = [ValueError("garbled"), None, None]
+
+    class Store:
+        def compare_set(self, *_: str) -> None: ...
+        def set(self, *_: str) -> None:
+            answer = answers.pop(0) if answers else None
+            if answer is not None:
+                raise answer
+
+        def multi_get(self, keys: list[str]) -> list[bytes]:
+            return [b"null"] * len(keys)
+
+    watchdog = Watchdog(0, 2, tmp_path, 8.0)
+    connect: Any = Store
+    thread = _ExchangeThread(watchdog, connect, 0, 2, seconds=60.0)
+    watchdog._exchange = thread
+    deadline = time.monotonic() + 30
+    while thread.error is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert "garbled" in str(thread.error)
+    watchdog._write(Finding("hang", 0, "was silent", "elsewhere", 1), found_here=False)
+    assert "the last exchange of heartbeats failed: ValueError('garbled')" in (tmp_path / "stacks-0.txt").read_text()
+    thread.announce()
+    assert thread.error is None
+    assert thread.heartbeats is not None
+    thread.end()
+
+
+def test_the_functions_in_which_the_host_waits_for_a_device_exist() -> None:
+    for module, name in watchdogs._DEVICE_WAITS:
+        source = inspect.getsource(importlib.import_module(module))
+        assert f"def {name}(" in source, f"{module}.{name}"
+
+
+def test_a_collective_is_distinguished_from_work() -> None:
     import threading
 
     seen: dict[str, bool] = {}

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from pretrain.config import EngineConfig as EngineSettings
 from pretrain.config import ModelConfig, OptimizerConfig
 from pretrain.model.heads import PretrainingModel
-from pretrain.training.engine.engine import Engine
+from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
@@ -32,8 +32,8 @@ def formula_bytes(stage: int, parameters: int, width: int, workers: int, micro_b
 
     Rajbhandari et al., ZeRO (arXiv:1910.02054), section 7, in its unit, a (workers - 1) / workers of all parameters:
     plain data parallelism reduces and gathers gradients (2); stages 1 and 2 reduce gradients and gather weights (2).
-    Stage 3 reduces gradients and gathers weights twice (3), or once (2) where, as here, all of them may stay live between
-    forward and backward. The paper has one micro-batch; stages 2 and 3 keep no whole gradient from one to the next.
+    Stage 3 reduces gradients and gathers weights twice (3), or once (2) where, as here, all of them may stay live
+    between forward and backward. The paper has one micro-batch; stages 2 and 3 keep no whole gradient for the next.
     """
     unit = width * parameters * (workers - 1) / workers
     return unit * {0: 2, 1: 2, 2: micro_batches + 1, 3: 2 * micro_batches}[stage]

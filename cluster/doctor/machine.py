@@ -134,7 +134,7 @@ def versions() -> dict[str, str]:
 
 def _deepspeed_version() -> str:
     try:
-        from pretrain.training.engine.engine import deepspeed_ops
+        from pretrain.training.engine import deepspeed_ops
 
         deepspeed_ops()
         return importlib.metadata.version("deepspeed")
@@ -222,7 +222,7 @@ def _compile() -> tuple[str, str, str]:
 
 def _deepspeed_ops() -> tuple[dict[str, bool], tuple[str, ...]]:
     try:
-        from pretrain.training.engine.engine import deepspeed_ops
+        from pretrain.training.engine import deepspeed_ops
 
         return deepspeed_ops()
     except Exception:  # its version shows the reason

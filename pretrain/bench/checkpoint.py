@@ -20,7 +20,7 @@ from pretrain.commands import local_path
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
 from pretrain.model.heads import PretrainingModel
-from pretrain.training.engine.engine import Engine
+from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
 from pretrain.training.session import process_group
 

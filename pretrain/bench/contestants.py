@@ -24,7 +24,7 @@ from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.precision import settle_here, torch_dtype
-from pretrain.training.engine.engine import Engine
+from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
 
 OURS = "ours"

@@ -5,7 +5,7 @@
         rank-00000-of-00002.safetensors   1-D fp32 tensors "<kind>|<parameter>|<start>", kind: weight, exp_avg, exp_avg_sq
         manifest.json                     sizes and SHA-256 of the above, and which entries of which parameter lie where
 
-A checkpoint says what its tensors are, not how many workers wrote them: see `pretrain.training.engine.engine.Fragment`.
+A checkpoint says what its tensors are, not how many workers wrote them: see `pretrain.training.engine.Fragment`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 
 class HeldFragment(Protocol):
-    """What `save` needs of a fragment; `pretrain.training.engine.engine.Fragment` is one."""
+    """What `save` needs of a fragment; `pretrain.training.engine.Fragment` is one."""
 
     @property
     def name(self) -> str: ...
@@ -62,7 +62,7 @@ class HeldFragment(Protocol):
 
 
 class SavingGroup(Protocol):
-    """The workers that save together; `pretrain.training.engine.engine.Engine` is one."""
+    """The workers that save together; `pretrain.training.engine.Engine` is one."""
 
     @property
     def rank(self) -> int: ...

@@ -1,8 +1,8 @@
 """Optimizers and the learning-rate schedule: AdamW, and a LAMB that stays right when ZeRO shards it.
 
-LAMB scales each tensor's step by |weight| / |update|. ZeRO hands an optimizer flat shards that hold pieces of
-many tensors, so `Lamb` is told which piece belongs to which tensor, adds up squared norms by tensor and has
-them summed over the workers before it steps.
+LAMB scales each tensor's step by |weight| / |update|. ZeRO hands an optimizer flat shards that hold pieces of many
+tensors. So `Lamb` takes a table of which piece belongs to which tensor, adds up squared norms by tensor, and sums them
+over the workers before it steps.
 """
 
 from __future__ import annotations
@@ -62,11 +62,11 @@ def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]
 
 
 def learning_rate(phases: Sequence[config.PhaseConfig], step: int) -> float:
-    """The rate of the 0-based optimizer `step`; the schedule starts anew with each phase.
+    """The rate of the 0-based optimizer `step`; each phase restarts the schedule.
 
     Linear warm-up from 1 / warmup_steps of the peak to the peak, which the last warm-up step has, then decay over the
-    phase's remaining steps: transformers' get_{constant,linear,polynomial_decay}_schedule_with_warmup over one step more,
-    without its first step, whose rate of 0 would spend a global batch on nothing.
+    phase's remaining steps. This is transformers' get_{constant,linear,polynomial_decay}_schedule_with_warmup over one
+    more step, without its first step: a rate of 0 would waste a global batch.
     """
     for phase in phases:
         if step < phase.steps:
@@ -106,7 +106,7 @@ def number_tensors(names: Iterable[str]) -> dict[str, range]:
 
 
 def cut_segments(ids: range, numel: int, first: int, last: int, at: int) -> list[Segment]:
-    """Segments of entries `first` to `last` of one parameter that lie from offset `at` of a flat shard on.
+    """The segments of entries `first` to `last` of one parameter, which lie in a flat shard from offset `at` on.
 
     Args:
         ids: the parameter's tensor ids, from `number_tensors`; its `numel` entries divide evenly among them.
@@ -160,11 +160,11 @@ class Lamb(torch.optim.Optimizer):
         tensor_count: int,
         reduce: Callable[[Tensor], Any],
     ) -> None:
-        """Say what the flat parameters hold, once a wrapper has flattened and sharded them.
+        """Set what the flat parameters hold, once a wrapper has flattened and sharded them.
 
         Args:
             segments: for each flat parameter of an adapted group, its pieces in ascending order. Entries
-                in no piece are taken for padding and left alone.
+                in no piece are padding and left alone.
             tensor_count: how many tensors there are over all workers; ids are below it.
             reduce: sums an fp64 vector [2 * tensor_count] over the workers, in place. `step` calls it once
                 if any of its groups is adapted, so all workers must step the same groups in the same order.
@@ -202,7 +202,7 @@ class Lamb(torch.optim.Optimizer):
         return loss
 
     def _apply_adapted(self, adapted: list[tuple[float, Tensor, Tensor, int]], count: int) -> None:
-        """Step each piece at its tensor's trust ratio; every worker comes here, even with no piece."""
+        """Step each piece at its tensor's trust ratio; every worker calls this, even without a piece."""
         device = next(p.device for group in self.param_groups for p in group["params"])
         squares = torch.zeros(2, count, dtype=torch.float64, device=device)
         for _, weights, update, tensor_id in adapted:
@@ -240,7 +240,7 @@ class Lamb(torch.optim.Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
         state["step"] += 1
-        # The count stays where it is, on a GPU too: to read it there would wait for all that was asked of the device.
+        # The count stays on its device: to read it would wait for all work queued there.
         step, (beta1, beta2) = state["step"].double(), group["betas"]
         correction1, correction2 = 1 - beta1**step, 1 - beta2**step
         gradient = parameter.grad

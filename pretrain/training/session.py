@@ -1,4 +1,4 @@
-"""What every worker does around its training, whatever it trains: process group, device, checkpoint, matmul peak."""
+"""What every worker does around its training: process group, watchdog, device, newest checkpoint, matmul peak."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,19 +20,35 @@ from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.worker import Worker
 from pretrain.config import R, RunConfig, with_precision
 from pretrain.model import precision
-from pretrain.training.engine.engine import Engine, end_process_group
+from pretrain.tracking.logs import quiet_logging
+from pretrain.training.engine import Engine, end_process_group, gather_objects
 from pretrain.training.watchdog import Watchdog
 
-_OTHER_FILES = 256  # that a worker has open: libraries, shards, logs, connections of collectives
+_OTHER_FILES = 256  # that a worker holds open: libraries, shards, logs, connections of collectives
 
 logger = logging.getLogger(__name__)
 
 
 @contextlib.contextmanager
-def process_group(worker: Worker) -> Iterator[None]:
-    """The workers' process group, where MASTER_ADDR says that there are others; else one of this process alone.
+def started(config: R, worker: Worker) -> Iterator[tuple[R, torch.device, Watchdog]]:
+    """A worker ready to train: logging, process group, watchdog, device and seed.
 
-    While it lasts, CPU kernels make room for other programs (`pretrain.common.thread_waits`).
+    Yields:
+        (the config with its precision settled, this worker's device, the watchdog, which the engine is to tell of its
+        progress).
+    """
+    quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
+    with process_group(worker), watched(config, worker) as watchdog:
+        config, device = settle_device(config, worker)
+        torch.manual_seed(config.seed)
+        yield config, device, watchdog
+
+
+@contextlib.contextmanager
+def process_group(worker: Worker) -> Iterator[None]:
+    """The workers' process group if MASTER_ADDR is set; else one of this process alone.
+
+    While it lasts, CPU kernels yield to other programs (`pretrain.common.thread_waits`).
     """
     os.environ["LOCAL_RANK"] = str(worker.local_rank)
     if worker.threads:
@@ -56,7 +71,7 @@ def process_group(worker: Worker) -> Iterator[None]:
 
 
 def _check_open_files(worker: Worker) -> None:
-    """Rank 0 serves the store that the ranks meet in: each has a connection for training and one for its heartbeats."""
+    """Raise rank 0's limit of open files: each rank connects to its store for training and for heartbeats."""
     connections = 2 * worker.world_size
     allowed = allow_open_files(connections)
     if worker.rank == 0 < worker.world_size - 1 and allowed < connections + _OTHER_FILES:
@@ -69,15 +84,15 @@ def _check_open_files(worker: Worker) -> None:
 def settle_device(config: R, worker: Worker) -> tuple[R, torch.device]:
     """(the config with its precision settled, this worker's device).
 
-    `engine.precision: auto` becomes the same in all workers. The first start of a run decides, and writes it into the
-    run's config.yaml, where restarts find it.
+    `engine.precision: auto` becomes the same precision in all workers. The first start of a run decides, and writes it
+    into the run's config.yaml, where restarts read it.
 
     Raises:
-        MachineError: the device cannot compute in the precision asked for.
+        MachineError: the device cannot compute in the requested precision.
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        # Where each process sees its own GPU alone, that is number 0.
+        # A process that sees its own GPU alone has it as number 0.
         device = torch.device("cuda", worker.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
     config = _settle_precision(config, device, worker)
@@ -88,11 +103,11 @@ def settle_device(config: R, worker: Worker) -> tuple[R, torch.device]:
 
 
 def _check_device(config: RunConfig, device: torch.device) -> None:
-    """Raise `MachineError` where the device cannot compute in the run's precision, or torch has no code for it."""
+    """Raise `MachineError` if the device cannot compute in the run's precision, or torch has no code for it."""
     chosen = config.engine.precision
     advice = (
-        "Continue a run that was begun elsewhere on such a device; for a new run, engine.precision: auto takes what is "
-        "fastest here."
+        "Continue a run on the kind of device that it was started on; for a new run, engine.precision: auto chooses "
+        "what is fastest here."
     )
     if device.type == "cpu":
         if chosen == "fp16":
@@ -105,18 +120,18 @@ def _check_device(config: RunConfig, device: torch.device) -> None:
     known = [int(one[3:]) for one in torch.cuda.get_arch_list() if one[3:].isdigit()]
     if known and 10 * capability[0] + capability[1] < min(known):
         raise MachineError(
-            f"This torch ({torch.__version__}) has no code for the GPU: it begins at compute capability {min(known) / 10}, and "
-            f"{has}. Install a build of it for an earlier CUDA."
+            f"This torch ({torch.__version__}) has no code for the GPU: it needs compute capability {min(known) / 10}, "
+            f"and {has}. Install a build of it for an earlier CUDA."
         )
 
 
 def _settle_precision(config: R, device: torch.device, worker: Worker) -> R:
-    # Under torchrun only the first process has read what an earlier start settled.
-    begun = preflight.as_begun(config) if worker.rank == 0 else config
-    kept = _gather(begun.engine.precision)[0]
-    if kept != "auto":
-        return with_precision(config, kept)
-    choice = precision.choose(_gather(precision.offer(device)))
+    # Under torchrun the first process alone has read what an earlier start settled.
+    earlier = preflight.as_begun(config) if worker.rank == 0 else config
+    settled = gather_objects(earlier.engine.precision)[0]
+    if settled != "auto":
+        return with_precision(config, settled)
+    choice = precision.choose(gather_objects(precision.offer(device)))
     config = with_precision(config, choice.precision)
     if worker.rank == 0:
         logger.info("engine.precision: %s; %s", choice.precision, choice.reason)
@@ -124,26 +139,19 @@ def _settle_precision(config: R, device: torch.device, worker: Worker) -> R:
     return config
 
 
-def _gather(value: Any) -> list[Any]:
-    """What every rank gave, by rank."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
-
-
 def newest_checkpoint(checkpoints: Path, engine: Engine) -> Path | None:
-    """The checkpoint to resume from; rank 0 verifies and decides, so that all ranks take the same."""
-    found = None
+    """The checkpoint to resume from. Rank 0 verifies and decides, so that all ranks take the same."""
+    newest = None
     if engine.rank == 0:
         store.remove_leftovers(checkpoints)
-        found = store.newest(checkpoints, set_aside=True)
-    name = engine.gather_objects(found and found.name)[0]
+        newest = store.newest(checkpoints, set_aside=True)
+    name = engine.gather_objects(newest and newest.name)[0]
     return checkpoints / name if name else None
 
 
 @contextlib.contextmanager
 def watched(config: RunConfig, worker: Worker) -> Iterator[Watchdog]:
-    """Work that is ended, for whoever restarts it, when a rank hangs; from the process group on, so starts are, too."""
+    """End this process when a rank hangs, so that the run is restarted. The rest of the start is watched too."""
     with Watchdog(
         worker.rank,
         worker.world_size,

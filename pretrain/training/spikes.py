@@ -1,4 +1,4 @@
-"""When a loss is a spike, by the losses before it."""
+"""Loss spikes: when a loss is one, judged by the losses before it."""
 
 from __future__ import annotations
 
@@ -8,16 +8,15 @@ from collections.abc import Sequence
 
 from pretrain.config import SpikeConfig
 
-REMEMBERED = 64  # steps whose losses tell what is usual
-_ENOUGH = 32
-# A normal distribution's standard deviation is so many times its median absolute deviation.
-_SIGMA = 1.4826
+REMEMBERED = 64  # steps whose losses define the usual loss
+_ENOUGH = 32  # losses from which on a spike can be told
+_SIGMA = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
 
 
 def is_spike(before: Sequence[float], loss: float, settings: SpikeConfig) -> bool:
-    """Whether `loss` leaps out of the losses of the steps before it; never while these are too few.
+    """Whether `loss` is a spike above the losses of the steps before it; never while these are too few.
 
-    Median and median absolute deviation, so that one odd loss among them moves the bound little.
+    The bound uses their median and median absolute deviation, which one odd loss among them hardly moves.
     """
     if not settings.spike_sigmas or len(before) < _ENOUGH:
         return False

@@ -1,7 +1,7 @@
-"""How long each rank computes and waits for data: who holds up the others (law 7).
+"""How long each rank computes and waits for data: which rank slows down the others.
 
-Steps take all ranks equally long, since they wait for one another; forward passes do not (but in ZeRO 3, which gathers
-weights in them), so these tell the ranks apart.
+A step takes all ranks equally long, since they wait for one another. A forward pass does not (except in ZeRO 3, which
+gathers weights in it). So the times of forward passes show which rank is slow.
 """
 
 from __future__ import annotations
@@ -12,35 +12,34 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from pretrain.training.engine.engine import Engine
-    from pretrain.training.loop import Recorder
+from pretrain.training.engine import Engine
+from pretrain.training.task import Recorder
 
 logger = logging.getLogger(__name__)
 
-# For so long a rank must be slow in every record, of which there may be hundreds in that time.
+# A straggler is named when it was slow in every record for so long, at least in so many.
 _RECORDS = 3
 _SECONDS = 10.0
 _NOISE_SECONDS = 0.005  # of a forward pass
-_STALL_SECONDS = 5.0  # that a rank waits for one batch, from which on it is an event
+_STALL_SECONDS = 5.0  # a wait for one batch is an event from this length on
 
 
 class RankTimes:
-    """Seconds of this rank since the last record, brought together with the others' for each record.
+    """Seconds of this rank since the last record, gathered with those of the other ranks for each record.
 
     Args:
         engine: the ranks.
-        factor: a rank so many times slower than the others' median is a straggler.
+        factor: a rank is a straggler if its forward pass takes this multiple of the others' median.
     """
 
     def __init__(self, engine: Engine, factor: float) -> None:
         self._engine, self._factor = engine, factor
         self._seconds, self._passes = 0.0, 0
-        self._events: list[tuple[Any, Any]] = []  # CUDA: begun and ended
+        self._events: list[tuple[Any, Any]] = []  # CUDA: start and end of each forward pass
         self._slow: dict[int, _Slow] = {}
         self.waited = 0.0  # for batches
         self._longest_wait = 0.0  # for one batch
@@ -50,30 +49,34 @@ class RankTimes:
         """One forward pass of this rank."""
         self._passes += 1
         if self._engine.device.type == "cuda":
-            begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begun.record()
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            start.record()
             yield
-            ended.record()
-            self._events.append((begun, ended))
+            end.record()
+            self._events.append((start, end))
             return
         began = time.perf_counter()
         yield
         self._seconds += time.perf_counter() - began
 
     def waited_once(self, seconds: float) -> None:
-        """This rank has waited so long for one batch."""
+        """This rank has waited `seconds` for one batch."""
         self._longest_wait = max(self._longest_wait, seconds)
 
     def lap(self, recorder: Recorder, step: int) -> dict[str, list[float]]:
-        """Per rank, for the record of `step`: mean seconds of a forward pass, and seconds waited for data since the last.
+        """Seconds of each rank since the last record: the mean of a forward pass, and those waited for data.
 
-        A rank that is a straggler in all records for a while is named in the log and by an event; so is the one that
-        waited longest for a batch, where that was long. Every rank calls this.
+        A rank that is a straggler in all records for a while is named in the log and by an event. A long wait for a
+        batch is an event too, with the rank that waited longest. Every rank calls this.
+
+        Args:
+            recorder: takes the events.
+            step: the step of the record.
         """
         engine = self._engine
         if self._events:
             torch.cuda.synchronize()
-            self._seconds = sum(begun.elapsed_time(ended) for begun, ended in self._events) / 1000
+            self._seconds = sum(start.elapsed_time(end) for start, end in self._events) / 1000
         table = torch.zeros(3, engine.world_size, dtype=torch.float64)
         table[:, engine.rank] = torch.tensor([self._seconds / max(1, self._passes), self.waited, self._longest_wait])
         engine.sum_over_workers(table)
@@ -117,11 +120,11 @@ class _Slow:
 
 
 def find_stragglers(seconds: list[float], factor: float) -> dict[int, float]:
-    """Ranks that take at least `factor` times the median of the others and some milliseconds, with how many times."""
-    found = {}
+    """The ranks that take `factor` times the others' median and some milliseconds, each with its own factor."""
+    stragglers = {}
     for rank, mine in enumerate(seconds):
         others = [*seconds[:rank], *seconds[rank + 1 :]]
         usual = statistics.median(others) if others else 0.0
         if usual > 0 and mine >= factor * usual + _NOISE_SECONDS:
-            found[rank] = mine / usual
-    return found
+            stragglers[rank] = mine / usual
+    return stragglers

@@ -1,0 +1,18 @@
+"""The engine: all that knows DeepSpeed."""
+
+from pretrain.training.engine.deepspeed_config import deepspeed_config
+from pretrain.training.engine.deepspeed_patches import deepspeed_ops
+from pretrain.training.engine.engine import Engine, ProgressWatch, StepResult, end_process_group, gather_objects
+from pretrain.training.engine.state_layouts import Fragment, FragmentReader
+
+__all__ = [
+    "Engine",
+    "Fragment",
+    "FragmentReader",
+    "ProgressWatch",
+    "StepResult",
+    "deepspeed_config",
+    "deepspeed_ops",
+    "end_process_group",
+    "gather_objects",
+]

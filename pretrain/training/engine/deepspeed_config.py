@@ -1,0 +1,59 @@
+"""DeepSpeed's JSON, derived from the run's config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from pretrain.config import EngineConfig
+from pretrain.training.engine.gradient_sums import BUCKET_ENTRIES
+from pretrain.training.engine.state_layouts import layout_class
+
+_STEPS_NEVER = 1 << 60
+
+
+def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
+    """DeepSpeed's JSON for `settings`; the user's `deepspeed:` section overrides it, key by key."""
+    half, layout = settings.precision != "fp32", layout_class(settings)
+    config: dict[str, Any] = {
+        # Micro-batches have as many tokens as fit and steps as many micro-batches as they need: these three
+        # only have to agree with one another.
+        "train_batch_size": world_size,
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "steps_per_print": _STEPS_NEVER,
+        # Where the layout clips, clipping again would cost a collective.
+        "gradient_clipping": settings.gradient_clip_norm if layout.deepspeed_clips else 0.0,
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": settings.zero_stage,
+            "contiguous_gradients": True,
+            "overlap_comm": torch.cuda.is_available(),
+            "reduce_bucket_size": BUCKET_ENTRIES,
+            "allgather_bucket_size": 5 * BUCKET_ENTRIES,
+            # Stages 1 and 2: a gradient goes to its owner alone, half the bytes of telling all workers.
+            "use_multi_rank_bucket_allreduce": False,
+            # Stage 3: small parameters are gathered together with the others, not one by one.
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": BUCKET_ENTRIES,
+        },
+        settings.precision if half else "fp16": {"enabled": half},
+    }
+    if settings.precision == "bf16":
+        config["bf16"]["check_grad_overflow"] = True
+    if settings.precision == "fp16":
+        config["fp16"] |= {"loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2}
+    if half and layout.sums_apart:
+        # Summing many micro-batches in 8 bits of mantissa loses the later ones.
+        config["data_types"] = {"grad_accum_dtype": "fp32"}
+    return _merge(config, settings.deepspeed)
+
+
+def _merge(config: dict[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    merged = dict(config)
+    for key, value in over.items():
+        below = merged.get(key)
+        merged[key] = _merge(below, value) if isinstance(below, dict) and isinstance(value, dict) else value
+    return merged

@@ -1,0 +1,293 @@
+"""Every private name of DeepSpeed that we read or replace, and the functions that do so.
+
+DeepSpeed's public interface hides the master weights, the norm of the gradients and the sums of the gradients. The rest
+of this folder asks the functions below for them and never touches such a name itself. When DeepSpeed is upgraded, the
+tests report the names in `PRIVATE_NAMES` that are gone; read the others again in its source and raise `CHECKED`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+CHECKED = "0.19.8"  # the version of DeepSpeed whose source was read for all names below
+
+_ENGINE = "deepspeed.runtime.engine"
+_STAGE_0 = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
+_STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
+_STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
+_BUFFERS = "deepspeed.runtime.zero.stage_1_and_2:GradPartitionBufferGroup"
+_FRAGMENTS = "deepspeed.utils.tensor_fragment"
+_MAPPINGS = "deepspeed.utils.mixed_precision_linkage"
+_PARTITIONS = "deepspeed.runtime.zero.partition_parameters"
+_SCALERS = "deepspeed.runtime.fp16.loss_scaler"
+
+
+class PrivateName(NamedTuple):
+    """A name that DeepSpeed does not document.
+
+    Attributes:
+        owner: "module" or "module:Class" that defines or assigns the name.
+        name: the attribute.
+        why: what we need it for.
+        checked: the version of DeepSpeed that has the name with the meaning we rely on.
+    """
+
+    owner: str
+    name: str
+    why: str
+    checked: str = CHECKED
+
+
+PRIVATE_NAMES = (
+    PrivateName(
+        "deepspeed.ops", "__compatible_ops__", "turn off an op that takes 18 to 25 s to compile; doctor lists it"
+    ),
+    PrivateName("deepspeed.git_version_info", "installed_ops", "doctor lists the ops that came compiled"),
+    PrivateName(
+        f"{_ENGINE}:DeepSpeedEngine", "_do_optimizer_sanity_check", "choose ZeRO's own stage 1 for bf16 weights"
+    ),
+    PrivateName(_ENGINE, "BFLOAT16", "the choice that we replace"),
+    PrivateName(_ENGINE, "ZERO_OPTIMIZATION", "the choice that we make instead"),
+    PrivateName(_STAGE_0, "fp32_groups", "master weights of stage 0 in half precision"),
+    PrivateName(_STAGE_0, "loss_scale_config", "the loss scaler's state of stage 0"),
+    PrivateName(_STAGE_1_AND_2, "single_partition_of_fp32_groups", "master weights of stages 1 and 2"),
+    PrivateName(_MAPPINGS, "_hp_mapping", "where a parameter's master weights lie, stages 1 and 2"),
+    PrivateName(_FRAGMENTS, "hp_fragment_address", "the same, within this rank's master weights"),
+    PrivateName(_FRAGMENTS, "lp_fragment_address", "the same, within the parameter"),
+    PrivateName(_STAGE_3, "fp32_partitioned_groups_flat", "master weights of stage 3"),
+    PrivateName(_STAGE_3, "get_local_fp32_param", "where a parameter's master weights lie, stage 3"),
+    PrivateName(_PARTITIONS, "ds_tensor", "this rank's part of a parameter, stage 3"),
+    PrivateName(_PARTITIONS, "ds_numel", "entries of that part, padding included, and of the whole parameter"),
+    PrivateName(_STAGE_1_AND_2, "loss_scaler", "the loss scaler's state of stages 1 and 2"),
+    PrivateName(_STAGE_3, "loss_scaler", "the loss scaler's state of stage 3"),
+    PrivateName(f"{_SCALERS}:DynamicLossScaler", "raise_error_at_min_scale", "the loop ends such a run itself"),
+    *(
+        PrivateName(f"{_SCALERS}:DynamicLossScaler", name, "a checkpoint keeps the loss scaler's state")
+        for name in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "scale_window")
+    ),
+    PrivateName(_STAGE_1_AND_2, "averaged_gradients", "gradients that the norm is taken of"),
+    PrivateName(_STAGE_1_AND_2, "scaled_global_norm", "replaced by our norm"),
+    PrivateName(_STAGE_1_AND_2, "has_overflow", "replaced: our norm says whether all gradients are finite"),
+    PrivateName(_STAGE_1_AND_2, "unscale_and_clip_grads", "replaced: the fused AdamW scales as it reads a gradient"),
+    PrivateName(_STAGE_3, "averaged_gradients", "gradients that the norm is taken of"),
+    PrivateName(_STAGE_3, "_get_norm_groups", "replaced by our norm"),
+    PrivateName(_STAGE_3, "has_overflow", "replaced: our norm says whether all gradients are finite"),
+    PrivateName(_STAGE_1_AND_2, "bit16_groups", "parameters, by optimizer group"),
+    PrivateName(_STAGE_1_AND_2, "bit16_groups_flat", "their weights, one tensor for each group"),
+    PrivateName(_STAGE_1_AND_2, "dtype", "the type that gradients are sent in"),
+    PrivateName(_STAGE_1_AND_2, "cpu_offload", "whether gradients go to the host, which our sums do not"),
+    PrivateName(_STAGE_1_AND_2, "_use_compact_grad_partition_buffer", "whether fp32 sums are kept beside half weights"),
+    PrivateName(
+        _STAGE_1_AND_2, "_build_compact_grad_partition_buffer", "replaced: the buffers become views of our sums"
+    ),
+    PrivateName(_BUFFERS, "flat_partition", "such a buffer as one tensor"),
+    PrivateName(_BUFFERS, "move_flat_partition", "cuts the buffer into the views that DeepSpeed reads"),
+    PrivateName(_STAGE_1_AND_2, "process_gradients", "replaced: a gradient is added to our sums"),
+    PrivateName(_STAGE_1_AND_2, "reduce_ipg_grads", "replaced: our sums are exchanged once a step"),
+)
+
+# Prefixes of modules in whose functions a rank waits for others. In ZeRO 3 the innermost frame alone is in the second,
+# since handles of gathered parameters have a `wait` without a frame.
+COLLECTIVE_MODULES = "deepspeed.comm"
+GATHERING_MODULES = "deepspeed.runtime.zero.partition"
+
+_SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis", "scale_window")
+
+
+# ---- the library
+
+
+def import_deepspeed() -> Any:
+    """DeepSpeed, set up to do without what it would have to compile first."""
+    os.environ.setdefault("LOCAL_RANK", "0")  # it insists on the variable even for one process
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    import deepspeed
+    import deepspeed.ops
+    import deepspeed.runtime.engine
+
+    # Its shared-memory collectives for CPU take 18 to 25 s of C++ compilation at the first start.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    _choose_zero_for_bf16(deepspeed.runtime.engine)
+    return deepspeed
+
+
+def deepspeed_ops() -> tuple[dict[str, bool], tuple[str, ...]]:
+    """DeepSpeed's compiled ops, each with whether it could be compiled here, and those that came built."""
+    deepspeed = import_deepspeed()
+    from deepspeed.git_version_info import installed_ops
+
+    compatible = {name: can for name, can in deepspeed.ops.__compatible_ops__.items() if name in installed_ops}
+    return compatible, tuple(name for name, built in installed_ops.items() if built)
+
+
+def _choose_zero_for_bf16(module: Any) -> None:
+    """Make DeepSpeed use its own ZeRO-1 also where weights are bf16 and gradients are summed in fp32.
+
+    In that case alone it uses `BF16_Optimizer`, which sends all gradients to every worker (1.5 times the bytes) and
+    keeps them twice. The class that it uses for fp16 and fp32 does the same arithmetic.
+    """
+    choose = module.DeepSpeedEngine._do_optimizer_sanity_check
+    if hasattr(choose, "__wrapped__"):
+        return
+
+    @functools.wraps(choose)
+    def choose_zero(engine: Any, optimizer: Any) -> Any:
+        chosen = choose(engine, optimizer)
+        return module.ZERO_OPTIMIZATION if chosen == module.BFLOAT16 and engine.zero_optimization() else chosen
+
+    module.DeepSpeedEngine._do_optimizer_sanity_check = choose_zero
+
+
+def _replace(wrapper: Any, name: str, value: Callable[..., Any]) -> None:
+    """Replace a method of DeepSpeed's optimizer; a name that it lacks would be set without any effect."""
+    if not hasattr(wrapper, name):
+        raise RuntimeError(f"{type(wrapper).__name__} of DeepSpeed has no {name}, which {CHECKED} has")
+    setattr(wrapper, name, value)
+
+
+# ---- master weights
+
+
+def masters_of_stage_0(wrapper: Any) -> list[Tensor]:
+    """Half precision: the fp32 weights of each parameter, in the order of the optimizer's groups."""
+    return [parameter for group in wrapper.fp32_groups for parameter in group]
+
+
+def masters_of_stages_1_and_2(wrapper: Any) -> list[Tensor]:
+    """This rank's fp32 weights, 1-D, one tensor for each optimizer group."""
+    return list(wrapper.single_partition_of_fp32_groups)
+
+
+def masters_of_stage_3(wrapper: Any) -> list[Tensor]:
+    """This rank's fp32 weights, 1-D, one tensor for each sub-group of parameters."""
+    return list(wrapper.fp32_partitioned_groups_flat)
+
+
+class MasterPiece(NamedTuple):
+    """Where a rank holds a piece of a parameter's master weights."""
+
+    start: int  # of the piece, in the flattened parameter
+    offset: int  # of the piece, in the rank's flat tensor
+    numel: int
+
+
+def piece_of_stages_1_and_2(parameter: nn.Parameter) -> MasterPiece | None:
+    """The piece in this rank's tensor of the parameter's group; None where other ranks hold all of it."""
+    mapping = getattr(parameter, "_hp_mapping", None)
+    if mapping is None:
+        return None
+    held = mapping.hp_fragment_address
+    return MasterPiece(mapping.lp_fragment_address.start, held.start, held.numel)
+
+
+def piece_of_stage_3(wrapper: Any, parameter: Any, rank: int, flats: list[Tensor]) -> tuple[Tensor, MasterPiece] | None:
+    """The flat tensor and the piece in it; None where this rank's part of the parameter is padding."""
+    master = wrapper.get_local_fp32_param(parameter)
+    start, held = part_of_stage_3(parameter, rank)
+    if not held:
+        return None
+    storage = master.untyped_storage().data_ptr()
+    flat = next(flat for flat in flats if flat.untyped_storage().data_ptr() == storage)
+    return flat, MasterPiece(start, master.storage_offset() - flat.storage_offset(), held)
+
+
+def part_of_stage_3(parameter: Any, rank: int) -> tuple[int, int]:
+    """(start, entries) of the part of a flattened parameter that `rank` holds, padding left out."""
+    part = parameter.ds_tensor.ds_numel
+    start = rank * part
+    return start, max(0, min(part, parameter.ds_numel - start))
+
+
+def weights_of_stage_3(parameter: Any) -> Tensor:
+    """This rank's part of the weights that the model computes with, 1-D, padding included."""
+    return parameter.ds_tensor.data.view(-1)
+
+
+# ---- the loss scale of fp16
+
+
+class LossScaler:
+    """DeepSpeed's fp16 loss scaler, which stage 0 keeps under another name than ZeRO does."""
+
+    def __init__(self, wrapper: Any) -> None:
+        self._scaler: Any = getattr(wrapper, "loss_scaler", None) or getattr(wrapper, "loss_scale_config", None)
+        if hasattr(self._scaler, "raise_error_at_min_scale"):
+            self._scaler.raise_error_at_min_scale = False  # the loop ends such a run, and names its checkpoint
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {key: getattr(self._scaler, key) for key in _SCALER_FIELDS if hasattr(self._scaler, key)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned."""
+        for key, value in state.items():
+            if key in _SCALER_FIELDS:
+                setattr(self._scaler, key, value)
+
+
+# ---- the norm of the gradients
+
+
+def gradients_of_zero(wrapper: Any) -> Iterator[Tensor]:
+    """This rank's gradients, flattened, of any stage but 0."""
+    return (gradient.reshape(-1) for group in wrapper.averaged_gradients.values() for gradient in group)
+
+
+def replace_norm_of_stages_1_and_2(wrapper: Any, norm: Callable[[], Tensor]) -> None:
+    """Make ZeRO use `norm`, and decide by it whether all gradients are finite."""
+    _replace(wrapper, "scaled_global_norm", norm)
+    _replace(wrapper, "has_overflow", lambda *_, **__: False)
+
+
+def replace_norm_of_stage_3(wrapper: Any, norm: Callable[[], Tensor]) -> None:
+    """As `replace_norm_of_stages_1_and_2`."""
+    _replace(wrapper, "_get_norm_groups", lambda: [norm()])
+    _replace(wrapper, "has_overflow", lambda *_, **__: False)
+
+
+def replace_scaling_of_stages_1_and_2(wrapper: Any, scale: Callable[[Any, Tensor], None]) -> None:
+    """Make ZeRO call `scale(gradients, norm)` where it would divide gradients by the loss scale and clip them."""
+    _replace(wrapper, "unscale_and_clip_grads", scale)
+
+
+# ---- the sums of the gradients, stages 1 and 2
+
+
+def sums_in_fp32(wrapper: Any) -> bool:
+    """Whether ZeRO keeps fp32 sums of gradients beside half-precision weights, on the device."""
+    groups = range(len(wrapper.bit16_groups))
+    return not wrapper.cpu_offload and all(map(wrapper._use_compact_grad_partition_buffer, groups))
+
+
+def sent_type(wrapper: Any) -> torch.dtype:
+    """The type of the model's weights, which gradients are sent in."""
+    return wrapper.dtype
+
+
+def weights_of_stages_1_and_2(wrapper: Any) -> Iterator[tuple[list[nn.Parameter], Tensor]]:
+    """(parameters, the flat tensor that holds their weights) of each optimizer group."""
+    return zip(wrapper.bit16_groups, wrapper.bit16_groups_flat, strict=True)
+
+
+def replace_gradient_sums(wrapper: Any, own_G: list[Tensor], add: Callable[[nn.Parameter, int], None]) -> None:
+    """Make ZeRO hand each gradient to `add`, and find the sums that this rank steps with in `own_G`.
+
+    Args:
+        wrapper: DeepSpeed's optimizer of stage 1 or 2.
+        own_G: fp32 [this rank's part], one for each optimizer group.
+        add: called with a parameter that has a gradient, and the number of its group.
+    """
+    buffers_G = [wrapper._build_compact_grad_partition_buffer(number) for number in range(len(own_G))]
+    for buffers, own in zip(buffers_G, own_G, strict=True):
+        buffers.flat_partition = own
+        buffers.move_flat_partition(own.device)
+    _replace(wrapper, "process_gradients", add)
+    _replace(wrapper, "reduce_ipg_grads", lambda *_, **__: None)
+    _replace(wrapper, "_build_compact_grad_partition_buffer", buffers_G.__getitem__)

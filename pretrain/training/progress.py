@@ -1,0 +1,92 @@
+"""How far a training is, and the state of it that a checkpoint keeps beside weights and moments."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from pretrain.checkpoint import store
+from pretrain.common.errors import InputError
+from pretrain.common.memory import return_freed_memory
+from pretrain.training.engine import Engine
+
+
+@dataclass
+class Window:
+    """Sums of the steps since the last record, over all ranks; a checkpoint carries them to the next record."""
+
+    totals: list[float] = field(default_factory=list)
+    counts: list[float] = field(default_factory=list)
+    tokens: float = 0.0
+    flops: float = 0.0
+    seconds: float = 0.0  # before this start
+    stalled: float = 0.0  # all ranks' mean
+
+    def add(self, totals: list[float], counts: list[float]) -> None:
+        """Add one step's sums and counts."""
+        self.totals = [a + b for a, b in zip(self.totals or [0.0] * len(totals), totals, strict=True)]
+        self.counts = [a + b for a, b in zip(self.counts or [0.0] * len(counts), counts, strict=True)]
+
+
+@dataclass
+class Progress:
+    """What a checkpoint knows of the training so far."""
+
+    step: int = 0  # optimizer steps done, skipped ones included
+    samples: int = 0
+    tokens: int = 0
+    skipped_steps: int = 0
+    bad_in_a_row: int = 0
+    seconds: float = 0.0  # of training, over all starts, up to the last record
+    part: str = ""  # the validation set of the phase; losses of different ones do not compare
+    lowest: float | None = None  # of what the task minimises, over the evaluations of this part
+    evaluations_without_gain: int = 0
+    stopped_early: bool = False
+    recent: list[float] = field(default_factory=list)  # losses of the last steps, for `spikes.is_spike`
+    rollbacks: int = 0
+    passed_over: list[tuple[int, int]] = field(default_factory=list)  # see `TrainingTask.batches`
+    window: Window = field(default_factory=Window)  # since the last record
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Progress:
+        """The progress in a checkpoint's state.json."""
+        values = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
+        passed_over = [(step, count) for step, count in state["passed_over"]]
+        return cls(**{**values, "passed_over": passed_over, "window": Window(**values["window"])})
+
+
+def checkpoint_state(engine: Engine, progress: Progress, extra_state: dict[str, Any]) -> dict[str, Any]:
+    """What state.json holds: the progress, what `restore` needs, and `extra_state`."""
+    return {
+        **dataclasses.asdict(progress),
+        "updates": engine.updates(),
+        "scaler": engine.scaler_state(),
+        "shapes": {name: list(shape) for name, shape in engine.shapes.items()},
+        **extra_state,
+    }
+
+
+def read_state(engine: Engine, checkpoint: Path) -> dict[str, Any]:
+    """The state.json of a verified checkpoint; `InputError` when its parameters are not those of `engine`."""
+    state = store.read_state(checkpoint)
+    saved, wanted = state["shapes"], {name: list(shape) for name, shape in engine.shapes.items()}
+    for name in {**wanted, **saved}:
+        if saved.get(name) != wanted.get(name):
+            raise InputError(
+                f"{checkpoint}: {name} is {saved.get(name)}, this config makes it {wanted.get(name)}. "
+                "Resume with the config that it was written with."
+            )
+    return state
+
+
+def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:
+    """Bring `engine` to the state of a verified checkpoint; returns what `read_state` does."""
+    state = read_state(engine, checkpoint)
+    return_freed_memory()  # the pages of the checkpoint's files come on top of it
+    with store.CheckpointReader(checkpoint) as reader:
+        engine.load(reader, state["updates"])
+    engine.load_scaler_state(state["scaler"])
+    return_freed_memory()
+    return state

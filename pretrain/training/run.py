@@ -1,0 +1,94 @@
+"""One training on one worker, from its checkpoint to its end, the same for pretraining and fine-tuning."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic
+
+from pretrain.common.worker import Worker
+from pretrain.tracking.tracker import Tracker
+from pretrain.training.engine import Engine
+from pretrain.training.loop import LONG_SECONDS, TrainingPlan, fit
+from pretrain.training.progress import Progress, read_state
+from pretrain.training.rehearsal import rehearse
+from pretrain.training.session import matmul_peak, newest_checkpoint
+from pretrain.training.task import S, TrainingTask
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Training(Generic[S]):
+    """What one kind of training brings to `run`.
+
+    Attributes:
+        task: what is trained; `run` closes it.
+        plan: how long, how fast and how often; `run` measures its `peak_flops`.
+        job_type: the tracker's name for runs of this kind.
+        card: what the tracker is told of the data.
+        identity: what each checkpoint keeps of the data, for `check`.
+        check: called with the state of a checkpoint and its folder before the run resumes from it; raises `InputError`
+            where the run is another one.
+        finish: called on every rank when all steps are done.
+    """
+
+    task: TrainingTask[S]
+    plan: TrainingPlan
+    job_type: str
+    card: dict[str, Any]
+    identity: dict[str, Any]
+    check: Callable[[dict[str, Any], Path], None]
+    finish: Callable[[Tracker], None]
+
+
+def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[str, Any]) -> None:
+    """Train to the end of the plan, from the newest checkpoint with `payload["resume"]`.
+
+    `payload["events"]`, if present, are recorded first: what happened before this start.
+
+    Raises:
+        RunError: an error of `pretrain.common.errors`; see `fit`, `rehearse` and `Training.check`.
+    """
+    task, plan, config = training.task, training.plan, training.plan.config
+    checkpoints = config.folder / "checkpoints"
+    progress, state = Progress(), {}
+    checkpoint = newest_checkpoint(checkpoints, engine) if payload["resume"] else None
+    if checkpoint is not None:
+        state = read_state(engine, checkpoint)
+        training.check(state, checkpoint)
+        progress = Progress.from_state(state)
+        logger.info("resumed from %s", checkpoint)
+    tracker = Tracker(
+        config,
+        config.folder,
+        run_id=state.get("run_id"),
+        step=progress.step,
+        card=training.card,
+        job_type=training.job_type,
+        enabled=worker.rank == 0,
+    )
+    tracker.log_events(payload.get("events", ()), progress.step)
+    extra_state = {"run_id": tracker.run_id, **training.identity, "config": config.model_dump(mode="json")}
+    try:
+        if progress.step < plan.total_steps and not progress.stopped_early:
+            rehearse(engine, task, progress, checkpoints, extra_state)
+            fit(
+                engine,
+                task,
+                dataclasses.replace(plan, peak_flops=matmul_peak(engine)),
+                progress,
+                checkpoints=checkpoints,
+                extra_state=extra_state,
+                recorder=tracker,
+                stop_requested=worker.stop_requested,
+            )
+        with engine.allow(LONG_SECONDS):
+            training.finish(tracker)
+    finally:
+        with engine.allow(LONG_SECONDS):  # W&B may wait for its network
+            task.close()
+            tracker.close()

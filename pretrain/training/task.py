@@ -1,0 +1,99 @@
+"""What the training loop asks of others: the task that is trained, its steps, and the recorder of numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, Protocol, TypeVar
+
+from torch import Tensor
+
+from pretrain.training.engine import Engine
+
+
+class Step(Protocol):
+    """One rank's share of one optimizer step; `pretrain.batches.loader.StepBatch` is one."""
+
+    @property
+    def micro_batches(self) -> tuple[Any, ...]: ...
+    @property
+    def sequences(self) -> int: ...  # global
+    @property
+    def tokens(self) -> int: ...  # global
+    @property
+    def epoch(self) -> int: ...
+
+
+S = TypeVar("S", bound=Step)
+
+
+class TrainingTask(Protocol[S]):
+    """What is trained.
+
+    Losses are normalised globally: a total is a sum over micro-batches and ranks, and `metrics` divides it by a count
+    over micro-batches and ranks.
+    """
+
+    def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[S]:
+        """The steps from the 0-based `start_step` on, to the end of training.
+
+        `passed_over` has (step, count): before this step, the data of `count` steps were skipped.
+        """
+        ...
+
+    def pass_over(self, step: int, count: int) -> list[tuple[int, int]]:
+        """What `passed_over` must have in addition, so that the data of `count` steps from `step` on are skipped."""
+        ...
+
+    def largest(self) -> S:
+        """A step of one micro-batch, as large as any that can come."""
+        ...
+
+    def loss(self, output: Any, step: S) -> Tensor:
+        """This micro-batch's part of the global mean loss, to be differentiated."""
+        ...
+
+    def totals(self, output: Any) -> Tensor:
+        """fp32 [n] sums of one micro-batch."""
+        ...
+
+    def counts(self, step: S) -> Tensor:
+        """fp64 [m] global counts of one step, which totals are divided by."""
+        ...
+
+    def flops(self, micro_batch: Any) -> float:
+        """Useful floating-point operations of one micro-batch, forward and backward."""
+        ...
+
+    def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
+        """Named means, `loss` among them."""
+        ...
+
+    def evaluate(self, engine: Engine) -> dict[str, float]:
+        """Named means over the held-out samples, `loss` among them; {} when there are none."""
+        ...
+
+    def to_minimise(self, means: dict[str, float]) -> float:
+        """The number of an evaluation that ranks checkpoints; lower is better."""
+        ...
+
+    def validation_set(self) -> str:
+        """Which held-out samples `evaluate` uses now. Numbers of different sets do not compare."""
+        ...
+
+    def stalled_seconds(self) -> float:
+        """Seconds spent so far on waiting for batches."""
+        ...
+
+    def close(self) -> None:
+        """Release what the task holds open."""
+        ...
+
+
+class Recorder(Protocol):
+    """Where numbers go; `pretrain.tracking.tracker.Tracker` is one."""
+
+    def log(self, record: dict[str, Any]) -> None:
+        """Append one record."""
+
+    def rewind(self, step: int) -> None:
+        """Drop the records past `step`."""

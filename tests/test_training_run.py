@@ -1,0 +1,146 @@
+"""One training on one worker: the order of what `run` calls, whatever is trained."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from pretrain.common.errors import InputError, StoppedError
+from pretrain.common.worker import Worker
+from pretrain.training import run as running
+from pretrain.training.loop import LONG_SECONDS, TrainingPlan
+from pretrain.training.progress import Progress
+
+RESTART = {"event": "restart", "time": 1.0, "message": "a node was lost"}
+
+
+class Calls:
+    """Stand-ins for all that `run` uses; each call is noted in `made`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, saved: dict[str, Any] | None = None) -> None:
+        self.made: list[str] = []
+        self.outcome: Exception | None = None
+        self.settings: dict[str, Any] = {}
+        self.extra_state: dict[str, Any] = {}
+        self.peak = 0.0
+        self._saved = saved
+        self._config: Any = SimpleNamespace(folder=folder, model_dump=lambda mode: {"name": "trial"})
+        stand_ins = {
+            "newest_checkpoint": self._newest,
+            "read_state": lambda engine, checkpoint: self._note("read state", saved),
+            "Tracker": self._tracker,
+            "rehearse": lambda *given: self._note("rehearse"),
+            "matmul_peak": lambda engine: self._note("measure", 2e12),
+            "fit": self._fit,
+        }
+        for name, value in stand_ins.items():
+            monkeypatch.setattr(running, name, value)
+
+    def run(self, *, resume: bool = False) -> None:
+        engine: Any = SimpleNamespace(allow=self._allow)
+        training: Any = running.Training(
+            task=SimpleNamespace(close=lambda: self._note("close task")),  # type: ignore[arg-type]
+            plan=TrainingPlan(self._config, 10, lambda step: 0.1, 5, 5),
+            job_type="trial",
+            card={"size": 3},
+            identity={"data": "abc"},
+            check=self._check,
+            finish=lambda tracker: self._note("finish"),
+        )
+        running.run(training, engine, Worker(), {"resume": resume, "events": [RESTART]})
+
+    def _note(self, call: str, answer: Any = None) -> Any:
+        self.made.append(call)
+        return answer
+
+    @contextlib.contextmanager
+    def _allow(self, seconds: float) -> Iterator[None]:
+        assert seconds == LONG_SECONDS
+        self.made.append("(")
+        try:
+            yield
+        finally:
+            self.made.append(")")
+
+    def _newest(self, checkpoints: Path, engine: Any) -> Path | None:
+        assert checkpoints == self._config.folder / "checkpoints"
+        return self._note("newest", checkpoints / "step-00000004" if self._saved else None)
+
+    def _check(self, state: dict[str, Any], checkpoint: Path) -> None:
+        self._note("check")
+        if state["data"] != "abc":
+            raise InputError(f"{checkpoint}: was trained on other data")
+
+    def _tracker(self, *_: Any, **settings: Any) -> Any:
+        self.settings = settings
+        self._note("open tracker")
+        return SimpleNamespace(
+            run_id=settings["run_id"] or "new",
+            log_events=lambda events, step: self._note(f"log {len(events)} events at {step}"),
+            close=lambda: self._note("close tracker"),
+        )
+
+    def _fit(self, engine: Any, task: Any, plan: TrainingPlan, progress: Progress, **more: Any) -> None:
+        self.extra_state, self.peak = more["extra_state"], plan.peak_flops
+        self._note(f"fit from {progress.step}")
+        if self.outcome:
+            raise self.outcome
+
+
+def saved(**more: Any) -> dict[str, Any]:
+    return {"step": 4, "run_id": "old", "data": "abc", "passed_over": [], "window": {}, **more}
+
+
+END = ["(", "finish", ")", "(", "close task", "close tracker", ")"]
+
+
+def test_a_new_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = Calls(monkeypatch, tmp_path)
+    calls.run()
+    assert calls.made == ["open tracker", "log 1 events at 0", "rehearse", "measure", "fit from 0", *END]
+    assert calls.settings == {"run_id": None, "step": 0, "card": {"size": 3}, "job_type": "trial", "enabled": True}
+    assert calls.extra_state == {"run_id": "new", "data": "abc", "config": {"name": "trial"}}
+    assert calls.peak == 2e12
+
+
+def test_a_resumed_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = Calls(monkeypatch, tmp_path, saved())
+    calls.run(resume=True)
+    assert calls.made[:5] == ["newest", "read state", "check", "open tracker", "log 1 events at 4"]
+    assert calls.made[5:] == ["rehearse", "measure", "fit from 4", *END]
+    assert (calls.settings["run_id"], calls.settings["step"]) == ("old", 4)
+
+
+def test_a_resume_without_a_checkpoint_starts_at_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = Calls(monkeypatch, tmp_path)
+    calls.run(resume=True)
+    assert calls.made[:3] == ["newest", "open tracker", "log 1 events at 0"]
+
+
+@pytest.mark.parametrize("state", [saved(step=10), saved(stopped_early=True)])
+def test_a_run_that_is_over_only_finishes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, state: Any) -> None:
+    calls = Calls(monkeypatch, tmp_path, state)
+    calls.run(resume=True)
+    assert calls.made[5:] == END
+
+
+def test_a_checkpoint_of_other_data_is_refused_before_anything_is_written(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls = Calls(monkeypatch, tmp_path, saved(data="other"))
+    with pytest.raises(InputError, match="step-00000004: was trained on other data"):
+        calls.run(resume=True)
+    assert calls.made == ["newest", "read state", "check"]
+
+
+def test_a_stop_closes_all_and_does_not_finish(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    calls = Calls(monkeypatch, tmp_path)
+    calls.outcome = StoppedError("stopped at step 2 of 10")
+    with pytest.raises(StoppedError):
+        calls.run()
+    assert calls.made[-5:] == ["fit from 0", "(", "close task", "close tracker", ")"]
