@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
-from finetune.tasks.classification import ClassificationSettings
-from finetune.tasks.entities.task import EntitiesSettings
-from finetune.tasks.questions.task import QuestionsSettings
+from finetune.tasks import registry
 from pretrain.common import settings
 from pretrain.common.settings import LocalPath, Section
 from pretrain.config import (
@@ -25,7 +23,8 @@ from pretrain.config import (
     as_begun,
 )
 
-TASKS = ("classification", "entities", "questions")
+TASKS = tuple(task.kind for task in registry.TASKS)
+"""The sections that name a task. A config has exactly one of them."""
 
 PRESETS: dict[str, dict[str, Any]] = {
     # Devlin et al. 2019, appendix A.3; the grid's middle. google-research/bert run_classifier.py: warm-up a tenth.
@@ -139,9 +138,7 @@ class EvaluationConfig(Section):
     )
 
 
-class FinetuneConfig(RunConfig):
-    """Everything a fine-tuning is."""
-
+class _Start(RunConfig):
     start_from: LocalPath = Field(
         default="",
         description="Folder of the checkpoint: a released one, an export or a run. --from gives it too.",
@@ -154,9 +151,21 @@ class FinetuneConfig(RunConfig):
         ge=8,
         description="Tokens of a window, special tokens included. Longer texts take several.",
     )
-    classification: ClassificationSettings | None = None
-    entities: EntitiesSettings | None = None
-    questions: QuestionsSettings | None = None
+
+
+def _section_field(task: type[registry.Task[Any]]) -> tuple[Any, Any]:
+    description = (task.settings_type.__doc__ or "").partition("\n")[0]
+    return task.settings_type | None, Field(default=None, description=description)
+
+
+# A section for each task of the registry.
+_SECTIONS: dict[str, Any] = {task.kind: _section_field(task) for task in registry.TASKS}
+_WithTask = create_model("_WithTask", __base__=_Start, **_SECTIONS)
+
+
+class FinetuneConfig(_WithTask):
+    """Everything a fine-tuning is."""
+
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -198,17 +207,22 @@ class FinetuneConfig(RunConfig):
 
     @property
     def task_name(self) -> str:
-        """The section that is given: classification, entities or questions."""
+        """The name of the task's section, such as classification."""
         return next(name for name in TASKS if getattr(self, name) is not None)
+
+    @property
+    def task_settings(self) -> Section:
+        """The task's section."""
+        return getattr(self, self.task_name)
 
     def repeated_sets(self) -> list[tuple[str, str]]:
         """(set, earlier set) for each of dev and test whose file, or split of a data set, is that of an earlier one."""
-        section = getattr(self, self.task_name)
+        section = self.task_settings
         is_split = bool(getattr(section, "dataset", ""))
         places: dict[str, str] = {}
         repeated = []
         for name in ("train", "dev", "test"):
-            given = getattr(section, name)
+            given = getattr(section, name, "")
             if is_split and name == "train":
                 given = given or "train"
             if given:

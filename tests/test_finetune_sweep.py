@@ -25,6 +25,7 @@ from finetune.datasets import glue
 from finetune.experiments import glue_runs, sweep, trials, trials_view
 from finetune.experiments.sweep import Point, expand, parse_grid, rank, to_drop
 from finetune.experiments.trials import Outcome, Spread, Trial, degenerate, failure
+from finetune.tasks.classification import ClassificationSettings
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 
 ROOT = Path(__file__).parent.parent
@@ -163,8 +164,8 @@ def test_seeds_finish_or_fail_and_what_is_done_is_not_run_again(
 
     # So are other data: scores on them would not be those of the same thing.
     config = sweep.load_config("tiny.yaml")
-    assert config.classification is not None
-    dev = Path(config.classification.dev)
+    assert isinstance(config.task_settings, ClassificationSettings)
+    dev = Path(config.task_settings.dev)
     dev.write_text("\n".join(dev.read_text().splitlines()[:-1]) + "\n")
     with pytest.raises(InputError, match=r"seed-0: was trained or scored on other data than the files"):
         sweep.run_seeds(config, 2)

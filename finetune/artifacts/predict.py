@@ -17,7 +17,7 @@ from finetune.artifacts.saved import load_saved, model_folder
 from finetune.datasets.text import TextEncoder
 from finetune.model.batches import Batches
 from finetune.model.inference import inference_model, predict_logits
-from finetune.tasks import make_task
+from finetune.tasks.registry import make_task
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
@@ -54,7 +54,7 @@ class Predictor:
         folder = model_folder(Path(folder))
         saved = load_saved(folder)
         self.config, self.scores = saved.config, saved.scores
-        self.task = make_task(saved.config, saved.state)
+        self.task = make_task(saved.config.task_settings, saved.state)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.precision, self.precision_reason = _settle(precision, saved.config.engine, self.device)
         self._budget = micro_batch_tokens or saved.config.engine.micro_batch_tokens

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import FinetuneConfig
+from finetune.tasks.questions import QuestionsSettings
 from pretrain.common.errors import InputError
 
 OURS, PEER = "ours", "run_qa"
@@ -26,13 +27,13 @@ def compare(config: FinetuneConfig, repeats: int) -> dict[str, Any]:
     import torch
 
     from finetune.datasets.text import TextEncoder
-    from finetune.tasks import make_task
+    from finetune.tasks.registry import make_task
     from pretrain.checkpoint.tokenizer import read_tokenizer
 
-    if config.questions is None:
+    if not isinstance(config.task_settings, QuestionsSettings):
         raise InputError("bench finetune: --features is for questions; give a config of that task.")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    task = make_task(config)
+    task = make_task(config.task_settings)
     examples = task.read_train()
     encoder = TextEncoder(read_tokenizer(Path(config.start_from)), config.max_length)
     theirs = _peer(config, examples)
@@ -72,8 +73,8 @@ def _peer(config: FinetuneConfig, examples: list[Any]) -> Callable[[], int]:
     datasets.disable_progress_bars()
     datasets.disable_caching()
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.start_from)
-    assert config.questions is not None
-    stride = config.questions.stride
+    assert isinstance(config.task_settings, QuestionsSettings)
+    stride = config.task_settings.stride
     rows = datasets.Dataset.from_list(
         [
             {

@@ -148,11 +148,11 @@ def _train_peer(config: FinetuneConfig) -> dict[str, Any]:
     import torch
 
     from finetune.datasets.text import TextEncoder
-    from finetune.tasks import make_task
+    from finetune.tasks.registry import make_task
     from pretrain.checkpoint.tokenizer import read_tokenizer
 
     torch.manual_seed(config.seed)
-    task = make_task(config)
+    task = make_task(config.task_settings)
     examples = task.read_train()
     held_out = next(iter(task.read_held_out().values()), None)
     if held_out is None:
@@ -168,7 +168,7 @@ def _train_peer(config: FinetuneConfig) -> dict[str, Any]:
     segments = getattr(model.config, "type_vocab_size", 0) > 1
     encoder = TextEncoder(read_tokenizer(Path(config.start_from)), config.max_length, segments=segments)
     windows = task.windows(examples, encoder, training=True)
-    steps = config.total_steps(windows.units)
+    steps = config.total_steps(windows.training_examples)
     features = _features(windows, task.head)
     collate = functools.partial(_collate, pad=model.config.pad_token_id or 0, segments=segments)
     clock = _make_clock(transformers)
@@ -234,7 +234,7 @@ def _make_clock(transformers: Any) -> Any:
 def _features(windows: Any, head: str) -> list[dict[str, Any]]:
     """What a public script makes of each example: lists of ids, types and labels."""
     features = []
-    asked_of = np.searchsorted(windows.asked, windows.starts)
+    asked_of = np.searchsorted(windows.queries, windows.starts)
     for number in range(len(windows)):
         if head == "sequence" and number and windows.examples[number] == windows.examples[number - 1]:
             continue  # truncated
@@ -249,7 +249,7 @@ def _features(windows: Any, head: str) -> list[dict[str, Any]]:
             one["labels"] = labels[0].tolist()
         elif head == "tokens":
             tags = np.full(end - begin, -100)
-            tags[windows.asked[rows] - begin] = labels
+            tags[windows.queries[rows] - begin] = labels
             one["labels"] = tags.tolist()
         else:
             one["start_positions"], one["end_positions"] = (int(labels[:, column].argmax()) for column in (0, 1))
@@ -290,8 +290,8 @@ def _predict(
     """float32 [R, C] of the asked rows, in autocast as the Trainer evaluates."""
     import torch
 
-    logits = np.zeros((len(windows.asked), outputs), np.float32)
-    asked_of = np.searchsorted(windows.asked, windows.starts)
+    logits = np.zeros((len(windows.queries), outputs), np.float32)
+    asked_of = np.searchsorted(windows.queries, windows.starts)
     order = np.argsort(np.diff(windows.starts), kind="stable")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     autocast = torch.autocast(model.device.type, dtype, enabled=dtype is not None)
@@ -308,7 +308,7 @@ def _predict(
             output = model(**{key: value.to(model.device) for key, value in collate(features).items()})
             for place, n in enumerate(members):
                 rows = slice(asked_of[n], asked_of[n + 1])
-                where = windows.asked[rows] - windows.starts[n]
+                where = windows.queries[rows] - windows.starts[n]
                 if "logits" in output:
                     values = output.logits[place]
                     made = values[None] if values.dim() == 1 else values[where]

@@ -14,6 +14,7 @@ from finetune.config import FinetuneConfig, load_config
 from finetune.datasets import glue
 from finetune.experiments.sweep import SUMMARY, count_line, end, summary
 from finetune.experiments.trials import Outcome, Trial, run_all, spreads, trial_config
+from finetune.tasks.classification import ClassificationSettings
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, write_json
 
@@ -161,7 +162,8 @@ def _folder_of(path: Path | None, overrides: Sequence[str]) -> str:
     except InputError as error:
         others = [line for line in str(error).splitlines() if "glue_dir" not in line]
         raise (InputError("\n".join(others)) if others else needed) from None
-    return config.classification.glue_dir if config.classification else ""
+    section = config.task_settings
+    return section.glue_dir if isinstance(section, ClassificationSettings) else ""
 
 
 def _task_trials(config: FinetuneConfig, folder: Path, name: str, steps: int, seeds: int) -> list[Trial]:

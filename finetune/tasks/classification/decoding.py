@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from finetune.datasets.labels import Problem
+from finetune.datasets.labels import Label, Problem
 from finetune.metrics import classification as metrics
 
 THRESHOLD = 0.5  # of a label's probability, where nothing has chosen another
@@ -28,6 +28,20 @@ class Outputs:
     names: tuple[str, ...]  # C labels; of a regression none
     positive: str  # the class that `f1` is of, where there are two
     threshold: float  # multi_label: least probability of a label
+
+    def true(self, labels: Sequence[Label | None]) -> np.ndarray:
+        """True labels as an array, see the class; zeros for missing ones."""
+        if self.problem == "regression":
+            return np.array([label or 0.0 for label in labels], np.float64)
+        numbers: dict[Any, int] = {name: number for number, name in enumerate(self.names)}
+        if self.problem == "single_label":
+            numbers[None] = 0
+            return np.array([numbers[label] for label in labels], np.int64)
+        rows = np.zeros((len(labels), len(numbers)), bool)
+        for row, label in enumerate(labels):
+            if isinstance(label, tuple):
+                rows[row, [numbers[name] for name in label]] = True
+        return rows
 
     def predictions(self, logits_NC: np.ndarray) -> list[dict[str, Any]]:
         """One a text, of float64 logits.

@@ -4,7 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from finetune.datasets.text import slide
+
+def slide(lengths: np.ndarray, room: np.ndarray | int, overlap: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut texts into overlapping windows: (text number, begin, length), int64 [F] each.
+
+    A text of at most `room` tokens is one window (also an empty one); of a longer one, each window begins
+    `room - overlap` tokens after the one before, and the last ends where the text ends (google-research/bert
+    run_squad.py, convert_examples_to_features).
+    """
+    room = np.broadcast_to(np.asarray(room, np.int64), lengths.shape)
+    stride = np.maximum(room - overlap, 1)
+    counts = 1 + np.maximum(0, -(-(lengths - room) // stride))
+    text = np.repeat(np.arange(len(lengths)), counts)
+    number = np.arange(len(text)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begin = number * stride[text]
+    return text, begin, np.minimum(room[text], lengths[text] - begin)
 
 
 def cut_pairs(
