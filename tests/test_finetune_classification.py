@@ -22,7 +22,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from finetune.datasets.arrays import ragged
-from finetune.datasets.tables import TableFormat, read_dataset, read_table
+from finetune.datasets.arrow import read_dataset
+from finetune.datasets.table import TableFormat
+from finetune.datasets.tables import read_table
 from finetune.datasets.text import TextEncoder
 from finetune.datasets.windows import cut_pairs
 from finetune.metrics import classification as metrics
@@ -197,14 +199,14 @@ def test_a_field_of_more_than_128_kb_is_read(write: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "text,label\na,b\na,b,c\n", "a.csv:3: 3 columns where the header has 2. Quote texts"),
-        ("a.tsv", "text\tlabel\na\n", "a.tsv:2: 1 columns where the header has 2. Set `quoting: standard`"),
+        ("a.csv", "text,label\na,b\na,b,c\n", "a.csv:3: 3 columns, but the header has 2. Quote texts"),
+        ("a.tsv", "text\tlabel\na\n", "a.tsv:2: 1 columns, but the header has 2. Set `quoting: standard`"),
         ("a.tsv", b"text\tlabel\nok\tx\nb\xe4d\ty\n", "a.tsv:3: byte 17 (0xe4) is not UTF-8"),
         ("a.csv", "", "a.csv: empty file"),
         ("a.csv", "\n \n", "a.csv: empty file"),
         ("a.csv", 'text,label\na,b\n"open,b\nc,d\n', "a.csv:3: not CSV (unexpected end of data)"),
         ("a.csv", "sentence,label\na,b\n", "a.csv:1: no column 'text'; it has sentence, label"),
-        ("a.csv", "text,label,text\na,b,c\n", "a.csv:1: column 'text' stands there 2 times"),
+        ("a.csv", "text,label,text\na,b,c\n", "a.csv:1: column 'text' occurs 2 times"),
         ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', "a.jsonl:2: not JSON"),
         ("a.jsonl", '{"text": "a", "label": 1}\n{"txt": "a", "label": 1}\n', "a.jsonl:2: no 'text'; it has txt"),
         ("a.jsonl", "[1, 2]\n", "a.jsonl:1: [1, 2], not an object"),
@@ -212,7 +214,7 @@ def test_a_field_of_more_than_128_kb_is_read(write: Callable[..., str]) -> None:
         ("a.json", '{\n"train": []\n}', "a.json:1: no 'text'; it has train"),
         ("a.parquet", "no", "a.parquet: not a Parquet file"),
         ("a.csv.gz", "no", "a.csv.gz: cannot be read (Not a gzipped file"),
-        ("a.txt", "a b", "a.txt: its suffix '.txt' says no format"),
+        ("a.txt", "a b", "a.txt: unknown suffix '.txt'"),
     ],
 )
 def test_bad_files_are_named_with_their_line(write: Callable[..., str], name: str, content: Any, message: str) -> None:

@@ -157,7 +157,7 @@ def test_torn_rows_are_left_out_of_qqp_alone_and_said(downloads: Path, caplog: A
     assert "train.tsv:3" in caplog.text
     with (downloads / "RTE" / "train.tsv").open("a") as file:
         file.write("2\ttorn\n")
-    with pytest.raises(InputError, match=r"RTE/train\.tsv:4: 2 columns where the header has 4"):
+    with pytest.raises(InputError, match=r"RTE/train\.tsv:4: 2 columns, but the header has 4"):
         task("rte", downloads).read_train()
     with (downloads / "QQP" / "test.tsv").open("a") as file:
         file.write("1\ttorn\n")

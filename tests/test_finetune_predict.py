@@ -19,7 +19,8 @@ from finetune import runs
 from finetune.__main__ import main
 from finetune.artifacts.saved import save_model
 from finetune.config import FinetuneConfig
-from finetune.datasets.tables import TableFormat, read_table
+from finetune.datasets.table import TableFormat
+from finetune.datasets.tables import read_table
 from finetune.metrics.squad import squad_v2
 from finetune.model.task_model import TaskModel
 from finetune.tasks.classification.settings import ClassificationSettings

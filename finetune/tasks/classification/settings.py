@@ -6,17 +6,19 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from finetune.datasets import glue, tables
+from finetune.datasets import glue
 from finetune.datasets.files import is_encoding
 from finetune.datasets.glue import Name as GlueName
 from finetune.datasets.labels import Problem
+from finetune.datasets.table import Format
+from finetune.metrics.classification import CLASS_SCORES, LABEL_SCORES, VALUE_SCORES
 from pretrain.common.settings import SEVERAL_LINES, LocalPath, Section
 
-# Of each problem; the first chooses the checkpoint unless the settings say otherwise.
+# Scores of each problem. The first one chooses the checkpoint unless the settings name another.
 SCORES: dict[Problem, tuple[str, ...]] = {
-    "single_label": ("accuracy", "f1", "macro_f1", "micro_f1", "matthews"),
-    "multi_label": ("micro_f1", "macro_f1", "subset_accuracy"),
-    "regression": ("pearson_and_spearman", "pearson", "spearman"),
+    "single_label": (*CLASS_SCORES, "f1"),
+    "multi_label": tuple(LABEL_SCORES),
+    "regression": tuple(VALUE_SCORES),
 }
 
 
@@ -46,7 +48,7 @@ class ClassificationSettings(Section):
         lt=1,
         description="Without dev: share of the training set held out instead, by a hash of the texts.",
     )
-    format: tables.Format = Field(
+    format: Format = Field(
         default="",
         description="Format of the files; empty follows their suffix. lines: a label, a blank, the text (TREC).",
     )

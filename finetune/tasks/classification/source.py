@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 
 from finetune.datasets import glue, tables
+from finetune.datasets.arrow import read_dataset
 from finetune.datasets.files import plain_suffix
 from finetune.datasets.labels import Label, Problem, listed, ordered, parse, renamed, shown
+from finetune.datasets.table import Key, Quoting, Table, TableFormat
 from finetune.tasks.classification.settings import ClassificationSettings
 from pretrain.common.errors import InputError
 
@@ -153,7 +155,7 @@ class ExampleSource:
         digest = hashlib.blake2b(key, digest_size=8).digest()
         return int.from_bytes(digest, "little") < self._settings.dev_share * 2.0**64
 
-    def _raw_labels(self, table: tables.Table, *, labelled: bool = True) -> list[Label | None]:
+    def _raw_labels(self, table: Table, *, labelled: bool = True) -> list[Label | None]:
         """Labels as in the files; all None if the set has none and may have none."""
         cells = table.columns.get("label")
         if cells is None or (not labelled and all(cell is None or cell == "" for cell in cells)):
@@ -161,7 +163,7 @@ class ExampleSource:
         separator = self._settings.label_separator
         return [parse(cell, self._problem, separator, table.where(row)) for row, cell in enumerate(cells)]
 
-    def _known_labels(self, table: tables.Table) -> list[Label | None]:
+    def _known_labels(self, table: Table) -> list[Label | None]:
         """Labels as in the files, None for those that the model does not know."""
         raw: list[Label | None] = [None] * len(table)
         unknown: list[str] = []
@@ -185,7 +187,7 @@ class ExampleSource:
             )
         return raw
 
-    def _find_names(self, raw: Sequence[Label | None], table: tables.Table) -> dict[str, str]:
+    def _find_names(self, raw: Sequence[Label | None], table: Table) -> dict[str, str]:
         """Label in the files -> its name, in the data set's own order if it has one."""
         values = table.classes.get("label") or ordered(raw)
         names = self._settings.label_names
@@ -196,7 +198,7 @@ class ExampleSource:
             )
         return dict(zip(values, names or values, strict=True))
 
-    def _examples(self, table: tables.Table, raw: Sequence[Label | None] | None = None) -> list[Example]:
+    def _examples(self, table: Table, raw: Sequence[Label | None] | None = None) -> list[Example]:
         if not len(table):
             raise InputError(f"{table.source}: no examples. Give a file with at least one.")
         raw = self._raw_labels(table) if raw is None else raw
@@ -260,9 +262,9 @@ class TableSource:
         quoting: how the quotes of the training set were read, if a trained model knows it.
     """
 
-    def __init__(self, settings: ClassificationSettings, quoting: tables.Quoting | None = None) -> None:
+    def __init__(self, settings: ClassificationSettings, quoting: Quoting | None = None) -> None:
         self._settings = settings
-        self._quoting: tables.Quoting | None = quoting
+        self._quoting: Quoting | None = quoting
         self._glue = glue.TASKS[settings.glue] if settings.glue else None
 
     def parts(self, kind: str) -> tuple[str, ...]:
@@ -272,22 +274,22 @@ class TableSource:
         return (kind,) if getattr(self._settings, kind) else ()
 
     @property
-    def quoting(self) -> tables.Quoting | None:
+    def quoting(self) -> Quoting | None:
         """How the quotes of the training set, a .tsv, are read; None if it has none or was not read yet."""
         return self._quoting
 
     @property
-    def text_column(self) -> tables.Key:
+    def text_column(self) -> Key:
         return self._glue.text if self._glue else self._settings.text_column
 
     @property
-    def pair_column(self) -> tables.Key | None:
+    def pair_column(self) -> Key | None:
         """None for single texts."""
         if self._glue:
             return self._glue.pair
         return None if self._settings.pair_column == "" else self._settings.pair_column
 
-    def read(self, part: str) -> tables.Table:
+    def read(self, part: str) -> Table:
         """A labelled set that must exist."""
         table = self._read(part, labelled=True)
         if table is None:
@@ -298,11 +300,11 @@ class TableSource:
             self._quoting = self._quoting or table.quoting
         return table
 
-    def read_unlabelled(self, part: str) -> tables.Table | None:
+    def read_unlabelled(self, part: str) -> Table | None:
         """A set whose labels may be missing; None if GLUE's folder has no such file."""
         return self._read(part, labelled=False)
 
-    def read_file(self, path: str, *, labelled: bool = True) -> tables.Table:
+    def read_file(self, path: str, *, labelled: bool = True) -> Table:
         """Another file, or a folder written by save_to_disk (its split `dev` is read).
 
         A file with the training file's suffix is read like that one, any other by its own suffix. Without `labelled`
@@ -313,11 +315,11 @@ class TableSource:
         if place.is_dir():
             split = (settings.dev if settings.dataset else "") or "train"
             optional = [keys["id"]] if labelled else [keys["id"], keys["label"]]
-            table = tables.read_dataset(str(place), [*keys.values()], split=split, optional=optional)
+            table = read_dataset(str(place), [*keys.values()], split=split, optional=optional)
             return self._named(table)
         kind, layout = tables.format_of(place), self._layout(path)
         if kind and kind != tables.format_of(settings.train):
-            layout = tables.TableFormat(encoding=settings.encoding, header=settings.header)
+            layout = TableFormat(encoding=settings.encoding, header=settings.header)
         if not labelled and not kind and not layout.format:
             if plain_suffix(place) == ".txt" and "pair" not in keys:
                 return tables.read_texts(place, settings.encoding)
@@ -368,7 +370,7 @@ class TableSource:
                 f"classification.dev_share: {self._glue.title} has an official dev set. Set dev_share to 0."
             )
 
-    def _read(self, part: str, *, labelled: bool) -> tables.Table | None:
+    def _read(self, part: str, *, labelled: bool) -> Table | None:
         settings = self._settings
         if settings.glue:
             return glue.read_split(settings.glue, settings.glue_dir, part)
@@ -380,7 +382,7 @@ class TableSource:
                 tables.read_table(named, [*keys.values()], layout=self._layout(named), optional=optional)
             )
         return self._named(
-            tables.read_dataset(
+            read_dataset(
                 settings.dataset,
                 [*keys.values()],
                 subset=settings.subset,
@@ -391,7 +393,7 @@ class TableSource:
             )
         )
 
-    def _keys(self) -> dict[str, tables.Key]:
+    def _keys(self) -> dict[str, Key]:
         """Our names of the columns -> those in the files. Only GLUE's official files may use numbers."""
         settings = self._settings
         text, label = self.text_column, self._glue.label if self._glue else settings.label_column
@@ -402,26 +404,24 @@ class TableSource:
         pair = {} if self.pair_column is None else {"pair": self.pair_column}
         return {"text": text, "label": label, **pair, "id": "id"}
 
-    def _named(self, table: tables.Table) -> tables.Table:
+    def _named(self, table: Table) -> Table:
         """`table` with our names of the columns and of GLUE's labels."""
         keys = self._keys()
-        columns: dict[tables.Key, list[Any]] = {
-            name: table.columns[key] for name, key in keys.items() if key in table.columns
-        }
+        columns: dict[Key, list[Any]] = {name: table.columns[key] for name, key in keys.items() if key in table.columns}
         if self._glue and "label" in columns:
             columns["label"] = [self._glue.labels.get(str(value), value) for value in columns["label"]]
         classes = table.classes.get(keys["label"], [])
         return replace(table, columns=columns, classes={"label": classes} if classes else {})
 
-    def _layout(self, path: str) -> tables.TableFormat:
+    def _layout(self, path: str) -> TableFormat:
         """How a file is read. Quotes are read as in the training set, since a short file may not show what they are."""
         settings, quoting = self._settings, self._settings.quoting
         if quoting == "auto" and self._quoting and (settings.format or tables.format_of(path)) == "tsv":
             quoting = self._quoting
-        return tables.TableFormat(settings.format, settings.encoding, settings.delimiter, quoting, settings.header)
+        return TableFormat(settings.format, settings.encoding, settings.delimiter, quoting, settings.header)
 
 
-def _field(record: Mapping[str, Any], where: str, *names: tables.Key | None) -> str:
+def _field(record: Mapping[str, Any], where: str, *names: Key | None) -> str:
     """The text under the first of `names` that the record has."""
     for name in names:
         if isinstance(name, str) and name in record:

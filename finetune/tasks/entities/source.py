@@ -10,7 +10,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from finetune.datasets.sentences import Cut, Remarks, Sentence, read_sentences
+from finetune.datasets.sentence_files import read_sentences
+from finetune.datasets.sentences import Cut, Remarks, Sentence
 from finetune.datasets.word_cuts import WordCuts
 from finetune.datasets.words import cut_words
 from finetune.metrics import entities as metrics

@@ -14,7 +14,8 @@ from typing import Any, cast
 import numpy as np
 
 from finetune.datasets.arrays import ragged
-from finetune.datasets.sentences import Remarks, Sentence, in_documents, sentence
+from finetune.datasets.sentence_records import sentence
+from finetune.datasets.sentences import Remarks, Sentence, in_documents
 from finetune.datasets.text import Column, TextEncoder, frame
 from finetune.datasets.windows import slide
 from finetune.tasks.base import Head, Objective, Task, Windows
