@@ -332,9 +332,9 @@ GOOD = "Ann B-PER\nleft O\n"
         (
             "Ann B-PER\nleft\n",
             {},
-            r"a.txt:2: 1 column, parted by blanks, where the first line of the file has 2\.",
+            r"a.txt:2: 1 column, separated by blanks, but the first line of the file has 2\.",
         ),
-        ("Ann\tB-PER\n\nleft it\tO\tx\n", {}, r"a.txt:3: 3 columns, parted by a tab, where .* has 2\."),
+        ("Ann\tB-PER\n\nleft it\tO\tx\n", {}, r"a.txt:3: 3 columns, separated by a tab, but .* has 2\."),
         ("", {}, r"a.txt: no sentence in it"),
         ("\n-DOCSTART- O\n\n", {}, r"a.txt: no sentence in it"),
         ("Ann O\n\nleft O\n", {}, r"a.txt: no entity in 2 sentences, only O"),

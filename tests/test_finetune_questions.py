@@ -250,7 +250,7 @@ def test_bad_answers(tmp_path, caplog):
         r"of 12 characters has 'at '; it stands at 4; question blank: 'The cat' at 0, .* has 'The  ca'; "
         r"it stands nowhere in it; question far: 'dog' at 99, .* has ''; it stands nowhere in it; \.\.\.\)"
     )
-    with pytest.raises(InputError, match=shown + r". Mend answer_start, .* bad_answers: skip") as raised:
+    with pytest.raises(InputError, match=shown + r". Correct answer_start, .* bad_answers: skip") as raised:
         task(train=file).read_train()
     assert "\n" not in str(raised.value)
     with caplog.at_level(logging.WARNING):

@@ -108,11 +108,11 @@ def _column(path: str, line: int, name: str, wanted: int, width: int) -> int:
     return wanted % width
 
 
-def _ragged(path: str, line: int, found: int, width: int, tabs: bool) -> str:
+def _ragged(path: str, line: int, count: int, width: int, tabs: bool) -> str:
     separator = "a tab" if tabs else "blanks"
     return (
-        f"{path}:{line}: {found} column{'s' if found > 1 else ''}, parted by {separator}, where the first line of "
-        f"the file has {width}. Give each word's line as many, and leave a line empty between sentences."
+        f"{path}:{line}: {count} column{'s' if count > 1 else ''}, separated by {separator}, but the first line of "
+        f"the file has {width}. Give every line the same number; separate sentences by an empty line."
     )
 
 

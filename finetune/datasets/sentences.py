@@ -20,7 +20,7 @@ class Sentence:
     """W words, and the tag of each where they are known."""
 
     words: Sequence[str]
-    tags: Sequence[str] | None  # [W]; None: nobody has said
+    tags: Sequence[str] | None  # [W]; None: unlabelled
     source: str  # a file, or whatever names a single record
     line: int = 0  # the record's, or the first word's where `lined`; 0 where `source` says all
     lined: bool = False  # a line for each word

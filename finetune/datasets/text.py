@@ -144,7 +144,7 @@ class Framed:
 
 
 Slices = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""(ids int32 [T], begin int64 [F], length int64 [F]): a stretch of a column for each of F windows."""
+"""(ids int32 [T], start int64 [F], length int64 [F]): a slice of a column for each of F windows."""
 
 
 def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> Framed:

@@ -1,4 +1,4 @@
-"""Windows over pairs of texts that show every token of both, and few of many windows."""
+"""Long texts, and pairs of them, as overlapping windows that show every token."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def cut_pairs(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Windows over pairs of texts of `first` and `second` tokens, int64 [N] each.
 
-    Where the shorter text takes at most half of the room it stands whole in every window, and the longer slides
-    through the rest. Where both are longer than half, each slides through a half, with half the overlap; the i-th of
-    n windows of the one stands with the window of the other that is as far along, so that n is the larger number.
+    If the shorter text takes at most half of the room, it is whole in every window, and the longer slides
+    through the rest. If both are longer than half, each slides through a half, with half the overlap; a window of one
+    is paired with the window of the other at the same relative position, so the longer one gives their number.
 
     Returns:
         (pair, begin in first, length, begin in second, length), int64 [F] each, in order of the pairs.

@@ -195,10 +195,8 @@ class Classification(Task[Example]):
             return example, frame(encoder, _slices(first, example, start, length))
         second = encoder.encode([example.pair or "" for example in examples])
         cut = cut_pairs(np.diff(first.starts), np.diff(second.starts), room, overlap)
-        example, *stretches = self._thin(cut, len(examples)) if thin else cut
-        return example, frame(
-            encoder, _slices(first, example, *stretches[:2]), _slices(second, example, *stretches[2:])
-        )
+        example, *spans = self._thin(cut, len(examples)) if thin else cut
+        return example, frame(encoder, _slices(first, example, *spans[:2]), _slices(second, example, *spans[2:]))
 
     def _overlap(self, room: int) -> int:
         if room < 4:

@@ -39,7 +39,7 @@ class EntitiesSettings(Section):
     )
     document_context: bool | int = Field(
         default=False,
-        description="Show the model the neighbouring sentences of the same document. true fills the window (BERT "
+        description="Show the model adjacent sentences of the same document. true fills the window (BERT "
         "paper); a number is tokens on each side (FLERT: 64). In columns, documents end at -DOCSTART- or `# newdoc`; "
         "without these, the file is one document. In records, adjacent ones with the same `document` form one. Each "
         "sentence still has a window of its own, so this costs time.",
