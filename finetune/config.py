@@ -192,11 +192,13 @@ class FinetuneConfig(_WithTask):
         if len(given) != 1:
             present = " and ".join(given) or "none of them"
             raise ValueError(
-                f"{given[1] if given else 'name'} - exactly one task is needed, one of {', '.join(TASKS)}; found {present}"
+                f"{given[1] if given else 'name'} - exactly one task is needed, one of {', '.join(TASKS)}; found "
+                f"{present}"
             )
         if self.max_length > self.engine.micro_batch_tokens:
             raise ValueError(
-                f"engine.micro_batch_tokens ({self.engine.micro_batch_tokens}) is smaller than max_length ({self.max_length})"
+                f"engine.micro_batch_tokens ({self.engine.micro_batch_tokens}) is smaller than max_length "
+                f"({self.max_length})"
             )
         if self.training.examples_per_step < self.scheduling.workers:
             raise ValueError(

@@ -57,7 +57,8 @@ def compare(config: FinetuneConfig, repeats: int) -> dict[str, Any]:
 def summary(result: dict[str, Any]) -> str:
     """A line for each way and one for the ratio."""
     lines = [
-        f"{name:<8} {statistics.median(result[name]):,.0f} examples/s ({min(result[name]):,.0f}-{max(result[name]):,.0f}), "
+        f"{name:<8} {statistics.median(result[name]):,.0f} examples/s "
+        f"({min(result[name]):,.0f}-{max(result[name]):,.0f}), "
         f"{result['windows'][name]:,} windows of {result['examples']:,} questions"
         for name in (OURS, BASELINE)
     ]

@@ -90,7 +90,8 @@ def _summary(result: dict[str, Any]) -> str:
         scores, rates = ([run[key] for run in result[kind]] for key in ("score", "examples_per_second"))
         spread = f" ± {statistics.stdev(scores):.4f}" if len(scores) > 1 else ""
         lines.append(
-            f"{kind:<8} {statistics.fmean(scores):.4f}{spread}   {statistics.median(rates):,.1f} examples/s ({min(rates):,.1f}-{max(rates):,.1f})"
+            f"{kind:<8} {statistics.fmean(scores):.4f}{spread}   {statistics.median(rates):,.1f} examples/s "
+            f"({min(rates):,.1f}-{max(rates):,.1f})"
         )
     pairs = zip(result[OURS], result[BASELINE], strict=True)
     ratios = [ours["examples_per_second"] / theirs["examples_per_second"] for ours, theirs in pairs]

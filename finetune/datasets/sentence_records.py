@@ -92,7 +92,8 @@ def of_records(records: Iterable[tuple[str, int, Any]], remarks: Remarks, cut: C
     labelled = [one.tags is not None for one in sentences]
     if any(labelled) and not all(labelled):
         raise InputError(
-            f"{sentences[labelled.index(False)].where()}: neither tags nor entities, as {sentences[labelled.index(True)].where()} "
+            f"{sentences[labelled.index(False)].where()}: neither tags nor entities, as "
+            f"{sentences[labelled.index(True)].where()} "
             f'has them. Write "entities": [] where there are none.'
         )
     return in_documents(sentences)
@@ -212,7 +213,8 @@ def _check_edges(spans: list[tuple[int, int, str]], offsets: np.ndarray, where: 
     for begin, end, kind in spans:
         if begin not in begins or end not in ends:
             raise InputError(
-                f"{where}: the entity {kind} from {begin} to {end} does not begin and end with a token. Count characters "
+                f"{where}: the entity {kind} from {begin} to {end} does not begin and end with a token. Count "
+                "characters "
                 f"of the tokens joined by blanks, not tokens; or give tags."
             )
 
@@ -229,7 +231,8 @@ def _tags_of(
         behind = int(np.searchsorted(begins, end, "left"))
         if first >= behind:
             raise InputError(
-                f"{where}: the entity {kind} from {begin} to {end} is {_shown(text[begin:end])}, which has no word in it."
+                f"{where}: the entity {kind} from {begin} to {end} is {_shown(text[begin:end])}, which has no word in "
+                "it."
             )
         if begins[first] < begin or ends[behind - 1] > end:
             remarks.add(

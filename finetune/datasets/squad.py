@@ -251,7 +251,8 @@ def _answers_cell(cell: str, place: str) -> Any:
         return json.loads(cell)
     except (ValueError, RecursionError):
         raise InputError(
-            f'{place}: answers is {_shown(cell)}, not JSON. Write [{{"text": "...", "answer_start": 0}}], or leave it out.'
+            f'{place}: answers is {_shown(cell)}, not JSON. Write [{{"text": "...", "answer_start": 0}}], or leave '
+            "it out."
         ) from None
 
 

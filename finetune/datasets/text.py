@@ -51,7 +51,8 @@ class TextEncoder:
         first, second = ([n for n, of in enumerate(pair.sequence_ids) if of == text] for text in (0, 1))
         if not first or not second or not first[0] or second[-1] + 1 == len(ids):
             raise InputError(
-                "tokenizer.json: sets no special tokens around a text, as [CLS] and [SEP] are, so its post_processor is "
+                "tokenizer.json: sets no special tokens around a text, as [CLS] and [SEP] are, so its post_processor "
+                "is "
                 "not that of this model. Put the model's own tokenizer beside it."
             )
         self.prefix, self.between, self.suffix = (

@@ -102,7 +102,8 @@ def sweep_trials(
     """The trials of all points, the seeds of a point next to each other. Their steps are not known yet."""
     if config.training.steps and any("training.epochs" in point.settings for point in points):
         raise InputError(
-            "training.steps: is set and overrides training.epochs, so a grid of epochs has no effect. Remove one of the two."
+            "training.steps: is set and overrides training.epochs, so a grid of epochs has no effect. Remove one "
+            "of the two."
         )
     trials, folders = [], set()
     for point in points:

@@ -437,7 +437,8 @@ def _text(value: Any, where: str, what: str) -> str:
             value.encode()
         except UnicodeEncodeError as error:
             raise InputError(
-                f"{where}: {what} has half of a surrogate pair at character {error.start} (\\u{ord(value[error.start]):x}). "
+                f"{where}: {what} has half of a surrogate pair at character {error.start} "
+                f"(\\u{ord(value[error.start]):x}). "
                 "Write the whole character."
             ) from None
     return value
