@@ -82,7 +82,8 @@ def _seeds(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
 
 
 def _sweep(arguments: argparse.Namespace) -> None:
-    from finetune.experiments.sweep import parse_grid, run_sweep
+    from finetune.experiments.grid import parse_grid
+    from finetune.experiments.sweep import run_sweep
 
     name = arguments.grid or ("" if arguments.grid_set else "devlin")
     run_sweep(

@@ -1,4 +1,4 @@
-"""One YAML file is one fine-tuning: a checkpoint to start from, one task, and how it is trained."""
+"""One YAML file is one fine-tuning: the starting checkpoint, one task, and its training."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, create_model, model_validator
 
-from finetune.tasks.classification import ClassificationSettings
-from finetune.tasks.entities.task import EntitiesSettings
-from finetune.tasks.questions.task import QuestionsSettings
+from finetune.tasks import registry
 from pretrain.common import settings
 from pretrain.common.settings import LocalPath, Section
 from pretrain.config import (
@@ -25,17 +23,18 @@ from pretrain.config import (
     as_begun,
 )
 
-TASKS = ("classification", "entities", "questions")
+TASKS = tuple(task.kind for task in registry.TASKS)
+"""The sections that name a task. A config has exactly one of them."""
 
 PRESETS: dict[str, dict[str, Any]] = {
-    # Devlin et al. 2019, appendix A.3; the grid's middle. google-research/bert run_classifier.py: warm-up a tenth.
+    # Devlin et al. 2019, appendix A.3; the middle of the grid. google-research/bert run_classifier.py: warm-up a tenth.
     "devlin": {"examples_per_step": 32, "learning_rate": 3e-5, "epochs": 3.0, "warmup_share": 0.1},
     # Mosbach et al. 2021, "On the stability of fine-tuning BERT", section 6: a small rate, warm-up, bias
     # correction (which torch's AdamW always has) and 20 epochs even for small sets.
     "stable": {"examples_per_step": 16, "learning_rate": 2e-5, "epochs": 20.0, "warmup_share": 0.1},
-    # Zhang et al. 2021, "Revisiting few-sample BERT fine-tuning", sections 5 and 6: pooler and top layers drawn anew,
-    # and more steps than three passes of a small set. How many layers is a choice by task there, up to 6 of 24; one
-    # suits models of any depth.
+    # Zhang et al. 2021, "Revisiting few-sample BERT fine-tuning", sections 5 and 6: re-initialise pooler and
+    # top layers, and train longer than three epochs of a small set. The paper chooses the number of layers by task, up
+    # to 6 of 24; one suits models of any depth.
     "few-sample": {
         "examples_per_step": 32,
         "learning_rate": 2e-5,
@@ -50,7 +49,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "roberta": {"examples_per_step": 16, "learning_rate": 2e-5, "epochs": 10.0, "warmup_share": 0.06},
 }
 
-# What a preset's source sets besides, in other sections.
+# What the source of a preset sets in other sections.
 _BESIDES: dict[str, dict[str, dict[str, float]]] = {
     # asappresearch/revisit-bert-finetuning, sample_commands/reinit.sh.
     "few-sample": {"optimizer": {"weight_decay": 0.0}},
@@ -77,11 +76,11 @@ GRIDS: dict[str, dict[str, tuple[float, ...]]] = {
 }
 
 
-_POSITIVE = ("examples_per_step", "learning_rate", "epochs")  # 0 is not given
+_POSITIVE = ("examples_per_step", "learning_rate", "epochs")  # 0 means not given
 
 
 class TrainingConfig(Section):
-    """How long and how fast. `preset` fills whatever is not given, of optimizer and engine, too, what its source sets."""
+    """Length, batch size and learning rate. `preset` fills what is not given, here and in optimizer and engine."""
 
     preset: Literal["devlin", "stable", "few-sample", "small-bert", "roberta"] = "devlin"
     examples_per_step: int = Field(
@@ -90,27 +89,27 @@ class TrainingConfig(Section):
         description="Examples per optimizer step over all workers; windows in entities and questions.",
     )
     learning_rate: float = Field(default=0.0, ge=0, description="Peak learning rate.")
-    epochs: float = Field(default=0.0, ge=0, description="Passes over the training set.")
-    steps: int = Field(default=0, ge=0, description="Optimizer steps; more than 0 goes before epochs.")
+    epochs: float = Field(default=0.0, ge=0, description="Epochs: how often each training example is seen.")
+    steps: int = Field(default=0, ge=0, description="Optimizer steps; more than 0 overrides epochs.")
     warmup_share: float = Field(
         default=0.1,
         ge=0,
         le=1,
-        description="Share of the steps over which the rate rises linearly to its peak.",
+        description="Fraction of the steps over which the learning rate rises linearly to its peak.",
     )
     decay: Literal["linear", "constant"] = "linear"
     layer_decay: float = Field(
         default=1.0,
         gt=0,
         le=1,
-        description="Each layer's rate is this share of the rate of the layer above it; 1 is the same for all.",
+        description="Learning rate of a layer divided by that of the layer above it; 1 is the same rate for all.",
     )
-    reinitialised_layers: int = Field(default=0, ge=0, description="Top layers to draw anew.")
-    reinitialise_pooler: bool = Field(default=False, description="Draw the pooler anew as well.")
+    reinitialised_layers: int = Field(default=0, ge=0, description="Number of top layers to re-initialise.")
+    reinitialise_pooler: bool = Field(default=False, description="Re-initialise the pooler as well.")
     patience: int = Field(
         default=0,
         ge=0,
-        description="Stop after so many evaluations in a row without a better score; 0 goes to the end.",
+        description="Stop after this number of successive evaluations without a better score; 0 never stops early.",
     )
 
     @model_validator(mode="before")
@@ -135,34 +134,44 @@ class EvaluationConfig(Section):
     every_epochs: float = Field(
         default=1.0,
         gt=0,
-        description="Passes over the training set between two evaluations; 0.5 is twice a pass.",
+        description="Epochs between two evaluations; 0.5 evaluates twice per epoch.",
     )
 
 
-class FinetuneConfig(RunConfig):
-    """Everything a fine-tuning is."""
-
+class _Start(RunConfig):
     start_from: LocalPath = Field(
         default="",
-        description="Folder of the checkpoint: a released one, an export or a run. --from gives it too.",
+        description="Folder of the checkpoint to start from: a released one, an export or a run. --from sets it, too.",
     )
     random_weights: bool = Field(
-        default=False, description="Take only shape and tokenizer from start_from; weights are drawn anew."
+        default=False, description="Take only shape and tokenizer from start_from; weights are initialised at random."
     )
     max_length: int = Field(
         default=128,
         ge=8,
-        description="Tokens of a window, special tokens included. Longer texts take several.",
+        description="Tokens of a window, special tokens included. Longer texts are cut into several windows.",
     )
-    classification: ClassificationSettings | None = None
-    entities: EntitiesSettings | None = None
-    questions: QuestionsSettings | None = None
+
+
+def _section_field(task: type[registry.Task[Any]]) -> tuple[Any, Any]:
+    description = (task.settings_type.__doc__ or "").partition("\n")[0]
+    return task.settings_type | None, Field(default=None, description=description)
+
+
+# A section for each task of the registry.
+_SECTIONS: dict[str, Any] = {task.kind: _section_field(task) for task in registry.TASKS}
+_WithTask = create_model("_WithTask", __base__=_Start, **_SECTIONS)
+
+
+class FinetuneConfig(_WithTask):
+    """The complete config of a fine-tuning."""
+
     training: TrainingConfig = TrainingConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     engine: EngineConfig = EngineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig(keep_last=1)
-    # The losses of a few examples leap by nature.
+    # Losses of small batches jump without anything being wrong.
     guard: SpikeConfig = SpikeConfig(spike_sigmas=0)
 
     @model_validator(mode="before")
@@ -181,13 +190,15 @@ class FinetuneConfig(RunConfig):
     def _check_task(self) -> FinetuneConfig:
         given = [name for name in TASKS if getattr(self, name) is not None]
         if len(given) != 1:
-            found = " and ".join(given) or "none of them"
+            present = " and ".join(given) or "none of them"
             raise ValueError(
-                f"{given[1] if given else 'name'} - exactly one task is needed, one of {', '.join(TASKS)}; found {found}"
+                f"{given[1] if given else 'name'} - exactly one task is needed, one of {', '.join(TASKS)}; found "
+                f"{present}"
             )
         if self.max_length > self.engine.micro_batch_tokens:
             raise ValueError(
-                f"engine.micro_batch_tokens ({self.engine.micro_batch_tokens}) is smaller than max_length ({self.max_length})"
+                f"engine.micro_batch_tokens ({self.engine.micro_batch_tokens}) is smaller than max_length "
+                f"({self.max_length})"
             )
         if self.training.examples_per_step < self.scheduling.workers:
             raise ValueError(
@@ -198,17 +209,22 @@ class FinetuneConfig(RunConfig):
 
     @property
     def task_name(self) -> str:
-        """The section that is given: classification, entities or questions."""
+        """The name of the task's section, such as classification."""
         return next(name for name in TASKS if getattr(self, name) is not None)
 
+    @property
+    def task_settings(self) -> Section:
+        """The task's section."""
+        return getattr(self, self.task_name)
+
     def repeated_sets(self) -> list[tuple[str, str]]:
-        """(set, earlier set) for each of dev and test whose file, or split of a data set, is that of an earlier one."""
-        section = getattr(self, self.task_name)
+        """(set, earlier set) for each of dev and test with the same file, or split of a data set, as an earlier one."""
+        section = self.task_settings
         is_split = bool(getattr(section, "dataset", ""))
         places: dict[str, str] = {}
         repeated = []
         for name in ("train", "dev", "test"):
-            given = getattr(section, name)
+            given = getattr(section, name, "")
             if is_split and name == "train":
                 given = given or "train"
             if given:
@@ -218,12 +234,12 @@ class FinetuneConfig(RunConfig):
         return repeated
 
     def total_steps(self, examples: int) -> int:
-        """Optimizer steps over a training set of so many examples."""
-        passes = math.ceil(examples * self.training.epochs / self.training.examples_per_step)
-        return self.training.steps or max(1, passes)
+        """Optimizer steps over a training set of this many examples."""
+        steps = math.ceil(examples * self.training.epochs / self.training.examples_per_step)
+        return self.training.steps or max(1, steps)
 
     def phase(self, examples: int) -> PhaseConfig:
-        """The schedule over a training set of so many examples, as pretraining knows it."""
+        """The schedule over a training set of this many examples, as a phase of pretraining."""
         training, steps = self.training, self.total_steps(examples)
         return PhaseConfig(
             sequence_length=self.max_length,

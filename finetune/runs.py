@@ -24,8 +24,8 @@ from finetune.config import FinetuneConfig, changed_for_resume, load_config
 from finetune.datasets.files import plain_stem
 from finetune.datasets.text import TextEncoder
 from finetune.model.start import start_table
-from finetune.tasks import make_task
 from finetune.tasks.base import Task, data_digest
+from finetune.tasks.registry import make_task
 from pretrain import preflight
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, write_json
@@ -86,7 +86,7 @@ def check_same(config: FinetuneConfig, *, over: bool) -> None:
 def digest(config: FinetuneConfig, *, test_sets: bool = True) -> str:
     """`data_digest` of what the files say now; `test_sets`: whether labelled ones are scored, too."""
     _, encoder = _read_start(config)
-    task = make_task(config)
+    task = make_task(config.task_settings)
     training = task.windows(task.read_train(), encoder, training=True)
     scored = task.read_held_out()
     tests = task.read_test() if test_sets else {}
@@ -102,7 +102,7 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Fine
     """
     if not config.start_from:
         raise InputError("--from: name the folder of a checkpoint to start from (or set start_from in the config).")
-    task = make_task(config)
+    task = make_task(config.task_settings)
     examples = task.read_train()
     held_out = task.read_held_out()
     if test_sets:
@@ -117,7 +117,7 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Fine
     check_fit(config, released.model)
     units = len(examples)
     if task.head != "sequence":
-        units = task.windows(examples, encoder, training=True).units
+        units = task.windows(examples, encoder, training=True).training_examples
     return FinetunePlan(
         examples=len(examples),
         units=units,
@@ -208,7 +208,7 @@ def summary(config: FinetuneConfig) -> str:
 
 def next_command(config: FinetuneConfig) -> str:
     """What to do with a finished model."""
-    given = " ".join(f"--{name} ..." for name in make_task(config).asks)
+    given = " ".join(f"--{name} ..." for name in make_task(config.task_settings).input_fields)
     return f"Next: ./launch.sh predict {config.folder} {given}"
 
 

@@ -22,8 +22,8 @@ from finetune.model.batches import Batches, LabelledBatch, LabelledStep
 from finetune.model.inference import inference_model, predict_logits
 from finetune.model.start import initial_state
 from finetune.model.task_model import Output, TaskModel
-from finetune.tasks import make_task
 from finetune.tasks.base import Task, Windows, data_digest
+from finetune.tasks.registry import make_task
 from pretrain.checkpoint import store
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION, head_dropout
 from pretrain.checkpoint.released import Released, read_released
@@ -49,7 +49,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
     """
     config = FinetuneConfig.model_validate(payload["config"])
     with started(config, worker) as (config, device, watchdog):
-        task = make_task(config)
+        task = make_task(config.task_settings)
         examples = task.read_train()
         released = read_released(Path(config.start_from))
         model = make_model(config, task, released)

@@ -27,7 +27,7 @@ def make_windows(lengths: list[list[int]], ask_all: bool = False) -> Windows:
         types=(np.arange(total) % 2).astype(np.uint8),
         starts=starts,
         examples=np.repeat(np.arange(len(lengths)), [len(example) for example in lengths]),
-        asked=asked,
+        queries=asked,
         labels=asked * 3,
         weights=(asked % 5 + 1).astype(np.float32),
         extra={},
@@ -73,7 +73,7 @@ def test_rows_labels_and_owners_are_in_their_places(lengths: list[list[int]], as
         assert (
             (batch.input_ids[batch.rows] - 1000).tolist()
             == (batch.labels // 3).tolist()
-            == windows.asked[batch.asked].tolist()
+            == windows.queries[batch.asked].tolist()
         )
         assert batch.weights.tolist() == windows.weights[batch.asked].tolist()
         for row, sequence in zip(rows, batch.sequence.tolist(), strict=True):
@@ -121,9 +121,9 @@ def test_prediction_sees_every_row_on_some_rank(lengths: list[list[int]], world_
     by_rank = [list(make_batches(windows, rank, world_size).every_window()) for rank in range(world_size)]
     assert len({len(found) for found in by_rank}) == 1
     seen = np.concatenate([batch.asked for found in by_rank for batch in found])
-    assert np.unique(seen).tolist() == list(range(len(windows.asked)))
+    assert np.unique(seen).tolist() == list(range(len(windows.queries)))
     if world_size == 1:
-        assert len(seen) == len(windows.asked)
+        assert len(seen) == len(windows.queries)
     assert all(sum(batch.lengths) <= 64 for found in by_rank for batch in found)
 
 

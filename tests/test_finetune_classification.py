@@ -21,9 +21,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from finetune.datasets.pairs import cut_pairs
-from finetune.datasets.tables import TableFormat, read_dataset, read_table
-from finetune.datasets.text import TextEncoder, ragged
+from finetune.datasets.arrays import ragged
+from finetune.datasets.arrow import read_dataset
+from finetune.datasets.table import TableFormat
+from finetune.datasets.tables import read_table
+from finetune.datasets.text import TextEncoder
+from finetune.datasets.windows import cut_pairs
 from finetune.metrics import classification as metrics
 from finetune.tasks.base import Windows
 from finetune.tasks.classification import Classification, ClassificationSettings, Example
@@ -196,14 +199,14 @@ def test_a_field_of_more_than_128_kb_is_read(write: Callable[..., str]) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.csv", "text,label\na,b\na,b,c\n", "a.csv:3: 3 columns where the header has 2. Quote texts"),
-        ("a.tsv", "text\tlabel\na\n", "a.tsv:2: 1 columns where the header has 2. Set `quoting: standard`"),
+        ("a.csv", "text,label\na,b\na,b,c\n", "a.csv:3: 3 columns, but the header has 2. Quote texts"),
+        ("a.tsv", "text\tlabel\na\n", "a.tsv:2: 1 columns, but the header has 2. Set `quoting: standard`"),
         ("a.tsv", b"text\tlabel\nok\tx\nb\xe4d\ty\n", "a.tsv:3: byte 17 (0xe4) is not UTF-8"),
         ("a.csv", "", "a.csv: empty file"),
         ("a.csv", "\n \n", "a.csv: empty file"),
         ("a.csv", 'text,label\na,b\n"open,b\nc,d\n', "a.csv:3: not CSV (unexpected end of data)"),
         ("a.csv", "sentence,label\na,b\n", "a.csv:1: no column 'text'; it has sentence, label"),
-        ("a.csv", "text,label,text\na,b,c\n", "a.csv:1: column 'text' stands there 2 times"),
+        ("a.csv", "text,label,text\na,b,c\n", "a.csv:1: column 'text' occurs 2 times"),
         ("a.jsonl", '{"text": "a", "label": 1}\n{"text": \n', "a.jsonl:2: not JSON"),
         ("a.jsonl", '{"text": "a", "label": 1}\n{"txt": "a", "label": 1}\n', "a.jsonl:2: no 'text'; it has txt"),
         ("a.jsonl", "[1, 2]\n", "a.jsonl:1: [1, 2], not an object"),
@@ -211,7 +214,7 @@ def test_a_field_of_more_than_128_kb_is_read(write: Callable[..., str]) -> None:
         ("a.json", '{\n"train": []\n}', "a.json:1: no 'text'; it has train"),
         ("a.parquet", "no", "a.parquet: not a Parquet file"),
         ("a.csv.gz", "no", "a.csv.gz: cannot be read (Not a gzipped file"),
-        ("a.txt", "a b", "a.txt: its suffix '.txt' says no format"),
+        ("a.txt", "a b", "a.txt: unknown suffix '.txt'"),
     ],
 )
 def test_bad_files_are_named_with_their_line(write: Callable[..., str], name: str, content: Any, message: str) -> None:
@@ -342,7 +345,7 @@ def test_sets_of_labels(write: Callable[..., str], values: dict[str, str]) -> No
         (sayings("a", " "), None, {}, "train.jsonl:2: label is ' '"),
         (sayings("a", ["b"]), None, {}, "train.jsonl:2: label is ['b']"),
         (sayings("a", "b"), None, {"label_names": ("x",)}, "label_names: 1 names, but"),
-        (sayings("a", "b"), None, {"positive": "c"}, "classification.positive: 'c' is no label; known: a, b"),
+        (sayings("a", "b"), None, {"positive": "c"}, "classification.positive: 'c' is not a label; known: a, b"),
         (sayings("a", "b", "c"), None, {"metric": "f1"}, "classification.metric: f1 needs two classes"),
         ([{"text": None, "label": "a"}], None, {"labels": ("a", "b")}, "train.jsonl:1: the text is empty, not text"),
         ([{"text": 7, "label": "a"}], None, {"labels": ("a", "b")}, "train.jsonl:1: the text is 7, not text"),
@@ -362,7 +365,7 @@ def test_sets_of_labels(write: Callable[..., str], values: dict[str, str]) -> No
         (sayings(True), None, {"problem_type": "regression"}, "train.jsonl:1: label is True, not a number"),
         (sayings(2, 2), None, {"problem_type": "regression"}, "every example has the label 2.0. Give"),
         (sayings("a", "b"), None, {"dev_share": 1e-9}, "of 2 examples holds none out. Raise it"),
-        (sayings("a", "b"), None, {"dev_share": 1 - 1e-9}, "leaves nothing to train on. Lower it"),
+        (sayings("a", "b"), None, {"dev_share": 1 - 1e-9}, "leaves no training examples. Lower it"),
     ],
 )
 def test_bad_labels_and_sets_are_named(
@@ -491,7 +494,7 @@ def test_short_texts_and_pairs_are_framed_as_the_tokenizer_does(tokenizer: Token
         assert windows.types[rows].tolist() == wanted.type_ids
     assert windows.labels.tolist() == [1, 0, 1]
     assert windows.labels.dtype == np.int64
-    assert windows.asked.tolist() == windows.starts[:-1].tolist()
+    assert windows.queries.tolist() == windows.starts[:-1].tolist()
     single = two_classes().windows(examples[:1], encoder, training=False)
     assert single.ids.tolist() == tokenizer.encode("word11 word12").ids
 
@@ -552,8 +555,8 @@ def test_windows_of_one_example_share_its_label_and_weight(tokenizer: Tokenizer,
 def test_a_class_without_examples_weighs_one_and_is_said(write: Callable[..., str], caplog: Any) -> None:
     absent = task(train=write("a.jsonl", sayings("a", "a", "c")), labels=("a", "b", "c"), class_weights="balanced")
     absent.read_train()
-    assert absent._class_weights is not None
-    assert absent._class_weights.tolist() == [0.75, 1.0, 1.5]
+    assert absent._source.class_weights is not None
+    assert absent._source.class_weights.tolist() == [0.75, 1.0, 1.5]
     assert "no example of b" in caplog.text
 
 
@@ -588,7 +591,7 @@ def test_an_overlap_of_half_a_window_is_refused(tokenizer: Tokenizer) -> None:
     examples = [Example("word11", None, "a", "")]
     with pytest.raises(InputError, match=r"classification\.overlap: 7 must be less than half of the 14 tokens"):
         two_classes(overlap=7).windows(examples, TextEncoder(tokenizer, 16), training=False)
-    with pytest.raises(InputError, match="max_length: windows have room for 3 tokens"):
+    with pytest.raises(InputError, match="max_length: windows hold 3 tokens"):
         two_classes().windows(examples, TextEncoder(tokenizer, 5), training=False)
 
 
@@ -733,7 +736,7 @@ def test_a_threshold_among_many_rare_labels_is_found() -> None:
 
 def test_values_far_from_one_are_said(write: Callable[..., str], caplog: Any) -> None:
     task(train=write("a.jsonl", sayings(1000, 250000)), problem_type="regression").read_train()
-    assert "values spread by 1.24e+05" in caplog.text
+    assert "values have a standard deviation of 1.24e+05" in caplog.text
     caplog.clear()
     task(train=write("b.jsonl", sayings(1, 5)), problem_type="regression").read_train()
     assert not caplog.records
@@ -753,7 +756,7 @@ def test_records_and_texts_of_the_users() -> None:
         (single, {}, "stdin:1: no 'text'; it has nothing"),
         (single, {"text": 3}, "stdin:1: 'text' is 3, not text"),
         (single, {"text": "a", "pair": "b"}, "trained on single texts"),
-        (pairs, "a", 'one text where a pair is needed. Give {"text": ..., "pair": ...}'),
+        (pairs, "a", 'one text, but a pair is needed. Give {"text": ..., "pair": ...}'),
         (pairs, {"text": "a"}, "stdin:1: no 'pair'; it has text"),
         (single, None, "stdin:1: empty is neither a text nor an object"),
         (single, float("nan"), "stdin:1: nan is neither a text nor an object"),

@@ -24,7 +24,7 @@ from finetune.datasets.word_cuts import WordCuts
 from finetune.datasets.words import cut_words, joined
 from finetune.metrics import entities as metrics
 from finetune.tasks.base import Windows
-from finetune.tasks.entities.task import Entities, EntitiesSettings
+from finetune.tasks.entities import Entities, EntitiesSettings
 from pretrain.common.errors import InputError
 from pretrain.common.settings import load
 from pretrain.corpus.vocabulary import SPECIAL_TOKENS, bert_tokenizer
@@ -63,7 +63,7 @@ def text_of(windows: Windows, encoder: TextEncoder, number: int) -> list[str]:
 
 
 def logits_of(windows: Windows, labels: np.ndarray, classes: int, certainty: float = 9.0) -> np.ndarray:
-    logits = np.zeros((len(windows.asked), classes), np.float32)
+    logits = np.zeros((len(windows.queries), classes), np.float32)
     logits[np.arange(len(labels)), labels] = certainty
     return logits
 
@@ -148,7 +148,7 @@ def test_gold_that_breaks_its_scheme_is_read_as_conlleval_does_and_told(tmp_path
     task = Entities(EntitiesSettings(train=write(tmp_path / "a.conll", text)))
     assert task.read_train()[0].tags == ["B-PER", "O", "B-PER", "B-LOC"]
     assert task.remarks == [
-        f"{tmp_path}/a.conll:3: a tag that does not follow iob2; read as conlleval reads it; 2 in all, this is the first"
+        f"{tmp_path}/a.conll:3: a tag that does not follow iob2; it is read as conlleval reads it; 2 in all, this is the first"
     ]
 
 
@@ -332,17 +332,17 @@ GOOD = "Ann B-PER\nleft O\n"
         (
             "Ann B-PER\nleft\n",
             {},
-            r"a.txt:2: 1 column, parted by blanks, where the first line of the file has 2\.",
+            r"a.txt:2: 1 column, separated by blanks, but the first line of the file has 2\.",
         ),
-        ("Ann\tB-PER\n\nleft it\tO\tx\n", {}, r"a.txt:3: 3 columns, parted by a tab, where .* has 2\."),
+        ("Ann\tB-PER\n\nleft it\tO\tx\n", {}, r"a.txt:3: 3 columns, separated by a tab, but .* has 2\."),
         ("", {}, r"a.txt: no sentence in it"),
         ("\n-DOCSTART- O\n\n", {}, r"a.txt: no sentence in it"),
         ("Ann O\n\nleft O\n", {}, r"a.txt: no entity in 2 sentences, only O"),
         ("Ann O\n", {"labels": ("PER",)}, r"a.txt: no entity in 1 sentences, only O"),
         ("Ann\nleft\n", {}, r"a.txt:1: no labels\. Give columns"),
-        ("Ann NNP\n", {}, r"a.txt:1: 'NNP' is no tag; expected O, or a prefix and a type"),
-        ("Ann B-PER\nleft B-\n", {}, r"a.txt:2: 'B-' is no tag"),
-        ("Ann B-PER\nRome S-LOC\n", {"scheme": "iob2"}, r"a.txt:2: a tag of bioes, where the scheme is iob2"),
+        ("Ann NNP\n", {}, r"a.txt:1: 'NNP' is not a tag; expected O, or a prefix and a type"),
+        ("Ann B-PER\nleft B-\n", {}, r"a.txt:2: 'B-' is not a tag"),
+        ("Ann B-PER\nRome S-LOC\n", {"scheme": "iob2"}, r"a.txt:2: a tag of bioes, but the scheme is iob2"),
         (
             "Ann B-PER\nRome B-LOC\n",
             {"labels": ("PER",)},
@@ -369,7 +369,7 @@ SPAN = {"start": 0, "end": 3, "type": "PER"}
         ({"tokens": "Ann", "tags": ["O"]}, r'a.jsonl:2: tokens is "Ann"; expected a list of texts'),
         ({"tokens": ["Ann"], "tags": [1]}, r"a.jsonl:2: tags is \[1\]; expected a list of texts such as B-PER"),
         ({"tokens": ["Ann"], "tags": []}, r"a.jsonl:2: 1 tokens and 0 tags"),
-        ({"tokens": ["Ann"], "tags": ["PER"]}, r"a.jsonl:2: 'PER' is no tag"),
+        ({"tokens": ["Ann"], "tags": ["PER"]}, r"a.jsonl:2: 'PER' is not a tag"),
         ({"tokens": ["Ann"]}, r"a.jsonl:2: neither tags nor entities, as .*a.jsonl:1 has them"),
         (
             {"tokens": ["Rome", "Ann"], "entities": [SPAN | {"start": 1, "end": 2}]},
@@ -527,7 +527,7 @@ def test_test_files_need_no_labels(tmp_path):
     windows = task.windows([one, two], make_encoder(16), training=False)
     assert windows.labels.tolist() == [0, 0, 0]
     predictions = task.decode([one, two], windows, logits_of(windows, np.array([1, 0, 0]), 3))
-    with pytest.raises(InputError, match=r"test:1: no labels, so nothing to score"):
+    with pytest.raises(InputError, match=r"test:1: no labels, so predictions cannot be scored"):
         task.score([one, two], predictions)
 
 
@@ -537,7 +537,7 @@ def test_test_files_need_no_labels(tmp_path):
         ("labels: [O, B-PER, I-PER]", "'O'; expected types without prefixes"),
         ("labels: [B-PER, I-PER]", "'B-PER'; expected types without prefixes"),
         ("labels: [PER, PER]", "'PER'; expected types"),
-        ("encoding: utf-9", "'utf-9' is no encoding that Python knows"),
+        ("encoding: utf-9", "'utf-9' is not an encoding that Python knows"),
         ("document_context: -1", "-1 tokens of context; expected true, false or a number"),
         ("scheme: bio", "scheme is 'bio'; expected one of"),
     ],
@@ -598,18 +598,18 @@ def test_every_word_is_asked_once_at_its_first_token(case):
     assert lengths.max() <= max_length
     assert (windows.ids[windows.starts[:-1]] == encoder.prefix).all()
     assert (windows.ids[windows.starts[1:] - 1] == encoder.suffix).all()
-    assert (np.diff(windows.asked) > 0).all()
+    assert (np.diff(windows.queries) > 0).all()
     assert (np.unique(windows.examples) == np.arange(len(sentences))).all()
     assert (windows.types == 0).all()
     assert (windows.weights == 1).all()
-    of = np.searchsorted(windows.starts, windows.asked, "right") - 1
-    assert (windows.asked > windows.starts[of]).all()
-    assert (windows.asked < windows.starts[of + 1] - 1).all()
+    of = np.searchsorted(windows.starts, windows.queries, "right") - 1
+    assert (windows.queries > windows.starts[of]).all()
+    assert (windows.queries < windows.starts[of + 1] - 1).all()
     asked = [(int(windows.examples[window]), int(word)) for window, word in zip(of, windows.extra["word"], strict=True)]
     assert sorted(asked) == [
         (number, place) for number, one in enumerate(sentences) for place, word in enumerate(one.words) if tokens[word]
     ]
-    for (number, place), row, label in zip(asked, windows.asked, windows.labels, strict=True):
+    for (number, place), row, label in zip(asked, windows.queries, windows.labels, strict=True):
         one = sentences[number]
         assert windows.ids[row] == tokens[one.words[place]][0]
         assert task.labels[label] == one.tags[place]  # pyright: ignore[reportOptionalSubscript]
@@ -650,17 +650,17 @@ def test_a_sentence_of_3000_words_with_windows_of_64(overlap):
     # By hand: of all windows that hold a word's first token, the one with most on its shorter side.
     token = np.concatenate([[0], np.cumsum([len(name) for name in names])])
     begins = [  # a window's tokens are a stretch of the text's: where its first asked word says
-        int(token[windows.extra["word"][rows[0]]] - (windows.asked[rows[0]] - windows.starts[window] - 1))
+        int(token[windows.extra["word"][rows[0]]] - (windows.queries[rows[0]] - windows.starts[window] - 1))
         for window in range(len(windows))
         if len(
             rows := np.flatnonzero(
-                (windows.asked > windows.starts[window]) & (windows.asked < windows.starts[window + 1])
+                (windows.queries > windows.starts[window]) & (windows.queries < windows.starts[window + 1])
             )
         )
     ]
     ends = [begin + int(length) - 2 for begin, length in zip(begins, np.diff(windows.starts), strict=True)]
     assert (begins[0], ends[-1]) == (0, token[-1])
-    of = np.searchsorted(windows.starts, windows.asked, "right") - 1
+    of = np.searchsorted(windows.starts, windows.queries, "right") - 1
     for window, word in zip(of.tolist(), windows.extra["word"].tolist(), strict=True):
         margins = [
             min(
@@ -710,7 +710,7 @@ def test_documents_of_records(tmp_path):
     shown = [text_of(windows, encoder, number)[1:-1] for number in range(5)]
     assert shown == [["a", "b"], ["a", "b"], ["c"], ["d"], ["e"]]
     assert task.remarks == [
-        f"{tmp_path}/a.jsonl:4: document '1' goes on after another one; its parts are no context of each other"
+        f"{tmp_path}/a.jsonl:4: document '1' continues after another one; its parts are not context for each other"
     ]
     other = Entities(EntitiesSettings(train=str(tmp_path / "a.jsonl")))
     other.read_train()
@@ -810,7 +810,7 @@ def test_byte_level_bpe_asks_at_the_first_token_too():
     one = task.example("ab, a", "it")
     windows = task.windows([one], encoder, training=False)
     assert text_of(windows, encoder, 0) == ["<s>", "Ġa", "b", "Ġ", ",", "Ġa", "</s>"]
-    assert windows.asked.tolist() == [1, 3, 5]
+    assert windows.queries.tolist() == [1, 3, 5]
 
 
 # ---------------------------------------------------------------- predictions
@@ -870,10 +870,10 @@ def test_any_logits_decode_to_their_most_probable_tags(case, seed):
     sentences, max_length, context, overlap = case
     task = make_task(document_context=context, overlap=overlap)
     windows = task.windows(sentences, make_encoder(max_length), training=False)
-    logits = np.random.default_rng(seed).normal(size=(len(windows.asked), 5)).astype(np.float32) * 3
+    logits = np.random.default_rng(seed).normal(size=(len(windows.queries), 5)).astype(np.float32) * 3
     predictions = task.decode(sentences, windows, logits)
     expected = [["O"] * len(one.words) for one in sentences]
-    of = windows.examples[np.searchsorted(windows.starts, windows.asked, "right") - 1]
+    of = windows.examples[np.searchsorted(windows.starts, windows.queries, "right") - 1]
     for row, (number, word) in enumerate(zip(of, windows.extra["word"], strict=True)):
         expected[number][word] = task.labels[int(np.argmax(logits[row]))]
     assert [prediction["tags"] for prediction in predictions] == expected
@@ -882,9 +882,7 @@ def test_any_logits_decode_to_their_most_probable_tags(case, seed):
         found = [(e["first_word"], e["last_word"] + 1, e["type"]) for e in prediction["entities"]]
         assert found == [
             (first, behind, ("PER", "LOC")[kind])
-            for first, behind, kind in zip(
-                spans.first.tolist(), spans.behind.tolist(), spans.types.tolist(), strict=True
-            )
+            for first, behind, kind in zip(spans.first.tolist(), spans.end.tolist(), spans.types.tolist(), strict=True)
         ]
         text = " ".join(one.words)
         for entity in prediction["entities"]:
@@ -959,7 +957,7 @@ def test_nothing_predicts_nothing(record):
 def test_no_examples_at_all():
     task = make_task()
     windows = task.windows([], make_encoder(8), training=False)
-    assert (len(windows), len(windows.asked)) == (0, 0)
+    assert (len(windows), len(windows.queries)) == (0, 0)
     assert task.decode([], windows, np.zeros((0, 5), np.float32)) == []
 
 
@@ -984,10 +982,10 @@ def test_a_text_of_a_megabyte_is_predicted_whole():
     began = time.process_time()
     one = task.example(text, "it")
     windows = task.windows([one], encoder, training=False)
-    labels = random.integers(0, 5, len(windows.asked))
+    labels = random.integers(0, 5, len(windows.queries))
     (prediction,) = task.decode([one], windows, logits_of(windows, labels, 5))
     assert time.process_time() - began < 10
-    assert len(windows.asked) == len(one.words) == len(prediction["tags"]) == 200_002
+    assert len(windows.queries) == len(one.words) == len(prediction["tags"]) == 200_002
     assert np.diff(windows.starts).max() == 512
     for entity in prediction["entities"][::1000]:
         assert text[entity["start"] : entity["end"]] == entity["text"]

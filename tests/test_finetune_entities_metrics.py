@@ -157,7 +157,7 @@ def test_counts_by_hand():
 
 def test_an_entity_does_not_go_on_into_the_next_sentence():
     spans = find(tagged([["B-PER"], [], ["I-PER", "I-PER"]]))
-    assert (spans.first.tolist(), spans.behind.tolist()) == ([0, 1], [1, 3])
+    assert (spans.first.tolist(), spans.end.tolist()) == ([0, 1], [1, 3])
 
 
 @pytest.mark.parametrize("rule", ["conlleval", "iob2", "bioes"])
@@ -208,7 +208,7 @@ def test_every_scheme_gives_back_what_was_written(case, scheme):
     spans, starts = case
     prefixes = write(spans, starts, scheme)
     types = np.full(len(prefixes), -1)
-    for first, behind, kind in zip(spans.first, spans.behind, spans.types, strict=True):
+    for first, behind, kind in zip(spans.first, spans.end, spans.types, strict=True):
         types[first:behind] = kind
     tags = metrics.Tagged(prefixes, types, starts, ("PER", "LOC"))
     for rule in (
@@ -216,7 +216,7 @@ def test_every_scheme_gives_back_what_was_written(case, scheme):
     ):
         found = find(tags, rule)
         assert found.first.tolist() == spans.first.tolist()
-        assert found.behind.tolist() == spans.behind.tolist()
+        assert found.end.tolist() == spans.end.tolist()
         assert found.types.tolist() == spans.types.tolist()
     assert len(slips(tags, scheme)) == 0
 

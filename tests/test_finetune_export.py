@@ -19,14 +19,14 @@ from torch import Tensor
 import finetune
 from finetune.__main__ import main
 from finetune.artifacts import export
-from finetune.artifacts.card import model_card
+from finetune.artifacts.card import CardFacts, model_card
 from finetune.artifacts.padded import PaddedModel
 from finetune.artifacts.saved import SetResult, save_model
 from finetune.config import FinetuneConfig
 from finetune.model.batches import Batches, LabelledBatch
 from finetune.model.task_model import TaskModel
-from finetune.tasks import make_task
 from finetune.tasks.base import Head, Objective, Task, Windows
+from finetune.tasks.registry import make_task
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION
 from pretrain.checkpoint.released import Released, read_released, write_released
 from pretrain.common.errors import InputError, MachineError
@@ -87,7 +87,7 @@ def make_batch(released: Released, head: Head) -> LabelledBatch:
         types=types.astype(np.uint8),
         starts=starts,
         examples=np.arange(len(LENGTHS)),
-        asked=asked,
+        queries=asked,
         extra={},
         weights=np.ones(len(asked), np.float32),
         labels=np.zeros((len(asked), 2), np.uint8) if head == "spans" else np.zeros(len(asked), np.int64),
@@ -210,7 +210,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
             "classification": files,
         }
     )
-    task = make_task(config)
+    task = make_task(config.task_settings)
     examples, held_out = task.read_train(), task.read_held_out()
     released = read_released(folder / "bert")
     torch.manual_seed(1)
@@ -319,12 +319,10 @@ def render(
 ) -> str:
     """The card of a model that made these predictions on the dev set, and on the test set if there is one."""
     made = FinetuneConfig.model_validate({"name": "it", "start_from": "released/bert", **config})
-    task: Task[Any] = make_task(made)
+    task: Task[Any] = make_task(made.task_settings)
     train, sets = task.read_train(), {**task.read_held_out(), **task.read_test()}
     results = {name: SetResult.of(task, members, predictions) for name, members in sets.items()}
-    return model_card(
-        made,
-        task,
+    facts = CardFacts(
         family="bert",
         shape=ModelConfig(size="mini"),
         parameters=12345,
@@ -334,6 +332,7 @@ def render(
         scores={name: result.scores for name, result in results.items()} if scored else {},
         details={name: result.details for name, result in results.items()} if scored else {},
     )
+    return model_card(made, task, facts)
 
 
 def metadata(card: str) -> dict[str, Any]:
@@ -424,9 +423,9 @@ def test_the_card_says_which_scores_chose_the_model(tmp_path: Path) -> None:
     # A set that is another one once more is no independent one.
     same = render({"classification": {**files, **sets, "test": files["dev"]}}, chances)
     assert "took no part" not in same
-    assert "Remark: test is the same file as dev: its scores are of examples that chose the checkpoint" in same
+    assert "Remark: test is the same file as dev: it holds examples that chose the checkpoint" in same
     alone = render({"classification": {**files, **sets}}, chances, chosen_on="")
-    assert "the last one: no dev set was there to choose another by." in alone
+    assert "the last one: there was no dev set to choose another by." in alone
     assert "optimistic" not in alone
 
 
@@ -440,7 +439,7 @@ def test_a_large_matrix_becomes_its_most_frequent_mistakes(tmp_path: Path) -> No
     mistakes = tables(card)[2]
     assert len(mistakes) == 2 + 20
     assert mistakes[2] == ["label01", "label00", "1"]
-    assert "a matrix of 30 labels" in card
+    assert "matrix of 30 labels" in card
 
 
 def test_the_cards_of_sets_of_labels_and_of_values(tmp_path: Path) -> None:

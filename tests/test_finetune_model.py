@@ -59,7 +59,7 @@ def make_batch(labels: np.ndarray, asked: np.ndarray, weights: np.ndarray | None
         types=draw.integers(0, 2, starts[-1]).astype(np.uint8),
         starts=starts,
         examples=np.arange(len(LENGTHS)),
-        asked=asked,
+        queries=asked,
         labels=labels,
         extra={},
         weights=np.ones(len(asked), np.float32) if weights is None else weights,
@@ -250,7 +250,7 @@ def test_windows_of_an_example_are_averaged_before_the_loss(checkpoint: Path) ->
         starts=starts,
         extra={},
         examples=np.array([0, 0, 1]),
-        asked=starts[:-1],
+        queries=starts[:-1],
         labels=np.array([2, 2, 0]),
         weights=np.array([0.75, 0.75, 1.0], np.float32),
     )

@@ -19,12 +19,13 @@ from finetune import runs
 from finetune.__main__ import main
 from finetune.artifacts.saved import save_model
 from finetune.config import FinetuneConfig
-from finetune.datasets.tables import TableFormat, read_table
+from finetune.datasets.table import TableFormat
+from finetune.datasets.tables import read_table
 from finetune.metrics.squad import squad_v2
 from finetune.model.task_model import TaskModel
-from finetune.tasks import make_task
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.task import Classification
+from finetune.tasks.registry import make_task
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION
 from pretrain.checkpoint.released import read_released
 
@@ -72,7 +73,7 @@ def save_untrained(folder: Path, name: str, section: dict[str, Any]) -> None:
             "engine": {"precision": "fp32"},
         }
     )
-    task = make_task(config)
+    task = make_task(config.task_settings)
     examples, released = task.read_train(), read_released(folder / "bert")
     torch.manual_seed(1)
     model = TaskModel(
@@ -170,7 +171,7 @@ def test_gold_that_is_no_label_of_the_model_is_left_out(
     path = write_csv(tmp_path / "a.csv", ["text", "label"], [["good", "positive"], ["bad", "mixed"], ["it", ""]])
     assert predict(folder / "reviews", path) == 0
     assert [one.get("gold") for one in output(capsys)] == ["positive", None, None]
-    assert "1 of 3 labels are not known" in caplog.text
+    assert "1 of 3 labels are unknown" in caplog.text
     assert "a.csv:3: label 'mixed'" in caplog.text
     assert evaluate(folder / "reviews", path) == 2
     assert "a.csv:4: label is empty" in capsys.readouterr().err
@@ -179,8 +180,12 @@ def test_gold_that_is_no_label_of_the_model_is_left_out(
 @pytest.mark.parametrize(
     ("model", "name", "message"),
     [
-        ("reviews", "a.log", "a.log: its suffix says no format. Name it .csv"),
-        ("pairs", "a.txt", "a.txt: its suffix says no format. Name it .csv, .tsv, .jsonl, .json or .parquet, or give"),
+        ("reviews", "a.log", "a.log: its suffix does not name a table format. Name it .csv"),
+        (
+            "pairs",
+            "a.txt",
+            "a.txt: its suffix does not name a table format. Name it .csv, .tsv, .jsonl, .json or .parquet, or give",
+        ),
         ("reviews", "a.csv", "a.csv:1: no column 'text'; it has some, thing."),
         ("reviews", "a.jsonl", "a.jsonl:1: not JSON"),
         ("reviews", "none.csv", "none.csv: not found"),
@@ -388,7 +393,7 @@ def test_sets_that_are_one_file_are_remarked(folder: Path) -> None:
     config = FinetuneConfig.model_validate({**values, "classification": section})
     assert config.repeated_sets() == [("dev", "train")]
     said = runs.describe_start(config, runs.plan(config, alone=True))
-    assert "remark: dev is the same file as train: its scores are of examples that the model has learnt" in said
+    assert "remark: dev is the same file as train: it holds examples that the model was trained on" in said
     others = {**section, "dev": str(folder / "dev.jsonl"), "test": str(folder / "dev.jsonl")}
     config = FinetuneConfig.model_validate({**values, "classification": others})
     assert config.repeated_sets() == [("test", "dev")]

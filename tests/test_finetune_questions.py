@@ -20,7 +20,8 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from finetune.datasets.squad import Answer, Question, read
 from finetune.datasets.text import TextEncoder
 from finetune.tasks.base import Task, Windows
-from finetune.tasks.questions.task import Questions, QuestionsSettings, _has_most_context
+from finetune.tasks.questions import Questions, QuestionsSettings
+from finetune.tasks.questions.decoding import _has_most_context
 from pretrain.common.errors import InputError
 from pretrain.common.settings import load
 
@@ -228,7 +229,7 @@ def test_files_that_are_not_there(tmp_path):
     packed = gzip.compress(json.dumps(nested(CAT)).encode())
     with pytest.raises(InputError, match=r"cannot be read .* Fetch it again"):
         read(write(tmp_path / "cut.json.gz", packed[:-9]), labelled=True)
-    with pytest.raises(InputError, match=r"questions.train is empty. Name a file"):
+    with pytest.raises(InputError, match=r"questions.train: empty. Name a file"):
         task().read_train()
     assert task().read_held_out() == task().read_test() == {}
 
@@ -249,7 +250,7 @@ def test_bad_answers(tmp_path, caplog):
         r"of 12 characters has 'at '; it stands at 4; question blank: 'The cat' at 0, .* has 'The  ca'; "
         r"it stands nowhere in it; question far: 'dog' at 99, .* has ''; it stands nowhere in it; \.\.\.\)"
     )
-    with pytest.raises(InputError, match=shown + r". Mend answer_start, .* bad_answers: skip") as raised:
+    with pytest.raises(InputError, match=shown + r". Correct answer_start, .* bad_answers: skip") as raised:
         task(train=file).read_train()
     assert "\n" not in str(raised.value)
     with caplog.at_level(logging.WARNING):
@@ -352,7 +353,7 @@ def test_windows_are_those_of_the_tokenizer(tokenizer, encoder, made, stride):
         for number, example in enumerate(windows.examples)
     ]
     assert found == expected
-    assert windows.asked.tolist() == list(range(len(windows.ids)))
+    assert windows.queries.tolist() == list(range(len(windows.ids)))
     assert (windows.ids.dtype, windows.types.dtype, windows.starts.dtype) == (np.int32, np.uint8, np.int64)
     assert not windows.labels.any()  # nobody has said the answers
     assert not windows.weights.any()
@@ -411,7 +412,7 @@ def test_answers_longer_than_the_overlap(encoder, caplog):
     made = [Question(str(n), "who", context, (Answer(context[20 : 20 + n], 20),)) for n in (5, 7, 30)] + [DOG]
     with caplog.at_level(logging.WARNING):
         task().windows(made, encoder, training=True)
-    assert "2 answers stand in no window as a whole and are learnt as having none; first question 7." in caplog.text
+    assert "2 answers do not fit into any window and are trained as having no answer; first question 7." in caplog.text
     caplog.clear()
     task().windows([made[0], DOG], encoder, training=True)
     assert not caplog.text
@@ -440,7 +441,7 @@ def test_blanks_around_a_question_are_no_tokens(bytewise):
 
 def test_windows_too_short(encoder):
     with pytest.raises(
-        InputError, match=r"a window of 32 tokens has place for 29 .* set stride to at most 10\."
+        InputError, match=r"a window of 32 tokens holds 29 tokens of text.* set stride to at most 10\."
     ) as raised:
         task(stride=21).windows([CAT], encoder, training=True)
     task(stride=20).windows([CAT], encoder, training=True)
@@ -454,7 +455,7 @@ def test_an_answer_without_a_token_is_not_learnt_from(encoder, caplog):
     with caplog.at_level(logging.WARNING):
         windows = task().windows(made, encoder, training=True)
     assert windows.weights[windows.starts[:-1]].tolist() == [0, 1]
-    assert r"1 answers have no token of their own and are not learnt from; first '\u0301' of question 1." in caplog.text
+    assert r"1 answers have no token and are ignored in training; first '\u0301' of question 1." in caplog.text
 
 
 # ---------------------------------------------------------------- answers
@@ -664,7 +665,7 @@ def test_decoding_equals_twin(encoder, contexts, seed, n_best, longest, stride, 
     one = task(n_best=n_best, max_answer_tokens=longest, stride=stride, unanswerable=unanswerable, threshold=0.5)
     windows = one.windows(questions, encoder, training=False)
     random = np.random.default_rng(seed)
-    logits = (random.integers(0, levels, (len(windows.asked), 2)) * (4 / levels)).astype(np.float32)  # with ties
+    logits = (random.integers(0, levels, (len(windows.queries), 2)) * (4 / levels)).astype(np.float32)  # with ties
     found = one.decode(questions, windows, logits)
     for number, question in enumerate(questions):
         expected = twin(one, question, number, windows, logits)
@@ -682,9 +683,9 @@ def test_in_pieces_as_in_one(encoder, monkeypatch):
     questions = [ask("ab cd " * number, id=str(number)) for number in (1, 9, 0, 30, 4)]
     one = task(unanswerable=True)
     windows = one.windows(questions, encoder, training=False)
-    logits = np.random.default_rng(1).normal(size=(len(windows.asked), 2)).astype(np.float32)
+    logits = np.random.default_rng(1).normal(size=(len(windows.queries), 2)).astype(np.float32)
     whole = one.decode(questions, windows, logits)
-    monkeypatch.setattr("finetune.tasks.questions.task._CELLS", 1)
+    monkeypatch.setattr("finetune.tasks.questions.decoding._CELLS", 1)
     assert one.decode(questions, windows, logits) == whole
 
 
@@ -693,7 +694,7 @@ def test_no_answer_scores_are_the_least_over_windows(encoder):
     one = task(unanswerable=True, threshold=3.0)
     windows = one.windows([question], encoder, training=False)
     assert len(windows) == 3
-    logits = np.zeros((len(windows.asked), 2), np.float32)
+    logits = np.zeros((len(windows.queries), 2), np.float32)
     logits[windows.starts[:-1]] = [[9, 9], [2, 2], [7, 0]]
     (found,) = one.decode([question], windows, logits)
     assert found["no_answer_score"] == 4.0
@@ -713,7 +714,7 @@ def test_contexts_without_a_token(encoder, context, unanswerable):
     questions = [ask(context, id="1"), ask("ab", id="2")]
     for asked in (questions, questions[:1]):
         windows = one.windows(asked, encoder, training=False)
-        found = one.decode(asked, windows, np.ones((len(windows.asked), 2), np.float32))
+        found = one.decode(asked, windows, np.ones((len(windows.queries), 2), np.float32))
         assert (found[0]["answer"], found[0]["best_non_empty"], found[0]["score"]) == ("", "", 1.0)
         json.dumps(found, allow_nan=False)
     assert found[0]["nbest"] == [{"text": "", "start": 0, "end": 0, "probability": 1.0}]
@@ -722,7 +723,7 @@ def test_contexts_without_a_token(encoder, context, unanswerable):
 def test_one_best_still_knows_the_best_answer(encoder):
     one = task(unanswerable=True, n_best=1, threshold=100.0)
     windows = one.windows([ask("ab")], encoder, training=False)
-    logits = np.zeros((len(windows.asked), 2), np.float32)
+    logits = np.zeros((len(windows.queries), 2), np.float32)
     logits[0] = 5
     (found,) = one.decode([ask("ab")], windows, logits)
     assert found["answer"] == found["best_non_empty"] == "a"
@@ -818,7 +819,7 @@ def test_scores_of_version_1():
     examples = [ask("the cat", "cat", id="1"), ask("the dog", "dog", id="2")]
     one = task(unanswerable=False)
     assert one.score(examples, predictions(("1", "the cat", 7.0))) == {"exact_match": 0.5, "f1": 0.5}
-    with pytest.raises(InputError, match="none of the questions has a prediction"):
+    with pytest.raises(InputError, match="none of the questions has one"):
         one.score(examples, predictions(("x", "cat", 0.0)))
 
 

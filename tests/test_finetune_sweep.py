@@ -23,9 +23,12 @@ from cluster.trials.request import TrialEvent
 from finetune import runs
 from finetune.config import GRIDS, FinetuneConfig
 from finetune.datasets import glue
-from finetune.experiments import glue_runs, sweep, trials, trials_view
-from finetune.experiments.sweep import Point, expand, parse_grid, rank, to_drop
-from finetune.experiments.trials import Outcome, Spread, Trial, degenerate, failure
+from finetune.experiments import glue_runs, results, sweep, trials, trials_view
+from finetune.experiments.candidates import candidates, rank, to_drop
+from finetune.experiments.grid import Point, expand, parse_grid
+from finetune.experiments.outcomes import Outcome, Spread, Trial, failure, spreads
+from finetune.experiments.trials import degenerate
+from finetune.tasks.classification import ClassificationSettings
 from pretrain.common.errors import DivergedError, InputError, MachineError, StoppedError
 
 ROOT = Path(__file__).parent.parent
@@ -164,8 +167,8 @@ def test_seeds_finish_or_fail_and_what_is_done_is_not_run_again(
 
     # So are other data: scores on them would not be those of the same thing.
     config = sweep.load_config("tiny.yaml")
-    assert config.classification is not None
-    dev = Path(config.classification.dev)
+    assert isinstance(config.task_settings, ClassificationSettings)
+    dev = Path(config.task_settings.dev)
     dev.write_text("\n".join(dev.read_text().splitlines()[:-1]) + "\n")
     with pytest.raises(InputError, match=r"seed-0: was trained or scored on other data than the files"):
         sweep.run_seeds(config, 2)
@@ -362,7 +365,7 @@ def test_axes_are_laid_over_a_grid_and_wrong_ones_refused() -> None:
     assert grid["optimizer.name"] == ["[a,b]", "c"]
     assert parse_grid("", ["random_weights=true"]) == {"random_weights": ["true"]}
     for name in ("seed", "name", "run_dir", "scheduling.workers", "tracking.group"):
-        with pytest.raises(InputError, match=f"{name}=1,2: is no setting to compare by"):
+        with pytest.raises(InputError, match=f"{name}=1,2: is not a setting to compare by"):
             parse_grid("", [f"{name}=1,2"])
     for wrong in ("training.epochs", "=1,2", "training.epochs=", "training.epochs=1,,2"):
         with pytest.raises(InputError, match="--grid-set"):
@@ -408,18 +411,18 @@ def test_spreads_leave_out_what_failed_is_missing_or_not_finite() -> None:
         None,
         Outcome("accuracy", {"dev": {"loss": float("nan")}}),
     ]
-    found = trials.spreads(outcomes)["dev"]
+    found = spreads(outcomes)["dev"]
     assert found["accuracy"] == Spread.of([0.5, 0.7])
     assert found["f1"] == Spread.of([0.2])
     assert found["loss"] == Spread.of([1.0, 1.0])
-    assert sweep.counts(outcomes) == {"runs": 5, "done": 3, "failed": 1, "degenerate": 0, "to_run": 1}
+    assert results.counts(outcomes) == {"runs": 5, "done": 3, "failed": 1, "degenerate": 0, "to_run": 1}
 
 
 def test_settings_rank_by_their_mean_and_ties_keep_their_order() -> None:
     one, two, three, four = expand({"x": ["1", "2", "3", "4"]})
     points = [one, one, two, two, three, three, four, four]
     outcomes = [done(0.5), done(0.5), done(0.6), done(0.6), done(0.7), done(0.5), FAILED, None]
-    assert [(point, spread and spread.mean) for point, spread in rank(points, outcomes)] == [
+    assert [(one.point, one.spread and one.spread.mean) for one in rank(candidates(points, outcomes))] == [
         (two, 0.6),
         (three, 0.6),
         (one, 0.5),
@@ -430,23 +433,23 @@ def test_settings_rank_by_their_mean_and_ties_keep_their_order() -> None:
 def test_settings_that_diverge_rank_behind_those_that_do_not() -> None:
     points = [point for point in expand({"x": ["1", "2"]}) for _ in range(3)]
     outcomes = [FAILED, done(0.91), FAILED, done(0.90), done(0.89), done(0.91)]
-    assert [point.label for point, _ in rank(points, outcomes)] == ["x 2", "x 1"]
-    assert to_drop(points, outcomes) == [0, 1, 2, 3, 4]
+    assert [one.point.label for one in rank(candidates(points, outcomes))] == ["x 2", "x 1"]
+    assert to_drop(candidates(points, outcomes)) == [0, 1, 2, 3, 4]
     # What did not diverge is run again: then the first settings may lead after all.
     again = Outcome(error=MachineError("killed"))
-    assert to_drop(points, [again, done(0.91), done(0.9), *outcomes[3:]]) == [0, 2, 3, 4]
+    assert to_drop(candidates(points, [again, done(0.91), done(0.9), *outcomes[3:]])) == [0, 2, 3, 4]
 
 
 def test_models_are_dropped_once_other_settings_lead() -> None:
     one, two = expand({"x": ["1", "2"]})
     points = [one, one, two, two]
-    assert to_drop(points, [done(0.5), None, None, None]) == []
-    assert to_drop(points, [done(0.5), done(0.6), None, None]) == [0]
+    assert to_drop(candidates(points, [done(0.5), None, None, None])) == []
+    assert to_drop(candidates(points, [done(0.5), done(0.6), None, None])) == [0]
     # The second settings are not all over: their best stays, and so do the leading ones'.
-    assert to_drop(points, [done(0.5), done(0.6), done(0.9), None]) == [0]
-    assert to_drop(points, [done(0.5), done(0.6), done(0.9), done(0.1)]) == [0, 2, 3]
-    assert to_drop(points, [done(0.5), done(0.6), done(0.9), FAILED]) == [0, 2, 3]
-    assert to_drop(points, [done(0.6), done(0.6), done(0.6), done(0.6)]) == [1, 2, 3], "the first of equals"
+    assert to_drop(candidates(points, [done(0.5), done(0.6), done(0.9), None])) == [0]
+    assert to_drop(candidates(points, [done(0.5), done(0.6), done(0.9), done(0.1)])) == [0, 2, 3]
+    assert to_drop(candidates(points, [done(0.5), done(0.6), done(0.9), FAILED])) == [0, 2, 3]
+    assert to_drop(candidates(points, [done(0.6), done(0.6), done(0.6), done(0.6)])) == [1, 2, 3], "the first of equals"
 
 
 @pytest.mark.parametrize(
@@ -586,7 +589,7 @@ def test_runs_are_followed_on_the_terminal(
     assert "The same command goes on" in str(ran.stopped)
     out = capsys.readouterr().out
     assert "1 of 4 done · seed 0: step 2/4, loss 0.500\n" in out
-    assert "seed 0  crashed, starting it again" in out
+    assert "seed 0  crashed, restarting" in out
     assert "seed 0  accuracy 0.7000" in out
     assert "seed 2  failed: step 3: loss is NaN. second line\n" in out
     assert "3 of 4 done · 1 failed" in out
@@ -615,7 +618,11 @@ def test_time_left_goes_by_the_examples_since_the_first_were_seen(
         (folder / "metrics.jsonl").write_text(json.dumps({"step": step, "loss": 0.5}) + "\n")
 
     seen(folders[0], 2)
-    view = trials_view.View([("a", folders[0], 100, 10), ("b", folders[1], 300, 10)], [0, 1], tmp_path / "stop")
+    lines = [
+        trials_view.TrialLine("a", folders[0], 100, 10),
+        trials_view.TrialLine("b", folders[1], 300, 10),
+    ]
+    view = trials_view.TrialsView(lines, [0, 1], tmp_path / "stop")
     view.started(0, again=False)
     clock[0] = 50.0  # start-up
     assert view.seconds_left() is None
@@ -641,12 +648,12 @@ def write_outcome(folder: Path, accuracy: float) -> None:
 
 def test_tables_name_every_run_and_put_the_best_first() -> None:
     one, two = expand({"training.learning_rate": ["1e-5", "3e-5"]})
-    table = text_of(sweep.sweep_table([one, two], [done(0.5), done(0.75)], "accuracy"))
+    table = text_of(results.sweep_table(candidates([one, two], [done(0.5), done(0.75)]), "accuracy"))
     assert [line.split() for line in table.splitlines() if "e-5" in line] == [
         ["3e-5", "0.7500"],
         ["1e-5", "0.5000"],
     ]
-    table = text_of(sweep.sweep_table([one, one, two], [done(0.5), FAILED, None], "accuracy"))
+    table = text_of(results.sweep_table(candidates([one, one, two], [done(0.5), FAILED, None]), "accuracy"))
     assert "failed: step 3" in table
     assert "to run" in table
 
@@ -665,10 +672,10 @@ def test_our_row_is_the_mean_over_the_runs_that_are_done() -> None:
     tasks = ["rte", "rte", "mrpc", "sst2", "mnli"]
     mnli = Outcome("accuracy", {"dev_matched": {"accuracy": 0.8}, "dev_mismatched": {"accuracy": 0.82}})
     outcomes = [done(0.6), done(0.7), done(0.85, metric="accuracy_and_f1", f1=0.9), FAILED, mnli]
-    results = glue_runs.glue_results(tasks, outcomes)
-    assert set(results) == {"rte", "mrpc", "mnli"}
-    assert glue.paper_row(results) == pytest.approx([80, 82, None, None, None, None, None, 90, 65], nan_ok=True)
-    table = glue.format_table(results, name="tiny")
+    means = glue_runs.glue_results(tasks, outcomes)
+    assert set(means) == {"rte", "mrpc", "mnli"}
+    assert glue.paper_row(means) == pytest.approx([80, 82, None, None, None, None, None, 90, 65], nan_ok=True)
+    table = glue.format_table(means, name="tiny")
     assert "4 of 9 columns; missing: QQP, QNLI, SST-2, CoLA, STS-B" in table
 
 
@@ -686,7 +693,7 @@ def test_tasks_are_those_whose_files_are_there(tmp_path: Path, capsys: pytest.Ca
     for asked, message in (
         ("mnli", "dev_mismatched"),
         ("cola", "no folder CoLA"),
-        ("snli", "no task of GLUE"),
+        ("snli", "not a GLUE task"),
     ):
         with pytest.raises(InputError, match=message):
             glue_runs.find_tasks(str(data), [asked])

@@ -17,7 +17,7 @@ from finetune.artifacts.saved import load_saved, model_folder
 from finetune.datasets.text import TextEncoder
 from finetune.model.batches import Batches
 from finetune.model.inference import inference_model, predict_logits
-from finetune.tasks import make_task
+from finetune.tasks.registry import make_task
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
@@ -27,7 +27,7 @@ from pretrain.model.precision import Choice, allow_tf32, choose, offer, run_prec
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_Asked = Literal["auto", "bf16", "fp16", "fp32"]
+_Requested = Literal["auto", "bf16", "fp16", "fp32"]
 
 MOST_RECORDS = 512  # predicted at a time; the first ones come sooner
 
@@ -47,14 +47,14 @@ class Predictor:
         self,
         folder: Path | str,
         *,
-        precision: _Asked = "auto",
+        precision: _Requested = "auto",
         micro_batch_tokens: int = 0,
         compile: bool = False,
     ) -> None:
         folder = model_folder(Path(folder))
         saved = load_saved(folder)
         self.config, self.scores = saved.config, saved.scores
-        self.task = make_task(saved.config, saved.state)
+        self.task = make_task(saved.config.task_settings, saved.state)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.precision, self.precision_reason = _settle(precision, saved.config.engine, self.device)
         self._budget = micro_batch_tokens or saved.config.engine.micro_batch_tokens
@@ -69,7 +69,7 @@ class Predictor:
         self.model = inference_model(self.task, released, weights, self.device, self.precision, compile=compile)
 
     def __call__(self, records: str | Mapping[str, Any] | Sequence[Any]) -> Any:
-        """The prediction for one text or record, or a list of them for a list. Keys as in the README."""
+        """The prediction for one text or record, or a list of them for a list. See `Task.decode` for its keys."""
         if isinstance(records, str | Mapping):
             return next(self.stream([records]))
         return list(self.stream(records))
@@ -140,12 +140,12 @@ class Predictor:
         return self.task.score(examples, predictions), self.task.details(examples, predictions), predictions
 
 
-def _settle(asked: _Asked, trained: EngineConfig, device: torch.device) -> Choice:
+def _settle(requested: _Requested, trained: EngineConfig, device: torch.device) -> Choice:
     """The precision to compute in; also allows TF32 where training did."""
-    if asked == "fp16" and device.type == "cpu":
+    if requested == "fp16" and device.type == "cpu":
         raise InputError("precision: fp16 needs a GPU. Use auto, which takes what is fastest here.")
-    if asked != "auto":
-        choice = Choice(asked, "as asked")
+    if requested != "auto":
+        choice = Choice(requested, "as requested")
     elif trained.precision == "auto":  # a config that no run has settled
         choice = choose([offer(device)])
     else:
@@ -198,9 +198,9 @@ class _End(NamedTuple):
 
 
 def read_records(lines: Iterable[str], where: str) -> Iterator[tuple[int, str | dict[str, Any]]]:
-    """Each line's number and JSON object, or the line itself where it does not begin with a brace.
+    """Each line's number and JSON object, or the line itself if it does not start with a brace.
 
-    An empty line is an empty text, but among objects it is nothing.
+    An empty line is an empty text; after the first object it is skipped.
     """
     objects = False
     for number, line in enumerate(lines, 1):

@@ -1,8 +1,8 @@
-"""A fine-tuned model on disk: a Hugging Face folder that also holds `finetune.json`, which says how to use it.
+"""A fine-tuned model on disk: a Hugging Face folder with `finetune.json`, which holds config and task state.
 
 runs/NAME/model/       config.json model.safetensors tokenizer.json ... README.md finetune.json manifest.json
-runs/NAME/scores.json  scores of every labelled dev and test set, which step they are of, and which set chose it
-runs/NAME/predictions/SET.jsonl, and beside it what the task's own scorers read
+runs/NAME/scores.json  scores of every labelled dev and test set, their training step, and the set that chose it
+runs/NAME/predictions/SET.jsonl, and files for the task's official scorers
 """
 
 from __future__ import annotations
@@ -13,14 +13,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.artifacts.card import CardFacts, model_card
 from finetune.config import FinetuneConfig
+from finetune.tasks.base import Task
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from finetune.tasks.base import Task
     from pretrain.checkpoint.released import Released
 
 MODEL = "model"
@@ -38,7 +39,7 @@ _PROBLEM = {
 
 @dataclass(frozen=True)
 class SetResult:
-    """A set that was predicted with the finished model; without labels it has no scores."""
+    """A set and the finished model's predictions; an unlabelled set has no scores."""
 
     examples: Sequence[Any]
     predictions: list[dict[str, Any]]
@@ -47,7 +48,7 @@ class SetResult:
 
     @classmethod
     def of(cls, task: Task[Any], examples: Sequence[Any], predictions: list[dict[str, Any]]) -> SetResult:
-        """With what the task says of the predictions."""
+        """With the scores and details that the task computes."""
         if not task.is_labelled(examples):
             return cls(examples, predictions, {}, {})
         return cls(examples, predictions, task.score(examples, predictions), task.details(examples, predictions))
@@ -55,7 +56,7 @@ class SetResult:
 
 @dataclass(frozen=True)
 class Saved:
-    """What `finetune.json` says."""
+    """The content of `finetune.json`."""
 
     config: FinetuneConfig
     state: dict[str, Any]  # of the task
@@ -74,37 +75,56 @@ def save_model(
     training_examples: int,
     data: str,
 ) -> None:
-    """Write model, scores and predictions into the run folder; the model comes last and says that all is there.
+    """Write predictions, scores and model into the run folder. The model comes last: it marks the run as complete.
 
     Args:
-        step: whose weights they are.
+        weights: by the names of `finetune.model.task_model.TaskModel`.
+        step: the training step of the weights.
         results: of every dev and test set, by name.
-        chosen_on: the set whose score chose the step, and what the task tunes; "" for none.
-        data: the digest of what it was trained and scored on.
+        chosen_on: the set whose score chose the step, and on which the task tuned; "" for none.
+        training_examples: number of examples in the training set.
+        data: the digest of the training data and of all scored data.
     """
-    from finetune.artifacts.card import model_card
-    from pretrain.checkpoint.released import write_released
-
     for name, result in results.items():
         write_predictions(config.folder / PREDICTIONS / f"{name}.jsonl", task, result.examples, result.predictions)
-    scores = {name: result.scores for name, result in results.items() if result.scores}
-    details = {name: result.details for name, result in results.items() if result.details}
+    facts = CardFacts(
+        family=released.family,
+        shape=released.model,
+        parameters=sum(tensor.numel() for tensor in weights.values()),
+        step=step,
+        chosen_on=chosen_on,
+        examples={"train": training_examples, **{name: len(result.examples) for name, result in results.items()}},
+        scores={name: result.scores for name, result in results.items() if result.scores},
+        details={name: result.details for name, result in results.items() if result.details},
+    )
+    _write_scores(config, task, facts, data)
+    _write_model(config, task, released, weights, facts)
+
+
+def _write_scores(config: FinetuneConfig, task: Task[Any], facts: CardFacts, data: str) -> None:
     write_json(
         config.folder / SCORES,
         {
             "metric": task.metric,
-            "step": step,
-            "chosen_on": chosen_on,
+            "step": facts.step,
+            "chosen_on": facts.chosen_on,
             "data": data,
-            "scores": scores,
-            "details": details,
+            "scores": facts.scores,
+            "details": facts.details,
         },
     )
+
+
+def _write_model(
+    config: FinetuneConfig, task: Task[Any], released: Released, weights: Mapping[str, Tensor], facts: CardFacts
+) -> None:
+    from pretrain.checkpoint.released import write_released
+
     settings = {
         "format": FORMAT,
         "config": config.model_dump(mode="json"),
         "state": task.state(),
-        "scores": scores,
+        "scores": facts.scores,
     }
     write_released(
         config.folder / MODEL,
@@ -115,27 +135,13 @@ def save_model(
         purpose=task.head,
         config={**_kept(released.config), **_labels(task)},
         tokenizer=Path(config.start_from),
-        card=model_card(
-            config,
-            task,
-            family=released.family,
-            shape=released.model,
-            step=step,
-            chosen_on=chosen_on,
-            scores=scores,
-            details=details,
-            parameters=sum(tensor.numel() for tensor in weights.values()),
-            examples={
-                "train": training_examples,
-                **{name: len(result.examples) for name, result in results.items()},
-            },
-        ),
+        card=model_card(config, task, facts),
         extra={SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False)},
     )
 
 
 def load_saved(folder: Path) -> Saved:
-    """The settings of the model in `folder`; a run folder stands for the model in it."""
+    """Config, state and scores of the model in `folder`, or of a run folder's model."""
     path = model_folder(folder) / SETTINGS
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
@@ -145,7 +151,7 @@ def load_saved(folder: Path) -> Saved:
 
 
 def model_folder(folder: Path) -> Path:
-    """Where the fine-tuned model lies: `folder` itself, or the `model` of a run folder."""
+    """The folder of the fine-tuned model: `folder` itself, or the `model` of a run folder."""
     for place in (folder, folder / MODEL):
         if (place / SETTINGS).is_file():
             return place
@@ -157,7 +163,7 @@ def model_folder(folder: Path) -> Path:
 def write_predictions(
     path: Path, task: Task[Any], examples: Sequence[Any], predictions: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Write `prediction_lines` to `path`, and beside it the task's `scorer_files` under its name."""
+    """Write `prediction_lines` to `path`, and the task's `scorer_files` beside it under its name."""
     with atomic_open(path, "w") as file:
         for line in prediction_lines(task, examples, predictions):
             file.write(line + "\n")
@@ -169,12 +175,12 @@ def write_predictions(
 def prediction_lines(
     task: Task[Any], examples: Iterable[Any], predictions: Iterable[Mapping[str, Any]]
 ) -> Iterator[str]:
-    """A line of JSON for each example: what it is, then what was predicted."""
+    """A line of JSON for each example: its record, then the prediction."""
     for example, made in zip(examples, predictions, strict=True):
         yield json.dumps({**task.record(example), **made}, ensure_ascii=False)
 
 
-# Of the checkpoint that was started from, these would be wrong of the new model.
+# Keys of the starting checkpoint's config.json that do not apply to the new model.
 _STALE = (
     "architectures",
     "id2label",
@@ -191,7 +197,7 @@ def _kept(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _labels(task: Task[Any]) -> dict[str, Any]:
-    """config.json's label maps; transformers counts outputs by them, so a single number is one label too."""
+    """config.json's label maps. transformers counts outputs by them, so a regression has one label, too."""
     if task.head == "spans":
         return {}
     names = task.labels or tuple(f"LABEL_{n}" for n in range(task.outputs))

@@ -1,6 +1,6 @@
-"""`finetune bench CONFIG --features`: making the training features of span questions, ours beside the public script's way.
+"""`finetune bench CONFIG --features`: making the training features of span questions, ours against the public script.
 
-The peer is what run_qa.py of transformers does (examples/pytorch/question-answering, prepare_train_features): the fast tokenizer
+The baseline is what run_qa.py of transformers does (examples/pytorch/question-answering, prepare_train_features): the fast tokenizer
 over batches of questions with `only_second` truncation, a stride and offsets, a Python loop for the answers' places, through
 `Dataset.map` in as many processes as there are cores. Files are read and tokenizers loaded before the clock starts.
 """
@@ -16,31 +16,32 @@ from pathlib import Path
 from typing import Any
 
 from finetune.config import FinetuneConfig
+from finetune.tasks.questions import QuestionsSettings
 from pretrain.common.errors import InputError
 
-OURS, PEER = "ours", "run_qa"
+OURS, BASELINE = "ours", "run_qa"
 
 
 def compare(config: FinetuneConfig, repeats: int) -> dict[str, Any]:
-    """{"ours": [examples/s, ...], "run_qa": [...], "windows": {...}}, each way in turn after one time that warms up."""
+    """{"ours": [examples/s, ...], "run_qa": [...], "windows": {...}}, both in turn, after one warm-up."""
     import torch
 
     from finetune.datasets.text import TextEncoder
-    from finetune.tasks import make_task
+    from finetune.tasks.registry import make_task
     from pretrain.checkpoint.tokenizer import read_tokenizer
 
-    if config.questions is None:
+    if not isinstance(config.task_settings, QuestionsSettings):
         raise InputError("bench finetune: --features is for questions; give a config of that task.")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
-    task = make_task(config)
+    task = make_task(config.task_settings)
     examples = task.read_train()
     encoder = TextEncoder(read_tokenizer(Path(config.start_from)), config.max_length)
-    theirs = _peer(config, examples)
+    theirs = _baseline(config, examples)
     ways: dict[str, Callable[[], int]] = {
         OURS: lambda: len(task.windows(examples, encoder, training=True)),
-        PEER: theirs,
+        BASELINE: theirs,
     }
-    rates: dict[str, list[float]] = {OURS: [], PEER: []}
+    rates: dict[str, list[float]] = {OURS: [], BASELINE: []}
     windows: dict[str, int] = {}
     for repeat in range(repeats + 1):
         for name, way in ways.items():
@@ -48,7 +49,7 @@ def compare(config: FinetuneConfig, repeats: int) -> dict[str, Any]:
             windows[name] = way()
             if repeat:
                 rates[name].append(len(examples) / (time.perf_counter() - began))
-        logging.disable(logging.WARNING)  # what is cut was told once
+        logging.disable(logging.WARNING)  # cut questions were reported once
     logging.disable(logging.NOTSET)
     return {**rates, "examples": len(examples), "windows": windows}
 
@@ -56,24 +57,25 @@ def compare(config: FinetuneConfig, repeats: int) -> dict[str, Any]:
 def summary(result: dict[str, Any]) -> str:
     """A line for each way and one for the ratio."""
     lines = [
-        f"{name:<8} {statistics.median(result[name]):,.0f} examples/s ({min(result[name]):,.0f}-{max(result[name]):,.0f}), "
+        f"{name:<8} {statistics.median(result[name]):,.0f} examples/s "
+        f"({min(result[name]):,.0f}-{max(result[name]):,.0f}), "
         f"{result['windows'][name]:,} windows of {result['examples']:,} questions"
-        for name in (OURS, PEER)
+        for name in (OURS, BASELINE)
     ]
-    ratios = [mine / theirs for mine, theirs in zip(result[OURS], result[PEER], strict=True)]
+    ratios = [mine / theirs for mine, theirs in zip(result[OURS], result[BASELINE], strict=True)]
     lines.append(f"ratio    {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
     return "\n".join(lines)
 
 
-def _peer(config: FinetuneConfig, examples: list[Any]) -> Callable[[], int]:
+def _baseline(config: FinetuneConfig, examples: list[Any]) -> Callable[[], int]:
     import datasets
     import transformers
 
     datasets.disable_progress_bars()
     datasets.disable_caching()
     tokenizer = transformers.AutoTokenizer.from_pretrained(config.start_from)
-    assert config.questions is not None
-    stride = config.questions.stride
+    assert isinstance(config.task_settings, QuestionsSettings)
+    stride = config.task_settings.stride
     rows = datasets.Dataset.from_list(
         [
             {

@@ -1,6 +1,6 @@
 """`python -m finetune bench`: a fine-tuning by us and by the Hugging Face Trainer, seed by seed in turn.
 
-The peer gets what its users have: transformers' model for the task, `Trainer` with autocast to the config's precision,
+The baseline is what users of transformers have: transformers' model for the task, `Trainer` with autocast to the config's precision,
 fused AdamW and dynamic padding, the same checkpoint, features, steps, batch and rates. A text that needs several windows
 is cut to the first one for it, as the public scripts do. Both are scored by the same code. Each runs in a process of its own.
 """
@@ -29,7 +29,7 @@ from pretrain.common.settings import dump
 from pretrain.model.precision import settle_here
 from pretrain.tracking.records import is_training, read_records
 
-OURS, PEER = "ours", "trainer"
+OURS, BASELINE = "ours", "trainer"
 _REPEATS = 5
 _WARM_UP = 0.1  # share of the steps that speed is not taken from: compilation, allocation
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
         action="store_true",
         help="only make the training features, beside run_qa's way, five times",
     )
-    parser.add_argument("--peer", metavar="RESULT", help=argparse.SUPPRESS)  # this process is the peer
+    parser.add_argument("--peer", metavar="RESULT", help=argparse.SUPPRESS)  # this process is the baseline
     options = parser.parse_args(argv)
     overrides = [
         *options.set,
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
     ]
     config, _ = settle_here(load_config(options.config, overrides))
     if options.peer:
-        Path(options.peer).write_text(json.dumps(_train_peer(config)))
+        Path(options.peer).write_text(json.dumps(_train_baseline(config)))
         return 0
     if options.features:
         from finetune.bench import features as bench_features
@@ -70,10 +70,10 @@ def main(argv: Sequence[str]) -> int:
 
 def compare(config: FinetuneConfig, seeds: int, *, quiet: bool = False) -> dict[str, Any]:
     """{"ours": [run, ...], "trainer": [run, ...]}, a run being {"score", "examples_per_second", "seconds"}."""
-    runs: dict[str, list[dict[str, Any]]] = {OURS: [], PEER: []}
+    runs: dict[str, list[dict[str, Any]]] = {OURS: [], BASELINE: []}
     with tempfile.TemporaryDirectory(prefix="bench-finetune-") as folder:
         for seed in range(config.seed, config.seed + seeds):
-            for kind, run in ((OURS, _run_ours), (PEER, _run_peer)):
+            for kind, run in ((OURS, _run_ours), (BASELINE, _run_baseline)):
                 runs[kind].append(run(config, seed, Path(folder) / f"{kind}-{seed}"))
                 if not quiet:
                     print(_line(kind, seed, runs[kind][-1]), flush=True)
@@ -86,13 +86,14 @@ def _line(kind: str, seed: int, run: dict[str, Any]) -> str:
 
 def _summary(result: dict[str, Any]) -> str:
     lines = []
-    for kind in (OURS, PEER):
+    for kind in (OURS, BASELINE):
         scores, rates = ([run[key] for run in result[kind]] for key in ("score", "examples_per_second"))
         spread = f" ± {statistics.stdev(scores):.4f}" if len(scores) > 1 else ""
         lines.append(
-            f"{kind:<8} {statistics.fmean(scores):.4f}{spread}   {statistics.median(rates):,.1f} examples/s ({min(rates):,.1f}-{max(rates):,.1f})"
+            f"{kind:<8} {statistics.fmean(scores):.4f}{spread}   {statistics.median(rates):,.1f} examples/s "
+            f"({min(rates):,.1f}-{max(rates):,.1f})"
         )
-    pairs = zip(result[OURS], result[PEER], strict=True)
+    pairs = zip(result[OURS], result[BASELINE], strict=True)
     ratios = [ours["examples_per_second"] / theirs["examples_per_second"] for ours, theirs in pairs]
     lines.append(f"ratio    {statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})")
     return "\n".join(lines)
@@ -116,7 +117,7 @@ def _run_ours(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]
     }
 
 
-def _run_peer(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]:
+def _run_baseline(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]:
     began = time.perf_counter()
     path = _write(config, seed, folder)
     result = folder.with_suffix(".json")
@@ -136,10 +137,10 @@ def _call(arguments: list[str]) -> None:
         raise MachineError(f"bench finetune: `{' '.join(arguments)}` failed: {done.stderr.strip()[-400:]}")
 
 
-# ---- the peer, in its own process
+# ---- the baseline, in its own process
 
 
-def _train_peer(config: FinetuneConfig) -> dict[str, Any]:
+def _train_baseline(config: FinetuneConfig) -> dict[str, Any]:
     try:
         import accelerate  # noqa: F401 (the Trainer asks for it)  # pyright: ignore[reportMissingImports]
         import transformers
@@ -148,11 +149,11 @@ def _train_peer(config: FinetuneConfig) -> dict[str, Any]:
     import torch
 
     from finetune.datasets.text import TextEncoder
-    from finetune.tasks import make_task
+    from finetune.tasks.registry import make_task
     from pretrain.checkpoint.tokenizer import read_tokenizer
 
     torch.manual_seed(config.seed)
-    task = make_task(config)
+    task = make_task(config.task_settings)
     examples = task.read_train()
     held_out = next(iter(task.read_held_out().values()), None)
     if held_out is None:
@@ -168,35 +169,13 @@ def _train_peer(config: FinetuneConfig) -> dict[str, Any]:
     segments = getattr(model.config, "type_vocab_size", 0) > 1
     encoder = TextEncoder(read_tokenizer(Path(config.start_from)), config.max_length, segments=segments)
     windows = task.windows(examples, encoder, training=True)
-    steps = config.total_steps(windows.units)
+    steps = config.total_steps(windows.training_examples)
     features = _features(windows, task.head)
     collate = functools.partial(_collate, pad=model.config.pad_token_id or 0, segments=segments)
     clock = _make_clock(transformers)
-    settings = config.training
     trainer = transformers.Trainer(
         model=model,
-        args=transformers.TrainingArguments(
-            output_dir=str(config.folder / "trainer"),
-            per_device_train_batch_size=settings.examples_per_step,
-            learning_rate=settings.learning_rate,
-            max_steps=steps,
-            warmup_steps=round(settings.warmup_share * steps),
-            lr_scheduler_type=settings.decay,
-            weight_decay=config.optimizer.weight_decay,
-            adam_epsilon=config.optimizer.epsilon,
-            max_grad_norm=config.engine.gradient_clip_norm,
-            bf16=config.engine.precision == "bf16",
-            fp16=config.engine.precision == "fp16",
-            optim="adamw_torch_fused",
-            save_strategy="no",
-            eval_strategy="no",
-            report_to=[],
-            seed=config.seed,
-            disable_tqdm=True,
-            logging_strategy="no",
-            use_cpu=not torch.cuda.is_available(),
-            per_device_eval_batch_size=32,
-        ),
+        args=_arguments(config, steps),
         train_dataset=features,  # pyright: ignore[reportArgumentType]
         data_collator=collate,
         callbacks=[clock],
@@ -210,8 +189,38 @@ def _train_peer(config: FinetuneConfig) -> dict[str, Any]:
     return {
         "metric": task.metric,
         "score": task.score(held_out, predictions)[task.metric],
-        "examples_per_second": clock.rate(settings.examples_per_step),
+        "examples_per_second": clock.rate(config.training.examples_per_step),
     }
+
+
+def _arguments(config: FinetuneConfig, steps: int) -> Any:
+    """TrainingArguments with our schedule and optimizer settings."""
+    import torch
+    import transformers
+
+    settings = config.training
+    return transformers.TrainingArguments(
+        output_dir=str(config.folder / "trainer"),
+        per_device_train_batch_size=settings.examples_per_step,
+        learning_rate=settings.learning_rate,
+        max_steps=steps,
+        warmup_steps=round(settings.warmup_share * steps),
+        lr_scheduler_type=settings.decay,
+        weight_decay=config.optimizer.weight_decay,
+        adam_epsilon=config.optimizer.epsilon,
+        max_grad_norm=config.engine.gradient_clip_norm,
+        bf16=config.engine.precision == "bf16",
+        fp16=config.engine.precision == "fp16",
+        optim="adamw_torch_fused",
+        save_strategy="no",
+        eval_strategy="no",
+        report_to=[],
+        seed=config.seed,
+        disable_tqdm=True,
+        logging_strategy="no",
+        use_cpu=not torch.cuda.is_available(),
+        per_device_eval_batch_size=32,
+    )
 
 
 def _make_clock(transformers: Any) -> Any:
@@ -234,12 +243,12 @@ def _make_clock(transformers: Any) -> Any:
 def _features(windows: Any, head: str) -> list[dict[str, Any]]:
     """What a public script makes of each example: lists of ids, types and labels."""
     features = []
-    asked_of = np.searchsorted(windows.asked, windows.starts)
+    queries_of = np.searchsorted(windows.queries, windows.starts)
     for number in range(len(windows)):
         if head == "sequence" and number and windows.examples[number] == windows.examples[number - 1]:
             continue  # truncated
         begin, end = windows.starts[number], windows.starts[number + 1]
-        rows = slice(asked_of[number], asked_of[number + 1])
+        rows = slice(queries_of[number], queries_of[number + 1])
         one = {
             "input_ids": windows.ids[begin:end].tolist(),
             "token_type_ids": windows.types[begin:end].tolist(),
@@ -249,7 +258,7 @@ def _features(windows: Any, head: str) -> list[dict[str, Any]]:
             one["labels"] = labels[0].tolist()
         elif head == "tokens":
             tags = np.full(end - begin, -100)
-            tags[windows.asked[rows] - begin] = labels
+            tags[windows.queries[rows] - begin] = labels
             one["labels"] = tags.tolist()
         else:
             one["start_positions"], one["end_positions"] = (int(labels[:, column].argmax()) for column in (0, 1))
@@ -287,11 +296,11 @@ def _collate(features: list[dict[str, Any]], pad: int, *, segments: bool) -> dic
 def _predict(
     model: Any, collate: Callable[..., dict[str, Any]], windows: Any, outputs: int, precision: str
 ) -> np.ndarray:
-    """float32 [R, C] of the asked rows, in autocast as the Trainer evaluates."""
+    """float32 [R, C] of the query positions, in autocast as the Trainer evaluates."""
     import torch
 
-    logits = np.zeros((len(windows.asked), outputs), np.float32)
-    asked_of = np.searchsorted(windows.asked, windows.starts)
+    logits = np.zeros((len(windows.queries), outputs), np.float32)
+    queries_of = np.searchsorted(windows.queries, windows.starts)
     order = np.argsort(np.diff(windows.starts), kind="stable")
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(precision)
     autocast = torch.autocast(model.device.type, dtype, enabled=dtype is not None)
@@ -307,8 +316,8 @@ def _predict(
             ]
             output = model(**{key: value.to(model.device) for key, value in collate(features).items()})
             for place, n in enumerate(members):
-                rows = slice(asked_of[n], asked_of[n + 1])
-                where = windows.asked[rows] - windows.starts[n]
+                rows = slice(queries_of[n], queries_of[n + 1])
+                where = windows.queries[rows] - windows.starts[n]
                 if "logits" in output:
                     values = output.logits[place]
                     made = values[None] if values.dim() == 1 else values[where]

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from finetune.datasets.files import read_text
-from finetune.datasets.tables import Key, Table, TableFormat, read_table
+from finetune.datasets.table import Key, Table, TableFormat
+from finetune.datasets.tables import read_table
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open
 

@@ -12,8 +12,7 @@ Flat, one object per line (.jsonl) or a list of them, also below "data" (.json):
 
 Tables (.parquet, .csv, .tsv) with columns of these names, in text tables `answers` as JSON.
 
-The form is told by its keys: "version" holds anything in the wild ("1.0" in SQuADShifts, "KorQuAD_v1.0"), and says
-nothing of it. No answers (`[]`) means that the context does not answer the question. Characters are Unicode code
+The keys decide the form. "version" does not: it varies ("1.0" in SQuADShifts, "KorQuAD_v1.0"). No answers (`[]`) means that the context does not answer the question. Characters are Unicode code
 points, as SQuAD counts them.
 """
 
@@ -42,7 +41,7 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A stretch of the context; `start` is the number of its first character."""
+    """A span of the context; `start` is the number of its first character."""
 
     text: str
     start: int
@@ -50,7 +49,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question on a context. answers: () where the context has none, None where nobody has said."""
+    """A question on a context. answers: () if the context has none, None if unlabelled."""
 
     id: str
     text: str
@@ -119,18 +118,18 @@ def without_bad_answers(
     if not faults:
         return list(questions)
     total = sum(len(question.answers or ()) for question in questions)
-    found = f"{path}: {len(faults)} of {total} answers do not stand at their answer_start ({_first(faults)})"
+    summary = f"{path}: {len(faults)} of {total} answers do not stand at their answer_start ({_first(faults)})"
     if policy == "stop":
         raise InputError(
-            f"{found}. Mend answer_start, which counts characters (Unicode code points) from 0, or go on without "
+            f"{summary}. Correct answer_start, which counts characters (Unicode code points) from 0, or go on without "
             f"them with bad_answers: skip."
         )
     if not training:
-        logger.warning("%s; kept, because scores compare texts only.", found)
+        logger.warning("%s; kept, because scores compare texts only.", summary)
         return list(questions)
     good = [_with_good_answers(question) for question in questions]
     kept = [question for question in good if question is not None]
-    logger.warning("%s; left out, and with them %d questions.", found, len(questions) - len(kept))
+    logger.warning("%s; left out, and with them %d questions.", summary, len(questions) - len(kept))
     if not kept:
         raise InputError(f"{path}: no question is left without its bad answers ({_first(faults)}).")
     return kept
@@ -149,7 +148,7 @@ def _with_good_answers(question: Question) -> Question | None:
 
 
 def _fault(context: str, answer: Answer, *, training: bool) -> str:
-    """What stands at the place of the answer instead of it; "" if all is well."""
+    """What is at the answer's place instead of it; "" if nothing is wrong."""
     text, start = answer.text, answer.start
     if training and not text.strip():
         return f"the answer {text!r} has nothing to point at"
@@ -252,7 +251,8 @@ def _answers_cell(cell: str, place: str) -> Any:
         return json.loads(cell)
     except (ValueError, RecursionError):
         raise InputError(
-            f'{place}: answers is {_shown(cell)}, not JSON. Write [{{"text": "...", "answer_start": 0}}], or leave it out.'
+            f'{place}: answers is {_shown(cell)}, not JSON. Write [{{"text": "...", "answer_start": 0}}], or leave '
+            "it out."
         ) from None
 
 
@@ -306,7 +306,7 @@ def _answers(record: Mapping[str, Any], place: str, *, labelled: bool) -> tuple[
     if impossible is not None and bool(impossible) == bool(answers):
         raise InputError(
             f"{place}: is_impossible is {json.dumps(impossible)}, but there are {len(answers)} answers. "
-            f"Mend the one or the other."
+            f"Correct one of the two."
         )
     return answers
 
@@ -343,7 +343,7 @@ def _string(value: Any, name: str, place: str) -> str:
         except UnicodeEncodeError as error:
             raise InputError(
                 f"{place}: character {error.start} of {name} is half a surrogate pair "
-                f"(\\u{ord(value[error.start]):04x}), which no encoding can write. Mend it."
+                f"(\\u{ord(value[error.start]):04x}), which no encoding can write. Correct it."
             ) from None
     return value
 

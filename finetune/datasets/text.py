@@ -12,6 +12,7 @@ from tokenizers.models import WordPiece
 from tokenizers.normalizers import BertNormalizer
 from tokenizers.pre_tokenizers import BertPreTokenizer
 
+from finetune.datasets.arrays import distinct, ragged
 from pretrain.common.errors import InputError
 
 if TYPE_CHECKING:
@@ -50,7 +51,8 @@ class TextEncoder:
         first, second = ([n for n, of in enumerate(pair.sequence_ids) if of == text] for text in (0, 1))
         if not first or not second or not first[0] or second[-1] + 1 == len(ids):
             raise InputError(
-                "tokenizer.json: sets no special tokens around a text, as [CLS] and [SEP] are, so its post_processor is "
+                "tokenizer.json: sets no special tokens around a text, as [CLS] and [SEP] are, so its post_processor "
+                "is "
                 "not that of this model. Put the model's own tokenizer beside it."
             )
         self.prefix, self.between, self.suffix = (
@@ -143,7 +145,7 @@ class Framed:
 
 
 Slices = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""(ids int32 [T], begin int64 [F], length int64 [F]): a stretch of a column for each of F windows."""
+"""(ids int32 [T], start int64 [F], length int64 [F]): a slice of a column for each of F windows."""
 
 
 def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> Framed:
@@ -163,35 +165,6 @@ def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> 
     if second is not None and encoder.segments:
         types[ragged(begins_PF[3], lengths_PF[3] + lengths_PF[4])] = 1
     return Framed(ids, types, starts, begins_PF[1], begins_PF[3] if second is not None else begins_PF[2])
-
-
-def slide(lengths: np.ndarray, room: np.ndarray | int, overlap: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Cut texts into overlapping windows: (text number, begin, length), int64 [F] each.
-
-    A text of at most `room` tokens is one window (also an empty one); of a longer one, each window begins
-    `room - overlap` tokens after the one before, and the last ends where the text ends (google-research/bert
-    run_squad.py, convert_examples_to_features).
-    """
-    room = np.broadcast_to(np.asarray(room, np.int64), lengths.shape)
-    stride = np.maximum(room - overlap, 1)
-    counts = 1 + np.maximum(0, -(-(lengths - room) // stride))
-    text = np.repeat(np.arange(len(lengths)), counts)
-    number = np.arange(len(text)) - np.repeat(np.cumsum(counts) - counts, counts)
-    begin = number * stride[text]
-    return text, begin, np.minimum(room[text], lengths[text] - begin)
-
-
-def distinct(texts: Sequence[str]) -> tuple[list[str], np.ndarray]:
-    """(the distinct texts in the order of their first coming, int64 [N]: which of them each text is)."""
-    numbers: dict[str, int] = {}  # np.unique sorts objects, which takes ten times as long
-    which = np.fromiter((numbers.setdefault(text, len(numbers)) for text in texts), np.int64, len(texts))
-    return list(numbers), which
-
-
-def ragged(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """int64: begins[0], begins[0] + 1, ... for lengths[0] items, then likewise from begins[1], and so on."""
-    ends = np.cumsum(lengths)
-    return np.arange(ends[-1] if len(ends) else 0) + np.repeat(begins - ends + lengths, lengths)
 
 
 def _cuts_at_spaces(tokenizer: Tokenizer) -> bool:

@@ -1,12 +1,13 @@
-"""How several runs go, on the terminal: a line for each that has ended, and a live one for what runs."""
+"""Progress of several runs on the terminal: a line for each finished run, and a live one for those running."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
+from finetune.experiments.outcomes import Outcome
 from pretrain.tracking.live import clock
 from pretrain.tracking.records import METRICS, is_training, parse_record
 
@@ -15,24 +16,31 @@ if TYPE_CHECKING:
     from rich.live import Live
     from rich.text import Text
 
-    from finetune.experiments.trials import Outcome
-
-_PLAIN_SECONDS = 60.0  # between two lines of progress where there is no terminal
+_PLAIN_SECONDS = 60.0  # between two lines of progress without a terminal
 _SHOWN = 4  # scores on a run's line
 
 
-class View:
-    """Lines for the ends of runs, and a live line while entered; where stdout is no terminal, a line a minute.
+class TrialLine(NamedTuple):
+    """What the terminal shows of a trial."""
+
+    label: str
+    folder: Path
+    examples: int  # to see, over all epochs
+    steps: int
+
+
+class TrialsView:
+    """Lines for finished trials, and a live line while entered; without a terminal, a line a minute.
 
     Args:
-        runs: label, folder, examples to see and steps of every run.
-        pending: numbers of those that are run now.
-        stop_file: its existence says that a stop was asked for.
+        trials: all trials.
+        pending: numbers of those that run now.
+        stop_file: exists once a stop was requested.
     """
 
     def __init__(
         self,
-        runs: Sequence[tuple[str, Path, int, int]],
+        trials: Sequence[TrialLine],
         pending: Sequence[int],
         stop_file: Path,
         console: Console | None = None,
@@ -40,18 +48,18 @@ class View:
         from rich.console import Console as RichConsole
 
         self._console = console or RichConsole(highlight=False, markup=False, soft_wrap=True)
-        self._runs, self._stop_file = runs, stop_file
+        self._trials, self._stop_file = trials, stop_file
         self._running: dict[int, float] = {}  # number -> clock at its start
         self._left = list(pending)
-        self._ended, self._failed = len(runs) - len(pending), 0
-        self._said = time.monotonic()
+        self._ended, self._failed = len(trials) - len(pending), 0
+        self._printed = time.monotonic()
         self._live: Live | None = None
-        # What was done in earlier calls says nothing of the pace.
+        # Progress of earlier calls does not count for the speed.
         self._before = {number: self._seen(number) for number in pending}
-        self._done = 0.0  # examples seen by runs of this call that have ended
-        self._first: tuple[float, float] | None = None  # (clock, examples seen) when some were first heard of
+        self._done = 0.0  # examples seen by the finished trials of this call
+        self._first: tuple[float, float] | None = None  # (clock, examples seen) at the first progress
 
-    def __enter__(self) -> View:
+    def __enter__(self) -> TrialsView:
         if self._console.is_terminal:
             from rich.live import Live
 
@@ -64,34 +72,37 @@ class View:
             self._live.stop()
 
     def started(self, number: int, again: bool) -> None:
+        """Trial `number` has started; `again`: after a crash."""
         if again:
-            self._console.print(f"  {self._runs[number][0]}  crashed, starting it again", style="yellow")
+            self._console.print(f"  {self._trials[number].label}  crashed, restarting", style="yellow")
         self._running.setdefault(number, time.monotonic())
 
     def stopped(self, number: int) -> None:
+        """Trial `number` has stopped at a user's request."""
         self._running.pop(number, None)
-        self._console.print(f"  {self._runs[number][0]}  stopped; the same command goes on", style="yellow")
+        self._console.print(f"  {self._trials[number].label}  stopped; the same command goes on", style="yellow")
 
     def ended(self, number: int, outcome: Outcome | None) -> None:
+        """Trial `number` has finished or failed."""
         seconds = time.monotonic() - self._running.pop(number, time.monotonic())
         self._left.remove(number)
         self._ended += 1
         if outcome is None or outcome.error is not None:
             self._failed += 1
         else:
-            self._done += self._runs[number][2] - self._before[number]
-        self._console.print(outcome_line(self._runs[number][0], outcome, seconds))
+            self._done += self._trials[number].examples - self._before[number]
+        self._console.print(outcome_line(self._trials[number].label, outcome, seconds))
 
     def draw(self) -> None:
-        """Show the state of now; cheap enough for four times a second."""
+        """Show the current state; cheap enough for four calls a second."""
         if self._live is not None:
             self._live.update(self._line(), refresh=True)
-        elif time.monotonic() - self._said >= _PLAIN_SECONDS:
+        elif time.monotonic() - self._printed >= _PLAIN_SECONDS:
             self._console.print(self._line())
-            self._said = time.monotonic()
+            self._printed = time.monotonic()
 
     def seconds_left(self) -> float | None:
-        """By the examples seen a second since they were first heard of; None until that can be said."""
+        """From the examples seen per second since the first progress; None until there is some."""
         seen = {number: self._seen(number) for number in self._left}
         done = self._done + sum(seen[number] - self._before[number] for number in self._left)
         if done <= 0:
@@ -99,20 +110,20 @@ class View:
         now = time.monotonic()
         if self._first is None:
             self._first = now, done
-        began, at_first = self._first
+        start, at_first = self._first
         if done <= at_first:
             return None
-        left = sum(self._runs[number][2] - seen[number] for number in self._left)
-        return left * (now - began) / (done - at_first)
+        left = sum(self._trials[number].examples - seen[number] for number in self._left)
+        return left * (now - start) / (done - at_first)
 
     def _seen(self, number: int) -> float:
-        _, folder, examples, steps = self._runs[number]
-        return examples * _last_record(folder).get("step", 0) / max(1, steps)
+        trial = self._trials[number]
+        return trial.examples * _last_record(trial.folder).get("step", 0) / max(1, trial.steps)
 
     def _line(self) -> Text:
         from rich.text import Text
 
-        pieces = [f"{self._ended} of {len(self._runs)} done"]
+        pieces = [f"{self._ended} of {len(self._trials)} done"]
         pieces += [f"{self._failed} failed"] if self._failed else []
         pieces += [self._running_piece(number) for number in self._running] or ["starting"]
         if self._stop_file.exists():
@@ -122,16 +133,16 @@ class View:
         return Text("  " + " · ".join(pieces), style="cyan", no_wrap=True, overflow="ellipsis")
 
     def _running_piece(self, number: int) -> str:
-        label, folder, _, steps = self._runs[number]
-        last = _last_record(folder)
+        trial = self._trials[number]
+        last = _last_record(trial.folder)
         if not last:
-            return f"{label}: starting"
+            return f"{trial.label}: starting"
         loss = f", loss {last['loss']:.3f}" if isinstance(last.get("loss"), float) else ""
-        return f"{label}: step {last.get('step', 0):,}/{steps:,}{loss}"
+        return f"{trial.label}: step {last.get('step', 0):,}/{trial.steps:,}{loss}"
 
 
 def outcome_line(label: str, outcome: Outcome | None, seconds: float) -> Text:
-    """How a run ended, in a line: its scores, or the reason."""
+    """A line with the scores of a run, or the reason why it failed."""
     from rich.text import Text
 
     if outcome is None or outcome.error is not None:
@@ -147,7 +158,7 @@ def outcome_line(label: str, outcome: Outcome | None, seconds: float) -> Text:
 
 
 def _last_record(folder: Path) -> dict[str, Any]:
-    """The newest training record of a run; {} without one."""
+    """The newest training record of a run; {} if there is none."""
     try:
         with (folder / METRICS).open("rb") as file:
             file.seek(max(0, (folder / METRICS).stat().st_size - 8192))
@@ -155,7 +166,7 @@ def _last_record(folder: Path) -> dict[str, Any]:
     except OSError:
         return {}
     for line in reversed(lines):
-        record = parse_record(line)  # None where it is torn, or cut by the seek
+        record = parse_record(line)  # None if it is incomplete
         if record is not None and is_training(record):
             return record
     return {}

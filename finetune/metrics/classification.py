@@ -1,12 +1,13 @@
 """Scores of classes, sets of labels and values, equal to scikit-learn's and scipy's.
 
-Where a score is not defined it is 0, as scikit-learn's `zero_division` has it: F1 of a class that neither is there
-nor was predicted, Matthews of a constant prediction. scipy gives NaN for the correlation with a constant; a NaN
-would choose no checkpoint and is no JSON, so it is 0 here too: a constant tells nothing.
+An undefined score is 0, as with scikit-learn's `zero_division`: F1 of a class that neither occurs nor was predicted,
+Matthews of a constant prediction. scipy gives NaN for the correlation with a constant. A NaN cannot choose a checkpoint
+and is not valid JSON, so it is 0 here.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -22,12 +23,12 @@ class ClassCounts:
 
     @property
     def precision(self) -> np.ndarray:
-        """float64 [C]: share of the predictions of each that are right."""
+        """float64 [C]: share of correct predictions of each class."""
         return _ratio(self.both, self.predicted)
 
     @property
     def recall(self) -> np.ndarray:
-        """float64 [C]: share of each that was found."""
+        """float64 [C]: share of each class that was predicted correctly."""
         return _ratio(self.both, self.true)
 
     @property
@@ -41,7 +42,7 @@ class ClassCounts:
         return float(_ratio(2 * self.both.sum(), self.predicted.sum() + self.true.sum()))
 
     def macro_f1(self, *, present: bool) -> float:
-        """Mean of the F1 of each; with `present`, of those that are true or predicted somewhere.
+        """Mean F1 over all classes; with `present`, over those that are true or predicted somewhere.
 
         sklearn's f1_score(average="macro") takes those present for classes, and all columns for sets of labels.
         """
@@ -50,7 +51,7 @@ class ClassCounts:
 
 
 def confusion(true: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
-    """int64 [C, C] from class numbers [N]: rows are what was true, columns what was predicted."""
+    """int64 [C, C] from class numbers [N]: rows are true classes, columns predicted ones."""
     return np.bincount(true * classes + predicted, minlength=classes * classes).reshape(classes, classes)
 
 
@@ -80,7 +81,7 @@ def matthews(matrix: np.ndarray) -> float:
 
 
 def subset_accuracy(true: np.ndarray, predicted: np.ndarray) -> float:
-    """Share of the examples whose set of labels, a row of bool [N, C], is right as a whole."""
+    """Share of the examples whose set of labels, a row of bool [N, C], is entirely correct."""
     return float((true == predicted).all(1).mean()) if len(true) else 0.0
 
 
@@ -98,7 +99,7 @@ def spearman(true: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """float64 [N]: ranks from 1 on; equal values share the mean of their ranks."""
+    """float64 [N]: ranks from 1; equal values share the mean of their ranks."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return (last - (counts - 1) / 2)[inverse]
@@ -114,3 +115,51 @@ def _unit(values: np.ndarray) -> np.ndarray:
 
 def _ratio(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
     return np.divide(part, whole, out=np.zeros(np.shape(whole)), where=np.asarray(whole) > 0)
+
+
+def macro_f1(matrix: np.ndarray) -> float:
+    """Mean F1 of the classes that occur in a confusion matrix."""
+    return class_counts(matrix).macro_f1(present=True)
+
+
+def micro_f1(matrix: np.ndarray) -> float:
+    """F1 over all decisions of a confusion matrix."""
+    return class_counts(matrix).micro_f1
+
+
+def label_macro_f1(true: np.ndarray, predicted: np.ndarray) -> float:
+    """Mean F1 of the labels, from sets of labels, bool [N, C]."""
+    return label_counts(true, predicted).macro_f1(present=False)
+
+
+def label_micro_f1(true: np.ndarray, predicted: np.ndarray) -> float:
+    """F1 over all decisions, from sets of labels, bool [N, C]."""
+    return label_counts(true, predicted).micro_f1
+
+
+def pearson_and_spearman(true: np.ndarray, predicted: np.ndarray) -> float:
+    """Mean of both correlations."""
+    return (pearson(true, predicted) + spearman(true, predicted)) / 2
+
+
+CLASS_SCORES: dict[str, Callable[[np.ndarray], float]] = {
+    "accuracy": accuracy,
+    "macro_f1": macro_f1,
+    "micro_f1": micro_f1,
+    "matthews": matthews,
+}
+"""Scores of classes, from a confusion matrix. The first score of each table chooses the checkpoint by default."""
+
+LABEL_SCORES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    "micro_f1": label_micro_f1,
+    "macro_f1": label_macro_f1,
+    "subset_accuracy": subset_accuracy,
+}
+"""Scores of sets of labels, from true and predicted sets, bool [N, C]."""
+
+VALUE_SCORES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    "pearson_and_spearman": pearson_and_spearman,
+    "pearson": pearson,
+    "spearman": spearman,
+}
+"""Scores of values, from true and predicted values, float64 [N]."""

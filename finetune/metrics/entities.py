@@ -13,11 +13,13 @@ from typing import Literal
 
 import numpy as np
 
+from finetune.datasets.arrays import ragged
+
 Rule = Literal["conlleval", "iob2", "bioes"]
 """How entities are read off tags.
 
-    conlleval  whatever is inside belongs to some entity: one begins at B and S, behind E and S, after O, and where
-               the type changes (Tjong Kim Sang's conlleval, startOfChunk and endOfChunk; seqeval's default mode)
+    conlleval  every word that is not O belongs to an entity: one begins at B and S, after E and S, after O, and
+               where the type changes (Tjong Kim Sang's conlleval, startOfChunk and endOfChunk; seqeval's default mode)
     iob2       only B begins one, and an I that does not go on is none (seqeval mode="strict", scheme=IOB2)
     bioes      S, or B I* E of one type (seqeval mode="strict", scheme=IOBES)
 """
@@ -46,16 +48,16 @@ class Spans:
     """E entities of N sentences, in order of their words."""
 
     first: np.ndarray  # int64 [E], first word, counted over all sentences
-    behind: np.ndarray  # int64 [E], the word behind the last
+    end: np.ndarray  # int64 [E], word after the last
     types: np.ndarray  # int64 [E]
 
 
 def tagged(sentences: Sequence[Sequence[str]], names: Iterable[str] = ()) -> Tagged:
-    """The tags of `sentences` as numbers; types that are not in `names` are added behind them.
+    """The tags of `sentences` as numbers; types that are not in `names` are appended.
 
     Raises:
         ValueError: a tag is neither O nor begins with one of the letters B, I, E, S. As in seqeval, the type is
-            what is behind the first hyphen, and `_` where there is nothing.
+            what follows the first hyphen, and `_` if nothing does.
     """
     lengths = np.fromiter(map(len, sentences), np.int64, len(sentences))
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -100,25 +102,25 @@ def find(tags: Tagged, rule: Rule = "conlleval") -> Spans:
         goes_on = same & _is(prefixes, INSIDE, END) & _is(previous, BEGIN, INSIDE)
     first = np.flatnonzero(begins)
     stops = np.append(np.flatnonzero(~goes_on), len(tags))
-    behind = stops[np.searchsorted(stops, first, "right")]
+    end = stops[np.searchsorted(stops, first, "right")]
     if rule == "bioes":
-        whole = _is(prefixes[behind - 1], END, SINGLE)
-        first, behind = first[whole], behind[whole]
-    return Spans(first, behind, tags.types[first])
+        whole = _is(prefixes[end - 1], END, SINGLE)
+        first, end = first[whole], end[whole]
+    return Spans(first, end, tags.types[first])
 
 
 def write(spans: Spans, starts: np.ndarray, scheme: Scheme) -> np.ndarray:
     """uint8 [W]: the prefixes that stand for `spans` in `scheme`, of sentences that begin at `starts` [N + 1]."""
     prefixes = np.full(starts[-1], OUTSIDE, np.uint8)
-    lengths = spans.behind - spans.first
-    prefixes[_ragged(spans.first, lengths)] = INSIDE
+    lengths = spans.end - spans.first
+    prefixes[ragged(spans.first, lengths)] = INSIDE
     if scheme == "iob2":
         prefixes[spans.first] = BEGIN
     elif scheme == "bioes":
-        prefixes[spans.behind - 1] = END
+        prefixes[spans.end - 1] = END
         prefixes[spans.first] = np.where(lengths == 1, SINGLE, BEGIN)
     else:  # B only where the entity before it, of the same type and sentence, would swallow it
-        touches = (spans.first[1:] == spans.behind[:-1]) & (spans.types[1:] == spans.types[:-1])
+        touches = (spans.first[1:] == spans.end[:-1]) & (spans.types[1:] == spans.types[:-1])
         touches &= ~np.isin(spans.first[1:], starts)
         prefixes[spans.first[1:][touches]] = BEGIN
     return prefixes
@@ -181,9 +183,9 @@ def count(gold: Tagged, predicted: Tagged, rule: Rule = "conlleval") -> EntityCo
     if not np.array_equal(gold.starts, predicted.starts):
         raise ValueError("gold and predicted tags are not of the same sentences")
     theirs, ours = find(gold, rule), find(predicted, rule)
-    behind, types = np.zeros(len(gold), np.int64), np.zeros(len(gold), np.int64)
-    behind[theirs.first], types[theirs.first] = theirs.behind, theirs.types
-    right = (behind[ours.first] == ours.behind) & (types[ours.first] == ours.types)
+    end, types = np.zeros(len(gold), np.int64), np.zeros(len(gold), np.int64)
+    end[theirs.first], types[theirs.first] = theirs.end, theirs.types
+    right = (end[ours.first] == ours.end) & (types[ours.first] == ours.types)
     size = len(predicted.names)
     return EntityCounts(
         predicted.names,
@@ -233,11 +235,3 @@ def _is(prefixes: np.ndarray, *wanted: int) -> np.ndarray:
 def _refuse(prefixes: np.ndarray, unknown: tuple[int, ...], rule: str) -> None:
     if _is(prefixes, *unknown).any():
         raise ValueError(f"a tag begins with {' or '.join(PREFIXES[one] for one in unknown)}, which {rule} has not")
-
-
-def _ragged(begins: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    from finetune.datasets.text import (
-        ragged,  # not above: it loads the tokenizers, which scores have no use for
-    )
-
-    return ragged(begins, lengths)

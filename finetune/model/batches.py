@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from finetune.datasets.text import ragged
+from finetune.datasets.arrays import ragged
 from finetune.tasks.base import Windows
 from pretrain.batches.loader import deal, moved
 from pretrain.batches.order import draw, permute, root_key
@@ -32,7 +32,7 @@ class LabelledBatch:
     labels: Tensor  # [R] or [R, C], see `finetune.tasks.base.Objective`
     weights: Tensor  # fp32 [R]
     lengths: tuple[int, ...]  # tokens of each window, ascending
-    asked: np.ndarray  # int64 [R], the rows' numbers in the set (`Windows.asked`)
+    asked: np.ndarray  # int64 [R], the rows' numbers in the set (`Windows.queries`)
 
     def to(self, device: torch.device) -> LabelledBatch:
         return moved(self, device)
@@ -68,7 +68,7 @@ class Batches:
         self.windows, self.budget = windows, budget
         self.rank, self.world_size = rank, world_size
         self._lengths_F = np.diff(windows.starts)
-        self._asked_of = np.searchsorted(windows.asked, windows.starts)  # [F + 1], offset of each window's rows
+        self._asked_of = np.searchsorted(windows.queries, windows.starts)  # [F + 1], offset of each window's rows
         numbers, self._first = np.unique(windows.examples, return_index=True)
         self.examples = len(numbers)
         self._windows_of = np.append(self._first, len(windows))  # [N + 1]
@@ -158,7 +158,7 @@ class Batches:
         begins, ends = self._asked_of[windows], self._asked_of[windows + 1]
         asked = ragged(begins, ends - begins)
         sequence = np.repeat(np.arange(len(windows)), ends - begins)
-        rows = self.windows.asked[asked] - self.windows.starts[windows][sequence] + starts[sequence]
+        rows = self.windows.queries[asked] - self.windows.starts[windows][sequence] + starts[sequence]
         token_keys = draw(np.repeat(keys_S, lengths), positions).astype(np.uint32).view(np.int32)
         labels = self.windows.labels[asked]
         return LabelledBatch(

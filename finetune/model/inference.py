@@ -61,7 +61,7 @@ def predict_logits(
     for batch in batches.every_window():
         logits = forward(batch.to(device)).logits
         mine.append((batch.asked, logits.float().cpu().numpy()))
-    logits = np.zeros((len(batches.windows.asked), outputs), np.float32)
+    logits = np.zeros((len(batches.windows.queries), outputs), np.float32)
     for part in gather(mine):
         for asked, values in part:
             logits[asked] = values

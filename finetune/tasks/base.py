@@ -1,28 +1,35 @@
-"""What a kind of task must say of itself; `finetune.tasks` has the three there are."""
+"""What every kind of task provides: examples, windows for the model, predictions and scores.
+
+`finetune.tasks.registry` lists the kinds.
+"""
 
 from __future__ import annotations
 
 import hashlib
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 
 from finetune.datasets.text import TextEncoder
+from pretrain.common.settings import Section
 
 Head = Literal["sequence", "tokens", "spans"]
-"""sequence: dense, activation, out at each window's first token. tokens, spans: out at every row asked for."""
+"""sequence: dense, activation, out at the first token of each window. tokens, spans: out at every query position."""
 
 Objective = Literal["classes", "labels", "value", "span"]
-"""What is differentiated, a sum over rows times their weights:
+"""The loss, summed over rows (query positions) times their weights:
 
     classes  cross-entropy in nats; labels int64 [R]
     labels   binary cross-entropy of each label, mean over labels; labels float32 [R, C]
     value    squared error; labels float32 [R], one output
     span     mean of the cross-entropies of start and end over the rows of a window; labels uint8 [R, 2] with one
-             1 per window and column, and a window's weight is that of its first row
-With the sequence head, the logits of an example's windows are averaged first, and its weight is its windows' sum.
+             1 per window and column. The weight of a window is that of its first row.
+
+With the sequence head, the logits of an example's windows are averaged first. The example's weight is the sum of
+its windows' weights.
 """
 
 
@@ -30,36 +37,36 @@ With the sequence head, the logits of an example's windows are averaged first, a
 class Windows:
     """Examples as the model sees them: F windows of T tokens end to end, special tokens included.
 
-    An example has one window or more; they lie together, in order.
+    An example has one or more windows. They are adjacent and in order.
     """
 
     ids: np.ndarray  # int32 [T]
     types: np.ndarray  # uint8 [T], 0 in the first segment, 1 in the second
     starts: np.ndarray  # int64 [F + 1]
-    examples: np.ndarray  # int64 [F], ascending: the example each window is of
-    asked: np.ndarray  # int64 [R], ascending: token rows whose hidden states the head sees
-    labels: np.ndarray  # [R] or [R, C], see `Objective`; zeros where there are no labels
-    weights: np.ndarray  # float32 [R], how much each row counts in the loss
-    extra: dict[str, np.ndarray]  # what the task itself needs again to decode
+    examples: np.ndarray  # int64 [F], ascending: the example that each window belongs to
+    queries: np.ndarray  # int64 [R], ascending: query positions, the tokens whose hidden states the head sees
+    labels: np.ndarray  # [R] or [R, C], see `Objective`; zeros if there are no labels
+    weights: np.ndarray  # float32 [R], weight of each row in the loss
+    extra: dict[str, np.ndarray]  # what the task needs again to decode
 
     def __len__(self) -> int:
         return len(self.examples)
 
     @property
-    def units(self) -> int:
-        """Examples, as training counts them."""
+    def training_examples(self) -> int:
+        """Number of examples as training counts them: `examples_per_step` and `epochs` refer to these."""
         return int(self.examples.max(initial=-1)) + 1
 
     def digest(self, names: Sequence[str]) -> str:
-        """SHA-256 of what is learnt from: tokens, labels with their `names`, weights."""
+        """SHA-256 of what training sees: tokens, labels with their `names`, weights."""
         made = hashlib.sha256("\n".join(names).encode())
-        for part in (self.ids, self.starts, self.examples, self.asked, self.labels, self.weights):
+        for part in (self.ids, self.starts, self.examples, self.queries, self.labels, self.weights):
             made.update(np.ascontiguousarray(part).data)
         return made.hexdigest()
 
 
 def data_digest(names: Sequence[str], training: Windows, held_out: Mapping[str, Windows]) -> str:
-    """SHA-256 of what a model is trained and scored on; runs that differ in it are not compared."""
+    """SHA-256 of the training data and of all scored data. Runs with different digests are not compared."""
     made = hashlib.sha256(training.digest(names).encode())
     for name, windows in held_out.items():
         made.update(f"{name}\0{windows.digest(names)}".encode())
@@ -69,102 +76,121 @@ def data_digest(names: Sequence[str], training: Windows, held_out: Mapping[str, 
 E = TypeVar("E")
 
 
-class Task(Protocol[E]):
-    """Labelled examples in, windows for the model, predictions and official scores out.
+class Task(ABC, Generic[E]):
+    """Turns labelled examples into windows for the model, and logits into predictions and official scores.
 
-    Made from its section of the config, and, for a trained model, from the `state` that was kept with it.
-    An example is the task's own type. Everything that is wrong with a file is an `InputError` that says the
-    file, the line or record, what was found and what to do.
+    An example, E, is a type of the task's own. Every fault in a user's file is an `InputError` with the file, the
+    line or record, what was found and what to do.
+
+    Args:
+        settings: the task's section of the config.
+        state: what `state()` of the trained model returned; None before training.
     """
 
-    kind: str  # the config's section: classification, entities, questions
+    kind: ClassVar[str]  # the name of the config's section, such as classification
+    settings_type: ClassVar[type[Section]]  # the section itself
     head: Head
     objective: Objective
-    metric: str  # the score that decides which checkpoint is the best; higher is better
+    metric: str  # the score that chooses the checkpoint; higher is better
+    outputs: int  # width C of the head's last layer
+    labels: tuple[str, ...] = ()  # names of the outputs in order; () if they have no names
+    summary: str  # what a model of this task does, such as "Finds named entities"
+    sample: str | dict[str, str]  # a record that `example` takes: a text, or an object of text, pair, question, context
+    settings: Any
 
-    @property
-    def asks(self) -> tuple[str, ...]:
-        """What `example` needs of a record, and so the options of `predict`: text, pair, question, context."""
-        ...
+    @abstractmethod
+    def __init__(self, settings: Any, state: Mapping[str, Any] | None = None) -> None: ...
 
-    @property
-    def labels(self) -> tuple[str, ...]:
-        """Names of the outputs in order of their numbers; () where outputs have no names."""
-        ...
+    # ------------------------------------------------------------ files in
 
-    @property
-    def outputs(self) -> int:
-        """Width C of the head's last layer."""
-        ...
-
+    @abstractmethod
     def read_train(self) -> list[E]:
-        """The training set; it decides what labels there are unless the settings do."""
-        ...
+        """The training set. It defines the labels unless the settings do."""
 
+    @abstractmethod
     def read_held_out(self) -> dict[str, list[E]]:
         """Labelled sets to score on, by name; the first one chooses the checkpoint. {} without any."""
-        ...
 
+    @abstractmethod
     def read_test(self) -> dict[str, list[E]]:
         """Sets to predict at the end, with labels or without. {} without any."""
-        ...
 
+    @abstractmethod
     def read_file(self, path: str, *, labelled: bool = True) -> list[E]:
-        """Another file in the form that its suffix and the settings say.
+        """The examples of another file, in the format that its suffix and the settings define.
 
-        With `labelled` false (for `predict`) labels may be missing, and `.txt` may hold a text a line. A labelled
-        file gives the same examples either way.
+        With `labelled` false (for `predict`), labels may be missing, and a `.txt` may hold one text per line. A
+        labelled file gives the same examples either way.
         """
-        ...
 
+    @abstractmethod
     def example(self, record: Mapping[str, Any] | str, where: str) -> E:
-        """An unlabelled example from one JSON object or plain text of the user's; `where` is for messages."""
-        ...
+        """An unlabelled example from a JSON object or plain text; `where` is its place, for messages."""
 
     def with_context(self, examples: Sequence[E], *, ended: bool) -> tuple[list[E], list[E]]:
-        """Unlabelled examples in the order of their records, as context of each other where they are.
+        """Unlabelled examples in order, each with its neighbours as context if the task uses them.
 
-        Returns those that no later record can change, and those that wait for more; none wait where all `ended`.
+        Returns:
+            (examples that no later record can change, examples that wait for more). None wait once all have `ended`.
         """
-        ...
+        return list(examples), []
 
+    @abstractmethod
     def is_labelled(self, examples: Sequence[E]) -> bool:
-        """Whether every example has its label, so that predictions on them can be scored."""
-        ...
+        """Whether every example has its label, so that predictions can be scored."""
 
+    @abstractmethod
     def record(self, example: E) -> dict[str, Any]:
-        """What a file of predictions says of the example: its id and text, and its label as "gold" if it has one."""
-        ...
+        """The example in a file of predictions: its id and text, and its label as "gold" if it has one."""
 
+    # ------------------------------------------------------------ the model's input and output
+
+    @abstractmethod
     def windows(self, examples: Sequence[E], encoder: TextEncoder, *, training: bool) -> Windows:
-        """`examples` cut to what the model can see; labels where the examples have them."""
-        ...
+        """`examples` cut to windows of `encoder.max_length` tokens, with their labels if they have any."""
 
+    @abstractmethod
     def decode(self, examples: Sequence[E], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
-        """One JSON-like prediction for each example from the logits, float32 [R, C], of the asked rows."""
-        ...
+        """One prediction per example, ready for JSON, from the logits of the query positions, float32 [R, C]."""
 
     def scorer_files(self, examples: Sequence[E], predictions: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-        """The predictions as the field's own scorers read them: name's suffix -> content. {} if JSON Lines will do."""
-        ...
+        """The predictions in the formats of official scorers: suffix of the name -> content. {} if there are none."""
+        return {}
+
+    # ------------------------------------------------------------ scores
 
     @property
     def tunes(self) -> bool:
         """Whether `tune` chooses anything."""
-        ...
+        return False
 
     def tune(self, examples: Sequence[E], predictions: Sequence[Mapping[str, Any]]) -> None:
-        """Set what is chosen on the dev set, such as a threshold; it becomes part of `state`."""
-        ...
+        """Choose, on the dev set, what `state` then keeps, such as a threshold."""
+        return None
 
+    @abstractmethod
     def score(self, examples: Sequence[E], predictions: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """The official metrics, as shares of 1; `metric` is one of them."""
-        ...
+        """The official metrics, as fractions of 1; `metric` is one of them."""
 
     def details(self, examples: Sequence[E], predictions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What the model card shows besides: a confusion matrix, scores per type. JSON."""
-        ...
+        """More for the model card, ready for JSON: a confusion matrix, scores per type."""
+        return {}
 
     def state(self) -> dict[str, Any]:
-        """What a trained model must keep besides the settings, as JSON: labels, thresholds."""
-        ...
+        """What a trained model keeps besides the settings, ready for JSON: labels, thresholds."""
+        return {}
+
+    # ------------------------------------------------------------ for people
+
+    @property
+    def input_fields(self) -> tuple[str, ...]:
+        """The fields of a record, which are the options of `predict`."""
+        return ("text",) if isinstance(self.sample, str) else tuple(self.sample)
+
+    def origin(self, name: str) -> str:
+        """Where the set `name` (train, dev or test) comes from; "" if the config names none."""
+        return str(getattr(self.settings, name, ""))
+
+    def hub_dataset(self, name: str) -> dict[str, str] | None:
+        """The Hugging Face hub's metadata of the set `name`; None if it is not a public data set."""
+        return None

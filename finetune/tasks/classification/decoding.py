@@ -8,29 +8,43 @@ from typing import Any
 
 import numpy as np
 
-from finetune.datasets.labels import Problem
+from finetune.datasets.labels import Label, Problem
 from finetune.metrics import classification as metrics
 
-THRESHOLD = 0.5  # of a label's probability, where nothing has chosen another
-_CANDIDATES = 100  # probabilities among which thresholds are tried on the dev set
+THRESHOLD = 0.5  # least probability of a label, unless another is set or tuned
+_CANDIDATES = 100  # thresholds to try on the dev set, besides hundredths
 
 Predictions = Sequence[Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
 class Outputs:
-    """What a model's C outputs stand for.
+    """The meaning of a model's C outputs.
 
-    True labels `true` below are numbers of classes int64 [N], sets of labels bool [N, C], or values float64 [N].
+    True labels, `true` below, are class numbers int64 [N], sets of labels bool [N, C], or values float64 [N].
     """
 
     problem: Problem
-    names: tuple[str, ...]  # C labels; of a regression none
-    positive: str  # the class that `f1` is of, where there are two
+    names: tuple[str, ...]  # C labels; none for a regression
+    positive: str  # the class whose F1 is `f1`, if there are two
     threshold: float  # multi_label: least probability of a label
 
+    def true(self, labels: Sequence[Label | None]) -> np.ndarray:
+        """True labels as an array, see the class; zeros for missing ones."""
+        if self.problem == "regression":
+            return np.array([label or 0.0 for label in labels], np.float64)
+        numbers: dict[Any, int] = {name: number for number, name in enumerate(self.names)}
+        if self.problem == "single_label":
+            numbers[None] = 0
+            return np.array([numbers[label] for label in labels], np.int64)
+        rows = np.zeros((len(labels), len(numbers)), bool)
+        for row, label in enumerate(labels):
+            if isinstance(label, tuple):
+                rows[row, [numbers[name] for name in label]] = True
+        return rows
+
     def predictions(self, logits_NC: np.ndarray) -> list[dict[str, Any]]:
-        """One a text, of float64 logits.
+        """One per text, from float64 logits.
 
         single_label: {"label", "score", "scores": {name: probability}}; multi_label: {"labels", "scores"};
         regression: {"value"}.
@@ -38,50 +52,36 @@ class Outputs:
         if self.problem == "regression":
             return [{"value": value} for value in logits_NC[:, 0].tolist()]
         if self.problem == "multi_label":
-            chances_NC = 0.5 * (1 + np.tanh(logits_NC / 2))  # the logistic function, without overflow
-            return [self._set(chances) for chances in chances_NC.tolist()]
-        chances_NC = np.exp(logits_NC - logits_NC.max(1, keepdims=True))
-        chances_NC /= chances_NC.sum(1, keepdims=True)
+            probabilities_NC = 0.5 * (1 + np.tanh(logits_NC / 2))  # the logistic function, without overflow
+            return [self._set(probabilities) for probabilities in probabilities_NC.tolist()]
+        probabilities_NC = np.exp(logits_NC - logits_NC.max(1, keepdims=True))
+        probabilities_NC /= probabilities_NC.sum(1, keepdims=True)
         best_N = logits_NC.argmax(1).tolist()
         return [
             {
                 "label": self.names[best],
-                "score": chances[best],
-                "scores": dict(zip(self.names, chances, strict=True)),
+                "score": probabilities[best],
+                "scores": dict(zip(self.names, probabilities, strict=True)),
             }
-            for best, chances in zip(best_N, chances_NC.tolist(), strict=True)
+            for best, probabilities in zip(best_N, probabilities_NC.tolist(), strict=True)
         ]
 
     def scores(self, true: np.ndarray, predictions: Predictions) -> dict[str, float]:
-        """All scores of the problem.
-
-        Sets of labels follow from the probabilities and the present threshold.
-        """
+        """All scores of the problem. Sets of labels are made from the probabilities with the current threshold."""
         if self.problem == "regression":
-            values_N = _values(predictions)
-            pearson, spearman = metrics.pearson(true, values_N), metrics.spearman(true, values_N)
-            return {
-                "pearson": pearson,
-                "spearman": spearman,
-                "pearson_and_spearman": (pearson + spearman) / 2,
-            }
+            return {name: score(true, _values(predictions)) for name, score in metrics.VALUE_SCORES.items()}
         if self.problem == "multi_label":
-            return _set_scores(true, self._chances(predictions) >= self.threshold)
+            predicted_NC = self._probabilities(predictions) >= self.threshold
+            return {name: score(true, predicted_NC) for name, score in metrics.LABEL_SCORES.items()}
         matrix = self._confusion(true, predictions)
-        counts = metrics.class_counts(matrix)
-        scores = {
-            "accuracy": metrics.accuracy(matrix),
-            "macro_f1": counts.macro_f1(present=True),
-            "micro_f1": counts.micro_f1,
-            "matthews": metrics.matthews(matrix),
-        }
+        scores = {name: score(matrix) for name, score in metrics.CLASS_SCORES.items()}
         if len(self.names) == 2:
-            scores["f1"] = float(counts.f1[self.names.index(self.positive)])
+            scores["f1"] = float(metrics.class_counts(matrix).f1[self.names.index(self.positive)])
             scores["accuracy_and_f1"] = (scores["accuracy"] + scores["f1"]) / 2
         return scores
 
     def details(self, true: np.ndarray, predictions: Predictions) -> dict[str, Any]:
-        """Precision, recall and F1 of each class; for single_label the confusion counts [true][predicted]."""
+        """Precision, recall and F1 of each class; for single_label also the confusion counts [true][predicted]."""
         if self.problem == "regression":
             errors_N = _values(predictions) - true
             return {
@@ -89,7 +89,7 @@ class Outputs:
                 "mean_squared_error": float((errors_N**2).mean()),
             }
         if self.problem == "multi_label":
-            counts = metrics.label_counts(true, self._chances(predictions) >= self.threshold)
+            counts = metrics.label_counts(true, self._probabilities(predictions) >= self.threshold)
             return {"threshold": float(self.threshold), "by_type": self._by_type(counts)}
         matrix = self._confusion(true, predictions)
         return {
@@ -98,24 +98,24 @@ class Outputs:
         }
 
     def best_threshold(self, true: np.ndarray, predictions: Predictions, metric: str) -> float:
-        """multi_label: the threshold, one for all labels, with the best `metric`; of equally good ones the nearest to 0.5."""
-        chances_NC = self._chances(predictions)
-        # All thresholds between two neighbouring probabilities are the same: the middle stands for them. Of many
-        # it is some, and the one nearest below each hundredth, as most probabilities of rare labels are near 0.
-        values = np.unique(chances_NC)
+        """multi_label: the threshold, one for all labels, with the best `metric`; ties go to the one nearest to 0.5."""
+        probabilities_NC = self._probabilities(predictions)
+        # All thresholds between two adjacent probabilities give the same sets: the middle represents them. If there are
+        # many, try some, and the nearest below each hundredth, since most probabilities of rare labels are near 0.
+        values = np.unique(probabilities_NC)
         between = (values[1:] + values[:-1]) / 2
         some = np.linspace(0, len(between) - 1, min(_CANDIDATES, len(between))).round().astype(int)
         hundredths = np.searchsorted(between, np.arange(1, 100) / 100, side="right") - 1
         candidates = [THRESHOLD, *between[np.union1d(some, hundredths[hundredths >= 0])].tolist()]
         candidates.sort(key=lambda candidate: abs(candidate - THRESHOLD))
-        scores = [_set_scores(true, chances_NC >= candidate)[metric] for candidate in candidates]
+        scores = [metrics.LABEL_SCORES[metric](true, probabilities_NC >= candidate) for candidate in candidates]
         return candidates[int(np.argmax(scores))]
 
-    def _set(self, chances: Sequence[float]) -> dict[str, Any]:
-        chance = dict(zip(self.names, chances, strict=True))
-        return {"labels": [name for name in self.names if chance[name] >= self.threshold], "scores": chance}
+    def _set(self, probabilities: Sequence[float]) -> dict[str, Any]:
+        by_name = dict(zip(self.names, probabilities, strict=True))
+        return {"labels": [name for name in self.names if by_name[name] >= self.threshold], "scores": by_name}
 
-    def _chances(self, predictions: Predictions) -> np.ndarray:
+    def _probabilities(self, predictions: Predictions) -> np.ndarray:
         """float64 [N, C]"""
         rows = [[one["scores"][name] for name in self.names] for one in predictions]
         return np.array(rows, np.float64).reshape(len(rows), len(self.names))
@@ -137,15 +137,6 @@ class Outputs:
             name: {"precision": precision, "recall": recall, "f1": f1, "support": support}
             for name, precision, recall, f1, support in zip(self.names, *columns, strict=True)
         }
-
-
-def _set_scores(true_NC: np.ndarray, predicted_NC: np.ndarray) -> dict[str, float]:
-    counts = metrics.label_counts(true_NC, predicted_NC)
-    return {
-        "micro_f1": counts.micro_f1,
-        "macro_f1": counts.macro_f1(present=False),
-        "subset_accuracy": metrics.subset_accuracy(true_NC, predicted_NC),
-    }
 
 
 def _values(predictions: Predictions) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""What the section `classification` of a config says."""
+"""The section `classification` of a config."""
 
 from __future__ import annotations
 
@@ -6,24 +6,26 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from finetune.datasets import glue, tables
+from finetune.datasets import glue
 from finetune.datasets.files import is_encoding
 from finetune.datasets.glue import Name as GlueName
 from finetune.datasets.labels import Problem
+from finetune.datasets.table import Format
+from finetune.metrics.classification import CLASS_SCORES, LABEL_SCORES, VALUE_SCORES
 from pretrain.common.settings import SEVERAL_LINES, LocalPath, Section
 
-# Of each problem; the first chooses the checkpoint unless the settings say otherwise.
+# Scores of each problem. The first one chooses the checkpoint unless the settings name another.
 SCORES: dict[Problem, tuple[str, ...]] = {
-    "single_label": ("accuracy", "f1", "macro_f1", "micro_f1", "matthews"),
-    "multi_label": ("micro_f1", "macro_f1", "subset_accuracy"),
-    "regression": ("pearson_and_spearman", "pearson", "spearman"),
+    "single_label": (*CLASS_SCORES, "f1"),
+    "multi_label": tuple(LABEL_SCORES),
+    "regression": tuple(VALUE_SCORES),
 }
 
 
 class ClassificationSettings(Section):
-    """Labelled texts, one or a pair a row, and what is predicted of them."""
+    """Classes, sets of labels or values of texts, or of pairs of texts."""
 
-    glue: GlueName = Field(default="", description="A task of GLUE by name: its official files, labels and scores.")
+    glue: GlueName = Field(default="", description="Name of a GLUE task; sets its official files, labels and scores.")
     glue_dir: LocalPath = Field(default="", description="glue: folder with the official downloads (CoLA, SST-2, ...).")
     dataset: LocalPath = Field(
         default="",
@@ -38,17 +40,17 @@ class ClassificationSettings(Section):
     dev: LocalPath = Field(default="", description="Labelled set that chooses the checkpoint.")
     test: LocalPath = Field(
         default="",
-        description="Set to predict at the end, and to score if it has labels; it chooses nothing.",
+        description="Set to predict at the end, and to score if labelled; it chooses nothing.",
     )
     dev_share: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="Without dev: share of the training set held out instead, by a hash of the texts.",
+        description="Without dev: fraction of the training set to hold out instead, by a hash of the texts.",
     )
-    format: tables.Format = Field(
+    format: Format = Field(
         default="",
-        description="Format of the files; empty follows their suffix. lines: a label, a blank, the text (TREC).",
+        description="Format of the files; empty goes by their suffix. lines: a label, a blank, the text (TREC).",
     )
     encoding: str = Field(default="utf-8", description="Encoding of text files, such as latin-1.")
     header: bool = Field(
@@ -71,28 +73,28 @@ class ClassificationSettings(Section):
     label_column: str | int = Field(default="label", description="Column of the label: its name, or its number from 0.")
     problem_type: Problem = Field(
         default="single_label",
-        description="One class a text, any number of labels, or a number. glue sets it itself.",
+        description="What each text has: one class, any number of labels, or a number. glue sets it.",
     )
     labels: tuple[str, ...] = Field(
         default=(),
         description="Labels as in the files, in the order of the outputs; empty: those of the training set, sorted.",
     )
     label_names: tuple[str, ...] = Field(
-        default=(), description="Names to show for labels, in the same order, where the files have numbers."
+        default=(), description="Names to show for the labels, in the same order, if the files have numbers."
     )
     label_separator: str = Field(
         default="",
         json_schema_extra=SEVERAL_LINES,
-        description="multi_label: what separates labels in a cell; empty: cells are JSON lists.",
+        description="multi_label: what separates labels in a cell; empty for cells that are JSON lists.",
     )
     class_weights: Literal["none", "balanced"] = Field(
         default="none",
-        description="single_label: balanced weighs each class by examples / (classes x its examples) in training.",
+        description="single_label: balanced weights each class by examples / (classes x its examples) in training.",
     )
     overlap: int | None = Field(
         default=None,
         ge=0,
-        description="Tokens that neighbouring windows of a long text share; empty: a quarter of a window's room.",
+        description="Tokens that adjacent windows of a long text share; empty for a quarter of a window's text tokens.",
     )
     max_windows: int = Field(
         default=8,
@@ -100,13 +102,13 @@ class ClassificationSettings(Section):
         description="Training sees at most this many windows of a text, spread evenly; predictions see all.",
     )
     positive: str = Field(
-        default="", description="Class whose F1 is `f1` where there are two; empty takes the last label."
+        default="", description="Class whose F1 is `f1` if there are two classes; empty takes the last label."
     )
     threshold: float = Field(
         default=0.0,
         ge=0,
         lt=1,
-        description="multi_label: least probability of a label; 0 finds it on the dev set.",
+        description="multi_label: least probability of a predicted label; 0 chooses it on the dev set.",
     )
     metric: str = Field(
         default="",

@@ -1,82 +1,325 @@
-"""Where labelled texts come from: GLUE's folders, data sets, or files; all as the columns text, pair and label."""
+"""Where labelled texts come from: GLUE's folders, data sets or files, as tables and as examples."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+import hashlib
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from finetune.datasets import glue, tables
+from finetune.datasets.arrow import read_dataset
 from finetune.datasets.files import plain_suffix
+from finetune.datasets.labels import Label, Problem, listed, ordered, parse, renamed, shown
+from finetune.datasets.table import Key, Quoting, Table, TableFormat
 from finetune.tasks.classification.settings import ClassificationSettings
 from pretrain.common.errors import InputError
 
+logger = logging.getLogger(__name__)
 
-class TableSource:
-    """Tables of one config.
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One text or pair; `label` is None if it has none."""
+
+    text: str
+    pair: str | None
+    label: Label | None
+    where: str  # its place in the files, for messages
+    id: str | int | None = None
+
+
+class ExampleSource:
+    """Examples of one config. The training set defines the labels unless settings or state do.
 
     Args:
-        quoting: how quotes of the training set were read, where a trained model says it.
+        problem: which kind of label examples have.
+        metric: the score that chooses the checkpoint, which must fit the labels.
+        state: what `state()` of the trained model returned.
     """
 
-    def __init__(self, settings: ClassificationSettings, quoting: tables.Quoting | None = None) -> None:
+    def __init__(
+        self,
+        settings: ClassificationSettings,
+        problem: Problem,
+        metric: str,
+        state: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._settings, self._metric = settings, metric
+        self._problem: Problem = problem
+        self._class_weights: np.ndarray | None = None
+        self.tables = TableSource(settings, state.get("quoting") if state else None)  # older models do not have it
+        self._names: dict[str, str] | None = None  # label in the files -> its name, in order of the outputs
+        if state is not None:
+            self._names = dict(zip(state["values"], state["labels"], strict=True))
+        elif problem == "regression":
+            self._names = {}
+        elif settings.glue:
+            self._names = {name: name for name in glue.TASKS[settings.glue].labels.values()}
+        elif settings.labels:
+            self._names = dict(zip(settings.labels, settings.label_names or settings.labels, strict=True))
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Label in the files -> its name, in order of the outputs; read from the training set if still unknown."""
+        if self._names is None:
+            self.read_train()
+        assert self._names is not None
+        return self._names
+
+    @property
+    def class_weights(self) -> np.ndarray:
+        """float64 [C]: weights that balance the classes of the training set."""
+        if self._class_weights is None:
+            self.read_train()
+        assert self._class_weights is not None
+        return self._class_weights
+
+    def read_train(self) -> list[Example]:
+        """The training set without what `dev_share` holds out."""
+        table = self.tables.read("train")
+        raw = self._raw_labels(table)
+        if self._names is None:
+            self._names = self._find_names(raw, table)
+        examples = self._examples(table, raw)
+        if self._settings.dev_share:
+            self.tables.check_no_dev()
+            examples = [example for example in examples if not self._is_held_out(example)]
+        if not examples:
+            raise InputError(
+                f"{table.source}: dev_share {self._settings.dev_share} leaves no training examples. Lower it."
+            )
+        self._check_labels(examples, table.source)
+        self._check_settings(table.source)
+        if self._settings.class_weights == "balanced":
+            self._class_weights = self._balanced(examples, table.source)
+        return examples
+
+    def read_held_out(self) -> dict[str, list[Example]]:
+        """The dev sets, or what `dev_share` holds out of the training set."""
+        if not self._settings.dev_share:
+            return {part: self._examples(self.tables.read(part)) for part in self.tables.parts("dev")}
+        self.tables.check_no_dev()
+        table = self.tables.read("train")
+        held_out = [example for example in self._examples(table) if self._is_held_out(example)]
+        if not held_out:
+            raise InputError(
+                f"{table.source}: dev_share {self._settings.dev_share} of {len(table)} examples holds none out. "
+                "Raise it."
+            )
+        return {"dev": held_out}
+
+    def read_test(self) -> dict[str, list[Example]]:
+        """The test sets, with labels or without."""
+        sets = {part: self.tables.read_unlabelled(part) for part in self.tables.parts("test")}
+        return {
+            part: self._examples(table, self._raw_labels(table, labelled=False))
+            for part, table in sets.items()
+            if table is not None
+        }
+
+    def read_file(self, path: str, *, labelled: bool = True) -> list[Example]:
+        """Another file, or a folder written by save_to_disk (its split `dev` is read).
+
+        Without `labelled`, labels that are unknown are left out, with a warning in the log.
+        """
+        table = self.tables.read_file(path, labelled=labelled)
+        # In `lines` an unknown label may be the first word of a text.
+        is_strict = labelled or (self._settings.format == "lines" and not tables.format_of(path))
+        return self._examples(table, None if is_strict else self._known_labels(table))
+
+    def example(self, record: Mapping[str, Any] | str, where: str) -> Example:
+        """From plain text, or from a record with `text` and `pair` or with the columns' names."""
+        pair_column = self.tables.pair_column
+        if isinstance(record, str):
+            if pair_column is not None:
+                raise InputError(f'{where}: one text, but a pair is needed. Give {{"text": ..., "pair": ...}} as JSON.')
+            return Example(_text(record, where, "the text"), None, None, where)
+        if not isinstance(record, Mapping):
+            raise InputError(f'{where}: {shown(record)} is neither a text nor an object such as {{"text": ...}}.')
+        text = _field(record, where, self.tables.text_column, "text")
+        if pair_column is not None:
+            return Example(text, _field(record, where, pair_column, "pair"), None, where)
+        if record.get("pair") is not None:
+            raise InputError(f"{where}: a pair, but the model was trained on single texts. Leave `pair` out.")
+        return Example(text, None, None, where)
+
+    def _is_held_out(self, example: Example) -> bool:
+        # By a hash of the texts alone, so that equal texts are never on both sides.
+        key = f"{example.text}\0{example.pair or ''}".encode()
+        digest = hashlib.blake2b(key, digest_size=8).digest()
+        return int.from_bytes(digest, "little") < self._settings.dev_share * 2.0**64
+
+    def _raw_labels(self, table: Table, *, labelled: bool = True) -> list[Label | None]:
+        """Labels as in the files; all None if the set has none and may have none."""
+        cells = table.columns.get("label")
+        if cells is None or (not labelled and all(cell is None or cell == "" for cell in cells)):
+            return [None] * len(table)
+        separator = self._settings.label_separator
+        return [parse(cell, self._problem, separator, table.where(row)) for row, cell in enumerate(cells)]
+
+    def _known_labels(self, table: Table) -> list[Label | None]:
+        """Labels as in the files, None for those that the model does not know."""
+        raw: list[Label | None] = [None] * len(table)
+        unknown: list[str] = []
+        cells = table.columns.get("label", [])
+        is_empty = all(cell is None or cell == "" for cell in cells)
+        for row, cell in enumerate(cells):
+            if cell is None or is_empty or (cell == "" and self._problem != "multi_label"):
+                continue
+            try:
+                raw[row] = parse(cell, self._problem, self._settings.label_separator, table.where(row))
+                renamed(raw[row], self.names, table.where(row))
+            except InputError as error:
+                raw[row] = None
+                unknown.append(str(error))
+        if unknown:
+            logger.warning(
+                "%d of %d labels are unknown and left out of the predictions; the first: %s",
+                len(unknown),
+                len(table),
+                unknown[0],
+            )
+        return raw
+
+    def _find_names(self, raw: Sequence[Label | None], table: Table) -> dict[str, str]:
+        """Label in the files -> its name, in the data set's own order if it has one."""
+        values = table.classes.get("label") or ordered(raw)
+        names = self._settings.label_names
+        if names and len(names) != len(values):
+            raise InputError(
+                f"classification.label_names: {len(names)} names, but {table.source} has {len(values)} labels: "
+                f"{listed(values)}."
+            )
+        return dict(zip(values, names or values, strict=True))
+
+    def _examples(self, table: Table, raw: Sequence[Label | None] | None = None) -> list[Example]:
+        if not len(table):
+            raise InputError(f"{table.source}: no examples. Give a file with at least one.")
+        raw = self._raw_labels(table) if raw is None else raw
+        texts, pairs = table.columns["text"], table.columns.get("pair")
+        ids = table.columns.get("id", [None] * len(table))
+        examples = []
+        for row, (text, label) in enumerate(zip(texts, raw, strict=True)):
+            where = table.where(row)
+            pair = None if pairs is None else _text(pairs[row], where, "the second text")
+            text = _text(text, where, "the text")
+            identity = ids[row] if ids[row] is None or isinstance(ids[row], str | int) else str(ids[row])
+            examples.append(Example(text, pair, renamed(label, self.names, where), where, identity))
+        return examples
+
+    def _check_labels(self, examples: Sequence[Example], source: str) -> None:
+        """Refuse a training set whose labels are all the same."""
+        if self._problem == "multi_label":
+            if not self.names:
+                raise InputError(f"{source}: no example has a label. Give a training set with labels.")
+            return
+        if len({example.label for example in examples}) == 1:
+            raise InputError(
+                f"{source}: every example has the label {shown(examples[0].label)}. "
+                f"Give a training set with at least two{' values' if self._problem == 'regression' else ' classes'}."
+            )
+        if self._problem == "regression":
+            deviation = float(np.array([example.label for example in examples], np.float64).std())
+            if not 0.01 <= deviation <= 100:
+                logger.warning(
+                    "%s: values have a standard deviation of %.3g; the model predicts them unscaled and hardly learns. "
+                    "Scale them to about 1.",
+                    source,
+                    deviation,
+                )
+
+    def _check_settings(self, source: str) -> None:
+        """`positive` and `metric` must fit the labels."""
+        labels = list(self.names.values())
+        if self._settings.positive and self._settings.positive not in labels:
+            raise InputError(
+                f"classification.positive: {self._settings.positive!r} is not a label; known: {listed(labels)}."
+            )
+        if self._metric == "f1" and len(labels) != 2:
+            raise InputError(f"classification.metric: f1 needs two classes, {source} has {len(labels)}. Use macro_f1.")
+
+    def _balanced(self, examples: Sequence[Example], source: str) -> np.ndarray:
+        """float64 [C]: sklearn's compute_class_weight("balanced") over the classes that occur; 1 for the others."""
+        labels = list(self.names.values())
+        occurrences = Counter(example.label for example in examples)
+        counts = np.array([occurrences[label] for label in labels], np.int64)
+        absent = [label for label in labels if not occurrences[label]]
+        if absent:
+            logger.warning("%s: no example of %s", source, listed(absent))
+        return np.where(counts > 0, len(examples) / ((counts > 0).sum() * np.maximum(counts, 1)), 1.0)
+
+
+class TableSource:
+    """Tables of one config, with the columns text, pair and label.
+
+    Args:
+        quoting: how the quotes of the training set were read, if a trained model knows it.
+    """
+
+    def __init__(self, settings: ClassificationSettings, quoting: Quoting | None = None) -> None:
         self._settings = settings
-        self._quoting: tables.Quoting | None = quoting
+        self._quoting: Quoting | None = quoting
         self._glue = glue.TASKS[settings.glue] if settings.glue else None
 
     def parts(self, kind: str) -> tuple[str, ...]:
-        """Names of the sets that are to be read of `kind`, dev or test."""
+        """Names of the sets of `kind`, dev or test."""
         if self._glue:
             return self._glue.dev if kind == "dev" else self._glue.test
         return (kind,) if getattr(self._settings, kind) else ()
 
     @property
-    def quoting(self) -> tables.Quoting | None:
-        """How quotes of the training set, a .tsv, are read; None where it has none or is not read yet."""
+    def quoting(self) -> Quoting | None:
+        """How the quotes of the training set, a .tsv, are read; None if it has none or was not read yet."""
         return self._quoting
 
     @property
-    def text_column(self) -> tables.Key:
+    def text_column(self) -> Key:
         return self._glue.text if self._glue else self._settings.text_column
 
     @property
-    def pair_column(self) -> tables.Key | None:
-        """None where texts come alone."""
+    def pair_column(self) -> Key | None:
+        """None for single texts."""
         if self._glue:
             return self._glue.pair
         return None if self._settings.pair_column == "" else self._settings.pair_column
 
-    def read(self, part: str) -> tables.Table:
-        """A set that must be there, with labels."""
+    def read(self, part: str) -> Table:
+        """A labelled set that must exist."""
         table = self._read(part, labelled=True)
         if table is None:
             wanted = glue.expected_files(self._settings.glue, self._settings.glue_dir, part)
             hint = " or set dev_share" if part == "dev" else ""
-            raise InputError(f"classification.glue_dir: found no {wanted}. Download it{hint}.")
+            raise InputError(f"classification.glue_dir: no {wanted}. Download it{hint}.")
         if part == "train":
             self._quoting = self._quoting or table.quoting
         return table
 
-    def read_unlabelled(self, part: str) -> tables.Table | None:
-        """A set whose labels may be missing; None where GLUE's folder has no such file."""
+    def read_unlabelled(self, part: str) -> Table | None:
+        """A set whose labels may be missing; None if GLUE's folder has no such file."""
         return self._read(part, labelled=False)
 
-    def read_file(self, path: str, *, labelled: bool = True) -> tables.Table:
-        """Another file, or a folder written by save_to_disk (its split `dev` is named).
+    def read_file(self, path: str, *, labelled: bool = True) -> Table:
+        """Another file, or a folder written by save_to_disk (its split `dev` is read).
 
-        A file with the training file's suffix is read as that one is, any other as its own suffix says. Without
-        `labelled` the label may be missing, texts may stand under `text` and `pair`, and `.txt` has a text a line.
+        A file with the training file's suffix is read like that one, any other by its own suffix. Without `labelled`
+        the label may be missing, texts may be in columns `text` and `pair`, and `.txt` holds one text per line.
         """
         settings, place = self._settings, Path(path).expanduser()
         keys = self._keys()
         if place.is_dir():
             split = (settings.dev if settings.dataset else "") or "train"
             optional = [keys["id"]] if labelled else [keys["id"], keys["label"]]
-            table = tables.read_dataset(str(place), [*keys.values()], split=split, optional=optional)
+            table = read_dataset(str(place), [*keys.values()], split=split, optional=optional)
             return self._named(table)
         kind, layout = tables.format_of(place), self._layout(path)
         if kind and kind != tables.format_of(settings.train):
-            layout = tables.TableFormat(encoding=settings.encoding, header=settings.header)
+            layout = TableFormat(encoding=settings.encoding, header=settings.header)
         if not labelled and not kind and not layout.format:
             if plain_suffix(place) == ".txt" and "pair" not in keys:
                 return tables.read_texts(place, settings.encoding)
@@ -91,17 +334,43 @@ class TableSource:
 
     def _formless(self, path: str) -> str:
         known = "Name it .csv, .tsv, .jsonl, .json or .parquet"
-        texts = "" if self.pair_column is not None else ", or .txt for a text a line"
-        return f"{path}: its suffix says no format. {known}{texts}, or give its lines on standard input."
+        texts = "" if self.pair_column is not None else ", or .txt for one text per line"
+        return f"{path}: its suffix does not name a table format. {known}{texts}, or give its lines on standard input."
+
+    def origin(self, name: str) -> str:
+        """Where the set `name` comes from."""
+        settings = self._settings
+        if settings.glue:
+            return f"GLUE {settings.glue} in {settings.glue_dir}"
+        named = getattr(settings, name, "")
+        if name != "train" and settings.dev_share and not named:
+            return f"{settings.dev_share:.0%} of the training set, by a hash of the texts"
+        if settings.dataset:
+            where = " ".join(part for part in (settings.dataset, settings.subset) if part)
+            return f"{where}, split {named or 'train'}" + (f", {settings.revision}" if settings.revision else "")
+        return named
+
+    def hub_dataset(self, name: str) -> dict[str, str] | None:
+        """The hub's metadata of the set `name`; None for files and folders."""
+        settings = self._settings
+        if self._glue:
+            split = name.replace("dev", "validation")
+            title = f"GLUE {self._glue.title}"
+            return {"name": title, "type": "nyu-mll/glue", "config": settings.glue, "split": split}
+        if not (settings.dataset and settings.revision):
+            return None
+        split = getattr(settings, name, "") or "train"  # dev_share's dev set is of the training split
+        known = {"name": settings.dataset, "type": settings.dataset, "split": split}
+        return known | ({"config": settings.subset} if settings.subset else {}) | {"revision": settings.revision}
 
     def check_no_dev(self) -> None:
-        """Nothing is held out of a task that has an official dev set."""
+        """Refuse to hold out examples of a task that has an official dev set."""
         if self._glue and self._read(self._glue.dev[0], labelled=True) is not None:
             raise InputError(
                 f"classification.dev_share: {self._glue.title} has an official dev set. Set dev_share to 0."
             )
 
-    def _read(self, part: str, *, labelled: bool) -> tables.Table | None:
+    def _read(self, part: str, *, labelled: bool) -> Table | None:
         settings = self._settings
         if settings.glue:
             return glue.read_split(settings.glue, settings.glue_dir, part)
@@ -113,7 +382,7 @@ class TableSource:
                 tables.read_table(named, [*keys.values()], layout=self._layout(named), optional=optional)
             )
         return self._named(
-            tables.read_dataset(
+            read_dataset(
                 settings.dataset,
                 [*keys.values()],
                 subset=settings.subset,
@@ -124,8 +393,8 @@ class TableSource:
             )
         )
 
-    def _keys(self) -> dict[str, tables.Key]:
-        """Our names of the columns -> theirs. In other forms than their own, GLUE's tasks have names for all."""
+    def _keys(self) -> dict[str, Key]:
+        """Our names of the columns -> those in the files. Only GLUE's official files may use numbers."""
         settings = self._settings
         text, label = self.text_column, self._glue.label if self._glue else settings.label_column
         if self._glue:
@@ -135,20 +404,41 @@ class TableSource:
         pair = {} if self.pair_column is None else {"pair": self.pair_column}
         return {"text": text, "label": label, **pair, "id": "id"}
 
-    def _named(self, table: tables.Table) -> tables.Table:
-        """With our names of the columns, and of GLUE's labels."""
+    def _named(self, table: Table) -> Table:
+        """`table` with our names of the columns and of GLUE's labels."""
         keys = self._keys()
-        found: dict[tables.Key, list[Any]] = {
-            name: table.columns[key] for name, key in keys.items() if key in table.columns
-        }
-        if self._glue and "label" in found:
-            found["label"] = [self._glue.labels.get(str(value), value) for value in found["label"]]
+        columns: dict[Key, list[Any]] = {name: table.columns[key] for name, key in keys.items() if key in table.columns}
+        if self._glue and "label" in columns:
+            columns["label"] = [self._glue.labels.get(str(value), value) for value in columns["label"]]
         classes = table.classes.get(keys["label"], [])
-        return replace(table, columns=found, classes={"label": classes} if classes else {})
+        return replace(table, columns=columns, classes={"label": classes} if classes else {})
 
-    def _layout(self, path: str) -> tables.TableFormat:
-        """How a file is read; one may be too short to show what its quotes are, so all are as in the training set."""
+    def _layout(self, path: str) -> TableFormat:
+        """How a file is read. Quotes are read as in the training set, since a short file may not show what they are."""
         settings, quoting = self._settings, self._settings.quoting
         if quoting == "auto" and self._quoting and (settings.format or tables.format_of(path)) == "tsv":
             quoting = self._quoting
-        return tables.TableFormat(settings.format, settings.encoding, settings.delimiter, quoting, settings.header)
+        return TableFormat(settings.format, settings.encoding, settings.delimiter, quoting, settings.header)
+
+
+def _field(record: Mapping[str, Any], where: str, *names: Key | None) -> str:
+    """The text under the first of `names` that the record has."""
+    for name in names:
+        if isinstance(name, str) and name in record:
+            return _text(record[name], where, repr(name))
+    raise InputError(f"{where}: no {names[-1]!r}; it has {listed(record) or 'nothing'}.")
+
+
+def _text(value: Any, where: str, what: str) -> str:
+    if not isinstance(value, str):
+        raise InputError(f"{where}: {what} is {shown(value)}, not text. Correct or remove it.")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(
+                f"{where}: {what} has half of a surrogate pair at character {error.start} "
+                f"(\\u{ord(value[error.start]):x}). "
+                "Write the whole character."
+            ) from None
+    return value

@@ -1,10 +1,24 @@
-"""Windows over pairs of texts that show every token of both, and few of many windows."""
+"""Long texts, and pairs of them, as overlapping windows that show every token."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from finetune.datasets.text import slide
+
+def slide(lengths: np.ndarray, room: np.ndarray | int, overlap: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Cut texts into overlapping windows: (text number, begin, length), int64 [F] each.
+
+    A text of at most `room` tokens is one window (also an empty one); of a longer one, each window begins
+    `room - overlap` tokens after the one before, and the last ends where the text ends (google-research/bert
+    run_squad.py, convert_examples_to_features).
+    """
+    room = np.broadcast_to(np.asarray(room, np.int64), lengths.shape)
+    stride = np.maximum(room - overlap, 1)
+    counts = 1 + np.maximum(0, -(-(lengths - room) // stride))
+    text = np.repeat(np.arange(len(lengths)), counts)
+    number = np.arange(len(text)) - np.repeat(np.cumsum(counts) - counts, counts)
+    begin = number * stride[text]
+    return text, begin, np.minimum(room[text], lengths[text] - begin)
 
 
 def cut_pairs(
@@ -12,9 +26,9 @@ def cut_pairs(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Windows over pairs of texts of `first` and `second` tokens, int64 [N] each.
 
-    Where the shorter text takes at most half of the room it stands whole in every window, and the longer slides
-    through the rest. Where both are longer than half, each slides through a half, with half the overlap; the i-th of
-    n windows of the one stands with the window of the other that is as far along, so that n is the larger number.
+    If the shorter text takes at most half of the room, it is whole in every window, and the longer slides
+    through the rest. If both are longer than half, each slides through a half, with half the overlap; a window of one
+    is paired with the window of the other at the same relative position, so the longer one gives their number.
 
     Returns:
         (pair, begin in first, length, begin in second, length), int64 [F] each, in order of the pairs.

@@ -1,0 +1,60 @@
+"""Files of sentences with or without entities: CoNLL columns, JSON lines, Parquet, or plain texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from finetune.datasets.conll import are_tagged, read_columns
+from finetune.datasets.files import plain_suffix, read_text
+from finetune.datasets.sentence_records import json_records, of_records, of_texts, parquet_records
+from finetune.datasets.sentences import Cut, Remarks, Sentence
+from finetune.datasets.words import cut_words
+from pretrain.common.errors import InputError
+
+_LINES = (".jsonl", ".ndjson", ".json")
+
+
+def read_sentences(
+    path: Path | str,
+    remarks: Remarks,
+    *,
+    token_column: int = 0,
+    label_column: int = -1,
+    encoding: str = "utf-8",
+    labelled: bool = True,
+    texts: bool = False,
+    cut: Cut = cut_words,
+) -> list[Sentence]:
+    """The sentences of a file: .jsonl and .parquet as records, anything else as columns.
+
+    All but Parquet may be compressed (.gz, .bz2, .xz). Tags are as the file has them. Either all sentences have some
+    or none has. Where they need none (`labelled` False), a single column holds the words, whatever the columns are
+    called in other files.
+
+    Args:
+        texts: whether a .txt without a tag on every line holds a text on each, not columns.
+        cut: where the words of texts are.
+
+    Raises:
+        InputError: no such file, other bytes than `encoding` has, ragged columns, a record of another form,
+            spans that do not fit their text, no sentence at all.
+    """
+    path = Path(path).expanduser()
+    if plain_suffix(path) == ".parquet":
+        sentences = of_records(parquet_records(path), remarks, cut)
+        return _some(sentences, path)
+    # Not splitlines: U+2028 and others may be words.
+    lines = read_text(path, encoding, ", or set `encoding`, such as latin-1").split("\n")
+    if plain_suffix(path) in _LINES:
+        sentences = of_records(json_records(str(path), lines), remarks, cut)
+    elif texts and plain_suffix(path) == ".txt" and not are_tagged(lines, label_column):
+        sentences = of_texts(str(path), lines, cut)
+    else:
+        sentences = read_columns(str(path), lines, token_column, label_column, remarks, labelled=labelled)
+    return _some(sentences, path)
+
+
+def _some(sentences: list[Sentence], path: Path) -> list[Sentence]:
+    if not sentences:
+        raise InputError(f"{path}: no sentence in it. Give a file with at least one.")
+    return sentences

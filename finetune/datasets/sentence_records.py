@@ -1,0 +1,265 @@
+"""Sentences in records: JSON lines, Parquet rows, or one object or text of a user's.
+
+JSON lines hold one object per sentence. Adjacent ones with the same `document` (text or a number) form a document:
+
+    {"tokens": ["Ann", "left"], "tags": ["B-PER", "O"]}
+    {"text": "Ann left", "entities": [{"start": 0, "end": 3, "type": "PER"}]}
+
+`labels` and `ner_tags` are read as `tags`, `spans` as `entities`, and an entity's `label` as its `type`, as other tools
+write them. Tokens that are texts are the words, also in a record with `text` and `entities`; if they are objects, as in
+Prodigy's files, the words are cut from the text. Characters are Unicode code points of the text, or of the tokens joined
+by blanks. Without tags or entities a sentence is unlabelled. Parquet files have columns of the same names; class numbers
+become the names that `datasets` stored with them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finetune.datasets.sentences import Cut, Remarks, Sentence, in_documents
+from finetune.datasets.tables import read_table
+from finetune.datasets.words import cut_words
+from pretrain.common.errors import InputError
+
+_TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")
+_COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "document")  # of a Parquet file
+_SURROGATES = re.compile("[\ud800-\udfff]")
+
+
+def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut: Cut = cut_words) -> Sentence:
+    """A sentence from plain text, which `cut` cuts into words, or one JSON object, as above.
+
+    It stands alone until `in_documents` has seen its neighbours.
+
+    Raises:
+        InputError: neither text nor tokens; tags that are not as many as the tokens; an entity that does not fit
+            the text, or that overlaps another.
+    """
+    if isinstance(record, str):
+        record = {"text": record}
+    if not isinstance(record, Mapping):
+        raise InputError(f'{where}: {_shown(record)} is no object; expected {{"text": ...}} or {{"tokens": [...]}}.')
+    entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
+    text, tokens = record.get("text"), record.get("tokens")
+    if text is not None and (not tokens or _are_objects(tokens)):
+        if tokens and tags is not None and entities is None:
+            raise InputError(f"{where}: tags need tokens that are texts; give those, or entities.")
+        one, tags = _from_text(text, where, cut), None
+    elif tokens is not None:
+        if text is not None and entities is not None:
+            tags = None
+        one = _from_tokens(tokens, tags, text, where, "text" if entities is None else "tokens")
+    else:
+        raise InputError(
+            f'{where}: neither "text" nor "tokens"; it has {", ".join(map(str, list(record)[:10])) or "nothing"}.'
+        )
+    one = replace(one, name=_document_name(record, where), id=record.get("id"))
+    return one if tags is not None or entities is None else _with_spans(one, entities, where, remarks)
+
+
+def json_records(path: str, lines: list[str]) -> Iterator[tuple[str, int, Any]]:
+    for number, line in enumerate(lines, 1):
+        if not line or line.isspace():
+            continue
+        try:
+            yield path, number, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path}:{number}: not JSON ({error}). Write one object on each line.") from None
+
+
+def parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
+    table = read_table(path, _COLUMNS, optional=_COLUMNS)
+    if not table.columns.keys() & {"text", "tokens"}:
+        raise InputError(f"{path}: neither a column tokens nor text. Name them so, with tags or entities beside them.")
+    for row in range(len(table)):
+        yield table.where(row), 0, {name: cells[row] for name, cells in table.columns.items()}
+
+
+def of_records(records: Iterable[tuple[str, int, Any]], remarks: Remarks, cut: Cut) -> list[Sentence]:
+    """From (source, line or 0, record)."""
+    sentences: list[Sentence] = []
+    for source, line, record in records:
+        one = sentence(record, f"{source}:{line}" if line else source, remarks, cut)
+        sentences.append(replace(one, source=source, line=line))
+    labelled = [one.tags is not None for one in sentences]
+    if any(labelled) and not all(labelled):
+        raise InputError(
+            f"{sentences[labelled.index(False)].where()}: neither tags nor entities, as "
+            f"{sentences[labelled.index(True)].where()} "
+            f'has them. Write "entities": [] where there are none.'
+        )
+    return in_documents(sentences)
+
+
+def of_texts(path: str, lines: list[str], cut: Cut) -> list[Sentence]:
+    """A document on each line; an empty line is an empty one."""
+    numbered = enumerate(lines if lines[-1] else lines[:-1], 1)
+    return [
+        replace(_from_text(line.removesuffix("\r"), f"{path}:{number}", cut), source=path, line=number)
+        for number, line in numbered
+    ]
+
+
+def _document_name(record: Mapping[str, Any], where: str) -> str | None:
+    name = record.get("document")
+    if name is None:
+        return None
+    if not isinstance(name, str | int):
+        raise InputError(f"{where}: document is {_shown(name)}; expected text or a number.")
+    return str(name)
+
+
+def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, needless: str) -> Sentence:
+    """Words with their tags; where the `text` is given, too, they are looked for in it, from left to right."""
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise InputError(f"{where}: tokens is {_shown(tokens)}; expected a list of texts.")
+    words = [_whole(token) for token in tokens]
+    text, offsets = (None, None) if text is None else _find(words, text, where, needless)
+    if tags is None:
+        return Sentence(words, None, where, text=text, offsets=offsets)
+    if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
+        raise InputError(
+            f"{where}: tags is {_shown(tags)}; expected a list of texts such as B-PER and O. "
+            f"Write the names where there are numbers."
+        )
+    if len(tags) != len(words):
+        raise InputError(f"{where}: {len(words)} tokens and {len(tags)} tags. Give each token one tag.")
+    return Sentence(words, tags, where, text=text, offsets=offsets)
+
+
+def _find(words: list[str], text: Any, where: str, needless: str) -> tuple[str, np.ndarray]:
+    """The text, and int64 [W, 2]: where in it each word stands."""
+    if not isinstance(text, str):
+        raise InputError(f"{where}: text is {_shown(text)}; expected text.")
+    text, behind = _whole(text), 0
+    offsets = np.zeros((len(words), 2), np.int64)
+    for number, word in enumerate(words):
+        begin = text.find(word, behind)
+        if begin < 0:
+            raise InputError(
+                f"{where}: token {number}, {_shown(word)}, is not in the text from character {behind} on. Leave out "
+                f'"{needless}", or give the tokens as they stand in the text.'
+            )
+        behind = begin + len(word)
+        offsets[number] = begin, behind
+    return text, offsets
+
+
+def _from_text(text: Any, where: str, cut: Cut) -> Sentence:
+    if not isinstance(text, str):
+        raise InputError(f"{where}: text is {_shown(text)}; expected text.")
+    text = _whole(text)
+    offsets = cut(text)
+    words = [text[begin:end] for begin, end in offsets.tolist()]
+    return Sentence(words, None, where, text=text, offsets=offsets, from_text=True)
+
+
+def _with_spans(one: Sentence, entities: Any, where: str, remarks: Remarks) -> Sentence:
+    text, offsets = one.characters()
+    spans = _spans(entities, text, where)
+    if one.text is None:
+        _check_edges(spans, offsets, where)
+    tags = _tags_of(spans, text, offsets, where, remarks)
+    return replace(one, tags=tags, from_spans=True)
+
+
+def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
+    """(first character, the one behind the last, type), in order; they fit the text and do not overlap."""
+    if not isinstance(entities, list):
+        raise InputError(f"{where}: entities is {_shown(entities)}; expected a list.")
+    spans = []
+    for number, entity in enumerate(entities):
+        name = f"{where}: entity {number}"
+        form = '{"start": 0, "end": 3, "type": "PER"}'
+        if not isinstance(entity, Mapping):
+            raise InputError(f"{name} is {_shown(entity)}; expected {form}.")
+        kind = entity.get("type", entity.get("label"))
+        begin, end = entity.get("start"), entity.get("end")
+        if not isinstance(kind, str) or not kind or type(begin) is not int or type(end) is not int:
+            raise InputError(f"{name} is {_shown(entity)}; expected {form}.")
+        if not 0 <= begin < end <= len(text):
+            raise InputError(
+                f"{name} is from {begin} to {end}, and the text has {len(text)} characters. Count Unicode "
+                f"characters from 0; `end` is the one behind the last."
+            )
+        said = entity.get("text")
+        if isinstance(said, str) and _whole(said) != text[begin:end]:
+            raise InputError(
+                f"{name} is {_shown(said)}, but {begin} to {end} of the text is {_shown(text[begin:end])}. "
+                f"Count Unicode characters from 0, not bytes; `end` is the one behind the last."
+            )
+        spans.append((begin, end, kind))
+    spans.sort()
+    for (begin, end, kind), (other_begin, other_end, other) in itertools.pairwise(spans):
+        if other_begin < end:
+            raise InputError(
+                f"{where}: entities {kind} from {begin} to {end} and {other} from {other_begin} to {other_end} "
+                f"overlap. A word can have one tag: keep one of them."
+            )
+    return spans
+
+
+def _check_edges(spans: list[tuple[int, int, str]], offsets: np.ndarray, where: str) -> None:
+    """Without a text, numbers that do not fall between tokens are likely those of tokens."""
+    begins, ends = set(offsets[:, 0].tolist()), set(offsets[:, 1].tolist())
+    for begin, end, kind in spans:
+        if begin not in begins or end not in ends:
+            raise InputError(
+                f"{where}: the entity {kind} from {begin} to {end} does not begin and end with a token. Count "
+                "characters "
+                f"of the tokens joined by blanks, not tokens; or give tags."
+            )
+
+
+def _tags_of(
+    spans: list[tuple[int, int, str]], text: str, offsets: np.ndarray, where: str, remarks: Remarks
+) -> list[str]:
+    """IOB2 tags of the words at `offsets`. A word is in the entity that has the first of its characters in any."""
+    tags = ["O"] * len(offsets)
+    begins, ends = offsets[:, 0], offsets[:, 1]
+    taken = 0
+    for begin, end, kind in spans:
+        first = int(np.searchsorted(ends, begin, "right"))
+        behind = int(np.searchsorted(begins, end, "left"))
+        if first >= behind:
+            raise InputError(
+                f"{where}: the entity {kind} from {begin} to {end} is {_shown(text[begin:end])}, which has no word in "
+                "it."
+            )
+        if begins[first] < begin or ends[behind - 1] > end:
+            remarks.add(
+                f"the entity {_shown(text[begin:end])} begins or ends inside of a word; such entities count as the "
+                f"whole words they touch",
+                where,
+            )
+        first = max(first, taken)
+        for word in range(first, behind):
+            tags[word] = f"I-{kind}" if word > first else f"B-{kind}"
+        taken = behind
+    return tags
+
+
+def _whole(text: str) -> str:
+    """JSON may escape half a character ("\\ud83d"), which no encoding can write; as long as before."""
+    return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
+
+
+def _first_of(record: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((record[name] for name in names if record.get(name) is not None), None)
+
+
+def _are_objects(tokens: Any) -> bool:
+    return isinstance(tokens, list) and bool(tokens) and all(isinstance(one, Mapping) for one in tokens)
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    return text if len(text) <= 60 else f"{text[:57]}..."

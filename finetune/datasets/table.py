@@ -1,0 +1,87 @@
+"""Labelled rows as columns: the table, and how it is requested."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from pretrain.common.errors import InputError
+
+Key = str | int
+"""A column's name, or its number from 0."""
+
+Format = Literal["", "csv", "tsv", "jsonl", "json", "parquet", "lines"]
+"""lines: a label, a blank, and the text up to the line's end, as in TREC; columns `label` and `text`."""
+
+Quoting = Literal["standard", "none"]
+"""standard: RFC 4180; none: quotes are ordinary characters."""
+
+
+@dataclass(frozen=True)
+class TableFormat:
+    """How to read a file; empty values follow from its suffix."""
+
+    format: Format = ""
+    encoding: str = "utf-8"  # a byte order mark of UTF-8 is skipped
+    delimiter: str = ""  # one character; "" is a comma, in .tsv a tab
+    quoting: Literal["auto"] | Quoting = "auto"  # auto: standard, in .tsv as detected
+    header: bool = True
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of N cells: text from text files, other formats' own types otherwise. A missing cell is None."""
+
+    columns: dict[Key, list[Any]]  # the requested ones; optional ones if they exist
+    source: str  # the file or data set, for messages
+    places: Sequence[int]  # [N], line or row number of each, from 1
+    place: str  # separator of source and place: ":" before a line
+    classes: dict[Key, list[str]] = field(default_factory=dict)  # names of the classes that a data set defines
+    quoting: Quoting | None = None  # how the quotes of a .tsv were read, if it has any
+
+    def __len__(self) -> int:
+        return len(self.places)
+
+    def where(self, row: int) -> str:
+        """File and line (or row) of a row, for messages."""
+        return f"{self.source}{self.place}{self.places[row]}"
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The requested columns, and other names that they may have."""
+
+    columns: Sequence[Key]
+    optional: Collection[Key] = ()
+    aliases: Mapping[Key, str] = field(default_factory=dict)
+
+    def among(self, names: Sequence[Any], source: str) -> dict[Key, str]:
+        """Column -> its name among `names`, without missing optional ones."""
+        present: dict[Key, str] = {}
+        for column in self.columns:
+            if (name := self.name(column, names)) is not None:
+                present[column] = str(name)
+            elif column not in self.optional:
+                raise InputError(f"{source}: no column {column!r}; it has {listed(names)}.")
+        return present
+
+    def name(self, column: Key, names: Collection[Any]) -> Key | None:
+        """The name of the column among `names`; None if it is missing."""
+        if column in names:
+            return column
+        alias = self.aliases.get(column)
+        return alias if alias in names else None
+
+
+def listed(names: Collection[Any]) -> str:
+    """Names for a message, at most 20."""
+    shown = [str(name)[:40] for name in names]
+    return ", ".join(shown[:20]) + (", ..." if len(shown) > 20 else "")
+
+
+def shown(value: Any) -> str:
+    """A value as JSON for a message, at most 60 characters."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,79 @@
+"""Grids of settings: the axes of a sweep, and the points on them."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from finetune.config import GRIDS
+from pretrain.common.errors import InputError
+
+_NO_AXES = ("seed", "name", "run_dir", "scheduling", "tracking")  # different in every run, or common to all
+
+Grid = Mapping[str, Sequence[str]]
+"""A setting's dotted name -> its values as YAML writes them."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One choice of settings in a sweep, as dotted name -> value as YAML writes it."""
+
+    settings: Mapping[str, str]
+
+    @property
+    def label(self) -> str:
+        return ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in self.settings.items())
+
+    @property
+    def folder(self) -> str:
+        """Name of its folder, the same in every sweep over these settings."""
+        parts = (f"{name.rpartition('.')[2]}-{value}" for name, value in self.settings.items())
+        return _plain("-".join(parts), keep=".")
+
+    @property
+    def name(self) -> str:
+        return _plain("-".join(self.settings.values()))
+
+    @property
+    def overrides(self) -> list[str]:
+        return [f"{name}={value}" for name, value in self.settings.items()]
+
+
+def parse_grid(name: str, given: Sequence[str]) -> dict[str, list[str]]:
+    """The grid of this name (empty for none); axes "key=value,value" replace or extend its own."""
+    grid = {key: [f"{value:g}" for value in values] for key, values in GRIDS[name].items()} if name else {}
+    for text in given:
+        key, equals, written = text.partition("=")
+        values = [value.strip() for value in _split(written)]
+        if not equals or not key.strip() or not all(values):
+            raise InputError(
+                f"--grid-set {text}: expected key=value,value, for example training.learning_rate=1e-5,3e-5."
+            )
+        if key.strip().partition(".")[0] in _NO_AXES:
+            instead = " Use --seeds N." if key.strip() == "seed" else " Use --set, for all runs."
+            raise InputError(f"--grid-set {text}: is not a setting to compare by.{instead}")
+        grid[key.strip()] = list(dict.fromkeys(values))
+    return grid
+
+
+def expand(grid: Grid) -> list[Point]:
+    """Every combination, the last setting changing fastest."""
+    return [Point(dict(zip(grid, values, strict=True))) for values in itertools.product(*grid.values())]
+
+
+def _split(text: str) -> list[str]:
+    """The parts between commas outside of brackets."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
+
+
+def _plain(text: str, keep: str = "") -> str:
+    return re.sub(rf"[^a-z0-9{re.escape(keep)}]+", "-", text.lower()).strip("-.")

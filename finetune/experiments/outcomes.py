@@ -1,0 +1,103 @@
+"""Trials and what they came to: one fine-tuning among several, its outcome, statistics over outcomes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from finetune.config import FinetuneConfig
+from pretrain.common.errors import MachineError, RunError
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One fine-tuning among several."""
+
+    label: str
+    config: FinetuneConfig
+    steps: int
+    test_sets: bool = True  # whether to predict the test sets at the end, and score labelled ones
+
+    @property
+    def examples(self) -> int:
+        """Examples it sees over all epochs; the remaining time is estimated from these."""
+        return self.steps * self.config.training.examples_per_step
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a trial: scores, or the error."""
+
+    metric: str = ""  # the score that chooses the checkpoint
+    scores: dict[str, dict[str, float]] = field(default_factory=dict)  # set -> score -> fraction of 1
+    error: RunError | None = None
+    chosen_on: str = ""  # the set whose score chose the checkpoint; only it may compare trials
+    degenerate: str = ""  # why a finished run counts as failed, see `trials.degenerate`
+    data: str = ""  # digest of the training data and of all scored data
+    test_sets_scored: bool = True  # whether `data` covers labelled test sets
+
+    @property
+    def score(self) -> float | None:
+        """`metric` on the set that chose the checkpoint; None for a failed run, or without a dev set."""
+        return self.scores.get(self.chosen_on, {}).get(self.metric)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Statistics of a score over runs; `deviation` is the sample's (n - 1), None for a single run."""
+
+    runs: int
+    mean: float
+    deviation: float | None
+    least: float
+    most: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        if not values:
+            return None
+        deviation = statistics.stdev(values) if len(values) > 1 else None
+        return cls(len(values), statistics.fmean(values), deviation, min(values), max(values))
+
+
+def spreads(outcomes: Iterable[Outcome | None]) -> dict[str, dict[str, Spread]]:
+    """set -> score -> statistics over the outcomes that have it."""
+    values: dict[str, dict[str, list[float]]] = {}
+    for outcome in outcomes:
+        for part, scores in (outcome.scores if outcome else {}).items():
+            for name, value in scores.items():
+                if math.isfinite(value):
+                    values.setdefault(part, {}).setdefault(name, []).append(value)
+    return {
+        part: {name: spread for name, those in scores.items() if (spread := Spread.of(those))}
+        for part, scores in values.items()
+    }
+
+
+def failure(outcomes: Sequence[Outcome | None]) -> RunError | None:
+    """The error of a command some of whose runs failed: of their common class, else `MachineError`."""
+    errors = [outcome.error for outcome in outcomes if outcome and outcome.error]
+    if not errors:
+        return None
+    kinds = {type(error) for error in errors}
+    kind = kinds.pop() if len(kinds) == 1 else MachineError
+    number = f"{len(errors)} of {len(outcomes)} runs" if len(outcomes) > 1 else "the run"
+    return kind(
+        f"{number} failed; the reasons are above. The same command runs them again, except those that diverged."
+    )
+
+
+def as_data(trial: Trial, outcome: Outcome | None) -> dict[str, Any]:
+    """A run's entry in summary.json."""
+    return {
+        "label": trial.label,
+        "folder": str(trial.config.folder),
+        "seed": trial.config.seed,
+        "scores": outcome.scores if outcome else {},
+        "degenerate": (outcome.degenerate if outcome else "") or None,
+        "error": " ".join(str(outcome.error).split()) if outcome and outcome.error else None,
+        "over": outcome is not None,
+    }

@@ -1,0 +1,81 @@
+"""The section `entities` of a config."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from finetune.datasets.files import is_encoding
+from pretrain.common.settings import LocalPath, Section
+
+_FORM = (
+    ".jsonl and .parquet hold records (tokens and tags, or text and entities); any other file holds CoNLL columns. "
+    "May be compressed (.gz, .bz2, .xz)."
+)
+
+
+class EntitiesSettings(Section):
+    """Named entities from CoNLL columns or JSON lines."""
+
+    train: LocalPath = Field(default="", description=f"Training file. {_FORM}")
+    dev: LocalPath = Field(default="", description="Labelled file that chooses the checkpoint; empty for none.")
+    test: LocalPath = Field(
+        default="", description="File to predict at the end, labelled or not; empty for none. It chooses nothing."
+    )
+    token_column: int = Field(
+        default=0, description="Column of the words, counted from 0; negative numbers count from the last."
+    )
+    label_column: int = Field(
+        default=-1, description="Column of the tags, counted likewise; a test file of one column has no labels."
+    )
+    scheme: Literal["auto", "iob1", "iob2", "bioes"] = Field(
+        default="auto",
+        description="Tagging scheme of the files (bioes includes BILOU); auto detects it in the training file.",
+    )
+    encoding: str = Field(default="utf-8", description="Encoding of the files, such as utf-8 or latin-1.")
+    labels: tuple[str, ...] = Field(
+        default=(), description="Entity types, such as PER; empty takes those of the training file."
+    )
+    document_context: bool | int = Field(
+        default=False,
+        description="Show the model adjacent sentences of the same document. true fills the window (BERT "
+        "paper); a number is tokens on each side (FLERT: 64). In columns, documents end at -DOCSTART- or `# newdoc`; "
+        "without these, the file is one document. In records, adjacent ones with the same `document` form one. Each "
+        "sentence still has a window of its own, so this costs time.",
+    )
+    overlap: int = Field(
+        default=64,
+        ge=0,
+        description="Tokens of context on each side where a sentence longer than the window is cut; at most a "
+        "quarter of the window.",
+    )
+    metric: Literal["f1", "macro_f1", "strict_f1", "accuracy"] = Field(
+        default="f1",
+        description="Score that chooses the checkpoint: f1 over entities (conlleval, seqeval), macro_f1 (its mean over "
+        "types), strict_f1 (seqeval's strict mode), or accuracy (fraction of correct tags).",
+    )
+
+    @field_validator("document_context")
+    @classmethod
+    def _check_context(cls, value: bool | int) -> bool | int:
+        if value < 0:
+            raise ValueError(f"{value} tokens of context; expected true, false or a number of at least 0")
+        return value
+
+    @field_validator("encoding")
+    @classmethod
+    def _check_encoding(cls, value: str) -> str:
+        if not is_encoding(value):
+            raise ValueError(f"{value!r} is not an encoding that Python knows; utf-8 is the usual one")
+        return value
+
+    @field_validator("labels")
+    @classmethod
+    def _check_labels(cls, value: tuple[str, ...]) -> tuple[str, ...]:
+        for name in value:
+            # B-cell may be a type; with I-cell beside it, it is a tag.
+            is_tag = name == "O" or (name.startswith("B-") and f"I-{name[2:]}" in value)
+            if is_tag or not name or value.count(name) > 1:
+                raise ValueError(f"{name!r}; expected types without prefixes, each once, such as [PER, LOC]")
+        return value

@@ -1,0 +1,191 @@
+"""Where sentences come from: files whose tags, of any scheme, become IOB2 over the known types."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
+from typing import Any, cast
+
+import numpy as np
+
+from finetune.datasets.sentence_files import read_sentences
+from finetune.datasets.sentences import Cut, Remarks, Sentence
+from finetune.datasets.word_cuts import WordCuts
+from finetune.datasets.words import cut_words
+from finetune.metrics import entities as metrics
+from finetune.tasks.entities.settings import EntitiesSettings
+from pretrain.common.errors import InputError
+
+logger = logging.getLogger(__name__)
+
+_BILOU = str.maketrans("LU", "ES")
+
+
+class SentenceSource:
+    """Sentences of one config. The training file defines types, scheme and how words are cut.
+
+    Args:
+        state: what `state()` of a trained model returned.
+
+    Attributes:
+        types: entity types in the order of the labels; () until they are known.
+        remarks: what was odd in the files without being wrong, as logged.
+    """
+
+    def __init__(self, settings: EntitiesSettings, state: Mapping[str, Any] | None = None) -> None:
+        self._settings = settings
+        self.types: tuple[str, ...] = tuple(state["types"]) if state else settings.labels
+        self.remarks: list[str] = []
+        self._scheme: metrics.Scheme | None = settings.scheme if settings.scheme != "auto" else None
+        self._cuts: WordCuts | None = None
+        if state and self._scheme is None:
+            self._scheme = state["scheme"]
+        if state and "word_cuts" in state:  # older models do not have it
+            self._cuts = WordCuts.from_state(state["word_cuts"])
+        self._is_trained = state is not None
+
+    @property
+    def cut(self) -> Cut:
+        """Finds the words of a text as the training set has them."""
+        return self._cuts or cut_words
+
+    def state(self) -> dict[str, Any]:
+        """{"types": in the order of the labels, "scheme": of the files, "word_cuts": of `WordCuts`}."""
+        cuts = {"word_cuts": self._cuts.state()} if self._cuts else {}
+        return {"types": list(self.types), "scheme": self._scheme or "iob2", **cuts}
+
+    def read_train(self) -> list[Sentence]:
+        """The training set; types, scheme and cuts are known from now on."""
+        if not self._settings.train:
+            raise InputError("train: empty. Name the file with the labelled training sentences.")
+        sentences = self._read(self._settings.train, labelled=True, is_train=True)
+        self._cuts = WordCuts.learn(chain.from_iterable(one.words for one in sentences))
+        self._is_trained = True
+        return sentences
+
+    def read(self, path: str, *, labelled: bool, texts: bool = False) -> list[Sentence]:
+        """Another file; `texts`: a .txt may hold one text per line."""
+        if not self._is_trained:
+            self.read_train()
+        return self._read(path, labelled=labelled, texts=texts)
+
+    def _read(self, path: str, *, labelled: bool, is_train: bool = False, texts: bool = False) -> list[Sentence]:
+        remarks, settings = Remarks(), self._settings
+        sentences = read_sentences(
+            path,
+            remarks,
+            token_column=settings.token_column,
+            label_column=settings.label_column,
+            encoding=settings.encoding,
+            labelled=labelled,
+            texts=texts,
+            cut=cut_words if is_train else self.cut,
+        )
+        if settings.document_context:
+            _check_documents(sentences, remarks)
+        if sentences[0].tags is not None:
+            sentences = self._with_iob2(sentences, remarks, is_train=is_train)
+        elif labelled:
+            raise InputError(
+                f'{sentences[0].where()}: no labels. Give columns of words and tags, or records with "tags" or '
+                f'"entities" ([] if there are none).'
+            )
+        for line in remarks.lines():
+            self.remarks.append(line)
+            logger.warning(line)
+        return sentences
+
+    def _with_iob2(self, sentences: list[Sentence], remarks: Remarks, *, is_train: bool) -> list[Sentence]:
+        """`sentences` with IOB2 tags in place of those of the files' scheme."""
+        tags = _read_tags(sentences)
+        scheme = self._scheme_of(sentences, tags, is_train=is_train)
+        if is_train:
+            self._learn_types(sentences, tags)
+        self._check_types(sentences, tags)
+        _check_scheme(sentences, tags, scheme, remarks)
+        prefixes = metrics.write(metrics.find(tags), tags.starts, "iob2")
+        names = np.array([[f"{prefix}-{name}" for name in tags.names] + ["O"] for prefix in "OBI"], object)
+        written = names[prefixes, np.where(prefixes == metrics.OUTSIDE, -1, tags.types)].tolist()
+        bounds = zip(tags.starts[:-1].tolist(), tags.starts[1:].tolist(), strict=True)
+        return [replace(one, tags=written[first:end]) for one, (first, end) in zip(sentences, bounds, strict=True)]
+
+    def _scheme_of(self, sentences: list[Sentence], tags: metrics.Tagged, *, is_train: bool) -> metrics.Scheme:
+        scheme = "iob2" if all(one.from_spans for one in sentences) else self._scheme
+        # A file may use another scheme than the training file: conlleval reads the same entities off both.
+        differs = self._settings.scheme == "auto" and scheme != "bioes" and metrics.has_ends(tags)
+        if scheme is None or differs:
+            scheme = metrics.detect(tags)
+            if is_train:
+                self._scheme = scheme
+        return scheme
+
+    def _learn_types(self, sentences: list[Sentence], tags: metrics.Tagged) -> None:
+        if not tags.names:
+            raise InputError(
+                f"{sentences[0].source}: no entity in {len(sentences)} sentences, only O: nothing to learn. Check "
+                f"label_column ({self._settings.label_column})."
+            )
+        if not self.types:
+            self.types = tuple(sorted(tags.names))
+
+    def _check_types(self, sentences: list[Sentence], tags: metrics.Tagged) -> None:
+        unknown = np.array([name not in self.types for name in tags.names] + [False])
+        if not unknown.any():
+            return
+        word = int(np.flatnonzero(unknown[tags.types])[0])
+        raise InputError(
+            f"{_place(sentences, tags, word)}: the type {tags.names[tags.types[word]]!r} is not among those "
+            f"{'set in labels' if self._settings.labels else 'of the training set'} ({', '.join(self.types)}). "
+            f"Correct it, or train with `labels` set to all types."
+        )
+
+
+def _read_tags(sentences: list[Sentence]) -> metrics.Tagged:
+    """The tags of all sentences; BILOU's L and U become E and S."""
+    known = {tag: tag[:1].translate(_BILOU) + tag[1:] for one in sentences for tag in cast(Sequence[str], one.tags)}
+    _check_tags(sentences, set(known))
+    return metrics.tagged([[known[tag] for tag in cast(Sequence[str], one.tags)] for one in sentences])
+
+
+def _check_tags(sentences: list[Sentence], distinct: set[str]) -> None:
+    wrong = {tag for tag in distinct if tag != "O" and not (tag[:1] in "BIESLU" and tag[1:2] == "-" and tag[2:])}
+    if not wrong:
+        return
+    for one in sentences:
+        for number, tag in enumerate(cast(Sequence[str], one.tags)):
+            if tag in wrong:
+                raise InputError(
+                    f"{one.where(number)}: {tag!r} is not a tag; expected O, or a prefix and a type such as B-PER. "
+                    f"Check label_column."
+                )
+
+
+def _check_scheme(sentences: list[Sentence], tags: metrics.Tagged, scheme: metrics.Scheme, remarks: Remarks) -> None:
+    if scheme != "bioes" and metrics.has_ends(tags):
+        where = _place(sentences, tags, int(np.flatnonzero(tags.prefixes > metrics.INSIDE)[0]))
+        raise InputError(f"{where}: a tag of bioes, but the scheme is {scheme}. Set `scheme: bioes` or auto.")
+    slips = metrics.slips(tags, scheme)
+    if len(slips):
+        where = _place(sentences, tags, int(slips[0]))
+        remarks.add(f"a tag that does not follow {scheme}; it is read as conlleval reads it", where, len(slips))
+
+
+def _check_documents(sentences: list[Sentence], remarks: Remarks) -> None:
+    """Report documents that are interrupted by others."""
+    seen: set[str] = set()
+    for one in sentences:
+        if one.place == 0 and one.name is not None:
+            if one.name in seen:
+                remarks.add(
+                    f"document {one.name!r} continues after another one; its parts are not context for each other",
+                    one.where(),
+                )
+            seen.add(one.name)
+
+
+def _place(sentences: list[Sentence], tags: metrics.Tagged, word: int) -> str:
+    """File and line of a word, counted over all sentences."""
+    number = int(np.searchsorted(tags.starts, word, "right")) - 1
+    return sentences[number].where(word - int(tags.starts[number]))

@@ -1,0 +1,358 @@
+"""Logits to answers, their official scores, and the files that SQuAD's scripts read."""
+
+from __future__ import annotations
+
+import json
+import math
+import unicodedata
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from finetune.datasets.arrays import ragged
+from finetune.datasets.squad import Question
+from finetune.metrics.squad import Golds, best_threshold, score_v1, score_v2, squad_v1, squad_v2
+from finetune.tasks.base import Windows
+from pretrain.common.errors import InputError
+
+_CELLS = 1 << 22  # largest table that decoding makes: 32 MiB of float64
+# Groups of answers by their number of words: the upper bound of each, and its name.
+_WORDS = {0: "0", 1: "1", 2: "2", 4: "3 to 4", 8: "5 to 8", 16: "9 to 16", math.inf: "17 and more"}
+
+Predictions = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class AnswerDecoder:
+    """How answers are chosen among the logits, and scored."""
+
+    n_best: int  # starts and ends to combine in each window, and answers to list
+    max_answer_tokens: int
+    unanswerable: bool  # whether a question may have no answer (SQuAD v2.0)
+    threshold: float  # no answer if its score exceeds the best answer's by more
+
+    def predictions(self, examples: Sequence[Question], windows: Windows, logits: np.ndarray) -> list[dict[str, Any]]:
+        """One prediction per question, as `Questions.decode` describes it, from logits float32 [R, 2]."""
+        spans = _spans(windows, logits, self.n_best, self.max_answer_tokens)
+        texts = _Texts(examples, windows, spans)
+        first_F = np.searchsorted(windows.examples, np.arange(len(examples)))
+        cls = logits[windows.starts[:-1]].astype(np.float64).sum(1)
+        null_N = np.minimum.reduceat(cls, first_F) if len(examples) else cls
+        counts = np.bincount(windows.examples, minlength=len(examples))
+        return [
+            self._prediction(question, texts.best(number, self.n_best), float(null), int(count))
+            for number, (question, null, count) in enumerate(zip(examples, null_N, counts, strict=True))
+        ]
+
+    def _prediction(self, question: Question, entries: list[_Entry], null: float, windows: int) -> dict[str, Any]:
+        # Without any candidate, one with logits of 0 (run_squad.py, "nonce prediction").
+        best = entries[0] if entries else _Entry("", 0, 0, 0.0)
+        nothing = _Entry("", 0, 0, null)
+        no_answer = null - best.score if self.unanswerable else 0.0
+        if self.unanswerable or not entries:
+            before = sum(entry.score >= null for entry in entries)
+            entries = [*entries[:before], nothing, *entries[before:]]
+            n = max(self.n_best, 2)  # no answer, and the best one at least
+            entries = entries[:n] if before < n else [*entries[:n], nothing]
+        probabilities = _softmax([entry.score for entry in entries])
+        answer = nothing if not best.text or self._is_nothing(no_answer) else best
+        return {
+            "id": question.id,
+            "answer": answer.text,
+            "start": answer.start,
+            "end": answer.end,
+            "score": next(p for entry, p in zip(entries, probabilities, strict=True) if entry.text == answer.text),
+            "no_answer_score": no_answer,
+            "best_non_empty": best.text,
+            "nbest": [
+                {"text": entry.text, "start": entry.start, "end": entry.end, "probability": probability}
+                for entry, probability in zip(entries, probabilities, strict=True)
+            ],
+            "windows": windows,
+        }
+
+    def scorer_files(self, predictions: Predictions) -> dict[str, str]:
+        """{id: answer}, and for SQuAD v2.0 also {id: probability of no answer}, each as JSON."""
+        files = {".answers.json": _json(self._answers(predictions))}
+        if self.unanswerable:
+            files[".no-answer.json"] = _json(
+                {one["id"]: _logistic(float(one["no_answer_score"])) for one in predictions}
+            )
+        return files
+
+    def best_threshold(self, examples: Sequence[Question], predictions: Predictions, metric: str) -> float:
+        """The threshold with the best `metric`, f1 or exact."""
+        golds, by_id = _golds(examples), {one["id"]: one for one in predictions}
+        best = {question: one["best_non_empty"] for question, one in by_id.items()}
+        column = 0 if metric == "exact" else 1
+        scores = {q: score_v2(texts, best[q])[column] for q, texts in golds.items() if q in best}
+        no_answer = {question: float(one["no_answer_score"]) for question, one in by_id.items()}
+        highest, threshold = best_threshold(golds, best, scores, no_answer)
+        if highest > sum(not texts for texts in golds.values()) / len(scores):
+            return threshold
+        # Answering nothing at all is best. The script then returns 0; our scores are logits and may be below it.
+        return min(0.0, math.nextafter(min(no_answer.values()), -math.inf))
+
+    def score(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, float]:
+        """evaluate-v1.1.py's exact_match and f1, or what evaluate-v2.0.py reports.
+
+        exact, f1, HasAns_ and NoAns_ use the current threshold. best_ are the best scores that any threshold gives,
+        and best_*_thresh those thresholds.
+
+        Raises:
+            InputError: no example has a prediction.
+        """
+        golds, answers = _golds(examples), self._answers(predictions)
+        if not any(question in answers for question in golds):
+            raise InputError(
+                "predictions: none of the questions has one. Give predictions with the ids of the questions."
+            )
+        if not self.unanswerable:
+            return squad_v1(golds, answers)
+        best = {one["id"]: one["best_non_empty"] for one in predictions}
+        no_answer = {one["id"]: float(one["no_answer_score"]) for one in predictions}
+        thresholds = squad_v2(golds, best, no_answer)
+        return squad_v2(golds, answers) | {k: v for k, v in thresholds.items() if k.startswith("best_")}
+
+    def details(self, examples: Sequence[Question], predictions: Predictions) -> dict[str, Any]:
+        """{"answerable" | "answer_words" | "windows": {group: {"exact", "f1", "total"}}, "threshold"}.
+
+        answer_words: number of words of the shortest gold answer; "0" if there is none.
+        """
+        answers = self._answers(predictions)
+        windows = {one["id"]: int(one["windows"]) for one in predictions}
+        one_score = score_v2 if self.unanswerable else score_v1
+        by_kind, by_words, by_windows = _Groups(), _Groups(), _Groups()
+        for question, texts in _golds(examples).items():
+            if question in answers:
+                score = one_score(texts, answers[question])
+                by_kind["HasAns" if texts else "NoAns"].append(score)
+                by_words[_most_words(texts)].append(score)
+                by_windows[windows[question]].append(score)
+        return {
+            "answerable": _table(by_kind),
+            "answer_words": {_WORDS[most]: scores for most, scores in _table(by_words).items()},
+            "windows": {str(count): scores for count, scores in _table(by_windows).items()},
+            "threshold": self.threshold if self.unanswerable else None,
+        }
+
+    def _answers(self, predictions: Predictions) -> dict[str, str]:
+        """The answers by question at the current threshold."""
+        return {
+            one["id"]: "" if self._is_nothing(float(one["no_answer_score"])) else one["best_non_empty"]
+            for one in predictions
+        }
+
+    def _is_nothing(self, no_answer_score: float) -> bool:
+        return self.unanswerable and no_answer_score > self.threshold
+
+
+# ---------------------------------------------------------------- spans
+
+
+@dataclass(frozen=True)
+class _Spans:
+    """S candidate answers, grouped by example, the best first."""
+
+    examples: np.ndarray  # int64 [S], ascending
+    first: np.ndarray  # int64 [S], rows of windows.extra["offsets"]
+    last: np.ndarray  # int64 [S]
+    scores: np.ndarray  # float64 [S], start logit plus end logit
+
+
+def _spans(windows: Windows, logits: np.ndarray, n_best: int, max_tokens: int) -> _Spans:
+    """Answers of at most `max_tokens` tokens, combined from the `n_best` starts and ends of each window.
+
+    If these give an example no answer, all its starts and ends are combined.
+    """
+    length_F = windows.extra["context_length"]
+    starting_T = _has_most_context(windows.examples, windows.extra["context_token"], length_F)
+    widest = max(1, int(length_F.max(initial=0)))
+    parts = [(np.zeros(0, np.int64),) * 3 + (np.zeros(0),)]
+    parts += _combined(windows, logits, np.arange(len(windows)), starting_T, min(n_best, widest), max_tokens)
+    answered = np.concatenate([part[0] for part in parts])
+    silent = np.flatnonzero((length_F > 0) & ~np.isin(windows.examples, answered))
+    parts += _combined(windows, logits, silent, starting_T, widest, max_tokens)
+    examples, first, last, scores = (np.concatenate(column) for column in zip(*parts, strict=True))
+    order = np.lexsort((-scores, examples))  # stable: of equals, the earlier window and the better start
+    return _Spans(examples[order], first[order], last[order], scores[order])
+
+
+def _combined(
+    windows: Windows, logits: np.ndarray, chosen: np.ndarray, starting_T: np.ndarray, n: int, max_tokens: int
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]]:
+    """(examples, first, last, scores) as in `_Spans`, of the windows `chosen`, unordered.
+
+    starting_T: bool, whether an answer may start here, for the context tokens of all windows end to end.
+    """
+    length_F = windows.extra["context_length"]
+    open_F = np.cumsum(length_F) - length_F
+    starting_T = np.append(starting_T, False)  # an entry to index even if no context has a token
+    at = np.arange(max(1, int(length_F.max(initial=0))))
+    step = max(1, _CELLS // max(len(at), n * n))
+    for low in range(0, len(chosen), step):
+        window = chosen[low : low + step]
+        inside = at < length_F[window, None]
+        may_start = inside & starting_T[np.where(inside, open_F[window, None] + at, 0)]
+        row = np.where(inside, windows.extra["context_row"][window, None] + at, 0)
+        starts, ends = (
+            np.where(mask, logits[row, column].astype(np.float64), -np.inf)
+            for column, mask in enumerate((may_start, inside))
+        )
+        # Of equal logits the earlier token wins, as in run_squad.py.
+        start, end = (np.argsort(-scores, axis=1, kind="stable")[:, :n] for scores in (starts, ends))
+        left, right = np.take_along_axis(starts, start, 1), np.take_along_axis(ends, end, 1)
+        total = left[:, :, None] + right[:, None, :]
+        tokens = end[:, None, :] - start[:, :, None] + 1
+        number, i, j = np.nonzero((tokens >= 1) & (tokens <= max_tokens) & np.isfinite(total))
+        base = windows.extra["context_token"][window[number]]
+        yield (
+            windows.examples[window[number]],
+            base + start[number, i],
+            base + end[number, j],
+            total[number, i, j],
+        )
+
+
+def _has_most_context(examples: np.ndarray, tokens: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """bool [sum of lengths]: whether this window shows a token with the most context of all windows.
+
+    As _check_is_max_context of run_squad.py: the context of a token is the smaller of its two sides; of equal windows
+    the first wins. The script adds a hundredth of the window's length, which makes no difference: only the last
+    window is shorter.
+    """
+    total = int(lengths.sum())
+    owned = np.ones(total, bool)
+    several = np.bincount(examples)[examples] > 1 if len(examples) else np.zeros(0, bool)
+    if not several.any():
+        return owned
+    window = np.flatnonzero(several)
+    length = lengths[window]
+    place = ragged(np.zeros(len(window), np.int64), length)
+    context = np.minimum(place, np.repeat(length, length) - 1 - place)
+    # Number the tokens of each example: its first window starts where its context does.
+    firsts, number = np.unique(examples[window], return_inverse=True)
+    begin = tokens[window] - tokens[np.searchsorted(examples, firsts)][number]
+    size = np.zeros(len(firsts), np.int64)
+    np.maximum.at(size, number, begin + length)
+    key = np.repeat((np.cumsum(size) - size)[number] + begin, length) + place
+    most = np.full(size.sum(), -1)
+    np.maximum.at(most, key, context)
+    best = np.flatnonzero(context == most[key])[::-1]
+    owner = np.full(len(most), -1)
+    owner[key[best]] = best  # in reverse order, so that the first of equals is written last
+    owned[ragged((np.cumsum(lengths) - lengths)[window], length)] = owner[key] == np.arange(len(key))
+    return owned
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A candidate answer, context[start:end]; score is the sum of its two logits."""
+
+    text: str
+    start: int
+    end: int
+    score: float
+
+
+class _Texts:
+    """Candidate answers as spans of the original context."""
+
+    def __init__(self, examples: Sequence[Question], windows: Windows, spans: _Spans) -> None:
+        self._examples = examples
+        self._bounds = np.searchsorted(spans.examples, np.arange(len(examples) + 1)).tolist()
+        offsets = windows.extra["offsets"]
+        stop_N = np.zeros(len(examples), np.int64)  # end of the last token of each example's context
+        stop_F = windows.extra["context_token"] + windows.extra["context_length"]
+        stop_N[windows.examples] = stop_F  # an example's last window is written last
+        begins = np.append(offsets[:, 0], 0)
+        is_last = spans.last + 1 >= stop_N[spans.examples]
+        self._start = offsets[spans.first, 0].tolist()
+        self._end = offsets[spans.last, 1].tolist()
+        self._next = np.where(is_last, np.iinfo(np.int32).max, begins[spans.last + 1]).tolist()
+        self._scores = spans.scores.tolist()
+
+    def best(self, number: int, n: int) -> list[_Entry]:
+        """The best `n` answers with distinct texts to question `number`, the best first."""
+        entries: dict[str, _Entry] = {}
+        for span, start, end in self._places(number):
+            text = self._examples[number].context[start:end]
+            if text and text not in entries:
+                entries[text] = _Entry(text, start, end, self._scores[span])
+                if len(entries) == n:
+                    break
+        return list(entries.values())
+
+    def _places(self, number: int) -> Iterator[tuple[int, int, int]]:
+        """(span, start, end) of each answer, stripped of white space."""
+        context = self._examples[number].context
+        for span in range(self._bounds[number], self._bounds[number + 1]):
+            start, end = self._start[span], self._end[span]
+            if not context.isascii():
+                end = _with_marks(context, end, self._next[span])
+            # Tokens of SentencePiece may start with the blank before the word.
+            while start < end and context[start].isspace():
+                start += 1
+            while start < end and context[end - 1].isspace():
+                end -= 1
+            yield span, start, end
+
+
+def _with_marks(context: str, end: int, limit: int) -> int:
+    """`end`, moved past combining marks that belong to no token: BERT's normaliser drops accents."""
+    limit = min(limit, len(context))
+    while end < limit and unicodedata.category(context[end])[0] == "M":
+        end += 1
+    return end
+
+
+def _logistic(value: float) -> float:
+    return 0.5 * (1 + math.tanh(value / 2))  # without overflow
+
+
+def _json(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, ensure_ascii=False, indent=1) + "\n"
+
+
+def _softmax(scores: Sequence[float]) -> list[float]:
+    array = np.array(scores)
+    exponentials = np.exp(array - array.max())
+    return (exponentials / exponentials.sum()).tolist()
+
+
+# ---------------------------------------------------------------- scores
+
+
+def _golds(examples: Sequence[Question]) -> Golds:
+    return {
+        question.id: [answer.text for answer in question.answers]
+        for question in examples
+        if question.answers is not None
+    }
+
+
+def _most_words(texts: Sequence[str]) -> float:
+    """The group of a question, a key of `_WORDS`, by the number of words of its shortest answer."""
+    count = min((len(text.split()) for text in texts), default=0)
+    return next(most for most in _WORDS if count <= most)
+
+
+class _Groups(defaultdict[Any, list[tuple[float, float]]]):
+    """(exact match, F1) of each question of each group."""
+
+    def __init__(self) -> None:
+        super().__init__(list)
+
+
+def _table(groups: _Groups) -> dict[Any, dict[str, float]]:
+    return {
+        group: {
+            "exact": sum(exact for exact, _ in scores) / len(scores),
+            "f1": sum(f1 for _, f1 in scores) / len(scores),
+            "total": len(scores),
+        }
+        for group, scores in sorted(groups.items())
+    }

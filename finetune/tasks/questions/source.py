@@ -1,0 +1,48 @@
+"""Where questions come from: files, checked against what the model can answer."""
+
+from __future__ import annotations
+
+from finetune.datasets import squad
+from finetune.datasets.squad import Question
+from finetune.tasks.questions.settings import QuestionsSettings
+from pretrain.common.errors import InputError
+
+
+class QuestionSource:
+    """Questions of one config. The first labelled set settles whether a question may have no answer.
+
+    Args:
+        unanswerable: what a trained model knows of it; None before training.
+
+    Attributes:
+        unanswerable: whether a question may have no answer; None until that is settled.
+    """
+
+    def __init__(self, settings: QuestionsSettings, unanswerable: bool | None) -> None:
+        self._settings = settings
+        known = unanswerable if settings.unanswerable == "auto" else settings.unanswerable
+        self.unanswerable: bool | None = None if known is None else bool(known)
+
+    def read_train(self) -> list[Question]:
+        if not self._settings.train:
+            raise InputError("questions.train: empty. Name a file of questions with their answers.")
+        return self.read(self._settings.train, labelled=True, training=True)
+
+    def read(self, path: str, *, labelled: bool, training: bool = False, check: bool = True) -> list[Question]:
+        """A file; `check`: refuse questions without an answer if the model always answers."""
+        questions = squad.read(path, labelled=labelled)
+        questions = squad.without_bad_answers(questions, path, self._settings.bad_answers, training=training)
+        impossible = [question.id for question in questions if question.answers == ()]
+        if self.unanswerable is None and labelled:
+            self.unanswerable = bool(impossible)
+        if check and impossible and not self.unanswerable:
+            why = (
+                "unanswerable is false"
+                if self._settings.unanswerable is False
+                else "the training set has no such questions, so the model always answers"
+            )
+            raise InputError(
+                f"{path}: {len(impossible)} of {len(questions)} questions have no answer, first {impossible[0]}, "
+                f"but {why}. Set unanswerable: true, or remove them from the file."
+            )
+        return questions
