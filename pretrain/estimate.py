@@ -1,7 +1,7 @@
 """What a run costs, by arithmetic alone: parameters, memory per worker by ZeRO stage, FLOPs and time.
 
-Letters: H hidden width, F feed-forward width, V vocabulary, L layers, P parameters, W workers, T tokens and K
-masked tokens of a micro-batch. No torch is needed, except to measure this machine.
+What depends on the architecture is the model's own (`pretrain/model/cost.py`); here it is added up for a run. No torch
+is needed, except to measure this machine.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.common.settings import dump
-from pretrain.config import LOGITS_PER_PIECE, ModelConfig, PhaseConfig, Precision, PretrainConfig, R, with_precision
+from pretrain.config import PhaseConfig, Precision, PretrainConfig, R, with_precision
+from pretrain.model import cost
 from pretrain.model.precision import matmul_peak, settle_here
 
 Device = Literal["cpu", "cuda"]
@@ -63,33 +64,6 @@ def dry_run(config: PretrainConfig, on: str | None = None, mean_length: float | 
         "Corpus\n" + _corpus_lines(config),
     ]
     return "\n\n".join(parts)
-
-
-# ---- Parameters
-
-
-class Parameters(NamedTuple):
-    """Parameter counts. The decoder is tied to the word embeddings and counted once."""
-
-    embeddings: int
-    layers: int
-    heads: int  # pooler, NSP classifier, MLM transform and decoder bias
-
-    @property
-    def total(self) -> int:
-        """As transformers counts BertForPreTraining (BertForMaskedLM when NSP is off)."""
-        return sum(self)
-
-
-def count_parameters(model: ModelConfig, vocabulary: int, next_sentence: bool = True) -> Parameters:
-    """Parameters of the encoder with its pretraining heads."""
-    h, f = model.hidden, model.intermediate
-    norm = 2 * h
-    layer = 3 * (h * h + h) + (h * h + h) + norm + (h * f + f) + (f * h + h) + norm
-    heads = (h * h + h) + norm + vocabulary
-    if next_sentence:
-        heads += (h * h + h) + (2 * h + 2)
-    return Parameters((vocabulary + model.max_positions + 2) * h + norm, model.layers * layer, heads)
 
 
 def vocabulary_size(config: PretrainConfig) -> int:
@@ -138,9 +112,9 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     process       the interpreter and its libraries (CPU)
     """
     size = vocabulary_size(config)
-    p = count_parameters(config.model, size, config.pairs.next_sentence).total
+    p = cost.parameter_count(config.model, size, config.pairs.next_sentence).total
     half = config.engine.precision != "fp32"
-    activations, logits = _activation_bytes(config, workers), _logits_bytes(config, size, workers)
+    activations, logits = _micro_batch_bytes(config, size, workers)
     # The tied embedding's gradient comes twice, from the decoder and, in fp32 besides, from the look-up; that
     # is the last of the backward pass, when activations are gone.
     embedding = (6 if half else 12) * size * config.model.hidden
@@ -204,38 +178,21 @@ def micro_batch_tokens(config: PretrainConfig, workers: int) -> int:
     return min(config.engine.micro_batch_tokens, max(shares))
 
 
-def _activation_bytes(config: PretrainConfig, workers: int) -> int:
-    """Saved for backward by one micro-batch, and one layer's working space.
-
-    A layer keeps the stacked query, key and value, the context, its output, and the products of its other three
-    matmuls; compiled, all that lies between is made again in the backward pass. Not compiled it keeps the sums
-    before LayerNorm and the input of GELU in fp32, GELU's output, and a byte per dropped entry besides. In the last layer
-    only the rows that a loss looks at go past query, key and value. Checked against torch's saved tensors: within 2 %.
-    """
-    model, engine = config.model, config.engine
-    h, f, t = model.hidden, model.intermediate, micro_batch_tokens(config, workers)
-    b = 4 if engine.precision == "fp32" else 2
-    rows = round(config.masking.probability * t) + t // max(p.sequence_length for p in config.phases)
-    if engine.compile:
-        embedding, past_attention = t * b * 3 * h, b * (4 * h + f) + 4 * model.heads
-    else:
-        mask = h * (model.hidden_dropout > 0)
-        embedding = t * ((b + 4) * h + mask)
-        past_attention = b * (3 * h + f) + 4 * (2 * h + f) + 2 * mask + 4 * model.heads
-    qkv = t * b * 3 * h
-    layer, last = qkv + t * past_attention, qkv + rows * past_attention
-    working = b * t * (2 * f + 10 * h)
-    if engine.activation_checkpointing:
-        return embedding + model.layers * b * t * h + layer + working
-    return embedding + (model.layers - 1) * layer + last + working
-
-
-def _logits_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> int:
-    """One piece of the masked tokens' scores with its gradient, and the gradient of the decoder that waits."""
-    masked = round(config.masking.probability * micro_batch_tokens(config, workers))
-    piece = min(masked * vocabulary, LOGITS_PER_PIECE)
-    b = 4 if config.engine.precision == "fp32" else 2
-    return piece * (2 * b if config.engine.compile else 16 + b) + b * vocabulary * config.model.hidden
+def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> tuple[int, int]:
+    """(activations, logits) of the largest micro-batch that a worker can meet."""
+    engine, tokens = config.engine, micro_batch_tokens(config, workers)
+    masked = round(config.masking.probability * tokens)
+    queries = masked + tokens // max(phase.sequence_length for phase in config.phases)
+    itemsize = 4 if engine.precision == "fp32" else 2
+    activations = cost.activation_bytes(
+        config.model,
+        tokens,
+        queries,
+        itemsize=itemsize,
+        compiled=engine.compile,
+        checkpointing=engine.activation_checkpointing,
+    )
+    return activations, cost.logits_bytes(config.model, vocabulary, masked, itemsize=itemsize, compiled=engine.compile)
 
 
 # ---- Work
@@ -250,60 +207,13 @@ def expected_length(config: PretrainConfig, phase: PhaseConfig) -> float:
 
 
 def step_flops(config: PretrainConfig, vocabulary: int, lengths: Sequence[int], masked: int) -> float:
-    """Useful floating-point operations of one forward and backward pass over sequences of `lengths` tokens.
-
-    Matrix products alone, 2 per multiply-add, backward twice the forward; no padding, no recomputation; the
-    MLM head at `masked` rows. 6 FLOPs per weight and row, 12 L H len^2 per sequence in the attention. The last
-    layer counts whole, as in every other system's figures, though ours skips the rows that no loss looks at.
-    """
-    model = config.model
-    tokens, squares = sum(lengths), sum(length * length for length in lengths)
-    return _flops(model, vocabulary, config.pairs.next_sentence, tokens, squares, masked, len(lengths))
+    """Useful FLOPs of one forward and backward pass over sequences of `lengths` tokens, as `cost.flops`."""
+    return cost.flops(config.model, vocabulary, lengths, masked, config.pairs.next_sentence)
 
 
 def executed_flops(config: PretrainConfig, vocabulary: int, lengths: Sequence[int], masked: int) -> float:
-    """As `step_flops`, without what is skipped: in the last layer only [CLS] and masked rows ask and go on.
-
-    Measured shares of the peak are of these, so that no skipped work counts as done. Masked tokens are taken as
-    spread evenly over the sequences.
-    """
-    h, f = config.model.hidden, config.model.intermediate
-    tokens = sum(lengths)
-    linear = 6 * (h * h + 2 * h * f) * (tokens - masked - len(lengths))
-    attention = 12 * h * sum(length * (length - 1 - masked * length / tokens) for length in lengths)
-    return step_flops(config, vocabulary, lengths, masked) - linear - attention
-
-
-def encoder_flops(model: ModelConfig, lengths: Sequence[int], rows: int) -> float:
-    """Of the encoder alone, forward and backward, when `rows` of the tokens ask in the last layer (as `executed_flops`).
-
-    They are taken as spread evenly over the tokens.
-    """
-    h, f = model.hidden, model.intermediate
-    tokens, squares = sum(lengths), sum(length * length for length in lengths)
-    skipped = 6 * (h * h + 2 * h * f) * (tokens - rows) + 12 * h * squares * (1 - rows / tokens)
-    return _encoder_flops(model, tokens, squares) - skipped
-
-
-def _flops(
-    model: ModelConfig,
-    vocabulary: int,
-    next_sentence: bool,
-    tokens: float,
-    squares: float,
-    masked: float,
-    sequences: float,
-) -> float:
-    """As `step_flops`, from sums over sequences: tokens, squared lengths, masked tokens, and their number."""
-    h = model.hidden
-    mlm = 6 * (h * h + h * vocabulary) * masked
-    nsp = 6 * (h * h + 2 * h) * sequences if next_sentence else 0
-    return _encoder_flops(model, tokens, squares) + mlm + nsp
-
-
-def _encoder_flops(model: ModelConfig, tokens: float, squares: float) -> float:
-    h, f = model.hidden, model.intermediate
-    return model.layers * (6 * (4 * h * h + 2 * h * f) * tokens + 12 * h * squares)
+    """FLOPs that MFU counts, as `cost.executed_flops`."""
+    return cost.executed_flops(config.model, vocabulary, lengths, masked, config.pairs.next_sentence)
 
 
 @dataclass(frozen=True)
@@ -322,7 +232,7 @@ def phase_work(config: PretrainConfig, phase: PhaseConfig, vocabulary: int, mean
     mean = min(mean_length or expected_length(config, phase), phase.sequence_length)
     most = phase.max_predictions or round(config.masking.probability * phase.sequence_length)
     masked = min(config.masking.probability * mean, most)
-    flops = _flops(config.model, vocabulary, config.pairs.next_sentence, mean, mean * mean, masked, 1)
+    flops = cost.flops(config.model, vocabulary, [mean], masked, config.pairs.next_sentence)
     sequences = phase.steps * phase.global_sequences
     return Work(phase.steps, sequences, sequences * mean, mean, sequences * flops)
 
@@ -386,7 +296,7 @@ def _measure_peak(precision: Precision) -> tuple[Device, float]:
 
 
 def _parameter_lines(config: PretrainConfig, size: int) -> str:
-    count = count_parameters(config.model, size, config.pairs.next_sentence)
+    count = cost.parameter_count(config.model, size, config.pairs.next_sentence)
     model = config.model
     name = "BertForPreTraining" if config.pairs.next_sentence else "BertForMaskedLM"
     shape = f"{model.layers} of hidden {model.hidden}, {model.heads} heads, feed-forward {model.intermediate}"

@@ -27,6 +27,7 @@ from pretrain.config import (
     VocabularyConfig,
     load_config,
 )
+from pretrain.model.cost import parameter_count
 from pretrain.model.heads import PretrainingModel
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "pretrain"
@@ -55,12 +56,12 @@ def test_parameters_are_transformers_count(size: Any, next_sentence: bool):
     )
     with torch.device("meta"):
         reference = (BertForPreTraining if next_sentence else BertForMaskedLM)(config)
-    assert estimate.count_parameters(model, 30522, next_sentence).total == reference.num_parameters()
+    assert parameter_count(model, 30522, next_sentence).total == reference.num_parameters()
 
 
 def test_parts_are_our_models_parts():
     model = ModelConfig(size="custom", layers=3, hidden=32, heads=2, intermediate=48, max_positions=20)
-    count = estimate.count_parameters(model, 99)
+    count = parameter_count(model, 99)
     ours = PretrainingModel(model, 99)
     assert count.embeddings == sum(p.numel() for p in ours.embeddings.parameters())
     assert count.layers == sum(p.numel() for p in ours.layers.parameters())
@@ -68,7 +69,7 @@ def test_parts_are_our_models_parts():
 
 
 def test_bert_large_is_336_million():
-    assert estimate.count_parameters(ModelConfig(size="large"), 30522).total == 336_226_108
+    assert parameter_count(ModelConfig(size="large"), 30522).total == 336_226_108
 
 
 def test_flops_are_what_torch_counts():

@@ -191,7 +191,7 @@ def test_heads_drop_where_and_as_much_as_transformers(
     import transformers
 
     monkeypatch.setattr(torch.nn.Dropout, "forward", lambda self, x: x * (1 - self.p) if self.training else x)
-    for module in ("pretrain.model.encoder", "finetune.model.task_model"):
+    for module in ("pretrain.model.block", "finetune.model.task_model"):
         monkeypatch.setattr(f"{module}.hash_dropout", lambda x, keys, use, dropout: x * (1 - dropout))
     torch.manual_seed(0)
     if family == "Roberta":

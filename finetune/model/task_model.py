@@ -16,10 +16,12 @@ from finetune.model.batches import LabelledBatch
 from finetune.tasks.base import Head, Objective
 from pretrain.checkpoint.layouts import HeadDropout
 from pretrain.config import ModelConfig
+from pretrain.model.activations import get_activation
 from pretrain.model.encoder import Encoder
-from pretrain.model.parts import hash_dropout, normal, zeros
+from pretrain.model.hash_rng import hash_dropout
+from pretrain.model.initialisation import create_parameters
+from pretrain.model.parameters import linear_parameters
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu}
 _NO_DROPOUT = HeadDropout()
 _BEFORE_OUT, _BEFORE_DENSE = 3, 4  # dropout apart from the encoder's own uses of a token's key
 
@@ -40,7 +42,7 @@ class TaskModel(Encoder):
         head: which head.
         objective: which loss.
         outputs: C.
-        activation: of the sequence head, a name in `ACTIVATIONS`.
+        activation: of the sequence head, a name in `pretrain.model.activations.ACTIVATIONS`.
         dropout: of the head, in training.
         compile, activation_checkpointing: as `Encoder`.
     """
@@ -77,14 +79,16 @@ class TaskModel(Encoder):
 class SequenceHead(nn.Module):
     """dense, activation, out: BERT's pooler and classifier, and what other families have in their place."""
 
+    dense_weight: nn.Parameter  # [H, H]
+    dense_bias: nn.Parameter
+    out_weight: nn.Parameter  # [C, H]
+    out_bias: nn.Parameter
+
     def __init__(self, shape: ModelConfig, outputs: int, activation: str, dropout: HeadDropout) -> None:
         super().__init__()
-        self.dropout, self.activation = dropout, ACTIVATIONS[activation]
-        self.dense_weight, self.dense_bias = (
-            normal(shape.init_std, shape.hidden, shape.hidden),
-            zeros(shape.hidden),
-        )
-        self.out_weight, self.out_bias = normal(shape.init_std, outputs, shape.hidden), zeros(outputs)
+        self.dropout, self.activation = dropout, get_activation(activation).function
+        dense = linear_parameters("dense", shape.hidden, shape.hidden)
+        create_parameters(self, (*dense, *linear_parameters("out", outputs, shape.hidden)), shape.init_std)
 
     def forward(self, hidden_RH: Tensor, keys_R: Tensor) -> Tensor:
         """[R, C]"""
@@ -98,10 +102,13 @@ class SequenceHead(nn.Module):
 class RowHead(nn.Module):
     """out at each row."""
 
+    out_weight: nn.Parameter  # [C, H]
+    out_bias: nn.Parameter
+
     def __init__(self, shape: ModelConfig, outputs: int, dropout: HeadDropout) -> None:
         super().__init__()
         self.dropout = dropout
-        self.out_weight, self.out_bias = normal(shape.init_std, outputs, shape.hidden), zeros(outputs)
+        create_parameters(self, linear_parameters("out", outputs, shape.hidden), shape.init_std)
 
     def forward(self, hidden_RH: Tensor, keys_R: Tensor) -> Tensor:
         """[R, C]"""

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.config import LOGITS_PER_PIECE
-from pretrain.model.attention.dispatch import program
+from pretrain.model.compile import program
+from pretrain.model.cost import LOGITS_PER_PIECE
 
 
 def vocabulary_losses(hidden: Tensor, word: Tensor, bias: Tensor, labels: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
