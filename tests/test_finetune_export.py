@@ -28,7 +28,8 @@ from finetune.model.task_model import TaskModel
 from finetune.tasks import make_task
 from finetune.tasks.base import Head, Objective, Task, Windows
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION
-from pretrain.checkpoint.released import Released, read_released, write_released
+from pretrain.checkpoint.released import Released, read_released
+from pretrain.checkpoint.released_writer import write_released
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import verify_manifest
 from pretrain.config import ModelConfig

@@ -15,8 +15,9 @@ from tiny_checkpoints import make_bert
 from finetune.model.batches import Batches, LabelledBatch
 from finetune.model.task_model import TaskModel
 from finetune.tasks.base import Head, Objective, Windows
+from pretrain.checkpoint.assembly import assemble
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION, HeadDropout, head_dropout, read_config
-from pretrain.checkpoint.released import assemble, read_released
+from pretrain.checkpoint.released import read_released
 from pretrain.config import ModelConfig
 from pretrain.model.heads import PretrainingModel
 from pretrain.training.engine.engine import _add_rows, ask_for_rows

@@ -272,7 +272,7 @@ class TestExportRun:
         # The pooler of pretraining is also the dense layer of a sequence's head.
         pooler = {"heads.pooler_weight": "head.dense_weight", "heads.pooler_bias": "head.dense_bias"}
         names = {*ours.backbone, *ours.pretraining}
-        assert {fate.fate for fate in ours.fates} == {pooler.get(name, name) for name in names}
+        assert {tensor.target for tensor in ours.mapping} == {pooler.get(name, name) for name in names}
         text = "The cat sat [MASK]"
         assert read_tokenizer(run).encode(text).ids == read_tokenizer(run / "export").encode(text).ids
 

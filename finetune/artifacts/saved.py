@@ -83,7 +83,7 @@ def save_model(
         data: the digest of what it was trained and scored on.
     """
     from finetune.artifacts.card import model_card
-    from pretrain.checkpoint.released import write_released
+    from pretrain.checkpoint.released_writer import write_released
 
     for name, result in results.items():
         write_predictions(config.folder / PREDICTIONS / f"{name}.jsonl", task, result.examples, result.predictions)

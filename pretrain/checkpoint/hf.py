@@ -16,7 +16,8 @@ from torch import Tensor
 
 from pretrain.checkpoint import store
 from pretrain.checkpoint.layouts import BERT, ReleasedFacts, write_config
-from pretrain.checkpoint.released import read_released, their_tensors
+from pretrain.checkpoint.released import read_released
+from pretrain.checkpoint.released_writer import their_tensors
 from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
 from pretrain.common.errors import InputError
 from pretrain.common.files import verify_manifest, write_json
