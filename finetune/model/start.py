@@ -28,9 +28,15 @@ def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -
 
 
 def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> str:
-    """`mapping_table` of this fine-tuning, and the parts of its head that the checkpoint does not fill, if any."""
+    """`mapping_table` of this fine-tuning, and the parts of its head that the checkpoint does not fill, if any.
+
+    Raises:
+        InputError: the result could not be saved, as the family's released layout cannot hold the model.
+    """
+    from pretrain.checkpoint.layouts import LAYOUTS, refuse_foreign
     from pretrain.checkpoint.mapping import LEFT_OUT, mapping_table
 
+    refuse_foreign(LAYOUTS[released.family], released.model)
     mapping = [
         tensor._replace(target=f"{LEFT_OUT}{reason}")
         if tensor.is_read and (reason := _why_left_out(tensor.target, config, task, released))
