@@ -39,8 +39,15 @@ class ParameterCount(NamedTuple):
         return sum(self)
 
 
+def check_names(model: ModelConfig) -> None:
+    """Raise `InputError` if the config names a norm or an activation that the model does not have."""
+    get_norm(model.norm)
+    get_activation(model.activation)
+
+
 def parameter_count(model: ModelConfig, vocabulary_size: int, next_sentence: bool = True) -> ParameterCount:
-    """Parameters of the encoder with its pretraining heads."""
+    """Parameters of the encoder with its pretraining heads. Raises `InputError` as `check_names`."""
+    check_names(model)
     return ParameterCount(
         total(embedding_parameters(model, vocabulary_size)),
         model.layers * total(layer_parameters(model)),
