@@ -74,7 +74,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
 
 
 def make_model(config: FinetuneConfig, task: Task[Any], released: Released) -> TaskModel:
-    """The model to begin with: the checkpoint's weights, and drawn ones for what it has not."""
+    """The model to start with: the checkpoint's weights, and initialised ones for what it lacks."""
     model = TaskModel(
         released.model,
         released.vocabulary_size,

@@ -34,8 +34,8 @@ PEAK_FLOPS = {
     "H200": 989e12,
     "B200": 2250e12,
 }
-# Share of that peak that useful work reaches. By this count NVIDIA's BERT-Large on 8 A100 reached 0.44 at
-# length 128 and 0.33 at 512 (DeepLearningExamples README); our step on CPU reaches half of what matmul does.
+# MFU that is assumed. By this count NVIDIA's BERT-Large on 8 A100 had 0.44 at length 128 and 0.33 at 512
+# (DeepLearningExamples README); our step on CPU has half of the measured matmul peak.
 ASSUMED_UTILISATION = {"cuda": 0.40, "cpu": 0.50}
 
 
@@ -43,11 +43,12 @@ def dry_run(config: PretrainConfig, on: str | None = None, mean_length: float | 
     """The resolved config and all estimates as text for the terminal.
 
     Args:
-        on: cluster to tell the time for, such as "8xH100"; "here" measures this machine.
+        on: cluster to estimate the time for, such as "8xH100"; "here" measures this machine.
         mean_length: mean tokens per sequence, for every phase; otherwise `expected_length`.
 
     Raises:
-        InputError: `on` is no cluster that we know, or the prepared corpus is damaged.
+        InputError: `on` is not a known cluster, the model has no such norm or activation, or the prepared corpus is
+            damaged.
     """
     size = vocabulary_size(config)
     on = on or config.scheduling.cluster
@@ -90,7 +91,7 @@ _WHOLE_BUCKET = 500_000_000
 _BUCKET = 10_000_000
 # ZeRO 3 keeps gathered weights until this many are live (stage3_max_live_parameters, by default 1e9).
 _MAX_LIVE_PARAMETERS = 1_000_000_000
-# Resident set of a CPU worker before the model: Python, torch, DeepSpeed, Ray and their threads (measured).
+# Resident set of a CPU worker without the model: Python, torch, DeepSpeed, Ray and their threads (measured).
 _PROCESS_BYTES = 450 << 20
 _COMPILER_BYTES = 200 << 20  # what torch.compile adds to it
 
@@ -98,25 +99,25 @@ _COMPILER_BYTES = 200 << 20  # what torch.compile adds to it
 def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Device = "cpu") -> dict[str, int]:
     """Peak memory of one worker in bytes, by what holds it; the values add up to the whole.
 
-    On CUDA this is what torch allocates, and what is not needed at the same time shares its room: activations
-    are gone when the optimizer steps. On CPU it is the resident set of the process, which keeps what was freed
-    and cannot always use it again, so there the two add up.
+    On CUDA this is what torch allocates. Tensors that are not needed at the same time share memory: activations are
+    freed before the optimizer steps. On CPU it is the resident set of the process, which keeps freed memory and cannot
+    always use it again, so there the two add up.
 
     weights       compute copy: whole, or a shard and the gathered ones (ZeRO 3)
     optimizer     fp32 master weights and two moments
-    gradients     kept from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded from ZeRO 2 on
+    gradients     kept from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded in ZeRO 2 and 3
     activations   saved for the backward pass of one micro-batch, and the working space of one layer
     logits        scores of the masked tokens and their gradient
-    copies        gradients on their way between workers, and what DeepSpeed copies to take a step
-    checkpoint    the copy that is written in the background (CPU; on CUDA it lies in the host's memory)
+    copies        gradients in communication, and what DeepSpeed copies to take a step
+    checkpoint    the copy that is written in the background (CPU; on CUDA it is in the host's memory)
     process       the interpreter and its libraries (CPU)
     """
     size = vocabulary_size(config)
     p = cost.parameter_count(config.model, size, config.pairs.next_sentence).total
     half = config.engine.precision != "fp32"
     activations, logits = _micro_batch_bytes(config, size, workers)
-    # The tied embedding's gradient comes twice, from the decoder and, in fp32 besides, from the look-up; that
-    # is the last of the backward pass, when activations are gone.
+    # The tied embedding has two gradients: the decoder's, and the look-up's, which is summed in fp32. The second one is
+    # computed last in the backward pass, when activations are freed.
     embedding = (6 if half else 12) * size * config.model.hidden
     sums = half and (device == "cpu" or workers == 1)
     states, during, after = _zero_states(stage, half, p, workers, size * config.model.hidden, sums=sums)
@@ -137,9 +138,18 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
 def _zero_states(
     stage: int, half: bool, p: int, w: int, largest: int, *, sums: bool
 ) -> tuple[dict[str, int], int, int]:
-    """What DeepSpeed 0.19.8 keeps with the settings of engine.py, in bytes; then its largest short-lived
-    copies during the backward pass, and after it. `largest` is the size of the largest parameter; `sums`: gradients
-    come together in engine.py's `_Sums` where the stage lets them.
+    """What DeepSpeed 0.19.8 keeps with the engine's settings, in bytes; then its largest temporary copies.
+
+    Args:
+        stage: of ZeRO.
+        half: whether the precision is bf16 or fp16.
+        p: parameters.
+        w: workers.
+        largest: entries of the largest parameter.
+        sums: whether the engine adds gradients in its own buffer, if the stage allows it.
+
+    Returns:
+        (bytes by what holds them, copies during the backward pass, copies after it).
     """
     b = 2 if half else 4  # bytes of a weight in the forward pass, and of its gradient
     if stage == 0:
@@ -149,21 +159,21 @@ def _zero_states(
     entries = min(p, _BUCKET)
     bucket = b * entries
     if stage == 1 and sums:
-        # What is sent and what is received of one bucket, in half precision.
+        # One bucket as it is sent and as it is received, in half precision.
         states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}
         return states, 0, 4 * entries if w > 1 else 0
     if stage == 1:
-        # The whole gradients, in fp32, still live while this worker's share of their sums is put together. Each goes
-        # through a bucket, a flattened copy and one in the wire's precision; the largest only through the last.
+        # The whole fp32 gradients are still alive while this worker's share of their sums is assembled. Each goes through
+        # a bucket, a flattened copy and a copy in the precision of communication; the largest only through the last.
         copies = 8 * entries + (max(2 * entries, 2 * largest - 4 * entries) if half else 0)
         states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}
         return states, 0, 4 * p // w + copies
     if stage == 2:
-        # A bucket and its copy on the wire; afterwards, the weights gathered anew.
+        # A bucket and the copy that is sent; afterwards, the weights, gathered again.
         states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p // w}
         return states, 2 * bucket, b * p
-    # The bucket stays; in the backward pass it is scattered from one copy to another. The step takes its
-    # gradients from one flat copy.
+    # The bucket stays; in the backward pass it is scattered from one copy to another. The step reads its gradients from
+    # one flat copy.
     states = {
         "weights": b * p // w + b * min(p, _MAX_LIVE_PARAMETERS),
         "optimizer": 12 * p // w,
@@ -173,13 +183,13 @@ def _zero_states(
 
 
 def micro_batch_tokens(config: PretrainConfig, workers: int) -> int:
-    """Tokens of the largest micro-batch that a worker can meet: the budget, or all of its share of a batch."""
+    """Tokens of the largest micro-batch that a worker can get: the budget, or all of its share of a batch."""
     shares = (-(-phase.global_sequences // workers) * phase.sequence_length for phase in config.phases)
     return min(config.engine.micro_batch_tokens, max(shares))
 
 
 def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> tuple[int, int]:
-    """(activations, logits) of the largest micro-batch that a worker can meet."""
+    """(activations, logits) in bytes of the largest micro-batch that a worker can get."""
     engine, tokens = config.engine, micro_batch_tokens(config, workers)
     masked = round(config.masking.probability * tokens)
     queries = masked + tokens // max(phase.sequence_length for phase in config.phases)
@@ -199,9 +209,9 @@ def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) ->
 
 
 def expected_length(config: PretrainConfig, phase: PhaseConfig) -> float:
-    """Mean tokens per sequence when documents are long: the full length but for the short pairs.
+    """Mean tokens per sequence if documents are long: the full length except for the short pairs.
 
-    Short pairs are uniform in length. Short documents make it less; that the corpus decides.
+    Short pairs are uniform in length. A corpus of short documents has a lower mean.
     """
     return phase.sequence_length * (1 - config.pairs.short_share / 2)
 
@@ -218,7 +228,7 @@ def executed_flops(config: PretrainConfig, vocabulary: int, lengths: Sequence[in
 
 @dataclass(frozen=True)
 class Work:
-    """What one phase amounts to."""
+    """Totals of one phase."""
 
     steps: int
     sequences: int
@@ -242,7 +252,7 @@ def phase_work(config: PretrainConfig, phase: PhaseConfig, vocabulary: int, mean
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the time is told for."""
+    """The machines that the time is estimated for."""
 
     name: str
     workers: int
@@ -273,7 +283,7 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
 
 
 def settle_precision(config: R, on: str = "") -> tuple[R, str]:
-    """(config with its precision settled for the cluster `on`, or for this machine; how that came about)."""
+    """(config with its precision chosen for the cluster `on`, or for this machine; the reason)."""
     address = config.scheduling.address
     if config.engine.precision != "auto" or not (address or on) or on == "here":
         return settle_here(config)

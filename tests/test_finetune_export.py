@@ -286,11 +286,11 @@ def test_nothing_else_is_overwritten(run: Path, tmp_path: Path) -> None:
         export.export(run, run / "model")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "precious.txt").write_text("mine")
-    with pytest.raises(InputError, match="exists and is no export"):
+    with pytest.raises(InputError, match="exists and is not an export"):
         export.export(run, tmp_path / "notes")
     # A corpus or a checkpoint has a manifest too.
     (tmp_path / "notes" / "manifest.json").write_text(json.dumps({"format": 1, "files": {"precious.txt": {}}}))
-    with pytest.raises(InputError, match="exists and is no export"):
+    with pytest.raises(InputError, match="exists and is not an export"):
         export.export(run, tmp_path / "notes")
     assert (tmp_path / "notes" / "precious.txt").read_text() == "mine"
     with pytest.raises(InputError, match=r"finetune\.json: not found"):

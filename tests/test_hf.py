@@ -188,12 +188,12 @@ def test_an_export_replaces_an_export_and_nothing_else(model: PretrainingModel, 
     assert not (exported / "old").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "tokenizer"]
     (exported / "manifest.json").unlink()
-    with pytest.raises(InputError, match="exists and is no export"):
+    with pytest.raises(InputError, match="exists and is not an export"):
         export(model, tmp_path, next_sentence=True)
     assert (exported / "config.json").exists()
     shutil.rmtree(exported)
     exported.write_text("a file")
-    with pytest.raises(InputError, match="exists and is no export"):
+    with pytest.raises(InputError, match="exists and is not an export"):
         export(model, tmp_path, next_sentence=True)
 
 
@@ -287,7 +287,7 @@ class TestExportRun:
         assert "global_sequences: 4" in card
 
     def test_refusals(self, run: Path, tmp_path: Path) -> None:
-        with pytest.raises(InputError, match=r"no such checkpoint\. There: step-00001000, step-00002000"):
+        with pytest.raises(InputError, match=r"no such checkpoint\. The folder has: step-00001000, step-00002000"):
             hf.export_run(run, run / "export", "step-00000001")
         (run / "checkpoints" / "step-00001000" / "state.json").write_text("{}")
         with pytest.raises(InputError, match=r"step-00001000/state\.json"):

@@ -23,7 +23,7 @@ from pretrain.model.initialisation import create_parameters
 from pretrain.model.parameters import linear_parameters
 
 _NO_DROPOUT = HeadDropout()
-_BEFORE_OUT, _BEFORE_DENSE = 3, 4  # dropout apart from the encoder's own uses of a token's key
+_BEFORE_OUT, _BEFORE_DENSE = 3, 4  # apart from the encoder's own uses of a token's key
 
 
 class Output(NamedTuple):
@@ -34,7 +34,7 @@ class Output(NamedTuple):
 class TaskModel(Encoder):
     """A backbone with one task head, which computes in fp32 whatever the precision of the backbone.
 
-    bf16 has 8 bits of mantissa: as a regression's outputs they would be a dozen distinct numbers.
+    bf16 has 8 bits of mantissa: the outputs of a regression would be a dozen distinct numbers.
 
     Args:
         shape: sizes and dropout of the encoder.
@@ -77,7 +77,7 @@ class TaskModel(Encoder):
 
 
 class SequenceHead(nn.Module):
-    """dense, activation, out: BERT's pooler and classifier, and what other families have in their place."""
+    """dense, activation, out: BERT's pooler and classifier, and the equivalents of other families."""
 
     dense_weight: nn.Parameter  # [H, H]
     dense_bias: nn.Parameter
@@ -156,7 +156,7 @@ def value_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
 
 def span_loss(logits_R2: Tensor, batch: LabelledBatch) -> Tensor:
     """Start and end each as one choice among a window's rows."""
-    starts = batch.cu_seqlens[:-1].long()  # every token of a window asks
+    starts = batch.cu_seqlens[:-1].long()  # every token of a window is a query position
     windows = len(starts)
     tops_S2 = logits_R2.detach().new_full((windows, 2), -torch.inf)
     index_R2 = batch.sequence[:, None].expand(-1, 2)
