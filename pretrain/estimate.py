@@ -273,7 +273,7 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     names = {name.upper(): name for name in PEAK_FLOPS}
     if not match or match[2].upper() not in names or match[1] == "0":
         known = ", ".join(PEAK_FLOPS)
-        raise InputError(f"--on {text}: not a cluster that we know; write here, or COUNTxNAME with {known}.")
+        raise InputError(f"--on {text}: not a known cluster. Give here, or COUNTxNAME with one of {known}.")
     name, count = names[match[2].upper()], int(match[1] or 1)
     if config.engine.precision == "fp32":
         raise InputError(f"--on {text}: its figures are for bf16 and fp16; engine.precision is fp32.")
@@ -290,7 +290,7 @@ def settle_precision(config: R, on: str = "") -> tuple[R, str]:
     if not on:
         return with_precision(config, "bf16"), f"assumed; the nodes of {address} decide when the run starts"
     choice: Precision = "fp16" if on.upper().endswith("V100") else "bf16"
-    return with_precision(config, choice), f"what {on} computes"
+    return with_precision(config, choice), f"supported by {on}"
 
 
 def _measure_peak(precision: Precision) -> tuple[Device, float]:
@@ -374,8 +374,8 @@ def _work_lines(config: PretrainConfig, size: int, mean_length: float | None) ->
         "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
         for row in [head, *rows, total]
     ]
-    source = "as given" if mean_length else "for long documents; `prepare` tells of yours"
-    lines.append(f"  useful FLOPs: no padding, MLM head at masked tokens alone; mean length {source}")
+    source = "as given" if mean_length else "for long documents; `prepare` reports yours"
+    lines.append(f"  useful FLOPs: no padding, MLM head only at masked tokens; mean length {source}")
     return "\n".join(lines)
 
 
@@ -404,7 +404,7 @@ def _corpus_lines(config: PretrainConfig) -> str:
         try:
             return preparation_lines(describe(config))
         except InputError as error:  # the run can be estimated before its text is there
-            return f"  {folder}: not prepared, and cannot be yet: {error}"
+            return f"  {folder}: not prepared, and cannot be prepared yet: {error}"
     manifest = read_manifest(folder)
     lines = []
     for split in ("train", "validation"):
@@ -417,7 +417,7 @@ def _corpus_lines(config: PretrainConfig) -> str:
 
 
 def preparation_lines(plan: dict[str, Any]) -> str:
-    """What `pretrain.corpus.prepare.describe` found to read, as text."""
+    """The result of `pretrain.corpus.prepare.describe` as text."""
     lines = [
         f"  {source['name']}: {source['kind']}, {source['files']:,} files, {source['bytes'] / 1e6:,.1f} MB, "
         f"weight {source['weight']:g}"

@@ -216,7 +216,7 @@ def test_clusters_are_known_by_count_and_name(text: str):
 
 @pytest.mark.parametrize("text", ["8xTPU", "0xH100", "H100x8", ""])
 def test_other_clusters_are_refused(text: str):
-    with pytest.raises(InputError, match="not a cluster that we know"):
+    with pytest.raises(InputError, match="not a known cluster"):
         estimate.parse_cluster(text, make_config())
 
 
@@ -243,7 +243,7 @@ def test_dry_run_tells_what_is_not_prepared(tmp_path: Path):
     text = estimate.dry_run(make_config(corpus=corpus))
     assert "books, 1 files, 2.0 MB" in text
     missing = corpus.model_copy(update={"sources": (SourceConfig(kind="books", path=str(tmp_path / "*.none")),)})
-    assert "not prepared, and cannot be yet" in estimate.dry_run(make_config(corpus=missing))
+    assert "not prepared, and cannot be prepared yet" in estimate.dry_run(make_config(corpus=missing))
 
 
 def test_dry_run_tells_the_prepared_corpus(tmp_path: Path):
