@@ -163,8 +163,8 @@ def _zero_states(
         states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}
         return states, 0, 4 * entries if w > 1 else 0
     if stage == 1:
-        # The whole fp32 gradients are still alive while this worker's share of their sums is assembled. Each goes through
-        # a bucket, a flattened copy and a copy in the precision of communication; the largest only through the last.
+        # The whole fp32 gradients are still alive while this worker's share of their sums is assembled. Each has a copy
+        # in a bucket, a flat one, and one in the precision of communication; the largest has only the last.
         copies = 8 * entries + (max(2 * entries, 2 * largest - 4 * entries) if half else 0)
         states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}
         return states, 0, 4 * p // w + copies

@@ -1,4 +1,4 @@
-"""Released checkpoints in and out: hidden states and logits equal transformers', every tensor's mapping, every refusal."""
+"""Released checkpoints in and out: hidden states and logits equal transformers', every tensor is mapped."""
 
 from __future__ import annotations
 

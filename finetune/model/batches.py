@@ -82,8 +82,8 @@ class Batches:
         capacity = self.budget if self.world_size == 1 else self.budget // 2
         if largest > capacity:
             raise InputError(
-                f"{where}: an example has {largest} tokens in all its windows, but a micro-batch has place for {capacity}. Raise "
-                "engine.micro_batch_tokens; texts to classify can also have a lower max_windows."
+                f"{where}: an example has {largest} tokens in all its windows, but a micro-batch holds {capacity}. "
+                "Raise engine.micro_batch_tokens; texts to classify can also have a lower max_windows."
             )
 
     def step(self, first: int, count: int) -> LabelledStep:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -> dict[str, Tensor]:
-    """The checkpoint's tensors that the task's model starts with, by the names of `finetune.model.task_model.TaskModel`.
+    """The checkpoint's tensors that the task's model starts with, by `finetune.model.task_model.TaskModel`'s names.
 
     All others are initialised at random.
     """

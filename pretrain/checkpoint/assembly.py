@@ -1,4 +1,4 @@
-"""A model put together from the tensors of a released file, by their names; each one's use is recorded (invariant 6)."""
+"""A model put together from the tensors of a released file by their names, with a record of each (invariant 6)."""
 
 from __future__ import annotations
 

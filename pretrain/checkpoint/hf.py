@@ -67,8 +67,8 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None) -> None:
     """Export a run's checkpoint with its model card: the one named, the "best", or the newest that verifies.
 
     Raises:
-        InputError: the run, the checkpoint or the corpus's tokenizer is missing or damaged, or BERT's layout cannot hold
-            the model.
+        InputError: the run, the checkpoint or the corpus's tokenizer is missing or damaged, or BERT's layout cannot
+            hold the model.
     """
     if not (run_dir / "config.yaml").is_file():
         raise InputError(f"{run_dir}: has no config.yaml, so it is not a run folder. Give one such as runs/bert-mini.")

@@ -1,7 +1,7 @@
 """Released models of the BERT family, and our own runs and exports, read from their folders (invariant 6).
 
-BERT, DistilBERT, RoBERTa and ELECTRA are read as transformers, NVIDIA and Google (TensorFlow 1) wrote them. The names are
-in `layouts`, `assembly` puts the model together, and `released_writer` writes a fine-tuned one.
+BERT, DistilBERT, RoBERTa and ELECTRA are read as transformers, NVIDIA and Google (TensorFlow 1) wrote them. `layouts`
+has the names, `assembly` puts the model together, and `released_writer` writes a fine-tuned one.
 """
 
 from __future__ import annotations

@@ -185,8 +185,8 @@ def look_up(table: Tensor, ids: Tensor, *, sparse: bool = False) -> Tensor:
         sparse: give the gradient as the rows alone, uncoalesced, for a caller that sums them itself.
     """
     # On CPU torch sums a gradient in the table's own precision: a row that is read a thousand times, such as that of
-    # [MASK], would be off by several percent in bf16. Its CUDA kernels sum in fp32, up to 3,072 tokens in short runs that
-    # are added up in the table's precision (aten EmbeddingBackwardKernel.cu and Embedding.cu).
+    # [MASK], would be off by several percent in bf16. Its CUDA kernels sum in fp32; up to 3,072 tokens, they sum short
+    # runs, which are added in the table's precision (aten EmbeddingBackwardKernel.cu and Embedding.cu).
     if sparse or table.is_cuda or table.dtype == torch.float32:
         return F.embedding(ids, table, sparse=sparse)
     return _LookUp.apply(table, ids)  # pyright: ignore[reportReturnType]

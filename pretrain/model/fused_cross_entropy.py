@@ -2,8 +2,8 @@
 
 Shape letters: K masked tokens, C of them at a time, H hidden width, V vocabulary.
 
-The gradient needs the same logits as the loss, so the forward pass computes it from each piece of them at once. It keeps
-the gradients of its inputs ([K, H], [V, H] and [V]) for the backward pass instead of logits [K, V]. That takes three
+The gradient needs the same logits as the loss, so the forward pass computes it from each piece of them at once. For the
+backward pass it keeps the gradients of its inputs ([K, H], [V, H] and [V]) instead of logits [K, V]. That takes three
 matmuls, none done twice, and memory for one piece (the idea of Liger Kernel's fused linear cross-entropy, Hsu et al.
 2024, arXiv:2410.10989, section 3.2).
 """
@@ -34,7 +34,8 @@ def vocabulary_losses(hidden: Tensor, word: Tensor, bias: Tensor, labels: Tensor
         scalars; the first is differentiable, once.
     """
     needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or word.requires_grad)
-    return _VocabularyLosses.apply(hidden, word, bias, labels, fused, needs_gradient)  # pyright: ignore[reportReturnType]
+    losses: Any = _VocabularyLosses.apply(hidden, word, bias, labels, fused, needs_gradient)
+    return losses
 
 
 class _VocabularyLosses(torch.autograd.Function):

@@ -1,6 +1,6 @@
-"""Dropout without a generator: every draw is a hash of the token's key and of the place where it is used.
+"""Dropout without a generator: every random number is a hash of the token's key and of its use in the model.
 
-So a sample's dropout depends neither on its place in a batch nor on what was drawn before (invariant 1).
+So a sample's dropout depends neither on its position in a batch nor on earlier random numbers (invariant 1).
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# Odd constants that set apart the draws of one token: along features or keys, between layers, and between heads. In
-# compiled code the first one is the stride of a loop, where C++ must not leave int32: it does not up to MAX_WIDTH columns.
+# Odd constants that separate the random numbers of one token: along features or keys, between layers, between heads. In
+# compiled code the first one is the stride of a loop, which must stay within int32: it does up to MAX_WIDTH columns.
 ALONG = 0x3C6EF
 BETWEEN = 0x85EBCA6B - (1 << 32)
 HEADS = 0xC2B2AE35 - (1 << 32)  # another step, or (layer, head) would share its mask with (layer + 1, head - 1)
@@ -31,11 +31,11 @@ def keep_mask(seed: Tensor, dropout: float) -> Tensor:
 
 
 def hash_dropout(x_TH: Tensor, keys_T: Tensor | None, use: int, dropout: float) -> Tensor:
-    """Inverted dropout whose draw is a pure function of the token's key, the `use` and the feature.
+    """Inverted dropout, a pure function of the token's key, the `use` and the feature: [T, H].
 
     Args:
         keys_T: int32 [T]; not needed if `dropout` is 0.
-        use: number of the place in the model, so that two places draw apart.
+        use: number of this dropout within a layer; different uses give independent masks.
     """
     if dropout == 0:
         return x_TH

@@ -39,7 +39,8 @@ def normal(std: float, *size: int) -> nn.Parameter:
     """Normal with deviation `std`, truncated at two (google-research/bert modeling.py, create_initializer)."""
     weight = torch.randn(*size)
     flat = weight.view(-1)
-    # Values outside are sampled again: four times as fast as torch's trunc_normal_, which inverts a distribution function.
+    # Values outside are sampled again: four times as fast as torch's trunc_normal_, which inverts a distribution
+    # function.
     outside = (flat.abs() > 2).nonzero()[:, 0] if weight.device.type != "meta" else flat[:0]
     while outside.numel():
         flat[outside] = torch.randn(outside.numel())

@@ -68,7 +68,7 @@ class PaddedEncoder(nn.Module):
 
 
 def constants(state: Mapping[str, Tensor], prefix: str) -> Any:
-    """A module with the tensors of `state` whose names start with `prefix`, under the rest of their names; no gradients."""
+    """A module with the tensors of `state` whose names start with `prefix`, without that prefix; no gradients."""
     module = nn.Module()
     for name, tensor in state.items():
         if name.startswith(prefix):

@@ -3,7 +3,7 @@
 Modules create their parameters from it, so a parameter that is added here exists, is counted, and must have a place in
 the released layouts (`pretrain/checkpoint/layouts.py`). No torch is needed.
 
-A name is MODULE_KIND: `ffn_norm_weight` is the weight of the module ffn_norm. Names that contain `norm` belong to norms.
+A name is MODULE_KIND: `ffn_norm_weight` is the weight of the module ffn_norm. Modules that end with `norm` are norms.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def linear_parameters(name: str, outputs: int, inputs: int) -> tuple[Parameter, 
 
 
 def has_weight_decay(name: str) -> bool:
-    """Whether weight decay and LAMB's trust ratio apply to a parameter: not to biases and norms (Devlin et al., A.2)."""
+    """Whether weight decay and LAMB's trust ratio apply to a parameter. Biases and norms are exempt."""
     module, _, kind = name.rpartition("_")
     return not kind.endswith("bias") and not module.endswith("norm")
 
