@@ -315,6 +315,14 @@ def test_a_fine_tuning_from_such_a_model_is_refused_before_it_starts(swapped: Mo
     assert "head.out" in start_table(config, task, replace(released, model=make_shape()))
 
 
+def test_the_settings_of_the_compiler_have_one_place() -> None:
+    root = Path(norms.__file__).parents[2]
+    names = ("_dynamo.config", "_functorch.config", "experimental._config", "_inductor.config")
+    files = [path for package in ("pretrain", "finetune", "cluster") for path in (root / package).rglob("*.py")]
+    users = [path.relative_to(root).as_posix() for path in files if any(name in path.read_text() for name in names)]
+    assert users == ["pretrain/model/compile.py"]
+
+
 # ---- configs
 
 

@@ -56,9 +56,10 @@ def export(
         InputError: BERT's layout cannot hold the model, or the tokenizer is incomplete or has another size.
     """
     vocabulary = _read_vocabulary(tokenizer_folder, len(state["embeddings.word"]))
+    values = _config_json(model, vocabulary, next_sentence)
     with whole_folder(out) as aside:
         save_weights(to_hf(state), aside / WEIGHTS)
-        write_json(aside / "config.json", _config_json(model, vocabulary, next_sentence))
+        write_json(aside / "config.json", values)
         _copy_tokenizer(tokenizer_folder, aside, model.max_positions)
         (aside / "README.md").write_text(card, encoding="utf-8")
 

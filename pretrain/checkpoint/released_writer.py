@@ -44,7 +44,7 @@ def write_released(
         out: folder to make.
         family: a key of `LAYOUTS`.
         model: the shape.
-        backbone, head: as in `assembly.Released`; the sequence head needs both of its layers, the others the second one.
+        backbone, head: as in `assembly.Released`; a sequence head needs both layers, others the second one.
         purpose: "sequence", "tokens" or "spans", a key of `_CLASSES`.
         config: fields of config.json that the shape does not decide: the config that was read, id2label, problem_type.
         tokenizer: a folder that `read_tokenizer` reads.

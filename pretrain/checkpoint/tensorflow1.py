@@ -1,6 +1,6 @@
 """TensorFlow 1 checkpoints read without TensorFlow, as Google released BERT in: PREFIX.index and PREFIX.data-*-of-*.
 
-The index is a LevelDB table from the name of a variable to its BundleEntryProto; the data files hold raw values. Sources,
+The index is a LevelDB table from the name of a variable to its BundleEntryProto; data files hold raw values. Sources,
 all in tensorflow/tensorflow: core/util/tensor_bundle/tensor_bundle.cc (the bundle), core/protobuf/tensor_bundle.proto
 (entries), core/lib/io/{format,block}.cc (table), core/framework/types.proto (dtypes), core/lib/hash/crc32c.h (Mask).
 """
