@@ -292,7 +292,7 @@ class TestExportRun:
         (run / "checkpoints" / "step-00001000" / "state.json").write_text("{}")
         with pytest.raises(InputError, match=r"step-00001000/state\.json"):
             hf.export_run(run, run / "export", "step-00001000")
-        with pytest.raises(InputError, match="no run folder"):
+        with pytest.raises(InputError, match="not a run folder"):
             hf.export_run(tmp_path, run / "export")
         (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
         with pytest.raises(InputError, match="no complete checkpoint"):
