@@ -185,7 +185,9 @@ def _gather(
 def _heads(model: ModelConfig, vocabulary: int) -> list[dict[str, tuple[int | None, ...]]]:
     """The shape of each head's parameters; None is any number."""
     hidden = model.hidden
-    shapes = {f"heads.{p.name}": p.shape for p in head_parameters(model, vocabulary, next_sentence=True)}
+    shapes: dict[str, tuple[int | None, ...]] = {
+        f"heads.{parameter.name}": parameter.shape for parameter in head_parameters(model, vocabulary, True)
+    }
     return [
         {"head.dense_weight": (hidden, hidden), "head.dense_bias": (hidden,)},
         {"head.out_weight": (None, hidden), "head.out_bias": (None,)},
