@@ -31,7 +31,8 @@ from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
 from pretrain.config import ModelConfig
-from pretrain.estimate import encoder_flops
+from pretrain.model.cost import encoder_flops
+from pretrain.model.parameters import layer_of
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
 from pretrain.training.loop import TrainingPlan
@@ -80,7 +81,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
 
 
 def make_model(config: FinetuneConfig, task: Task[Any], released: Released) -> TaskModel:
-    """The model to begin with: the checkpoint's weights, and drawn ones for what it has not."""
+    """The model to start with: the checkpoint's weights, and initialised ones for what it lacks."""
     model = TaskModel(
         released.model,
         released.vocabulary_size,
@@ -104,7 +105,7 @@ def layered_groups(config: FinetuneConfig, named: Sequence[tuple[str, Tensor]], 
         return parameter_groups(named, config.optimizer.weight_decay)
     groups: list[dict[str, Any]] = []
     for depth in range(layers + 2):  # embeddings, layers, head
-        members = [(name, parameter) for name, parameter in named if _depth(name, layers) == depth]
+        members = [(name, parameter) for name, parameter in named if layer_of(name, layers) == depth]
         share = decay ** (layers + 1 - depth)
         groups += [{**group, "rate_share": share} for group in parameter_groups(members, config.optimizer.weight_decay)]
     return groups
@@ -336,9 +337,3 @@ class _FreshState:
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         return self._weights[name][start : start + numel] if kind == "weight" else torch.zeros(numel)
-
-
-def _depth(name: str, layers: int) -> int:
-    if name.startswith("embeddings."):
-        return 0
-    return int(name.split(".")[1]) + 1 if name.startswith("layers.") else layers + 1

@@ -21,10 +21,7 @@ _RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 Precision = Literal["bf16", "fp16", "fp32"]
 R = TypeVar("R", bound="RunConfig")
 
-# Scores of the vocabulary that the model makes at a time: 2^26 bf16 entries are 128 MiB. Smaller pieces would add up
-# the decoder's gradient more often. Here, because the memory estimate knows it too and must not load torch.
-LOGITS_PER_PIECE = 1 << 26
-# Widths and lengths up to which the seeds of dropout are told apart within int32 (model/attention.py, ALONG).
+# Widths and lengths up to which the seeds of dropout are told apart within int32 (model/hash_rng.py, ALONG).
 MAX_WIDTH = 8192
 
 
@@ -114,8 +111,10 @@ class ModelConfig(Section):
     init_std: float = Field(default=0.02, gt=0, description="Truncated-normal initialisation, at two deviations.")
     attention_init: Literal["normal", "neighbours"] = Field(
         default="normal",
-        description="First values of attention: BERT's, or heads that begin at neighbouring tokens, for small runs.",
+        description="Initial values of attention: BERT's, or heads that attend to adjacent tokens, for small runs.",
     )
+    norm: str = Field(default="layer_norm", description="Norm of embeddings, layers and heads: layer_norm.")
+    activation: str = Field(default="gelu", description="Activation of the feed-forward network: gelu, relu or tanh.")
 
     # layers, hidden, heads: google-research/bert README.md (the 24 smaller models), Devlin et al. section 3.
     @model_validator(mode="before")

@@ -1,7 +1,7 @@
 """What a run costs, by arithmetic alone: parameters, memory per worker by ZeRO stage, FLOPs and time.
 
-Letters: H hidden width, F feed-forward width, V vocabulary, L layers, P parameters, W workers, T tokens and K
-masked tokens of a micro-batch. No torch is needed, except to measure this machine.
+What depends on the architecture is the model's own (`pretrain/model/cost.py`); here it is added up for a run. No torch
+is needed, except to measure this machine.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.common.settings import dump
-from pretrain.config import LOGITS_PER_PIECE, ModelConfig, PhaseConfig, Precision, PretrainConfig, R, with_precision
+from pretrain.config import PhaseConfig, Precision, PretrainConfig, R, with_precision
+from pretrain.model import cost
 from pretrain.model.precision import matmul_peak, settle_here
 
 Device = Literal["cpu", "cuda"]
@@ -33,8 +34,8 @@ PEAK_FLOPS = {
     "H200": 989e12,
     "B200": 2250e12,
 }
-# Share of that peak that useful work reaches. By this count NVIDIA's BERT-Large on 8 A100 reached 0.44 at
-# length 128 and 0.33 at 512 (DeepLearningExamples README); our step on CPU reaches half of what matmul does.
+# MFU that is assumed. By this count NVIDIA's BERT-Large on 8 A100 had 0.44 at length 128 and 0.33 at 512
+# (DeepLearningExamples README); our step on CPU has half of the measured matmul peak.
 ASSUMED_UTILISATION = {"cuda": 0.40, "cpu": 0.50}
 
 
@@ -42,11 +43,12 @@ def dry_run(config: PretrainConfig, on: str | None = None, mean_length: float | 
     """The resolved config and all estimates as text for the terminal.
 
     Args:
-        on: cluster to tell the time for, such as "8xH100"; "here" measures this machine.
+        on: cluster to estimate the time for, such as "8xH100"; "here" measures this machine.
         mean_length: mean tokens per sequence, for every phase; otherwise `expected_length`.
 
     Raises:
-        InputError: `on` is no cluster that we know, or the prepared corpus is damaged.
+        InputError: `on` is not a known cluster, the model has no such norm or activation, or the prepared corpus is
+            damaged.
     """
     size = vocabulary_size(config)
     on = on or config.scheduling.cluster
@@ -63,33 +65,6 @@ def dry_run(config: PretrainConfig, on: str | None = None, mean_length: float | 
         "Corpus\n" + _corpus_lines(config),
     ]
     return "\n\n".join(parts)
-
-
-# ---- Parameters
-
-
-class Parameters(NamedTuple):
-    """Parameter counts. The decoder is tied to the word embeddings and counted once."""
-
-    embeddings: int
-    layers: int
-    heads: int  # pooler, NSP classifier, MLM transform and decoder bias
-
-    @property
-    def total(self) -> int:
-        """As transformers counts BertForPreTraining (BertForMaskedLM when NSP is off)."""
-        return sum(self)
-
-
-def count_parameters(model: ModelConfig, vocabulary: int, next_sentence: bool = True) -> Parameters:
-    """Parameters of the encoder with its pretraining heads."""
-    h, f = model.hidden, model.intermediate
-    norm = 2 * h
-    layer = 3 * (h * h + h) + (h * h + h) + norm + (h * f + f) + (f * h + h) + norm
-    heads = (h * h + h) + norm + vocabulary
-    if next_sentence:
-        heads += (h * h + h) + (2 * h + 2)
-    return Parameters((vocabulary + model.max_positions + 2) * h + norm, model.layers * layer, heads)
 
 
 def vocabulary_size(config: PretrainConfig) -> int:
@@ -116,7 +91,7 @@ _WHOLE_BUCKET = 500_000_000
 _BUCKET = 10_000_000
 # ZeRO 3 keeps gathered weights until this many are live (stage3_max_live_parameters, by default 1e9).
 _MAX_LIVE_PARAMETERS = 1_000_000_000
-# Resident set of a CPU worker before the model: Python, torch, DeepSpeed, Ray and their threads (measured).
+# Resident set of a CPU worker without the model: Python, torch, DeepSpeed, Ray and their threads (measured).
 _PROCESS_BYTES = 450 << 20
 _COMPILER_BYTES = 200 << 20  # what torch.compile adds to it
 
@@ -124,25 +99,25 @@ _COMPILER_BYTES = 200 << 20  # what torch.compile adds to it
 def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Device = "cpu") -> dict[str, int]:
     """Peak memory of one worker in bytes, by what holds it; the values add up to the whole.
 
-    On CUDA this is what torch allocates, and what is not needed at the same time shares its room: activations
-    are gone when the optimizer steps. On CPU it is the resident set of the process, which keeps what was freed
-    and cannot always use it again, so there the two add up.
+    On CUDA this is what torch allocates. Tensors that are not needed at the same time share memory: activations are
+    freed before the optimizer steps. On CPU it is the resident set of the process, which keeps freed memory and cannot
+    always use it again, so there the two add up.
 
     weights       compute copy: whole, or a shard and the gathered ones (ZeRO 3)
     optimizer     fp32 master weights and two moments
-    gradients     kept from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded from ZeRO 2 on
+    gradients     kept from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded in ZeRO 2 and 3
     activations   saved for the backward pass of one micro-batch, and the working space of one layer
     logits        scores of the masked tokens and their gradient
-    copies        gradients on their way between workers, and what DeepSpeed copies to take a step
-    checkpoint    the copy that is written in the background (CPU; on CUDA it lies in the host's memory)
+    copies        gradients in communication, and what DeepSpeed copies to take a step
+    checkpoint    the copy that is written in the background (CPU; on CUDA it is in the host's memory)
     process       the interpreter and its libraries (CPU)
     """
     size = vocabulary_size(config)
-    p = count_parameters(config.model, size, config.pairs.next_sentence).total
+    p = cost.parameter_count(config.model, size, config.pairs.next_sentence).total
     half = config.engine.precision != "fp32"
-    activations, logits = _activation_bytes(config, workers), _logits_bytes(config, size, workers)
-    # The tied embedding's gradient comes twice, from the decoder and, in fp32 besides, from the look-up; that
-    # is the last of the backward pass, when activations are gone.
+    activations, logits = _micro_batch_bytes(config, size, workers)
+    # The tied embedding has two gradients: the decoder's, and the look-up's, which is summed in fp32. The second one is
+    # computed last in the backward pass, when activations are freed.
     embedding = (6 if half else 12) * size * config.model.hidden
     sums = half and (device == "cpu" or workers == 1)
     states, during, after = _zero_states(stage, half, p, workers, size * config.model.hidden, sums=sums)
@@ -163,9 +138,18 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
 def _zero_states(
     stage: int, half: bool, p: int, w: int, largest: int, *, sums: bool
 ) -> tuple[dict[str, int], int, int]:
-    """What DeepSpeed 0.19.8 keeps with the settings of engine.py, in bytes; then its largest short-lived
-    copies during the backward pass, and after it. `largest` is the size of the largest parameter; `sums`: gradients
-    come together in engine.py's `_Sums` where the stage lets them.
+    """What DeepSpeed 0.19.8 keeps with the engine's settings, in bytes; then its largest temporary copies.
+
+    Args:
+        stage: of ZeRO.
+        half: whether the precision is bf16 or fp16.
+        p: parameters.
+        w: workers.
+        largest: entries of the largest parameter.
+        sums: whether the engine adds gradients in its own buffer, if the stage allows it.
+
+    Returns:
+        (bytes by what holds them, copies during the backward pass, copies after it).
     """
     b = 2 if half else 4  # bytes of a weight in the forward pass, and of its gradient
     if stage == 0:
@@ -175,21 +159,21 @@ def _zero_states(
     entries = min(p, _BUCKET)
     bucket = b * entries
     if stage == 1 and sums:
-        # What is sent and what is received of one bucket, in half precision.
+        # One bucket as it is sent and as it is received, in half precision.
         states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}
         return states, 0, 4 * entries if w > 1 else 0
     if stage == 1:
-        # The whole gradients, in fp32, still live while this worker's share of their sums is put together. Each goes
-        # through a bucket, a flattened copy and one in the wire's precision; the largest only through the last.
+        # The whole fp32 gradients are still alive while this worker's share of their sums is assembled. Each has a copy
+        # in a bucket, a flat one, and one in the precision of communication; the largest has only the last.
         copies = 8 * entries + (max(2 * entries, 2 * largest - 4 * entries) if half else 0)
         states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}
         return states, 0, 4 * p // w + copies
     if stage == 2:
-        # A bucket and its copy on the wire; afterwards, the weights gathered anew.
+        # A bucket and the copy that is sent; afterwards, the weights, gathered again.
         states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p // w}
         return states, 2 * bucket, b * p
-    # The bucket stays; in the backward pass it is scattered from one copy to another. The step takes its
-    # gradients from one flat copy.
+    # The bucket stays; in the backward pass it is scattered from one copy to another. The step reads its gradients from
+    # one flat copy.
     states = {
         "weights": b * p // w + b * min(p, _MAX_LIVE_PARAMETERS),
         "optimizer": 12 * p // w,
@@ -199,116 +183,52 @@ def _zero_states(
 
 
 def micro_batch_tokens(config: PretrainConfig, workers: int) -> int:
-    """Tokens of the largest micro-batch that a worker can meet: the budget, or all of its share of a batch."""
+    """Tokens of the largest micro-batch that a worker can get: the budget, or all of its share of a batch."""
     shares = (-(-phase.global_sequences // workers) * phase.sequence_length for phase in config.phases)
     return min(config.engine.micro_batch_tokens, max(shares))
 
 
-def _activation_bytes(config: PretrainConfig, workers: int) -> int:
-    """Saved for backward by one micro-batch, and one layer's working space.
-
-    A layer keeps the stacked query, key and value, the context, its output, and the products of its other three
-    matmuls; compiled, all that lies between is made again in the backward pass. Not compiled it keeps the sums
-    before LayerNorm and the input of GELU in fp32, GELU's output, and a byte per dropped entry besides. In the last layer
-    only the rows that a loss looks at go past query, key and value. Checked against torch's saved tensors: within 2 %.
-    """
-    model, engine = config.model, config.engine
-    h, f, t = model.hidden, model.intermediate, micro_batch_tokens(config, workers)
-    b = 4 if engine.precision == "fp32" else 2
-    rows = round(config.masking.probability * t) + t // max(p.sequence_length for p in config.phases)
-    if engine.compile:
-        embedding, past_attention = t * b * 3 * h, b * (4 * h + f) + 4 * model.heads
-    else:
-        mask = h * (model.hidden_dropout > 0)
-        embedding = t * ((b + 4) * h + mask)
-        past_attention = b * (3 * h + f) + 4 * (2 * h + f) + 2 * mask + 4 * model.heads
-    qkv = t * b * 3 * h
-    layer, last = qkv + t * past_attention, qkv + rows * past_attention
-    working = b * t * (2 * f + 10 * h)
-    if engine.activation_checkpointing:
-        return embedding + model.layers * b * t * h + layer + working
-    return embedding + (model.layers - 1) * layer + last + working
-
-
-def _logits_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> int:
-    """One piece of the masked tokens' scores with its gradient, and the gradient of the decoder that waits."""
-    masked = round(config.masking.probability * micro_batch_tokens(config, workers))
-    piece = min(masked * vocabulary, LOGITS_PER_PIECE)
-    b = 4 if config.engine.precision == "fp32" else 2
-    return piece * (2 * b if config.engine.compile else 16 + b) + b * vocabulary * config.model.hidden
+def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> tuple[int, int]:
+    """(activations, logits) in bytes of the largest micro-batch that a worker can get."""
+    engine, tokens = config.engine, micro_batch_tokens(config, workers)
+    masked = round(config.masking.probability * tokens)
+    queries = masked + tokens // max(phase.sequence_length for phase in config.phases)
+    itemsize = 4 if engine.precision == "fp32" else 2
+    activations = cost.activation_bytes(
+        config.model,
+        tokens,
+        queries,
+        itemsize=itemsize,
+        compiled=engine.compile,
+        checkpointing=engine.activation_checkpointing,
+    )
+    return activations, cost.logits_bytes(config.model, vocabulary, masked, itemsize=itemsize, compiled=engine.compile)
 
 
 # ---- Work
 
 
 def expected_length(config: PretrainConfig, phase: PhaseConfig) -> float:
-    """Mean tokens per sequence when documents are long: the full length but for the short pairs.
+    """Mean tokens per sequence if documents are long: the full length except for the short pairs.
 
-    Short pairs are uniform in length. Short documents make it less; that the corpus decides.
+    Short pairs are uniform in length. A corpus of short documents has a lower mean.
     """
     return phase.sequence_length * (1 - config.pairs.short_share / 2)
 
 
 def step_flops(config: PretrainConfig, vocabulary: int, lengths: Sequence[int], masked: int) -> float:
-    """Useful floating-point operations of one forward and backward pass over sequences of `lengths` tokens.
-
-    Matrix products alone, 2 per multiply-add, backward twice the forward; no padding, no recomputation; the
-    MLM head at `masked` rows. 6 FLOPs per weight and row, 12 L H len^2 per sequence in the attention. The last
-    layer counts whole, as in every other system's figures, though ours skips the rows that no loss looks at.
-    """
-    model = config.model
-    tokens, squares = sum(lengths), sum(length * length for length in lengths)
-    return _flops(model, vocabulary, config.pairs.next_sentence, tokens, squares, masked, len(lengths))
+    """Useful FLOPs of one forward and backward pass over sequences of `lengths` tokens, as `cost.flops`."""
+    return cost.flops(config.model, vocabulary, lengths, masked, config.pairs.next_sentence)
 
 
 def executed_flops(config: PretrainConfig, vocabulary: int, lengths: Sequence[int], masked: int) -> float:
-    """As `step_flops`, without what is skipped: in the last layer only [CLS] and masked rows ask and go on.
-
-    Measured shares of the peak are of these, so that no skipped work counts as done. Masked tokens are taken as
-    spread evenly over the sequences.
-    """
-    h, f = config.model.hidden, config.model.intermediate
-    tokens = sum(lengths)
-    linear = 6 * (h * h + 2 * h * f) * (tokens - masked - len(lengths))
-    attention = 12 * h * sum(length * (length - 1 - masked * length / tokens) for length in lengths)
-    return step_flops(config, vocabulary, lengths, masked) - linear - attention
-
-
-def encoder_flops(model: ModelConfig, lengths: Sequence[int], rows: int) -> float:
-    """Of the encoder alone, forward and backward, when `rows` of the tokens ask in the last layer (as `executed_flops`).
-
-    They are taken as spread evenly over the tokens.
-    """
-    h, f = model.hidden, model.intermediate
-    tokens, squares = sum(lengths), sum(length * length for length in lengths)
-    skipped = 6 * (h * h + 2 * h * f) * (tokens - rows) + 12 * h * squares * (1 - rows / tokens)
-    return _encoder_flops(model, tokens, squares) - skipped
-
-
-def _flops(
-    model: ModelConfig,
-    vocabulary: int,
-    next_sentence: bool,
-    tokens: float,
-    squares: float,
-    masked: float,
-    sequences: float,
-) -> float:
-    """As `step_flops`, from sums over sequences: tokens, squared lengths, masked tokens, and their number."""
-    h = model.hidden
-    mlm = 6 * (h * h + h * vocabulary) * masked
-    nsp = 6 * (h * h + 2 * h) * sequences if next_sentence else 0
-    return _encoder_flops(model, tokens, squares) + mlm + nsp
-
-
-def _encoder_flops(model: ModelConfig, tokens: float, squares: float) -> float:
-    h, f = model.hidden, model.intermediate
-    return model.layers * (6 * (4 * h * h + 2 * h * f) * tokens + 12 * h * squares)
+    """FLOPs that MFU counts, as `cost.executed_flops`."""
+    return cost.executed_flops(config.model, vocabulary, lengths, masked, config.pairs.next_sentence)
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one phase amounts to."""
+    """Totals of one phase."""
 
     steps: int
     sequences: int
@@ -322,7 +242,7 @@ def phase_work(config: PretrainConfig, phase: PhaseConfig, vocabulary: int, mean
     mean = min(mean_length or expected_length(config, phase), phase.sequence_length)
     most = phase.max_predictions or round(config.masking.probability * phase.sequence_length)
     masked = min(config.masking.probability * mean, most)
-    flops = _flops(config.model, vocabulary, config.pairs.next_sentence, mean, mean * mean, masked, 1)
+    flops = cost.flops(config.model, vocabulary, [mean], masked, config.pairs.next_sentence)
     sequences = phase.steps * phase.global_sequences
     return Work(phase.steps, sequences, sequences * mean, mean, sequences * flops)
 
@@ -332,7 +252,7 @@ def phase_work(config: PretrainConfig, phase: PhaseConfig, vocabulary: int, mean
 
 @dataclass(frozen=True)
 class Cluster:
-    """What the time is told for."""
+    """The machines that the time is estimated for."""
 
     name: str
     workers: int
@@ -353,7 +273,7 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     names = {name.upper(): name for name in PEAK_FLOPS}
     if not match or match[2].upper() not in names or match[1] == "0":
         known = ", ".join(PEAK_FLOPS)
-        raise InputError(f"--on {text}: not a cluster that we know; write here, or COUNTxNAME with {known}.")
+        raise InputError(f"--on {text}: not a known cluster. Give here, or COUNTxNAME with one of {known}.")
     name, count = names[match[2].upper()], int(match[1] or 1)
     if config.engine.precision == "fp32":
         raise InputError(f"--on {text}: its figures are for bf16 and fp16; engine.precision is fp32.")
@@ -363,14 +283,14 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
 
 
 def settle_precision(config: R, on: str = "") -> tuple[R, str]:
-    """(config with its precision settled for the cluster `on`, or for this machine; how that came about)."""
+    """(config with its precision chosen for the cluster `on`, or for this machine; the reason)."""
     address = config.scheduling.address
     if config.engine.precision != "auto" or not (address or on) or on == "here":
         return settle_here(config)
     if not on:
         return with_precision(config, "bf16"), f"assumed; the nodes of {address} decide when the run starts"
     choice: Precision = "fp16" if on.upper().endswith("V100") else "bf16"
-    return with_precision(config, choice), f"what {on} computes"
+    return with_precision(config, choice), f"supported by {on}"
 
 
 def _measure_peak(precision: Precision) -> tuple[Device, float]:
@@ -386,7 +306,7 @@ def _measure_peak(precision: Precision) -> tuple[Device, float]:
 
 
 def _parameter_lines(config: PretrainConfig, size: int) -> str:
-    count = count_parameters(config.model, size, config.pairs.next_sentence)
+    count = cost.parameter_count(config.model, size, config.pairs.next_sentence)
     model = config.model
     name = "BertForPreTraining" if config.pairs.next_sentence else "BertForMaskedLM"
     shape = f"{model.layers} of hidden {model.hidden}, {model.heads} heads, feed-forward {model.intermediate}"
@@ -454,8 +374,8 @@ def _work_lines(config: PretrainConfig, size: int, mean_length: float | None) ->
         "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
         for row in [head, *rows, total]
     ]
-    source = "as given" if mean_length else "for long documents; `prepare` tells of yours"
-    lines.append(f"  useful FLOPs: no padding, MLM head at masked tokens alone; mean length {source}")
+    source = "as given" if mean_length else "for long documents; `prepare` reports yours"
+    lines.append(f"  useful FLOPs: no padding, MLM head only at masked tokens; mean length {source}")
     return "\n".join(lines)
 
 
@@ -484,7 +404,7 @@ def _corpus_lines(config: PretrainConfig) -> str:
         try:
             return preparation_lines(describe(config))
         except InputError as error:  # the run can be estimated before its text is there
-            return f"  {folder}: not prepared, and cannot be yet: {error}"
+            return f"  {folder}: not prepared, and cannot be prepared yet: {error}"
     manifest = read_manifest(folder)
     lines = []
     for split in ("train", "validation"):
@@ -497,7 +417,7 @@ def _corpus_lines(config: PretrainConfig) -> str:
 
 
 def preparation_lines(plan: dict[str, Any]) -> str:
-    """What `pretrain.corpus.prepare.describe` found to read, as text."""
+    """The result of `pretrain.corpus.prepare.describe` as text."""
     lines = [
         f"  {source['name']}: {source['kind']}, {source['files']:,} files, {source['bytes'] / 1e6:,.1f} MB, "
         f"weight {source['weight']:g}"

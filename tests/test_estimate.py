@@ -27,6 +27,7 @@ from pretrain.config import (
     VocabularyConfig,
     load_config,
 )
+from pretrain.model.cost import parameter_count
 from pretrain.model.heads import PretrainingModel
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "pretrain"
@@ -55,12 +56,12 @@ def test_parameters_are_transformers_count(size: Any, next_sentence: bool):
     )
     with torch.device("meta"):
         reference = (BertForPreTraining if next_sentence else BertForMaskedLM)(config)
-    assert estimate.count_parameters(model, 30522, next_sentence).total == reference.num_parameters()
+    assert parameter_count(model, 30522, next_sentence).total == reference.num_parameters()
 
 
 def test_parts_are_our_models_parts():
     model = ModelConfig(size="custom", layers=3, hidden=32, heads=2, intermediate=48, max_positions=20)
-    count = estimate.count_parameters(model, 99)
+    count = parameter_count(model, 99)
     ours = PretrainingModel(model, 99)
     assert count.embeddings == sum(p.numel() for p in ours.embeddings.parameters())
     assert count.layers == sum(p.numel() for p in ours.layers.parameters())
@@ -68,7 +69,7 @@ def test_parts_are_our_models_parts():
 
 
 def test_bert_large_is_336_million():
-    assert estimate.count_parameters(ModelConfig(size="large"), 30522).total == 336_226_108
+    assert parameter_count(ModelConfig(size="large"), 30522).total == 336_226_108
 
 
 def test_flops_are_what_torch_counts():
@@ -215,7 +216,7 @@ def test_clusters_are_known_by_count_and_name(text: str):
 
 @pytest.mark.parametrize("text", ["8xTPU", "0xH100", "H100x8", ""])
 def test_other_clusters_are_refused(text: str):
-    with pytest.raises(InputError, match="not a cluster that we know"):
+    with pytest.raises(InputError, match="not a known cluster"):
         estimate.parse_cluster(text, make_config())
 
 
@@ -242,7 +243,7 @@ def test_dry_run_tells_what_is_not_prepared(tmp_path: Path):
     text = estimate.dry_run(make_config(corpus=corpus))
     assert "books, 1 files, 2.0 MB" in text
     missing = corpus.model_copy(update={"sources": (SourceConfig(kind="books", path=str(tmp_path / "*.none")),)})
-    assert "not prepared, and cannot be yet" in estimate.dry_run(make_config(corpus=missing))
+    assert "not prepared, and cannot be prepared yet" in estimate.dry_run(make_config(corpus=missing))
 
 
 def test_dry_run_tells_the_prepared_corpus(tmp_path: Path):

@@ -28,7 +28,8 @@ from finetune.model.task_model import TaskModel
 from finetune.tasks.base import Head, Objective, Task, Windows
 from finetune.tasks.registry import make_task
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION
-from pretrain.checkpoint.released import Released, read_released, write_released
+from pretrain.checkpoint.released import Released, read_released
+from pretrain.checkpoint.released_writer import write_released
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import verify_manifest
 from pretrain.config import ModelConfig
@@ -285,11 +286,11 @@ def test_nothing_else_is_overwritten(run: Path, tmp_path: Path) -> None:
         export.export(run, run / "model")
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "precious.txt").write_text("mine")
-    with pytest.raises(InputError, match="exists and is no export"):
+    with pytest.raises(InputError, match="exists and is not an export"):
         export.export(run, tmp_path / "notes")
     # A corpus or a checkpoint has a manifest too.
     (tmp_path / "notes" / "manifest.json").write_text(json.dumps({"format": 1, "files": {"precious.txt": {}}}))
-    with pytest.raises(InputError, match="exists and is no export"):
+    with pytest.raises(InputError, match="exists and is not an export"):
         export.export(run, tmp_path / "notes")
     assert (tmp_path / "notes" / "precious.txt").read_text() == "mine"
     with pytest.raises(InputError, match=r"finetune\.json: not found"):

@@ -15,8 +15,9 @@ from tiny_checkpoints import make_bert
 from finetune.model.batches import Batches, LabelledBatch
 from finetune.model.task_model import TaskModel
 from finetune.tasks.base import Head, Objective, Windows
+from pretrain.checkpoint.assembly import assemble
 from pretrain.checkpoint.layouts import HEAD_ACTIVATION, HeadDropout, head_dropout, read_config
-from pretrain.checkpoint.released import assemble, read_released
+from pretrain.checkpoint.released import read_released
 from pretrain.config import ModelConfig
 from pretrain.model.heads import PretrainingModel
 from pretrain.training.engine.gradient_sums import add_rows, use_sparse_embedding_gradients
@@ -191,7 +192,7 @@ def test_heads_drop_where_and_as_much_as_transformers(
     import transformers
 
     monkeypatch.setattr(torch.nn.Dropout, "forward", lambda self, x: x * (1 - self.p) if self.training else x)
-    for module in ("pretrain.model.encoder", "finetune.model.task_model"):
+    for module in ("pretrain.model.block", "finetune.model.task_model"):
         monkeypatch.setattr(f"{module}.hash_dropout", lambda x, keys, use, dropout: x * (1 - dropout))
     torch.manual_seed(0)
     if family == "Roberta":

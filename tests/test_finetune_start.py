@@ -16,8 +16,9 @@ from finetune.model.start import initial_state, start_table
 from finetune.runs import plan
 from finetune.tasks.base import Task
 from finetune.train import make_model
+from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.layouts import BERT, read_config
-from pretrain.checkpoint.released import Released, assemble, their_tensors
+from pretrain.checkpoint.released_writer import their_tensors
 from pretrain.model.heads import PretrainingModel
 
 LABELS = ("bad", "good")
@@ -133,7 +134,7 @@ def test_an_output_layer_is_kept_where_it_says_the_same(task: Task[Any], release
 
 def test_a_run_of_pretraining_is_told_like_an_export(tmp_path: Path) -> None:
     """Its own names: the pooler is the head's first layer there, too."""
-    from pretrain.checkpoint.released import Fate
+    from pretrain.checkpoint.mapping import MappedTensor
 
     released = make_released()
     own = Released(
@@ -142,9 +143,9 @@ def test_a_run_of_pretraining_is_told_like_an_export(tmp_path: Path) -> None:
         backbone=released.backbone,
         head=released.head,
         config={},
-        fates=(
-            Fate("heads.pooler_weight", (16, 16), "head.dense_weight"),
-            Fate("heads.mlm_bias", (20,), "heads.mlm_bias"),
+        mapping=(
+            MappedTensor("heads.pooler_weight", (16, 16), "head.dense_weight"),
+            MappedTensor("heads.mlm_bias", (20,), "heads.mlm_bias"),
         ),
     )
     assert start_table(make_config(), make_task(), own).split("\n") == [

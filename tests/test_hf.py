@@ -188,12 +188,12 @@ def test_an_export_replaces_an_export_and_nothing_else(model: PretrainingModel, 
     assert not (exported / "old").exists()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["export", "tokenizer"]
     (exported / "manifest.json").unlink()
-    with pytest.raises(InputError, match="exists and is no export"):
+    with pytest.raises(InputError, match="exists and is not an export"):
         export(model, tmp_path, next_sentence=True)
     assert (exported / "config.json").exists()
     shutil.rmtree(exported)
     exported.write_text("a file")
-    with pytest.raises(InputError, match="exists and is no export"):
+    with pytest.raises(InputError, match="exists and is not an export"):
         export(model, tmp_path, next_sentence=True)
 
 
@@ -272,7 +272,7 @@ class TestExportRun:
         # The pooler of pretraining is also the dense layer of a sequence's head.
         pooler = {"heads.pooler_weight": "head.dense_weight", "heads.pooler_bias": "head.dense_bias"}
         names = {*ours.backbone, *ours.pretraining}
-        assert {fate.fate for fate in ours.fates} == {pooler.get(name, name) for name in names}
+        assert {tensor.target for tensor in ours.mapping} == {pooler.get(name, name) for name in names}
         text = "The cat sat [MASK]"
         assert read_tokenizer(run).encode(text).ids == read_tokenizer(run / "export").encode(text).ids
 
@@ -287,12 +287,12 @@ class TestExportRun:
         assert "global_sequences: 4" in card
 
     def test_refusals(self, run: Path, tmp_path: Path) -> None:
-        with pytest.raises(InputError, match=r"no such checkpoint\. There: step-00001000, step-00002000"):
+        with pytest.raises(InputError, match=r"no such checkpoint\. The folder has: step-00001000, step-00002000"):
             hf.export_run(run, run / "export", "step-00000001")
         (run / "checkpoints" / "step-00001000" / "state.json").write_text("{}")
         with pytest.raises(InputError, match=r"step-00001000/state\.json"):
             hf.export_run(run, run / "export", "step-00001000")
-        with pytest.raises(InputError, match="no run folder"):
+        with pytest.raises(InputError, match="not a run folder"):
             hf.export_run(tmp_path, run / "export")
         (tmp_path / "config.yaml").write_text((run / "config.yaml").read_text())
         with pytest.raises(InputError, match="no complete checkpoint"):

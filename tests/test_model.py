@@ -18,21 +18,15 @@ from pretrain.batches.loader import MicroBatch
 from pretrain.bench.contestants import pad
 from pretrain.checkpoint.hf import to_hf
 from pretrain.config import MAX_WIDTH, ModelConfig
-from pretrain.model.attention.dispatch import (
-    _MARKS_UNKNOWN_SIZES,
-    ALONG,
-    BETWEEN,
-    SCORES_PER_GROUP,
-    _keys_to_heads,
-    group_sequences,
-    grouped_attention,
-    keep_mask,
-    self_attention,
-)
+from pretrain.model.attention import AttentionOptions, TokenLayout, self_attention
+from pretrain.model.attention.grouped_op import _keys_to_heads, grouped_attention
+from pretrain.model.attention.grouping import SCORES_PER_GROUP, group_sequences
+from pretrain.model.compile import MARKS_UNKNOWN_SIZES
 from pretrain.model.encoder import Embeddings, Encoder, look_up
 from pretrain.model.fused_cross_entropy import vocabulary_losses
+from pretrain.model.hash_rng import ALONG, BETWEEN, hash_dropout, keep_mask
 from pretrain.model.heads import PretrainingModel
-from pretrain.model.parts import normal
+from pretrain.model.initialisation import normal
 from tests.batches_by_hand import make_batch, take_sequence
 
 VOCABULARY = 101
@@ -131,7 +125,7 @@ def test_attention_equals_its_naive_twin(lengths: tuple[int, ...]) -> None:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     keys = torch.zeros(sum(lengths), dtype=torch.int32)
     probe = torch.randn(sum(lengths), 24)
-    ours, _ = grouped_attention(qkv, bias, cu_seqlens, None, 3, keys, 0.0, False)
+    ours, _ = grouped_attention(qkv, bias, TokenLayout(cu_seqlens, max(lengths), None, keys), AttentionOptions(3))
     ours_gradients = torch.autograd.grad((ours * probe).sum(), (qkv, bias))
     theirs = naive_attention(qkv + bias, lengths, 3)
     their_gradients = torch.autograd.grad((theirs * probe).sum(), (qkv, bias))
@@ -150,14 +144,15 @@ def test_attention_for_some_queries_is_a_part_of_all(asked: tuple[int, ...], dro
     probe = torch.randn(len(rows), 24)
     results = []
     for queries in (None, rows):
-        context, _ = grouped_attention(qkv, bias, batch.cu_seqlens, queries, 3, batch.token_keys, dropout, False)
+        layout = TokenLayout(batch.cu_seqlens, max(lengths), queries, batch.token_keys)
+        context, _ = grouped_attention(qkv, bias, layout, AttentionOptions(3, dropout))
         context = context if queries is not None else context[rows]
         results.append((context, *torch.autograd.grad((context * probe).sum(), (qkv, bias))))
     torch.testing.assert_close(results[0], results[1])
 
 
 def test_attention_pieces_smaller_than_a_group(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pretrain.model.attention.dispatch.SCORES_PER_PIECE", 1)
+    monkeypatch.setattr("pretrain.model.attention.grouped_op.SCORES_PER_PIECE", 1)
     test_attention_equals_its_naive_twin((3, 9, 10, 30))
 
 
@@ -169,7 +164,8 @@ def test_attention_dropout_has_the_right_rate_and_gradient() -> None:
     qkv = torch.randn(54, 3 * 8, dtype=torch.float64, requires_grad=True)
 
     def run(x: Tensor) -> Tensor:
-        return grouped_attention(x, x.new_zeros(24), cu_seqlens, None, heads, keys, dropout, False)[0]
+        layout = TokenLayout(cu_seqlens, max(lengths), None, keys)
+        return grouped_attention(x, x.new_zeros(24), layout, AttentionOptions(heads, dropout))[0]
 
     # Values of 1: a row's context is then the sum of its weights, 1 in the mean.
     ones = torch.cat([torch.zeros(54, 16), torch.ones(54, 8)], 1).double()
@@ -243,9 +239,6 @@ def test_dropout_draws_from_the_keys() -> None:
 
 
 def test_dropout_is_independent_between_layers_features_and_tokens() -> None:
-    from pretrain.model.attention.dispatch import BETWEEN
-    from pretrain.model.parts import hash_dropout
-
     keys = make_batch([2000]).token_keys
     ones = torch.ones(2000, 64)
     masks = [hash_dropout(ones, keys + layer * BETWEEN, use, 0.5) > 0 for layer in range(3) for use in (1, 2)]
@@ -413,7 +406,7 @@ def test_the_vocabulary_loss_equals_its_slow_twin(entries: int, count: int, monk
         torch.testing.assert_close(vocabulary_losses(hidden, word, bias, labels, False)[0], theirs)
 
 
-@pytest.mark.skipif(not _MARKS_UNKNOWN_SIZES, reason="this torch compiles again")
+@pytest.mark.skipif(not MARKS_UNKNOWN_SIZES, reason="this torch compiles again")
 def test_a_group_of_one_sequence_or_one_query_compiles_nothing_new() -> None:
     """It would in the middle of training: torch.compile takes a size of 1 for a constant."""
     stats = torch._dynamo.utils.counters["stats"]
@@ -430,10 +423,8 @@ def test_a_group_of_one_sequence_or_one_query_compiles_nothing_new() -> None:
         hidden = torch.randn(sum(lengths), 32, requires_grad=True)
         asking = None if rows is None else torch.tensor(rows)
         keys = torch.randint(1 << 20, (sum(lengths),), dtype=torch.int32)
-        out = [
-            self_attention(hidden, weight, bias, cu_seqlens, max(lengths), asking, 4, keys, 0.1, fused)
-            for fused in (False, True)
-        ]
+        layout = TokenLayout(cu_seqlens, max(lengths), asking, keys)
+        out = [self_attention(hidden, weight, bias, layout, AttentionOptions(4, 0.1, fused)) for fused in (False, True)]
         torch.testing.assert_close(out[1], out[0], rtol=1e-5, atol=1e-5)
         plain, fused = (torch.autograd.grad(one.square().sum(), hidden)[0] for one in out)
         torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)

@@ -168,8 +168,8 @@ def test_the_dry_run_says_the_choice_and_why(monkeypatch: pytest.MonkeyPatch, tm
     text = estimate.dry_run(run_config(tmp_path))
     assert "Precision\n  fp32: because it is faster" in text
     assert "precision: fp32" in text
-    assert "bf16: what 8xH100 computes" in estimate.dry_run(run_config(tmp_path), on="8xH100")
-    assert "fp16: what 4xV100 computes" in estimate.dry_run(run_config(tmp_path), on="4xV100")
+    assert "bf16: supported by 8xH100" in estimate.dry_run(run_config(tmp_path), on="8xH100")
+    assert "fp16: supported by 4xV100" in estimate.dry_run(run_config(tmp_path), on="4xV100")
     elsewhere = run_config(tmp_path).model_copy(
         update={"scheduling": run_config().scheduling.model_copy(update={"address": "10.0.0.5:6379"})}
     )

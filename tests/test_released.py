@@ -1,4 +1,4 @@
-"""Released checkpoints in and out: hidden states and logits equal transformers', every fate named, every refusal."""
+"""Released checkpoints in and out: hidden states and logits equal transformers', every tensor is mapped."""
 
 from __future__ import annotations
 
@@ -19,16 +19,11 @@ from torch import Tensor
 
 from pretrain.batches.loader import MicroBatch
 from pretrain.bench.contestants import pad
+from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.layouts import BERT, HEAD_ACTIVATION, read_config
-from pretrain.checkpoint.released import (
-    Fate,
-    Released,
-    assemble,
-    fate_table,
-    read_released,
-    their_tensors,
-    write_released,
-)
+from pretrain.checkpoint.mapping import MappedTensor, mapping_table
+from pretrain.checkpoint.released import read_released
+from pretrain.checkpoint.released_writer import their_tensors, write_released
 from pretrain.common import files
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, PretrainConfig
@@ -195,7 +190,7 @@ def test_electra_discriminators_lose_only_the_head_that_is_not_ours(tmp_path: Pa
     theirs = make_theirs("AutoModelForPreTraining", CONFIGS["electra"]())
     released = read_released(save(theirs, tmp_path))
     assert_equals(released, theirs)
-    left_out = {fate.name for fate in released.fates if fate.fate.startswith("left out")}
+    left_out = {tensor.name for tensor in released.mapping if not tensor.is_read}
     assert left_out == {name for name in load_file(tmp_path / "model.safetensors") if "discriminator" in name}
 
 
@@ -309,8 +304,8 @@ def test_every_spelling_and_file_of_bert(write: Callable[..., None], theirs: Any
     torch.testing.assert_close(released.head["dense_weight"], theirs.bert.pooler.dense.weight)
     heads = {name for name in PretrainingModel(released.model, ROWS).state_dict() if name.startswith("heads.")}
     assert set(released.pretraining) == (set() if write is as_sentence_encoder else heads)
-    filled = [fate.fate for fate in released.fates if not fate.fate.startswith("left out")]
-    named = {fate.replace("head.dense", "heads.pooler") for fate in filled} - {
+    filled = [tensor.target for tensor in released.mapping if tensor.is_read]
+    named = {target.replace("head.dense", "heads.pooler") for target in filled} - {
         "heads.pooler_weight",
         "heads.pooler_bias",
     }
@@ -318,7 +313,7 @@ def test_every_spelling_and_file_of_bert(write: Callable[..., None], theirs: Any
         "heads.pooler_weight",
         "heads.pooler_bias",
     }
-    reasons = {fate.fate for fate in released.fates} - set(filled)
+    reasons = {tensor.target for tensor in released.mapping} - set(filled)
     expected = {
         as_nvidia: {"left out: tied to embeddings.word"},
         as_2018: {"left out: tied to embeddings.word", "left out: a constant: 0, 1, 2, ..."},
@@ -361,10 +356,10 @@ def test_a_padded_vocabulary_stays_as_it_is(theirs: Any, tmp_path: Path) -> None
     assert written.config.vocab_size == ROWS + 3
 
 
-# ---- fates
+# ---- the mapping
 
 
-def test_the_table_of_fates_is_short_and_names_what_is_left_out(theirs: Any, tmp_path: Path) -> None:
+def test_the_mapping_table_is_short_and_names_what_is_left_out(theirs: Any, tmp_path: Path) -> None:
     tensors = load_file(save(theirs, tmp_path) / "model.safetensors")
     more = {f"adapters.{number}.down": torch.zeros(1) for number in range(2)}
     extra = {
@@ -374,10 +369,10 @@ def test_the_table_of_fates_is_short_and_names_what_is_left_out(theirs: Any, tmp
     }
     save_file({**tensors, **extra}, tmp_path / "model.safetensors")
     released = read_released(tmp_path)
-    assert {fate.name: fate.shape for fate in released.fates} == {
+    assert {tensor.name: tensor.shape for tensor in released.mapping} == {
         name: tuple(tensor.shape) for name, tensor in {**tensors, **extra}.items()
     }
-    assert sorted(fate_table(released.fates).split("\n")) == sorted(
+    assert sorted(mapping_table(released.mapping).split("\n")) == sorted(
         [
             "bert.embeddings.*          5 tensors -> embeddings.*",
             "bert.encoder.layer.0-2.*  48 tensors -> layers.*",
@@ -392,9 +387,9 @@ def test_the_table_of_fates_is_short_and_names_what_is_left_out(theirs: Any, tmp
 
 
 def test_many_names_are_cut_and_none_is_no_table() -> None:
-    fates = [Fate(f"part{letter}", (1,), "left out: why") for letter in "abcdefgh"]
-    assert fate_table(fates) == ("parta, partb, partc, partd, parte, partf and 2 more: 8 tensors left out: why")
-    assert fate_table([]) == ""
+    mapping = [MappedTensor(f"part{letter}", (1,), "left out: why") for letter in "abcdefgh"]
+    assert mapping_table(mapping) == ("parta, partb, partc, partd, parte, partf and 2 more: 8 tensors left out: why")
+    assert mapping_table([]) == ""
 
 
 SHAPE = read_config(BERT_SIZES).model
@@ -411,8 +406,8 @@ def read_tensors(tensors: dict[str, Tensor], **config: Any) -> Released:
     return assemble(tensors, read_config({**BERT_SIZES, **config}), {}, where="here")
 
 
-def fate_of(released: Released, name: str) -> str:
-    return {fate.name: fate.fate for fate in released.fates}[name]
+def target_of(released: Released, name: str) -> str:
+    return {tensor.name: tensor.target for tensor in released.mapping}[name]
 
 
 @pytest.mark.parametrize(
@@ -432,18 +427,18 @@ def test_a_head_that_is_not_whole_is_left_out_whole(name: str, change: Tensor | 
         "heads.nsp_weight",
         "heads.nsp_bias",
     }
-    assert re.search(f"^left out: .*{reason}", fate_of(released, "cls.predictions.transform.LayerNorm.weight"))
+    assert re.search(f"^left out: .*{reason}", target_of(released, "cls.predictions.transform.LayerNorm.weight"))
     if "decoder" in name:
-        assert fate_of(released, name) == "left out: its head is not read"
+        assert target_of(released, name) == "left out: its head is not read"
 
 
 def test_a_classifier_of_another_shape_is_left_out() -> None:
     classifier = {"classifier.weight": torch.ones(3, 33), "classifier.bias": torch.ones(3)}
     released = read_tensors({**TENSORS, **classifier})
     assert set(released.head) == {"dense_weight", "dense_bias"}
-    assert fate_of(released, "classifier.bias") == "left out: head.out_weight would be [3, 33]"
+    assert target_of(released, "classifier.bias") == "left out: head.out_weight would be [3, 33]"
     classifier = {"classifier.weight": torch.ones(3, 32), "classifier.bias": torch.ones(2)}
-    assert fate_of(read_tensors({**TENSORS, **classifier}), "classifier.weight").startswith("left out: as many")
+    assert target_of(read_tensors({**TENSORS, **classifier}), "classifier.weight").startswith("left out: as many")
 
 
 # ---- refusals

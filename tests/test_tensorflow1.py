@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from pretrain.bench.contestants import pad
 from pretrain.checkpoint import tensorflow1
-from pretrain.checkpoint.released import fate_table, read_released
+from pretrain.checkpoint.mapping import mapping_table
+from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tensorflow1 import Checkpoint, crc32c
 from pretrain.common.errors import InputError
 from pretrain.model.heads import PretrainingModel
@@ -99,16 +100,18 @@ def test_googles_bert_computes_what_transformers_does_with_its_values(folder: Pa
     assert (released.config, released.family, released.token_types) == ({}, "bert", 2)
 
 
-def test_the_fates_have_tensorflows_names_and_shapes(folder: Path) -> None:
+def test_the_mapping_has_tensorflows_names_and_shapes(folder: Path) -> None:
     released = read_released(folder)
-    fates = {fate.name: fate for fate in released.fates}
-    assert fates["bert/encoder/layer_1/intermediate/dense/kernel"][1:] == (
+    mapping = {tensor.name: tensor for tensor in released.mapping}
+    assert mapping["bert/encoder/layer_1/intermediate/dense/kernel"][1:] == (
         (HIDDEN, INTERMEDIATE),
         "layers.1.ffn_in_weight",
     )
-    assert fates["global_step"].fate == fates["bert/pooler/dense/bias/adam_m"].fate == "left out: the optimizer's"
-    assert len(fates) == len(shapes()) + 302
-    assert "bert/encoder/layer_0-1/*" in fate_table(released.fates)
+    assert (
+        mapping["global_step"].target == mapping["bert/pooler/dense/bias/adam_m"].target == "left out: the optimizer's"
+    )
+    assert len(mapping) == len(shapes()) + 302
+    assert "bert/encoder/layer_0-1/*" in mapping_table(released.mapping)
 
 
 def test_fine_tuned_heads_have_names_of_their_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

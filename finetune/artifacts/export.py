@@ -1,4 +1,4 @@
-"""A fine-tuned model to take along: its Hugging Face folder, and with it the same model as ONNX."""
+"""The export of a fine-tuned model: its Hugging Face folder, and on request the same model as ONNX."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ _HEADING = "\n## ONNX\n"
 
 
 def export(model: Path, out: Path, *, onnx: bool = False) -> str:
-    """Copy a fine-tuned model, with `onnx` adding `ONNX`; returns what was written, for the terminal.
+    """Copy a fine-tuned model and, with `onnx`, add `ONNX`; returns what was written, for the terminal.
 
     Args:
         model: the model's folder, or its run folder.
         out: folder to make; an earlier export there is replaced once the new one is whole.
 
     Raises:
-        InputError: the model is damaged, or `out` is something else than an export.
-        MachineError: what `onnx` needs is not installed, or computes something else.
+        InputError: the model is damaged, or `out` is not an export.
+        MachineError: a package that `onnx` needs is not installed, or onnxruntime computes other logits.
     """
     folder = model_folder(model)
     _expect_export(out, folder)
@@ -59,7 +59,7 @@ def export(model: Path, out: Path, *, onnx: bool = False) -> str:
 def write_onnx(model: PaddedModel, path: Path) -> float:
     """Write `model` as ONNX and run it in onnxruntime: the largest difference of its logits from torch's.
 
-    Inputs are int64 [batch_size, sequence_length]. Weights of more than 1.5 GiB lie in a file beside `path`.
+    Inputs are int64 [batch_size, sequence_length]. Weights of more than 1.5 GiB are in a file beside `path`.
 
     Raises:
         MachineError: the logits differ by more than rounding.
@@ -67,7 +67,7 @@ def write_onnx(model: PaddedModel, path: Path) -> float:
     import torch
 
     axes: list[Any] = [{0: "batch_size", 1: "sequence_length"}]
-    # The others have the same shape; naming its axes again makes torch complain.
+    # The other inputs have the same shape; torch warns if its axes are named again.
     axes += [dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)] * (len(model.inputs) - 1)
     with _silence():
         program = torch.onnx.export(
@@ -82,32 +82,32 @@ def write_onnx(model: PaddedModel, path: Path) -> float:
         )
         assert program is not None
         for node in program.model.graph.all_nodes():
-            node.metadata_props.clear()  # which line of which file of this machine it came from
+            node.metadata_props.clear()  # the file and line on this machine that it came from
         program.save(path)
     return _difference(model, path)
 
 
 def _add_onnx(folder: Path, aside: Path) -> str:
-    """Put `ONNX`, and words on it in the card, beside the model in `aside`; returns what the terminal says of it."""
+    """Add `ONNX` to `aside`, and a section about it to the card; returns a description for the terminal."""
     from finetune.artifacts.padded import PaddedModel
     from finetune.tasks.registry import make_task
     from pretrain.checkpoint.released import read_released
 
     saved = load_saved(folder)
     model = PaddedModel(read_released(folder), make_task(saved.config.task_settings, saved.state).head).eval()
-    said = f"opset {OPSET}, logits within {write_onnx(model, aside / ONNX):.0e} of torch's"
+    description = f"opset {OPSET}, logits within {write_onnx(model, aside / ONNX):.0e} of torch's"
     inputs, outputs = (", ".join(f"`{name}`" for name in names) for names in (model.inputs, model.outputs))
     card = (folder / _README).read_text(encoding="utf-8").partition(_HEADING)[0]
     (aside / _README).write_text(
-        f"{card.rstrip()}\n{_HEADING}\n`{ONNX}` is the same model ({said}). It takes {inputs}, int64 "
+        f"{card.rstrip()}\n{_HEADING}\n`{ONNX}` is the same model ({description}). It takes {inputs}, int64 "
         f"[batch_size, sequence_length], padded on the right, and gives {outputs}.\n",
         encoding="utf-8",
     )
-    return said
+    return description
 
 
 def _difference(model: PaddedModel, path: Path) -> float:
-    """How far onnxruntime's logits are at most from torch's, over sequences of several lengths."""
+    """The largest difference of onnxruntime's logits from torch's, over sequences of several lengths."""
     import onnxruntime
     import torch
 
@@ -117,15 +117,15 @@ def _difference(model: PaddedModel, path: Path) -> float:
     session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
     inputs = _example(model, [1, 33, 12])
     fed = {name: values.numpy() for name, values in zip(model.inputs, inputs, strict=True)}
-    found = [torch.from_numpy(logits) for logits in session.run(list(model.outputs), fed)]
+    actual = [torch.from_numpy(logits) for logits in session.run(list(model.outputs), fed)]
     with torch.no_grad():
         expected = model(*inputs)
     if model.head != "sequence":
         real = inputs[1].bool()
-        found, expected = [logits[real] for logits in found], [logits[real] for logits in expected]
-    difference = max(float((a - b).abs().max()) for a, b in zip(found, expected, strict=True))
+        actual, expected = [logits[real] for logits in actual], [logits[real] for logits in expected]
+    difference = max(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True))
     scale = max(1.0, *(float(logits.abs().max()) for logits in expected))
-    if not difference <= 1e-4 * scale:  # NaN is no less wrong
+    if not difference <= 1e-4 * scale:  # so that NaN is refused, too
         raise MachineError(
             f"{ONNX}: onnxruntime {onnxruntime.__version__} gives logits that are {difference:.1e} away from torch's. "
             "Nothing was written; install the versions of requirements.lock."
@@ -134,7 +134,7 @@ def _difference(model: PaddedModel, path: Path) -> float:
 
 
 def _example(model: PaddedModel, lengths: list[int]) -> tuple[torch.Tensor, ...]:
-    """Random inputs of `model`: sequences of these lengths, as far as it has positions."""
+    """Random inputs of `model`: sequences of these lengths, cut to its positions."""
     import torch
 
     draw = torch.Generator().manual_seed(0)
@@ -147,11 +147,11 @@ def _example(model: PaddedModel, lengths: list[int]) -> tuple[torch.Tensor, ...]
 
 
 def _expect_export(out: Path, folder: Path) -> None:
-    """Refuse to replace the model itself, or a folder whose manifest is that of something else, such as a corpus."""
+    """Refuse to replace the model itself, or a folder with another kind of manifest, such as a corpus's."""
     if out.resolve() == folder.resolve():
         raise InputError(f"{out}: is the model itself. Choose another folder.")
     if (out / MANIFEST).is_file() and "config.json" not in read_manifest(out)["files"]:
-        raise InputError(f"{out}: exists and is no export. Choose another folder, or remove it.")
+        raise InputError(f"{out}: exists and is not an export. Choose another folder, or remove it.")
 
 
 def _expect_packages() -> None:
@@ -164,7 +164,7 @@ def _expect_packages() -> None:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Keep off the terminal what torch.onnx says of its own parts; the result is compared in any case."""
+    """Hide torch.onnx's messages about its own parts; the result is compared anyway."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -118,7 +118,7 @@ def _write_scores(config: FinetuneConfig, task: Task[Any], facts: CardFacts, dat
 def _write_model(
     config: FinetuneConfig, task: Task[Any], released: Released, weights: Mapping[str, Tensor], facts: CardFacts
 ) -> None:
-    from pretrain.checkpoint.released import write_released
+    from pretrain.checkpoint.released_writer import write_released
 
     settings = {
         "format": FORMAT,

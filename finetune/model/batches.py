@@ -1,4 +1,4 @@
-"""Labelled windows as unpadded micro-batches: which example comes when, and who computes it (laws 1 to 3)."""
+"""Labelled windows as unpadded micro-batches: the order of the examples, and their ranks (invariants 1 to 3)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pretrain.common.errors import InputError
 
 @dataclass(frozen=True)
 class LabelledBatch:
-    """What one forward pass of one rank sees: S windows of E examples end to end in T tokens, by ascending length."""
+    """Input of one forward pass of one rank: S windows of E examples end to end in T tokens, by ascending length."""
 
     input_ids: Tensor  # int64 [T]
     token_types: Tensor  # int64 [T]
@@ -40,7 +40,7 @@ class LabelledBatch:
 
 @dataclass(frozen=True)
 class LabelledStep:
-    """One rank's share of one optimizer step, with the global weight that normalises the loss (law 3)."""
+    """One rank's share of one optimizer step, with the global weight that normalises the loss (invariant 3)."""
 
     micro_batches: tuple[LabelledBatch, ...]  # the same number on every rank
     sequences: int  # examples over all ranks
@@ -53,9 +53,9 @@ class LabelledStep:
 
 
 class Batches:
-    """Cuts steps out of a set of windows, anywhere in the endless sequence of shuffled passes over its examples.
+    """Cuts steps out of a set of windows, anywhere in the endless sequence of shuffled epochs over its examples.
 
-    Example number i of that sequence is a pure function of (seed, i), so the data's state is one integer (law 1).
+    Example number i of that sequence is a pure function of (seed, i), so the data's state is one integer (invariant 1).
 
     Args:
         windows: the set.
@@ -76,21 +76,21 @@ class Batches:
         self._order_key, self._dropout_key = draw(root_key("finetune", seed), np.arange(2))
 
     def check(self, where: str) -> None:
-        """Raise `InputError` where an example does not fit into a micro-batch."""
+        """Raise `InputError` if an example does not fit into a micro-batch."""
         largest = int(self._tokens_N.max(initial=0))
-        # Where the examples of a step do not come out even, two must fit (`deal`).
-        room = self.budget if self.world_size == 1 else self.budget // 2
-        if largest > room:
+        # If the ranks cannot all get the same number of examples, two must fit (`deal`).
+        capacity = self.budget if self.world_size == 1 else self.budget // 2
+        if largest > capacity:
             raise InputError(
-                f"{where}: an example has {largest} tokens in all its windows, but a micro-batch has place for {room}. Raise "
-                "engine.micro_batch_tokens; texts to classify can also have a lower max_windows."
+                f"{where}: an example has {largest} tokens in all its windows, but a micro-batch holds {capacity}. "
+                "Raise engine.micro_batch_tokens; texts to classify can also have a lower max_windows."
             )
 
     def step(self, first: int, count: int) -> LabelledStep:
-        """Examples number `first` to `first + count - 1` of the sequence, this rank's part of them."""
+        """This rank's part of the examples number `first` to `first + count - 1` of the sequence."""
         numbers = np.arange(first, first + count)
-        passes, slots = np.divmod(numbers, self.examples)
-        members = permute(slots, self.examples, draw(self._order_key, passes))
+        epochs, slots = np.divmod(numbers, self.examples)
+        members = permute(slots, self.examples, draw(self._order_key, epochs))
         keys = draw(self._dropout_key, numbers)
         dealt = deal(self._tokens_N[members], self.world_size, self.budget)
         weights = self._weights_of(self._windows_in(members)[0])
@@ -99,7 +99,7 @@ class Batches:
             sequences=count,
             tokens=int(self._tokens_N[members].sum()),
             weight=float(weights.sum()),
-            epoch=int(passes[0]),
+            epoch=int(epochs[0]),
         )
 
     def largest(self) -> LabelledStep:
@@ -114,22 +114,22 @@ class Batches:
     def every_window(self) -> Iterator[LabelledBatch]:
         """All windows once over all ranks, by length; every rank yields the same number of batches.
 
-        A rank that has nothing left repeats the last batch, with weights of 0: workers must run the same number of
+        A rank without a batch repeats the last one with weights of 0, because all workers must run the same number of
         forward passes.
         """
         by_length = np.argsort(self._lengths_F, kind="stable")
         batches, begin = [], 0
         while begin < len(by_length):
-            # Ascending lengths: as many as fit when all are as long as the last.
+            # Lengths ascend: as many as fit if all are as long as the last.
             tokens = np.cumsum(self._lengths_F[by_length[begin:]])
             end = begin + max(1, int(np.searchsorted(tokens, self.budget, side="right")))
             batches.append(by_length[begin:end])
             begin = end
-        for turn in range(0, len(batches), self.world_size):
-            members = batches[min(turn + self.rank, len(batches) - 1)]
+        for first in range(0, len(batches), self.world_size):
+            members = batches[min(first + self.rank, len(batches) - 1)]
             owners = np.arange(len(members))
             batch = self._make(members, owners, np.zeros(len(members), np.uint64))
-            is_repeated = turn + self.rank >= len(batches)
+            is_repeated = first + self.rank >= len(batches)
             yield dataclasses.replace(batch, weights=batch.weights * 0) if is_repeated else batch
 
     def _batch(self, members: np.ndarray, keys: np.ndarray) -> LabelledBatch:
@@ -137,7 +137,7 @@ class Batches:
         windows, owners = self._windows_in(members)
         order = np.argsort(self._lengths_F[windows], kind="stable")
         windows, owners = windows[order], owners[order]
-        # Windows of one example must not share their draws.
+        # Windows of one example must not share their random numbers.
         keys_S = draw(keys[owners], windows - self._windows_of[members[owners]])
         return self._make(windows, owners, keys_S)
 

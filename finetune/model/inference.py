@@ -1,4 +1,4 @@
-"""The model outside its training: the one way to logits for `evaluate`, `predict` and the scores of a finished run."""
+"""The model outside training: `evaluate`, `predict` and the scores of a finished run all get their logits here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def inference_model(
 
     Args:
         weights: fp32, by `TaskModel`'s names.
-        precision: what they are rounded to.
+        precision: of the model; the weights are rounded to it.
     """
     model = TaskModel(
         released.model,
@@ -53,9 +53,9 @@ def predict_logits(
     device: torch.device,
     gather: Callable[[Any], list[Any]] = lambda mine: [mine],
 ) -> np.ndarray:
-    """float32 [R, C]: the logits of every row that a set asks for, on all ranks.
+    """float32 [R, C]: the logits of every query position of a set, on all ranks.
 
-    Which windows share a forward pass does not depend on the number of ranks, so neither do the logits.
+    The number of ranks does not decide which windows share a forward pass, so it does not change the logits.
     """
     mine: list[tuple[np.ndarray, np.ndarray]] = []
     for batch in batches.every_window():

@@ -1,10 +1,11 @@
-"""What a fine-tuning begins with: which of a checkpoint's tensors it takes, and the table that says so."""
+"""How a fine-tuning starts: which of a checkpoint's tensors it uses, and the table that says so."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 from finetune.config import FinetuneConfig
+from pretrain.model.parameters import layer_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -> dict[str, Tensor]:
-    """The checkpoint's tensors that the task's model begins with, by the names of `finetune.model.task_model.TaskModel`.
+    """The checkpoint's tensors that the task's model starts with, by `finetune.model.task_model.TaskModel`'s names.
 
     All others are initialised at random.
     """
@@ -27,28 +28,34 @@ def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -
 
 
 def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> str:
-    """`fate_table` of this fine-tuning, and the parts of its head that the checkpoint does not fill, if any."""
-    from pretrain.checkpoint.released import fate_table
+    """`mapping_table` of this fine-tuning, and the parts of its head that the checkpoint does not fill, if any.
 
-    fates = [
-        fate
-        if fate.fate.startswith("left out") or not (reason := _why_left_out(fate.fate, config, task, released))
-        else fate._replace(fate=f"left out: {reason}")
-        for fate in released.fates
+    Raises:
+        InputError: the result could not be saved, as the family's released layout cannot hold the model.
+    """
+    from pretrain.checkpoint.layouts import LAYOUTS, refuse_foreign
+    from pretrain.checkpoint.mapping import LEFT_OUT, mapping_table
+
+    refuse_foreign(LAYOUTS[released.family], released.model)
+    mapping = [
+        tensor._replace(target=f"{LEFT_OUT}{reason}")
+        if tensor.is_read and (reason := _why_left_out(tensor.target, config, task, released))
+        else tensor
+        for tensor in released.mapping
     ]
     filled = initial_state(config, task, released)
     parts = ("head.dense", "head.out") if task.head == "sequence" else ("head.out",)
     empty = [f"{part}.*" for part in parts if f"{part}_weight" not in filled]
-    return "\n".join([fate_table(fates), *([f"initialised at random: {', '.join(empty)}"] if empty else [])])
+    return "\n".join([mapping_table(mapping), *([f"initialised at random: {', '.join(empty)}"] if empty else [])])
 
 
 def _why_left_out(name: str, config: FinetuneConfig, task: Task[Any], released: Released) -> str:
-    """Why a fine-tuning does not begin with our parameter `name` of the checkpoint; "" where it does."""
+    """Why a fine-tuning does not start with our parameter `name` of the checkpoint; "" if it does."""
     if config.random_weights:
         return "initialised at random (random_weights)"
     part, _, rest = name.partition(".")
-    again = config.training.reinitialised_layers
-    if part == "layers" and int(rest.split(".")[0]) >= released.model.layers - again:
+    again, layers = config.training.reinitialised_layers, released.model.layers
+    if layers - again < layer_of(name, layers) <= layers:
         return f"initialised at random (training.reinitialised_layers: {again})"
     if part == "heads":
         return "a head of pretraining"
@@ -63,7 +70,7 @@ def _why_left_out(name: str, config: FinetuneConfig, task: Task[Any], released: 
 
 
 def _same_outputs(task: Task[Any], released: Released) -> bool:
-    """Whether the checkpoint's output layer gives what this task learns: the very same labels, a value, or a span."""
+    """Whether the checkpoint's output layer gives what this task learns: the same labels, a value, or a span."""
     weight = released.head.get("out_weight")
     if weight is None or len(weight) != task.outputs:
         return False

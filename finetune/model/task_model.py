@@ -16,12 +16,14 @@ from finetune.model.batches import LabelledBatch
 from finetune.tasks.base import Head, Objective
 from pretrain.checkpoint.layouts import HeadDropout
 from pretrain.config import ModelConfig
+from pretrain.model.activations import get_activation
 from pretrain.model.encoder import Encoder
-from pretrain.model.parts import hash_dropout, normal, zeros
+from pretrain.model.hash_rng import hash_dropout
+from pretrain.model.initialisation import create_parameters
+from pretrain.model.parameters import linear_parameters
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu}
 _NO_DROPOUT = HeadDropout()
-_BEFORE_OUT, _BEFORE_DENSE = 3, 4  # dropout apart from the encoder's own uses of a token's key
+_BEFORE_OUT, _BEFORE_DENSE = 3, 4  # apart from the encoder's own uses of a token's key
 
 
 class Output(NamedTuple):
@@ -32,7 +34,7 @@ class Output(NamedTuple):
 class TaskModel(Encoder):
     """A backbone with one task head, which computes in fp32 whatever the precision of the backbone.
 
-    bf16 has 8 bits of mantissa: as a regression's outputs they would be a dozen distinct numbers.
+    bf16 has 8 bits of mantissa: the outputs of a regression would be a dozen distinct numbers.
 
     Args:
         shape: sizes and dropout of the encoder.
@@ -40,7 +42,7 @@ class TaskModel(Encoder):
         head: which head.
         objective: which loss.
         outputs: C.
-        activation: of the sequence head, a name in `ACTIVATIONS`.
+        activation: of the sequence head, a name in `pretrain.model.activations.ACTIVATIONS`.
         dropout: of the head, in training.
         compile, activation_checkpointing: as `Encoder`.
     """
@@ -75,16 +77,18 @@ class TaskModel(Encoder):
 
 
 class SequenceHead(nn.Module):
-    """dense, activation, out: BERT's pooler and classifier, and what other families have in their place."""
+    """dense, activation, out: BERT's pooler and classifier, and the equivalents of other families."""
+
+    dense_weight: nn.Parameter  # [H, H]
+    dense_bias: nn.Parameter
+    out_weight: nn.Parameter  # [C, H]
+    out_bias: nn.Parameter
 
     def __init__(self, shape: ModelConfig, outputs: int, activation: str, dropout: HeadDropout) -> None:
         super().__init__()
-        self.dropout, self.activation = dropout, ACTIVATIONS[activation]
-        self.dense_weight, self.dense_bias = (
-            normal(shape.init_std, shape.hidden, shape.hidden),
-            zeros(shape.hidden),
-        )
-        self.out_weight, self.out_bias = normal(shape.init_std, outputs, shape.hidden), zeros(outputs)
+        self.dropout, self.activation = dropout, get_activation(activation).function
+        dense = linear_parameters("dense", shape.hidden, shape.hidden)
+        create_parameters(self, (*dense, *linear_parameters("out", outputs, shape.hidden)), shape.init_std)
 
     def forward(self, hidden_RH: Tensor, keys_R: Tensor) -> Tensor:
         """[R, C]"""
@@ -98,10 +102,13 @@ class SequenceHead(nn.Module):
 class RowHead(nn.Module):
     """out at each row."""
 
+    out_weight: nn.Parameter  # [C, H]
+    out_bias: nn.Parameter
+
     def __init__(self, shape: ModelConfig, outputs: int, dropout: HeadDropout) -> None:
         super().__init__()
         self.dropout = dropout
-        self.out_weight, self.out_bias = normal(shape.init_std, outputs, shape.hidden), zeros(outputs)
+        create_parameters(self, linear_parameters("out", outputs, shape.hidden), shape.init_std)
 
     def forward(self, hidden_RH: Tensor, keys_R: Tensor) -> Tensor:
         """[R, C]"""
@@ -149,7 +156,7 @@ def value_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
 
 def span_loss(logits_R2: Tensor, batch: LabelledBatch) -> Tensor:
     """Start and end each as one choice among a window's rows."""
-    starts = batch.cu_seqlens[:-1].long()  # every token of a window asks
+    starts = batch.cu_seqlens[:-1].long()  # every token of a window is a query position
     windows = len(starts)
     tops_S2 = logits_R2.detach().new_full((windows, 2), -torch.inf)
     index_R2 = batch.sequence[:, None].expand(-1, 2)

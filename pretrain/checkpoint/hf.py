@@ -1,4 +1,4 @@
-"""Pretraining runs exported to the Hugging Face layout of BERT, and such models read back (law 6).
+"""Pretraining runs exported to the Hugging Face layout of BERT, and such models read back (invariant 6).
 
 The names are `layouts.BERT`. The decoder is tied to the word embeddings and, as transformers does, not written.
 """
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from pretrain.checkpoint import store
 from pretrain.checkpoint.layouts import BERT, ReleasedFacts, write_config
-from pretrain.checkpoint.released import read_released, their_tensors
+from pretrain.checkpoint.released import read_released
+from pretrain.checkpoint.released_writer import their_tensors
 from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
 from pretrain.common.errors import InputError
 from pretrain.common.files import verify_manifest, write_json
@@ -48,13 +49,17 @@ def export(
         model: their shape.
         tokenizer_folder: where tokenizer.json, vocab.txt and tokenizer_config.json are.
         out: folder to make.
-        next_sentence: BertForPreTraining, else BertForMaskedLM.
+        next_sentence: whether to write BertForPreTraining or BertForMaskedLM.
         card: README.md in Markdown.
+
+    Raises:
+        InputError: BERT's layout cannot hold the model, or the tokenizer is incomplete or has another size.
     """
     vocabulary = _read_vocabulary(tokenizer_folder, len(state["embeddings.word"]))
+    values = _config_json(model, vocabulary, next_sentence)
     with whole_folder(out) as aside:
         save_weights(to_hf(state), aside / WEIGHTS)
-        write_json(aside / "config.json", _config_json(model, vocabulary, next_sentence))
+        write_json(aside / "config.json", values)
         _copy_tokenizer(tokenizer_folder, aside, model.max_positions)
         (aside / "README.md").write_text(card, encoding="utf-8")
 
@@ -62,10 +67,12 @@ def export(
 def export_run(run_dir: Path, out: Path, checkpoint: str | None = None) -> None:
     """Export a run's checkpoint with its model card: the one named, the "best", or the newest that verifies.
 
-    Raises `InputError` where the run, the checkpoint or the corpus's tokenizer is not there or damaged.
+    Raises:
+        InputError: the run, the checkpoint or the corpus's tokenizer is missing or damaged, or BERT's layout cannot
+            hold the model.
     """
     if not (run_dir / "config.yaml").is_file():
-        raise InputError(f"{run_dir}: has no config.yaml, so it is no run folder. Give one such as runs/bert-mini.")
+        raise InputError(f"{run_dir}: has no config.yaml, so it is not a run folder. Give one such as runs/bert-mini.")
     config = load_config(run_dir / "config.yaml")
     path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
     state = store.read_weights(path)
@@ -81,9 +88,9 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None) -> None:
 
 
 def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
-    """A model with what there is of its pretraining heads: (shape, our parameters in fp32, whether it has NSP).
+    """A model with those pretraining heads that it has: (shape, our parameters in fp32, whether it has NSP).
 
-    As `read_released` reads it. Raises `InputError`.
+    Reads as `read_released`. Raises `InputError`.
     """
     released = read_released(folder)
     return (
@@ -109,14 +116,14 @@ def _choose_checkpoint(folder: Path, name: str | None) -> Path:
     else:
         path = folder / name
         if path not in store.list_checkpoints(folder):
-            found = ", ".join(p.name for p in store.list_checkpoints(folder)) or "none"
-            raise InputError(f"{path}: no such checkpoint. There: {found}.")
+            existing = ", ".join(p.name for p in store.list_checkpoints(folder)) or "none"
+            raise InputError(f"{path}: no such checkpoint. The folder has: {existing}.")
     verify_manifest(path)
     return path
 
 
 def _model_card(config: PretrainConfig, run_dir: Path, step: int, parameters: int) -> str:
-    """README.md of an export: what it is, how it was made, what was measured, on which text."""
+    """README.md of an export: what it is, how it was trained, its measurements, and its text."""
     import jinja2
 
     templates = jinja2.Environment(
@@ -180,7 +187,7 @@ def _config_json(model: ModelConfig, vocabulary: list[str], next_sentence: bool)
 
 
 def _read_vocabulary(folder: Path, size: int) -> list[str]:
-    """The entries of vocab.txt; the tokenizer must be whole and of the model's size."""
+    """The entries of vocab.txt; the tokenizer must be complete and of the model's size."""
     for name in _TOKENIZER_FILES:
         if not (folder / name).is_file():
             raise InputError(f"{folder / name}: not found. Give the folder of the prepared corpus.")

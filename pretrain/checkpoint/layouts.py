@@ -1,9 +1,10 @@
 """The names that released checkpoints of the BERT family give to our parameters, and their configs: a table each.
 
-Our names; what stands in a table for a module has a weight and a bias, and qkv is query, key and value stacked:
+`pretrain/model/parameters.py` has our names. A module in these tables has a weight and a bias in the files, and qkv is
+query, key and value stacked:
 
     embeddings.word, .position, .token_type    the three tables
-    embeddings.norm, .project                  LayerNorm of their sum; projection to the hidden width, if any
+    embeddings.norm, .project                  norm of their sum; projection to the hidden width, if any
     layers.N.qkv, .attention_out, .attention_norm, .ffn_in, .ffn_out, .ffn_norm
     heads.mlm_transform, .mlm_norm, .mlm_bias  masked-language-modelling head; the decoder is tied to embeddings.word
     heads.nsp                                  next-sentence classifier on top of head.dense
@@ -20,9 +21,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig
+from pretrain.model.activations import ACTIVATIONS, get_activation
+from pretrain.model.parameters import embedding_parameters, layer_parameters
 
-# What stands between head.dense and head.out.
+# The activation between head.dense and head.out.
 HEAD_ACTIVATION: dict[str, str] = {"bert": "tanh", "distilbert": "relu", "roberta": "tanh", "electra": "gelu"}
 
 
@@ -39,7 +43,7 @@ def head_dropout(family: str, config: Mapping[str, Any], model: ModelConfig, pur
     Args:
         family: a key of `LAYOUTS`.
         config: config.json, or {} for the family's defaults.
-        model: the shape, whose dropout holds where `config` names none for the head.
+        model: the shape; its dropout applies if `config` names none for the head.
         purpose: "sequence", "tokens" or "spans".
     """
     if family == "distilbert":
@@ -49,13 +53,13 @@ def head_dropout(family: str, config: Mapping[str, Any], model: ModelConfig, pur
         return HeadDropout()
     share = config.get("classifier_dropout")
     share = model.hidden_dropout if share is None else share
-    # RobertaClassificationHead and ElectraClassificationHead drop what they read as well.
+    # RobertaClassificationHead and ElectraClassificationHead drop their input as well.
     twice = purpose == "sequence" and family in ("roberta", "electra")
     return HeadDropout(share if twice else 0.0, share)
 
 
 class StackedName(NamedTuple):
-    """Where a tensor belongs: our parameter, and which of its stacked parts it is."""
+    """Which parameter of ours a tensor fills, and which of its stacked parts."""
 
     name: str
     part: int = 0
@@ -67,14 +71,17 @@ class KeyMapping:
 
     Attributes:
         family: also transformers' model_type.
-        classes: what transformers' class names begin with.
+        classes: the beginning of transformers' class names.
         layer: what precedes the number of a layer, without the prefix `family.`.
         in_layer: our module of a layer -> their modules, to be stacked in this order.
-        elsewhere: our module -> theirs, with the prefix where they have it.
-        mlm_bias, decoder: the bias and the module of the masked-language-modelling head, of which the weight is tied.
+        elsewhere: our module -> theirs, with the prefix if they have it.
+        mlm_bias, decoder: the bias and the module of the masked-language-modelling head, whose weight is tied.
         out: the module of head.out by purpose, as it is written; any of them is read.
-        unused: beginnings of names that nothing of ours is, and what they are.
-        config: field of our `Model` -> key of config.json.
+        unused: beginnings of names that fill no parameter of ours, and what they are.
+        config: field of `ModelConfig` -> key of config.json.
+        norm: the only `ModelConfig.norm` that the family has.
+        activation_key: the key of config.json that `ModelConfig.activation` becomes.
+        mlm_activation: that of the masked-language-modelling head if it is fixed; otherwise it follows the layers'.
     """
 
     family: str
@@ -87,6 +94,9 @@ class KeyMapping:
     out: Mapping[str, str]
     unused: Mapping[str, str]
     config: Mapping[str, str]
+    norm: str = "layer_norm"
+    activation_key: str = "hidden_act"
+    mlm_activation: str = ""
     _ours: dict[str, StackedName] = field(init=False, default_factory=dict, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -101,7 +111,7 @@ class KeyMapping:
             self._ours[self.mlm_bias] = StackedName("heads.mlm_bias")
 
     def place(self, theirs: str) -> StackedName | None:
-        """The place of one of their names in any accepted spelling; None where it is nothing of ours."""
+        """The parameter of ours that one of their names fills, in any accepted spelling; None if it fills none."""
         name = self.plain(theirs)
         match = re.fullmatch(rf"{re.escape(self._prefix + self.layer)}\.(\d+)\.(.+)\.(weight|bias)", name)
         if match is None:
@@ -148,8 +158,34 @@ class KeyMapping:
         bare = ("embeddings.", "embeddings_project.", "encoder.", "transformer.", "pooler.")
         return self._prefix + name if name.startswith(bare) else name
 
+    def without_counterpart(self, model: ModelConfig) -> str:
+        """What of a model this layout cannot hold; "" if it can hold all of it."""
+        activation, reasons = get_activation(model.activation), []
+        if model.norm != self.norm:
+            reasons.append(f"model.norm is {model.norm}, and {self.family} has {self.norm} alone")
+        if not activation.released_names:
+            reasons.append(f"model.activation is {model.activation}, for which transformers has no name")
+        if self.mlm_activation not in ("", model.activation):
+            reasons.append(
+                f"model.activation is {model.activation}, and {self.family}'s head has {self.mlm_activation}"
+            )
+        ours, theirs = _our_names(model), self._names_in_files(model)
+        if ours - theirs:
+            reasons.append(f"it has no counterpart of {', '.join(sorted(ours - theirs))}")
+        if theirs - ours:
+            reasons.append(f"the model lacks {', '.join(sorted(theirs - ours))}")
+        return "; ".join(reasons)
+
+    def _names_in_files(self, model: ModelConfig) -> set[str]:
+        """Our names of the parameters of embeddings and a layer that a file of the family has."""
+        modules = [f"layers.*.{module}" for module in self.in_layer]
+        modules += [module for module in self.elsewhere if module.startswith("embeddings.norm")]
+        if model.embedding not in (0, model.hidden):
+            modules += [module for module in self.elsewhere if module == "embeddings.project"]
+        return {f"{module}_{kind}" for module in modules for kind in ("weight", "bias")} | set(_TABLES)
+
     def why_left_out(self, theirs: str) -> str:
-        """Why a tensor without a place is not read."""
+        """Why a tensor that fills no parameter is not read."""
         name = self.plain(theirs)
         if name.endswith("embeddings.position_ids"):
             return "a constant: 0, 1, 2, ..."
@@ -170,6 +206,14 @@ _TABLES = ("embeddings.word", "embeddings.position", "embeddings.token_type")
 
 def _table_name(ours: str) -> str:
     return f"{ours}_embeddings.weight"
+
+
+def _our_names(model: ModelConfig) -> set[str]:
+    """The parameters of the embeddings and of one layer."""
+    return {
+        *(f"embeddings.{parameter.name}" for parameter in embedding_parameters(model, 0)),
+        *(f"layers.*.{parameter.name}" for parameter in layer_parameters(model)),
+    }
 
 
 _BERT_LAYER = {
@@ -242,6 +286,7 @@ DISTILBERT = KeyMapping(
         "attention_dropout": "attention_dropout",
         "init_std": "initializer_range",
     },
+    activation_key="activation",
 )
 ROBERTA = KeyMapping(
     family="roberta",
@@ -259,6 +304,7 @@ ROBERTA = KeyMapping(
     out={"sequence": "classifier.out_proj", "tokens": "classifier", "spans": "qa_outputs"},
     unused={"roberta.pooler.": "a pooler, which RoBERTa's heads do not use"},
     config=_BERT_CONFIG,
+    mlm_activation="gelu",
 )
 ELECTRA = KeyMapping(
     family="electra",
@@ -285,12 +331,12 @@ _LIKE = {"xlm-roberta": ("roberta", "XLMRoberta"), "camembert": ("roberta", "Cam
 
 
 class ReleasedFacts(NamedTuple):
-    """What a config.json says of a model besides the names of its tensors."""
+    """What a config.json says about a model, apart from the names of its tensors."""
 
     layout: KeyMapping
     model: ModelConfig
-    token_types: int = 2  # rows of the table in the file; 0 where there is none
-    first_position: int = 0  # row of the table that the first token has
+    token_types: int = 2  # rows of the table in the file; 0 if it has none
+    first_position: int = 0  # row of the position table that the first token has
 
 
 def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
@@ -298,7 +344,7 @@ def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
 
     Raises:
         KeyError: a size is missing.
-        ValueError: a family, activation or the like that our encoder is not, or sizes that do not fit.
+        ValueError: a family, activation or the like that our encoder does not have, or sizes that do not fit.
     """
     layout = LAYOUTS.get(_family(config))
     if layout is None:
@@ -322,20 +368,27 @@ def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
         pad = config.get("pad_token_id")
         first_position = (1 if pad is None else pad) + 1
         sizes["max_positions"] -= first_position
-    model = ModelConfig.model_validate({"size": "custom", "attention_dropout": 0.1, **sizes})
+    activation = _activation(config, layout)
+    model = ModelConfig.model_validate({"size": "custom", "attention_dropout": 0.1, "activation": activation, **sizes})
+    if reason := layout.without_counterpart(model):
+        raise ValueError(reason)
     return ReleasedFacts(layout, model, token_types, first_position)
 
 
 def write_config(
     config: Mapping[str, Any], facts: ReleasedFacts, head: str, vocabulary_size: int, pad: int | None
 ) -> dict[str, Any]:
-    """config.json of a model in fp32: `config`, over which go all fields that the facts decide.
+    """config.json of a model in fp32: `config`, with all fields that the facts decide replaced.
 
     Args:
-        head: how the class's name ends, such as ForPreTraining.
-        pad: id of the padding token, where `config` has none.
+        head: the end of the class's name, such as ForPreTraining.
+        pad: id of the padding token, if `config` has none.
+
+    Raises:
+        InputError: the family's layout cannot hold the model.
     """
     layout, model, token_types, first_position = facts
+    refuse_foreign(layout, model)
     same_family = _family(config) == layout.family and "model_type" in config
     model_type = config["model_type"] if same_family else layout.family
     _, classes = _LIKE.get(model_type, ("", layout.classes))
@@ -343,14 +396,9 @@ def write_config(
     if "embedding_size" in values:
         values["embedding_size"] = model.embedding or model.hidden
     values["max_position_embeddings"] += first_position
-    if layout is DISTILBERT:
-        values["activation"] = "gelu"
-    else:
-        values |= {
-            "hidden_act": "gelu",
-            "type_vocab_size": token_types,
-            "position_embedding_type": "absolute",
-        }
+    values[layout.activation_key] = get_activation(model.activation).released_names[0]
+    if layout is not DISTILBERT:
+        values |= {"type_vocab_size": token_types, "position_embedding_type": "absolute"}
     return {
         "pad_token_id": pad,
         **{key: value for key, value in config.items() if key not in _NOT_COPIED},
@@ -362,18 +410,35 @@ def write_config(
     }
 
 
+def refuse_foreign(layout: KeyMapping, model: ModelConfig) -> None:
+    """Raise `InputError` if the layout cannot hold the model."""
+    if reason := layout.without_counterpart(model):
+        raise InputError(
+            f"The released layout of {layout.family} cannot hold this model: {reason}. "
+            "Keep the run's own checkpoints, or train with the family's own architecture."
+        )
+
+
+def _activation(config: Mapping[str, Any], layout: KeyMapping) -> str:
+    """Our name of the activation in a config.json; raises ValueError for an unknown one."""
+    given = config.get(layout.activation_key, "gelu")
+    for name, activation in ACTIVATIONS.items():
+        if given in activation.released_names:
+            return name
+    known = ", ".join(repr(names[0]) for _, _, names in ACTIVATIONS.values() if names)
+    raise ValueError(f"{layout.activation_key} is {given!r}; only {known} are supported")
+
+
 _SIZES = ("layers", "hidden", "heads", "intermediate", "max_positions", "embedding")
-# What our encoder is; the first of each is what a config without the key means. gelu_python is the same function.
+# What our encoder supports; the first of each is the meaning of a config without the key.
 _SUPPORTED: dict[str, tuple[Any, ...]] = {
-    "hidden_act": ("gelu", "gelu_python"),
-    "activation": ("gelu", "gelu_python"),
     "position_embedding_type": ("absolute", None),
     "is_decoder": (False, None),
     "add_cross_attention": (False, None),
     "pruned_heads": ({}, None),
 }
 _HEAD_DROPOUTS = ("classifier_dropout", "seq_classif_dropout", "qa_dropout")
-# Of another file or another code than ours.
+# Fields that describe another file or another program.
 _NOT_COPIED = (
     "transformers_version",
     "torch_dtype",
@@ -385,7 +450,7 @@ _NOT_COPIED = (
 
 
 def _family(config: Mapping[str, Any]) -> str:
-    """The family in our table; configs of before 2020 have no model_type."""
+    """The family in our table; configs from before 2020 have no model_type."""
     model_type = config.get("model_type")
     if model_type is not None:
         return _LIKE.get(model_type, (model_type, ""))[0]

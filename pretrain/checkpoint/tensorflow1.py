@@ -1,6 +1,6 @@
 """TensorFlow 1 checkpoints read without TensorFlow, as Google released BERT in: PREFIX.index and PREFIX.data-*-of-*.
 
-The index is a LevelDB table from a variable's name to its BundleEntryProto; the data files hold the values raw. Sources,
+The index is a LevelDB table from the name of a variable to its BundleEntryProto; data files hold raw values. Sources,
 all in tensorflow/tensorflow: core/util/tensor_bundle/tensor_bundle.cc (the bundle), core/protobuf/tensor_bundle.proto
 (entries), core/lib/io/{format,block}.cc (table), core/framework/types.proto (dtypes), core/lib/hash/crc32c.h (Mask).
 """
@@ -25,7 +25,7 @@ class Variable(NamedTuple):
 
     name: str
     shape: tuple[int, ...]
-    dtype: int  # a key of `_DTYPES`, or one that is not read, such as strings
+    dtype: int  # a key of `_DTYPES`, or a type that is not read, such as strings
     shard: int
     offset: int
     size: int  # bytes
@@ -84,7 +84,9 @@ class Checkpoint:
                 header = _message(value)
                 self._shards = _first(header, 1, 1)
                 if _first(header, 2, 0) != 0:
-                    raise InputError(f"{self._index}: big-endian, which is not read. Write it anew with TensorFlow.")
+                    raise InputError(
+                        f"{self._index}: big-endian, which is not supported. Write it again with TensorFlow."
+                    )
 
     def _damaged(self, path: Path, reason: str) -> InputError:
         return InputError(f"{path}: damaged ({reason}). Download it again.")
@@ -115,7 +117,7 @@ def crc32c(content: bytes) -> int:
 
 
 def masked(crc: int) -> int:
-    """A CRC as it is stored: rotated and shifted, so that CRCs of files with CRCs in them stay good ones."""
+    """A CRC as it is stored: rotated and shifted, so that CRCs of files that contain CRCs remain good ones."""
     return (((crc >> 15) | (crc << 17)) + 0xA282EAD8) & 0xFFFFFFFF
 
 
@@ -130,7 +132,7 @@ def _table(file: bytes) -> Iterator[tuple[bytes, bytes]]:
     """All (key, value) of a LevelDB table, ascending."""
     footer = file[-_FOOTER_BYTES:]
     if len(footer) < _FOOTER_BYTES or struct.unpack("<Q", footer[-8:])[0] != _MAGIC:
-        raise ValueError("it does not end as the index of a TensorFlow checkpoint does")
+        raise ValueError("it does not end like the index of a TensorFlow checkpoint")
     position = 0
     for _ in range(2):  # offset and size of the meta-index, which is empty
         _, position = _varint(footer, position)
@@ -139,7 +141,7 @@ def _table(file: bytes) -> Iterator[tuple[bytes, bytes]]:
 
 
 def _block(file: bytes, handle: bytes) -> Iterator[tuple[bytes, bytes]]:
-    """(key, value) of the block that `handle`, two varints, tells the place of; keys share their beginnings."""
+    """(key, value) of the block at `handle`, two varints; keys share their beginnings."""
     offset, position = _varint(handle, 0)
     size, _ = _varint(handle, position)
     stored = file[offset : offset + size + _BLOCK_TRAILER_BYTES]
@@ -222,7 +224,7 @@ def _message(content: bytes) -> _Message:
 def _first(fields: _Message, number: int, default: int) -> int:
     value = fields.get(number, [default])[0]
     if not isinstance(value, int):
-        raise ValueError(f"field {number} is no number")
+        raise ValueError(f"field {number} is not a number")
     return value
 
 
@@ -266,7 +268,7 @@ def _byte_table() -> np.ndarray:
 
 @functools.lru_cache(maxsize=64)
 def _zero_bytes(count: int) -> np.ndarray:
-    """uint32 [32]: what becomes of each bit of a state after `count` zero bytes."""
+    """uint32 [32]: what each bit of a state becomes after `count` zero bytes."""
     bits = np.uint32(1) << np.arange(32, dtype=np.uint32)
     power, result = _byte_table()[bits & 0xFF] ^ (bits >> 8), bits
     while count:

@@ -27,11 +27,11 @@ _KNOWN = (WEIGHTS, f"{WEIGHTS}.index.json", "pytorch_model.bin", "pytorch_model.
 def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
     """(the file, all tensors in it by name) of safetensors or torch weights, in one file or in shards.
 
-    Taken is the first there is of model.safetensors, its index, pytorch_model.bin, its index, or else the only file of
-    torch's that the folder has. Where the folder has a manifest, as ours do, the files must be the ones it names.
+    The first of these that exists is read: model.safetensors, its index, pytorch_model.bin, its index, the only torch
+    file of the folder. If the folder has a manifest, as ours have, the files must be those that it names.
 
     Raises:
-        InputError: nothing to read, or what there is is damaged, incomplete or holds more than tensors.
+        InputError: there are no weights, or they are damaged, incomplete or hold more than tensors.
     """
     path = next((folder / name for name in _KNOWN if (folder / name).is_file()), None) or _only_torch_file(folder)
     if path.name.endswith(".index.json"):
@@ -41,12 +41,12 @@ def read_weights(folder: Path) -> tuple[Path, dict[str, Tensor]]:
 
 @contextlib.contextmanager
 def whole_folder(out: Path) -> Iterator[Path]:
-    """A folder to fill that then becomes `out`, with a manifest; an earlier one with a manifest is replaced.
+    """A folder to fill. It then becomes `out`, with a manifest, and replaces an earlier one with a manifest.
 
     An error leaves `out` as it was; a kill between two renames leaves it as `.NAME.XXXX.old`.
     """
     if out.exists() and not (out / MANIFEST).is_file() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"{out}: exists and is no export. Choose another folder, or remove it.")
+        raise InputError(f"{out}: exists and is not an export. Choose another folder, or remove it.")
     aside = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
     with disk_errors(out):
         try:
@@ -62,7 +62,7 @@ def whole_folder(out: Path) -> Iterator[Path]:
 
 
 def save_weights(tensors: dict[str, Tensor], path: Path) -> None:
-    """Write contiguous tensors that share no storage as safetensors; the system's errors stay `OSError`."""
+    """Write contiguous tensors that share no storage as safetensors; the system's errors remain `OSError`."""
     try:
         # Without this entry transformers 4.x refuses the file.
         save_file(tensors, path, metadata={"format": "pt"})
@@ -73,7 +73,7 @@ def save_weights(tensors: dict[str, Tensor], path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file of a stranger; `InputError` where it is none."""
+    """The object in an untrusted JSON file; `InputError` if it holds something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -86,10 +86,10 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _only_torch_file(folder: Path) -> Path:
-    found = [path for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth", ".ckpt")]
-    if len(found) == 1:
-        return found[0]
-    several = f"; has {', '.join(path.name for path in found)}, and only one may be there" if found else ""
+    files = [path for path in sorted(folder.iterdir()) if path.suffix in (".bin", ".pt", ".pth", ".ckpt")]
+    if len(files) == 1:
+        return files[0]
+    several = f"; has {', '.join(path.name for path in files)}, and only one may be there" if files else ""
     raise InputError(
         f"{folder}: has none of {', '.join(_KNOWN)}, nor a TensorFlow checkpoint{several}. "
         "Give a folder with config.json and the weights."
@@ -102,7 +102,7 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
     if not isinstance(weight_map, dict):
         raise InputError(f"{index}: has no weight_map. Download it again.")
     for name, file in weight_map.items():
-        # A stranger's index must not lead out of its folder.
+        # An untrusted index must not lead out of its folder.
         if not isinstance(file, str) or Path(file).name != file:
             raise InputError(f"{index}: names the file {file!r}; only files beside it are read.")
         shards.setdefault(file, set()).add(name)
@@ -125,9 +125,9 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         except (SafetensorError, OSError) as error:
             raise InputError(f"{path}: damaged ({error}). Download or export it again.") from None
     try:
-        # Law 5: nothing but tensors and plain containers is unpickled.
+        # Invariant 5: only tensors and plain containers are unpickled.
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises whatever the bytes lead it to
+    except Exception as error:  # damaged bytes make torch raise anything
         reason = str(error).strip().split("\n")[0]
         raise InputError(
             f"{path}: cannot be read as plain tensors ({reason}). Download it again, or convert it to safetensors."
@@ -136,19 +136,19 @@ def _read_file(path: Path) -> dict[str, Tensor]:
 
 
 def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
-    """The tensors of a training checkpoint: NVIDIA's and fairseq's lie under "model", Lightning's under "state_dict"."""
+    """The tensors of a training checkpoint: under "model" in NVIDIA's and fairseq's, "state_dict" in Lightning's."""
     for key in ("model", "state_dict", "module"):
         if isinstance(content, Mapping) and isinstance(content.get(key), Mapping):
             content = content[key]
     tensors = content.items() if isinstance(content, Mapping) else ()
-    found = {name: tensor for name, tensor in tensors if isinstance(name, str) and isinstance(tensor, Tensor)}
-    if not found:
+    named = {name: tensor for name, tensor in tensors if isinstance(name, str) and isinstance(tensor, Tensor)}
+    if not named:
         raise InputError(f"{path}: holds no tensors by name. Give the weights of a model.")
-    return found
+    return named
 
 
 def _check_manifest(path: Path) -> None:
-    """Refuse a file that differs from what a manifest of ours beside it says; a stranger's manifest.json says nothing."""
+    """Refuse a file that differs from our manifest beside it; a manifest.json of another program is ignored."""
     if not path.with_name(MANIFEST).is_file():
         return
     manifest = read_json(path.with_name(MANIFEST))
@@ -156,7 +156,7 @@ def _check_manifest(path: Path) -> None:
     if "format" not in manifest or not isinstance(files, dict):
         return
     if sha256_file(path) != files.get(path.name, {}).get("sha256"):
-        raise InputError(f"{path}: its SHA-256 differs from the manifest's; altered. Export again.")
+        raise InputError(f"{path}: its SHA-256 differs from the manifest's, so the file was altered. Export again.")
 
 
 def _fsync_file(path: Path) -> None:
@@ -165,7 +165,7 @@ def _fsync_file(path: Path) -> None:
 
 
 def _replace_folder(aside: Path, out: Path) -> None:
-    """Rename `aside` to `out`; what was there is moved away first and removed last."""
+    """Rename `aside` to `out`; an earlier `out` is moved away first and removed last."""
     fsync_folder(aside)
     old = out.with_name(f".{out.name}.{secrets.token_hex(4)}.old")
     if out.exists():

@@ -2,9 +2,9 @@
 
 Shape letters: K masked tokens, C of them at a time, H hidden width, V vocabulary.
 
-The gradient needs the same logits as the loss. It is therefore made at once, while a piece of them is at hand, and
-waits for the backward pass as gradients of what came in ([K, H], [V, H] and [V]) instead of as logits [K, V]: three
-matmuls, none done twice, and room for one piece (the idea of Liger Kernel's fused linear cross-entropy, Hsu et al.
+The gradient needs the same logits as the loss, so the forward pass computes it from each piece of them at once. For the
+backward pass it keeps the gradients of its inputs ([K, H], [V, H] and [V]) instead of logits [K, V]. That takes three
+matmuls, none done twice, and memory for one piece (the idea of Liger Kernel's fused linear cross-entropy, Hsu et al.
 2024, arXiv:2410.10989, section 3.2).
 """
 
@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.config import LOGITS_PER_PIECE
-from pretrain.model.attention.dispatch import program
+from pretrain.model.compile import program
+from pretrain.model.cost import LOGITS_PER_PIECE
 
 
 def vocabulary_losses(hidden: Tensor, word: Tensor, bias: Tensor, labels: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
@@ -34,7 +34,8 @@ def vocabulary_losses(hidden: Tensor, word: Tensor, bias: Tensor, labels: Tensor
         scalars; the first is differentiable, once.
     """
     needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or word.requires_grad)
-    return _VocabularyLosses.apply(hidden, word, bias, labels, fused, needs_gradient)  # pyright: ignore[reportReturnType]
+    losses: Any = _VocabularyLosses.apply(hidden, word, bias, labels, fused, needs_gradient)
+    return losses
 
 
 class _VocabularyLosses(torch.autograd.Function):
@@ -73,12 +74,12 @@ class _VocabularyLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        # In place: nobody else has them, and the backward pass comes once.
+        # In place: nothing else uses them, and there is one backward pass.
         return *(saved.mul_(grads[0]) for saved in ctx.saved_tensors), None, None, None
 
 
 def _add(total: Tensor | None, piece: Tensor) -> Tensor:
-    """Several pieces are added up in fp32; one alone needs no copy."""
+    """`total` + `piece`: several pieces are added in fp32; a single one needs no copy."""
     return piece if total is None else total.float().add_(piece)
 
 

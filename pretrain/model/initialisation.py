@@ -1,11 +1,10 @@
-"""First values with which attention heads look at neighbouring tokens from the first step on.
+"""Initial values of the parameters: BERT's, and on request attention heads that look at adjacent tokens.
 
-From BERT's own first values every head looks everywhere alike, and a small run spends its days on the plateau
-where a masked token is guessed from word frequencies alone: it must first find out, position by position, where
-the neighbours are. Here each head begins with one place to look at, as the heads of a trained BERT do (Clark et
-al. 2019, "What Does BERT Look At?", section 3.1). Only first values differ; the model is BERT's, and learns.
-The idea of starting where trained attention ends is Trockman & Kolter's (2023, "Mimetic Initialization of
-Self-Attention Layers").
+With BERT's values every head attends to all tokens alike. A small run then spends its days on a plateau, where it
+guesses a masked token from word frequencies alone: first it must learn, position by position, where the adjacent tokens
+are. `attend_to_adjacent_tokens` gives each head one offset to attend to, as the heads of a trained BERT have (Clark et
+al. 2019, "What Does BERT Look At?", section 3.1). Only initial values differ; the model is BERT's, and learns. Trockman
+& Kolter had the idea to start where trained attention ends (2023, "Mimetic Initialization of Self-Attention Layers").
 """
 
 from __future__ import annotations
@@ -14,30 +13,57 @@ import math
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-# Positions begin larger than words and token types, which are noise to them: two thirds of an embedding's square.
+from pretrain.model.parameters import Parameter
+
+# Position embeddings start larger than words and token types, which are noise to them: they have two thirds of an
+# embedding's squared norm.
 POSITION_SCALE = 2.0
-# The score of the place a head begins with, above a mean of zero: about half of the attention among 128 tokens.
+# The score at a head's offset, above a mean of zero: about half of the attention among 128 tokens.
 PEAK = 5.0
 
 
+def create_parameters(module: nn.Module, parameters: Iterable[Parameter], std: float) -> None:
+    """Give `module` these parameters, in this order, fp32; matrices are normal with deviation `std`."""
+    for parameter in parameters:
+        if parameter.initial == "normal":
+            values = normal(std, *parameter.shape)
+        else:
+            make = torch.zeros if parameter.initial == "zeros" else torch.ones
+            values = nn.Parameter(make(parameter.shape))
+        module.register_parameter(parameter.name, values)
+
+
+def normal(std: float, *size: int) -> nn.Parameter:
+    """Normal with deviation `std`, truncated at two (google-research/bert modeling.py, create_initializer)."""
+    weight = torch.randn(*size)
+    flat = weight.view(-1)
+    # Values outside are sampled again: four times as fast as torch's trunc_normal_, which inverts a distribution
+    # function.
+    outside = (flat.abs() > 2).nonzero()[:, 0] if weight.device.type != "meta" else flat[:0]
+    while outside.numel():
+        flat[outside] = torch.randn(outside.numel())
+        outside = outside[flat[outside].abs() > 2]
+    return nn.Parameter(weight.mul_(std))
+
+
 @torch.no_grad()
-def attend_to_neighbours(position_PH: Tensor, qkv_weights: Iterable[Tensor], heads: int, std: float) -> None:
+def attend_to_adjacent_tokens(position_PH: Tensor, qkv_weights: Iterable[Tensor], heads: int, std: float) -> None:
     """Fill the position embeddings and add to the layers' stacked projections [3H, H], in place.
 
-    Positions are cosines and sines of H/2 frequencies between 0 and pi, each with a phase, drawn from torch's
-    generator: far apart from each other, and a place further on is a rotation (Vaswani et al. 2017, section 3.5).
-    Without phases the first place, [CLS], would be ones and zeros, whose mean the LayerNorm takes away.
-    Queries begin with the position as it is, keys with the one that a head looks back from: heads begin at the
-    tokens 1 before, 1 after, 2 before, 2 after and so on.
+    Positions are cosines and sines of H/2 frequencies between 0 and pi, each with a phase, sampled from torch's
+    generator. They are far apart from each other, and the next position is a rotation (Vaswani et al. 2017, section
+    3.5). Without phases the first position, [CLS], would be ones and zeros, whose mean the LayerNorm subtracts.
+    Queries are initialised to the position itself, and keys to the position that a head attends from. The heads attend
+    to the tokens 1 before, 1 after, 2 before, 2 after and so on.
 
     Args:
         position_PH: the position embeddings, fp32 [P, H].
-        qkv_weights: of each layer that begins so, queries', keys' and values' rows stacked: fp32 [3H, H]. The lower
-            half of the encoder is enough; [CLS] must find the whole text in the layers above.
+        qkv_weights: of each layer to initialise, the rows of queries, keys and values stacked: fp32 [3H, H]. The lower
+            half of the encoder is enough; in the layers above, [CLS] must attend to the whole text.
         heads: attention heads, of an even width.
-        std: deviation of the words' first values.
+        std: deviation of the words' initial values.
     """
     positions, hidden = position_PH.shape
     width = hidden // heads
@@ -47,9 +73,9 @@ def attend_to_neighbours(position_PH: Tensor, qkv_weights: Iterable[Tensor], hea
     waves_PH = torch.stack([angle_PK.cos(), angle_PK.sin()], dim=-1).flatten(1)
     position_PH.copy_(waves_PH * (math.sqrt(2) * POSITION_SCALE * std))
 
-    # The LayerNorm makes the sum's variance 1: what is position's share, beside words and token types of 1 each?
+    # The norm makes the sum's variance 1. This is the positions' share, beside words and token types of 1 each.
     share = POSITION_SCALE**2 / (POSITION_SCALE**2 + 2)
-    # A head's score at its place is gain^2 * width * share / sqrt(width).
+    # A head's score at its offset is gain^2 * width * share / sqrt(width).
     gain = math.sqrt(PEAK / (math.sqrt(width) * share))
     offset_K = torch.tensor([_offset(head) for head in range(heads)]).repeat_interleave(width // 2)
     cosine_K, sine_K = gain * torch.cos(frequency_K * offset_K), gain * torch.sin(frequency_K * offset_K)

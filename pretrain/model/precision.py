@@ -1,7 +1,7 @@
 """How fast a device multiplies matrices, and in which floating-point type it should train.
 
-`engine.precision: auto` is settled here, by what every worker's device offers: bf16 has the range of fp32 and needs no
-loss scaling, but processors without bf16 arithmetic emulate it at a fraction of their fp32 rate, and GPUs before Ampere
+This module resolves `engine.precision: auto` from the devices of all workers. bf16 has the range of fp32 and needs no
+loss scaling. But processors without bf16 arithmetic emulate it at a fraction of their fp32 rate, and GPUs before Ampere
 do not have it.
 """
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 SECONDS = 0.25  # of one measurement
 _FIRST_SIZE, _LARGEST_SIZE = 128, {"cpu": 2048, "cuda": 8192}
-_LONG_ENOUGH_SECONDS = 5e-3  # for starting a product not to count
-_TRIES = 4  # products of a size, before a larger one is taken
-_CLEARLY = 0.9  # two rates nearer than this differ by no more than the measurement does
-_USABLE = 0.5  # of the rate in fp32: a model that was trained in bf16 is still run in it
+_LONG_ENOUGH_SECONDS = 5e-3  # the launch of a product is negligible then
+_TRIES = 4  # products of a size, before a larger one is tried
+_CLEARLY = 0.9  # two rates with a higher ratio differ by no more than the noise of the measurement
+_USABLE = 0.5  # of the rate in fp32: from here on, a model that was trained in bf16 also runs in it
 
 
 class Offer(NamedTuple):
@@ -51,11 +51,11 @@ def torch_dtype(precision: str) -> torch.dtype:
 def measure_matmul(device: str, precision: Precision, seconds: float = SECONDS, threads: int = 0) -> float:
     """Rate of square matrix products on one device in FLOP/s: the fastest product of about `seconds`.
 
-    Others may have been held up by programs that share the cores, by a time slice each. The size doubles until a product
+    Programs that share the cores may delay the other products by a time slice each. The size doubles until a product
     takes milliseconds on one thread, so a device that is slow in this type is measured as quickly as a fast one.
 
     Args:
-        threads: of the CPU; 0 takes torch's. One thread waits for no other, and so bears busy cores best.
+        threads: of the CPU; 0 means torch's number. One thread waits for no other, so busy cores disturb it least.
     """
     import torch
 
@@ -98,7 +98,7 @@ def _of_one_thread(precision: Precision) -> float:
 
 
 def is_faster_in_fp32(bf16: float, fp32: float) -> bool:
-    """Whether a device whose matrix products run at these rates (FLOP/s) should rather compute in fp32."""
+    """Whether a device with these rates of matrix products (FLOP/s) should compute in fp32."""
     return bf16 < _CLEARLY * fp32
 
 
@@ -112,7 +112,7 @@ def offer(device: torch.device) -> Offer:
 
 
 def choose(offers: Sequence[Offer]) -> Choice:
-    """The precision for workers with these devices; where they differ, what all of them compute."""
+    """The precision for workers with these devices; if they differ, one that all of them have."""
     weakest = min((one for one in offers if one.capability), key=lambda one: one.capability or (), default=None)
     if weakest is not None and weakest.capability is not None:
         return _for_gpu(weakest.name, weakest.capability)
@@ -134,9 +134,9 @@ def _for_gpu(name: str, capability: tuple[int, int]) -> Choice:
 
 
 def allow_tf32(precision: str, device: torch.device) -> bool:
-    """Let fp32 matrix products of a run in fp32 use TF32 tensor cores where the GPU has them (Ampere and newer).
+    """Let a run in fp32 use TF32 tensor cores for its matrix products if the GPU has them (Ampere and newer).
 
-    Returns whether they do. In other precisions what is left of fp32, such as heads, stays exact.
+    Returns whether it does. In other precisions, the products that remain in fp32, such as those of heads, stay exact.
     """
     import torch
 
@@ -157,7 +157,7 @@ def choose_here() -> Choice:
 
 
 def settle_here(config: R) -> tuple[R, str]:
-    """(config whose precision is settled for this machine, how that came about)."""
+    """(config with its precision chosen for this machine, the reason)."""
     if config.engine.precision != "auto":
         return config, "as configured"
     choice = choose_here()

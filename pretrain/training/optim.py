@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pretrain.model.parameters import has_weight_decay, stacked_parts
+
 if TYPE_CHECKING:
     from pretrain import config
-
-# Rows of a stacked parameter that are tensors of their own in the published model: LAMB judges each alone.
-_STACKED = {"qkv_weight": 3, "qkv_bias": 3}
 
 # torch sums a norm in fp32: over the 31 M entries of BERT-Large's word embeddings that is 1.1e-3 off
 # (measured, torch 2.13 CPU). Norms of rows this long are exact to 1e-7; their squares are added in fp64.
@@ -25,7 +24,7 @@ _NORM_ROW = 1 << 16
 
 
 def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> list[dict[str, Any]]:
-    """The two optimizer groups of BERT: with weight decay, and without it (biases and LayerNorm).
+    """The two optimizer groups of BERT: with weight decay, and without it (biases and norms).
 
     Args:
         named_parameters: (name, parameter) as `Module.named_parameters` yields them; the order is kept.
@@ -43,7 +42,7 @@ def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_deca
         {"params": [], "names": [], "weight_decay": 0.0, "layer_adaptation": False},
     ]
     for name, parameter in named_parameters:
-        group = groups[name.endswith(("bias", "norm_weight"))]
+        group = groups[0 if has_weight_decay(name) else 1]
         group["params"].append(parameter)
         group["names"].append(name)
     return [group for group in groups if group["params"]]
@@ -99,7 +98,7 @@ def number_tensors(names: Iterable[str]) -> dict[str, range]:
     ids: dict[str, range] = {}
     count = 0
     for name in names:
-        parts = _parts(name)
+        parts = stacked_parts(name)
         ids[name] = range(count, count + parts)
         count += parts
     return ids
@@ -228,7 +227,7 @@ class Lamb(torch.optim.Optimizer):
             if len(names) != len(group["params"]):
                 raise RuntimeError("Lamb: the parameters were flattened by a wrapper; call set_segments first")
             for parameter, name in zip(group["params"], names, strict=True):
-                ids = range(count, count + _parts(name))
+                ids = range(count, count + stacked_parts(name))
                 count = ids.stop
                 yield parameter, cut_segments(ids, parameter.numel(), 0, parameter.numel(), 0)
 
@@ -260,10 +259,6 @@ class Lamb(torch.optim.Optimizer):
             if group["weight_decay"]:
                 grad.add_(weights, alpha=group["weight_decay"])
         return flat[0]
-
-
-def _parts(name: str) -> int:
-    return _STACKED.get(name.rpartition(".")[2], 1)
 
 
 def square_sum(values: Tensor) -> Tensor:

@@ -1,0 +1,71 @@
+"""How each tensor of a file was mapped to a parameter of ours, and the table of it that a person reads."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import NamedTuple
+
+LEFT_OUT = "left out: "
+_MOST_NAMES = 6
+
+
+class MappedTensor(NamedTuple):
+    """What one tensor of a file was mapped to."""
+
+    name: str
+    shape: tuple[int, ...]
+    target: str  # our parameter that it fills, as `layouts` names them, or `LEFT_OUT` and the reason
+
+    @property
+    def is_read(self) -> bool:
+        """Whether it fills a parameter."""
+        return not self.target.startswith(LEFT_OUT)
+
+
+def mapping_table(tensors: Iterable[MappedTensor]) -> str:
+    """A line for all tensors with the same target, layers folded; then those left out, by reason and name."""
+    filled: dict[str, list[str]] = defaultdict(list)
+    left_out: dict[str, list[str]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.is_read:
+            filled[re.sub(r"^(layers|embeddings|heads?\.[a-z]+).*", r"\1.*", tensor.target)].append(tensor.name)
+        else:
+            left_out[tensor.target].append(tensor.name)
+    rows = [(_pattern(names), _count(names), target) for target, names in filled.items()]
+    wide, high = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
+    lines = [f"{pattern:<{wide}}  {count:>{high}} -> {target}" for pattern, count, target in rows]
+    for reason, names in left_out.items():
+        folded = _folded(names)
+        beyond = f" and {len(folded) - _MOST_NAMES} more" if len(folded) > _MOST_NAMES else ""
+        lines.append(f"{', '.join(folded[:_MOST_NAMES])}{beyond}: {_count(names)} {reason}")
+    return "\n".join(lines)
+
+
+def _count(names: list[str]) -> str:
+    return f"{len(names)} tensor" + "s" * (len(names) > 1)
+
+
+def _pattern(names: list[str]) -> str:
+    """The common beginning of all names, whole parts only, and a star; the name itself if there is one."""
+    folded = _folded(names)
+    if len(folded) == 1:
+        return folded[0]
+    parts = zip(*(re.split(r"(?<=[./])", name) for name in folded), strict=False)
+    same = itertools.takewhile(lambda column: len(set(column)) == 1, parts)
+    return "".join(column[0] for column in same) + "*"
+
+
+def _folded(names: list[str]) -> list[str]:
+    """Distinct names, with the numbers in them as ranges: encoder.layer.0-11.output.dense.weight."""
+    numbers: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for name in names:
+        match = re.search(r"(?<=[._])\d+(?=[./])", name)
+        key = (name, "") if match is None else (name[: match.start()], name[match.end() :])
+        numbers[key] |= set() if match is None else {int(match[0])}
+    return [
+        before + ("" if not values else str(*values) if len(values) == 1 else f"{min(values)}-{max(values)}") + after
+        for (before, after), values in numbers.items()
+    ]

@@ -1,0 +1,59 @@
+"""The activations that `model.activation` and the heads can name.
+
+The estimates read this table without torch, so an activation imports torch itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+from pretrain.common.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+class Activation(NamedTuple):
+    """An elementwise activation.
+
+    Attributes:
+        function: any shape and dtype -> the same.
+        saves_input: whether torch keeps the input for the backward pass; otherwise it keeps the output.
+        released_names: what config.json of a released model calls it; the first name is the one that is written.
+    """
+
+    function: Callable[[Tensor], Tensor]
+    saves_input: bool
+    released_names: tuple[str, ...] = ()
+
+
+def gelu(x: Tensor) -> Tensor:
+    """GELU by the error function (Hendrycks & Gimpel 2016, arXiv:1606.08415), not its tanh approximation."""
+    import torch.nn.functional as F
+
+    return F.gelu(x)
+
+
+def relu(x: Tensor) -> Tensor:
+    return x.relu()
+
+
+def tanh(x: Tensor) -> Tensor:
+    return x.tanh()
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    # transformers' gelu_python is the same function.
+    "gelu": Activation(gelu, saves_input=True, released_names=("gelu", "gelu_python")),
+    "relu": Activation(relu, saves_input=False, released_names=("relu",)),
+    "tanh": Activation(tanh, saves_input=False, released_names=("tanh",)),
+}
+
+
+def get_activation(name: str) -> Activation:
+    """The activation of a `model.activation`. Raises `InputError` for an unknown name."""
+    if name not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise InputError(f"model.activation: {name!r} is not an activation of this model. Choose one of: {known}.")
+    return ACTIVATIONS[name]

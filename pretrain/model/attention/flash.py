@@ -1,0 +1,53 @@
+"""torch's varlen flash kernel on CUDA, for half precision.
+
+Shape letters: T tokens, R query positions, S sequences, N heads, D width of a head.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+from torch import Tensor
+
+from pretrain.model.attention.layout import AttentionOptions, TokenLayout, query_boundaries
+
+
+def has_flash(hidden: Tensor, heads: int) -> bool:
+    """Whether the kernel takes hidden states [T, H] of this device, dtype and width of a head."""
+    if not hidden.is_cuda or hidden.dtype == torch.float32:
+        return False
+    return _device_has_it(hidden.device) and _takes_width(hidden.shape[1] // heads)
+
+
+def flash_attention(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> Tensor:
+    """[R, H] context from [T, 3H]; dropout comes from the device's generator."""
+    q_RND, k_TND, v_TND = qkv.unflatten(-1, (3, options.heads, -1)).unbind(1)
+    cu_queries = layout.cu_seqlens
+    if layout.rows is not None:
+        q_RND, cu_queries = q_RND.index_select(0, layout.rows), query_boundaries(layout.rows, layout.cu_seqlens)
+    # The op below torch.nn.attention.varlen, called directly because that wrapper has no dropout.
+    context_RND = torch.ops.aten._flash_attention_forward(
+        q_RND,
+        k_TND,
+        v_TND,
+        cu_queries,
+        layout.cu_seqlens,
+        layout.max_seqlen,
+        layout.max_seqlen,
+        options.dropout,
+        False,
+        False,
+    )[0]
+    return context_RND.flatten(1)
+
+
+@functools.cache
+def _device_has_it(device: torch.device) -> bool:
+    """Ampere or newer."""
+    return torch.cuda.get_device_capability(device) >= (8, 0)
+
+
+def _takes_width(head_width: int) -> bool:
+    """pytorch aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_varlen_fwd: no padding there."""
+    return head_width % 8 == 0 and head_width <= 256

@@ -1,0 +1,112 @@
+"""What lies between the matmuls of the grouped attention: plain functions, each fused into one pass by torch.compile.
+
+Shape letters: T tokens of the micro-batch, R query positions, N heads of width D, H = N * D; inside a group of G
+sequences L tokens and Q queries each, B = G * N.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pretrain.model.compile import program_of_any_size
+from pretrain.model.hash_rng import ALONG, keep_mask
+
+
+class Kernels(NamedTuple):
+    """The functions of this file, compiled or not."""
+
+    to_heads: Callable[..., Tensor]
+    grad_to_heads: Callable[..., tuple[Tensor, Tensor]]
+    to_tokens: Callable[..., Tensor]
+    softmax: Callable[..., tuple[Tensor, Tensor]]
+    softmax_backward: Callable[..., tuple[Tensor, Tensor]]
+
+
+@functools.cache
+def kernels(fused: bool) -> Kernels:
+    """The functions, compiled if `fused`."""
+    return Kernels(
+        to_heads=program_of_any_size(_to_heads, ("T", "", "GL"), fused),
+        grad_to_heads=program_of_any_size(_grad_to_heads, ("T", "T", "GQ", "GQ"), fused),
+        to_tokens=program_of_any_size(_to_tokens, ("CBL", "T"), fused),
+        softmax=program_of_any_size(_softmax, ("BQL", "BL", "", "BQ"), fused),
+        softmax_backward=program_of_any_size(_softmax_backward, ("BQL", "BQL", "BQ", "BQ", "BL", "", "BQ"), fused),
+    )
+
+
+def heads_first(x_GQN: Tensor) -> Tensor:
+    """[G, Q, N, ...] -> [B, Q, ...], with the strides of its shape where Q is 1 as well."""
+    return x_GQN.transpose(1, 2).clone(memory_format=torch.contiguous_format).flatten(0, 1)
+
+
+def _to_heads(x_TCH: Tensor, bias_CH: Tensor, rows_GL: Tensor, parts: int, heads: int) -> Tensor:
+    """[T, parts * H] -> [parts, B, L, D] of one group's rows, with the bias added."""
+    x_GLCH = (x_TCH[rows_GL].float() + bias_CH.float()).to(x_TCH.dtype)
+    x_GLCND = x_GLCH.unflatten(-1, (parts, heads, x_TCH.shape[1] // (parts * heads)))
+    return x_GLCND.permute(2, 0, 3, 1, 4).flatten(1, 2).contiguous()
+
+
+def _grad_to_heads(
+    grad_RH: Tensor, context_RH: Tensor, queries_GQ: Tensor, real_GQ: Tensor, heads: int
+) -> tuple[Tensor, Tensor]:
+    """The context's gradient [B, Q, D] and its product with the context, fp32 [B, Q]; both zero at padding.
+
+    Padding holds a copy of another query: without a product of 0 it would reach the keys' gradient.
+    """
+    grad_GQH = torch.where(real_GQ[..., None], grad_RH[queries_GQ], 0.0)
+    split = (heads, grad_RH.shape[1] // heads)
+    grad_GQND, context_GQND = (x.unflatten(-1, split) for x in (grad_GQH, context_RH[queries_GQ]))
+    delta_GQN = (grad_GQND.float() * context_GQND.float()).sum(-1)
+    return heads_first(grad_GQND), heads_first(delta_GQN)
+
+
+def _to_tokens(x_CBLD: Tensor, place_T: Tensor, heads: int) -> Tensor:
+    """[parts, B, L, D] -> [group's tokens, parts * H]."""
+    parts, _, length, width = x_CBLD.shape
+    x_GLCND = x_CBLD.view(parts, -1, heads, length, width).permute(1, 3, 0, 2, 4)
+    return x_GLCND.flatten(0, 1)[place_T].flatten(1)
+
+
+def _dropout_factor(keys_BQ: Tensor, length: int, dropout: float) -> Tensor:
+    """fp32 [B, Q, L]: 0 where dropped, else 1 / (1 - dropout)."""
+    along_L = torch.arange(length, device=keys_BQ.device, dtype=torch.int32) * ALONG
+    return keep_mask(keys_BQ[..., None] + along_L, dropout) * (1 / (1 - dropout))
+
+
+def _softmax(
+    scores_BQL: Tensor, mask_BL: Tensor, scale: float, keys_BQ: Tensor | None, dropout: float
+) -> tuple[Tensor, Tensor]:
+    """(attention weights after dropout [B, Q, L], log-sum-exp of the rows fp32 [B, Q])."""
+    x_BQL = scores_BQL.float() * scale + mask_BL[:, None]
+    top_BQ1 = x_BQL.amax(-1, keepdim=True)
+    weights_BQL = (x_BQL - top_BQ1).exp()
+    total_BQ1 = weights_BQL.sum(-1, keepdim=True)
+    weights_BQL = weights_BQL * total_BQ1.reciprocal()
+    if keys_BQ is not None:
+        weights_BQL = weights_BQL * _dropout_factor(keys_BQ, scores_BQL.shape[-1], dropout)
+    return weights_BQL.to(scores_BQL.dtype), (top_BQ1 + total_BQ1.log()).squeeze(-1)
+
+
+def _softmax_backward(
+    scores_BQL: Tensor,
+    grad_BQL: Tensor,
+    lse_BQ: Tensor,
+    delta_BQ: Tensor,
+    mask_BL: Tensor,
+    scale: float,
+    keys_BQ: Tensor | None,
+    dropout: float,
+) -> tuple[Tensor, Tensor]:
+    """(weights after dropout, gradient of the scores), both [B, Q, L]; `grad_BQL` is that of dropped weights."""
+    weights_BQL = (scores_BQL.float() * scale + mask_BL[:, None] - lse_BQ[..., None]).exp()
+    dropped_BQL, grad = weights_BQL, grad_BQL.float()
+    if keys_BQ is not None:
+        factor_BQL = _dropout_factor(keys_BQ, scores_BQL.shape[-1], dropout)
+        dropped_BQL, grad = weights_BQL * factor_BQL, grad * factor_BQL
+    grad_scores_BQL = weights_BQL * (grad - delta_BQ[..., None]) * scale
+    return dropped_BQL.to(scores_BQL.dtype), grad_scores_BQL.to(scores_BQL.dtype)

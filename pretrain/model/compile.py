@@ -1,0 +1,69 @@
+"""torch.compile and its settings: the only place that touches them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Whether this torch can be told not to rely on a size; older ones were not tried.
+MARKS_UNKNOWN_SIZES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+# Sizes that the compiler assumes for such axes: it decides by them what to fuse.
+_TYPICAL = {"C": 2, "G": 8, "B": 64, "Q": 128, "L": 128, "T": 1024}
+
+
+@functools.cache
+def program(function: Callable[..., Any], fused: bool) -> Callable[..., Any]:
+    """`function`, compiled once for all sizes of batches when `fused`."""
+    if not fused:
+        return function
+    _configure()
+    return torch.compile(function, dynamic=True)
+
+
+def program_of_any_size(function: Callable[..., Any], axes: tuple[str, ...], fused: bool) -> Callable[..., Any]:
+    """`program(function, fused)`, compiled once for sizes of 1 and all others on some leading axes of its arguments.
+
+    torch.compile takes a size of 1 for a constant. It would compile again, in the middle of training, when a group has
+    a single sequence or each of its sequences a single query.
+
+    Args:
+        axes: for each argument the letters of those axes, keys of `_TYPICAL`; "" for an argument without any.
+    """
+    compiled = program(function, fused)
+    if not fused or not MARKS_UNKNOWN_SIZES:
+        return compiled
+    known = set()  # what it was compiled for: only then do marks count, and they cost as much as a small kernel
+
+    def call(*arguments: Any) -> Any:
+        variant = tuple(x.dtype if isinstance(x, Tensor) else x for x in arguments)
+        if variant not in known:
+            known.add(variant)
+            for argument, letters in zip(arguments, axes, strict=False):
+                if isinstance(argument, Tensor):
+                    _mark_unknown(argument, letters)
+        return compiled(*arguments)
+
+    return call
+
+
+@functools.cache
+def _configure() -> None:
+    """Set what holds for the whole process, once."""
+    # Sizes that happen to be equal in the first batch must not be taken for one size: that compiles again later.
+    torch.fx.experimental._config.use_duck_shape = False  # pyright: ignore[reportAttributeAccessIssue]
+    torch._dynamo.config.recompile_limit = 32
+    torch._dynamo.config.specialize_float = True
+    # What a pass over memory can make again is made again in the backward pass: faster, and half the memory.
+    torch._functorch.config.aggressive_recomputation = True  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _mark_unknown(x: Tensor, letters: str) -> None:
+    for axis, letter in enumerate(letters):
+        torch._dynamo.decorators.mark_unbacked(x, axis, hint_override=_TYPICAL[letter])
+    if letters and x._base is not None:  # the compiler reads its sizes, too
+        for axis in range(x._base.dim()):
+            torch._dynamo.decorators.mark_unbacked(x._base, axis, hint_override=_TYPICAL["B"])

@@ -1,0 +1,50 @@
+"""The norms that `model.norm` can name: what each computes, and which parameters it takes.
+
+The estimates read this table without torch, so a norm imports torch itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+from pretrain.common.errors import InputError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+Initial = Literal["normal", "zeros", "ones"]
+
+
+class Norm(NamedTuple):
+    """A norm over the last axis.
+
+    Attributes:
+        function: `function(x, *parameters, eps)` with x [..., width], fp32 in every precision of the model -> the same.
+        parameters: kind -> initial values, in the order in which `function` takes them. Each is a vector [width], named
+            after its norm and its kind: `ffn_norm_weight`.
+        saved: tensors of the size of x that torch keeps for the backward pass when the layer is not compiled.
+    """
+
+    function: Callable[..., Tensor]
+    parameters: Mapping[str, Initial]
+    saved: int = 1
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """LayerNorm (Ba et al. 2016, arXiv:1607.06450): mean 0 and variance 1, then scaled and shifted."""
+    import torch.nn.functional as F
+
+    return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
+
+
+NORMS: dict[str, Norm] = {
+    "layer_norm": Norm(layer_norm, {"weight": "ones", "bias": "zeros"}),
+}
+
+
+def get_norm(name: str) -> Norm:
+    """The norm of a `model.norm`. Raises `InputError` for an unknown name."""
+    if name not in NORMS:
+        raise InputError(f"model.norm: {name!r} is not a norm of this model. Choose one of: {', '.join(NORMS)}.")
+    return NORMS[name]

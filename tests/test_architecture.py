@@ -1,0 +1,347 @@
+"""One place to change the architecture: another norm and another activation, and everything follows or says why not."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pretrain.checkpoint import hf
+from pretrain.checkpoint.assembly import Released, assemble
+from pretrain.checkpoint.layouts import BERT, LAYOUTS, ReleasedFacts, read_config, write_config
+from pretrain.common.errors import InputError
+from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig, changed_for_resume
+from pretrain.model import activations, norms
+from pretrain.model.cost import activation_bytes, encoder_flops, flops, parameter_count
+from pretrain.model.encoder import Encoder
+from pretrain.model.heads import PretrainingModel
+from pretrain.model.padded import PaddedEncoder
+from pretrain.model.parameters import has_weight_decay, layer_of, stacked_parts
+from tests.batches_by_hand import make_batch
+
+VOCABULARY, LENGTHS = 101, (7, 20, 21, 40)
+# Every entry of the tables, so one that is added is tested, and what a test swaps in besides.
+TABLES = [{"norm": name} for name in norms.NORMS] + [{"activation": name} for name in activations.ACTIVATIONS]
+SWAPPED = {"norm": "rms_norm", "activation": "relu"}
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467)."""
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(x.dtype)
+
+
+@pytest.fixture
+def swapped(monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
+    """An encoder with RMSNorm and ReLU: a norm is one entry of a table."""
+    # Torch keeps x, its inverse deviation and their product.
+    monkeypatch.setitem(norms.NORMS, "rms_norm", norms.Norm(rms_norm, {"weight": "ones"}, saved=2))
+    return make_shape(**SWAPPED)
+
+
+def make_shape(**values: Any) -> ModelConfig:
+    sizes = {"size": "custom", "layers": 2, "hidden": 32, "heads": 4, "intermediate": 48, "max_positions": 64}
+    return ModelConfig.model_validate({**sizes, **values})
+
+
+def make_model(shape: ModelConfig, **options: bool) -> PretrainingModel:
+    """Weights away from their initial values, so that norms matter."""
+    torch.manual_seed(0)
+    model = PretrainingModel(shape, VOCABULARY, **options)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+def loss_of(model: PretrainingModel, batch: Any) -> Tensor:
+    losses = model(batch)
+    return losses.mlm_loss / len(batch.masked_rows) + losses.nsp_loss / len(batch.lengths)
+
+
+def reference_loss(state: dict[str, Tensor], shape: ModelConfig, batch: Any) -> Tensor:
+    """The swapped model in plain torch, a sequence at a time, without dropout."""
+
+    def dense(x: Tensor, name: str) -> Tensor:
+        return F.linear(x, state[f"{name}_weight"], state[f"{name}_bias"])
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, (x.shape[-1],), state[f"{name}_weight"], shape.layer_norm_eps)
+
+    rows, first = [], 0
+    for length in batch.lengths:
+        part = slice(first, first + length)
+        first += length
+        x = state["embeddings.word"][batch.input_ids[part]] + state["embeddings.position"][batch.positions[part]]
+        x = norm(x + state["embeddings.token_type"][batch.token_types[part]], "embeddings.norm")
+        for number in range(shape.layers):
+            at = f"layers.{number}."
+            q, k, v = dense(x, f"{at}qkv").unflatten(-1, (3, shape.heads, -1)).permute(1, 2, 0, 3)
+            context = F.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1)
+            x = norm(x + dense(context, f"{at}attention_out"), f"{at}attention_norm")
+            x = norm(x + dense(dense(x, f"{at}ffn_in").relu(), f"{at}ffn_out"), f"{at}ffn_norm")
+        rows.append(x)
+    hidden = torch.cat(rows)
+    masked = norm(dense(hidden[batch.masked_rows], "heads.mlm_transform").relu(), "heads.mlm_norm")
+    scores = F.linear(masked, state["embeddings.word"], state["heads.mlm_bias"])
+    pooled = dense(hidden[batch.cu_seqlens[:-1].long()], "heads.pooler").tanh()
+    pairs = F.cross_entropy(dense(pooled, "heads.nsp"), batch.nsp_labels)
+    return F.cross_entropy(scores, batch.masked_labels) + pairs
+
+
+def test_another_norm_and_activation_train(swapped: ModelConfig) -> None:
+    torch.manual_seed(0)
+    model, batch = PretrainingModel(swapped, VOCABULARY), make_batch(LENGTHS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        loss = loss_of(model, batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("options", [{}, {"activation_checkpointing": True}, {"compile": True}], ids=str)
+def test_their_gradients_are_those_of_plain_torch(swapped: ModelConfig, options: dict[str, bool]) -> None:
+    # In training, because layers are recomputed only there.
+    model = make_model(swapped.model_copy(update={"hidden_dropout": 0.0}), **options).train()
+    batch = make_batch(LENGTHS)
+    loss_of(model, batch).backward()
+    state = {name: p.detach().clone().requires_grad_() for name, p in model.named_parameters()}
+    expected = reference_loss(state, swapped, batch)
+    expected.backward()
+    torch.testing.assert_close(loss_of(model, batch), expected, rtol=1e-5, atol=1e-5)
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+        torch.testing.assert_close(parameter.grad, state[name].grad, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("entry", [*TABLES, SWAPPED, {**SWAPPED, "embedding": 24}], ids=str)
+@pytest.mark.usefixtures("swapped")
+def test_the_padded_twin_computes_the_same(entry: dict[str, Any]) -> None:
+    shape = make_shape(**entry)
+    torch.manual_seed(0)
+    encoder, batch = Encoder(shape, VOCABULARY).eval(), make_batch(LENGTHS)
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+        mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+        ids = torch.full(mask.shape, 7).masked_scatter(mask, batch.input_ids)
+        types = torch.zeros(mask.shape, dtype=torch.long).masked_scatter(mask, batch.token_types)
+        padded = PaddedEncoder(shape, encoder.state_dict()).encode(ids, mask.long(), types)
+        torch.testing.assert_close(padded[mask], encoder.encode(batch), rtol=1e-4, atol=2e-5)
+
+
+def test_onnxruntime_computes_the_same(swapped: ModelConfig, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+    from finetune.artifacts.export import write_onnx
+    from finetune.artifacts.padded import PaddedModel
+
+    model = PaddedModel(make_released(swapped), "sequence").eval()
+    assert write_onnx(model, tmp_path / "model.onnx") < 1e-4
+
+
+def make_released(shape: ModelConfig) -> Released:
+    """A run of ours, as fine-tuning reads it, with an output layer."""
+    state = {name: p.detach() for name, p in make_model(shape).named_parameters()}
+    backbone = {name: p for name, p in state.items() if not name.startswith("heads.")}
+    head = {
+        "dense_weight": state["heads.pooler_weight"],
+        "dense_bias": state["heads.pooler_bias"],
+        "out_weight": torch.randn(3, shape.hidden),
+        "out_bias": torch.randn(3),
+    }
+    return Released("bert", shape, backbone, head, {}, ())
+
+
+@pytest.mark.parametrize("next_sentence", [True, False])
+@pytest.mark.parametrize("entry", [*TABLES, SWAPPED], ids=str)
+@pytest.mark.usefixtures("swapped")
+def test_estimates_count_the_real_parameters(entry: dict[str, Any], next_sentence: bool) -> None:
+    shape = make_shape(**entry)
+    model = PretrainingModel(shape, VOCABULARY, next_sentence)
+    count = parameter_count(shape, VOCABULARY, next_sentence)
+    assert count.embeddings == sum(p.numel() for p in model.embeddings.parameters())
+    assert count.layers == sum(p.numel() for p in model.layers.parameters())
+    assert count.heads == sum(p.numel() for p in model.heads.parameters())
+
+
+def test_a_norm_without_a_bias_has_fewer_parameters(swapped: ModelConfig) -> None:
+    # Two norms in a layer, one of the embeddings, one of the head.
+    biases = (2 * swapped.layers + 2) * swapped.hidden
+    assert parameter_count(make_shape(), VOCABULARY).total - parameter_count(swapped, VOCABULARY).total == biases
+
+
+@pytest.mark.parametrize(
+    ("entry", "itemsize", "compiled"),
+    [(SWAPPED, 4, True), *((entry, itemsize, False) for entry in [*TABLES, SWAPPED] for itemsize in (2, 4))],
+    ids=str,
+)
+@pytest.mark.usefixtures("swapped")
+def test_estimates_of_activations_are_what_torch_saves(entry: dict[str, Any], itemsize: int, compiled: bool) -> None:
+    shape = make_shape(layers=4, hidden=128, intermediate=512, **entry)
+    model = PretrainingModel(shape, VOCABULARY, compile=compiled).to(torch.float32 if itemsize == 4 else torch.bfloat16)
+    batch = make_batch([64] * 8)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in parameters:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        losses = model(batch)
+    assert losses.mlm_loss.isfinite()
+    tokens = sum(batch.lengths)
+    rows = len(batch.masked_rows) + len(batch.lengths)
+    working = itemsize * tokens * (2 * shape.intermediate + 10 * shape.hidden)
+    estimated = activation_bytes(shape, tokens, rows, itemsize=itemsize, compiled=compiled, checkpointing=False)
+    assert estimated - working == pytest.approx(sum(saved.values()), rel=0.08)
+
+
+def test_flops_follow_the_matrices() -> None:
+    """A wider feed-forward network costs its own products and nothing else."""
+    narrow, wide = make_shape(intermediate=48), make_shape(intermediate=64)
+    more = 6 * 2 * narrow.hidden * 16 * sum(LENGTHS) * narrow.layers
+    assert flops(wide, VOCABULARY, LENGTHS, 5) - flops(narrow, VOCABULARY, LENGTHS, 5) == more
+    tokens = sum(LENGTHS)
+    assert encoder_flops(wide, LENGTHS, tokens) - encoder_flops(narrow, LENGTHS, tokens) == more
+
+
+@pytest.mark.parametrize("entry", [*TABLES, SWAPPED], ids=str)
+@pytest.mark.usefixtures("swapped")
+def test_decay_depth_and_parts_follow_the_names(entry: dict[str, Any]) -> None:
+    for name, parameter in PretrainingModel(make_shape(**entry), VOCABULARY).named_parameters():
+        assert has_weight_decay(name) == (parameter.dim() == 2), name
+        assert stacked_parts(name) == (3 if "qkv" in name else 1)
+        first, second = name.split(".")[:2]
+        depth = {"embeddings": 0, "heads": 3}
+        assert layer_of(name, 2) == (int(second) + 1 if first == "layers" else depth[first])
+
+
+# ---- released layouts
+
+
+def test_relu_follows_into_the_released_layout_and_back() -> None:
+    transformers = pytest.importorskip("transformers")
+    shape = make_shape(activation="relu")
+    model, batch = make_model(shape).eval(), make_batch([12])
+    values = write_config({}, ReleasedFacts(BERT, shape), "ForPreTraining", VOCABULARY, 0)
+    assert values["hidden_act"] == "relu"
+    state = {name: p.detach() for name, p in model.named_parameters()}
+    theirs = transformers.BertForPreTraining(transformers.BertConfig(**values)).eval()
+    assert not theirs.load_state_dict(hf.to_hf(state), strict=False).unexpected_keys
+    theirs.tie_weights()
+    with torch.no_grad():
+        output = theirs(batch.input_ids[None], token_type_ids=batch.token_types[None])
+        torch.testing.assert_close(
+            model.masked_logits(batch), output.prediction_logits[0][batch.masked_rows], rtol=0, atol=1e-4
+        )
+    back = assemble(hf.to_hf(state), read_config(values), values)
+    assert back.model.activation == "relu"
+    assert {**back.backbone, **back.pretraining}.keys() == state.keys()
+
+
+def test_what_has_no_counterpart_is_named(swapped: ModelConfig) -> None:
+    for layout in LAYOUTS.values():
+        with pytest.raises(InputError) as error:
+            write_config({}, ReleasedFacts(layout, swapped), "", VOCABULARY, 0)
+        message = str(error.value)
+        assert (
+            f"the released layout of {layout.family} cannot hold this model: model.norm is rms_norm" in message.lower()
+        )
+        for name in ("embeddings.norm_bias", "layers.*.attention_norm_bias", "layers.*.ffn_norm_bias"):
+            assert name in message
+
+
+def test_an_export_of_such_a_model_writes_nothing(swapped: ModelConfig, tmp_path: Path) -> None:
+    (tmp_path / "tokenizer").mkdir()
+    entries = ["[PAD]", *(f"w{number}" for number in range(VOCABULARY - 1))]
+    (tmp_path / "tokenizer" / "vocab.txt").write_text("\n".join([*entries, ""]))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "tokenizer" / name).write_text("{}")
+    state = {name: p.detach() for name, p in make_model(swapped).named_parameters()}
+    with pytest.raises(InputError, match="cannot hold this model"):
+        hf.export(state, swapped, tmp_path / "tokenizer", tmp_path / "out", next_sentence=True, card="")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer"]
+
+
+def test_a_parameter_without_a_place_in_a_layout_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a contributor adds it: a norm with a third vector."""
+    entry = norms.NORMS["layer_norm"]
+    grown = entry._replace(parameters={**entry.parameters, "gate": "ones"})
+    monkeypatch.setitem(norms.NORMS, "layer_norm", grown)
+    assert "no counterpart of embeddings.norm_gate, layers.*.attention_norm_gate" in BERT.without_counterpart(
+        make_shape()
+    )
+    with pytest.raises(ValueError, match="no counterpart of"):
+        read_config({"num_hidden_layers": 2, "hidden_size": 32, "num_attention_heads": 4, **sizes_of_bert()})
+
+
+def sizes_of_bert() -> dict[str, int]:
+    return {"intermediate_size": 48, "max_position_embeddings": 64}
+
+
+def test_an_activation_unknown_to_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = activations.Activation(lambda x: x.sigmoid() * x, saves_input=True)
+    monkeypatch.setitem(activations.ACTIVATIONS, "own", own)
+    assert "model.activation is own" in BERT.without_counterpart(make_shape(activation="own"))
+    assert LAYOUTS["roberta"].without_counterpart(make_shape(activation="relu")).endswith("head has gelu")
+
+
+def test_a_fine_tuning_from_such_a_model_is_refused_before_it_starts(swapped: ModelConfig, tmp_path: Path) -> None:
+    from finetune.config import FinetuneConfig
+    from finetune.model.start import start_table
+    from finetune.tasks.registry import make_task
+
+    (tmp_path / "train.csv").write_text("text,label\na,x\nb,y\nc,z\n")
+    values = {"name": "x", "classification": {"train": str(tmp_path / "train.csv")}, "start_from": "run"}
+    config = FinetuneConfig.model_validate(values)
+    task = make_task(config.task_settings)
+    task.read_train()
+    released = make_released(swapped)
+    with pytest.raises(InputError, match=r"layers\.\*\.attention_norm_bias"):
+        start_table(config, task, released)
+    assert "head.out" in start_table(config, task, replace(released, model=make_shape()))
+
+
+def test_the_settings_of_the_compiler_have_one_place() -> None:
+    root = Path(norms.__file__).parents[2]
+    names = ("_dynamo.config", "_functorch.config", "experimental._config", "_inductor.config")
+    files = [path for package in ("pretrain", "finetune", "cluster") for path in (root / package).rglob("*.py")]
+    users = [path.relative_to(root).as_posix() for path in files if any(name in path.read_text() for name in names)]
+    assert users == ["pretrain/model/compile.py"]
+
+
+# ---- configs
+
+
+@pytest.mark.parametrize(("field", "value"), [("norm", "batch_norm"), ("activation", "swish")])
+def test_unknown_names_are_refused_with_the_known_ones(field: str, value: str) -> None:
+    shape = make_shape(**{field: value})
+    with pytest.raises(InputError, match=rf"model\.{field}: '{value}' is not .* Choose one of: "):
+        parameter_count(shape, VOCABULARY)
+    with pytest.raises(InputError, match=rf"model\.{field}: '{value}'"):
+        PretrainingModel(shape, VOCABULARY)
+
+
+def test_runs_from_before_these_settings_resume() -> None:
+    phase = PhaseConfig(sequence_length=64, global_sequences=8, steps=10, peak_learning_rate=1e-4)
+    config = PretrainConfig(name="x", corpus=CorpusConfig(dir="c"), model=make_shape(), phases=(phase,))
+    values = config.model_dump(mode="json")
+    del values["model"]["norm"], values["model"]["activation"]
+    before = PretrainConfig.model_validate(values)
+    assert before == config
+    assert changed_for_resume(before, config) == []
+    other = config.model_copy(update={"model": make_shape(activation="relu")})
+    assert changed_for_resume(before, other) == ["model.activation (gelu -> relu)"]
