@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, field_validator, model_validator
 
 from pretrain.common import settings
+from pretrain.common.kinds import check_kind
 from pretrain.common.settings import LocalPath, Section
 
 _RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
@@ -26,12 +27,13 @@ R = TypeVar("R", bound="RunConfig")
 LOGITS_PER_PIECE = 1 << 26
 # Widths and lengths up to which the seeds of dropout are told apart within int32 (model/attention.py, ALONG).
 MAX_WIDTH = 8192
+SOURCES = "pretrain.corpus.sources"  # the package of which every module is a kind of source
 
 
 class SourceConfig(Section):
     """One source of text. Which of `path`, `dataset` is needed depends on `kind`."""
 
-    kind: Literal["mediawiki", "wikiextractor", "books", "jsonl", "parquet", "csv", "huggingface", "docstrings"]
+    kind: str = Field(description="Format of the text: the name of a module in pretrain/corpus/sources.")
     name: str = Field(default="", description="Name on the corpus card; empty takes the kind and the path's stem.")
     path: LocalPath = Field(default="", description="A file, folder or glob; relative to the working directory.")
     dataset: LocalPath = Field(default="", description="huggingface: hub name, or a folder written by save_to_disk.")
@@ -43,6 +45,12 @@ class SourceConfig(Section):
         default=1.0, gt=0, description="Passes over this source per epoch; 0.5 sees half of it, 2 all twice."
     )
     licence: str = Field(default="unknown", description="Licence to print on the corpus card.")
+
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, kind: str) -> str:
+        check_kind(SOURCES, kind)
+        return kind
 
     @model_validator(mode="after")
     def _check_place(self) -> SourceConfig:

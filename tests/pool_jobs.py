@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pretrain.corpus import jobs
-from pretrain.corpus.sources import Piece
+from pretrain.corpus.inputs import Piece
 
 
 def read(piece: Piece) -> list[dict[str, Any]]:

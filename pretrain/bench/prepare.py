@@ -47,8 +47,10 @@ from pretrain.commands import local_path
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.config import PretrainConfig, SourceConfig
-from pretrain.corpus import docstrings, jobs, prepare, sources
+from pretrain.corpus import jobs, prepare, sources
+from pretrain.corpus.inputs import Problems
 from pretrain.corpus.sentences import split_sentences
+from pretrain.corpus.sources import docstrings
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, WordPieces, WordTable, columns
 from pretrain.corpus.vocabulary import load_vocabulary
 
@@ -215,7 +217,7 @@ def _settings(file: Path, folder: Path, vocabulary: Vocabulary | None = None) ->
 
 def read_documents(file: Path) -> Iterator[list[str]]:
     """The sentences of each document of a WikiExtractor file, as our preparation splits them."""
-    source, problems = SourceConfig(kind="wikiextractor", path=str(file)), sources.Problems()
+    source, problems = SourceConfig(kind="wikiextractor", path=str(file)), Problems()
     for number, item in enumerate(sources.find_inputs(source, "--file")):
         for piece in sources.cut(source, 0, number, item):
             for text in sources.documents(piece, problems):

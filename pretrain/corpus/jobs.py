@@ -22,9 +22,10 @@ from tokenizers import Tokenizer
 from pretrain.common.errors import MachineError
 from pretrain.common.files import atomic_open, sha256_file, write_json
 from pretrain.common.memory import hold_freed_memory
+from pretrain.corpus.inputs import Piece, Problems
 from pretrain.corpus.sentences import split_sentences
 from pretrain.corpus.shards import ShardWriter, token_dtype
-from pretrain.corpus.sources import Piece, Problems, cut_stream, documents
+from pretrain.corpus.sources import cut_stream, documents
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, Columns, WordPieces, WordTable, columns
 from pretrain.corpus.vocabulary import special_ids
 

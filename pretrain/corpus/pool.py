@@ -20,7 +20,8 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pretrain.common.errors import MachineError
-from pretrain.corpus import jobs, sources
+from pretrain.corpus import jobs
+from pretrain.corpus.inputs import Piece
 
 
 class Pool:
@@ -147,4 +148,4 @@ def _is_ready(result: Any) -> bool:
 
 def _without_data(item: tuple[Any, ...]) -> tuple[Any, ...]:
     """Arguments as they are remembered: the text a piece may carry is not."""
-    return tuple(replace(part, data=None) if isinstance(part, sources.Piece) else part for part in item)
+    return tuple(replace(part, data=None) if isinstance(part, Piece) else part for part in item)

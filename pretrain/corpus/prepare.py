@@ -47,6 +47,7 @@ from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest,
 from pretrain.config import CorpusConfig, PretrainConfig, SourceConfig
 from pretrain.corpus import card, jobs, sources
 from pretrain.corpus.documents import Documents, PieceSummary, ShardPlan
+from pretrain.corpus.inputs import Input, Piece, Problems
 from pretrain.corpus.pool import Pool, result_of
 from pretrain.corpus.shards import FORMAT, token_dtype, verify_shards
 from pretrain.corpus.vocabulary import (
@@ -95,7 +96,7 @@ def describe(config: PretrainConfig) -> dict[str, Any]:
     }
 
 
-def _find_inputs(corpus: CorpusConfig) -> list[list[sources.Input]]:
+def _find_inputs(corpus: CorpusConfig) -> list[list[Input]]:
     return [sources.find_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
 
 
@@ -120,7 +121,7 @@ class _Preparation:
         self._folder = Path(config.corpus.dir)
         self._work = self._folder / WORK
         self._bar = _Bar(quiet=quiet)
-        self._problems = sources.Problems()
+        self._problems = Problems()
 
     def run(self) -> str:
         started = time.monotonic()
@@ -276,18 +277,18 @@ class _Preparation:
                 self._problems.add(source.path or source.dataset, f"no document in this source of kind {source.kind}")
         return summaries
 
-    def _pieces(self) -> Iterator[tuple[sources.Piece]]:
+    def _pieces(self) -> Iterator[tuple[Piece]]:
         for number, (source, inputs) in enumerate(zip(self._corpus.sources, self._inputs, strict=True)):
             for input_number, item in enumerate(inputs):
                 # Text goes through no cluster: there the task that prepares a stream reads it.
                 for piece in sources.cut(source, number, input_number, item, streams=bool(self._address)):
                     yield (piece,)
 
-    def _known_summaries(self, piece: sources.Piece) -> list[dict[str, Any]] | None:
+    def _known_summaries(self, piece: Piece) -> list[dict[str, Any]] | None:
         summary = None if piece.is_stream else jobs.known_summary(self._work, piece)
         return None if summary is None else [summary]
 
-    def _begin_hashing(self, pool: Pool) -> list[tuple[int, sources.Input, Any]]:
+    def _begin_hashing(self, pool: Pool) -> list[tuple[int, Input, Any]]:
         """Hand out the hashing of every input file: (source, input, result to come). Nothing waits for it."""
         known = _read_json(self._work / "hashes.json") or [{} for _ in self._inputs]
         return [
@@ -297,7 +298,7 @@ class _Preparation:
             if not item.is_remote and not hashes.keys() >= set(item.paths)
         ]
 
-    def _end_hashing(self, hashing: list[tuple[int, sources.Input, Any]]) -> list[dict[str, str]]:
+    def _end_hashing(self, hashing: list[tuple[int, Input, Any]]) -> list[dict[str, str]]:
         """SHA-256 of every input file, by source, in the order of the files."""
         hashes = _read_json(self._work / "hashes.json") or [{} for _ in self._inputs]
         with self._bar.stage("hashing the sources", sum(item.bytes for _, item, _ in hashing)) as advance:
@@ -441,7 +442,7 @@ def _read_json(path: Path) -> Any:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def _files_state(inputs: list[sources.Input]) -> str:
+def _files_state(inputs: list[Input]) -> str:
     """A digest of names, sizes and times of the files. Folders may move."""
     digest = hashlib.sha256()
     for item in inputs:
