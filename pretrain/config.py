@@ -28,6 +28,7 @@ LOGITS_PER_PIECE = 1 << 26
 # Widths and lengths up to which the seeds of dropout are told apart within int32 (model/attention.py, ALONG).
 MAX_WIDTH = 8192
 SOURCES = "pretrain.corpus.sources"  # the package of which every module is a kind of source
+MASKING_SCHEMES = "pretrain.batches.masking"  # likewise, a masking scheme
 
 
 class SourceConfig(Section):
@@ -169,11 +170,30 @@ class MaskingConfig(Section):
     mask_share: float = Field(default=0.8, ge=0, le=1, description="Of those, replaced by [MASK].")
     random_share: float = Field(default=0.1, ge=0, le=1, description="Of those, replaced by a uniform ordinary token.")
     whole_word: bool = Field(default=False, description="Mask all pieces of a word together.")
+    scheme: str = Field(
+        default="",
+        description="How tokens are chosen: the name of a module in pretrain/batches/masking; empty takes whole_words "
+        "if whole_word is true, else tokens.",
+    )
+
+    @property
+    def chosen_scheme(self) -> str:
+        """The scheme that `scheme` and `whole_word` name together."""
+        return self.scheme or ("whole_words" if self.whole_word else "tokens")
+
+    @field_validator("scheme")
+    @classmethod
+    def _check_scheme(cls, scheme: str) -> str:
+        if scheme:
+            check_kind(MASKING_SCHEMES, scheme)
+        return scheme
 
     @model_validator(mode="after")
-    def _check_shares(self) -> MaskingConfig:
+    def _check_together(self) -> MaskingConfig:
         if self.mask_share + self.random_share > 1:
             raise ValueError(f"mask_share {self.mask_share} and random_share {self.random_share} are over 1 together")
+        if self.whole_word and self.chosen_scheme != "whole_words":
+            raise ValueError(f"whole_word: true contradicts scheme: {self.scheme}; leave one of them out")
         return self
 
 

@@ -322,7 +322,12 @@ def test_a_phase_more_or_less_is_a_change(write):
 
 @pytest.mark.parametrize(
     ("override", "expected"),
-    [("model.size=[mini]", "model.size"), ("masking.random_share=0.9", "are over 1 together")],
+    [
+        ("model.size=[mini]", "model.size"),
+        ("masking.random_share=0.9", "are over 1 together"),
+        ("masking.scheme=whole_word", "masking.scheme: 'whole_word' is not one of tokens, whole_words; did you mean"),
+        ("masking={scheme: tokens, whole_word: true}", "whole_word: true contradicts scheme: tokens"),
+    ],
 )
 def test_what_cannot_be_is_a_line(write, override: str, expected: str):
     with pytest.raises(InputError, match=expected):

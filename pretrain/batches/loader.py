@@ -261,15 +261,14 @@ class BatchMaker:
 
     def _masked(self, plan: SamplePlan) -> int:
         """Masked tokens of the whole global batch."""
-        if not self._masker.masking.whole_word:
+        if self._masker.has_exact_counts:
             counts = self._masker.counts(plan.lengths, special_tokens=self._sampler.special_tokens)
             return int(counts.sum())
-        # How many whole words fit depends on the words, so here every rank has to look at all of them.
+        # How many tokens are chosen depends on the text, so every rank has to choose those of the whole batch.
         blocks = np.cumsum(plan.lengths) // _BLOCK_TOKENS
         parts = np.split(np.arange(len(blocks)), np.flatnonzero(np.diff(blocks)) + 1)
         return sum(
-            self._masker.count_whole_words(self._sampler.gather(part), part.key)
-            for part in (plan[members] for members in parts)
+            self._masker.count(self._sampler.gather(part), part.key) for part in (plan[members] for members in parts)
         )
 
 

@@ -30,6 +30,7 @@ from pretrain.commands import local_path
 from pretrain.common.errors import InputError
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import Shard, TokenShards, open_shards
+from pretrain.corpus.vocabulary import read_vocabulary
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCABULARY_SIZE = 30522
@@ -123,7 +124,7 @@ def _peer(shards: TokenShards, length: int, sequences: int) -> Callable[[], obje
     from torch.utils.data import DataLoader
     from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
-    entries = (shards.folder / "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    entries = read_vocabulary(shards.folder / "vocab.txt")
     words = models.WordPiece({entry: number for number, entry in enumerate(entries)}, unk_token="[UNK]")
     names = {f"{special[1:-1].lower()}_token": special for special in SPECIALS}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **names)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from pretrain.common import settings
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 from pretrain.config import load_config
-from pretrain.corpus.vocabulary import SPECIAL_TOKENS, bert_tokenizer
+from pretrain.corpus.vocabulary import bert_tokenizer, numbered, read_vocabulary
 
 # Besides tokenizer.json and tokenizer_config.json, which `copy_tokenizer` writes itself.
 _COPIED = (
@@ -232,17 +231,10 @@ def _from_json(path: Path, said: dict[str, Any]) -> Tokenizer:
 
 
 def _from_vocabulary(path: Path, said: dict[str, Any]) -> Tokenizer:
-    # Only "\n" ends a token: others that Python calls line ends may be tokens themselves.
-    tokens = [line.rstrip("\r") for line in _read_text(path).removesuffix("\n").split("\n")]
-    repeated = [token for token, count in Counter(tokens).items() if count > 1]
-    if repeated:
-        raise InputError(f"{path}: token {repeated[0]!r} stands there twice. Every line must be a token of its own.")
-    missing = [token for token in SPECIAL_TOKENS if token not in tokens]
-    if missing:
-        raise InputError(f"{path}: {', '.join(missing)} missing. BERT needs {' '.join(SPECIAL_TOKENS)}.")
-    cased = any(token != token.lower() for token in tokens if not re.fullmatch(r"\[.*\]|<.*>", token))
+    entries = read_vocabulary(path, advice="Download it again.")
+    vocabulary = numbered(path, entries)
+    cased = any(token != token.lower() for token in entries if not re.fullmatch(r"\[.*\]|<.*>", token))
     casing = {"lowercase": not cased, **_casing(said)}
-    vocabulary = {token: number for number, token in enumerate(tokens)}
     return bert_tokenizer(vocabulary, normalizers.BertNormalizer(**casing))
 
 
@@ -276,10 +268,3 @@ _ROBERTA_SPECIALS = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>"
 def _content(token: Any) -> str:
     """A special token as tokenizer_config.json writes it: its text, or an object that has it."""
     return token["content"] if isinstance(token, dict) else str(token)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read ({error}). Download it again.") from None
