@@ -47,7 +47,7 @@ from pretrain.commands import local_path
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.config import PretrainConfig, SourceConfig
-from pretrain.corpus import jobs, prepare, sources
+from pretrain.corpus import prepare, sources, stages
 from pretrain.corpus.inputs import Problems
 from pretrain.corpus.sentences import split_sentences
 from pretrain.corpus.sources import docstrings
@@ -453,8 +453,8 @@ def token_batches(
     """(texts, tokens, token offset of each sentence) of our preparation's batches; one line is one sentence."""
     table = WordTable()
     pieces = WordPieces(tokenizer, table)
-    dtype = jobs.token_dtype(tokenizer.get_vocab_size())
-    for batch in jobs._chunks(texts):
+    dtype = stages.token_dtype(tokenizer.get_vocab_size())
+    for batch in stages._chunks(texts):
         if table.size > MAX_TABLE_WORDS:
             table = WordTable()
             pieces = WordPieces(tokenizer, table)

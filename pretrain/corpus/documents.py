@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.common.errors import InputError
-from pretrain.corpus import jobs
+from pretrain.corpus.parts import DOCUMENT, count_documents, load_documents
 
 _MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence needs another document
 _ROWS = 1 << 18  # compared at once
@@ -17,7 +17,7 @@ _ROWS = 1 << 18  # compared at once
 
 @dataclass
 class PieceSummary:
-    """What jobs.read says of a piece: documents read, and the part files of those that are long enough."""
+    """What stages.read says of a piece: documents read, and the part files of those that are long enough."""
 
     source: int
     documents: int
@@ -39,7 +39,7 @@ class Documents:
     def __init__(
         self, table: np.ndarray, source: np.ndarray, parts: list[str], sizes: list[int], read: list[PieceSummary]
     ):
-        self.table = table  # jobs.DOCUMENT [D]
+        self.table = table  # DOCUMENT [D]
         self.parts = parts
         self._source = source  # uint16 [D]
         self._first = np.cumsum([0, *sizes])  # first document of each part
@@ -50,12 +50,12 @@ class Documents:
         """Read the tables of all part files and decide which documents stay and which are held out."""
         parts = [part for summary in summaries for part in summary.parts]
         of_part = [summary.source for summary in summaries for _ in summary.parts]
-        sizes = [jobs.count_documents(work / part) for part in parts]
+        sizes = [count_documents(work / part) for part in parts]
         source = np.repeat(np.array(of_part, np.uint16), sizes)
-        table = np.empty(sum(sizes), jobs.DOCUMENT)
+        table = np.empty(sum(sizes), DOCUMENT)
         documents = cls(table, source, parts, sizes, summaries)
         for part, rows in zip(parts, documents.by_part(table), strict=True):
-            rows[:] = jobs.load_documents(work / part)
+            rows[:] = load_documents(work / part)
         documents._decide(validation_fraction)
         return documents
 

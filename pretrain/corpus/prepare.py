@@ -45,10 +45,10 @@ from tokenizers import Tokenizer
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest, sha256_file, write_json
 from pretrain.config import CorpusConfig, PretrainConfig, SourceConfig
-from pretrain.corpus import card, jobs, sources
+from pretrain.corpus import card, sources, stages
 from pretrain.corpus.documents import Documents, PieceSummary, ShardPlan
 from pretrain.corpus.inputs import Input, Piece, Problems
-from pretrain.corpus.pool import Pool, result_of
+from pretrain.corpus.parallel import Pool, result_of
 from pretrain.corpus.shards import FORMAT, token_dtype, verify_shards
 from pretrain.corpus.vocabulary import (
     TOKENIZER_FILES,
@@ -172,7 +172,7 @@ class _Preparation:
     # ------------------------------------------------------------ settings
 
     def _pool(self) -> Pool:
-        settings = jobs.PreparationSettings(
+        settings = stages.PreparationSettings(
             work=str(self._work),
             lowercase=self._corpus.vocabulary.lowercase,
             language=self._corpus.language,
@@ -246,7 +246,7 @@ class _Preparation:
     def _locked_work(self) -> Iterator[None]:
         """The work folder, made or found, for this run alone."""
         refusal = f"{self._folder}: another prepare is at work there. Wait for it, or stop it."
-        with locked(self._work / jobs.LOCK, refusal):
+        with locked(self._work / stages.LOCK, refusal):
             settings = self._work / "settings.json"
             if settings.exists():
                 self._refuse_changes(json.loads(settings.read_text(encoding="utf-8")), self._settings)
@@ -267,7 +267,7 @@ class _Preparation:
         summaries = []
         total = sum(item.bytes for inputs in self._inputs for item in inputs)
         with self._bar.stage("reading", total) as advance:
-            for (piece,), read in pool.run(jobs.read, self._pieces(), self._known_summaries):
+            for (piece,), read in pool.run(stages.read, self._pieces(), self._known_summaries):
                 for summary in read:
                     self._problems.extend(summary.pop("problems"))
                     summaries.append(PieceSummary(**summary))
@@ -285,14 +285,14 @@ class _Preparation:
                     yield (piece,)
 
     def _known_summaries(self, piece: Piece) -> list[dict[str, Any]] | None:
-        summary = None if piece.is_stream else jobs.known_summary(self._work, piece)
+        summary = None if piece.is_stream else stages.known_summary(self._work, piece)
         return None if summary is None else [summary]
 
     def _begin_hashing(self, pool: Pool) -> list[tuple[int, Input, Any]]:
         """Hand out the hashing of every input file: (source, input, result to come). Nothing waits for it."""
         known = _read_json(self._work / "hashes.json") or [{} for _ in self._inputs]
         return [
-            (number, item, pool.begin(jobs.hash_files, (item.paths,)))
+            (number, item, pool.begin(stages.hash_files, (item.paths,)))
             for number, (inputs, hashes) in enumerate(zip(self._inputs, known, strict=True))
             for item in inputs
             if not item.is_remote and not hashes.keys() >= set(item.paths)
@@ -311,7 +311,7 @@ class _Preparation:
 
     def _vocabulary(self, pool: Pool, summaries: list[PieceSummary]) -> Tokenizer:
         """Train on the documents that stay, at most training_bytes of them, those with the lowest hashes."""
-        path = self._work / jobs.TOKENIZER
+        path = self._work / stages.TOKENIZER
         if path.exists():
             return Tokenizer.from_file(str(path))
         documents = Documents.load(self._work, summaries, self._corpus.validation_fraction)
@@ -321,7 +321,7 @@ class _Preparation:
         sizes = [int(part.sum()) for part in documents.by_part(documents.table["bytes"] * chosen.astype(np.int64))]
         counts: collections.Counter[bytes] = collections.Counter()
         with self._bar.stage("counting words", sum(sizes)) as advance:
-            for size, (_, (words, numbers)) in zip(sizes, pool.run(jobs.count_words, work), strict=True):
+            for size, (_, (words, numbers)) in zip(sizes, pool.run(stages.count_words, work), strict=True):
                 for word, number in zip(words, numbers.tolist(), strict=True):
                     counts[word] += number
                 _forget_rarest(counts)
@@ -347,7 +347,7 @@ class _Preparation:
 
         sizes = [size(words_part) for _, words_part in work]
         with self._bar.stage("tokenising", sum(sizes)) as advance:
-            results = pool.run(jobs.tokenise_part, work, lambda part, _: (self._work / part).exists() or None)
+            results = pool.run(stages.tokenise_part, work, lambda part, _: (self._work / part).exists() or None)
             for amount, ((_, words_part), _done) in zip(sizes, results, strict=True):
                 (self._work / words_part).unlink(missing_ok=True)
                 advance(amount)
@@ -357,7 +357,7 @@ class _Preparation:
         results = []
         width = token_dtype(1 << 16).itemsize
         with self._bar.stage("writing shards", sum(p.totals["tokens"] * width for p in plan)) as advance:
-            done = pool.run(jobs.write_shard, work, lambda name, *_: _read_json(self._work / f"{name}.shard.json"))
+            done = pool.run(stages.write_shard, work, lambda name, *_: _read_json(self._work / f"{name}.shard.json"))
             for shard, (_, result) in zip(plan, done, strict=True):
                 results.append(result)
                 advance(shard.totals["tokens"] * width)

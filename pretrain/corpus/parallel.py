@@ -20,7 +20,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pretrain.common.errors import MachineError
-from pretrain.corpus import jobs
+from pretrain.corpus import stages
 from pretrain.corpus.inputs import Piece
 
 
@@ -31,7 +31,7 @@ class Pool:
     """
 
     def __init__(
-        self, processes: int, settings: jobs.PreparationSettings, tokenizer: Tokenizer | None, address: str
+        self, processes: int, settings: stages.PreparationSettings, tokenizer: Tokenizer | None, address: str
     ) -> None:
         self._processes = processes
         self._begin_with = settings, tokenizer
@@ -49,14 +49,14 @@ class Pool:
                 self._address,
                 log=Path(self._begin_with[0].work) / "ray.log",
                 processes=self._processes,
-                initializer=jobs.start_task,
+                initializer=stages.start_task,
                 initargs=self._begin_with,
             )
         elif self._processes == 1:
-            jobs.start_process(*self._begin_with, child=False)
+            stages.start_process(*self._begin_with, child=False)
         else:
             context = multiprocessing.get_context(_start_method())
-            self._executor = ProcessPoolExecutor(self._processes, context, jobs.start_process, self._begin_with)
+            self._executor = ProcessPoolExecutor(self._processes, context, stages.start_process, self._begin_with)
             with _without_tokenizers_threads():
                 self._executor.submit(os.getpid)  # starts the processes now, before there are other threads
         return self

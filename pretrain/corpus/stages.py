@@ -20,9 +20,10 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pretrain.common.errors import MachineError
-from pretrain.common.files import atomic_open, sha256_file, write_json
+from pretrain.common.files import sha256_file, write_json
 from pretrain.common.memory import hold_freed_memory
 from pretrain.corpus.inputs import Piece, Problems
+from pretrain.corpus.parts import DOCUMENT, Part
 from pretrain.corpus.sentences import split_sentences
 from pretrain.corpus.shards import ShardWriter, token_dtype
 from pretrain.corpus.sources import cut_stream, documents
@@ -31,7 +32,6 @@ from pretrain.corpus.vocabulary import special_ids
 
 LOCK = "lock"  # in the work folder, held by the coordinating process
 TOKENIZER = "tokenizer.json"  # likewise
-DOCUMENT = np.dtype([("hash", "<u8", 2), ("sentences", "<u4"), ("items", "<u4"), ("words", "<u4"), ("bytes", "<u4")])
 HISTOGRAM_BINS = 33  # bin b counts lengths of b bits: 1, 2-3, 4-7, ...
 _BATCH_BYTES = 2 << 20  # text cut into columns at once: less costs calls, more does not fit the cache
 _PART_BYTES = 32 << 20  # text per part file at most
@@ -46,55 +46,6 @@ class PreparationSettings:
     language: str
     min_document_words: int
     vocabulary_given: bool
-
-
-@dataclass(frozen=True)
-class Part:
-    """Documents as flat arrays. Items are token ids, or numbers into `distinct` as long as there is no vocabulary.
-
-    items uint16/uint32 [items]; sentence_items uint32 [sentences]; documents DOCUMENT [documents].
-    """
-
-    items: np.ndarray
-    sentence_items: np.ndarray
-    documents: np.ndarray
-    distinct: list[bytes]
-
-    def save(self, path: Path) -> None:
-        with atomic_open(path) as file:
-            for array in (self.documents, self.items, self.sentence_items):
-                np.save(file, array, allow_pickle=False)
-            np.save(file, np.fromiter(map(len, self.distinct), np.uint32, len(self.distinct)), allow_pickle=False)
-            np.save(file, np.frombuffer(b"".join(self.distinct), np.uint8), allow_pickle=False)
-
-    @classmethod
-    def load(cls, path: Path) -> Part:
-        with path.open("rb") as file:
-            table, items, sentence_items, lengths, letters = (np.load(file, allow_pickle=False) for _ in range(5))
-        joined, ends = letters.tobytes(), np.cumsum(lengths).tolist()
-        distinct = [joined[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
-        return cls(items, sentence_items, table, distinct)
-
-    def select(self, keep: np.ndarray) -> Part:
-        """The documents where bool `keep` is set."""
-        if keep.all():
-            return self
-        sentences = np.repeat(keep, self.documents["sentences"])
-        items = np.repeat(sentences, self.sentence_items)
-        return Part(self.items[items], self.sentence_items[sentences], self.documents[keep], self.distinct)
-
-
-def count_documents(path: Path) -> int:
-    """Rows of the DOCUMENT table of a part file."""
-    with path.open("rb") as file:
-        np.lib.format.read_magic(file)
-        return np.lib.format.read_array_header_1_0(file)[0][0]
-
-
-def load_documents(path: Path) -> np.ndarray:
-    """The DOCUMENT table of a part file, without the rest."""
-    with path.open("rb") as file:
-        return np.load(file, allow_pickle=False)
 
 
 # ---------------------------------------------------------------- the process
