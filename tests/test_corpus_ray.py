@@ -200,7 +200,7 @@ def test_stopped_or_killed_it_goes_on_here_or_there(folder: Path, address: str) 
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 75
-    assert "error: out: stopped. Run the same command again; it goes on where it was." in errors
+    assert "error: out: stopped. Run the same command again; it continues from there." in errors
     stopped = written("000-*.json")
     # Ray's driver is killed.
     process, condition = start(there, "corpus.processes=1"), more("000-*.json")

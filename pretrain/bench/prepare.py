@@ -51,6 +51,7 @@ from pretrain.corpus import prepare, sources, stages
 from pretrain.corpus.inputs import Problems
 from pretrain.corpus.sentences import split_sentences
 from pretrain.corpus.sources import docstrings
+from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, WordPieces, WordTable, columns
 from pretrain.corpus.vocabulary import load_vocabulary
 
@@ -313,7 +314,7 @@ def _ratio(ours: list[float], theirs: list[float]) -> dict[str, Any]:
     return {"median": statistics.median(ratios), "spread": [min(ratios), max(ratios)]}
 
 
-class _StageClock(prepare._Bar):
+class _StageClock(StageBar):
     """No progress bar but the seconds of every stage."""
 
     def __init__(self) -> None:
@@ -426,10 +427,9 @@ _held: Any = None  # what this process was made ready with
 
 def _prepare(settings: dict[str, Any]) -> dict[str, float]:
     """Prepare a corpus; returns the seconds of every stage."""
-    preparation = prepare._Preparation(PretrainConfig.model_validate(settings), quiet=True)
-    preparation._bar = clock = _StageClock()
+    clock = _StageClock()
     began = time.perf_counter()
-    preparation.run()
+    prepare.prepare(PretrainConfig.model_validate(settings), bar=clock)
     whole = time.perf_counter() - began
     return clock.seconds | {"everything else": whole - sum(clock.seconds.values())}
 
