@@ -180,7 +180,7 @@ def _read_piece(piece: Piece) -> dict[str, Any]:
         size = 0
         state.renew()
 
-    for texts in _chunks(documents(piece, problems)):
+    for texts in chunks(documents(piece, problems)):
         batches.append(_batch(texts, state))
         read += len(texts)
         size += sum(map(len, texts))
@@ -259,7 +259,7 @@ def _histogram(lengths: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------- documents to parts
 
 
-def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
+def chunks(texts: Iterator[str]) -> Iterator[list[str]]:
     """Lists of documents of about _BATCH_BYTES characters."""
     chunk: list[str] = []
     total = 0
