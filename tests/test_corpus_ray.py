@@ -277,12 +277,12 @@ def test_a_node_without_the_files_is_no_fault_of_theirs(folder: Path, monkeypatc
     monkeypatch.setattr(stages, "hold_freed_memory", lambda at_most: None)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
     settings = stages.PreparationSettings("work", True, "en", 10, False)
-    with pytest.raises(MachineError, match=r"work/lock: not there on the machine .* same files"):
+    with pytest.raises(MachineError, match=r"work/lock: missing on the machine .* same files"):
         stages.start_task(settings, None)
     Path("work").mkdir()
     Path("work/lock").touch()
     stages.start_task(settings, None)
-    with pytest.raises(MachineError, match=r"gone\.txt: not there on the machine"):
+    with pytest.raises(MachineError, match=r"gone\.txt: missing on the machine"):
         stages.hash_files(["wiki-a.txt", "gone.txt"])
 
 

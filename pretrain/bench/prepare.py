@@ -1,18 +1,18 @@
-"""`bench prepare`: raw text to token shards by ours, by tokenizers and by datasets, in turn, on all cores.
+"""`bench prepare`: raw text to token shards with ours, tokenizers and datasets, alternating, on all cores.
 
-Two comparisons over the same WikiExtractor file, and the same vocabulary for all:
+Two comparisons over the same WikiExtractor file, with the same vocabulary for all:
 
-- The whole way, in MB/s of the raw file. Ours is `prepare`, from the file to the manifest, with the start of its
-  processes. The peer is what run_mlm of transformers does: `datasets.map` of its fast tokenizer, then of group_texts,
-  caching off. It begins with documents that are already extracted and in Arrow, and makes no sentences, no duplicate
+- The whole preparation, in MB/s of the raw file. Ours is `prepare`, from the file to the manifest, with the start of
+  its processes. The baseline is run_mlm of transformers: `datasets.map` of its fast tokenizer, then of group_texts,
+  caching off. It starts from documents that are already extracted and in Arrow, and makes no sentences, no duplicate
   check and no hashes.
-- Tokenising alone, in MB/s of sentences that are already split and in memory. Ours begins each time with an empty
-  table of words. The peer is `tokenizers.Tokenizer.encode_batch_fast`; its ids are not even copied out.
+- Tokenising alone, in MB/s of sentences that are already split and in memory. Ours starts each time with an empty
+  table of words. The baseline is `tokenizers.Tokenizer.encode_batch_fast`; its ids are not even copied out.
 
-Beside them stands what no preparation can be faster than: reading the file from the page cache on all cores.
+The upper bound is measured, too: reading the file from the page cache on all cores.
 
-With --check-ids and --memory these are checked and measured instead: every sentence's ids against transformers'
-BertTokenizer, and the peak memory of `prepare` on once, twice and four times the file.
+--check-ids compares every sentence's ids with transformers' BertTokenizer instead. --memory measures the peak memory
+of `prepare` on once, twice and four times the file instead.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def _need_transformers() -> None:
 
 
 def compare(file: Path, vocabulary: Vocabulary, scratch: Path, repeats: int) -> dict[str, Any]:
-    """All four in turn: MB/s with ranges, the ratios of each pair, and the stages of our preparation."""
+    """All four, alternating: MB/s with ranges, the ratios of each pair, and the stages of our preparation."""
     documents = list(read_documents(file))
     sentences = list(itertools.chain.from_iterable(documents))
     if not sentences:
@@ -131,8 +131,8 @@ def compare(file: Path, vocabulary: Vocabulary, scratch: Path, repeats: int) -> 
             for name, values in seconds.items()
         },
         "ratios": {
-            f"{ours} / {peer}": _ratio(seconds[ours], seconds[peer])
-            for ours, peer in (("prepare", "datasets"), ("prepare", "tokenizers"), ("tokenise", "tokenizers"))
+            f"{ours} / {baseline}": _ratio(seconds[ours], seconds[baseline])
+            for ours, baseline in (("prepare", "datasets"), ("prepare", "tokenizers"), ("tokenise", "tokenizers"))
         },
         "stage_seconds": preparation.stage_seconds(),
         "read_mb_per_second": raw / _reading_seconds(file, repeats),
@@ -140,7 +140,7 @@ def compare(file: Path, vocabulary: Vocabulary, scratch: Path, repeats: int) -> 
 
 
 def _reading_seconds(file: Path, repeats: int) -> float:
-    """Seconds in which all cores together read the file, which must be in the page cache; the median."""
+    """Seconds for all cores together to read the file, which must be in the page cache; the median."""
     size = file.stat().st_size
     stripe = -(-size // cores())
 
@@ -153,9 +153,9 @@ def _reading_seconds(file: Path, repeats: int) -> float:
     with file.open("rb") as opened, ThreadPoolExecutor(cores()) as threads:
         descriptor = opened.fileno()
         for _ in range(repeats + 1):
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             list(threads.map(read, range(0, size, stripe)))
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - start_time)
     return statistics.median(seconds[1:])  # the first one starts the threads
 
 
@@ -168,10 +168,10 @@ def _alternate(
     for number in range(repeats + 1):
         for name, run in programs.items():
             output.mkdir()
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             tokens[name] = run(output)
             if number:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(time.perf_counter() - start_time)
             shutil.rmtree(output)
     return seconds, tokens
 

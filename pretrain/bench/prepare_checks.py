@@ -95,12 +95,12 @@ def _peak_memory(command: list[str], log: Path) -> dict[str, float]:
             time.sleep(_POLL_SECONDS)
     if child.returncode:
         last = (log.read_text(encoding="utf-8").strip().splitlines() or ["no output"])[-1]
-        raise MachineError(f"bench prepare: {' '.join(command)} ended with {child.returncode}: {last}")
+        raise MachineError(f"bench prepare: {' '.join(command)} exited with code {child.returncode}: {last}")
     return {"resident_mb": resident / 1e6, "private_mb": private / 1e6, "processes": most_processes}
 
 
 def _tree_memory(root: psutil.Process) -> list[Any]:
-    """Memory of a process and its children; those that have just ended are left out."""
+    """Memory of a process and its children; those that have just exited are left out."""
     memory = []
     with contextlib.suppress(psutil.Error):
         for process in (root, *root.children(recursive=True)):

@@ -51,7 +51,7 @@ class _StageClock(StageBar):
 
 
 class _Processes:
-    """Processes of one contestant, which are made ready once and then wait for their turns."""
+    """Processes of one program, which are made ready once and then wait for the next round."""
 
     def __init__(self) -> None:
         self._executors: list[ProcessPoolExecutor] = []
@@ -61,9 +61,9 @@ class _Processes:
         context = multiprocessing.get_context("spawn")
         self._executors.append(ProcessPoolExecutor(1, context, make_ready, arguments))
 
-    def run(self, job: Callable[..., int], *arguments: Any) -> int:
-        """Run `job` in every process; returns the sum of the results."""
-        waiting = [executor.submit(job, *arguments) for executor in self._executors]
+    def run(self, function: Callable[..., int], *arguments: Any) -> int:
+        """Run `function` in every process; returns the sum of the results."""
+        waiting = [executor.submit(function, *arguments) for executor in self._executors]
         return sum(future.result() for future in waiting)
 
     def __enter__(self) -> Any:
@@ -77,7 +77,7 @@ class _Processes:
 class Preparation(_Processes):
     """Our whole preparation, with the vocabulary given.
 
-    In a process that has, as that of the command line, no threads and none of the peers' libraries, so that it forks.
+    In a process that has, like that of the command line, no threads and none of the baselines' libraries, so that it forks.
     """
 
     def __init__(self, file: Path, vocabulary: Vocabulary) -> None:
@@ -162,7 +162,7 @@ def _hold(documents: list[list[str]], vocabulary: Vocabulary) -> None:
 
 
 def _tokenise() -> int:
-    """Tokenise the held documents, beginning without any word known; returns the number of tokens."""
+    """Tokenise the held documents, starting without any known word; returns the number of tokens."""
     documents, tokenizer, lowercase = _held
     texts = ("\n".join(lines) for lines in documents)
     return sum(len(tokens) for _, tokens, _ in token_batches(texts, tokenizer, lowercase=lowercase))

@@ -11,13 +11,13 @@ import numpy as np
 from pretrain.common.errors import InputError
 from pretrain.corpus.parts import DOCUMENT, count_documents, load_documents
 
-_MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence needs another document
+_MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence comes from another document
 _ROWS = 1 << 18  # compared at once
 
 
 @dataclass
 class PieceSummary:
-    """What stages.read says of a piece: documents read, and the part files of those that are long enough."""
+    """What `stages.read` returns for a piece: documents read, and the part files of those that are long enough."""
 
     source: int
     documents: int
@@ -26,15 +26,17 @@ class PieceSummary:
 
 @dataclass(frozen=True)
 class ShardPlan:
+    """The documents of one shard."""
+
     name: str
     split: str
     source: int
-    documents: np.ndarray  # numbers of its documents in the corpus
+    documents: np.ndarray  # their numbers in the corpus
     totals: dict[str, int]  # documents, sentences, tokens
 
 
 class Documents:
-    """The table of all documents, in the order of the corpus: 36 bytes each, and up to as much again to sort them."""
+    """The table of all documents in the order of the corpus: 36 bytes each, and up to twice that while it is sorted."""
 
     def __init__(
         self, table: np.ndarray, source: np.ndarray, parts: list[str], sizes: list[int], read: list[PieceSummary]
@@ -83,7 +85,7 @@ class Documents:
         self.held_out = held_out & self.stays
 
     def by_part(self, values: np.ndarray) -> list[np.ndarray]:
-        """A row of values, one per document, cut into parts."""
+        """Values of all documents, cut into the parts of the corpus."""
         return [values[a:b] for a, b in itertools.pairwise(self._first)]
 
     def sample(self, most_bytes: int) -> np.ndarray:

@@ -1,7 +1,6 @@
-"""What the preparation processes do, one job at a time: read a piece, count words, tokenise, write a shard, hash.
+"""What the preparation processes do, one call at a time: read a piece, count words, tokenise, write a shard, hash.
 
-Between the stages lie part files: a few megabytes of documents as flat arrays, one file each, written atomically, so
-that whatever exists is whole. A process keeps its table of words from job to job.
+Between the stages there are part files (`parts`). A process keeps its table of words from call to call.
 """
 
 from __future__ import annotations
@@ -33,15 +32,15 @@ from pretrain.corpus.vocabulary import special_ids
 LOCK = "lock"  # in the work folder, held by the coordinating process
 TOKENIZER = "tokenizer.json"  # likewise
 HISTOGRAM_BINS = 33  # bin b counts lengths of b bits: 1, 2-3, 4-7, ...
-_BATCH_BYTES = 2 << 20  # text cut into columns at once: less costs calls, more does not fit the cache
+_BATCH_BYTES = 2 << 20  # text cut into columns at once: less costs more calls, more does not fit the cache
 _PART_BYTES = 32 << 20  # text per part file at most
 
 
 @dataclass(frozen=True)
 class PreparationSettings:
-    """What a process needs to know. Without a vocabulary, words are numbered and tokenised by a later job."""
+    """What a process needs to know. Without a given vocabulary, words are numbered now and tokenised in a later stage."""
 
-    work: str  # folder of the part files and of the tokenizer, once there is one
+    work: str  # folder of the part files and, once trained, of the tokenizer
     lowercase: bool
     language: str
     min_document_words: int
@@ -52,7 +51,7 @@ class PreparationSettings:
 
 
 class _Process:
-    """State of this process: settings, the tokenizer, and the words it has met."""
+    """State of this process: settings, the tokenizer, and the words it has seen."""
 
     def __init__(self, settings: PreparationSettings, tokenizer: Tokenizer | None) -> None:
         self.settings = settings
@@ -60,11 +59,11 @@ class _Process:
         self.table = WordTable()
         self.dtype = np.dtype(np.uint16)
         self.unknown_id = -1
-        self.elsewhere = False  # on a cluster, whose machines may not have the coordinating process's files
+        self.is_remote = False  # on a cluster, whose machines may not have the coordinating process's files
         self._tokenizer = tokenizer
         self._pieces: WordPieces | None = None
         if tokenizer is not None:
-            self.pieces()  # now, while the coordinating process has preparations of its own
+            self.pieces()  # now, while the coordinating process is still busy itself
 
     def pieces(self) -> WordPieces:
         """The tokens of the words of `table`."""
@@ -86,44 +85,44 @@ _process: _Process | None = None
 
 
 def start_process(settings: PreparationSettings, tokenizer: Tokenizer | None, *, child: bool = True) -> None:
-    """Make this process ready for jobs, with the vocabulary's tokenizer where it is given beforehand.
+    """Make this process ready for calls, with the tokenizer of the vocabulary if that is given.
 
     A child leaves Ctrl-C to its parent and never outlives it.
     """
     global _process
     if child:
-        gc.freeze()  # nothing of what a fork took along needs looking through again
-        _be_one_of_many()
+        gc.freeze()  # objects of the parent need not be collected here
+        _share_the_machine()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=_end_with_parent, daemon=True).start()
     _process = _Process(settings, tokenizer)
 
 
 def start_task(settings: PreparationSettings, tokenizer: Tokenizer | None) -> None:
-    """Make a worker process of a Ray cluster ready for jobs; its signals and its end are Ray's.
+    """Make a worker process of a Ray cluster ready for calls; Ray handles its signals and its end.
 
-    Raises `MachineError` where the work folder is not to be seen: nothing may be written to another of that name.
+    Raises `MachineError` if the work folder is not visible: nothing may be written to another folder of that name.
     """
     global _process
-    _be_one_of_many()
+    _share_the_machine()
     _process = _Process(settings, tokenizer)
-    _process.elsewhere = True
+    _process.is_remote = True
     _check_seen([str(_process.work / LOCK)])
 
 
-def _be_one_of_many() -> None:
+def _share_the_machine() -> None:
     hold_freed_memory(at_most=256 << 20)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
 
 
 def _check_seen(paths: Sequence[str]) -> None:
-    """Every input was there when it was found; on another machine it may not be, which is no fault of the input."""
-    if not _state().elsewhere:
+    """Raise `MachineError` if this machine lacks a file that the coordinating process has: no fault of the input."""
+    if not _state().is_remote:
         return
     for path in paths:
         if not path.startswith("hub:") and not Path(path).exists():
             raise MachineError(
-                f"{path}: not there on the machine {os.uname().nodename} of the cluster. "
+                f"{path}: missing on the machine {os.uname().nodename} of the cluster. "
                 "All its nodes must see the same files under the same paths."
             )
 
@@ -144,11 +143,11 @@ def _state() -> _Process:
     return _process
 
 
-# ---------------------------------------------------------------- jobs
+# ---------------------------------------------------------------- calls
 
 
 def read(piece: Piece) -> list[dict[str, Any]]:
-    """Prepare a piece, or one after the other those of a stream that are not prepared yet; their summaries."""
+    """Prepare a piece, or the pieces of a stream that are not prepared yet, one after the other; their summaries."""
     _check_seen(piece.paths)
     if not piece.is_stream:
         return [_read_piece(piece)]
@@ -157,7 +156,7 @@ def read(piece: Piece) -> list[dict[str, Any]]:
 
 
 def known_summary(work: Path, piece: Piece) -> dict[str, Any] | None:
-    """The summary of a piece that is prepared."""
+    """The summary of a piece, if it is prepared."""
     path = work / f"{piece.name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
@@ -205,7 +204,7 @@ def tokenise_part(part: str, words_part: str) -> None:
     """Turn a part of word numbers into a part of token ids."""
     state = _state()
     if (state.work / part).exists():
-        return  # a cluster may run a job twice, and the words are deleted after the first
+        return  # a cluster may repeat a call, and the words are deleted after the first one
     state.renew()
     words = Part.load(state.work / words_part)
     numbers = state.table.intern_words(words.distinct)[words.items]
@@ -218,7 +217,7 @@ def write_shard(
     """Write one shard from documents of part files: (part, numbers of the documents in it).
 
     Returns hashes, the count of [UNK] and histograms of tokens per document and per sentence, and keeps them in
-    the work folder as the sign that the shard is done.
+    the work folder, where they mark the shard as done.
     """
     state = _state()
     state.pieces()  # loads the tokenizer
@@ -260,7 +259,7 @@ def _histogram(lengths: np.ndarray) -> np.ndarray:
 
 
 def chunks(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Lists of documents of about _BATCH_BYTES characters."""
+    """Lists of documents with about _BATCH_BYTES characters each."""
     chunk: list[str] = []
     total = 0
     for text in texts:
