@@ -95,7 +95,7 @@ def test_epochs_go_through_every_source_in_turn(sources, key):
         assert max(seen[source].values(), default=1) == 1
         epochs = Counter(number for number, _ in seen[source])
         full = sum(epochs.values()) // size if size else 0
-        assert [passes[number] for number in range(full)] == [size] * full
+        assert [epochs[number] for number in range(full)] == [size] * full
 
 
 def test_epochs_mix_sources_and_texts_anew():
