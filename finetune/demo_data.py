@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.files import atomic_open
-from pretrain.corpus.docstrings import find_modules, running_text
+from pretrain.corpus.sources.docstrings import find_modules, running_text
 
 PACKAGES = 6
 _MOST_MODULES = 250  # of a package: enough text, read in seconds

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, field_validator, model_validator
 
 from pretrain.common import settings
+from pretrain.common.kinds import check_kind
 from pretrain.common.settings import LocalPath, Section
 
 _RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
@@ -23,12 +24,14 @@ R = TypeVar("R", bound="RunConfig")
 
 # Widths and lengths up to which the seeds of dropout are told apart within int32 (model/hash_rng.py, ALONG).
 MAX_WIDTH = 8192
+SOURCES = "pretrain.corpus.sources"  # the package of which every module is a kind of source
+MASKING_SCHEMES = "pretrain.batches.masking"  # likewise, a masking scheme
 
 
 class SourceConfig(Section):
     """One source of text. Which of `path`, `dataset` is needed depends on `kind`."""
 
-    kind: Literal["mediawiki", "wikiextractor", "books", "jsonl", "parquet", "csv", "huggingface", "docstrings"]
+    kind: str = Field(description="Format of the text: the name of a module in pretrain/corpus/sources.")
     name: str = Field(default="", description="Name on the corpus card; empty takes the kind and the path's stem.")
     path: LocalPath = Field(default="", description="A file, folder or glob; relative to the working directory.")
     dataset: LocalPath = Field(default="", description="huggingface: hub name, or a folder written by save_to_disk.")
@@ -40,6 +43,12 @@ class SourceConfig(Section):
         default=1.0, gt=0, description="Passes over this source per epoch; 0.5 sees half of it, 2 all twice."
     )
     licence: str = Field(default="unknown", description="Licence to print on the corpus card.")
+
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, kind: str) -> str:
+        check_kind(SOURCES, kind)
+        return kind
 
     @model_validator(mode="after")
     def _check_place(self) -> SourceConfig:
@@ -160,11 +169,30 @@ class MaskingConfig(Section):
     mask_share: float = Field(default=0.8, ge=0, le=1, description="Of those, replaced by [MASK].")
     random_share: float = Field(default=0.1, ge=0, le=1, description="Of those, replaced by a uniform ordinary token.")
     whole_word: bool = Field(default=False, description="Mask all pieces of a word together.")
+    scheme: str = Field(
+        default="",
+        description="How tokens are chosen: the name of a module in pretrain/batches/masking; empty takes whole_words "
+        "if whole_word is true, else tokens.",
+    )
+
+    @property
+    def chosen_scheme(self) -> str:
+        """The scheme that `scheme` and `whole_word` name together."""
+        return self.scheme or ("whole_words" if self.whole_word else "tokens")
+
+    @field_validator("scheme")
+    @classmethod
+    def _check_scheme(cls, scheme: str) -> str:
+        if scheme:
+            check_kind(MASKING_SCHEMES, scheme)
+        return scheme
 
     @model_validator(mode="after")
-    def _check_shares(self) -> MaskingConfig:
+    def _check_together(self) -> MaskingConfig:
         if self.mask_share + self.random_share > 1:
             raise ValueError(f"mask_share {self.mask_share} and random_share {self.random_share} are over 1 together")
+        if self.whole_word and self.chosen_scheme != "whole_words":
+            raise ValueError(f"whole_word: true contradicts scheme: {self.scheme}; leave one of them out")
         return self
 
 

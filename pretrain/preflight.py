@@ -158,12 +158,14 @@ def environment(command: Sequence[str]) -> dict[str, Any]:
 
 def _entries(path: Path) -> list[str]:
     """The entries of a vocab.txt or tokenizer.json, or of a folder with one, in the order of their ids."""
+    from pretrain.corpus.vocabulary import split_entries
+
     if path.is_dir():
         path /= "tokenizer.json" if (path / "tokenizer.json").exists() else "vocab.txt"
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix != ".json":
-            return text.splitlines()
+            return split_entries(text)
         vocabulary: dict[str, int] = json.loads(text)["model"]["vocab"]
         return sorted(vocabulary, key=vocabulary.__getitem__)
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:

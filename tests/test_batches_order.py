@@ -90,12 +90,12 @@ def test_epochs_go_through_every_source_in_turn(sources, key):
             own = place.source == source
             assert own.sum() == (max(1, round(size * weight)) if size else 0)
             assert (place.slot[own] < max(size, 1)).all()
-            seen[source].update(zip(place.passes[own].tolist(), place.slot[own].tolist(), strict=True))
+            seen[source].update(zip(place.epoch[own].tolist(), place.slot[own].tolist(), strict=True))
     for source, size in enumerate(sizes):
         assert max(seen[source].values(), default=1) == 1
-        passes = Counter(number for number, _ in seen[source])
-        full = sum(passes.values()) // size if size else 0
-        assert [passes[number] for number in range(full)] == [size] * full
+        epochs = Counter(number for number, _ in seen[source])
+        full = sum(epochs.values()) // size if size else 0
+        assert [epochs[number] for number in range(full)] == [size] * full
 
 
 def test_epochs_mix_sources_and_texts_anew():

@@ -124,6 +124,15 @@ def test_whole_numbers(write, written: str, read: int):
         ),
         (("      path: data/*.txt\n", ""), "run.yaml:5: corpus.sources.0: kind: books needs path"),
         (
+            ("kind: books", "kind: bokks"),
+            "run.yaml:5: corpus.sources.0.kind: 'bokks' is not one of books, csv, docstrings, huggingface, jsonl, "
+            "mediawiki, parquet, wikiextractor; did you mean books?",
+        ),
+        (
+            ("kind: books", "kind: 7"),
+            "run.yaml:5: corpus.sources.0.kind is 7; expected text; put it in quotes if it looks like a number",
+        ),
+        (
             ("steps: 10", "steps: 10\n    warmup_steps: 11"),
             "run.yaml:8: phases.0: warmup_steps (11) must not exceed steps (10)",
         ),
@@ -313,7 +322,12 @@ def test_a_phase_more_or_less_is_a_change(write):
 
 @pytest.mark.parametrize(
     ("override", "expected"),
-    [("model.size=[mini]", "model.size"), ("masking.random_share=0.9", "are over 1 together")],
+    [
+        ("model.size=[mini]", "model.size"),
+        ("masking.random_share=0.9", "are over 1 together"),
+        ("masking.scheme=whole_word", "masking.scheme: 'whole_word' is not one of tokens, whole_words; did you mean"),
+        ("masking={scheme: tokens, whole_word: true}", "whole_word: true contradicts scheme: tokens"),
+    ],
 )
 def test_what_cannot_be_is_a_line(write, override: str, expected: str):
     with pytest.raises(InputError, match=expected):

@@ -23,8 +23,9 @@ from tokenizers import Tokenizer
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import locked
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SourceConfig
-from pretrain.corpus import jobs, pool, shards
+from pretrain.corpus import parallel, shards
 from pretrain.corpus.documents import Documents, PieceSummary
+from pretrain.corpus.parts import DOCUMENT
 from pretrain.corpus.prepare import describe, prepare
 from pretrain.corpus.shards import open_shards, verify_shards
 
@@ -167,7 +168,7 @@ def test_the_split_follows_the_documents_text(sources: Path, prepared: Path, tmp
 def test_forked_and_spawned_processes_write_the_same_bytes(
     method: str, sources: Path, prepared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool, "_start_method", lambda: method)
+    monkeypatch.setattr(parallel, "_start_method", lambda: method)
     prepare(config(sources, tmp_path / "two", processes=2), quiet=True)
     assert content(tmp_path / "two") == content(prepared)
     assert not (tmp_path / "two" / ".work").exists()
@@ -179,7 +180,7 @@ def test_no_fork_beside_other_threads() -> None:
     thread = threading.Thread(target=go_on.wait)
     thread.start()
     try:
-        assert pool._start_method() == "spawn"
+        assert parallel._start_method() == "spawn"
     finally:
         go_on.set()
         thread.join()
@@ -340,7 +341,7 @@ def test_the_table_of_documents_takes_the_memory_that_is_said(tmp_path: Path) ->
     generator = np.random.default_rng(0)
     summaries = []
     for number in range(parts):
-        table = np.zeros(count // parts, jobs.DOCUMENT)
+        table = np.zeros(count // parts, DOCUMENT)
         table["hash"] = generator.integers(0, 1 << 62, (count // parts, 2))
         table["items"], table["sentences"], table["bytes"] = 20, 3, 80
         np.save(tmp_path / f"{number}.npy", table)
@@ -363,7 +364,7 @@ def test_repeated_documents_are_found_across_the_rows_compared_at_once(
 ) -> None:
     monkeypatch.setattr("pretrain.corpus.documents._ROWS", 3)
     hashes = [(5, 1), (4, 1), (5, 1), (5, 2), (4, 1), (5, 1), (3, 1), (5, 2), (4, 2), (5, 1)]
-    table = np.zeros(len(hashes), jobs.DOCUMENT)
+    table = np.zeros(len(hashes), DOCUMENT)
     table["hash"], table["items"] = hashes, 1
     np.save(tmp_path / "part.npy", table)
     documents = Documents.load(tmp_path, [PieceSummary(0, len(hashes), ["part.npy"])], 0.0)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import pool_jobs
+import cluster_preparation
 import psutil
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,7 +27,7 @@ from cluster.workers.launch import end_session
 from pretrain import estimate
 from pretrain.common.errors import InputError, MachineError
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SchedulingConfig, SourceConfig
-from pretrain.corpus import jobs
+from pretrain.corpus import stages
 from pretrain.corpus.prepare import WORK, describe, prepare
 
 ROOT = Path(__file__).parent.parent
@@ -124,11 +124,11 @@ def test_the_cluster_writes_the_bytes_of_the_local_way(folder: Path, address: st
 @pytest.mark.slow
 def test_killed_processes_cost_nothing_but_time(folder: Path, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prepare(_config("here"), quiet=True)
-    monkeypatch.setattr(jobs, "read", pool_jobs.read)
-    monkeypatch.setattr(jobs, "write_shard", pool_jobs.write_shard)
+    monkeypatch.setattr(stages, "read", cluster_preparation.read)
+    monkeypatch.setattr(stages, "write_shard", cluster_preparation.write_shard)
     prepare(_config("there", address), quiet=True)
     assert _content("there") == _content("here")
-    runs = pool_jobs.runs()
+    runs = cluster_preparation.runs()
     twice = {"read-000-000001-000000", "write_shard-train-00001"}
     assert runs == {job: 2 if job in twice else 1 for job in runs}
     assert len(runs) == 4 + len(list(Path("there").glob("*.tokens.npy"))), "a task for each split and shard"
@@ -138,13 +138,13 @@ def test_killed_processes_cost_nothing_but_time(folder: Path, address: str, monk
 def test_a_job_that_always_dies_and_a_bug_end_the_preparation(
     folder: Path, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jobs, "count_words", pool_jobs.always_die)
+    monkeypatch.setattr(stages, "count_words", cluster_preparation.always_die)
     one_piece = (SourceConfig(kind="csv", path="table.csv"),)
     with pytest.raises(MachineError, match=r"^A job's process on the cluster .* died 4 times[^\n]*again;[^\n]*$"):
         prepare(_config("there", address, sources=one_piece), quiet=True)
-    assert pool_jobs.runs() == {"die": 4}
-    monkeypatch.setattr(jobs, "count_words", pool_jobs.bug)
-    with pytest.raises(RuntimeError, match=r"Traceback[^$]*pool_jobs\.py[^$]*ZeroDivisionError: a bug"):
+    assert cluster_preparation.runs() == {"die": 4}
+    monkeypatch.setattr(stages, "count_words", cluster_preparation.bug)
+    with pytest.raises(RuntimeError, match=r"Traceback[^$]*cluster_preparation\.py[^$]*ZeroDivisionError: a bug"):
         prepare(_config("there", address, sources=one_piece), quiet=True)
     monkeypatch.undo()
     os.chdir(folder)
@@ -200,7 +200,7 @@ def test_stopped_or_killed_it_goes_on_here_or_there(folder: Path, address: str) 
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 75
-    assert "error: out: stopped. Run the same command again; it goes on where it was." in errors
+    assert "error: out: stopped. Run the same command again; it continues from there." in errors
     stopped = written("000-*.json")
     # Ray's driver is killed.
     process, condition = start(there, "corpus.processes=1"), more("000-*.json")
@@ -273,28 +273,28 @@ def test_a_killed_command_takes_its_driver_along(folder: Path) -> None:
 
 
 def test_a_node_without_the_files_is_no_fault_of_theirs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(jobs, "_process", None)
-    monkeypatch.setattr(jobs, "hold_freed_memory", lambda at_most: None)
+    monkeypatch.setattr(stages, "_process", None)
+    monkeypatch.setattr(stages, "hold_freed_memory", lambda at_most: None)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")
-    settings = jobs.PreparationSettings("work", True, "en", 10, False)
-    with pytest.raises(MachineError, match=r"work/lock: not there on the machine .* same files"):
-        jobs.start_task(settings, None)
+    settings = stages.PreparationSettings("work", True, "en", 10, False)
+    with pytest.raises(MachineError, match=r"work/lock: missing on the machine .* same files"):
+        stages.start_task(settings, None)
     Path("work").mkdir()
     Path("work/lock").touch()
-    jobs.start_task(settings, None)
-    with pytest.raises(MachineError, match=r"gone\.txt: not there on the machine"):
-        jobs.hash_files(["wiki-a.txt", "gone.txt"])
+    stages.start_task(settings, None)
+    with pytest.raises(MachineError, match=r"gone\.txt: missing on the machine"):
+        stages.hash_files(["wiki-a.txt", "gone.txt"])
 
 
 def test_a_part_tokenised_twice_is_tokenised_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray may do a job again whose first run was heard of and whose words are deleted."""
-    monkeypatch.setattr(jobs, "_process", None)
-    jobs.start_process(jobs.PreparationSettings(".", True, "en", 10, False), None, child=False)
+    monkeypatch.setattr(stages, "_process", None)
+    stages.start_process(stages.PreparationSettings(".", True, "en", 10, False), None, child=False)
     Path("part.tokens").touch()
-    jobs.tokenise_part("part.tokens", "part.words")
+    stages.tokenise_part("part.tokens", "part.words")
     assert not Path("part.tokens").stat().st_size
     with pytest.raises(FileNotFoundError):
-        jobs.tokenise_part("other.tokens", "other.words")
+        stages.tokenise_part("other.tokens", "other.words")
 
 
 def test_a_dry_run_names_the_cluster(folder: Path) -> None:

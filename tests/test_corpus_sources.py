@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from pretrain.common.errors import InputError
 from pretrain.config import SourceConfig
-from pretrain.corpus import books, docstrings, mediawiki, sources
-from pretrain.corpus.sources import Problems, cut, documents, find_inputs
+from pretrain.corpus import inputs, records
+from pretrain.corpus.inputs import Problems
+from pretrain.corpus.sources import books, cut, docstrings, documents, find_inputs, mediawiki, wikiextractor
 
 
 def read(source: SourceConfig) -> tuple[list[str], list[dict[str, Any]]]:
@@ -41,9 +42,9 @@ def faults(problems: list[dict[str, Any]]) -> dict[str, int]:
 @pytest.fixture(params=[1, 50, 700, 1 << 20])
 def piece_bytes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """Pieces from a byte to the whole file."""
-    for name in ("PIECE_BYTES", "_BZ2_PIECE_BYTES"):
-        monkeypatch.setattr(sources, name, request.param)
-    monkeypatch.setattr(sources, "_STREAM_READ_BYTES", min(request.param, 64) + 1)
+    monkeypatch.setattr(inputs, "PIECE_BYTES", request.param)
+    monkeypatch.setattr(records, "BZIP2_PIECE_BYTES", request.param)
+    monkeypatch.setattr(records, "STREAM_READ_BYTES", min(request.param, 64) + 1)
     return request.param
 
 
@@ -102,7 +103,7 @@ def test_every_document_comes_once(tmp_path: Path, piece_bytes: int, suffix: str
     data = {"wikiextractor": wiki_bytes, "jsonl": jsonl_bytes, "mediawiki": dump_bytes}[kind]()
     path = tmp_path / f"file{suffix}"
     path.write_bytes(COMPRESS[suffix](data))
-    texts, problems = read(SourceConfig(kind=kind, path=str(path)))  # pyright: ignore[reportArgumentType]
+    texts, problems = read(SourceConfig(kind=kind, path=str(path)))
     expected = PAGE_TEXTS if kind == "mediawiki" else [text for _, text in WIKI]
     assert [text.strip() for text in texts] == [text.strip() for text in expected]
     assert problems == []
@@ -163,14 +164,14 @@ def test_wikiextractor_documents_are_those_of_one_pattern(parts: list[str]) -> N
     for title, body in pattern.findall("".join(parts)):
         first, _, rest = body.lstrip("\n").partition("\n")
         expected.append(rest if first.strip() == title.strip() else body.lstrip("\n"))
-    assert list(sources._wikiextractor_texts("".join(parts), "x", Problems())) == expected
+    assert list(wikiextractor.articles("".join(parts), "x", Problems())) == expected
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".bz2", ".xz"])
 def test_a_truncated_file_is_reported_and_read_up_to_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
 ) -> None:
-    monkeypatch.setattr(sources, "_STREAM_READ_BYTES", 64)
+    monkeypatch.setattr(records, "STREAM_READ_BYTES", 64)
     path = tmp_path / f"wiki{suffix}"
     data = b"".join(COMPRESS[suffix](part) for part in (wiki_bytes()[:2000], wiki_bytes()[2000:]))
     path.write_bytes(data[:-20])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from finetune.datasets.arrays import ragged
 from finetune.tasks.base import Windows
-from pretrain.batches.loader import deal, moved
+from pretrain.batches.loader import balance, moved
 from pretrain.batches.order import draw, permute, root_key
 from pretrain.common.errors import InputError
 
@@ -92,7 +92,7 @@ class Batches:
         epochs, slots = np.divmod(numbers, self.examples)
         members = permute(slots, self.examples, draw(self._order_key, epochs))
         keys = draw(self._dropout_key, numbers)
-        dealt = deal(self._tokens_N[members], self.world_size, self.budget)
+        dealt = balance(self._tokens_N[members], self.world_size, self.budget)
         weights = self._weights_of(self._windows_in(members)[0])
         return LabelledStep(
             tuple(self._batch(members[own], keys[own]) for own in dealt[self.rank :: self.world_size]),

@@ -1,7 +1,7 @@
-"""Batches: samples dealt to ranks and micro-batches, unpadded, made in the background (laws 1-3).
+"""Batches: samples balanced across ranks and micro-batches, unpadded, made in the background (invariants 1-3).
 
-Every rank plans the whole global batch (that needs offsets only), so all of them know its lengths and deal it
-out alike without a word between them; each then fetches and masks the tokens of its own sequences.
+Every rank plans the whole global batch, which needs offsets only. So all ranks know its lengths and distribute it in
+the same way without communication. Each rank then fetches and masks the tokens of its own sequences.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
 _PREFETCH_TOKENS = 1 << 22  # of one rank; a token is 28 bytes here, so this is 120 MB
-_BLOCK_TOKENS = 1 << 16  # gathered at a time when whole words are counted
+_BLOCK_TOKENS = 1 << 16  # gathered at a time when masked tokens are counted from the text
 _EVALUATION_SEQUENCES = 1024  # per StepBatch of an evaluation
 
 
@@ -38,21 +38,21 @@ _EVALUATION_SEQUENCES = 1024  # per StepBatch of an evaluation
 class MicroBatch:
     """What one forward pass of one rank sees: S sequences end to end in T tokens, K of them masked.
 
-    Sequences lie in ascending length order, without padding (law 2).
+    Sequences lie in ascending length order, without padding (invariant 2).
     """
 
     input_ids: Tensor  # int64 [T], after masking
     token_types: Tensor  # int64 [T], 0 for the first segment, 1 for the second
     positions: Tensor  # int64 [T], 0 .. length-1 within each sequence
-    cu_seqlens: Tensor  # int32 [S+1], where each sequence begins; the last is T
+    cu_seqlens: Tensor  # int32 [S+1], where each sequence begins; the last value is T
     masked_rows: Tensor  # int64 [K], ascending rows of the token axis
-    masked_labels: Tensor  # int64 [K], the tokens that stood there
+    masked_labels: Tensor  # int64 [K], the tokens before masking
     nsp_labels: Tensor  # int64 [S], 0 next / 1 random; [0] when NSP is off
     token_keys: Tensor  # int32 [T], 32 pseudo-random bits of (sample, position): the seed of dropout
     lengths: tuple[int, ...]  # tokens of each sequence, ascending
 
     def to(self, device: torch.device) -> MicroBatch:
-        """The same on `device`, copied without waiting where the memory is pinned."""
+        """The same batch on `device`, copied without waiting if the memory is pinned."""
         return moved(self, device)
 
 
@@ -60,7 +60,7 @@ B = TypeVar("B", bound="DataclassInstance")
 
 
 def moved(batch: B, device: torch.device) -> B:
-    """A dataclass with its tensors on `device`, copied without waiting where the memory is pinned."""
+    """A dataclass with its tensors on `device`, copied without waiting if the memory is pinned."""
     there = {
         name: value.to(device, non_blocking=True) for name, value in _tensors(batch).items() if value.device != device
     }
@@ -68,7 +68,7 @@ def moved(batch: B, device: torch.device) -> B:
 
 
 def pinned(batch: B) -> B:
-    """A dataclass with its tensors in page-locked memory, from which a GPU copies by itself."""
+    """A dataclass with its tensors in page-locked memory, which a GPU copies asynchronously."""
     return dataclasses.replace(batch, **{name: value.pin_memory() for name, value in _tensors(batch).items()})
 
 
@@ -78,31 +78,38 @@ def _tensors(batch: DataclassInstance) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class StepBatch:
-    """One rank's share of one optimizer step, with the global counts that normalise the losses (law 3)."""
+    """One rank's share of one optimizer step, with the global counts that normalise the losses (invariant 3)."""
 
     micro_batches: tuple[MicroBatch, ...]  # the same number on every rank
     sequences: int  # over all ranks
     tokens: int  # over all ranks
     masked: int  # over all ranks
     epoch: int  # of the first sample
-    first_sample: int  # its number since the phase began, epochs running on
+    first_sample: int  # its number in the phase, counted across epochs
 
     def to(self, device: torch.device) -> StepBatch:
-        """The same with its micro-batches on `device`."""
+        """The same batch with its micro-batches on `device`."""
         return dataclasses.replace(self, micro_batches=tuple(batch.to(device) for batch in self.micro_batches))
 
     def pinned(self) -> StepBatch:
-        """The same with its micro-batches in page-locked memory."""
+        """The same batch with its micro-batches in page-locked memory."""
         return dataclasses.replace(self, micro_batches=tuple(map(pinned, self.micro_batches)))
 
 
 class Loader:
-    """The batches of one phase from `start_step` on, made ahead by a background thread, `pinned` for a GPU.
+    """The batches of one phase, made ahead by a background thread.
 
-    Iterating gives one `StepBatch` per optimizer step until the phase ends, from data that lies `passed_over` steps
-    further on. `stall_seconds` is the time that
-    the consumer has waited so far. Raises `InputError` when the corpus or the config cannot give such
-    batches.
+    Iterating gives one `StepBatch` per optimizer step until the phase ends. `stall_seconds` is the time that the
+    consumer has waited so far.
+
+    Args:
+        start_step: the first step of the phase to give a batch for.
+        passed_over: steps of data that are skipped.
+        prefetch: batches to make ahead, at most.
+        pinned: whether batches lie in page-locked memory, for a GPU.
+
+    Raises:
+        InputError: the corpus or the config cannot give such batches.
     """
 
     def __init__(
@@ -143,9 +150,9 @@ class Loader:
     def __next__(self) -> StepBatch:
         if self._closed.is_set():
             raise StopIteration
-        began = time.perf_counter()
+        start = time.perf_counter()
         item = self._queue.get()
-        self.stall_seconds += time.perf_counter() - began
+        self.stall_seconds += time.perf_counter() - start
         if isinstance(item, StepBatch):
             return item
         self.close()
@@ -165,12 +172,12 @@ class Loader:
                 made = self._maker.make(step * sequences, sequences)
                 if not self._put(made.pinned() if self._pinned else made):
                     return
-        except BaseException as error:  # whatever it is, the consumer must hear of it
+        except BaseException as error:  # the consumer raises it, whatever it is
             last = error
         self._put(last)
 
     def _put(self, item: StepBatch | BaseException | None) -> bool:
-        """Hand `item` over; False when the loader was closed meanwhile."""
+        """Queue `item` for the consumer; False if the loader was closed meanwhile."""
         while not self._closed.is_set():
             try:
                 self._queue.put(item, timeout=0.1)
@@ -183,10 +190,10 @@ class Loader:
 def validation_batches(
     shards: TokenShards, config: PretrainConfig, phase: int, *, rank: int, world_size: int
 ) -> list[StepBatch]:
-    """The held-out batches of a phase: the same samples every time and whatever `config.seed` is.
+    """The held-out batches of a phase: the same samples every time, for every `config.seed`.
 
-    At most `config.evaluation.sequences`; none when the corpus has no validation split. When a micro-batch
-    holds only one sequence, up to `world_size` - 1 samples are left out so that they come out even.
+    At most `config.evaluation.sequences` samples; none if the corpus has no validation split. If a micro-batch holds
+    only one sequence, up to `world_size` - 1 samples are left out so that every rank gets as many.
     """
     if not shards.shards:
         return []
@@ -195,7 +202,7 @@ def validation_batches(
     if config.engine.micro_batch_tokens < 2 * config.phases[phase].sequence_length:
         count -= count % world_size
     where = f"{shards.folder}, validation split, evaluation.sequences"
-    _check_dealing(config, phase, where, count, world_size)
+    _check_balance(config, phase, where, count, world_size)
     parts = max(1, count // max(_EVALUATION_SEQUENCES, world_size))
     bounds = [*(count // world_size * part // parts * world_size for part in range(parts)), count]
     return [maker.make(first, last - first) for first, last in itertools.pairwise(bounds)]
@@ -221,9 +228,9 @@ class BatchMaker:
         return self._sampler.samples_per_epoch
 
     def check_batch(self) -> None:
-        """Raise `InputError` where the corpus is too small for one batch, or the batch cannot be dealt out."""
+        """Raise `InputError` if the corpus is too small for one batch, or the batch cannot be balanced across ranks."""
         settings, where = self._config.phases[self._phase], f"phases.{self._phase}.global_sequences"
-        _check_dealing(self._config, self._phase, where, settings.global_sequences, self.world_size)
+        _check_balance(self._config, self._phase, where, settings.global_sequences, self.world_size)
         if self.samples_per_epoch < settings.global_sequences:
             raise InputError(
                 f"{where}: {settings.global_sequences}, but {self._folder} holds only {self.samples_per_epoch} samples "
@@ -233,8 +240,8 @@ class BatchMaker:
     def make(self, first_sample: int, sequences: int) -> StepBatch:
         """The batch of samples `first_sample` to `first_sample + sequences - 1`, this rank's part of it."""
         plan = self._sampler.plan(np.arange(first_sample, first_sample + sequences))
-        dealt = deal(plan.lengths, self.world_size, self._budget)
-        own = dealt[self.rank :: self.world_size]
+        micro_batches = balance(plan.lengths, self.world_size, self._budget)
+        own = micro_batches[self.rank :: self.world_size]
         return StepBatch(
             micro_batches=tuple(self._micro_batch(plan[members]) for members in own),
             sequences=sequences,
@@ -261,26 +268,29 @@ class BatchMaker:
 
     def _masked(self, plan: SamplePlan) -> int:
         """Masked tokens of the whole global batch."""
-        if not self._masker.masking.whole_word:
+        if self._masker.has_exact_counts:
             counts = self._masker.counts(plan.lengths, special_tokens=self._sampler.special_tokens)
             return int(counts.sum())
-        # How many whole words fit depends on the words, so here every rank has to look at all of them.
+        # How many tokens are chosen depends on the text, so every rank has to choose those of the whole batch.
         blocks = np.cumsum(plan.lengths) // _BLOCK_TOKENS
         parts = np.split(np.arange(len(blocks)), np.flatnonzero(np.diff(blocks)) + 1)
         return sum(
-            self._masker.count_whole_words(self._sampler.gather(part), part.key)
-            for part in (plan[members] for members in parts)
+            self._masker.count(self._sampler.gather(part), part.key) for part in (plan[members] for members in parts)
         )
 
 
-def deal(lengths: np.ndarray, world_size: int, budget: int) -> list[np.ndarray]:
-    """Deal sequences out to `world_size` * M micro-batches of at most `budget` tokens, M as small as
-    possible.
+def balance(lengths: np.ndarray, world_size: int, budget: int) -> list[np.ndarray]:
+    """Distribute sequences over `world_size` * M micro-batches of at most `budget` tokens, M as small as possible.
 
-    Longest first, each to the micro-batch with the fewest tokens (Graham's LPT rule), so that all have nearly
-    the same. `lengths` int64 [B] -> one int64 array of indices per micro-batch, in ascending length order;
-    rank r takes every `world_size`-th from r on. Needs B >= `world_size`, no length above `budget`, and,
-    where B is no multiple of `world_size`, none above half of it; then none is empty.
+    The longest sequence goes first, each to the micro-batch with the fewest tokens (Graham's LPT rule), so that all
+    have nearly the same number. Rank r takes every `world_size`-th micro-batch from r on.
+
+    Args:
+        lengths: tokens of each sequence, int64 [B]; B >= `world_size`, no length above `budget`, and none above half
+            of it if B is not a multiple of `world_size`. Then no micro-batch is empty.
+
+    Returns:
+        One int64 array of indices per micro-batch, in ascending length order.
     """
     descending = np.argsort(-lengths, kind="stable")
     ordered = lengths[descending].tolist()
@@ -291,7 +301,7 @@ def deal(lengths: np.ndarray, world_size: int, budget: int) -> list[np.ndarray]:
 
 
 def _longest_first(descending: list[int], count: int, budget: int) -> list[list[int]] | None:
-    """`count` bins of indices into `descending`, or None when one would exceed `budget`."""
+    """`count` bins of indices into `descending`, or None if one would exceed `budget`."""
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, number) for number in range(count)]
     for index, length in enumerate(descending):
@@ -303,6 +313,6 @@ def _longest_first(descending: list[int], count: int, budget: int) -> list[list[
     return bins
 
 
-def _check_dealing(config: PretrainConfig, phase: int, where: str, sequences: int, world_size: int) -> None:
+def _check_balance(config: PretrainConfig, phase: int, where: str, sequences: int, world_size: int) -> None:
     if why := config.why_not_dealt(phase, sequences, world_size):
         raise InputError(f"{where} ({sequences}) {why}.")

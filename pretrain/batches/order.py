@@ -1,4 +1,4 @@
-"""Which sample comes when: counter-based randomness and the order of an epoch (law 1).
+"""Which sample comes when: counter-based randomness and the order of an epoch (invariant 1).
 
 Nothing here has state. Every random number is a hash of a key and a counter, and an epoch's order is a keyed
 permutation evaluated point by point, so sample 150,000,000 costs as much as sample 0.
@@ -61,7 +61,7 @@ def binomial(count: np.ndarray, key: np.ndarray, counter: int) -> np.ndarray:
 
 
 def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
-    """Where a keyed pseudo-random permutation of 0 .. size-1 sends `index`.
+    """Where a keyed pseudo-random permutation of 0 .. size-1 maps `index`.
 
     `index` int64 [B], `key` uint64 [B] (one permutation per key) -> int64 [B]. A Feistel network over the
     next power of two, walked along its cycle until it lands inside.
@@ -81,15 +81,15 @@ class EpochPosition:
     """Where samples come from; int64 [B] each."""
 
     source: np.ndarray
-    passes: np.ndarray  # how often the source had been gone through before
+    epoch: np.ndarray  # of the source: how often it was read before
     slot: np.ndarray  # 0 .. samples of the source - 1
 
 
 class Order:
     """The endless sequence of samples: epoch after epoch, each a new mixture of all sources.
 
-    `sizes[s]` samples make one pass over source s and `weights[s]` passes make one epoch. A source goes on
-    where the last epoch left it, so with weight 0.5 two epochs see all of it once.
+    `sizes[s]` samples make one epoch of source s, and `weights[s]` epochs of it go into one epoch of the mixture. A
+    source continues where the last epoch stopped, so with weight 0.5 two epochs read it once.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], key: np.uint64) -> None:
@@ -100,20 +100,20 @@ class Order:
         self._epoch_key, self._source_key = draw(key, np.arange(2))
 
     def locate(self, samples: np.ndarray) -> EpochPosition:
-        """The place of each sample; `samples` int64 [B] counts from 0, epochs running on."""
+        """The position of each sample; `samples` int64 [B] counts from 0, across epochs."""
         epoch, index = np.divmod(samples, self.samples_per_epoch)
         index = permute(index, self.samples_per_epoch, draw(self._epoch_key, epoch))
         source = np.searchsorted(self._bounds, index, side="right") - 1
-        passes, slot = np.empty_like(index), np.empty_like(index)
+        source_epoch, slot = np.empty_like(index), np.empty_like(index)
         for number, (size, share) in enumerate(zip(self.sizes, self.shares, strict=True)):
             rows = np.flatnonzero(source == number)
             if not len(rows):
                 continue
             taken = epoch[rows] * share + index[rows] - self._bounds[number]
-            passes[rows], unshuffled = np.divmod(taken, size)
-            key = draw(draw(self._source_key, number), passes[rows])
+            source_epoch[rows], unshuffled = np.divmod(taken, size)
+            key = draw(draw(self._source_key, number), source_epoch[rows])
             slot[rows] = permute(unshuffled, size, key)
-        return EpochPosition(source, passes, slot)
+        return EpochPosition(source, source_epoch, slot)
 
 
 def _mix(bits: np.ndarray) -> np.ndarray:
@@ -127,7 +127,7 @@ def _mix(bits: np.ndarray) -> np.ndarray:
 
 
 def _feistel(value: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
-    """One pass of the network over `bits` bits: each half in turn is changed by a hash of the other."""
+    """One evaluation of the network over `bits` bits: each half in turn is changed by a hash of the other."""
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)

@@ -1,14 +1,13 @@
 """Samples cut from documents: sentence pairs for next-sentence prediction, or full sentences in one segment.
 
-After Devlin et al., appendix A.2, and google-research/bert create_pretraining_data.py, but reached by number:
-where a sample begins is computed, not the end of a walk through the corpus (law 1). Everything is vectorised
-over samples.
+After Devlin et al., appendix A.2, and google-research/bert create_pretraining_data.py, but addressed by number: a
+sample's beginning is computed, without a walk through the corpus (invariant 1). Everything is vectorised over samples.
 
 A sample reads on average R tokens from where it begins (a true pair reads the whole target, a random one only
 its first segment), so a document of n tokens gets max(1, round(n / R)) samples: each token is read about once
-per pass, and counts do not depend on chance. They begin at even distances from the document's first token to
-R tokens before its end, moved together by up to half that distance in every pass; the first and the last are
-left where they are in every other pass, lest heads and tails be read too rarely.
+per epoch, and counts do not depend on chance. They begin at even distances from the document's first token to
+R tokens before its end, moved together by up to half that distance in every epoch. The first and the last stay
+where they are in every other epoch, so that heads and tails are read often enough.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ _SHORT, _TARGET, _SPLIT, _RANDOM_NEXT, _TAIL, _OTHER, _BEGIN, _WINDOW_A, _WINDOW
 _TRUNCATE_A, _TRUNCATE_B = 1 << 16, 2 << 16  # each followed by one counter per 64 tokens cut off
 
 _ROWS = 1 << 18  # documents counted at a time when a corpus is opened
-# Looking up a sample maps about seven places of the shards into the process, 64 kB each as a rule. Of a corpus of
-# more bytes than this they are let go of after so many samples.
+# Looking up a sample maps about seven places of the shards into the process, usually 64 kB each. In a corpus of more
+# than _KEEP_MAPPED bytes they are unmapped after _SAMPLES_MAPPED samples.
 _KEEP_MAPPED = 1 << 28
 _SAMPLES_MAPPED = 512
 
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """Where the tokens of B samples lie and how long they get; int64 [B] each, `key` uint64 [B].
+    """Where the tokens of B samples lie and how long the samples are; int64 [B] each, `key` uint64 [B].
 
     Begins are token offsets within the shard. The lengths are final (truncated) and exclude special tokens;
     without next-sentence prediction `length_b` is 0 everywhere.
@@ -73,8 +72,8 @@ class Rows:
 class Sampler:
     """The samples of one split of a corpus at one sequence length.
 
-    A sample is a pure function of the corpus, `seed`, `phase` and its number, which counts from 0 with epochs
-    running on. Raises `InputError` where the corpus has no sample to give.
+    A sample is a pure function of the corpus, `seed`, `phase` and its number, which counts from 0 across epochs.
+    Raises `InputError` if the corpus has no sample.
     """
 
     def __init__(
@@ -87,7 +86,7 @@ class Sampler:
         self.special_tokens = 3 if pairs.next_sentence else 2
         self.room = sequence_length - self.special_tokens
         # A true pair reads all of its target, a random one half of it on average; full sentences lose the
-        # last one that does not fit.
+        # last one, which does not fit.
         reads = 1 - pairs.random_next_share / 2 if pairs.next_sentence else 0.9
         self.reach = max(1, round(reads * self.room))
         self._corpus = _Corpus(shards, self.reach, least_sentences=2 if pairs.next_sentence else 1)
@@ -111,7 +110,7 @@ class Sampler:
         return self._order.samples_per_epoch
 
     def plan(self, samples: np.ndarray) -> SamplePlan:
-        """Plan `samples` (int64 [B], epochs running on); reads sentence and document offsets, no tokens."""
+        """Plan `samples` (int64 [B], counted across epochs); reads sentence and document offsets, no tokens."""
         self._corpus.looked_up(len(samples))
         key = draw(self._sample_key, samples)
         documents, anchor, last = self._anchors(samples)
@@ -162,7 +161,7 @@ class Sampler:
         place = self._order.locate(samples)
         number, index, count = self._corpus.find(place.source, place.slot)
         documents = self._corpus.look_up(number)
-        bits = draw(draw(self._anchor_key, place.passes), number)
+        bits = draw(draw(self._anchor_key, place.epoch), number)
         coin = (bits & np.uint64(1)).astype(bool)
         outer = (index == 0) | (index == count - 1)
         jitter = np.where(outer & coin, 0.0, uniform(bits) - 0.5)
@@ -185,7 +184,7 @@ class Sampler:
         end = np.maximum(end, anchor + 2)
         split = anchor + 1 + below(draw(key, _SPLIT), end - anchor - 1)
         label = uniform(draw(key, _RANDOM_NEXT)) < self.pairs.random_next_share
-        # A random pair leaves its second half unread. After the last sample nobody else would come by to read
+        # A random pair leaves its second half unread. No sample after a document's last one would read
         # it, so there either half is kept.
         tail = label & last & (draw(key, _TAIL) >> np.uint64(63)).astype(bool)
         first_a, end_a = np.where(tail, split, anchor), np.where(tail, end, split)
@@ -258,7 +257,7 @@ class _Corpus:
         self._source_first, self._source_count = np.array(first), np.array(count)
 
     def looked_up(self, samples: int) -> None:
-        """Count samples looked up; now and then unmap what they mapped. It stays in the page cache."""
+        """Count samples looked up; from time to time unmap what they mapped. It stays in the page cache."""
         self._looked_up += samples
         if self._large and self._looked_up >= _SAMPLES_MAPPED:
             self._looked_up = 0
@@ -272,7 +271,7 @@ class _Corpus:
             rows = np.flatnonzero(source == which)
             if not len(rows):
                 continue
-            # The slots take the table's type, lest numpy convert the table.
+            # The slots take the table's type, so that numpy does not convert the table.
             document = np.searchsorted(starts, slot[rows].astype(starts.dtype), side="right") - 1
             begin = starts[document].astype(np.int64)
             number[rows] = document + self._source_first[which]
@@ -287,9 +286,9 @@ class _Corpus:
         return _Documents(number, shard, first, last, begin, end - begin)
 
     def another(self, documents: _Documents, bits: np.ndarray) -> np.ndarray:
-        """Number of a random other document of the same source, or of any where that has only one."""
+        """Number of a random other document of the same source, or of any source if that has only one."""
         source = np.searchsorted(self._source_first, documents.number, side="right") - 1
-        # Sources without documents share their first number with the next one that has some: take the latter.
+        # Sources without documents share their first number with the next source that has some: take the latter.
         alone = self._source_count[source] < 2
         first = np.where(alone, 0, self._source_first[source])
         count = np.where(alone, self.documents, self._source_count[source])
@@ -313,9 +312,9 @@ class _Corpus:
 
 
 class _Joined:
-    """Many arrays of one type read by one `take`, where they lie, without a copy.
+    """Many arrays of one type, read by one `take` in place, without a copy.
 
-    A view is stretched from the lowest of them in memory to the highest; what lies between is never touched,
+    A view spans from the lowest of them in memory to the highest. What lies between them is never read,
     since every index is checked against its own array first.
     """
 
@@ -348,7 +347,7 @@ class _Joined:
 
 
 def _sample_starts(documents: list[np.ndarray], reach: int, least_sentences: int) -> np.ndarray:
-    """Cumulative sample counts of a source's documents, [D+1], in 32 bits where they suffice."""
+    """Cumulative sample counts of a source's documents, [D+1], in 32 bits if they suffice."""
     tokens = sum(int(table[-1, 1]) for table in documents)
     total = sum(len(table) - 1 for table in documents)
     starts = np.zeros(total + 1, np.uint32 if tokens // reach + total < 1 << 32 else np.uint64)
@@ -365,13 +364,13 @@ def _sample_starts(documents: list[np.ndarray], reach: int, least_sentences: int
 
 
 def _forget(array: np.ndarray) -> None:
-    """Let go of the pages of a mapped file, so that they do not count as this process's memory."""
+    """Release the pages of a mapped file, so that they do not count as this process's memory."""
     if isinstance(array.base, mmap.mmap):
         array.base.madvise(mmap.MADV_DONTNEED)
 
 
 def _window(begin: np.ndarray, length: np.ndarray, most: int, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Of a span longer than `most` tokens (a sentence without end) a window of `most`, uniform over it."""
+    """For a span longer than `most` tokens (one huge sentence) a window of `most`, uniform over it."""
     spare = np.maximum(length - most, 0)
     return begin + below(bits, spare + 1), length - spare
 

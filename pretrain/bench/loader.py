@@ -1,10 +1,10 @@
-"""`bench loader`: batches made by ours and by transformers' DataCollatorForLanguageModeling, in turn, on one core.
+"""`bench loader`: batches from our loader and transformers' DataCollatorForLanguageModeling, alternating, on one core.
 
-Ours makes everything from the shards: sentence pairs, NSP labels, masks, unpadded micro-batches. The peer starts from
-sequences that are tokenised, cut to full length and held in memory with their special-token masks (what run_mlm's
-group_texts leaves), shuffled by torch's DataLoader in this process; it only stacks and masks. It has no pairs.
+Our loader makes everything from the shards: sentence pairs, NSP labels, masks, unpadded micro-batches. The baseline
+starts from sequences that are tokenised, cut to full length and held in memory with their special-token masks (what
+run_mlm's group_texts returns), shuffled by torch's DataLoader in this process. It only stacks and masks, without pairs.
 
-Also measured: going on at sample 150,000,000 of an epoch in a fresh process.
+Also measured: resuming at sample 150,000,000 of an epoch in a new process.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from pretrain.commands import local_path
 from pretrain.common.errors import InputError
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import Shard, TokenShards, open_shards
+from pretrain.corpus.vocabulary import read_vocabulary
 
 SPECIALS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 VOCABULARY_SIZE = 30522
 RESUME_SAMPLE = 150_000_000
-_MADE_AHEAD = 8  # more batches than the loader keeps ready
+_MADE_AHEAD = 8  # more batches than the loader makes ahead
 _RESUME_SHARDS, _RESUME_TOKENS = 141, 100_000_000  # over 150 million samples of 128
 
 
@@ -70,17 +71,17 @@ def main(argv: list[str]) -> int:
 
 def compare(shards: TokenShards, length: int, sequences: int, repeats: int) -> dict[str, Any]:
     """Sequences per core-second of both at one sequence length: medians and ranges over alternations."""
-    contestants = {
+    loaders = {
         "ours": _ours(shards, length, sequences),
-        "transformers": _peer(shards, length, sequences),
+        "transformers": _baseline(shards, length, sequences),
     }
-    rates: dict[str, list[float]] = {name: [] for name in contestants}
+    rates: dict[str, list[float]] = {name: [] for name in loaders}
     for number in range(repeats + 1):
-        for name, make in contestants.items():
-            # Processor time: both work in this thread alone, and others may share the machine.
-            began = time.process_time()
+        for name, make in loaders.items():
+            # Processor time: both work in this thread alone, and other programs may share the machine.
+            start = time.process_time()
             made = 0
-            while (seconds := time.process_time() - began) < 0.5:
+            while (seconds := time.process_time() - start) < 0.5:
                 make()
                 made += sequences
             if number:  # the first round warms up
@@ -97,14 +98,14 @@ def compare(shards: TokenShards, length: int, sequences: int, repeats: int) -> d
 
 
 def rate(seconds: float, length: int = 128, sequences: int = 256) -> float:
-    """Sequences a second that one worker's `Loader` makes of a synthetic corpus, measured for so long."""
+    """Sequences a second that one worker's `Loader` makes of a synthetic corpus, measured for `seconds`."""
     with tempfile.TemporaryDirectory() as scratch:
         loader = Loader(_synthetic(Path(scratch)), _config(length, sequences), 0, rank=0, world_size=1)
         try:
             for _ in range(_MADE_AHEAD):
                 next(loader)
-            began, made = time.perf_counter(), 0
-            while (passed := time.perf_counter() - began) < seconds:
+            start, made = time.perf_counter(), 0
+            while (passed := time.perf_counter() - start) < seconds:
                 next(loader)
                 made += sequences
         finally:
@@ -118,12 +119,12 @@ def _ours(shards: TokenShards, length: int, sequences: int) -> Callable[[], obje
     return lambda: maker.make(next(first), sequences)
 
 
-def _peer(shards: TokenShards, length: int, sequences: int) -> Callable[[], object]:
+def _baseline(shards: TokenShards, length: int, sequences: int) -> Callable[[], object]:
     from tokenizers import Tokenizer, models
     from torch.utils.data import DataLoader
     from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
 
-    entries = (shards.folder / "vocab.txt").read_text(encoding="utf-8").removesuffix("\n").split("\n")
+    entries = read_vocabulary(shards.folder / "vocab.txt")
     words = models.WordPiece({entry: number for number, entry in enumerate(entries)}, unk_token="[UNK]")
     names = {f"{special[1:-1].lower()}_token": special for special in SPECIALS}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **names)
@@ -137,7 +138,7 @@ def _peer(shards: TokenShards, length: int, sequences: int) -> Callable[[], obje
         }
         for begin in range(0, min(len(tokens), 8192 * room) - room, room)
     ]
-    if len(held) < sequences:  # else the loader would be empty, and `batches` search for ever
+    if len(held) < sequences:  # else the loader would be empty, and `batches` never give one
         raise InputError(
             f"--corpus: {shards.folder}: its first shard fills {len(held)} sequences of {length}, less than a "
             f"batch of {sequences}. Use a larger corpus, or fewer --sequences."
@@ -165,7 +166,7 @@ def _synthetic(folder: Path) -> TokenShards:
 def _one_source(
     folder: Path, tokens: np.ndarray, sentences: np.ndarray, documents: np.ndarray, *, count: int
 ) -> TokenShards:
-    """`count` shards that all show the given arrays, beside a vocabulary in `folder`."""
+    """`count` shards with the same given arrays, beside a vocabulary in `folder`."""
     _write_vocabulary(folder)
     table = np.stack((documents, sentences[documents]), axis=1).astype(np.uint64)
     shard = Shard("train-00000", "train", 0, tokens, sentences.astype(np.uint64), table)
@@ -182,9 +183,9 @@ def _special_ids() -> dict[str, int]:
 
 
 def _resume(scratch: Path) -> dict[str, float]:
-    """Write shards for 150 million samples of 128, then go on there in a fresh process.
+    """Write shards for 150 million samples of 128 tokens, then resume there in a new process.
 
-    All shards are mapped files; they share one copy on disk, and the tokens are a hole in it.
+    All shards are mapped files that share one copy on disk; the tokens are a hole in a sparse file.
     """
     folder = scratch / "resume"
     folder.mkdir()
@@ -193,7 +194,7 @@ def _resume(scratch: Path) -> dict[str, float]:
     np.save(folder / "sentences.npy", np.arange(0, _RESUME_TOKENS + 1, 20, dtype=np.uint64))
     np.save(folder / "documents.npy", np.stack((ends // np.uint64(20), ends), axis=1))
     np.lib.format.open_memmap(folder / "tokens.npy", "w+", np.uint16, (_RESUME_TOKENS,)).flush()
-    for path in folder.glob("*.npy"):  # out of the page cache, where a corpus written long ago would not be
+    for path in folder.glob("*.npy"):  # drop them from the page cache, as if the corpus were old
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -205,7 +206,7 @@ def _resume(scratch: Path) -> dict[str, float]:
 
 def _resume_here(folder: Path) -> dict[str, float]:
     imported = _peak_mb()
-    began = time.perf_counter()
+    start = time.perf_counter()
     shards = []
     for number in range(_RESUME_SHARDS):
         arrays = (np.load(folder / f"{part}.npy", mmap_mode="r") for part in ("tokens", "sentences", "documents"))
@@ -214,7 +215,7 @@ def _resume_here(folder: Path) -> dict[str, float]:
     step = RESUME_SAMPLE // 250
     loader = Loader(corpus, _config(128, 250), 0, rank=0, world_size=1, start_step=step)
     batch = next(loader)
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - start
     loader.close()
     return {
         "sample": batch.first_sample,
@@ -226,7 +227,7 @@ def _resume_here(folder: Path) -> dict[str, float]:
 
 
 def _peak_mb() -> float:
-    # Not getrusage: its peak begins with that of the process that started this one.
+    # Not getrusage: its peak starts from that of the parent process.
     status = Path("/proc/self/status").read_text()
     return int(status.split("VmHWM:")[1].split()[0]) / 1024
 

@@ -1,68 +1,44 @@
-"""`bench prepare`: raw text to token shards by ours, by tokenizers and by datasets, in turn, on all cores.
+"""`bench prepare`: raw text to token shards with ours, tokenizers and datasets, alternating, on all cores.
 
-Two comparisons over the same WikiExtractor file, and the same vocabulary for all:
+Two comparisons over the same WikiExtractor file, with the same vocabulary for all:
 
-- The whole way, in MB/s of the raw file. Ours is `prepare`, from the file to the manifest, with the start of its
-  processes. The peer is what run_mlm of transformers does: `datasets.map` of its fast tokenizer, then of group_texts,
-  caching off. It begins with documents that are already extracted and in Arrow, and makes no sentences, no duplicate
+- The whole preparation, in MB/s of the raw file. Ours is `prepare`, from the file to the manifest, with the start of
+  its processes. The baseline is run_mlm of transformers: `datasets.map` of its fast tokenizer, then of group_texts,
+  caching off. It starts from documents that are already extracted and in Arrow, and makes no sentences, no duplicate
   check and no hashes.
-- Tokenising alone, in MB/s of sentences that are already split and in memory. Ours begins each time with an empty
-  table of words. The peer is `tokenizers.Tokenizer.encode_batch_fast`; its ids are not even copied out.
+- Tokenising alone, in MB/s of sentences that are already split and in memory. Ours starts each time with an empty
+  table of words. The baseline is `tokenizers.Tokenizer.encode_batch_fast`; its ids are not even copied out.
 
-Beside them stands what no preparation can be faster than: reading the file from the page cache on all cores.
+The upper bound is measured, too: reading the file from the page cache on all cores.
 
-With --check-ids and --memory these are checked and measured instead: every sentence's ids against transformers'
-BertTokenizer, and the peak memory of `prepare` on once, twice and four times the file.
+--check-ids compares every sentence's ids with transformers' BertTokenizer instead. --memory measures the peak memory
+of `prepare` on once, twice and four times the file instead.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import html
 import importlib.metadata
 import importlib.util
 import itertools
 import json
-import multiprocessing
 import os
-import re
 import shutil
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
-from dataclasses import dataclass
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import psutil
-from tokenizers import Tokenizer
-
+from pretrain.bench.prepare_checks import check_ids, measure_memory
+from pretrain.bench.prepare_data import Vocabulary, read_documents, source_file, train_vocabulary
+from pretrain.bench.prepare_programs import DatasetsMap, EncodeBatch, Preparation, Program, Tokenisers, cores
 from pretrain.commands import local_path
 from pretrain.common.errors import InputError, MachineError
-from pretrain.common.files import MANIFEST, read_manifest
-from pretrain.config import PretrainConfig, SourceConfig
-from pretrain.corpus import docstrings, jobs, prepare, sources
-from pretrain.corpus.sentences import split_sentences
-from pretrain.corpus.tokenize import MAX_TABLE_WORDS, WordPieces, WordTable, columns
-from pretrain.corpus.vocabulary import load_vocabulary
 
-SEQUENCE_LENGTH = 512  # what group_texts cuts to
-PEER_BATCH = 10_000  # sentences per encode_batch_fast
-COPIES = (1, 2, 4)  # of the file, for --memory
-LANGUAGE = "en"
-_DOCSTRINGS_MB = 16  # of the default file, unless --limit-mb says otherwise
-_POLL_SECONDS = 0.02
 _READ_BYTES = 1 << 20
-_SHOWN_MISMATCHES = 5
-_UNLIMITED = 10**9  # tokens, so that transformers does not warn of long documents
-
-Contestant = Callable[[Path], int]  # works into an empty folder, returns the number of tokens
 
 
 def main(argv: list[str]) -> int:
@@ -73,11 +49,11 @@ def main(argv: list[str]) -> int:
     speed = not (options.check_ids or options.memory)
     if speed or options.check_ids:
         _need_transformers()
-    result: dict[str, Any] = {"cores": _cores(), "versions": _versions()}
+    result: dict[str, Any] = {"cores": cores(), "versions": _versions()}
     with tempfile.TemporaryDirectory(prefix="bench-prepare-") as folder:
         scratch = Path(folder)
-        file = _file(options, scratch)
-        vocabulary = Vocabulary.of(options.vocabulary or _train_vocabulary(file, scratch))
+        file = source_file(options, scratch)
+        vocabulary = Vocabulary.of(options.vocabulary or train_vocabulary(file, scratch))
         result["file"] = {"path": str(options.file or "docstrings"), "megabytes": file.stat().st_size / 1e6}
         if options.check_ids:
             result["ids"] = check_ids(file, vocabulary)
@@ -105,10 +81,6 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _cores() -> int:
-    return len(os.sched_getaffinity(0))
-
-
 def _versions() -> dict[str, str]:
     names = ("tokenizers", "datasets", "transformers")
     return {name: importlib.metadata.version(name) for name in names if importlib.util.find_spec(name)}
@@ -122,129 +94,28 @@ def _need_transformers() -> None:
         )
 
 
-# ---------------------------------------------------------------- file and vocabulary
-
-
-def _file(options: argparse.Namespace, scratch: Path) -> Path:
-    """The WikiExtractor file to work on: the given one, its beginning, or one made of docstrings."""
-    limit = int(options.limit_mb * 1e6)
-    if options.file is None:
-        return _write_docstrings(scratch / "docstrings.txt", limit or int(_DOCSTRINGS_MB * 1e6))
-    if not options.file.is_file():
-        raise InputError(f"--file: {options.file}: not found, or not a file.")
-    if not limit or options.file.stat().st_size <= limit:
-        return options.file
-    with options.file.open("rb") as file:
-        text = file.read(limit)
-    end = text.rfind(b"</doc>\n")
-    if end < 0:
-        raise InputError(f"--file: {options.file}: no article ends in its first {options.limit_mb:g} MB.")
-    path = scratch / "beginning.txt"
-    path.write_bytes(text[: end + len(b"</doc>\n")])
-    return path
-
-
-def _write_docstrings(path: Path, limit: int) -> Path:
-    """About `limit` bytes of the docstrings that every Python installation has, as WikiExtractor would write them."""
-    modules = tuple(docstrings.find_modules(""))
-    with path.open("wb") as file:
-        for number, text in enumerate(docstrings.documents(modules, lambda *_: None)):
-            title = f"Module {number}"
-            body = html.escape(text, quote=False).replace("\n", "\n\n")
-            file.write(f'<doc id="{number}" url="" title="{title}">\n{title}\n\n{body}\n\n</doc>\n'.encode())
-            if file.tell() >= limit:
-                break
-    return path
-
-
-@dataclass(frozen=True)
-class Vocabulary:
-    """A folder with a BERT tokenizer.json, and whether it lower-cases."""
-
-    folder: Path
-    lowercase: bool
-
-    @classmethod
-    def of(cls, folder: Path) -> Vocabulary:
-        """Raises `InputError` if it is missing or not BERT's."""
-        path = folder / "tokenizer.json"
-        try:
-            lowercase = bool(json.loads(path.read_text(encoding="utf-8"))["normalizer"]["lowercase"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise InputError(
-                f"--vocabulary: {path}: not a BERT tokenizer.json ({type(error).__name__}). "
-                "Give a prepared corpus or a folder with a released BERT's tokenizer.json."
-            ) from None
-        vocabulary = cls(folder, lowercase)
-        vocabulary.tokenizer()
-        return vocabulary
-
-    def tokenizer(self) -> Tokenizer:
-        """As our preparation has it."""
-        return load_vocabulary(self.folder, lowercase=self.lowercase)
-
-    def transformers_tokenizer(self) -> Any:
-        """As transformers has it. Special tokens written out in a text are ordinary characters, as for us."""
-        import transformers
-
-        transformers.logging.set_verbosity_error()
-        return transformers.BertTokenizer.from_pretrained(
-            self.folder, split_special_tokens=True, model_max_length=_UNLIMITED
-        )
-
-
-def _train_vocabulary(file: Path, scratch: Path) -> Path:
-    folder = scratch / "trained"
-    prepare.prepare(PretrainConfig.model_validate(_settings(file, folder)), quiet=True)
-    return folder
-
-
-def _settings(file: Path, folder: Path, vocabulary: Vocabulary | None = None) -> dict[str, Any]:
-    """A run's settings that prepare `file` in `folder`; a vocabulary is trained unless given."""
-    given = {"path": str(vocabulary.folder), "lowercase": vocabulary.lowercase} if vocabulary else {}
-    source = {"kind": "wikiextractor", "path": str(file)}
-    corpus = {"dir": str(folder), "sources": [source], "vocabulary": given, "language": LANGUAGE}
-    phase = {
-        "sequence_length": SEQUENCE_LENGTH,
-        "global_sequences": 1,
-        "steps": 1,
-        "peak_learning_rate": 1e-4,
-    }
-    return {"name": "bench", "corpus": corpus, "phases": [phase]}
-
-
-def read_documents(file: Path) -> Iterator[list[str]]:
-    """The sentences of each document of a WikiExtractor file, as our preparation splits them."""
-    source, problems = SourceConfig(kind="wikiextractor", path=str(file)), sources.Problems()
-    for number, item in enumerate(sources.find_inputs(source, "--file")):
-        for piece in sources.cut(source, 0, number, item):
-            for text in sources.documents(piece, problems):
-                lines = "\n".join(split_sentences(text, LANGUAGE)).split("\n")
-                yield [line for line in lines if line.strip(" \t\r")]
-
-
 # ---------------------------------------------------------------- speed
 
 
 def compare(file: Path, vocabulary: Vocabulary, scratch: Path, repeats: int) -> dict[str, Any]:
-    """All four in turn: MB/s with ranges, the ratios of each pair, and the stages of our preparation."""
+    """All four, alternating: MB/s with ranges, the ratios of each pair, and the stages of our preparation."""
     documents = list(read_documents(file))
     sentences = list(itertools.chain.from_iterable(documents))
     if not sentences:
         raise InputError(f"--file: {file}: no sentence. Is it a WikiExtractor file?")
     raw, text = file.stat().st_size / 1e6, sum(len(sentence.encode()) for sentence in sentences) / 1e6
     with (
-        _Preparation(file, vocabulary) as preparation,
-        _Tokenisers(documents, vocabulary) as tokenisers,
-        _DatasetsMap(documents, vocabulary, scratch / "documents") as datasets_map,
+        Preparation(file, vocabulary) as preparation,
+        Tokenisers(documents, vocabulary) as tokenisers,
+        DatasetsMap(documents, vocabulary, scratch / "documents") as datasets_map,
     ):
-        contestants: dict[str, Contestant] = {
+        programs: dict[str, Program] = {
             "prepare": preparation,
             "datasets": datasets_map,
             "tokenise": tokenisers,
-            "tokenizers": _EncodeBatch(sentences, vocabulary),
+            "tokenizers": EncodeBatch(sentences, vocabulary),
         }
-        seconds, tokens = _alternate(contestants, scratch / "output", repeats)
+        seconds, tokens = _alternate(programs, scratch / "output", repeats)
     megabytes = {"prepare": raw, "datasets": raw, "tokenise": text, "tokenizers": text}
     return {
         "sentences": len(sentences),
@@ -260,8 +131,8 @@ def compare(file: Path, vocabulary: Vocabulary, scratch: Path, repeats: int) -> 
             for name, values in seconds.items()
         },
         "ratios": {
-            f"{ours} / {peer}": _ratio(seconds[ours], seconds[peer])
-            for ours, peer in (("prepare", "datasets"), ("prepare", "tokenizers"), ("tokenise", "tokenizers"))
+            f"{ours} / {baseline}": _ratio(seconds[ours], seconds[baseline])
+            for ours, baseline in (("prepare", "datasets"), ("prepare", "tokenizers"), ("tokenise", "tokenizers"))
         },
         "stage_seconds": preparation.stage_seconds(),
         "read_mb_per_second": raw / _reading_seconds(file, repeats),
@@ -269,9 +140,9 @@ def compare(file: Path, vocabulary: Vocabulary, scratch: Path, repeats: int) -> 
 
 
 def _reading_seconds(file: Path, repeats: int) -> float:
-    """Seconds in which all cores together read the file, which must be in the page cache; the median."""
+    """Seconds for all cores together to read the file, which must be in the page cache; the median."""
     size = file.stat().st_size
-    stripe = -(-size // _cores())
+    stripe = -(-size // cores())
 
     def read(first: int) -> None:
         piece, end = bytearray(_READ_BYTES), min(first + stripe, size)
@@ -279,28 +150,28 @@ def _reading_seconds(file: Path, repeats: int) -> float:
             os.preadv(descriptor, [memoryview(piece)[: end - offset]], offset)
 
     seconds = []
-    with file.open("rb") as opened, ThreadPoolExecutor(_cores()) as threads:
+    with file.open("rb") as opened, ThreadPoolExecutor(cores()) as threads:
         descriptor = opened.fileno()
         for _ in range(repeats + 1):
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             list(threads.map(read, range(0, size, stripe)))
-            seconds.append(time.perf_counter() - began)
+            seconds.append(time.perf_counter() - start_time)
     return statistics.median(seconds[1:])  # the first one starts the threads
 
 
 def _alternate(
-    contestants: dict[str, Contestant], output: Path, repeats: int
+    programs: dict[str, Program], output: Path, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
     """Seconds of every repeat and tokens of each contestant. The first round warms up and does not count."""
-    seconds: dict[str, list[float]] = {name: [] for name in contestants}
+    seconds: dict[str, list[float]] = {name: [] for name in programs}
     tokens: dict[str, int] = {}
     for number in range(repeats + 1):
-        for name, run in contestants.items():
+        for name, run in programs.items():
             output.mkdir()
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             tokens[name] = run(output)
             if number:
-                seconds[name].append(time.perf_counter() - began)
+                seconds[name].append(time.perf_counter() - start_time)
             shutil.rmtree(output)
     return seconds, tokens
 
@@ -309,283 +180,6 @@ def _ratio(ours: list[float], theirs: list[float]) -> dict[str, Any]:
     """How many times as fast ours is, repeat by repeat."""
     ratios = [their / our for our, their in zip(ours, theirs, strict=True)]
     return {"median": statistics.median(ratios), "spread": [min(ratios), max(ratios)]}
-
-
-class _StageClock(prepare._Bar):
-    """No progress bar but the seconds of every stage."""
-
-    def __init__(self) -> None:
-        super().__init__(quiet=True)
-        self.seconds: dict[str, float] = {}
-
-    @contextlib.contextmanager
-    def stage(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
-        began = time.perf_counter()
-        with super().stage(name, total) as advance:
-            yield advance
-        self.seconds[name] = time.perf_counter() - began
-
-
-class _Processes:
-    """Processes of one contestant, which are made ready once and then wait for their turns."""
-
-    def __init__(self) -> None:
-        self._executors: list[ProcessPoolExecutor] = []
-
-    def start(self, make_ready: Callable[..., object], *arguments: Any) -> None:
-        """Another process; `make_ready(*arguments)` runs in it first."""
-        context = multiprocessing.get_context("spawn")
-        self._executors.append(ProcessPoolExecutor(1, context, make_ready, arguments))
-
-    def run(self, job: Callable[..., int], *arguments: Any) -> int:
-        """Run `job` in every process; returns the sum of the results."""
-        waiting = [executor.submit(job, *arguments) for executor in self._executors]
-        return sum(future.result() for future in waiting)
-
-    def __enter__(self) -> Any:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for executor in self._executors:
-            executor.shutdown(cancel_futures=True)
-
-
-class _Preparation(_Processes):
-    """Our whole preparation, with the vocabulary given.
-
-    In a process that has, as that of the command line, no threads and none of the peers' libraries, so that it forks.
-    """
-
-    def __init__(self, file: Path, vocabulary: Vocabulary) -> None:
-        super().__init__()
-        self._file, self._vocabulary = file, vocabulary
-        self._runs: list[dict[str, float]] = []
-        self.start(int)
-
-    def __call__(self, folder: Path) -> int:
-        settings = _settings(self._file, folder, self._vocabulary)
-        self._runs.append(self._executors[0].submit(_prepare, settings).result())
-        return sum(shard["tokens"] for shard in read_manifest(folder)["shards"])
-
-    def stage_seconds(self) -> dict[str, float]:
-        """Medians over the runs but the first."""
-        return {name: statistics.median(run[name] for run in self._runs[1:]) for name in self._runs[0]}
-
-
-class _Tokenisers(_Processes):
-    """Our tokenising stage: one process per core, each with its share of the documents in memory."""
-
-    def __init__(self, documents: list[list[str]], vocabulary: Vocabulary) -> None:
-        super().__init__()
-        for number in range(_cores()):
-            self.start(_hold, documents[number :: _cores()], vocabulary)
-
-    def __call__(self, folder: Path) -> int:
-        return self.run(_tokenise)
-
-
-class _EncodeBatch:
-    """`tokenizers` on all cores: its threads share the sentences of this process."""
-
-    def __init__(self, sentences: list[str], vocabulary: Vocabulary) -> None:
-        self._sentences = sentences
-        self._tokenizer = Tokenizer.from_file(str(vocabulary.folder / "tokenizer.json"))
-        self._tokenizer.encode_special_tokens = True
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-
-    def __call__(self, folder: Path) -> int:
-        tokens = 0
-        for start in range(0, len(self._sentences), PEER_BATCH):
-            batch = self._sentences[start : start + PEER_BATCH]
-            tokens += sum(map(len, self._tokenizer.encode_batch_fast(batch, add_special_tokens=False)))
-        return tokens
-
-
-class _DatasetsMap(_Processes):
-    """run_mlm's preprocessing, from documents in an Arrow file to sequences in Arrow files."""
-
-    def __init__(self, documents: list[list[str]], vocabulary: Vocabulary, folder: Path) -> None:
-        import datasets
-
-        super().__init__()
-        datasets.disable_progress_bars()
-        datasets.Dataset.from_dict({"text": ["\n".join(lines) for lines in documents]}).save_to_disk(folder)
-        self.start(_load_dataset, folder, vocabulary)
-
-    def __call__(self, folder: Path) -> int:
-        return self.run(_map_dataset, folder)
-
-
-# ---------------------------------------------------------------- what the contestants' processes do
-
-_held: Any = None  # what this process was made ready with
-
-
-def _prepare(settings: dict[str, Any]) -> dict[str, float]:
-    """Prepare a corpus; returns the seconds of every stage."""
-    preparation = prepare._Preparation(PretrainConfig.model_validate(settings), quiet=True)
-    preparation._bar = clock = _StageClock()
-    began = time.perf_counter()
-    preparation.run()
-    whole = time.perf_counter() - began
-    return clock.seconds | {"everything else": whole - sum(clock.seconds.values())}
-
-
-def _hold(documents: list[list[str]], vocabulary: Vocabulary) -> None:
-    global _held
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    _held = documents, vocabulary.tokenizer(), vocabulary.lowercase
-
-
-def _tokenise() -> int:
-    """Tokenise the held documents, beginning without any word known; returns the number of tokens."""
-    documents, tokenizer, lowercase = _held
-    texts = ("\n".join(lines) for lines in documents)
-    return sum(len(tokens) for _, tokens, _ in token_batches(texts, tokenizer, lowercase=lowercase))
-
-
-def token_batches(
-    texts: Iterator[str], tokenizer: Tokenizer, *, lowercase: bool
-) -> Iterator[tuple[list[str], np.ndarray, np.ndarray]]:
-    """(texts, tokens, token offset of each sentence) of our preparation's batches; one line is one sentence."""
-    table = WordTable()
-    pieces = WordPieces(tokenizer, table)
-    dtype = jobs.token_dtype(tokenizer.get_vocab_size())
-    for batch in jobs._chunks(texts):
-        if table.size > MAX_TABLE_WORDS:
-            table = WordTable()
-            pieces = WordPieces(tokenizer, table)
-        cut = columns(batch, table, lowercase=lowercase)
-        tokens, offsets = pieces.tokens(cut.words, cut.sentences, dtype)
-        yield batch, tokens, offsets
-
-
-def _load_dataset(folder: Path, vocabulary: Vocabulary) -> None:
-    global _held
-    import datasets
-
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # num_proc is the parallelism; threads beside it only hinder
-    datasets.disable_progress_bars()
-    datasets.disable_caching()
-    _held = datasets.load_from_disk(folder), vocabulary.transformers_tokenizer()
-
-
-def _map_dataset(folder: Path) -> int:
-    """Tokenise and group the held dataset into files in `folder`; returns the number of tokens."""
-    dataset, tokenizer = _held
-
-    def tokenize(examples: dict[str, list[str]]) -> Any:
-        return tokenizer(examples["text"], return_special_tokens_mask=True)
-
-    settings = {
-        "batched": True,
-        "num_proc": _cores() if _cores() > 1 else None,
-        "load_from_cache_file": False,
-    }
-    tokenised = dataset.map(tokenize, remove_columns=["text"], cache_file_name=str(folder / "tokens.arrow"), **settings)
-    grouped = tokenised.map(group_texts, cache_file_name=str(folder / "sequences.arrow"), **settings)
-    return len(grouped) * SEQUENCE_LENGTH
-
-
-def group_texts(examples: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-    """run_mlm's own: all documents of a batch end to end, cut to full sequences; the rest is dropped."""
-    joined = {name: list(itertools.chain(*rows)) for name, rows in examples.items()}
-    total = len(joined["input_ids"]) // SEQUENCE_LENGTH * SEQUENCE_LENGTH
-    return {
-        name: [row[start : start + SEQUENCE_LENGTH] for start in range(0, total, SEQUENCE_LENGTH)]
-        for name, row in joined.items()
-    }
-
-
-# ---------------------------------------------------------------- ids
-
-
-def check_ids(file: Path, vocabulary: Vocabulary) -> dict[str, Any]:
-    """Our ids of every sentence against transformers' BertTokenizer: counts, and the first mismatches."""
-    theirs = vocabulary.transformers_tokenizer()
-    texts = ("\n".join(lines) for lines in read_documents(file) if lines)
-    checked, mismatches, examples = 0, 0, []
-    for batch, tokens, offsets in token_batches(texts, vocabulary.tokenizer(), lowercase=vocabulary.lowercase):
-        sentences = "\n".join(batch).split("\n")
-        encoded = theirs(sentences, add_special_tokens=False, return_attention_mask=False, return_token_type_ids=False)
-        bounds = itertools.pairwise(offsets.tolist())
-        for sentence, wanted, (begin, end) in zip(sentences, encoded["input_ids"], bounds, strict=True):
-            ours = tokens[begin:end].tolist()
-            if ours != wanted:
-                mismatches += 1
-                if len(examples) < _SHOWN_MISMATCHES:
-                    examples.append({"sentence": sentence, "ours": ours, "transformers": wanted})
-        checked += len(sentences)
-    if not checked:
-        raise InputError(f"--file: {file}: no sentence. Is it a WikiExtractor file?")
-    return {"sentences": checked, "mismatches": mismatches, "examples": examples}
-
-
-# ---------------------------------------------------------------- memory
-
-
-def measure_memory(file: Path, vocabulary: Vocabulary, scratch: Path) -> list[dict[str, Any]]:
-    """Peak memory of `prepare` in processes of its own, by size of the file, with a given and a trained vocabulary."""
-    rows = []
-    for count in COPIES:
-        copies = _write_copies(file, scratch / "copies.txt", count)
-        for kind, given in (("given", vocabulary), ("trained", None)):
-            folder = scratch / "prepared"
-            config = scratch / "prepare.yaml"  # JSON is YAML
-            config.write_text(json.dumps(_settings(copies, folder, given)), encoding="utf-8")
-            peak = _peak_memory([sys.executable, "-m", "pretrain", "prepare", str(config)], scratch / "prepare.log")
-            source = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))["sources"][0]
-            figures = {name: source[name] for name in ("documents", "duplicates")}
-            rows.append(
-                {"copies": count, "megabytes": copies.stat().st_size / 1e6, "vocabulary": kind} | peak | figures
-            )
-            shutil.rmtree(folder)
-    return rows
-
-
-def _write_copies(file: Path, path: Path, count: int) -> Path:
-    """The file `count` times; a number before the text of each article, below its title, makes them distinct."""
-    text_begins = re.compile(rb"(?m)(^<doc [^\n]*>\n[^\n]*\n\n?)(?!\n|</doc>)")
-    with path.open("wb") as copies:
-        for number in range(count):
-            with file.open("rb") as original:
-                article = bytearray()
-                for line in original:
-                    article += line
-                    if line == b"</doc>\n":
-                        copies.write(text_begins.sub(rb"\g<1>%d " % number, article) if number else article)
-                        article.clear()
-                copies.write(article)
-    return path
-
-
-def _peak_memory(command: list[str], log: Path) -> dict[str, float]:
-    """MB at the highest of a command and its children: resident, and without pages that belong to files."""
-    resident = private = most_processes = 0
-    with log.open("w") as output:
-        child = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        root = psutil.Process(child.pid)
-        while child.poll() is None:
-            memory = _tree_memory(root)
-            resident = max(resident, sum(m.rss for m in memory))
-            private = max(private, sum(m.rss - m.shared for m in memory))
-            most_processes = max(most_processes, len(memory))
-            time.sleep(_POLL_SECONDS)
-    if child.returncode:
-        last = (log.read_text(encoding="utf-8").strip().splitlines() or ["no output"])[-1]
-        raise MachineError(f"bench prepare: {' '.join(command)} ended with {child.returncode}: {last}")
-    return {"resident_mb": resident / 1e6, "private_mb": private / 1e6, "processes": most_processes}
-
-
-def _tree_memory(root: psutil.Process) -> list[Any]:
-    """Memory of a process and its children; those that have just ended are left out."""
-    found = []
-    with contextlib.suppress(psutil.Error):
-        for process in (root, *root.children(recursive=True)):
-            with contextlib.suppress(psutil.Error):
-                found.append(process.memory_info())
-    return found
 
 
 # ---------------------------------------------------------------- printing

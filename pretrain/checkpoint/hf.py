@@ -23,6 +23,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import verify_manifest, write_json
 from pretrain.common.settings import dump
 from pretrain.config import ModelConfig, PretrainConfig, load_config
+from pretrain.corpus.vocabulary import read_vocabulary
 from pretrain.tracking.records import read_records
 
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
@@ -191,8 +192,7 @@ def _read_vocabulary(folder: Path, size: int) -> list[str]:
     for name in _TOKENIZER_FILES:
         if not (folder / name).is_file():
             raise InputError(f"{folder / name}: not found. Give the folder of the prepared corpus.")
-    vocabulary = (folder / "vocab.txt").read_text(encoding="utf-8").split("\n")
-    vocabulary = vocabulary[:-1] if vocabulary[-1] == "" else vocabulary
+    vocabulary = read_vocabulary(folder / "vocab.txt")
     if len(vocabulary) != size:
         raise InputError(
             f"{folder / 'vocab.txt'}: {len(vocabulary)} entries where the model has {size}. "

@@ -1,11 +1,10 @@
-"""The tokenizer of a released model, from whichever of its files there are."""
+"""The tokenizer of a released model, from whichever of its files exist."""
 
 from __future__ import annotations
 
 import json
 import re
 import shutil
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from pretrain.common import settings
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 from pretrain.config import load_config
-from pretrain.corpus.vocabulary import SPECIAL_TOKENS, bert_tokenizer
+from pretrain.corpus.vocabulary import bert_tokenizer, numbered, read_vocabulary
 
 # Besides tokenizer.json and tokenizer_config.json, which `copy_tokenizer` writes itself.
 _COPIED = (
@@ -32,30 +31,30 @@ _COPIED = (
 def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
     """The tokenizer of a released model's folder or of a run of ours, truncation and padding off.
 
-    From tokenizer.json, or vocab.txt (WordPiece), or vocab.json and merges.txt (RoBERTa's bytes). Casing is what
-    tokenizer_config.json says (do_lower_case, strip_accents, tokenize_chinese_chars), else what tokenizer.json has, else
-    cased where vocab.txt has entries with capital letters. transformers agrees but where nothing is said: there it
-    lower-cases cased models too.
+    It is read from tokenizer.json, or vocab.txt (WordPiece), or vocab.json and merges.txt (RoBERTa's bytes). The casing
+    comes from tokenizer_config.json (do_lower_case, strip_accents, tokenize_chinese_chars), else from tokenizer.json;
+    else the model is cased if vocab.txt has entries with capital letters. transformers agrees, except if nothing is
+    declared: then it lower-cases cased models, too.
 
     Args:
-        folder: the model's.
-        rows: of the model's word embeddings, which may be more than the tokenizer's entries (padding) but not fewer.
+        folder: of the model.
+        rows: of the model's word embeddings: at least as many as the tokenizer's entries (more are padding).
 
     Raises:
-        InputError: none of these files is there, one is damaged, or the tokenizer is another model's.
+        InputError: none of these files exists, one is damaged, or the tokenizer is another model's.
     """
     folder = tokenizer_folder(folder)
-    said = _said(folder)
+    declared = _declared(folder)
     if (folder / "tokenizer.json").is_file():
-        tokenizer = _from_json(folder / "tokenizer.json", said)
+        tokenizer = _from_json(folder / "tokenizer.json", declared)
     elif (folder / "vocab.txt").is_file():
-        _check_class(folder, said, _WORD_PIECES)
-        tokenizer = _from_vocabulary(folder / "vocab.txt", said)
-        _add_tokens(tokenizer, folder, said)
+        _check_class(folder, declared, _WORD_PIECES)
+        tokenizer = _from_vocabulary(folder / "vocab.txt", declared)
+        _add_tokens(tokenizer, folder, declared)
     elif (folder / "vocab.json").is_file() and (folder / "merges.txt").is_file():
-        _check_class(folder, said, _BYTE_PAIRS)
-        tokenizer = _from_merges(folder, said)
-        _add_tokens(tokenizer, folder, said)
+        _check_class(folder, declared, _BYTE_PAIRS)
+        tokenizer = _from_merges(folder, declared)
+        _add_tokens(tokenizer, folder, declared)
     else:
         raise InputError(
             f"{folder}: has no tokenizer: neither tokenizer.json, nor vocab.txt, nor vocab.json with merges.txt. "
@@ -65,7 +64,7 @@ def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
     if rows is not None and last >= rows:
         raise InputError(
             f"{folder}: the tokenizer has ids up to {last}, but the model's word embeddings have {rows} rows. Put the "
-            "tokenizer beside it that it was trained with."
+            "tokenizer that it was trained with beside it."
         )
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -73,15 +72,15 @@ def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
 
 
 def released_folder(folder: Path) -> Path:
-    """Where a model lies that is to be read: for a run folder of a fine-tuning, its `model`.
+    """The folder of a model's files: for a run folder of a fine-tuning, its `model`.
 
     Raises:
-        InputError: that fine-tuning is not over.
+        InputError: that fine-tuning is not finished.
     """
     if (folder / "model" / "finetune.json").is_file():
         return folder / "model"
     if is_run(folder) and "training" in settings.names(folder / "config.yaml"):
-        raise InputError(f"{folder}: a fine-tuning that is not over, so its model is not there yet. Resume it first.")
+        raise InputError(f"{folder}: a fine-tuning that is not finished, so it has no model yet. Resume it first.")
     return folder
 
 
@@ -91,7 +90,7 @@ def is_run(folder: Path) -> bool:
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Where a model's tokenizer lies: with its corpus for a run folder of ours, else beside the weights."""
+    """The folder of a model's tokenizer: the corpus for a run folder of ours, else that of the weights."""
     folder = released_folder(folder)
     return Path(load_config(folder / "config.yaml").corpus.dir) if is_run(folder) else folder
 
@@ -102,10 +101,10 @@ def copy_tokenizer(
     """Write the tokenizer of `folder` into `out` so that transformers reads the same one.
 
     Args:
-        tokenizer_class: transformers' class, where tokenizer_config.json names none.
-        max_positions: tokens at most, likewise.
-        for_words: for a model that was trained on single words: a text's first word gets a blank before it, as all others
-            have, and so do words that are given apart (transformers refuses them otherwise).
+        tokenizer_class: transformers' class, if tokenizer_config.json names none.
+        max_positions: tokens at most.
+        for_words: for a model that was trained on single words: a text's first word gets a blank before it like all others,
+            and so do words that are given one by one (transformers refuses them otherwise).
     """
     tokenizer = read_tokenizer(folder)
     if for_words:
@@ -115,18 +114,18 @@ def copy_tokenizer(
         if (folder / name).is_file():
             shutil.copyfile(folder / name, out / name)
     (out / "tokenizer.json").write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
-    said = {"tokenizer_class": tokenizer_class, **_said(folder)}
-    said["model_max_length"] = min(said.get("model_max_length", max_positions), max_positions)
+    declared = {"tokenizer_class": tokenizer_class, **_declared(folder)}
+    declared["model_max_length"] = min(declared.get("model_max_length", max_positions), max_positions)
     normalizer: Any = tokenizer.normalizer
     if isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
-        said["add_prefix_space"] = tokenizer.pre_tokenizer.add_prefix_space
+        declared["add_prefix_space"] = tokenizer.pre_tokenizer.add_prefix_space
     if isinstance(normalizer, normalizers.BertNormalizer):
-        said |= {flag: getattr(normalizer, name) for flag, name in _CASING.items()}
-    write_json(out / "tokenizer_config.json", said)
+        declared |= {flag: getattr(normalizer, name) for flag, name in _CASING.items()}
+    write_json(out / "tokenizer_config.json", declared)
 
 
 def _with_prefix_space(tokenizer: Tokenizer) -> Tokenizer:
-    """The same tokenizer with `add_prefix_space` where it is a byte-level one; others have no such choice."""
+    """The same tokenizer with `add_prefix_space` if it is a byte-level one; others have no such setting."""
     if not isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
         return tokenizer
     described = json.loads(tokenizer.to_str())
@@ -154,14 +153,14 @@ _WORD_PIECES = (
 _BYTE_PAIRS = ("Roberta", "GPT2", "Bart", "Deberta", "Longformer", "LED", "PreTrained", "Tokenizers")
 
 
-def _check_class(folder: Path, said: dict[str, Any], known: tuple[str, ...]) -> None:
-    """Others cut words first, as Japanese ones do; without their code their files give other tokens."""
-    name = said.get("tokenizer_class", f"{known[0]}Tokenizer")
+def _check_class(folder: Path, declared: dict[str, Any], known: tuple[str, ...]) -> None:
+    """Refuse other classes: some cut words first, as Japanese ones do, so their files alone give other tokens."""
+    name = declared.get("tokenizer_class", f"{known[0]}Tokenizer")
     stem = re.sub(r"(Tokenizer(Fast)?|Backend)$", "", str(name))
     if stem not in known:
         raise InputError(
-            f"{folder / 'tokenizer_config.json'}: tokenizer_class is {name}, which cuts text otherwise than BERT, and "
-            "there is no tokenizer.json that says how. Write one with transformers (save_pretrained of a fast tokenizer)."
+            f"{folder / 'tokenizer_config.json'}: tokenizer_class is {name}, which cuts text differently from BERT, and "
+            "there is no tokenizer.json that describes it. Write one with transformers (save_pretrained of a fast tokenizer)."
         )
 
 
@@ -173,14 +172,14 @@ _CASING = {
 }
 
 
-def _said(folder: Path) -> dict[str, Any]:
-    """What tokenizer_config.json says; null is as if it said nothing, but of accents, which then go with the case."""
+def _declared(folder: Path) -> dict[str, Any]:
+    """What tokenizer_config.json declares. null counts as missing, except for accents: they then follow the case."""
     path = folder / "tokenizer_config.json"
-    said = read_json(path) if path.is_file() else {}
+    declared = read_json(path) if path.is_file() else {}
     for name, kinds in _KINDS.items():
-        if said.get(name) is not None and not isinstance(said[name], kinds):
-            raise InputError(f"{path}: {name} is {said[name]!r}. Download it again.")
-    return {name: value for name, value in said.items() if value is not None or name == "strip_accents"}
+        if declared.get(name) is not None and not isinstance(declared[name], kinds):
+            raise InputError(f"{path}: {name} is {declared[name]!r}. Download it again.")
+    return {name: value for name, value in declared.items() if value is not None or name == "strip_accents"}
 
 
 _KINDS = {
@@ -191,14 +190,14 @@ _KINDS = {
 }
 
 
-def _add_tokens(tokenizer: Tokenizer, folder: Path, said: dict[str, Any]) -> None:
-    """Tokens that were added to a vocabulary, which its own file does not hold: markers of a task, of a domain."""
+def _add_tokens(tokenizer: Tokenizer, folder: Path, declared: dict[str, Any]) -> None:
+    """Add the tokens that the vocabulary's own file does not hold: markers of a task or a domain."""
     path = folder / "added_tokens.json"
     listed: dict[str, Any] = read_json(path) if path.is_file() else {}
-    described = said.get("added_tokens_decoder", {})
+    described = declared.get("added_tokens_decoder", {})
     listed = listed | {_content(token): number for number, token in described.items()}
     special_map = folder / "special_tokens_map.json"
-    specials = {*map(_content, said.get("additional_special_tokens", []))}
+    specials = {*map(_content, declared.get("additional_special_tokens", []))}
     specials |= {_content(token) for token in described.values() if isinstance(token, dict) and token.get("special")}
     if special_map.is_file():
         specials |= {*map(_content, read_json(special_map).get("additional_special_tokens") or [])}
@@ -214,50 +213,43 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, said: dict[str, Any]) -> Non
         (tokenizer.add_special_tokens if token in specials else tokenizer.add_tokens)([added])
 
 
-def _casing(said: dict[str, Any]) -> dict[str, Any]:
-    return {name: said[flag] for flag, name in _CASING.items() if flag in said}
+def _casing(declared: dict[str, Any]) -> dict[str, Any]:
+    return {name: declared[flag] for flag, name in _CASING.items() if flag in declared}
 
 
-def _from_json(path: Path, said: dict[str, Any]) -> Tokenizer:
+def _from_json(path: Path, declared: dict[str, Any]) -> Tokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"{path}: not a tokenizer.json ({error}). Download it again.") from None
     normalizer: Any = tokenizer.normalizer
     if isinstance(normalizer, normalizers.BertNormalizer):
-        for name, value in _casing(said).items():
+        for name, value in _casing(declared).items():
             setattr(normalizer, name, value)
         tokenizer.normalizer = normalizer
     return tokenizer
 
 
-def _from_vocabulary(path: Path, said: dict[str, Any]) -> Tokenizer:
-    # Only "\n" ends a token: others that Python calls line ends may be tokens themselves.
-    tokens = [line.rstrip("\r") for line in _read_text(path).removesuffix("\n").split("\n")]
-    repeated = [token for token, count in Counter(tokens).items() if count > 1]
-    if repeated:
-        raise InputError(f"{path}: token {repeated[0]!r} stands there twice. Every line must be a token of its own.")
-    missing = [token for token in SPECIAL_TOKENS if token not in tokens]
-    if missing:
-        raise InputError(f"{path}: {', '.join(missing)} missing. BERT needs {' '.join(SPECIAL_TOKENS)}.")
-    cased = any(token != token.lower() for token in tokens if not re.fullmatch(r"\[.*\]|<.*>", token))
-    casing = {"lowercase": not cased, **_casing(said)}
-    vocabulary = {token: number for number, token in enumerate(tokens)}
+def _from_vocabulary(path: Path, declared: dict[str, Any]) -> Tokenizer:
+    entries = read_vocabulary(path, advice="Download it again.")
+    vocabulary = numbered(path, entries)
+    cased = any(token != token.lower() for token in entries if not re.fullmatch(r"\[.*\]|<.*>", token))
+    casing = {"lowercase": not cased, **_casing(declared)}
     return bert_tokenizer(vocabulary, normalizers.BertNormalizer(**casing))
 
 
-def _from_merges(folder: Path, said: dict[str, Any]) -> Tokenizer:
-    """transformers' models/roberta/tokenization_roberta.py; `<mask>` takes the blank before it, as released."""
+def _from_merges(folder: Path, declared: dict[str, Any]) -> Tokenizer:
+    """transformers' models/roberta/tokenization_roberta.py; `<mask>` includes the blank before it, as released."""
     try:
         vocabulary, merges = models.BPE.read_file(str(folder / "vocab.json"), str(folder / "merges.txt"))
         tokenizer = Tokenizer(models.BPE(vocabulary, merges))
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"{folder}: vocab.json and merges.txt are damaged ({error}). Download them again.") from None
-    specials = {name: _content(said.get(f"{name}_token", default)) for name, default in _ROBERTA_SPECIALS.items()}
+    specials = {name: _content(declared.get(f"{name}_token", default)) for name, default in _ROBERTA_SPECIALS.items()}
     missing = [token for token in specials.values() if token not in vocabulary]
     if missing:
         raise InputError(f"{folder / 'vocab.json'}: has no {', '.join(missing)}. Give the vocabulary of RoBERTa.")
-    prefix_space = bool(said.get("add_prefix_space", False))
+    prefix_space = bool(declared.get("add_prefix_space", False))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix_space)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens(
@@ -276,10 +268,3 @@ _ROBERTA_SPECIALS = {"cls": "<s>", "pad": "<pad>", "sep": "</s>", "unk": "<unk>"
 def _content(token: Any) -> str:
     """A special token as tokenizer_config.json writes it: its text, or an object that has it."""
     return token["content"] if isinstance(token, dict) else str(token)
-
-
-def _read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read ({error}). Download it again.") from None

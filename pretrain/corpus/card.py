@@ -1,4 +1,4 @@
-"""The corpus card: what a corpus is made of, for machines (card.json) and people (card.md)."""
+"""The corpus card: the figures of a corpus and its sources, for machines (card.json) and people (card.md)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def shard_figures(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _bins(counts: np.ndarray) -> dict[str, int]:
-    """{"1": n, "2-3": n, "4-7": n, ...}: how many have so many tokens."""
+    """{"1": n, "2-3": n, "4-7": n, ...}: how many have that number of tokens."""
     filled = np.flatnonzero(counts)
     names = {bits: "1" if bits == 1 else f"{1 << bits - 1}-{(1 << bits) - 1}" for bits in filled.tolist()}
     return {names[bits]: int(counts[bits]) for bits in filled.tolist()}
@@ -94,11 +94,24 @@ def summary_line(folder: Path, what: str) -> str:
 
 
 def _markdown(card: dict[str, Any]) -> str:
-    totals = card["totals"]
-    case = "uncased" if card["vocabulary"]["lowercase"] else "cased"
     lines = [
         "# Corpus card",
         "",
+        *_overview(card),
+        "",
+        *_sources(card["sources"]),
+        *_lengths("Tokens per document", card["sources"], "document_lengths"),
+        *_lengths("Tokens per sentence", card["sources"], "sentence_lengths"),
+        *_faults(card["problems"]),
+        *_files(card["sources"]),
+    ]
+    return "\n".join(lines)
+
+
+def _overview(card: dict[str, Any]) -> list[str]:
+    totals = card["totals"]
+    case = "uncased" if card["vocabulary"]["lowercase"] else "cased"
+    return [
         f"{totals['documents']:,} documents, {totals['sentences']:,} sentences, {totals['words']:,} words, "
         f"{totals['tokens']:,} tokens ({totals['tokens'] / max(totals['words'], 1):.3f} per word), "
         f"{totals['text_bytes'] / 1e6:,.1f} MB of text.",
@@ -107,56 +120,36 @@ def _markdown(card: dict[str, Any]) -> str:
         f"{card['language']}.",
         f"Read {totals['documents_read']:,} documents; left out {totals['duplicates']:,} exact duplicates and "
         f"{totals['too_short']:,} that are too short; held out {totals['validation_documents']:,} for validation.",
-        "",
-        "## Sources",
-        "",
-        _row(
-            "name",
-            "kind",
-            "licence",
-            "weight",
-            "files",
-            "input MB",
-            "documents",
-            "duplicates",
-            "too short",
-            "sentences",
-            "words",
-            "tokens",
-            "unknown",
-        ),
-        _row(*["---"] * 4, *["---:"] * 9),
-        *(
-            _row(
-                s["name"],
-                s["kind"],
-                s["licence"],
-                s["weight"],
-                f"{s['files']:,}",
-                f"{s['input_bytes'] / 1e6:,.1f}",
-                *(f"{s[key]:,}" for key in ("documents", "duplicates", "too_short", "sentences", "words", "tokens")),
-                f"{100 * s['unknown_tokens'] / max(s['tokens'], 1):.4f} %",
-            )
-            for s in card["sources"]
-        ),
-        "",
-        *_lengths("Tokens per document", card["sources"], "document_lengths"),
-        *_lengths("Tokens per sentence", card["sources"], "sentence_lengths"),
-        *_faults(card["problems"]),
-        "## Files",
-        "",
     ]
-    for source in card["sources"]:
+
+
+def _sources(sources: list[dict[str, Any]]) -> list[str]:
+    counts = ("documents", "duplicates", "too_short", "sentences", "words", "tokens")
+    names = ("name", "kind", "licence", "weight", "files", "input MB", *counts, "unknown")
+    rows = [
+        _row(
+            *(source[key] for key in ("name", "kind", "licence", "weight")),
+            f"{source['files']:,}",
+            f"{source['input_bytes'] / 1e6:,.1f}",
+            *(f"{source[key]:,}" for key in counts),
+            f"{100 * source['unknown_tokens'] / max(source['tokens'], 1):.4f} %",
+        )
+        for source in sources
+    ]
+    header = [_row(*(name.replace("_", " ") for name in names)), _row(*["---"] * 4, *["---:"] * 9)]
+    return ["## Sources", "", *header, *rows, ""]
+
+
+def _files(sources: list[dict[str, Any]]) -> list[str]:
+    lines = ["## Files", ""]
+    for source in sources:
         revision = f", revision {source['revision']}" if source["revision"] else ""
-        lines += [
-            f"{source['name']}{revision}: {source['files']:,} files, contents sha256 {source['content']}",
-            "",
-        ]
+        lines += [f"{source['name']}{revision}: {source['files']:,} files, contents sha256 {source['content']}", ""]
         lines += [f"- `{path}` sha256 {digest}" for path, digest in source["file_hashes"].items()]
         if source["files"] > _MAX_LISTED_FILES:
             lines.append(f"- and {source['files'] - _MAX_LISTED_FILES:,} more")
         lines.append("")
-    return "\n".join(lines)
+    return lines
 
 
 def _row(*cells: Any) -> str:
@@ -174,8 +167,7 @@ def _faults(problems: list[dict[str, Any]]) -> list[str]:
     if not problems:
         return []
     rows = [_row(p["path"], p["fault"], f"{p['count']:,}", p["first"]) for p in problems[:_MAX_LISTED_PROBLEMS]]
-    more = (
-        [f"and {len(problems) - _MAX_LISTED_PROBLEMS:,} more, see card.json"] if problems[_MAX_LISTED_PROBLEMS:] else []
-    )
+    unlisted = len(problems) - _MAX_LISTED_PROBLEMS
+    more = [f"and {unlisted:,} more, see card.json"] if unlisted > 0 else []
     header = [_row("path", "fault", "count", "first"), _row("---", "---", "---:", "---")]
     return ["## Faults in the input", "", *header, *rows, *more, ""]

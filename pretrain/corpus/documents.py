@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.common.errors import InputError
-from pretrain.corpus import jobs
+from pretrain.corpus.parts import DOCUMENT, count_documents, load_documents
 
-_MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence needs another document
+_MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence comes from another document
 _ROWS = 1 << 18  # compared at once
 
 
 @dataclass
 class PieceSummary:
-    """What jobs.read says of a piece: documents read, and the part files of those that are long enough."""
+    """What `stages.read` returns for a piece: documents read, and the part files of those that are long enough."""
 
     source: int
     documents: int
@@ -26,20 +26,22 @@ class PieceSummary:
 
 @dataclass(frozen=True)
 class ShardPlan:
+    """The documents of one shard."""
+
     name: str
     split: str
     source: int
-    documents: np.ndarray  # numbers of its documents in the corpus
+    documents: np.ndarray  # their numbers in the corpus
     totals: dict[str, int]  # documents, sentences, tokens
 
 
 class Documents:
-    """The table of all documents, in the order of the corpus: 36 bytes each, and up to as much again to sort them."""
+    """The table of all documents in the order of the corpus: 36 bytes each, and up to twice that while it is sorted."""
 
     def __init__(
         self, table: np.ndarray, source: np.ndarray, parts: list[str], sizes: list[int], read: list[PieceSummary]
     ):
-        self.table = table  # jobs.DOCUMENT [D]
+        self.table = table  # DOCUMENT [D]
         self.parts = parts
         self._source = source  # uint16 [D]
         self._first = np.cumsum([0, *sizes])  # first document of each part
@@ -50,12 +52,12 @@ class Documents:
         """Read the tables of all part files and decide which documents stay and which are held out."""
         parts = [part for summary in summaries for part in summary.parts]
         of_part = [summary.source for summary in summaries for _ in summary.parts]
-        sizes = [jobs.count_documents(work / part) for part in parts]
+        sizes = [count_documents(work / part) for part in parts]
         source = np.repeat(np.array(of_part, np.uint16), sizes)
-        table = np.empty(sum(sizes), jobs.DOCUMENT)
+        table = np.empty(sum(sizes), DOCUMENT)
         documents = cls(table, source, parts, sizes, summaries)
         for part, rows in zip(parts, documents.by_part(table), strict=True):
-            rows[:] = jobs.load_documents(work / part)
+            rows[:] = load_documents(work / part)
         documents._decide(validation_fraction)
         return documents
 
@@ -83,7 +85,7 @@ class Documents:
         self.held_out = held_out & self.stays
 
     def by_part(self, values: np.ndarray) -> list[np.ndarray]:
-        """A row of values, one per document, cut into parts."""
+        """Values of all documents, cut into the parts of the corpus."""
         return [values[a:b] for a, b in itertools.pairwise(self._first)]
 
     def sample(self, most_bytes: int) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A hash table over whole columns of keys: what a dict does key by key, in a few numpy operations for all of them."""
+"""A hash table over whole columns of keys: the look-ups of a dict, in a few numpy operations for all keys."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class KeyTable:
     _HASH = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio, Knuth's multiplicative hash
     _MIX = np.uint64(0xC2B2AE3D27D4EB4F)  # xxHash64's second prime
 
-    def __init__(self, columns: int, *, room: int = 1000) -> None:
-        """`room`: keys it has slots for from the start; it grows with what comes."""
+    def __init__(self, columns: int, *, capacity: int = 1000) -> None:
+        """`capacity`: keys that fit before it grows for the first time."""
         self._columns = columns
-        self._bits = (3 * room).bit_length()
+        self._bits = (3 * capacity).bit_length()
         self._used = 0
         self._allocate()
 

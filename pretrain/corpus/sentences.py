@@ -1,4 +1,4 @@
-"""Documents to sentences with `sentencex` (Wikimedia): paragraphs are boundaries, quotations are looked into."""
+"""Documents to sentences with `sentencex` (Wikimedia): paragraphs are boundaries, long quotations are split, too."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 
 import sentencex
 
-_LONG_SENTENCE_CHARACTERS = 240  # about twice the mean; only beyond it is a quotation cut into its sentences
+_LONG_SENTENCE_CHARACTERS = 240  # about twice the mean; quotations in longer ones are cut into sentences
 _QUOTATION_MARKS = '"“”„«»‘’'
 
 
@@ -20,7 +20,7 @@ def split_sentences(document: str, language: str) -> list[str]:
     sentences = sentencex.segment(language, document.replace("\n", "\n\n"))  # pyright: ignore[reportAttributeAccessIssue]
     parts, taken = [], 0
     for number in [n for n, sentence in enumerate(sentences) if len(sentence) > _LONG_SENTENCE_CHARACTERS]:
-        parts += sentences[taken:number]  # most sentences are short and pass in long runs
+        parts += sentences[taken:number]  # most sentences are short and are copied in long runs
         parts += _split_quotations(sentences[number], language)
         taken = number + 1
     return parts + sentences[taken:]

@@ -1,4 +1,4 @@
-"""Token shards on disk (laws 4 and 5): three flat arrays per shard, memory-mapped, one copy of the corpus.
+"""Token shards on disk (invariants 4 and 5): three flat arrays per shard, memory-mapped, one copy of the corpus.
 
     <shard>.tokens.npy     uint16 or uint32 [tokens]      sentences end to end, without special tokens
     <shard>.sentences.npy  uint64 [sentences + 1]         token offset of each sentence
@@ -36,7 +36,7 @@ from pretrain.common.files import (
 FORMAT = 1
 _PROVEN = ".proven.json"
 _ARRAYS = ("tokens", "sentences", "documents")
-# A mapping needs no descriptor; before Python 3.13 mmap keeps one all the same.
+# A mapping needs no descriptor, but before Python 3.13 mmap always keeps one.
 _NO_DESCRIPTOR: dict[str, Any] = {"trackfd": False} if sys.version_info >= (3, 13) else {}
 
 
@@ -74,7 +74,7 @@ def open_shards(folder: Path, split: str) -> TokenShards:
 
     Raises:
         InputError: the folder is not a prepared corpus, or a file is missing, truncated or of another format.
-        MachineError: a file cannot be opened or read, though it is there.
+        MachineError: a file exists but cannot be opened or read.
     """
     folder = Path(folder)
     if not (folder / MANIFEST).exists():
@@ -94,8 +94,8 @@ def open_shards(folder: Path, split: str) -> TokenShards:
 def verify_shards(folder: Path) -> None:
     """Compare every file's SHA-256 with the manifest; `InputError` names the first that differs.
 
-    A file that was proven once is read again only when its size, time or inode has changed: the proofs are kept in
-    `.proven.json` beside the files where that can be written.
+    A file that was verified once is read again only if its size, time or inode has changed. `.proven.json` beside the
+    files keeps what was verified, if the folder can be written.
     """
     folder = Path(folder)
     manifest = _check_format(folder, verify_manifest(folder, content=False))
@@ -107,7 +107,7 @@ def verify_shards(folder: Path) -> None:
     for name, proof in proofs.items():
         if proven.get(name) != proof and sha256_file(folder / name) != proof[0]:
             raise InputError(
-                f"{folder / name}: its SHA-256 differs from the manifest's; altered or damaged on disk. "
+                f"{folder / name}: its SHA-256 differs from the manifest's; it was altered or damaged on disk. "
                 "Restore it or prepare the corpus again."
             )
     if proven != proofs:
@@ -138,7 +138,7 @@ def _open_shard(folder: Path, entry: dict[str, Any], manifest: dict[str, Any]) -
     for part, (dtype, shape) in expected.items():
         if (arrays[part].dtype, arrays[part].shape) != (dtype, shape):
             raise InputError(
-                f"{folder / entry['name']}.{part}.npy: {arrays[part].dtype} {arrays[part].shape} where the manifest says "
+                f"{folder / entry['name']}.{part}.npy: {arrays[part].dtype} {arrays[part].shape}, but the manifest has "
                 f"{dtype} {shape}. Prepare the corpus again."
             )
     return Shard(entry["name"], entry["split"], entry["source"], **arrays)
@@ -152,7 +152,7 @@ def _mapped(path: Path) -> np.ndarray:
                 raise ValueError("another version of .npy")
             shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)
             if fortran or dtype.hasobject:
-                raise ValueError("not as it was written")
+                raise ValueError("another layout than written here")
             mapping = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ, **_NO_DESCRIPTOR)
             return np.ndarray(shape, dtype, mapping, offset=file.tell())
     except (ValueError, TypeError) as error:
@@ -161,14 +161,15 @@ def _mapped(path: Path) -> np.ndarray:
         if error.errno == errno.EMFILE:
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             advice = "Raise the limit (ulimit -n), or prepare the corpus with larger shards (corpus.shard_tokens)."
-            found = f"{path}: cannot be opened beside the other shards: this process may have {most} open files"
-            raise MachineError(f"{found}. {advice}") from None
+            raise MachineError(
+                f"{path}: cannot be opened beside the other shards: this process may have {most} open files. {advice}"
+            ) from None
         advice = "Check the storage that holds it, and its permissions."
         raise MachineError(f"{path}: cannot be read ({error.strerror}). {advice}") from None
 
 
 class ShardWriter:
-    """Writes one shard piece by piece; its sizes are known beforehand. The files appear when the block ends well.
+    """Writes one shard piece by piece; its sizes are known beforehand. The files appear if the block raises nothing.
 
     with ShardWriter(folder, "train-00000", tokens=9, sentences=3, documents=1, dtype=dtype) as writer:
         writer.add(tokens, sentence_tokens, document_sentences)

@@ -2,10 +2,11 @@
 
 WordPiece is a function of the word alone, so a batch of text is cut into words by numpy, every word is looked
 up in a hash table that lives as long as the process, only words never seen before are tokenised, and the ids are
-gathered. The cuts (ASCII blanks, ASCII punctuation, around ideographs) are places where BERT's own tokeniser always cuts.
-Plain ASCII between them is matched in `trie`; whatever else is left - accents, ideographs, control characters - goes to the
-`tokenizers` library as one piece, so the ids equal BertTokenizer's by construction. The one exception is wanted: `[MASK]` and its like written out in a
-text are ordinary characters here (BertTokenizer with `split_special_tokens=True`), never special tokens.
+gathered. The cuts (ASCII blanks, ASCII punctuation, around ideographs) are places where BERT's own tokeniser always
+cuts. Plain ASCII between them is matched in `trie`. Everything else - accents, ideographs, control characters - goes to
+the `tokenizers` library as one piece, so the ids equal BertTokenizer's by construction. There is one intended exception:
+special tokens such as `[MASK]` that are written out in a text are ordinary characters here (BertTokenizer with
+`split_special_tokens=True`).
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from pretrain.corpus.keytable import KeyTable
 from pretrain.corpus.trie import TokenTrie
 from pretrain.corpus.vocabulary import bert_tokenizer
 
-MAX_TABLE_WORDS = 1 << 20  # a process's table of words starts afresh past this many: about 80 MB
-_ROOM = 40_000  # words of up to 8 bytes, and of up to 16, that a table begins with room for: 4 MB
+MAX_TABLE_WORDS = 1 << 20  # above this a process starts a new table of words: about 80 MB
+_CAPACITY = 40_000  # of a new table, in words of up to 8 bytes and in words of up to 16: 4 MB
 END_OF_DOCUMENT = "\0"
 
-# Of bytes. An ideograph's first byte is inside a word as well, so all past _WORD are.
+# Classes of bytes. An ideograph's first byte is inside a word, too: so are all classes from _WORD on.
 _BLANK, _SENTENCE_END, _DOCUMENT_END, _PUNCTUATION, _WORD, _IDEOGRAPH = range(6)
 _PADDING = 16  # zero bytes behind the text, so that 16 bytes can be loaded at any word
 
@@ -124,8 +125,8 @@ class WordTable:
     """Numbers distinct words 0, 1, 2, ... in order of arrival; a word is a string of bytes without NUL."""
 
     def __init__(self) -> None:
-        self._short = KeyTable(1, room=_ROOM)  # up to 8 bytes: the word is its own 64-bit key
-        self._middle = KeyTable(2, room=_ROOM)  # up to 16 bytes
+        self._short = KeyTable(1, capacity=_CAPACITY)  # up to 8 bytes: the word is its own 64-bit key
+        self._middle = KeyTable(2, capacity=_CAPACITY)  # up to 16 bytes
         self._long: dict[bytes, int] = {}
         self._words = np.zeros(1 << 12, "S16")
         self._long_words: dict[int, bytes] = {}
@@ -195,7 +196,7 @@ class WordPieces:
 
     def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
         self._trie = TokenTrie(tokenizer)
-        self._whole_way = _WholeWay(tokenizer)
+        self._whole_tokenizer = _WholeTokenizer(tokenizer)
         self._table = table
         self._words = self._pooled = 0  # how many words are known, and how many tokens they have together
         self._heads = np.zeros(0, np.int32)  # first token of each word, 0 where it has none
@@ -209,7 +210,7 @@ class WordPieces:
         counts = self._counts[words]
         ends = np.zeros(len(words) + 1, np.int64)
         np.cumsum(counts, out=ends[1:])
-        # Most words are one token: repeat that as often as the word has tokens, then put right the further ones.
+        # Most words are one token: repeat it as often as the word has tokens, then correct all but the first.
         tokens = np.repeat(self._heads[words].astype(dtype), counts)
         several = np.flatnonzero(counts > 1)
         further = counts[several] - 1
@@ -238,20 +239,20 @@ class WordPieces:
         """(tokens per word, tokens end to end) of words of the table.
 
         Printable ASCII is left as it is by BERT's normaliser, and its marks stand alone already: such words can walk
-        the trie at once. All others, one in nine, take the tokenizer's whole way.
+        the trie at once. All others, one in nine, go through the whole tokenizer.
         """
         letters = self._table.letters(numbers)
         plain = (letters[:, 0] != 0) & (((letters > 32) & (letters < 127)) | (letters == 0)).all(1)
         walking, others = np.flatnonzero(plain), np.flatnonzero(~plain)
         walked_words, walked_tokens = self._trie.walk(letters[walking])
-        other_words, other_tokens = self._whole_way.tokens(self._table.words(numbers[others]))
+        other_words, other_tokens = self._whole_tokenizer.tokens(self._table.words(numbers[others]))
         words = np.concatenate([walking[walked_words], others[other_words]])
         tokens = np.concatenate([walked_tokens, other_tokens])
         return np.bincount(words, minlength=len(numbers)), tokens[np.argsort(words, kind="stable")]
 
 
 def _appended(array: np.ndarray, size: int, new: np.ndarray) -> np.ndarray:
-    """`array` with `new` behind its first `size` items; it doubles when it is full, so that appending stays cheap."""
+    """`array` with `new` after its first `size` items; it doubles when it is full, so that appending stays cheap."""
     needed = size + len(new)
     if needed > len(array):
         array = np.concatenate([array[:size], np.zeros(max(needed, 1 << 12), array.dtype)])
@@ -259,10 +260,10 @@ def _appended(array: np.ndarray, size: int, new: np.ndarray) -> np.ndarray:
     return array
 
 
-class _WholeWay:
+class _WholeTokenizer:
     """Words through the tokenizer itself, many in one text: alone each would cost three times as much.
 
-    They are told apart by "|", which no other character becomes in BERT's normaliser and which is a token of its own.
+    They are separated by "|": BERT's normaliser turns no other character into it, and it is a token of its own.
     """
 
     _SEPARATOR = "|"

@@ -22,7 +22,7 @@ class TokenTrie:
         letters = np.array([token.removeprefix("##").encode() for token in fitting], f"S{MOST_LETTERS}")
         letters = letters.view(np.uint8).reshape(-1, MOST_LETTERS)
         nodes = np.array([_CONTINUATION if token.startswith("##") else _BEGINNING for token in fitting])
-        self._next, size = KeyTable(1, room=2 * len(fitting)), 3
+        self._next, size = KeyTable(1, capacity=2 * len(fitting)), 3
         for position in range(MOST_LETTERS):
             longer = np.flatnonzero(letters[:, position])
             children, new = self._next.lookup([_edges(nodes[longer], letters[longer, position])], size)
@@ -32,17 +32,17 @@ class TokenTrie:
         self._tokens[nodes] = [vocabulary[token] for token in fitting]
 
     def walk(self, letters: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Word number and id of every token: of a word the longest that fits, of what is left again the longest, ...
+        """Word number and id of every token: the longest that fits a word, then the longest that fits its rest, ...
 
-        letters: uint8 [words, 16], printable ASCII padded with zeros. A word that is left with letters that begin no
-        token is one [UNK]. The tokens of a word come in order, those of different words mixed.
+        letters: uint8 [words, 16], printable ASCII padded with zeros. If no token fits the rest of a word, the
+        word is one [UNK]. The tokens of a word come in order, those of different words mixed.
         """
         lengths = np.count_nonzero(letters, axis=1)
-        letters = np.pad(letters, ((0, 0), (0, 1)))  # behind the last letter is a zero, with which nothing goes on
+        letters = np.pad(letters, ((0, 0), (0, 1)))  # a zero follows the last letter, and no edge has it
         words = np.arange(len(letters))
-        # Of every word that is still walking: its number, node, letters read; the longest token met, and its end.
+        # For every unfinished word: its number, node and letters read, then the longest token so far and its end.
         walkers = np.stack([words, *np.tile([[_BEGINNING], [0], [-1], [0]], len(words))])
-        found, unknown = [np.zeros((2, 0), np.int64)], [words[:0]]
+        matched, unknown = [np.zeros((2, 0), np.int64)], [words[:0]]
         while walkers.size:
             word, node, read, token, end = walkers
             node[:], stuck = self._next.find([_edges(node, letters[word, read])])
@@ -54,14 +54,14 @@ class TokenTrie:
                 continue
             lost = stuck[token[stuck] < 0]
             unknown.append(word[lost])
-            found.append(walkers[[[0], [3]], stuck[token[stuck] >= 0]])
+            matched.append(walkers[[[0], [3]], stuck[token[stuck] >= 0]])
             node[stuck], read[stuck], token[stuck] = _CONTINUATION, end[stuck], -1
             staying = np.ones(len(word), bool)
             staying[lost] = False
             staying[stuck[end[stuck] == lengths[word[stuck]]]] = False
             walkers = walkers[:, staying]
         lost = np.concatenate(unknown)
-        of_word, tokens = np.concatenate(found, axis=1)
+        of_word, tokens = np.concatenate(matched, axis=1)
         known = ~np.isin(of_word, lost)
         return (
             np.concatenate([of_word[known], lost]),

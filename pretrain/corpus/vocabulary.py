@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,30 @@ def bert_tokenizer(vocabulary: dict[str, int], normalizer: normalizers.BertNorma
     return tokenizer
 
 
-# ---------------------------------------------------------------- taking over
+# ---------------------------------------------------------------- reading
+
+
+def read_vocabulary(path: Path, *, advice: str = "Prepare the corpus again.") -> list[str]:
+    """The entries of a vocab.txt in the order of their ids. `InputError` with `advice` if it cannot be read."""
+    try:
+        return split_entries(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{path}: cannot be read ({error}). {advice}") from None
+
+
+def split_entries(text: str) -> list[str]:
+    """The entries in the text of a vocab.txt. Only line feeds separate them: other line ends may be tokens."""
+    return [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
+
+
+def numbered(path: Path, entries: Sequence[str]) -> dict[str, int]:
+    """{entry: id} of the `entries` of the vocab.txt at `path`; `InputError` if one repeats or a special is missing."""
+    repeated = [entry for entry, count in Counter(entries).items() if count > 1]
+    if repeated:
+        raise InputError(f"{path}: token {repeated[0]!r} appears twice. Every line must be a token of its own.")
+    vocabulary = {entry: number for number, entry in enumerate(entries)}
+    _check_specials(path, vocabulary)
+    return vocabulary
 
 
 def load_vocabulary(path: Path, *, lowercase: bool) -> Tokenizer:
@@ -55,13 +78,7 @@ def load_vocabulary(path: Path, *, lowercase: bool) -> Tokenizer:
         raise InputError(f"corpus.vocabulary.path: {path}: cannot be read ({error}).") from None
     if path.suffix == ".json":
         return _from_json(path, text, lowercase=lowercase)
-    # Only "\n" ends a token: others that Python calls line ends may be tokens themselves.
-    tokens = [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
-    repeated = [token for token, count in Counter(tokens).items() if count > 1]
-    if repeated:
-        raise InputError(f"{path}: token {repeated[0]!r} stands there twice. Every line must be a token of its own.")
-    vocabulary = {token: number for number, token in enumerate(tokens)}
-    _check_specials(path, vocabulary)
+    vocabulary = numbered(path, split_entries(text))
     return bert_tokenizer(vocabulary, normalizers.BertNormalizer(lowercase=lowercase))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretrain.common.errors import InputError
+from pretrain.corpus.vocabulary import read_vocabulary
 
 if TYPE_CHECKING:
     from pretrain.batches.loader import MicroBatch
@@ -34,15 +35,6 @@ class Filling:
     guesses: tuple[tuple[str, float], ...]  # the five most probable tokens with their probabilities
     rank: int  # of the truth among the whole vocabulary, from 1
     probability: float  # of the truth
-
-
-def read_vocabulary(folder: Path) -> list[str]:
-    """The tokens of a folder's vocab.txt by their ids."""
-    path = folder / "vocab.txt"
-    try:
-        return path.read_text(encoding="utf-8").removesuffix("\n").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{path}: cannot be read ({error}). Make the folder again.") from None
 
 
 def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: int) -> list[MaskedSentence]:
@@ -79,7 +71,7 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
     shape, state, next_sentence = hf.load(export_dir)
     if "heads.mlm_bias" not in state:
         raise InputError(f"{export_dir}: has no masked-language-modelling head. Export a pretraining checkpoint.")
-    vocabulary = read_vocabulary(export_dir)
+    vocabulary = read_vocabulary(export_dir / "vocab.txt", advice="Export the run again.")
     model = PretrainingModel(shape, len(vocabulary), next_sentence).eval()
     model.load_state_dict(state)
     order = sorted(range(len(sentences)), key=lambda number: len(sentences[number].tokens))

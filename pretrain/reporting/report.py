@@ -21,7 +21,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.settings import dump
 from pretrain.config import PretrainConfig, load_config
 from pretrain.reporting.charts import Bar, Series, bar_chart, line_chart
-from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences, read_vocabulary
+from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences
 from pretrain.reporting.pages import write_page
 from pretrain.tracking.live import clock
 from pretrain.tracking.records import is_training, read_records
@@ -356,6 +356,7 @@ def _fillings(run: _ReportData) -> list[Filling]:
     if not export_dir.is_dir() or not corpus.is_dir():
         return []
     from pretrain.corpus.shards import open_shards
+    from pretrain.corpus.vocabulary import read_vocabulary
 
-    sentences = held_out_sentences(open_shards(corpus, "validation"), read_vocabulary(corpus), SENTENCES)
+    sentences = held_out_sentences(open_shards(corpus, "validation"), read_vocabulary(corpus / "vocab.txt"), SENTENCES)
     return fill(export_dir, sentences)

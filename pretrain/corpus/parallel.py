@@ -1,4 +1,4 @@
-"""The processes that `prepare` hands its jobs to: of this machine, or a Ray cluster's tasks."""
+"""The processes that run the calls of `prepare`: of this machine, or a Ray cluster's tasks."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pretrain.common.errors import MachineError
-from pretrain.corpus import jobs, sources
+from pretrain.corpus import stages
+from pretrain.corpus.inputs import Piece
 
 
 class Pool:
-    """Runs jobs in processes of their own, or here if there is to be one; results come in the order of the jobs.
+    """Runs calls in several processes, or in this one if `processes` is 1. Results come in the order of the calls.
 
-    With `address` the processes are a Ray cluster's, as many as it has cores where `processes` is 0.
+    With `address` the processes are a Ray cluster's, as many as it has cores if `processes` is 0.
     """
 
     def __init__(
-        self, processes: int, settings: jobs.PreparationSettings, tokenizer: Tokenizer | None, address: str
+        self, processes: int, settings: stages.PreparationSettings, tokenizer: Tokenizer | None, address: str
     ) -> None:
         self._processes = processes
         self._begin_with = settings, tokenizer
         self._address = address
-        # Ray Data takes all jobs at once. They carry no text (`sources.cut`), so they may wait there.
+        # Ray Data takes all calls at once. They carry no text (`sources.cut`), so they may wait there.
         self._most_waiting = sys.maxsize if address else 3 * processes
         self._executor: Executor | None = None
         self._ending: threading.Thread | None = None
@@ -48,14 +49,14 @@ class Pool:
                 self._address,
                 log=Path(self._begin_with[0].work) / "ray.log",
                 processes=self._processes,
-                initializer=jobs.start_task,
+                initializer=stages.start_task,
                 initargs=self._begin_with,
             )
         elif self._processes == 1:
-            jobs.start_process(*self._begin_with, child=False)
+            stages.start_process(*self._begin_with, child=False)
         else:
             context = multiprocessing.get_context(_start_method())
-            self._executor = ProcessPoolExecutor(self._processes, context, jobs.start_process, self._begin_with)
+            self._executor = ProcessPoolExecutor(self._processes, context, stages.start_process, self._begin_with)
             with _without_tokenizers_threads():
                 self._executor.submit(os.getpid)  # starts the processes now, before there are other threads
         return self
@@ -68,28 +69,30 @@ class Pool:
         elif self._executor is not None:
             self._executor.shutdown(cancel_futures=True)
 
-    def dismiss(self) -> None:
-        """There are no more jobs: the processes end while this one goes on."""
+    def finish(self) -> None:
+        """End the processes in the background: no more calls follow."""
         if self._executor is not None:
             self._ending = threading.Thread(target=self._executor.shutdown)
             self._ending.start()
 
-    def begin(self, job: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Hand out a job, of which `result_of` has what comes of it; without processes it is done there."""
-        with _killed_is_told():
-            return self._executor.submit(job, *arguments) if self._executor else functools.partial(job, *arguments)
+    def submit(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
+        """Start a call; `result_of` waits for its result. Without other processes it is made only there."""
+        with _report_killed():
+            if self._executor is None:
+                return functools.partial(function, *arguments)
+            return self._executor.submit(function, *arguments)
 
     def run(
         self,
-        job: Callable[..., Any],
+        function: Callable[..., Any],
         items: Iterable[tuple[Any, ...]],
         known: Callable[..., Any] | None = None,
     ) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        """(arguments, result) for every tuple of arguments; where `known(*arguments)` has a result, it is taken."""
+        """(arguments, result) of `function` for every tuple of arguments, unless `known(*arguments)` has the result."""
         waiting: collections.deque[tuple[tuple[Any, ...], Any]] = collections.deque()
         for item in items:
             result = known(*item) if known else None
-            waiting.append((_without_data(item), self.begin(job, item) if result is None else result))
+            waiting.append((_without_data(item), self.submit(function, item) if result is None else result))
             while waiting and (len(waiting) > self._most_waiting or _is_ready(waiting[0][1])):
                 item, result = waiting.popleft()
                 yield item, result_of(result)
@@ -101,8 +104,8 @@ class Pool:
 def _start_method() -> str:
     """fork where that is safe: a forked process has everything imported, 0.3 s earlier than a spawned one.
 
-    A fork takes only its own thread along, and a lock that another one holds stays locked. The threads of numpy's
-    OpenBLAS, of Arrow and of `tokenizers` see to that themselves; those of Python, Ray or a hub's client do not, nor do
+    A fork keeps only its own thread, and a lock that another thread holds stays locked. The threads of numpy's
+    OpenBLAS, of Arrow and of `tokenizers` handle that; those of Python, Ray or a hub's client do not, nor do
     macOS's own libraries.
     """
     alone = threading.active_count() == 1 and not {"ray", "datasets"} & sys.modules.keys()
@@ -111,7 +114,7 @@ def _start_method() -> str:
 
 @contextlib.contextmanager
 def _without_tokenizers_threads() -> Iterator[None]:
-    """Say to `tokenizers` that forked processes shall have no threads; it would guess so, too, but warn of it."""
+    """Turn off threads of `tokenizers` in forked processes; it would do so itself, with a warning."""
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
@@ -123,21 +126,21 @@ def _without_tokenizers_threads() -> Iterator[None]:
 
 
 def result_of(result: Any) -> Any:
-    """What comes of a job that was begun; what was known beforehand is taken as it is."""
+    """The result of a call that `Pool.submit` started; any other value is a result already."""
     if isinstance(result, functools.partial):
         return result()
-    with _killed_is_told():
+    with _report_killed():
         return result.result() if isinstance(result, Future) else result
 
 
 @contextlib.contextmanager
-def _killed_is_told() -> Iterator[None]:
+def _report_killed() -> Iterator[None]:
     try:
         yield
     except BrokenProcessPool:
         raise MachineError(
-            "prepare: a preparation process was killed, most likely for want of memory. "
-            "Set corpus.processes lower and run the same command again; it goes on where it was."
+            "prepare: a preparation process was killed, most likely for lack of memory. "
+            "Set corpus.processes lower and run the same command again; it continues from there."
         ) from None
 
 
@@ -146,5 +149,5 @@ def _is_ready(result: Any) -> bool:
 
 
 def _without_data(item: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Arguments as they are remembered: the text a piece may carry is not."""
-    return tuple(replace(part, data=None) if isinstance(part, sources.Piece) else part for part in item)
+    """The arguments without the text that a piece may carry, so that memory stays bounded."""
+    return tuple(replace(part, data=None) if isinstance(part, Piece) else part for part in item)

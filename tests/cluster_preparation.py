@@ -8,22 +8,22 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pretrain.corpus import jobs
-from pretrain.corpus.sources import Piece
+from pretrain.corpus import stages
+from pretrain.corpus.inputs import Piece
 
 
 def read(piece: Piece) -> list[dict[str, Any]]:
-    """jobs.read; the process of one piece is killed once, when its part files are written and its summary is not."""
+    """stages.read; the process of one piece is killed once, when its part files are written and its summary is not."""
     if _is_first(f"read-{piece.name}") and piece.name == "000-000001-000000":
-        jobs.write_json = _die
-    return jobs.read(piece)
+        stages.write_json = _die
+    return stages.read(piece)
 
 
 def write_shard(name: str, *rest: Any) -> dict[str, Any]:
-    """jobs.write_shard; the process of one shard is killed once, with its files half written."""
+    """stages.write_shard; the process of one shard is killed once, with its files half written."""
     if _is_first(f"write_shard-{name}") and name == "train-00001":
-        jobs.ShardWriter.add = _die  # pyright: ignore[reportAttributeAccessIssue]
-    return jobs.write_shard(name, *rest)
+        stages.ShardWriter.add = _die  # pyright: ignore[reportAttributeAccessIssue]
+    return stages.write_shard(name, *rest)
 
 
 def always_die(*_: Any) -> NoReturn:

@@ -1,7 +1,6 @@
-"""What the preparation processes do, one job at a time: read a piece, count words, tokenise, write a shard, hash.
+"""What the preparation processes do, one call at a time: read a piece, count words, tokenise, write a shard, hash.
 
-Between the stages lie part files: a few megabytes of documents as flat arrays, one file each, written atomically, so
-that whatever exists is whole. A process keeps its table of words from job to job.
+Between the stages there are part files (`parts`). A process keeps its table of words from call to call.
 """
 
 from __future__ import annotations
@@ -20,87 +19,39 @@ import numpy as np
 from tokenizers import Tokenizer
 
 from pretrain.common.errors import MachineError
-from pretrain.common.files import atomic_open, sha256_file, write_json
+from pretrain.common.files import sha256_file, write_json
 from pretrain.common.memory import hold_freed_memory
+from pretrain.corpus.inputs import Piece, Problems
+from pretrain.corpus.parts import DOCUMENT, Part
 from pretrain.corpus.sentences import split_sentences
 from pretrain.corpus.shards import ShardWriter, token_dtype
-from pretrain.corpus.sources import Piece, Problems, cut_stream, documents
+from pretrain.corpus.sources import cut_stream, documents
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, Columns, WordPieces, WordTable, columns
 from pretrain.corpus.vocabulary import special_ids
 
 LOCK = "lock"  # in the work folder, held by the coordinating process
 TOKENIZER = "tokenizer.json"  # likewise
-DOCUMENT = np.dtype([("hash", "<u8", 2), ("sentences", "<u4"), ("items", "<u4"), ("words", "<u4"), ("bytes", "<u4")])
 HISTOGRAM_BINS = 33  # bin b counts lengths of b bits: 1, 2-3, 4-7, ...
-_BATCH_BYTES = 2 << 20  # text cut into columns at once: less costs calls, more does not fit the cache
+_BATCH_BYTES = 2 << 20  # text cut into columns at once: less costs more calls, more does not fit the cache
 _PART_BYTES = 32 << 20  # text per part file at most
 
 
 @dataclass(frozen=True)
 class PreparationSettings:
-    """What a process needs to know. Without a vocabulary, words are numbered and tokenised by a later job."""
+    """What a process needs to know. Without a given vocabulary, words are numbered now and tokenised in a later stage."""
 
-    work: str  # folder of the part files and of the tokenizer, once there is one
+    work: str  # folder of the part files and, once trained, of the tokenizer
     lowercase: bool
     language: str
     min_document_words: int
     vocabulary_given: bool
 
 
-@dataclass(frozen=True)
-class Part:
-    """Documents as flat arrays. Items are token ids, or numbers into `distinct` as long as there is no vocabulary.
-
-    items uint16/uint32 [items]; sentence_items uint32 [sentences]; documents DOCUMENT [documents].
-    """
-
-    items: np.ndarray
-    sentence_items: np.ndarray
-    documents: np.ndarray
-    distinct: list[bytes]
-
-    def save(self, path: Path) -> None:
-        with atomic_open(path) as file:
-            for array in (self.documents, self.items, self.sentence_items):
-                np.save(file, array, allow_pickle=False)
-            np.save(file, np.fromiter(map(len, self.distinct), np.uint32, len(self.distinct)), allow_pickle=False)
-            np.save(file, np.frombuffer(b"".join(self.distinct), np.uint8), allow_pickle=False)
-
-    @classmethod
-    def load(cls, path: Path) -> Part:
-        with path.open("rb") as file:
-            table, items, sentence_items, lengths, letters = (np.load(file, allow_pickle=False) for _ in range(5))
-        joined, ends = letters.tobytes(), np.cumsum(lengths).tolist()
-        distinct = [joined[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
-        return cls(items, sentence_items, table, distinct)
-
-    def select(self, keep: np.ndarray) -> Part:
-        """The documents where bool `keep` is set."""
-        if keep.all():
-            return self
-        sentences = np.repeat(keep, self.documents["sentences"])
-        items = np.repeat(sentences, self.sentence_items)
-        return Part(self.items[items], self.sentence_items[sentences], self.documents[keep], self.distinct)
-
-
-def count_documents(path: Path) -> int:
-    """Rows of the DOCUMENT table of a part file."""
-    with path.open("rb") as file:
-        np.lib.format.read_magic(file)
-        return np.lib.format.read_array_header_1_0(file)[0][0]
-
-
-def load_documents(path: Path) -> np.ndarray:
-    """The DOCUMENT table of a part file, without the rest."""
-    with path.open("rb") as file:
-        return np.load(file, allow_pickle=False)
-
-
 # ---------------------------------------------------------------- the process
 
 
 class _Process:
-    """State of this process: settings, the tokenizer, and the words it has met."""
+    """State of this process: settings, the tokenizer, and the words it has seen."""
 
     def __init__(self, settings: PreparationSettings, tokenizer: Tokenizer | None) -> None:
         self.settings = settings
@@ -108,11 +59,11 @@ class _Process:
         self.table = WordTable()
         self.dtype = np.dtype(np.uint16)
         self.unknown_id = -1
-        self.elsewhere = False  # on a cluster, whose machines may not have the coordinating process's files
+        self.is_remote = False  # on a cluster, whose machines may not have the coordinating process's files
         self._tokenizer = tokenizer
         self._pieces: WordPieces | None = None
         if tokenizer is not None:
-            self.pieces()  # now, while the coordinating process has preparations of its own
+            self.pieces()  # now, while the coordinating process is still busy itself
 
     def pieces(self) -> WordPieces:
         """The tokens of the words of `table`."""
@@ -134,44 +85,44 @@ _process: _Process | None = None
 
 
 def start_process(settings: PreparationSettings, tokenizer: Tokenizer | None, *, child: bool = True) -> None:
-    """Make this process ready for jobs, with the vocabulary's tokenizer where it is given beforehand.
+    """Make this process ready for calls, with the tokenizer of the vocabulary if that is given.
 
     A child leaves Ctrl-C to its parent and never outlives it.
     """
     global _process
     if child:
-        gc.freeze()  # nothing of what a fork took along needs looking through again
-        _be_one_of_many()
+        gc.freeze()  # objects of the parent need not be collected here
+        _share_the_machine()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=_end_with_parent, daemon=True).start()
     _process = _Process(settings, tokenizer)
 
 
 def start_task(settings: PreparationSettings, tokenizer: Tokenizer | None) -> None:
-    """Make a worker process of a Ray cluster ready for jobs; its signals and its end are Ray's.
+    """Make a worker process of a Ray cluster ready for calls; Ray handles its signals and its end.
 
-    Raises `MachineError` where the work folder is not to be seen: nothing may be written to another of that name.
+    Raises `MachineError` if the work folder is not visible: nothing may be written to another folder of that name.
     """
     global _process
-    _be_one_of_many()
+    _share_the_machine()
     _process = _Process(settings, tokenizer)
-    _process.elsewhere = True
+    _process.is_remote = True
     _check_seen([str(_process.work / LOCK)])
 
 
-def _be_one_of_many() -> None:
+def _share_the_machine() -> None:
     hold_freed_memory(at_most=256 << 20)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
 
 
 def _check_seen(paths: Sequence[str]) -> None:
-    """Every input was there when it was found; on another machine it may not be, which is no fault of the input."""
-    if not _state().elsewhere:
+    """Raise `MachineError` if this machine lacks a file that the coordinating process has: no fault of the input."""
+    if not _state().is_remote:
         return
     for path in paths:
         if not path.startswith("hub:") and not Path(path).exists():
             raise MachineError(
-                f"{path}: not there on the machine {os.uname().nodename} of the cluster. "
+                f"{path}: missing on the machine {os.uname().nodename} of the cluster. "
                 "All its nodes must see the same files under the same paths."
             )
 
@@ -192,11 +143,11 @@ def _state() -> _Process:
     return _process
 
 
-# ---------------------------------------------------------------- jobs
+# ---------------------------------------------------------------- calls
 
 
 def read(piece: Piece) -> list[dict[str, Any]]:
-    """Prepare a piece, or one after the other those of a stream that are not prepared yet; their summaries."""
+    """Prepare a piece, or the pieces of a stream that are not prepared yet, one after the other; their summaries."""
     _check_seen(piece.paths)
     if not piece.is_stream:
         return [_read_piece(piece)]
@@ -205,7 +156,7 @@ def read(piece: Piece) -> list[dict[str, Any]]:
 
 
 def known_summary(work: Path, piece: Piece) -> dict[str, Any] | None:
-    """The summary of a piece that is prepared."""
+    """The summary of a piece, if it is prepared."""
     path = work / f"{piece.name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
@@ -228,7 +179,7 @@ def _read_piece(piece: Piece) -> dict[str, Any]:
         size = 0
         state.renew()
 
-    for texts in _chunks(documents(piece, problems)):
+    for texts in chunks(documents(piece, problems)):
         batches.append(_batch(texts, state))
         read += len(texts)
         size += sum(map(len, texts))
@@ -253,7 +204,7 @@ def tokenise_part(part: str, words_part: str) -> None:
     """Turn a part of word numbers into a part of token ids."""
     state = _state()
     if (state.work / part).exists():
-        return  # a cluster may run a job twice, and the words are deleted after the first
+        return  # a cluster may repeat a call, and the words are deleted after the first one
     state.renew()
     words = Part.load(state.work / words_part)
     numbers = state.table.intern_words(words.distinct)[words.items]
@@ -266,7 +217,7 @@ def write_shard(
     """Write one shard from documents of part files: (part, numbers of the documents in it).
 
     Returns hashes, the count of [UNK] and histograms of tokens per document and per sentence, and keeps them in
-    the work folder as the sign that the shard is done.
+    the work folder, where they mark the shard as done.
     """
     state = _state()
     state.pieces()  # loads the tokenizer
@@ -307,8 +258,8 @@ def _histogram(lengths: np.ndarray) -> np.ndarray:
 # ---------------------------------------------------------------- documents to parts
 
 
-def _chunks(texts: Iterator[str]) -> Iterator[list[str]]:
-    """Lists of documents of about _BATCH_BYTES characters."""
+def chunks(texts: Iterator[str]) -> Iterator[list[str]]:
+    """Lists of documents with about _BATCH_BYTES characters each."""
     chunk: list[str] = []
     total = 0
     for text in texts:

@@ -15,6 +15,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from pretrain.corpus.inputs import Input, Piece, Problems, SourceReader, grouped
+
 _SKIPPED_FOLDERS = frozenset({"test", "tests", "testing", "idle_test", "__pycache__"})
 _MIN_WORDS = 6
 _MIN_NAME_WORDS = 4  # a shorter line above an indented one is a name and its type
@@ -34,6 +36,14 @@ _ARGUMENT = re.compile(r"[*`]*[\w.]+[`]*(?:\s*\([^()]*(?:\([^()]*\)[^()]*)*\))?[
 _UNDERLINE = re.compile(r"([=\-~^\"'`#*+.:_])\1{2,}")
 _CODE = re.compile(r"[=<>{}|\\#@$]|::|\(\)|\w_\w|->|https?:|\w\.\w+\.\w|\w\(\w*")
 _END = (".", "!", "?", ".)", '."', ".'")
+
+
+class Reader(SourceReader):
+    def find(self, where: str) -> list[Input]:
+        return grouped(map(Path, find_modules(self.config.path)), where)
+
+    def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
+        return documents(piece.paths, problems.add)
 
 
 def find_modules(path: str) -> list[str]:

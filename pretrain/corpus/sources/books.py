@@ -1,8 +1,15 @@
-"""Plain-text books to paragraphs: Project Gutenberg's frame, hard line ends, headings and pictures removed."""
+"""Plain-text books, one document a file. Project Gutenberg's header and licence, hard line ends, headings and
+pictures are removed."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import cast
+
+from pretrain.corpus import inputs
+from pretrain.corpus.inputs import Input, Piece, Problems, SourceReader
 
 _START = re.compile(r"^\s*\*{3}\s*START OF (?:THE|THIS) PROJECT GUTENBERG.*?\*{3}[^\n]*$", re.M | re.I | re.S)
 _OLD_START = re.compile(r"^\*END\*? ?THE SMALL PRINT![^\n]*$", re.M | re.I)  # before about 2003
@@ -28,10 +35,30 @@ _HEADING = re.compile(
 _TITLE_WORDS = 12
 
 
+class Reader(SourceReader):
+    suffixes = (".txt",)
+
+    def find(self, where: str) -> list[Input]:
+        return inputs.grouped(self.find_files(where), where)
+
+    def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
+        for path in piece.paths:
+            try:
+                with inputs.open_file(Path(path)) as file:
+                    raw = cast(bytes, file.read())
+            except inputs.BROKEN as error:
+                problems.add(path, f"broken file: {inputs.one_line(error)}")
+                continue
+            if not raw.strip():
+                problems.add(path, "empty file")
+                continue
+            yield paragraphs(raw.decode("latin-1") if is_latin1(raw) else inputs.decode(raw, path, 0, problems))
+
+
 def is_latin1(raw: bytes) -> bool:
     """Whether a Gutenberg header declares ISO 8859-1, as those before about 2010 do."""
-    found = _ENCODING.search(raw, 0, 20_000)
-    return found is not None and found[1].lower() in (b"iso-8859-1", b"iso-latin-1", b"latin-1", b"latin1")
+    declared = _ENCODING.search(raw, 0, 20_000)
+    return declared is not None and declared[1].lower() in (b"iso-8859-1", b"iso-latin-1", b"latin-1", b"latin1")
 
 
 def paragraphs(text: str) -> str:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import mwparserfromhell
 from mwparserfromhell.nodes import Heading, Tag, Wikilink
+
+from pretrain.corpus.inputs import Piece, Problems, decode
+from pretrain.corpus.records import RecordReader
 
 _PAGE = re.compile(rb"<page>(.*?)</page>", re.S)
 _NAMESPACE = re.compile(rb"<ns>(-?\d+)</ns>")
@@ -55,17 +58,23 @@ _EMPTY_BRACKETS = re.compile(r"\s*\(\s*[,;:\s]*\)|\s*\[\s*\]")
 _SPACE_BEFORE_MARK = re.compile(r"[ \t]+([,.;:!?])(?=\s|$)")
 
 
-def documents(data: bytes, decode: Callable[[bytes], str], report: Callable[[str], None]) -> Iterator[str]:
-    """The articles (namespace 0, no redirects) of whole <page> elements, one paragraph per line."""
-    for page in _PAGE.finditer(data):
-        body = page[1]
-        namespace, model, text = _NAMESPACE.search(body), _MODEL.search(body), _TEXT.search(body)
-        if b"<redirect " in body or (namespace and namespace[1] != b"0") or (model and model[1] != b"wikitext"):
-            continue
-        if text:
-            yield plain_text(html.unescape(decode(text[1])))
-    if data.count(b"<page>") > data.count(b"</page>"):
-        report("<page> that is not closed")
+class Reader(RecordReader):
+    suffixes = (".xml",)
+    record_start = b"<page>"
+    cuts_bzip2 = True
+
+    def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
+        """The articles (namespace 0, no redirects) of whole <page> elements, one paragraph per line."""
+        data, path = self.records(piece, problems), piece.paths[0]
+        for page in _PAGE.finditer(data):
+            body = page[1]
+            namespace, model, text = _NAMESPACE.search(body), _MODEL.search(body), _TEXT.search(body)
+            if b"<redirect " in body or (namespace and namespace[1] != b"0") or (model and model[1] != b"wikitext"):
+                continue
+            if text:
+                yield plain_text(html.unescape(decode(text[1], path, piece.start, problems)))
+        if data.count(b"<page>") > data.count(b"</page>"):
+            problems.add(path, "<page> that is not closed")
 
 
 def plain_text(markup: str) -> str:

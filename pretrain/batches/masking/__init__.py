@@ -1,0 +1,95 @@
+"""Masked language modelling, Devlin et al. section 3.1, on sequences that lie end to end.
+
+Which tokens are masked and what replaces them depends on the sample's key and the position alone (invariant 1). Every
+module of this package is a scheme, with a class `Scheme` that chooses the tokens; a config names a scheme by its
+module. docs/extend/add-a-masking-scheme.md shows how to add one.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from pretrain.batches.order import draw
+from pretrain.batches.pairs import Rows
+from pretrain.batches.scheme import MaskingScheme, MaskingVocabulary
+from pretrain.common.errors import InputError
+from pretrain.common.kinds import load_kind
+from pretrain.config import MaskingConfig
+from pretrain.corpus.shards import TokenShards
+from pretrain.corpus.vocabulary import read_vocabulary
+
+_TOKENS = 1 << 32  # a counter apart from those of pairs.py and scheme.py
+_UNUSED = re.compile(r"\[unused\d+\]")
+
+
+@dataclass(frozen=True)
+class Masked:
+    """What masking makes of S sequences of T tokens, K of them masked."""
+
+    input_ids: np.ndarray  # int64 [T]
+    rows: np.ndarray  # int64 [K], ascending
+    labels: np.ndarray  # int64 [K]
+    token_keys: np.ndarray  # int32 [T]
+
+
+class Masker:
+    """Masks tokens of each sequence, at most as many as `counts` gives, never a special one.
+
+    Raises `InputError` if vocab.txt does not match the shards.
+    """
+
+    def __init__(
+        self, shards: TokenShards, masking: MaskingConfig, *, sequence_length: int, max_predictions: int
+    ) -> None:
+        most = max_predictions or int(np.rint(masking.probability * sequence_length))
+        lengths = np.arange(sequence_length + 1)
+        wanted = np.rint(masking.probability * lengths).astype(np.int64)
+        self._limits = np.clip(wanted, 1, max(1, most))
+        vocabulary = _vocabulary(shards)
+        self.ordinary = vocabulary.ordinary
+        self._scheme: MaskingScheme = load_kind(__name__, masking.chosen_scheme).Scheme(masking, vocabulary)
+        self.has_exact_counts = self._scheme.has_exact_counts
+
+    def counts(self, lengths: np.ndarray, *, special_tokens: int) -> np.ndarray:
+        """Masked tokens of sequences of `lengths`, special tokens included; at most, unless `has_exact_counts`."""
+        return np.minimum(self._limits[lengths], lengths - special_tokens)
+
+    def apply(self, rows: Rows, key: np.ndarray) -> Masked:
+        """Mask `rows`; `key` uint64 [S] are the samples' keys."""
+        bits = _token_bits(rows, key)
+        chosen = self._choose(rows, bits)
+        labels = rows.input_ids[chosen]
+        input_ids = rows.input_ids.copy()
+        input_ids[chosen] = self._scheme.replace(labels, bits[chosen])
+        return Masked(input_ids, chosen, labels, (bits >> np.uint64(32)).astype(np.uint32).view(np.int32))
+
+    def count(self, rows: Rows, key: np.ndarray) -> int:
+        """How many tokens `apply` would mask."""
+        return len(self._choose(rows, _token_bits(rows, key)))
+
+    def _choose(self, rows: Rows, bits: np.ndarray) -> np.ndarray:
+        return self._scheme.choose(rows, bits, self._limits[np.diff(rows.starts)])
+
+
+def _token_bits(rows: Rows, key: np.ndarray) -> np.ndarray:
+    """64 random bits per token, uint64 [T]; the upper half is the token key, the lower one orders."""
+    return draw(draw(key, _TOKENS)[rows.sequence], rows.positions)
+
+
+def _vocabulary(shards: TokenShards) -> MaskingVocabulary:
+    path = shards.folder / "vocab.txt"
+    entries = read_vocabulary(path)
+    if len(entries) != shards.vocabulary_size:
+        raise InputError(
+            f"{path}: {len(entries)} entries, but the shards were made with {shards.vocabulary_size}. "
+            "Restore the vocabulary they were made with, or prepare the corpus again."
+        )
+    special = set(shards.special_ids.values())
+    ordinary = [i for i, entry in enumerate(entries) if i not in special and not _UNUSED.fullmatch(entry)]
+    if not ordinary:
+        raise InputError(f"{path}: no ordinary token. Prepare the corpus again.")
+    continues = np.array([entry.startswith("##") for entry in entries])
+    return MaskingVocabulary(shards.special_ids["mask"], np.array(ordinary), continues)

@@ -1,0 +1,19 @@
+"""Single tokens at random, as BERT was first trained: Devlin et al. section 3.1."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pretrain.batches.pairs import Rows
+from pretrain.batches.scheme import MaskingScheme, ranges, shuffle
+
+
+class Scheme(MaskingScheme):
+    has_exact_counts = True
+
+    def choose(self, rows: Rows, bits: np.ndarray, limits: np.ndarray) -> np.ndarray:
+        ends, order = shuffle(rows, np.flatnonzero(rows.ordinary), bits)
+        begins = np.concatenate(([0], ends[:-1]))
+        chosen = order[ranges(begins, np.minimum(limits, ends - begins))]
+        chosen.sort()
+        return chosen

@@ -1,0 +1,45 @@
+"""Whole words: the pieces of a word are masked together (google-research/bert, whole word masking).
+
+Words come in random order, and each is taken if it still fits. A sequence may stay below its limit if no word fits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pretrain.batches.pairs import Rows
+from pretrain.batches.scheme import MaskingScheme, per_sequence, ranges, shuffle
+
+
+class Scheme(MaskingScheme):
+    def choose(self, rows: Rows, bits: np.ndarray, limits: np.ndarray) -> np.ndarray:
+        candidates = np.flatnonzero(rows.ordinary)
+        begins_word = ~self.vocabulary.continues[rows.input_ids[candidates]]
+        begins_word[0] = True
+        begins_word[1:] |= np.diff(candidates) > 1  # the first piece after a special token
+        first = np.flatnonzero(begins_word)
+        sizes = np.zeros(len(rows.input_ids), np.int64)
+        sizes[candidates[first]] = np.diff(first, append=len(candidates))
+        ends, order = shuffle(rows, candidates[first], bits)
+        heads = order[_taken(sizes[order], ends, np.minimum(limits, per_sequence(rows, candidates)))]
+        heads.sort()
+        return ranges(heads, sizes[heads])
+
+
+def _taken(sizes: np.ndarray, ends: np.ndarray, limits: np.ndarray) -> np.ndarray:
+    """bool [W]: which words fit, if those of each sequence come in order and `limits` tokens of it may be taken.
+
+    sizes int64 [W], tokens of each word; ends int64 [S], where the words of each sequence end; limits int64 [S].
+    """
+    left = limits.copy()
+    next_word = np.concatenate(([0], ends[:-1]))
+    taken = np.zeros(len(sizes), bool)
+    unfinished = np.arange(len(ends))
+    while len(unfinished):
+        words = next_word[unfinished]
+        fits = sizes[words] <= left[unfinished]
+        taken[words] = fits
+        left[unfinished] -= sizes[words] * fits
+        next_word[unfinished] += 1
+        unfinished = unfinished[(left[unfinished] > 0) & (next_word[unfinished] < ends[unfinished])]
+    return taken

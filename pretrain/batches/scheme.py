@@ -1,0 +1,105 @@
+"""What all masking schemes share: the class they subclass, and choices within sequences that lie end to end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from pretrain.batches.order import below, draw, uniform
+from pretrain.batches.pairs import Rows
+from pretrain.config import MaskingConfig
+
+_REPLACE, _CHOOSE = (1 << 32) + 1, (1 << 32) + 2  # counters apart from those of pairs.py and of `Masker`
+
+
+@dataclass(frozen=True)
+class MaskingVocabulary:
+    """What masking needs to know of a vocabulary of V entries."""
+
+    mask_id: int
+    ordinary: np.ndarray  # int64, ascending ids of the entries that may replace a token: no special, no [unused]
+    continues: np.ndarray  # bool [V], whether the entry continues a word ("##ing")
+
+
+class MaskingScheme:
+    """How the tokens to predict are chosen, and what replaces them. Every scheme subclasses this as `Scheme`.
+
+    A result must depend on its arguments alone: `bits` are a function of (corpus fingerprint, seed, epoch, number of
+    the sample, position). So all ranks, restarts and batch sizes see the same masks.
+    """
+
+    has_exact_counts: ClassVar[bool] = False
+    """Whether every sequence loses as many tokens as its limit, or all ordinary ones if it has fewer.
+
+    Otherwise each rank chooses the tokens of the whole global batch to count them, which costs time.
+    """
+
+    def __init__(self, masking: MaskingConfig, vocabulary: MaskingVocabulary) -> None:
+        self.masking = masking
+        self.vocabulary = vocabulary
+
+    def choose(self, rows: Rows, bits: np.ndarray, limits: np.ndarray) -> np.ndarray:
+        """The tokens to predict, at most `limits` of each sequence and never a special one.
+
+        Args:
+            rows: S sequences end to end in T tokens.
+            bits: random bits of every token, uint64 [T].
+            limits: tokens to predict in each sequence at most, int64 [S]; may exceed its ordinary tokens.
+
+        Returns:
+            Ascending rows of the token axis, int64 [K].
+        """
+        raise NotImplementedError
+
+    def replace(self, labels: np.ndarray, bits: np.ndarray) -> np.ndarray:
+        """What stands in the place of the chosen tokens: [MASK], a random ordinary token or the token itself.
+
+        Args:
+            labels: the chosen tokens, int64 [K].
+            bits: their random bits, uint64 [K].
+
+        Returns:
+            Token ids, int64 [K], in the configured shares.
+        """
+        choice = uniform(draw(bits, _CHOOSE))
+        masked = choice < self.masking.mask_share
+        random = ~masked & (choice < self.masking.mask_share + self.masking.random_share)
+        replaced = np.where(masked, self.vocabulary.mask_id, labels)
+        ordinary = self.vocabulary.ordinary
+        replaced[random] = ordinary[below(draw(bits[random], _REPLACE), len(ordinary))]
+        return replaced
+
+
+def shuffle(rows: Rows, index: np.ndarray, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Shuffle `index` (ascending rows of the token axis) within each sequence.
+
+    Returns where each sequence ends in the result, int64 [S], and the result. One sort of 64-bit numbers does
+    it: sequence, then 32 or fewer random bits, then position.
+    """
+    sequences = len(rows.starts) - 1
+    position_bits = int(rows.positions.max(initial=0)).bit_length()
+    random_bits = min(32, 64 - position_bits - sequences.bit_length())
+    sequence = rows.sequence[index]
+    packed = sequence.astype(np.uint64)
+    packed <<= np.uint64(random_bits)
+    packed |= bits[index] & np.uint64((1 << random_bits) - 1)
+    packed <<= np.uint64(position_bits)
+    packed |= rows.positions[index].astype(np.uint64)
+    packed.sort()
+    ends = np.cumsum(np.bincount(sequence, minlength=sequences))
+    packed &= np.uint64((1 << position_bits) - 1)
+    # Sorting keeps each sequence in its place, so `sequence` still names the sequence of each position.
+    return ends, packed.view(np.int64) + rows.starts[sequence]
+
+
+def per_sequence(rows: Rows, index: np.ndarray) -> np.ndarray:
+    """How many of `index` (rows of the token axis) each sequence has, int64 [S]."""
+    return np.bincount(rows.sequence[index], minlength=len(rows.starts) - 1)
+
+
+def ranges(begins: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """begins[0], begins[0]+1, ... (counts[0] of them), begins[1], ..."""
+    ends = np.cumsum(counts)
+    return np.repeat(begins - (ends - counts), counts) + np.arange(counts.sum())

@@ -1,0 +1,36 @@
+"""Kinds that are one module of a package each, such as kinds of sources: adding a kind is adding a file.
+
+A kind has the name of its module. The names come from the package's folder, so a config is checked without importing
+any kind. A module is imported when its kind is used.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import pkgutil
+from types import ModuleType
+
+
+def kind_names(package: str) -> list[str]:
+    """Names of the modules in `package` ("pretrain.corpus.sources"), sorted. Imports its parent packages only."""
+    spec = importlib.util.find_spec(package)
+    folders = spec.submodule_search_locations if spec else None
+    return sorted(module.name for module in pkgutil.iter_modules(folders or []))
+
+
+def check_kind(package: str, name: str) -> None:
+    """Raise `ValueError` with the nearest name if `package` has no module `name`."""
+    names = kind_names(package)
+    if name in names:
+        return
+    nearest = difflib.get_close_matches(name, names, n=1)
+    advice = f"did you mean {nearest[0]}?" if nearest else "choose one."
+    raise ValueError(f"{name!r} is not one of {', '.join(names)}; {advice}")
+
+
+def load_kind(package: str, name: str) -> ModuleType:
+    """The module of the kind `name`; `ValueError` as `check_kind`."""
+    check_kind(package, name)
+    return importlib.import_module(f"{package}.{name}")

@@ -1,0 +1,237 @@
+"""What all kinds of sources share: inputs, the pieces they are cut into, and how a kind finds, cuts and reads them.
+
+A piece is what one process prepares in one go: a byte range of a plain file, a block of a decompressed stream, a
+row group, a handful of small files. The cuts depend on the files alone, so the corpus is the same whatever the
+number of processes and however often the work was interrupted. A document is a string whose lines are its paragraphs.
+Faults in an input are counted in `Problems` with its path; the rest of the input is read.
+"""
+
+from __future__ import annotations
+
+import bz2
+import glob
+import gzip
+import lzma
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, ClassVar, cast
+
+from pretrain.common.errors import InputError
+from pretrain.config import SourceConfig
+
+PIECE_BYTES = 8 << 20  # least text per piece
+
+COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+BROKEN = (OSError, EOFError, lzma.LZMAError, zlib.error)
+"""What reading a broken file raises, compressed or not."""
+
+
+class Problems:
+    """Faults in the inputs: a count and the first place for every (path, fault)."""
+
+    def __init__(self, entries: Iterable[dict[str, Any]] = ()) -> None:
+        self._entries: dict[tuple[str, str], dict[str, Any]] = {}
+        self.extend(entries)
+
+    def add(self, path: str, fault: str, first: str = "", count: int = 1) -> None:
+        """Count a fault of the file at `path`; `first` is where in the file it is, kept for the first one."""
+        entry = self._entries.setdefault((path, fault), {"path": path, "fault": fault, "first": first, "count": 0})
+        entry["count"] += count
+
+    def extend(self, entries: Iterable[dict[str, Any]]) -> None:
+        """Add the `entries` of another process."""
+        for entry in entries:
+            self.add(entry["path"], entry["fault"], entry["first"], entry["count"])
+
+    def entries(self) -> list[dict[str, Any]]:
+        """[{path, fault, first, count}], in order of arrival."""
+        return list(self._entries.values())
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file, or several small ones, or a data set: what is cut into pieces together."""
+
+    paths: tuple[str, ...]
+    bytes: int
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether it is a shard of a data set on the hub, named `hub:<name>@<revision>#<shard>/<shards>`."""
+        return bool(self.paths) and self.paths[0].startswith("hub:")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Span:
+    """A part of an input, as a kind of source cuts it."""
+
+    start: int = 0  # in bytes, rows or row groups, as the kind chooses
+    end: int = 0
+    data: Any = None  # the content itself, if the file cannot be opened at `start`
+    bytes: int = 0  # of the files, for the progress bar
+    problems: list[dict[str, Any]] = field(default_factory=list)
+    is_stream: bool = False  # a whole file that can only be read in order; `sources.cut_stream` cuts it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece(Span):
+    """A span that knows its input. (source, input, block) is its place in the corpus."""
+
+    source: int
+    input: int
+    block: int
+    config: SourceConfig
+    paths: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """Sorts as the corpus does."""
+        return f"{self.source:03d}-{self.input:06d}-{self.block:06d}"
+
+
+class SourceReader:
+    """One source. Every kind subclasses this as `Reader`; as it stands, an input is a file, read in one piece."""
+
+    suffixes: ClassVar[tuple[str, ...]] = ()  # of the files to take from a folder; () takes all
+
+    def __init__(self, config: SourceConfig) -> None:
+        self.config = config
+
+    def find(self, where: str) -> list[Input]:
+        """The inputs in a fixed order. `where` is the source's place in the config, for errors.
+
+        Raises:
+            InputError: nothing is there, or it cannot be read.
+        """
+        return [Input((str(file),), file_size(file, where)) for file in self.find_files(where)]
+
+    def cut(self, item: Input) -> Iterator[Span]:
+        """The spans of an input, at least one; they depend on the files alone."""
+        yield Span(bytes=item.bytes)
+
+    def is_stream(self, item: Input) -> bool:
+        """Whether `cut` has to read the whole input in order, so that its spans carry their data."""
+        return False
+
+    def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
+        """The documents of a piece, paragraphs as lines. Faults of the input go to `problems`."""
+        raise NotImplementedError
+
+    def find_files(self, where: str) -> list[Path]:
+        """The files at the config's `path`, which is a file, a folder or a glob; `InputError` if there are none."""
+        path = Path(self.config.path).expanduser()
+        if path.is_dir():
+            files = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
+            if self.suffixes:
+                files = [file for file in files if plain_suffix(file) in self.suffixes]
+        elif path.exists():
+            files = [path]
+        else:
+            files = [Path(name) for name in glob.glob(str(path), recursive=True)]  # noqa: PTH207 (absolute patterns)
+            files = [file for file in files if file.is_file()]
+        if not files:
+            raise InputError(f"{where}.path: {self.config.path}: no {self.config.kind} file there. Check the path.")
+        return sorted(files)
+
+
+def grouped(files: Iterable[Path], where: str) -> list[Input]:
+    """Inputs of several small files each, PIECE_BYTES together."""
+    inputs: list[Input] = []
+    paths: list[str] = []
+    total = 0
+    for file in files:
+        paths.append(str(file))
+        total += file_size(file, where)
+        if total >= PIECE_BYTES:
+            inputs.append(Input(tuple(paths), total))
+            paths, total = [], 0
+    if paths:
+        inputs.append(Input(tuple(paths), total))
+    return inputs
+
+
+def check_column(config: SourceConfig, where: str, file: Path, names: Callable[[Path], list[str] | None]) -> None:
+    """Raise `InputError` now, not in an hour, if `names(file)` lacks the text column.
+
+    A file whose names cannot be read is left to the reading, which counts the fault.
+    """
+    import pyarrow as pa
+
+    try:
+        columns = names(file)
+    except (ValueError, RecursionError, pa.ArrowException, *BROKEN):
+        return
+    if columns is not None and config.text_column not in columns:
+        raise InputError(
+            f"{where}.text_column: {file} has no column {config.text_column!r}; it has {', '.join(map(str, columns))}."
+        )
+
+
+class BrokenInputError(Exception):
+    """A file that cannot be read to its end or in part; the rest has been yielded."""
+
+
+def carried_spans(item: Input, blocks: Iterator[tuple[Any, int]], nothing: Any) -> Iterator[Span]:
+    """Spans that carry their data, read in order by one process. The last has no data, only the faults.
+
+    `blocks` yields (data, bytes of the file read so far) and may raise `BrokenInputError`; `nothing` is empty data.
+    """
+    path, problems = item.paths[0], Problems()
+    position = 0
+    is_empty = True
+    try:
+        for data, read in blocks:
+            yield Span(data=data, bytes=read - position)
+            position, is_empty = read, False
+        if is_empty:
+            problems.add(path, "empty file")
+    except BrokenInputError as error:
+        problems.add(path, str(error), f"in its last {item.bytes - position} bytes")
+    yield Span(data=nothing, bytes=max(0, item.bytes - position), problems=problems.entries())
+
+
+def file_size(path: Path, where: str) -> int:
+    """Bytes of a file; `InputError` if it cannot be read."""
+    try:
+        with path.open("rb"):
+            return path.stat().st_size
+    except OSError as error:
+        raise InputError(f"{where}.path: {path}: cannot be read ({error.strerror}). Check its permissions.") from None
+
+
+def plain_suffix(path: Path) -> str:
+    """The suffix without a compression's: `.xml` of `a.xml.bz2`."""
+    return (Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix).lower()
+
+
+def open_file(path: Path) -> IO[Any]:
+    """The file open for reading bytes, decompressed."""
+    return cast(IO[Any], COMPRESSED[path.suffix](path)) if path.suffix in COMPRESSED else path.open("rb")
+
+
+def decode(raw: bytes, path: str, offset: int, problems: Problems) -> str:
+    """UTF-8 text; bad bytes become U+FFFD, which BERT's normaliser drops, and are counted. `offset` is `raw`'s."""
+    try:
+        return raw.decode("utf-8-sig" if raw.startswith(b"\xef\xbb\xbf") else "utf-8")
+    except UnicodeDecodeError as error:
+        text = raw.decode("utf-8", "replace")
+        bad = text.count("\N{REPLACEMENT CHARACTER}") - raw.count("\N{REPLACEMENT CHARACTER}".encode())
+        problems.add(path, "bytes that are not UTF-8", f"near byte {offset + error.start}", bad)
+        return text
+
+
+def without_surrogates(text: str, path: str, problems: Problems) -> str:
+    """`text` without halves of characters, which JSON may escape ("\\ud83d") and no encoding can write."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        problems.add(path, "half a surrogate pair")
+        return text.encode("utf-8", "replace").decode()
+    return text
+
+
+def one_line(error: BaseException) -> str:
+    """The first line of an error's message, or its type."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -1,0 +1,148 @@
+"""The manifest of a prepared corpus: its settings, sources, shards and files, and the fingerprint of its samples."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from pretrain.common.errors import InputError
+from pretrain.common.files import sha256_file
+from pretrain.config import CorpusConfig, SourceConfig
+from pretrain.corpus.card import CARD_FILES
+from pretrain.corpus.inputs import Input
+from pretrain.corpus.shards import FORMAT, token_dtype
+from pretrain.corpus.vocabulary import TOKENIZER_FILES, special_ids
+
+
+def make_manifest(
+    folder: Path,
+    tokenizer: Tokenizer,
+    *,
+    sources: list[dict[str, Any]],
+    shards: list[dict[str, Any]],
+    settings: dict[str, Any],
+    hashes: dict[str, str],
+) -> dict[str, Any]:
+    """The manifest of the files in `folder`. `hashes` has {name: SHA-256} of the shards' files."""
+    size = tokenizer.get_vocab_size()
+    manifest = {
+        "format": FORMAT,
+        "fingerprint": "",
+        "vocabulary_size": size,
+        "dtype": token_dtype(size).name,
+        "special_ids": special_ids(tokenizer),
+        "sources": sources,
+        "shards": shards,
+        "settings": settings,
+        "files": {
+            name: {
+                "bytes": (folder / name).stat().st_size,
+                "sha256": hashes.get(name) or sha256_file(folder / name),
+            }
+            for name in [*hashes, *TOKENIZER_FILES, *CARD_FILES]
+        },
+    }
+    manifest["fingerprint"] = fingerprint(manifest)
+    return manifest
+
+
+def fingerprint(manifest: dict[str, Any]) -> str:
+    """A digest of what decides the samples: vocabulary, token shards, and weights of the sources (invariant 1)."""
+    arrays = {name: entry["sha256"] for name, entry in manifest["files"].items() if name.endswith(".npy")}
+    decisive = [
+        FORMAT,
+        manifest["special_ids"],
+        manifest["files"]["vocab.txt"]["sha256"],
+        manifest["shards"],
+        sorted(arrays.items()),
+        [source["weight"] for source in manifest["sources"]],
+    ]
+    return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+
+
+def deciding_settings(corpus: CorpusConfig, inputs: list[list[Input]], tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """Everything that decides the tokens, under the names of the config; `tokenizer` is None if it is to be trained."""
+    vocabulary = corpus.vocabulary
+    settings: dict[str, Any] = {"version": FORMAT}
+    for key in ("language", "min_document_words", "validation_fraction", "shard_tokens"):
+        settings[f"corpus.{key}"] = getattr(corpus, key)
+    settings["corpus.vocabulary.lowercase"] = vocabulary.lowercase
+    if tokenizer is not None:
+        settings["corpus.vocabulary.path"] = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
+    else:
+        for key in ("size", "min_frequency", "training_bytes"):
+            settings[f"corpus.vocabulary.{key}"] = getattr(vocabulary, key)
+    for number, (source, its_inputs) in enumerate(zip(corpus.sources, inputs, strict=True)):
+        for key in ("kind", "subset", "split", "revision", "text_column"):
+            settings[f"corpus.sources.{number}.{key}"] = getattr(source, key)
+        settings[f"corpus.sources.{number}.path"] = _files_state(its_inputs)
+    return settings
+
+
+def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise `InputError` if the deciding settings of the corpus in `folder` differ from those asked for now."""
+    changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
+    if not changed:
+        return
+    key = changed[0]
+    if key.endswith(".path"):
+        what = f"{key}: its files have changed"
+    else:
+        what = f"{key}: was {before.get(key)!r}, is {now.get(key)!r}"
+    others = f" (and {len(changed) - 1} more)" if changed[1:] else ""
+    raise InputError(
+        f"{folder}: prepared with other settings. {what}{others}. "
+        "Restore them, choose another corpus.dir, or delete this folder to prepare it again."
+    )
+
+
+def accept_copies(manifest: dict[str, Any], inputs: list[list[Input]], now: dict[str, Any]) -> None:
+    """Give the manifest's settings the state of files `now` has, if their content is the same: copies have new times."""
+    before = manifest["settings"]
+    for number, its_inputs in enumerate(inputs):
+        key = f"corpus.sources.{number}.path"
+        if number < len(manifest["sources"]) and before.get(key) != now[key]:
+            paths = [path for item in its_inputs if not item.is_remote for path in item.paths]
+            if (
+                content_state({path: sha256_file(Path(path)) for path in paths})
+                == manifest["sources"][number]["content"]
+            ):
+                before[key] = now[key]
+
+
+def source_facts(source: SourceConfig) -> dict[str, Any]:
+    """What the manifest and the card say of a source and may change later."""
+    return {
+        "name": source_name(source),
+        "kind": source.kind,
+        "weight": source.weight,
+        "licence": source.licence,
+    }
+
+
+def source_name(source: SourceConfig) -> str:
+    """The source's name, or one made of its kind and its path's stem."""
+    stem = Path(source.path or source.dataset).name.split(".")[0].strip("*")
+    return source.name or "-".join(filter(None, (source.kind, stem)))
+
+
+def content_state(hashes: dict[str, str]) -> str:
+    """A digest of the contents of a source's files, in their order."""
+    return hashlib.sha256("\n".join(hashes.values()).encode()).hexdigest()
+
+
+def _files_state(inputs: list[Input]) -> str:
+    """A digest of names, sizes and times of the files. Folders may move."""
+    digest = hashlib.sha256()
+    for item in inputs:
+        for path in item.paths:
+            facts: list[Any] = [path]
+            if not item.is_remote:
+                stat = Path(path).stat()
+                facts = [Path(path).name, stat.st_size, stat.st_mtime_ns]
+            digest.update(json.dumps(facts).encode())
+    return digest.hexdigest()

@@ -1,0 +1,66 @@
+"""Part files: what lies between the stages of preparation, a few megabytes of documents as flat arrays.
+
+Every part is one file, written atomically: a part file that exists is whole.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from pretrain.common.files import atomic_open
+
+DOCUMENT = np.dtype([("hash", "<u8", 2), ("sentences", "<u4"), ("items", "<u4"), ("words", "<u4"), ("bytes", "<u4")])
+
+
+@dataclass(frozen=True)
+class Part:
+    """Documents as flat arrays. Items are token ids, or numbers into `distinct` until there is a vocabulary.
+
+    items uint16/uint32 [items]; sentence_items uint32 [sentences]; documents DOCUMENT [documents].
+    """
+
+    items: np.ndarray
+    sentence_items: np.ndarray
+    documents: np.ndarray
+    distinct: list[bytes]
+
+    def save(self, path: Path) -> None:
+        """Write the part file."""
+        with atomic_open(path) as file:
+            for array in (self.documents, self.items, self.sentence_items):
+                np.save(file, array, allow_pickle=False)
+            np.save(file, np.fromiter(map(len, self.distinct), np.uint32, len(self.distinct)), allow_pickle=False)
+            np.save(file, np.frombuffer(b"".join(self.distinct), np.uint8), allow_pickle=False)
+
+    @classmethod
+    def load(cls, path: Path) -> Part:
+        """Read a part file."""
+        with path.open("rb") as file:
+            table, items, sentence_items, lengths, letters = (np.load(file, allow_pickle=False) for _ in range(5))
+        joined, ends = letters.tobytes(), np.cumsum(lengths).tolist()
+        distinct = [joined[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True)]
+        return cls(items, sentence_items, table, distinct)
+
+    def select(self, keep: np.ndarray) -> Part:
+        """The documents where bool `keep` is set."""
+        if keep.all():
+            return self
+        sentences = np.repeat(keep, self.documents["sentences"])
+        items = np.repeat(sentences, self.sentence_items)
+        return Part(self.items[items], self.sentence_items[sentences], self.documents[keep], self.distinct)
+
+
+def count_documents(path: Path) -> int:
+    """Rows of the DOCUMENT table of a part file."""
+    with path.open("rb") as file:
+        np.lib.format.read_magic(file)
+        return np.lib.format.read_array_header_1_0(file)[0][0]
+
+
+def load_documents(path: Path) -> np.ndarray:
+    """The DOCUMENT table of a part file, without the rest."""
+    with path.open("rb") as file:
+        return np.load(file, allow_pickle=False)

@@ -1,0 +1,102 @@
+"""Files of records that begin with a token: read by byte ranges, or in order if they are compressed."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import ClassVar
+
+from pretrain.common.errors import InputError
+from pretrain.corpus import bzip2, inputs
+from pretrain.corpus.inputs import COMPRESSED, BrokenInputError, Input, Piece, Problems, SourceReader, Span
+
+MAX_PIECE_BYTES = 64 << 20  # files over 512 MB are cut into 64 pieces, up to this size
+MAX_RECORD_BYTES = 512 << 20  # a single record this large means that the file is not what its kind says
+BZIP2_PIECE_BYTES = 2 << 20
+STREAM_READ_BYTES = 1 << 18  # what a broken stream loses at most before the fault
+
+
+class RecordReader(SourceReader):
+    """A source of files that hold one record after another. A kind says how a record begins."""
+
+    record_start: ClassVar[bytes]
+    previous_bytes: ClassVar[int] = 0  # leading bytes of `record_start` that belong to the record before
+    cuts_bzip2: ClassVar[bool] = False  # whether a .bz2 file of several streams is read by ranges
+
+    def is_stream(self, item: Input) -> bool:
+        path = Path(item.paths[0])
+        return path.suffix in COMPRESSED and not self._is_cut_bzip2(path)
+
+    def cut(self, item: Input) -> Iterator[Span]:
+        path = Path(item.paths[0])
+        if path.suffix not in COMPRESSED:
+            return _ranges(item, min(MAX_PIECE_BYTES, max(inputs.PIECE_BYTES, item.bytes // 64)))
+        if self._is_cut_bzip2(path):
+            return _ranges(item, BZIP2_PIECE_BYTES)
+        return inputs.carried_spans(item, self._blocks(path), b"")
+
+    def records(self, piece: Piece, problems: Problems) -> bytes:
+        """The whole records of a piece, end to end."""
+        return piece.data if piece.data is not None else self._read_range(piece, problems)
+
+    def _is_cut_bzip2(self, path: Path) -> bool:
+        return self.cuts_bzip2 and path.suffix == ".bz2" and bzip2.has_several_streams(path)
+
+    def _blocks(self, path: Path) -> Iterator[tuple[bytes, int]]:
+        """(whole records of about PIECE_BYTES, bytes of the compressed file read so far)."""
+        rest, searched = bytearray(), 0
+        fault, ended = "", False
+        with path.open("rb") as raw, COMPRESSED[path.suffix](raw) as stream:
+            while not ended:
+                try:
+                    read = stream.read(STREAM_READ_BYTES)
+                except inputs.BROKEN as error:
+                    fault, read = inputs.one_line(error), b""
+                rest += read
+                ended = not read
+                if len(rest) >= searched + inputs.PIECE_BYTES and not ended:
+                    last = rest.rfind(self.record_start, 1)
+                    if last > 0:
+                        yield bytes(rest[: last + self.previous_bytes]), raw.tell()
+                        del rest[: last + self.previous_bytes]
+                    searched = len(rest)
+                if searched > MAX_RECORD_BYTES:
+                    raise self._no_records(path)
+            if rest:
+                yield bytes(rest), raw.tell()
+        if fault:
+            raise BrokenInputError(f"broken file: {fault}")
+
+    def _read_range(self, piece: Piece, problems: Problems) -> bytes:
+        """The records that begin in [start, end) of the file."""
+        path = Path(piece.paths[0])
+        if not path.stat().st_size:
+            problems.add(str(path), "empty file")
+            return b""
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as text:
+            if path.suffix == ".bz2":
+                return bzip2.read_records(text, piece, self.record_start, problems)
+            begin, end = self._next_record(text, piece.start), self._next_record(text, piece.end)
+            if end - begin > MAX_RECORD_BYTES:
+                raise self._no_records(path)
+            return text[begin:end]
+
+    def _next_record(self, text: mmap.mmap, position: int) -> int:
+        """Where the first record begins at or after `position`; the length of the file if there is none."""
+        if position == 0:
+            return 0
+        start = text.find(self.record_start, position - self.previous_bytes)
+        return len(text) if start < 0 else start + self.previous_bytes
+
+    def _no_records(self, path: Path) -> InputError:
+        token = self.record_start.decode().strip() or "line end"
+        return InputError(
+            f"{path}: no {token!r} in {MAX_RECORD_BYTES >> 20} MB. Check that the file is of kind {self.config.kind}."
+        )
+
+
+def _ranges(item: Input, size: int) -> Iterator[Span]:
+    for start in range(0, max(item.bytes, 1), size):
+        end = min(start + size, item.bytes)
+        yield Span(start=start, end=end, bytes=end - start)

@@ -1,0 +1,55 @@
+"""The kinds of sources: every module of this package is one, with a class `Reader` that finds, cuts and reads.
+
+A config names a kind by its module. docs/extend/add-a-source.md shows how to add one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from pretrain.common.kinds import load_kind
+from pretrain.config import SourceConfig
+from pretrain.corpus.inputs import Input, Piece, Problems, SourceReader, Span
+
+
+def reader(config: SourceConfig) -> SourceReader:
+    """The reader of a source's kind."""
+    return load_kind(__name__, config.kind).Reader(config)
+
+
+def find_inputs(config: SourceConfig, where: str) -> list[Input]:
+    """The inputs of a source, in a fixed order. `where` is its place in the config, for errors.
+
+    Raises:
+        InputError: nothing is there, it cannot be read, or the text column does not exist.
+    """
+    return reader(config).find(where)
+
+
+def cut(
+    config: SourceConfig, source_number: int, input_number: int, item: Input, *, streams: bool = False
+) -> Iterator[Piece]:
+    """The pieces of one input; at least one, so that every fault is reported.
+
+    A file that can only be read in order is read here, into pieces that carry their text. With `streams` it is one
+    piece, which the process that prepares it cuts with `cut_stream`.
+    """
+    source = reader(config)
+    is_uncut = streams and source.is_stream(item)
+    spans = [Span(bytes=item.bytes, is_stream=True)] if is_uncut else source.cut(item)
+    for block, span in enumerate(spans):
+        yield Piece(
+            source=source_number, input=input_number, block=block, config=config, paths=item.paths, **vars(span)
+        )
+
+
+def cut_stream(piece: Piece) -> Iterator[Piece]:
+    """The pieces of a file that can only be read in order, one after the other with its text."""
+    return cut(piece.config, piece.source, piece.input, Input(piece.paths, piece.bytes))
+
+
+def documents(piece: Piece, problems: Problems) -> Iterator[str]:
+    """The documents of `piece`: paragraphs are lines; no NUL, no lone surrogate. Faults go to `problems`."""
+    problems.extend(piece.problems)
+    for text in reader(piece.config).read(piece, problems):
+        yield text.replace("\0", "") if "\0" in text else text

@@ -1,0 +1,51 @@
+"""Files of WikiExtractor: articles of a Wikipedia dump as plain text between <doc ...> and </doc>."""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Iterator
+
+from pretrain.corpus.inputs import Piece, Problems, decode
+from pretrain.corpus.records import RecordReader
+
+_HEAD = re.compile(r'^<doc [^\n]*?title="([^\n]*)"[^\n]*>\n', re.M)
+
+
+class Reader(RecordReader):
+    record_start = b"\n<doc "
+    previous_bytes = 1
+
+    def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
+        path = piece.paths[0]
+        return articles(decode(self.records(piece, problems), path, piece.start, problems), path, problems)
+
+
+def articles(text: str, path: str, problems: Problems) -> Iterator[str]:
+    """The articles in `text` without their titles, entities resolved."""
+    count = position = 0
+    # Only the heads are matched by a pattern; a plain search for the ends is 10 times as fast as matching up to them.
+    while head := _HEAD.search(text, position):
+        start = head.end()
+        end = start if text.startswith("</doc>", start) else text.find("\n</doc>", start) + 1
+        if not end:
+            break
+        position = end + len("</doc>")
+        count += 1
+        title, body = head[1], text[start:end].lstrip("\n")
+        first, _, rest = body.partition("\n")
+        # Some versions of WikiExtractor leave the entities of the dump in titles and texts.
+        is_title = first.strip() in (title.strip(), html.unescape(title).strip())
+        yield html.unescape(rest if is_title else body)
+    _report_unread(text, count, path, problems)
+
+
+def _report_unread(text: str, count: int, path: str, problems: Problems) -> None:
+    """Report the articles beyond the `count` that were read."""
+    opened = count
+    if text.count("<doc") != count:  # five times as fast as the next line, and mostly equal
+        opened = text.count("\n<doc ") + text.startswith("<doc ")
+    if opened > count:
+        problems.add(path, "<doc> that is not closed or has no title", count=opened - count)
+    elif not opened and text.strip():
+        problems.add(path, "no <doc> in this part of the file", f"it begins {text.strip()[:40]!r}")

@@ -1,0 +1,33 @@
+"""Sources of rows of which one column is the text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from pretrain.corpus.inputs import Piece, Problems, SourceReader, decode, one_line, without_surrogates
+
+ROWS_PER_READ = 1000
+
+
+class ColumnReader(SourceReader):
+    """A source of rows. A kind says how the values of the text column are read."""
+
+    def values(self, piece: Piece) -> Iterable[Any]:
+        """The text column of a piece, in order: str, or bytes that may not be UTF-8."""
+        raise NotImplementedError
+
+    def read(self, piece: Piece, problems: Problems) -> Iterator[str]:
+        import pyarrow as pa
+
+        path = piece.paths[0]
+        try:
+            for value in self.values(piece):
+                if isinstance(value, bytes):
+                    yield decode(value, path, 0, problems)
+                elif isinstance(value, str):
+                    yield without_surrogates(value, path, problems)
+                else:
+                    problems.add(path, f"row whose {self.config.text_column!r} is not text")
+        except (OSError, pa.ArrowException) as error:
+            problems.add(path, f"broken file: {one_line(error)}", f"rows or row group from {piece.start} on")
