@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(argv: list[str]) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments = build_parser().parse_args(argv)
     return arguments.command(arguments) or 0
 
 
@@ -155,7 +155,8 @@ def _follow(cluster, name: str) -> int:
     return client.exit_code(job)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command, for the command line and the command reference."""
     parser = make_parser("./launch.sh", "Clusters: start one here, submit jobs to one, check one.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
 

@@ -40,7 +40,7 @@ def _dispatch(argv: list[str]) -> int | None:
         from finetune.bench import finetuning as bench
 
         return bench.main(argv[1:])
-    arguments = _parser().parse_args(argv)
+    arguments = build_parser().parse_args(argv)
     return arguments.command(arguments)
 
 
@@ -215,7 +215,8 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
     return overrides
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command, for the command line and the command reference."""
     parser = make_parser(
         "./launch.sh",
         "Fine-tune BERT-family checkpoints to classification, named entities and span questions.",

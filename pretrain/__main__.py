@@ -50,7 +50,7 @@ def _dispatch(argv: list[str]) -> int:
         return importlib.import_module("pretrain.demo").main(argv[1:]) or 0
     if argv[:1] == ["bench"] and argv[1:2] and argv[1] in BENCHMARKS:
         return importlib.import_module(f"pretrain.bench.{argv[1]}").main(argv[2:]) or 0
-    arguments = _parser().parse_args(argv)
+    arguments = build_parser().parse_args(argv)
     command: Callable[[argparse.Namespace], None] = arguments.command
     command(arguments)
     return 0
@@ -150,7 +150,8 @@ def _config(arguments: argparse.Namespace) -> PretrainConfig:
     return load_config(arguments.config, overrides)
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command, for the command line and the command reference."""
     parser = make_parser(
         "./launch.sh",
         "Pretrain BERT-style encoders, from raw text to a checkpoint that transformers loads.",
