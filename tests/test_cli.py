@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -333,13 +332,13 @@ def test_export_names_run_folder_and_checkpoint(monkeypatch: pytest.MonkeyPatch)
     assert seen == [(Path("runs/a"), Path("out"), None), (Path("runs/a"), Path("out"), "best")]
 
 
-@pytest.mark.parametrize("arguments", [["demo"], *(["bench", name] for name in BENCHMARKS)], ids="-".join)
-def test_demo_and_bench_get_their_own_options(monkeypatch: pytest.MonkeyPatch, arguments: list[str]):
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_gets_its_own_options(monkeypatch: pytest.MonkeyPatch, name: str):
     module = ModuleType("stand-in")
     seen: list[list[str]] = []
     module.main = lambda argv: seen.append(argv)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, ".".join(["pretrain", *arguments]), module)
-    assert cli(*arguments, "--json", "--help") == 0
+    monkeypatch.setitem(sys.modules, f"pretrain.bench.{name}", module)
+    assert cli("bench", name, "--json", "--help") == 0
     assert seen == [["--json", "--help"]]
 
 
@@ -429,26 +428,3 @@ def test_fine_tuning_refuses_remote_addresses(
     (line,) = capsys.readouterr().err.splitlines()
     assert "is a remote address, and only paths of this machine are read and written." in line
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("options", [[], ["--onnx"], ["--checkpoint", "best"], ["--checkpoint=best"]])
-def test_launch_sh_exports_a_run_by_what_it_holds(tmp_path: Path, options: list[str]):
-    """`best` is a fine-tuned model here, which an option's value is not mistaken for."""
-    shutil.copy(ROOT / "launch.sh", tmp_path)
-    for name in ("requirements.lock", "pyproject.toml"):
-        (tmp_path / name).write_text("")
-    for folder in ("best", "tuned/model"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "finetune.json").write_text("{}")
-    python = tmp_path / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\necho "$@"\n')
-    python.chmod(0o755)
-    stamp = subprocess.run(["cksum"], input=b"", capture_output=True, check=True).stdout
-    for extra in ("base", "onnx"):
-        (tmp_path / ".venv" / f"stamp-{extra}").write_bytes(stamp)
-    for run, module in (("pretrained", "pretrain"), ("tuned", "finetune")):
-        said = subprocess.run(
-            ["./launch.sh", "export", *options, run, "out"], cwd=tmp_path, capture_output=True, text=True, check=True
-        )
-        assert said.stdout.split()[:3] == ["-m", module, "export"]

@@ -174,6 +174,11 @@ def prediction_lines(
         yield json.dumps({**task.record(example), **made}, ensure_ascii=False)
 
 
+def scores_line(scores: Mapping[str, float]) -> str:
+    """The scores of a set as text."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
+
+
 # Of the checkpoint that was started from, these would be wrong of the new model.
 _STALE = (
     "architectures",
