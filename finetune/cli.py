@@ -41,7 +41,7 @@ def usage() -> str:
     """The text of --help."""
     return (
         f"usage: {program()} COMMAND [arguments]\n\n{COMMANDS_FILE.read_text(encoding='utf-8')}\n"
-        f"{program()} COMMAND --help describes a command and its arguments.\n{textwrap.fill(EXIT_CODES, 100)}"
+        f"{program()} COMMAND --help describes a command and its arguments.\n{textwrap.fill(EXIT_CODES, 90)}"
     )
 
 

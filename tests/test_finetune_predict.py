@@ -206,7 +206,7 @@ def test_an_empty_text_is_a_text(folder: Path, capsys: pytest.CaptureFixture[str
     assert predict(folder / "reviews", "--text", "", "--out", tmp_path / "one.jsonl") == 0
     assert read_lines(tmp_path / "one.jsonl") == [made]
     assert predict(folder / "reviews", tmp_path / "one.jsonl", "--text", "a") == 2
-    assert "one.jsonl and --text are given" in capsys.readouterr().err
+    assert "one.jsonl and --text. Give one of them." in capsys.readouterr().err
 
 
 def test_models_of_glue_read_glues_files_and_others(
@@ -389,7 +389,7 @@ def test_sets_that_are_one_file_are_remarked(folder: Path) -> None:
     config = FinetuneConfig.model_validate({**values, "classification": section})
     assert config.repeated_sets() == [("dev", "train")]
     said = runs.describe_start(config, runs.plan(config, alone=True))
-    assert "remark: dev is the same file as train: its scores are of examples that the model has learnt" in said
+    assert "note: dev is the same file as train: its scores are of examples that the model has learnt" in said
     others = {**section, "dev": str(folder / "dev.jsonl"), "test": str(folder / "dev.jsonl")}
     config = FinetuneConfig.model_validate({**values, "classification": others})
     assert config.repeated_sets() == [("test", "dev")]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from finetune.artifacts.predict import Predictor
+from finetune.artifacts.predict import AskedPrecision, Predictor
 from finetune.artifacts.saved import MODEL, PREDICTIONS, SCORES, SetResult, model_folder, scores_line, write_predictions
 from finetune.datasets.files import plain_stem
 from finetune.tasks.base import Task
@@ -18,7 +18,7 @@ from pretrain.common.files import write_json
 _METRICS = "metrics.json"
 
 
-def evaluate(model: Path, file: str | None, out: Path | None, precision: str) -> str:
+def evaluate(model: Path, file: str | None, out: Path | None, precision: AskedPrecision) -> str:
     """Score a model, write metrics.json and predictions, and return the scores as lines.
 
     Args:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from finetune.artifacts.predict import Predictor, read_records
+from finetune.artifacts.predict import AskedPrecision, Predictor, read_records
 from finetune.artifacts.saved import prediction_lines, write_predictions
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open
@@ -20,7 +20,7 @@ STANDARD_INPUT = "-"
 
 
 def predict(
-    model: Path, source: str, out: Path | None, precision: str, fields: Mapping[str, str] | None = None
+    model: Path, source: str, out: Path | None, precision: AskedPrecision, fields: Mapping[str, str] | None = None
 ) -> None:
     """Predict, and print JSON Lines or write them to a file.
 
