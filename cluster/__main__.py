@@ -199,6 +199,8 @@ def _add_submit(commands: Any) -> None:
         metavar="-- COMMAND CONFIG [--set KEY=VALUE]... [--from DIR]",
         help="pretrain, finetune or prepare, with its arguments",
     )
+    # argparse would repeat the long name of the positional.
+    parser.usage = "%(prog)s [options] -- COMMAND CONFIG [--set KEY=VALUE]... [--from DIR]"
 
 
 def _add_list(commands: Any) -> None:
@@ -264,7 +266,7 @@ def _add_doctor(commands: Any) -> None:
   ./launch.sh doctor --cluster
   ./launch.sh doctor --address http://127.0.0.1:8265 --dir /mnt/shared/bert""",
     )
-    _add_address(parser)
+    add_address(parser, "check the cluster with this dashboard URL")
     parser.add_argument("--cluster", action="store_true", help="check the cluster that `up` started here")
     parser.add_argument(
         "--dir",

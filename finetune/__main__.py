@@ -315,7 +315,7 @@ def _add_sweep(commands: Any) -> None:
         help="values of one setting, added to --grid or replacing its values; may be repeated",
     )
     parser.add_argument(
-        "--keep", choices=("best", "all"), default="best", help="models to keep on disk (default: %(default)s)"
+        "--keep", choices=("best", "all"), default="best", help="models to keep on disk (default: best)"
     )
 
 
@@ -391,7 +391,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=("auto", "bf16", "fp16", "fp32"),
         default="auto",
-        help="precision of the computation (default: auto, as in training unless it is slow on this machine)",
+        help="precision of the computation; auto takes that of training unless it is slow here (default: auto)",
     )
 
 

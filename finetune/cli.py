@@ -1,6 +1,6 @@
-"""The console command `bertrain`: finds the command line that has the command, and runs it.
+"""The console command `bertrain`: runs each command with the command line of its package.
 
-A command line is imported only when one of its commands is run.
+A command line is imported when one of its commands runs.
 """
 
 from __future__ import annotations

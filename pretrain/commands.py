@@ -113,7 +113,7 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     """Add --resume and --no-ray, which every training run takes."""
     parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
     parser.add_argument(
-        "--no-ray", action="store_true", help="train in this process, without Ray (torchrun does so by itself)"
+        "--no-ray", action="store_true", help="train in this process, without Ray (implied under torchrun)"
     )
 
 

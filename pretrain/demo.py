@@ -40,14 +40,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="number of worker processes (default: 2, or 1 on a single core)",
     )
     parser.add_argument(
-        "--run-dir", type=local_path, default=Path("runs/demo"), metavar="DIR", help="run folder (default: %(default)s)"
+        "--run-dir", type=local_path, default=Path("runs/demo"), metavar="DIR", help="run folder (default: runs/demo)"
     )
     parser.add_argument(
         "--data-dir",
         type=local_path,
         default=Path("data/demo"),
         metavar="DIR",
-        help="corpus folder (default: %(default)s)",
+        help="corpus folder (default: data/demo)",
     )
     parser.add_argument("--fresh", action="store_true", help="delete an earlier demo run first; its corpus is kept")
     add_set(parser, f"override a setting of {_CONFIG.name}; may be repeated")

@@ -127,7 +127,7 @@ def test_a_run_with_checkpoints_is_not_begun_anew(config_file: Path, calls: Call
     assert cli("pretrain", config_file) == 2
     assert error_of(capsys) == (
         "error: runs/trial: already holds checkpoints (newest step-00000002). Add --resume to continue that run, "
-        "or choose another name or run_dir to begin a new one."
+        "or choose another name or run_dir to start a new one."
     )
     assert calls == []
     assert cli("pretrain", config_file, "--set", "name=other") == 0
@@ -147,8 +147,8 @@ def test_resume_refuses_another_config(config_file: Path, calls: Calls, capsys):
     capsys.readouterr()
     assert cli("pretrain", config_file, "--resume", "--set", "phases.0.steps=4", "--set", "seed=1") == 2
     assert error_of(capsys) == (
-        "error: runs/trial/config.yaml: the run was begun with other settings: seed (0 -> 1), "
-        "phases.0.steps (3 -> 4). Resume with the old values, or choose another name or run_dir to begin a new run."
+        "error: runs/trial/config.yaml: the run was started with other settings: seed (0 -> 1), "
+        "phases.0.steps (3 -> 4). Resume with the old values, or choose another name or run_dir to start a new run."
     )
     assert load_config("runs/trial/config.yaml").seed == 0
 
@@ -188,7 +188,7 @@ def test_a_truncated_corpus(config_file: Path, calls: Calls, capsys):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("corpus.vocabulary.size=400", "corpus: has 500 vocabulary entries; the config asks for 400."),
+        ("corpus.vocabulary.size=400", "corpus: has 500 vocabulary entries; the config has 400."),
         (
             "corpus.vocabulary.path=other.txt",
             "corpus: its vocabulary (500 entries) is not other.txt (2 entries).",
@@ -200,7 +200,7 @@ def test_a_truncated_corpus(config_file: Path, calls: Calls, capsys):
         ("corpus.vocabulary.path=bad.json", "bad.json: cannot be read as a vocabulary"),
         (
             "corpus.vocabulary.lowercase=false",
-            "corpus: its vocabulary is uncased; the config asks for a cased one.",
+            "corpus: its vocabulary is uncased; the config has a cased one.",
         ),
     ],
 )
@@ -299,7 +299,7 @@ def test_two_at_once_in_one_run_folder_are_refused(config_file: Path, calls: Cal
 
     with preflight.only_run(Path("runs/trial")):
         assert cli("pretrain", config_file) == 2
-    assert error_of(capsys).startswith("error: runs/trial: another process trains in it.")
+    assert error_of(capsys).startswith("error: runs/trial: another process is training in it.")
     assert calls == []
     assert cli("pretrain", config_file) == 0
 
