@@ -146,22 +146,25 @@ def _docstrings() -> Iterator[_Docstring]:
         by_package[_package(path)].append(path)
     largest = sorted(by_package, key=lambda package: (-len(by_package[package]), package))[:PACKAGES]
     for path in (path for package in largest for path in sorted(by_package[package], key=_hash)[:_MODULES_PER_PACKAGE]):
-        source = Path(path).read_bytes()
-        if b'"""' not in source:
-            continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # invalid escapes in other people's files
-                tree = ast.parse(source)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
-        package = _package(path)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node)
-                if text:
-                    name = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
-                    yield _Docstring(package, path, name, text)
+        for node in _documented_nodes(Path(path).read_bytes()):
+            if text := ast.get_docstring(node):
+                name = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
+                yield _Docstring(_package(path), path, name, text)
+
+
+def _documented_nodes(source: bytes) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The parts of a module that may have a docstring; none if it does not parse."""
+    if b'"""' not in source:
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in other people's files
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
 
 
 def _package(path: str) -> str:

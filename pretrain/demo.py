@@ -20,7 +20,7 @@ PURPOSE = "prepare, pretrain, export and report on the docstrings of this Python
 EXAMPLES = """
   ./launch.sh demo
   ./launch.sh demo --workers 1 --fresh
-  ./launch.sh demo --set phases.0.steps=100 --run-dir runs/short-demo"""
+  ./launch.sh demo --set phases.0.steps=500 --run-dir runs/short-demo"""
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 STAGES = 4
