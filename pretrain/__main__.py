@@ -201,7 +201,7 @@ def _add_pretrain(commands: Any) -> None:
         "--mean-length",
         type=float,
         metavar="TOKENS",
-        help="with --dry-run: mean tokens per sequence (default: 0.95 of the phase's length; only short pairs are shorter)",
+        help="with --dry-run: mean tokens per sequence (default: 0.95 of the phase's sequence length)",
     )
 
 
