@@ -62,7 +62,7 @@ def start_run(
 
 
 def check_cores(config: RunConfig, alone: bool) -> None:
-    """Raise `MachineError` if the workers do not fit on this machine. A cluster is checked when the run starts there."""
+    """Raise `MachineError` if the workers do not fit on this machine. Clusters are checked when the run starts."""
     if alone or config.scheduling.address:
         return
     from cluster.workers.nodes import nodes_fit

@@ -39,7 +39,7 @@ class Commands:
 
     def __call__(self, argv: Sequence[str]) -> int:
         self.seen.append(list(argv))
-        settings = dict(word.partition("=")[::2] for word in argv if "=" in word)
+        settings = {word.partition("=")[0]: word.partition("=")[2] for word in argv if "=" in word}
         if settings.get("name") == self.fails_at:
             return 4
         if argv[0] == "finetune":
