@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The door: sets up .venv on first use, then hands over to Python. ./launch.sh --help
+# The entry point: sets up .venv on first use, then becomes the console command bertrain. ./launch.sh --help
 set -euo pipefail
 
 root=$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd)
@@ -8,30 +8,24 @@ lock=$root/requirements.lock
 log=$venv/install.log
 
 usage() {
+    printf 'usage: ./launch.sh COMMAND [arguments]      each command takes --help\n\n'
+    cat "$root/finetune/commands.txt"
     cat <<'TEXT'
-./launch.sh COMMAND [arguments]      each command takes --help
 
-  demo                       prepare, pretrain and report on text that every Python installation has
-  prepare  CONFIG            raw text -> vocabulary, token shards and a corpus card
-  pretrain CONFIG            train on local or cluster workers; --workers N, --resume, --dry-run
-  export   RUN DIR           its model in the Hugging Face layout; a fine-tuned one also as ONNX with --onnx
-  finetune CONFIG            classification, entities or questions, --from a checkpoint; --seeds N, --workers N
-  evaluate MODEL [FILE]      official scores of a fine-tuned model on a labelled file
-  predict  MODEL [FILE]      its predictions for a file, or for lines of text or JSON
-  sweep    CONFIG            a grid of settings; --grid devlin or small-bert, --grid-set KEY=VALUE,VALUE
-  glue     [CONFIG]          every task of GLUE in --glue-dir, and the table of the BERT paper
-  report   RUN               curves, corpus card and filled-in masks of a run as one HTML page
-  dashboard RUN|JOB          curves, events and scores as one HTML page and a W&B workspace; --follow
-  manifest KIND CONFIG       kuberay, rayup or slurm: what a real cluster needs to run it; --out FILE
-  submit   -- COMMAND CONFIG pretrain, finetune or prepare as a job of a cluster; --address URL, --workers MIN-MAX, --follow
-  status JOB | logs JOB | list | stop JOB | delete JOB       of submitted jobs; logs -f goes on, stop saves first
-  up | down                  a Ray cluster on this machine, to try jobs on; --nodes N
-  doctor                     what this machine has and what is missing; a cluster's with --address URL
-  bench    NAME              measurements beside other systems; `all` of them, `compare` two of its results
-  test     [pytest args]     lint, types and tests; with arguments only pytest, with them
+Develop:
+  test [pytest arguments]   run lint, type checks and tests; with arguments, only pytest with them
 
-The first use sets up .venv beside this file. PYTHON=/path/to/python3 chooses the Python for it (3.10 to 3.13).
+The first command sets up .venv beside this file. PYTHON=/path/to/python3 chooses its Python (3.10 to 3.13).
 TEXT
+}
+
+# Whether commands.txt lists the command.
+is_command() { # NAME
+    local line
+    while IFS= read -r line; do
+        [[ $line != "  $1 "* ]] || return 0
+    done <"$root/finetune/commands.txt"
+    return 1
 }
 
 fail() {
@@ -128,53 +122,37 @@ run_tests() {
     exit 1
 }
 
+# Sets up .venv and becomes the console command.
+hand_over() { # EXTRA COMMAND [arguments]
+    set_up "$1"
+    shift
+    PYTHONSAFEPATH=1 BERTRAIN_PROGRAM=./launch.sh exec "$venv/bin/bertrain" "$@"
+}
+
 command=${1:---help}
 [[ $# -eq 0 ]] || shift
 case $command in
     -h | --help | help)
         usage
         ;;
-    demo)
-        set_up base
-        PYTHONSAFEPATH=1 exec "$venv/bin/python" -m finetune demo "$@"
-        ;;
-    prepare | pretrain | report | dashboard)
-        set_up base
-        PYTHONSAFEPATH=1 exec "$venv/bin/python" -m pretrain "$command" "$@"
-        ;;
-    finetune | evaluate | predict | sweep | glue)
-        set_up base
-        PYTHONSAFEPATH=1 exec "$venv/bin/python" -m finetune "$command" "$@"
-        ;;
-    export) # of a fine-tuned model, or of a pretraining run
-        module=pretrain extra=base before=
-        for run in "$@"; do # the first that is neither an option nor its value
-            [[ $run == -* || $before == --checkpoint ]] || break
-            before=$run
-        done
-        [[ ! -f ${run:-}/finetune.json && ! -f ${run:-}/model/finetune.json ]] || module=finetune
-        [[ $module == pretrain || " $* " != *" --onnx "* ]] || extra=onnx
-        set_up "$extra"
-        PYTHONSAFEPATH=1 exec "$venv/bin/python" -m "$module" export "$@"
-        ;;
-    bench)
-        set_up bench
-        if [[ ${1:-} == finetune ]]; then
-            PYTHONSAFEPATH=1 exec "$venv/bin/python" -m finetune bench "${@:2}"
-        fi
-        PYTHONSAFEPATH=1 exec "$venv/bin/python" -m pretrain bench "$@"
-        ;;
-    doctor | manifest | submit | status | logs | list | stop | delete | up | down)
-        set_up base
-        PYTHONSAFEPATH=1 exec "$venv/bin/python" -m cluster "$command" "$@"
-        ;;
     test)
         set_up test
         run_tests "$@"
         ;;
+    bench)
+        hand_over bench bench "$@"
+        ;;
+    export)
+        extra=base
+        [[ " $* " != *" --onnx "* ]] || extra=onnx
+        hand_over "$extra" export "$@"
+        ;;
     *)
-        usage >&2
-        printf '\nerror: %s is not a command; choose one of those above.\n' "'$command'" >&2
-        exit 2
+        if ! is_command "$command"; then
+            usage >&2
+            printf "\nerror: '%s' is not a command; choose one of those above.\n" "$command" >&2
+            exit 2
+        fi
+        hand_over base "$command" "$@"
         ;;
 esac

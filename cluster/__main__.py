@@ -1,4 +1,4 @@
-"""The command line: python -m cluster COMMAND. Ray is imported only where a command needs it."""
+"""The cluster command line: python -m cluster COMMAND. A command imports what it needs, such as Ray, when it runs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.manifests.command import add_to as add_manifest
-from pretrain.commands import add_command, exit_code, local_path, make_parser
-from pretrain.common.errors import InputError, printable
+from pretrain.commands import add_address, add_command, exit_code, local_path, make_parser, positive_int, program
+from pretrain.common.errors import printable
 
 if TYPE_CHECKING:
     from cluster.jobs.client import Jobs
@@ -22,9 +22,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return exit_code(lambda: _dispatch(given))
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command, for the command line and the command reference."""
+    parser = make_parser("Check a machine or a cluster, submit jobs, or start a cluster on this machine.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in (_add_submit, _add_list, _add_job_commands, _add_logs, _add_up, _add_down, add_manifest, _add_doctor):
+        add(commands)
+    return parser
+
+
 def _dispatch(argv: list[str]) -> int:
-    arguments = _parser().parse_args(argv)
+    arguments = build_parser().parse_args(argv)
     return arguments.command(arguments) or 0
+
+
+# ---------------------------------------------------------------- what the commands do
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
@@ -44,13 +56,13 @@ def _up(arguments: argparse.Namespace) -> None:
 
     if arguments.join:
         cluster = local.join(arguments.cpus_per_node, arguments.host)
-        print(f"one more node of {cluster.nodes[-1].cpus} CPUs at {cluster.address}")
+        print(f"added a node with {cluster.nodes[-1].cpus} CPUs to the cluster at {cluster.address}")
         return
     cluster = local.up(arguments.nodes, arguments.cpus_per_node, arguments.host)
     print(
-        f"{len(cluster.nodes)} nodes of {cluster.nodes[0].cpus} CPUs; jobs at {cluster.dashboard}, workers at "
-        f"{cluster.address}\nIts token lies in {cluster.token_file}, for you alone. "
-        "Next: ./launch.sh submit -- pretrain CONFIG"
+        f"{len(cluster.nodes)} nodes with {cluster.nodes[0].cpus} CPUs each; jobs at {cluster.dashboard}, workers at "
+        f"{cluster.address}\nThe cluster's token is in {cluster.token_file}; only you can read it. "
+        f"Next: {program()} submit -- pretrain CONFIG"
     )
 
 
@@ -58,7 +70,7 @@ def _down(arguments: argparse.Namespace) -> None:
     from cluster import local
 
     cluster = local.down()
-    print(f"{len(cluster.nodes)} nodes ended" if cluster else "no cluster runs here")
+    print(f"stopped {len(cluster.nodes)} nodes" if cluster else "no cluster is running on this machine")
 
 
 def _submit(arguments: argparse.Namespace) -> int:
@@ -68,13 +80,13 @@ def _submit(arguments: argparse.Namespace) -> int:
     cluster = _jobs(arguments)
     if cluster.is_open():
         print(
-            f"warning: {cluster.shown}: this cluster answers without a token, so whoever reaches it can run code there. "
-            "Start its Ray anew with RAY_AUTH_MODE=token; SECURITY.md says more.",
+            f"warning: {cluster.shown}: this cluster accepts jobs without a token, so anyone who can connect to it can "
+            "run code there. Restart its Ray with RAY_AUTH_MODE=token; see SECURITY.md.",
             file=sys.stderr,
         )
     cluster.submit(job, wait_for_nodes=arguments.wait_for_nodes)
     if not arguments.follow:
-        print(f"{job.name}: submitted to {cluster.shown}. Watch it with ./launch.sh logs -f {job.name}")
+        print(f"{job.name}: submitted to {cluster.shown}. Watch it with {program()} logs -f {job.name}")
         return 0
     return _follow(cluster, job.name)
 
@@ -111,7 +123,6 @@ def _list(arguments: argparse.Namespace) -> None:
 
 
 def _logs(arguments: argparse.Namespace) -> int:
-
     cluster = _jobs(arguments)
     if arguments.follow:
         return _follow(cluster, arguments.job)
@@ -127,20 +138,19 @@ def _stop(arguments: argparse.Namespace) -> None:
 
 
 def _delete(arguments: argparse.Namespace) -> None:
-
     _jobs(arguments).delete(arguments.job)
-    print(f"{arguments.job}: forgotten; its run folder stays")
+    print(f"{arguments.job}: removed from the list; its run folder is kept")
 
 
 def _jobs(arguments: argparse.Namespace) -> Jobs:
-    """The jobs of the cluster that was named."""
+    """The jobs of the cluster at --address."""
     from cluster.jobs import client
 
     return client.Jobs(arguments.address, plain_http=arguments.allow_plain_http)
 
 
-def _follow(cluster, name: str) -> int:
-    """Print what the job prints, to its end; its exit code. Ctrl-C leaves it running."""
+def _follow(cluster: Jobs, name: str) -> int:
+    """Print the job's output until it finishes; returns its exit code. Ctrl-C leaves it running."""
     from cluster.jobs import client
 
     try:
@@ -149,127 +159,130 @@ def _follow(cluster, name: str) -> int:
             sys.stdout.flush()
         job = cluster.wait(name)
     except KeyboardInterrupt:
-        print(f"\n{name}: goes on. `stop {name}` ends it, `logs -f {name}` shows it again.", file=sys.stderr)
+        print(f"\n{name}: still running. `stop {name}` stops it, `logs -f {name}` follows it again.", file=sys.stderr)
         return 130
     print(f"{name}: {client.state(job)}", file=sys.stderr)
     return client.exit_code(job)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = make_parser("./launch.sh", "Clusters: start one here, submit jobs to one, check one.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+# ---------------------------------------------------------------- their parsers
 
-    submit = add_command(
+
+def _add_submit(commands: Any) -> None:
+    parser = add_command(
         commands,
         "submit",
         _submit,
-        "run a config on a cluster, or continue its run",
+        "run a config as a job on a cluster, or resume its run there",
         """
   ./launch.sh submit -- pretrain configs/pretrain/bert-mini.yaml
   ./launch.sh submit --address http://127.0.0.1:8265 --workers 4-8 --follow -- pretrain my.yaml --set seed=1
   ./launch.sh submit -- finetune configs/finetune/sst2.yaml --from runs/bert-mini""",
     )
-    _add_address(submit)
-    submit.add_argument("--workers", metavar="N|MIN-MAX", help="worker processes, or a range to keep within")
-    submit.add_argument("--follow", action="store_true", help="print what the job prints, to its end")
-    submit.add_argument(
+    _add_address(parser)
+    parser.add_argument("--workers", metavar="N|MIN-MAX", help="number of worker processes, or an elastic range of it")
+    parser.add_argument("--follow", action="store_true", help="print the job's output until it finishes")
+    parser.add_argument(
         "--wait-for-nodes",
         action="store_true",
-        help="submit though the cluster is too small now: nodes will come, as by an autoscaler",
+        help="submit even if the cluster is too small now; an autoscaler will add nodes",
     )
-    submit.add_argument(
+    parser.add_argument(
         "--dir",
         type=local_path,
         metavar="FOLDER",
-        help="folder on the cluster, shared by its machines, that relative paths start from; otherwise this one",
+        help="working directory of the job, shared by the cluster's machines (default: the current directory)",
     )
-    submit.add_argument(
+    parser.add_argument(
         "run",
         nargs="+",
         metavar="-- COMMAND CONFIG [--set KEY=VALUE]... [--from DIR]",
-        help="pretrain, finetune or prepare, and what it is given",
+        help="pretrain, finetune or prepare, with its arguments",
     )
+    # argparse would repeat the long name of the positional.
+    parser.usage = "%(prog)s [options] -- COMMAND CONFIG [--set KEY=VALUE]... [--from DIR]"
 
+
+def _add_list(commands: Any) -> None:
+    parser = add_command(commands, "list", _list, "list the jobs of a cluster", "\n  ./launch.sh list")
+    _add_address(parser)
+
+
+def _add_job_commands(commands: Any) -> None:
     for name, function, purpose in (
-        ("status", _status, "how far a job is"),
-        ("stop", _stop, "have a job save a checkpoint and end, and wait for it"),
-        ("delete", _delete, "forget a job that has ended; its run folder stays"),
+        ("status", _status, "print the state and progress of a job"),
+        ("stop", _stop, "let a job save a checkpoint and stop, and wait for it"),
+        ("delete", _delete, "remove a finished job from the list; its run folder is kept"),
     ):
-        parser_of = add_command(commands, name, function, purpose, f"\n  ./launch.sh {name} bert-mini")
-        _add_address(parser_of)
-        parser_of.add_argument("job", metavar="JOB", help="the run's name")
+        parser = add_command(commands, name, function, purpose, f"\n  ./launch.sh {name} bert-mini")
+        _add_address(parser)
+        _add_job(parser)
 
-    logs = add_command(commands, "logs", _logs, "what a job has printed", "\n  ./launch.sh logs -f bert-mini")
-    _add_address(logs)
-    logs.add_argument("-f", "--follow", action="store_true", help="go on to its end")
-    logs.add_argument("job", metavar="JOB", help="the run's name")
 
-    listing = add_command(commands, "list", _list, "all jobs of a cluster", "\n  ./launch.sh list")
-    _add_address(listing)
+def _add_logs(commands: Any) -> None:
+    parser = add_command(commands, "logs", _logs, "print the output of a job", "\n  ./launch.sh logs -f bert-mini")
+    _add_address(parser)
+    parser.add_argument("-f", "--follow", action="store_true", help="continue until the job finishes")
+    _add_job(parser)
 
-    up = add_command(
+
+def _add_up(commands: Any) -> None:
+    parser = add_command(
         commands,
         "up",
         _up,
-        "start a cluster of node processes on this machine",
+        "start a Ray cluster on this machine",
         """
   ./launch.sh up
-  ./launch.sh up --nodes 3 --cpus-per-node 1""",
+  ./launch.sh up --nodes 3 --cpus-per-node 1
+  ./launch.sh up --join""",
     )
-    up.add_argument("--nodes", type=_positive, default=1, metavar="N", help="node processes (default: 1)")
-    up.add_argument(
+    parser.add_argument("--nodes", type=positive_int, default=1, metavar="N", help="node processes (default: 1)")
+    parser.add_argument(
         "--cpus-per-node",
-        type=_positive,
+        type=positive_int,
         default=0,
         metavar="N",
-        help="CPUs of each; otherwise the cores, shared out",
+        help="CPUs of each node (default: the machine's cores, divided by the number of nodes)",
     )
-    up.add_argument(
-        "--host", default="", metavar="IP", help="this machine's address that the nodes of others reach it at"
+    parser.add_argument(
+        "--host", default="", metavar="IP", help="address of this machine that other machines connect to"
     )
-    up.add_argument("--join", action="store_true", help="add a node to the cluster that runs here already")
-    add_command(commands, "down", _down, "end the cluster that `up` started", "\n  ./launch.sh down")
-    add_manifest(commands)
-    doctor = add_command(
+    parser.add_argument("--join", action="store_true", help="add a node to the cluster that already runs here")
+
+
+def _add_down(commands: Any) -> None:
+    add_command(commands, "down", _down, "stop the cluster that `up` started", "\n  ./launch.sh down")
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = add_command(
         commands,
         "doctor",
         _doctor,
-        "what this machine or a cluster has, what is missing and what to do about it",
+        "check this machine or a cluster, and say how to fix what is missing",
         """
   ./launch.sh doctor
   ./launch.sh doctor --cluster
   ./launch.sh doctor --address http://127.0.0.1:8265 --dir /mnt/shared/bert""",
     )
-    _add_address(doctor)
-    doctor.add_argument("--cluster", action="store_true", help="check the cluster that `up` started here")
-    doctor.add_argument(
+    add_address(parser, "check the cluster with this dashboard URL")
+    parser.add_argument("--cluster", action="store_true", help="check the cluster that `up` started here")
+    parser.add_argument(
         "--dir",
         type=local_path,
         metavar="FOLDER",
-        help="folder that all machines of the cluster should share; otherwise this one",
+        help="folder that all machines of the cluster should share (default: the current directory)",
     )
-    doctor.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    return parser
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def _add_address(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--address",
-        default="",
-        metavar="URL",
-        help="the cluster's dashboard; otherwise the one that `up` started here",
-    )
-    parser.add_argument(
-        "--allow-plain-http",
-        action="store_true",
-        help="send the token over unencrypted http to another machine: whoever reads it may run code on the cluster",
-    )
+    add_address(parser, "dashboard URL of the cluster (default: the cluster that `up` started here)")
 
 
-def _positive(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise InputError(f"{text}: a whole number from 1 is wanted.")
-    return int(text)
+def _add_job(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("job", metavar="JOB", help="name of the run")
 
 
 if __name__ == "__main__":

@@ -1,24 +1,37 @@
-"""The command line: python -m finetune COMMAND. Nothing heavy is imported until a command needs it."""
+"""The fine-tuning command line: python -m finetune COMMAND. A command imports what it needs when it runs."""
 
 from __future__ import annotations
 
 import argparse
-import io
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pretrain.commands import add_command, exit_code, is_alone, is_follower, local_path, make_parser, train
+from pretrain import demo as pretraining_demo
+from pretrain.commands import (
+    add_command,
+    add_run_options,
+    add_set,
+    add_workers,
+    exit_code,
+    local_path,
+    make_parser,
+    positive_int,
+)
 from pretrain.common.errors import InputError
 
 if TYPE_CHECKING:
     from finetune.config import FinetuneConfig
 
-_TARGET = "finetune.train:main"
+_PREDICT_FIELDS = {
+    "text": "one text",
+    "pair": "the second text of a pair",
+    "question": "one question",
+    "context": "the text that answers the question",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,53 +44,70 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
 
 
-def _dispatch(argv: list[str]) -> int | None:
-    if argv[:1] == ["demo"]:  # its options are those of the pretraining's demo
-        from finetune import demo
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of every command, for the command line and the command reference."""
+    parser = make_parser("Fine-tune BERT-style checkpoints for classification, named entities and question answering.")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in (_add_demo, _add_finetune, _add_evaluate, _add_predict, _add_export, _add_sweep, _add_glue):
+        add(commands)
+    return parser
 
-        return demo.main(argv[1:])
-    if argv[:1] == ["bench"]:
+
+def _dispatch(argv: list[str]) -> int:
+    if argv[:1] == ["bench"]:  # its parser is in a module that imports torch
         from finetune.bench import finetuning as bench
 
         return bench.main(argv[1:])
-    arguments = _parser().parse_args(argv)
-    return arguments.command(arguments)
+    arguments = build_parser().parse_args(argv)
+    return arguments.command(arguments) or 0
+
+
+# ---------------------------------------------------------------- what the commands do
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    from finetune import demo
+    from pretrain.__main__ import main as pretrain
+
+    return demo.run(arguments, pretrain, main)
 
 
 def _finetune(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
     if arguments.seeds is not None:
-        _seeds(config, arguments)
+        _finetune_seeds(config, arguments)
         return
     if arguments.parallel:
-        raise InputError("--parallel: says how many of several runs go at once. Add --seeds N.")
-    alone = is_alone(config, arguments.no_ray)
+        raise InputError("--parallel: limits how many of several runs train at a time. Add --seeds N.")
+    if arguments.dry_run:
+        _dry_run(config, arguments)
+        return
     from finetune import runs
-    from pretrain import preflight
 
-    if is_follower():  # the first process says what is wrong
-        if not arguments.dry_run and not runs.is_finished(config, resume=True):
-            train(_TARGET, config, arguments.resume, 0, alone=True)
+    trained = runs.start(config, resume=arguments.resume, no_ray=arguments.no_ray)
+    if trained is not None:
+        print(runs.summary(trained))
+
+
+def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
+    from finetune import runs
+    from pretrain import launch, preflight
+
+    alone = launch.is_alone(config, arguments.no_ray)
+    if launch.is_follower():
         return
     if runs.is_finished(config, arguments.resume):
-        print(f"{config.folder}: finished already.")
+        launch.say_finished(config)
         return
     plan = runs.plan(config, alone)
-    if arguments.dry_run:
-        print(runs.describe(preflight.as_begun(config) if arguments.resume else config, plan))
-        return
-    print(runs.describe_start(config, plan))
-    with preflight.only_run(config.folder):
-        config = runs.begin(config, arguments.resume, [sys.executable, *sys.orig_argv[1:]])
-        train(_TARGET, config, arguments.resume, plan.steps, alone=alone)
-    print(runs.summary(config))
+    print(runs.describe(preflight.as_begun(config) if arguments.resume else config, plan))
 
 
-def _seeds(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
+def _finetune_seeds(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
     from finetune.experiments.sweep import run_seeds
 
     if arguments.no_ray or "RANK" in os.environ:
-        raise InputError("--seeds: several runs go through Ray. Leave --no-ray and torchrun out.")
+        raise InputError("--seeds: several runs need Ray. Remove --no-ray, and do not use torchrun.")
     run_seeds(config, arguments.seeds, parallel=arguments.parallel, dry_run=arguments.dry_run)
 
 
@@ -113,91 +143,29 @@ def _glue(arguments: argparse.Namespace) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
-    from finetune import runs
+    from finetune.artifacts.evaluation import evaluate
     from pretrain.common.thread_waits import sleeping_when_crowded
 
     with sleeping_when_crowded():
-        print(runs.evaluate(arguments.model, arguments.file, arguments.out, arguments.precision))
+        print(evaluate(arguments.model, arguments.file, arguments.out, arguments.precision))
 
 
 def _predict(arguments: argparse.Namespace) -> None:
-    from finetune import load
-    from finetune.artifacts.predict import read_records
-    from finetune.artifacts.saved import prediction_lines, write_predictions
-    from pretrain.common.thread_waits import sleeping_when_crowded
+    source = "-" if arguments.input is None else arguments.input
+    fields = {name: text for name in _PREDICT_FIELDS if (text := getattr(arguments, name)) is not None}
+    if fields and arguments.input is not None:
+        raise InputError(f"predict: got both {source} and --{next(iter(fields))}. Give one of them.")
+    if not fields and source == "-" and sys.stdin.isatty():
+        raise InputError("predict: no input. Give --text, a file, or lines on standard input.")
+    from finetune.artifacts.prediction import predict
 
-    source, out = "-" if arguments.input is None else arguments.input, arguments.out
-    given = {
-        key: value for key in ("text", "pair", "question", "context") if (value := getattr(arguments, key)) is not None
-    }
-    if given and arguments.input is not None:
-        raise InputError(f"predict: both {source} and --{next(iter(given))} are given. Give one of them.")
-    if not given and source == "-" and sys.stdin.isatty():
-        raise InputError("predict: nothing to read. Give --text, a file, or lines on standard input.")
-    model = load(arguments.model, precision=arguments.precision)
-    if given:
-        record: Any = given["text"] if set(given) == {"text"} else given
-        _write_lines(map(_as_line, model.stream_lines([(1, record)], "record")), out)
-    elif source == "-" or _is_stream(Path(source)):
-        with _lines(source) as (lines, where), sleeping_when_crowded():
-            _write_lines(map(_as_line, model.stream_lines(read_records(lines, where), where, live=True)), out)
-    else:
-        examples = model.task.read_file(source, labelled=False)
-        with sleeping_when_crowded():
-            predictions = model.predict(examples)
-        if out is None:
-            _write_lines(prediction_lines(model.task, examples, predictions), None)
-        else:
-            write_predictions(out, model.task, examples, predictions)
-
-
-def _is_stream(path: Path) -> bool:
-    """Whether it is a pipe or a terminal, such as bash's <(command)."""
-    return path.is_fifo() or path.is_char_device()
-
-
-def _as_line(record: dict[str, Any]) -> str:
-    return json.dumps(record, ensure_ascii=False)
-
-
-def _write_lines(lines: Iterable[str], out: Path | None) -> None:
-    """Into the file `out`, whole or not at all, or at once on standard output."""
-    from pretrain.common.files import atomic_open
-
-    if out is None:
-        for line in lines:
-            print(line, flush=True)
-        return
-    with atomic_open(out, "w") as file:
-        for line in lines:
-            file.write(line + "\n")
+    predict(arguments.model, source, arguments.out, arguments.precision, fields)
 
 
 def _export(arguments: argparse.Namespace) -> None:
     from finetune.artifacts.export import export
 
     print(export(arguments.model, arguments.out, onnx=arguments.onnx))
-
-
-def _lines(source: str) -> Any:
-    """A context with the lines of a file or of standard input, and what to call it."""
-    import contextlib
-
-    @contextlib.contextmanager
-    def opened() -> Iterator[tuple[Any, str]]:
-        name = "standard input" if source == "-" else source
-        try:
-            # Whatever the locale: a container's would let through bytes that are no UTF-8.
-            with nullcontext(sys.stdin.buffer) if source == "-" else Path(source).open("rb") as raw:
-                yield io.TextIOWrapper(raw, encoding="utf-8-sig", newline="\n"), name
-        except UnicodeDecodeError as error:
-            raise InputError(f"{name}: not UTF-8 ({error.reason} at byte {error.start}). Convert it first.") from None
-        except OSError as error:
-            if isinstance(error, BrokenPipeError):
-                raise
-            raise InputError(f"{name}: cannot be read ({error.strerror}).") from None
-
-    return opened()
 
 
 def _config(arguments: argparse.Namespace) -> FinetuneConfig:
@@ -207,7 +175,7 @@ def _config(arguments: argparse.Namespace) -> FinetuneConfig:
 
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
-    """--set and the settings that have an option of their own."""
+    """--set, and the options that stand for a setting."""
     overrides = list(arguments.set)
     if arguments.workers is not None:
         overrides.append(f"scheduling.workers={arguments.workers}")
@@ -216,120 +184,69 @@ def _overrides(arguments: argparse.Namespace) -> list[str]:
     return overrides
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = make_parser(
-        "./launch.sh",
-        "Fine-tune BERT-family checkpoints to classification, named entities and span questions.",
-    )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+# ---------------------------------------------------------------- their parsers
 
-    finetune = add_command(
+
+def _add_demo(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "demo",
+        _demo,
+        "prepare, pretrain, fine-tune and report on the docstrings of this Python installation",
+        pretraining_demo.EXAMPLES,
+    )
+    pretraining_demo.add_options(parser)
+
+
+def _add_finetune(commands: Any) -> None:
+    parser = add_command(
         commands,
         "finetune",
         _finetune,
-        "train a task's model from a checkpoint",
+        "train a model for one task from a checkpoint",
         """
   ./launch.sh finetune configs/finetune/sst2.yaml --from exported/bert-mini
   ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --workers 2
   ./launch.sh finetune my-task.yaml --set training.preset=stable --resume
   ./launch.sh finetune my-task.yaml --from bert-base-uncased/ --seeds 5""",
     )
-    _add_config(finetune)
-    _add_several(finetune)
-    finetune.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
-    finetune.add_argument(
-        "--no-ray", action="store_true", help="train in this process alone (as under torchrun, without Ray)"
-    )
+    _add_config(parser)
+    _add_several(parser)
+    add_run_options(parser)
 
-    sweep = add_command(
-        commands,
-        "sweep",
-        _sweep,
-        "try a grid of settings, through Ray Tune",
-        """
-  ./launch.sh sweep my-task.yaml --from bert-base-uncased/
-  ./launch.sh sweep my-task.yaml --from exported/bert-mini --grid small-bert --parallel 2
-  ./launch.sh sweep my-task.yaml --grid-set training.learning_rate=1e-5,3e-5 --seeds 3""",
-    )
-    _add_config(sweep)
-    _add_several(sweep)
-    sweep.add_argument(
-        "--grid",
-        choices=("devlin", "small-bert"),
-        help="that of Devlin et al. (18 points; the default) or of the smaller models (20 points)",
-    )
-    sweep.add_argument(
-        "--grid-set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE,VALUE",
-        help="values of one setting, in place of or beside those of --grid; may be repeated",
-    )
-    sweep.add_argument(
-        "--keep",
-        choices=("best", "all"),
-        default="best",
-        help="whose models stay on the disk (default: best)",
-    )
 
-    glue = add_command(
-        commands,
-        "glue",
-        _glue,
-        "every task of GLUE, and the table of the BERT paper",
-        """
-  ./launch.sh glue --from bert-base-uncased/ --glue-dir glue_data/
-  ./launch.sh glue --from exported/bert-mini --glue-dir glue_data/ --tasks sst2,rte --seeds 5
-  ./launch.sh glue template.yaml --from exported/bert-mini --glue-dir glue_data/ --submission out/""",
-    )
-    _add_config(glue, "settings for all tasks (default: those of Devlin et al.)", optional=True)
-    _add_several(glue)
-    glue.add_argument(
-        "--glue-dir",
-        metavar="DIR",
-        help="GLUE's downloads, with folders CoLA, SST-2, ... (classification.glue_dir)",
-    )
-    glue.add_argument(
-        "--tasks",
-        metavar="NAME,NAME",
-        help="cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli; otherwise all there are",
-    )
-    glue.add_argument(
-        "--submission",
-        type=local_path,
-        metavar="DIR",
-        help="predict the official test sets with each task's best run, and write gluebenchmark.com's files",
-    )
-
-    evaluate = add_command(
+def _add_evaluate(commands: Any) -> None:
+    parser = add_command(
         commands,
         "evaluate",
         _evaluate,
-        "official scores on a labelled file",
+        "score a fine-tuned model on labelled data with the task's official metrics",
         """
   ./launch.sh evaluate runs/sst2
   ./launch.sh evaluate runs/sst2 other.tsv --out scores/""",
     )
-    _add_model(evaluate)
-    evaluate.add_argument(
+    _add_model(parser)
+    parser.add_argument(
         "file",
         nargs="?",
         metavar="FILE",
-        help="labelled file; otherwise the dev sets of the config, and its test sets that have labels",
+        help="labelled file (default: the dev sets of the config, and its labelled test sets)",
     )
-    evaluate.add_argument(
+    parser.add_argument(
         "--out",
         type=local_path,
         metavar="DIR",
-        help="folder for metrics.json and predictions (default: evaluation/ in the run folder, EXPORT-evaluation/ beside "
-        "an export)",
+        help="folder for metrics.json and predictions (default: evaluation/ in the run folder, or "
+        "NAME-evaluation/ beside an export)",
     )
 
-    predict = add_command(
+
+def _add_predict(commands: Any) -> None:
+    parser = add_command(
         commands,
         "predict",
         _predict,
-        "predictions for a file, or for lines of text or JSON",
+        "predict labels, entities or answers for a file, standard input or one text",
         """
   ./launch.sh predict runs/sst2 --text "a lovely film"
   ./launch.sh predict runs/rte --text "A man sleeps." --pair "Somebody rests."
@@ -338,98 +255,144 @@ def _parser() -> argparse.ArgumentParser:
   ./launch.sh predict runs/ner texts.jsonl --out spans.jsonl
   cat texts.txt | ./launch.sh predict runs/sst2""",
     )
-    _add_model(predict)
-    predict.add_argument(
+    _add_model(parser)
+    parser.add_argument(
         "input",
         nargs="?",
         metavar="FILE",
-        help=".csv, .tsv, .jsonl, .json, .parquet with the config's columns, or .txt with a text a line; otherwise, "
-        "or with -, lines of text or JSON on standard input",
+        help=".csv, .tsv, .jsonl, .json or .parquet with the config's columns, or .txt with one text per line; "
+        "without FILE or with -, lines of text or JSON are read from standard input",
     )
-    predict.add_argument(
+    parser.add_argument(
         "--out",
         type=local_path,
         metavar="FILE",
-        help="JSON Lines to write, and beside them what the task's scorers read; otherwise standard output",
+        help="JSON Lines to write, beside files for the task's official scorers (default: standard output)",
     )
-    for name, what in (
-        ("text", "one text"),
-        ("pair", "its second text"),
-        ("question", "a question"),
-        ("context", "the text to answer from"),
-    ):
-        predict.add_argument(f"--{name}", metavar="TEXT", help=what)
+    for name, purpose in _PREDICT_FIELDS.items():
+        parser.add_argument(f"--{name}", metavar="TEXT", help=purpose)
 
-    export = add_command(
+
+def _add_export(commands: Any) -> None:
+    parser = add_command(
         commands,
         "export",
         _export,
-        "a model to take along: Hugging Face layout, ONNX",
+        "write a fine-tuned model in the Hugging Face layout, with --onnx also as ONNX",
         """
   ./launch.sh export runs/sst2 exported/sst2
   ./launch.sh export runs/sst2 exported/sst2 --onnx""",
     )
-    export.add_argument("model", type=Path, metavar="MODEL", help="a fine-tuned model, or its run folder")
-    export.add_argument("out", type=local_path, metavar="DIR", help="folder to make; an earlier export is replaced")
-    export.add_argument(
-        "--onnx", action="store_true", help="also write model.onnx (packages: onnx, onnxscript, onnxruntime)"
+    parser.add_argument("model", type=Path, metavar="MODEL", help="fine-tuned model, or its run folder")
+    parser.add_argument("out", type=local_path, metavar="DIR", help="folder to write; replaces an earlier export")
+    parser.add_argument(
+        "--onnx", action="store_true", help="also write model.onnx (needs onnx, onnxscript and onnxruntime)"
     )
-    return parser
+
+
+def _add_sweep(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "sweep",
+        _sweep,
+        "fine-tune with every combination of a grid of settings",
+        """
+  ./launch.sh sweep my-task.yaml --from bert-base-uncased/
+  ./launch.sh sweep my-task.yaml --from exported/bert-mini --grid small-bert --parallel 2
+  ./launch.sh sweep my-task.yaml --grid-set training.learning_rate=1e-5,3e-5 --seeds 3""",
+    )
+    _add_config(parser)
+    _add_several(parser)
+    parser.add_argument(
+        "--grid",
+        choices=("devlin", "small-bert"),
+        help="grid of Devlin et al. 2019 (18 points, the default) or of the smaller BERT models (20 points)",
+    )
+    parser.add_argument(
+        "--grid-set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE,VALUE",
+        help="values of one setting, added to --grid or replacing its values; may be repeated",
+    )
+    parser.add_argument(
+        "--keep", choices=("best", "all"), default="best", help="models to keep on disk (default: best)"
+    )
+
+
+def _add_glue(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "glue",
+        _glue,
+        "fine-tune on every GLUE task and print the results table of the BERT paper",
+        """
+  ./launch.sh glue --from bert-base-uncased/ --glue-dir glue_data/
+  ./launch.sh glue --from exported/bert-mini --glue-dir glue_data/ --tasks sst2,rte --seeds 5
+  ./launch.sh glue template.yaml --from exported/bert-mini --glue-dir glue_data/ --submission out/""",
+    )
+    _add_config(parser, "settings for all tasks (default: those of Devlin et al. 2019)", optional=True)
+    _add_several(parser)
+    parser.add_argument(
+        "--glue-dir", metavar="DIR", help="GLUE data with folders CoLA, SST-2, ... (sets classification.glue_dir)"
+    )
+    parser.add_argument(
+        "--tasks",
+        metavar="NAME,NAME",
+        help="some of cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte, wnli (default: all in --glue-dir)",
+    )
+    parser.add_argument(
+        "--submission",
+        type=local_path,
+        metavar="DIR",
+        help="predict the official test sets with each task's best run, and write the files for gluebenchmark.com",
+    )
+
+
+# ---------------------------------------------------------------- options that several take
 
 
 def _add_config(
     parser: argparse.ArgumentParser,
-    what: str = "the task's YAML file, see configs/finetune",
+    purpose: str = "YAML file of the task; see configs/finetune",
     optional: bool = False,
 ) -> None:
-    parser.add_argument("config", type=Path, metavar="CONFIG", nargs="?" if optional else None, help=what)
+    parser.add_argument("config", type=Path, metavar="CONFIG", nargs="?" if optional else None, help=purpose)
     parser.add_argument(
         "--from",
         dest="start_from",
         type=local_path,
         metavar="DIR",
-        help="checkpoint to start from: a released one, an export or a run (start_from)",
+        help="checkpoint to start from: a released model, an export or a run folder (overrides start_from)",
     )
-    parser.add_argument("--workers", type=int, metavar="N", help="worker processes (scheduling.workers)")
-    parser.add_argument(
-        "--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting; may be repeated"
-    )
+    add_workers(parser)
+    add_set(parser)
 
 
 def _add_several(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--seeds",
-        type=_count,
+        type=positive_int,
         metavar="N",
-        help="this many runs, with seed, seed + 1, ..., each in a folder of its own",
+        help="train N runs with seeds seed, seed + 1, ..., each in its own folder",
     )
     parser.add_argument(
         "--parallel",
-        type=_count,
+        type=positive_int,
         default=0,
         metavar="N",
-        help="runs at once (default: one a GPU, or one a machine without GPUs)",
+        help="runs that train at a time (default: one per GPU, or one per machine without GPUs)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print what would be done, and do nothing")
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError
-    return number
-
-
-_count.__name__ = "whole number above 0"  # what argparse calls it
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, then exit")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL", help="a fine-tuned model, or its run folder")
+    parser.add_argument("model", type=Path, metavar="MODEL", help="fine-tuned model, or its run folder")
     parser.add_argument(
         "--precision",
         choices=("auto", "bf16", "fp16", "fp32"),
         default="auto",
-        help="of the arithmetic (default: auto, as the model was trained, unless this machine is slow in it)",
+        help="precision of the computation; auto takes that of training unless it is slow here (default: auto)",
     )
 
 

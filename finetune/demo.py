@@ -1,7 +1,7 @@
-"""The demo, whole: pretraining on the embedded corpus, then three fine-tunings on labels that it carries itself.
+"""The whole demo: pretrain on the embedded corpus, then fine-tune on three labelled sets extracted from it.
 
-Each is trained from the pretrained weights and from random ones, with the same data and steps: the difference is what
-pretraining is worth.
+Each model is trained from the pretrained weights and from random ones, with the same data and steps. The difference
+in scores shows what pretraining adds.
 """
 
 from __future__ import annotations
@@ -11,133 +11,157 @@ import json
 import shutil
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from finetune.artifacts.saved import MODEL, SCORES
+from finetune.demo_data import write_sets
 from pretrain import demo as pretraining
 from pretrain.common.files import MANIFEST, write_json
+from pretrain.demo import RunCommand
 from pretrain.reporting.report import FINETUNED
 
-_CONFIGS = Path(__file__).resolve().parent.parent / "configs" / "finetune"
-TASKS = {
-    "packages": "Which package does a passage come from?",
-    "names": "Which words are code names?",
-    "returns": "What does the function return?",
-}
-STARTS = {"pretrained": False, "random": True}
-_COUNTS = "counts.json"  # of the labelled sets, written when all are there
+STARTS = {"pretrained": False, "random": True}  # name -> value of the setting random_weights
+_COUNTS = "counts.json"  # of the labelled sets, written after all of them
 _SHOWN = 4  # predictions of each task in the report
+_LONGEST = 320  # characters of a text in the report
 
 
-def main(argv: Sequence[str]) -> int:
-    """Run the demo with these command-line arguments; returns the exit code of the first stage that fails."""
-    arguments = pretraining.parser().parse_args(argv)
-    began = time.monotonic()
-    code = pretraining.run(arguments, more_stages=len(TASKS) + 1)
-    if code:
-        return code
-    code = _finetune(arguments)
-    if code:
-        return code
-    pretraining.report(arguments, began)
-    return 0
+@dataclass(frozen=True)
+class DemoTask:
+    """A fine-tuning of the demo."""
+
+    name: str
+    title: str
+    section: str  # of the config
 
 
-def _finetune(arguments: argparse.Namespace) -> int:
-    from finetune.__main__ import main as command_line
-    from finetune.demo_data import write_sets
+TASKS = (
+    DemoTask("packages", "Which package does a passage come from?", "classification"),
+    DemoTask("names", "Which words are code names?", "entities"),
+    DemoTask("returns", "What does the function return?", "questions"),
+)
 
-    run: Path = arguments.run_dir
-    data, folder = run / "labelled", run / "finetuned"
+
+def run(arguments: argparse.Namespace, pretrain: RunCommand, finetune: RunCommand) -> int:
+    """Run the demo and write its report.
+
+    Args:
+        arguments: the demo's options.
+        pretrain: the command line of `python -m pretrain`.
+        finetune: the command line of `python -m finetune`.
+
+    Returns:
+        The exit code of the first stage that fails, or 0.
+    """
+    started = time.monotonic()
+    code = pretraining.run_stages(arguments, pretrain, more_stages=len(TASKS) + 1) or _finetune(arguments, finetune)
+    if not code:
+        pretraining.write_report(arguments, started)
+    return code
+
+
+def _finetune(arguments: argparse.Namespace, run_command: RunCommand) -> int:
+    folder: Path = arguments.run_dir
+    data = folder / "labelled"
     total = pretraining.STAGES + len(TASKS) + 1
-    print(f"\n[{pretraining.STAGES}/{total}] three labelled sets out of the corpus: {data}", flush=True)
-    # Made once, as the corpus is: the packages installed may be others when the demo is run again.
+    print(f"\n[{pretraining.STAGES}/{total}] extracting three labelled sets from the corpus: {data}", flush=True)
+    # Written once, as the corpus is: other packages may be installed when the demo runs again.
     if not (data / _COUNTS).is_file():
         write_json(data / _COUNTS, write_sets(data))
     counts = json.loads((data / _COUNTS).read_text(encoding="utf-8"))
     results = []
-    for number, (task, title) in enumerate(TASKS.items(), pretraining.STAGES + 1):
-        sizes = counts[task]
-        print(
-            f"\n[{number}/{total}] {title} ({sizes['train']:,} examples, {sizes['dev']:,} held out)",
-            flush=True,
-        )
-        for start, random_weights in STARTS.items():
-            target = folder / f"{task}-{start}"
-            if not (target / MODEL / MANIFEST).is_file():
-                shutil.rmtree(target, ignore_errors=True)
-                settings = {
-                    "name": f"demo-{task}-{start}",
-                    "run_dir": target,
-                    "start_from": run / "export",
-                    "random_weights": str(random_weights).lower(),
-                    f"{_section(task)}.train": data / f"{task}-train.jsonl",
-                    f"{_section(task)}.dev": data / f"{task}-dev.jsonl",
-                }
-                words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
-                code = command_line(["finetune", str(_CONFIGS / "demo" / f"{task}.yaml"), "--no-ray", *words])
-                if code:
-                    return code
-        results.append(_result(task, title, folder, data, sizes))
+    for number, task in enumerate(TASKS, pretraining.STAGES + 1):
+        sizes = counts[task.name]
+        print(f"\n[{number}/{total}] {task.title} ({sizes['train']:,} examples, {sizes['dev']:,} held out)", flush=True)
+        for start in STARTS:
+            code = _train(task, start, folder, data, run_command)
+            if code:
+                return code
+        results.append(_result(task, folder / "finetuned", data, sizes))
         print(f"      {_line(results[-1])}", flush=True)
-    write_json(run / FINETUNED, results)
+    write_json(folder / FINETUNED, results)
     return 0
 
 
-def _section(task: str) -> str:
-    return {"packages": "classification", "names": "entities", "returns": "questions"}[task]
+def _train(task: DemoTask, start: str, folder: Path, data: Path, run_command: RunCommand) -> int:
+    """Fine-tune, unless an earlier demo finished this model. Returns an exit code."""
+    target = folder / "finetuned" / f"{task.name}-{start}"
+    if (target / MODEL / MANIFEST).is_file():
+        return 0
+    shutil.rmtree(target, ignore_errors=True)
+    settings = {
+        "name": f"demo-{task.name}-{start}",
+        "run_dir": target,
+        "start_from": folder / "export",
+        "random_weights": str(STARTS[start]).lower(),
+        f"{task.section}.train": data / f"{task.name}-train.jsonl",
+        f"{task.section}.dev": data / f"{task.name}-dev.jsonl",
+    }
+    words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
+    config = pretraining.CONFIGS / "finetune" / "demo" / f"{task.name}.yaml"
+    return run_command(["finetune", str(config), "--no-ray", *words])
 
 
-def _result(task: str, title: str, folder: Path, data: Path, sizes: dict[str, int]) -> dict[str, Any]:
-    """What the report shows of one task."""
-    scores = {start: json.loads((folder / f"{task}-{start}" / SCORES).read_text(encoding="utf-8")) for start in STARTS}
+# ---------------------------------------------------------------- results
+
+
+def _result(task: DemoTask, folder: Path, data: Path, sizes: dict[str, int]) -> dict[str, Any]:
+    """What the report shows of a task."""
+    scores = {start: json.loads((folder / f"{task.name}-{start}" / SCORES).read_text("utf-8")) for start in STARTS}
     metric = scores["pretrained"]["metric"]
+    predictions = folder / f"{task.name}-pretrained" / "predictions" / "dev.jsonl"
     return {
-        "title": title,
+        "title": task.title,
         "metric": metric.replace("_", " "),
         "train": sizes["train"],
         "dev": sizes["dev"],
         "scores": {start: one["scores"]["dev"][metric] for start, one in scores.items()},
-        "examples": _examples(
-            task, folder / f"{task}-pretrained" / "predictions" / "dev.jsonl", data / f"{task}-dev.jsonl"
-        ),
+        "examples": _examples(task, _read_lines(predictions), _read_lines(data / f"{task.name}-dev.jsonl")),
     }
 
 
 def _line(result: dict[str, Any]) -> str:
-    pretrained, drawn = (result["scores"][start] for start in STARTS)
-    return f"{result['metric']} {pretrained:.3f} from pretrained weights, {drawn:.3f} from random ones"
+    pretrained, random = (result["scores"][start] for start in STARTS)
+    return f"{result['metric']} {pretrained:.3f} from pretrained weights, {random:.3f} from random weights"
 
 
-def _examples(task: str, predictions: Path, gold: Path) -> list[dict[str, Any]]:
-    """A few held-out texts as pieces of text with what was predicted of them: {"pieces": [[text, mark]], "note": ...}."""
-    made, rows = (
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()] for path in (predictions, gold)
+def _read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def _examples(task: DemoTask, predictions: list[dict[str, Any]], gold: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A few short held-out texts with their predictions: {"pieces": [[text, mark]], "note": ...}."""
+    show = {"packages": _package_example, "names": _names_example, "returns": _returns_example}[task.name]
+    short = (
+        show(prediction, row)
+        for prediction, row in zip(predictions, gold, strict=True)
+        if len(row.get("context", row.get("text", ""))) <= _LONGEST
     )
-    shown = []
-    for prediction, row in zip(made, rows, strict=True):
-        if len(row.get("context", row.get("text", ""))) > 320:
-            continue
-        if task == "packages":
-            note = f"{prediction['label']} ({prediction['score']:.0%}); truth: {row['label']}"
-            shown.append({"pieces": [[row["text"], ""]], "note": note})
-        elif task == "names":
-            found = [(one["start"], one["end"]) for one in prediction["entities"]]
-            truth = {(one["start"], one["end"]) for one in row["entities"]}
-            note = f"{len(truth.intersection(found))} of {len(truth)} found, {len(set(found) - truth)} wrong"
-            shown.append({"pieces": _pieces(row["text"], found), "note": note})
-        else:
-            spans = [(prediction["start"], prediction["end"])] if prediction["answer"] else []
-            note = f"{row['question']} Truth: {row['answers']['text'][0]}"
-            shown.append({"pieces": _pieces(row["context"], spans), "note": note})
-        if len(shown) == _SHOWN:
-            break
-    return shown
+    return [example for example, _ in zip(short, range(_SHOWN), strict=False)]
+
+
+def _package_example(prediction: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    note = f"{prediction['label']} ({prediction['score']:.0%}); truth: {row['label']}"
+    return {"pieces": [[row["text"], ""]], "note": note}
+
+
+def _names_example(prediction: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    predicted = [(one["start"], one["end"]) for one in prediction["entities"]]
+    truth = {(one["start"], one["end"]) for one in row["entities"]}
+    note = f"{len(truth.intersection(predicted))} of {len(truth)} found, {len(set(predicted) - truth)} wrong"
+    return {"pieces": _pieces(row["text"], predicted), "note": note}
+
+
+def _returns_example(prediction: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    spans = [(prediction["start"], prediction["end"])] if prediction["answer"] else []
+    note = f"{row['question']} Truth: {row['answers']['text'][0]}"
+    return {"pieces": _pieces(row["context"], spans), "note": note}
 
 
 def _pieces(text: str, spans: Sequence[tuple[int, int]]) -> list[list[str]]:
-    """[text, "found" or ""] from the first character to the last."""
+    """[text, "found" or ""] from the first character to the last; `spans` are marked "found"."""
     pieces, at = [], 0
     for start, end in sorted(spans):
         pieces += [[text[at:start], ""], [text[start:end], "found"]]

@@ -1,8 +1,8 @@
-"""Three labelled sets that the demo's embedded corpus carries in itself: nothing is downloaded, nobody annotated.
+"""Three labelled sets extracted from the demo's embedded corpus, without downloads or annotators.
 
-packages  which package a passage of documentation comes from
-names     code names in prose: what the author had put between backticks, which are taken away
-returns   the words that say what a function returns
+packages  the package that a passage of documentation comes from
+names     code names in prose: what the author set between backticks, which are removed
+returns   the phrase that says what a function returns
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pretrain.common.files import atomic_open
 from pretrain.corpus.sources.docstrings import find_modules, running_text
 
 PACKAGES = 6
-_MOST_MODULES = 250  # of a package: enough text, read in seconds
+_MODULES_PER_PACKAGE = 250  # enough text, read in seconds
 _DEV_SHARE = 0.2
 _CODE = re.compile(r"``?(?P<code>[A-Za-z_][\w.]*)(?:\(\))?``?")
 _RETURN = re.compile(
@@ -39,45 +39,59 @@ class _Docstring:
 
 
 def write_sets(folder: Path, *, train: int = 1600, dev: int = 400) -> dict[str, dict[str, int]]:
-    """Write {packages,names,returns}-{train,dev}.jsonl into `folder`: at most so many examples in each; their numbers.
+    """Write {packages,names,returns}-{train,dev}.jsonl into `folder`.
 
-    Modules are held out whole, by a hash of their path, so that no text is on both sides.
+    A module belongs to one split, by a hash of its path, so that no text is in both.
+
+    Args:
+        folder: where to write.
+        train: maximum number of training examples of each set.
+        dev: maximum number of held-out examples of each set.
+
+    Returns:
+        set -> split -> number of examples.
     """
-    makers = {"packages": _packages, "names": _names, "returns": _returns}
+    extractors = {"packages": _packages, "names": _names, "returns": _returns}
     docstrings = list(_docstrings())
     counts: dict[str, dict[str, int]] = {}
-    for kind, make in makers.items():
-        records = make(docstrings)
-        counts[kind] = {}
-        for split, most in (("train", train), ("dev", dev)):
-            chosen = sorted(
-                (record for record in records if _is_held_out(record["document"]) == (split == "dev")),
-                key=lambda record: _hash(json.dumps(record, sort_keys=True)),
-            )[:most]
-            with atomic_open(folder / f"{kind}-{split}.jsonl", "w") as file:
-                for record in chosen:
-                    file.write(json.dumps(record, ensure_ascii=False) + "\n")
-            counts[kind][split] = len(chosen)
+    for kind, extract in extractors.items():
+        records = extract(docstrings)
+        counts[kind] = {
+            split: _write_split(folder / f"{kind}-{split}.jsonl", records, split == "dev", limit)
+            for split, limit in (("train", train), ("dev", dev))
+        }
     return counts
 
 
+def _write_split(path: Path, records: list[dict[str, Any]], held_out: bool, limit: int) -> int:
+    """Write at most `limit` records of one side, in pseudo-random order; returns their number."""
+    chosen = sorted(
+        (record for record in records if _is_held_out(record["document"]) == held_out),
+        key=lambda record: _hash(json.dumps(record, sort_keys=True)),
+    )[:limit]
+    with atomic_open(path, "w") as file:
+        for record in chosen:
+            file.write(json.dumps(record, ensure_ascii=False) + "\n")
+    return len(chosen)
+
+
 def _packages(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
-    """Passages of the packages, as many of each."""
+    """Passages of documentation, the same number from each package."""
     passages: dict[str, dict[str, str]] = defaultdict(dict)
     for one in docstrings:
         for paragraph in running_text(one.text):
             if len(paragraph.split()) >= 12:
                 passages[one.package].setdefault(paragraph, one.module)
-    share = min(map(len, passages.values()), default=0)
+    count = min(map(len, passages.values()), default=0)
     return [
         {"text": text, "label": package, "document": module}
         for package in sorted(passages)
-        for text, module in sorted(passages[package].items(), key=lambda item: _hash(item[0]))[:share]
+        for text, module in sorted(passages[package].items(), key=lambda item: _hash(item[0]))[:count]
     ]
 
 
 def _names(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
-    """Paragraphs in which an author set one to six code names between backticks."""
+    """Paragraphs with one to six code names between backticks."""
     records: dict[str, dict[str, Any]] = {}
     for one in docstrings:
         for paragraph in one.text.split("\n\n"):
@@ -101,7 +115,7 @@ def _without_backticks(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _returns(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
-    """Functions whose documentation says in one phrase what comes back."""
+    """Functions whose documentation says in one phrase what they return."""
     records: dict[str, dict[str, Any]] = {}
     for one in docstrings:
         if not one.name or one.name.startswith("_"):
@@ -126,28 +140,31 @@ def _returns(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
 
 
 def _docstrings() -> Iterator[_Docstring]:
-    """The docstrings of the largest packages, the standard library among them, from some of the modules of each."""
+    """Docstrings from some modules of each of the largest packages. The standard library counts as a package."""
     by_package: dict[str, list[str]] = defaultdict(list)
     for path in find_modules(""):
         by_package[_package(path)].append(path)
     largest = sorted(by_package, key=lambda package: (-len(by_package[package]), package))[:PACKAGES]
-    for path in (path for package in largest for path in sorted(by_package[package], key=_hash)[:_MOST_MODULES]):
-        source = Path(path).read_bytes()
-        if b'"""' not in source:
-            continue
-        try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # invalid escapes in other people's files
-                tree = ast.parse(source)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
-            continue
-        package = _package(path)
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                text = ast.get_docstring(node)
-                if text:
-                    name = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
-                    yield _Docstring(package, path, name, text)
+    for path in (path for package in largest for path in sorted(by_package[package], key=_hash)[:_MODULES_PER_PACKAGE]):
+        for node in _documented_nodes(Path(path).read_bytes()):
+            if text := ast.get_docstring(node):
+                name = node.name if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) else ""
+                yield _Docstring(_package(path), path, name, text)
+
+
+def _documented_nodes(source: bytes) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:
+    """The parts of a module that may have a docstring; none if it does not parse."""
+    if b'"""' not in source:
+        return
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # invalid escapes in other people's files
+            tree = ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
 
 
 def _package(path: str) -> str:

@@ -1,24 +1,38 @@
-"""What every command line of the house is made of. Nothing heavy is imported until a command needs it."""
+"""The parts that every command line of the project is made of. Imports nothing heavy."""
 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pretrain.common.errors import DivergedError, InputError, RunError, StoppedError, printable
+from pretrain.common.errors import InputError, RunError, printable
 from pretrain.common.files import check_local
 
-if TYPE_CHECKING:
-    from pretrain.config import RunConfig
+LAUNCHER = "./launch.sh"
+EXIT_CODES = (
+    "Exit codes: 0 done, 2 invalid input, 3 unfit machine or cluster, 4 training diverged, "
+    "75 stopped and resumable, 130 interrupted."
+)
+
+
+def program() -> str:
+    """The name that the user types before a command: `bertrain` for the console command, otherwise ./launch.sh.
+
+    launch.sh runs the console command too, and names itself in BERTRAIN_PROGRAM.
+    """
+    called = Path(sys.argv[0]).name if sys.argv else ""
+    return os.environ.get("BERTRAIN_PROGRAM") or ("bertrain" if called == "bertrain" else LAUNCHER)
 
 
 def exit_code(run: Callable[[], int | None]) -> int:
-    """What `run` returns; a `RunError` is told in a line and gives its code, a bug keeps its traceback."""
+    """Call `run` and return its exit code, 0 for None.
+
+    A `RunError` is printed as `error: ...` and gives its own exit code. A bug keeps its traceback.
+    """
     try:
         return run() or 0
     except RunError as error:
@@ -30,8 +44,11 @@ def exit_code(run: Callable[[], int | None]) -> int:
         return 130
 
 
+# ---------------------------------------------------------------- parsers
+
+
 class _Parser(argparse.ArgumentParser):
-    """Options may stand before an optional positional, as in `evaluate RUN --precision fp32 FILE`.
+    """Accepts options before an optional positional, as in `evaluate RUN --precision fp32 FILE`.
 
     argparse gives such a positional its default as soon as the one before it is read.
     """
@@ -41,32 +58,35 @@ class _Parser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[argparse.Namespace, list[str]]:
         if self._is_inside or all(action.nargs != "?" for action in self._get_positional_actions()):
             return super().parse_known_args(args, namespace)
-        self._is_inside = True  # what follows comes back here
+        self._is_inside = True  # parse_known_intermixed_args calls this method again
         try:
             return self.parse_known_intermixed_args(args, namespace)
         finally:
             self._is_inside = False
 
 
-def make_parser(prog: str, description: str) -> argparse.ArgumentParser:
-    return _Parser(
-        prog=prog,
-        description=description,
-        epilog="Exit codes: 0 done, 2 your input, 3 the machine or cluster is not fit, 4 training diverged, "
-        "75 stopped but resumable, 130 interrupted.",
-        allow_abbrev=False,
-    )
+def make_parser(description: str) -> argparse.ArgumentParser:
+    """A parser to which commands are added."""
+    return _Parser(prog=program(), description=description, epilog=EXIT_CODES, allow_abbrev=False)
 
 
 def add_command(
     commands: Any, name: str, function: Callable[[argparse.Namespace], Any], purpose: str, examples: str
 ) -> argparse.ArgumentParser:
-    """A command with its examples; `function` gets what was given to it."""
+    """Add a command and return its parser.
+
+    Args:
+        commands: what `add_subparsers` returned.
+        name: the command.
+        function: called with the parsed arguments; stored as `arguments.command`.
+        purpose: one sentence without its full stop, in the imperative mood.
+        examples: lines that name the program as ./launch.sh.
+    """
     parser: argparse.ArgumentParser = commands.add_parser(
         name,
         help=purpose,
         description=f"{purpose[0].upper()}{purpose[1:]}.",
-        epilog=f"examples:{examples}",
+        epilog=f"examples:{examples}".replace(LAUNCHER, program()),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -74,8 +94,41 @@ def add_command(
     return parser
 
 
+def add_set(parser: argparse.ArgumentParser, purpose: str = "override a setting; may be repeated") -> None:
+    """Add --set KEY=VALUE."""
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help=purpose)
+
+
+def add_address(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """Add --address URL and --allow-plain-http, for commands that talk to a cluster."""
+    parser.add_argument("--address", default="", metavar="URL", help=purpose)
+    parser.add_argument(
+        "--allow-plain-http",
+        action="store_true",
+        help="send the token over unencrypted http to another machine; whoever reads it can run code on the cluster",
+    )
+
+
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Add --resume and --no-ray, which every training run takes."""
+    parser.add_argument("--resume", action="store_true", help="continue the run from its newest checkpoint")
+    parser.add_argument(
+        "--no-ray", action="store_true", help="train in this process, without Ray (implied under torchrun)"
+    )
+
+
+def add_workers(parser: argparse.ArgumentParser) -> None:
+    """Add --workers N."""
+    parser.add_argument(
+        "--workers", type=int, metavar="N", help="number of worker processes (overrides scheduling.workers)"
+    )
+
+
+# ---------------------------------------------------------------- argument types
+
+
 def local_text(text: str) -> str:
-    """An argument that may be a path: `InputError` where it is a remote address."""
+    """An argument that may be a path: `InputError` if it is a remote address."""
     try:
         check_local(text)
     except ValueError as error:
@@ -84,63 +137,12 @@ def local_text(text: str) -> str:
 
 
 def local_path(text: str) -> Path:
-    """An argument that is a path of this machine; `InputError` where it is a remote address."""
+    """An argument that is a path of this machine; `InputError` if it is a remote address."""
     return Path(local_text(text))
 
 
-def is_alone(config: RunConfig, no_ray: bool) -> bool:
-    """Whether this process trains, alone or as one of torchrun's; `InputError` where it cannot."""
-    if no_ray and config.scheduling.workers > 1:
-        raise InputError(
-            f"--no-ray: trains in one process, but scheduling.workers is {config.scheduling.workers}. "
-            "Add --workers 1, or start several processes with torchrun."
-        )
-    return no_ray or "RANK" in os.environ
-
-
-def is_follower() -> bool:
-    """Whether this is a process of torchrun's whose first one checks and speaks for all."""
-    return os.environ.get("RANK", "0") != "0"
-
-
-def train(target: str, config: RunConfig, resume: bool, steps: int, *, alone: bool) -> None:
-    """Train to the end: call `target` ("package.module:function") here, or in workers that Ray starts and restarts.
-
-    `steps` is for the live line on the terminal.
-    """
-    from pretrain.tracking.live import follow
-    from pretrain.tracking.records import note_end
-
-    if is_follower():
-        return _start(target, config, resume, alone=alone)
-    try:
-        with follow(config.folder, steps):
-            _start(target, config, resume, alone=alone)
-    except (StoppedError, DivergedError) as error:
-        note_end(config.folder, "stop" if isinstance(error, StoppedError) else "diverged", str(error))
-        raise
-
-
-def _start(target: str, config: RunConfig, resume: bool, *, alone: bool) -> None:
-    payload = {"config": config.model_dump(mode="json"), "resume": resume}
-    if alone:
-        from pretrain.common.worker import Worker
-
-        module, function = target.split(":")
-        getattr(importlib.import_module(module), function)(payload, Worker.from_environment())
-        return
-    from cluster.workers.launch import run
-
-    scheduling = config.scheduling
-    run(
-        target,
-        payload,
-        name=config.name,
-        run_dir=config.folder,
-        workers=scheduling.workers,
-        cpus_per_worker=scheduling.cpus_per_worker,
-        address=scheduling.address,
-        max_failures=scheduling.max_failures,
-        min_workers=scheduling.min_workers,
-        wait_for_nodes_seconds=scheduling.wait_for_nodes_seconds,
-    )
+def positive_int(text: str) -> int:
+    """An argument that is a whole number above 0."""
+    if not (text.isascii() and text.isdigit()) or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
+    return int(text)

@@ -1,6 +1,6 @@
-"""The whole main job on a corpus that every Python installation has: prepare, pretrain, export, report.
+"""The demo's pretraining on a corpus that every Python installation has: prepare, pretrain, export, report.
 
-Each stage is the command that a user would type, run through the same door as the command line's.
+Each stage is a command that a user would type, run through the same command line.
 """
 
 from __future__ import annotations
@@ -9,100 +9,97 @@ import argparse
 import os
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pretrain.commands import local_path
+from pretrain.commands import add_set, local_path, program
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST
 
-_ROOT = Path(__file__).resolve().parent.parent
-_CONFIG = _ROOT / "configs" / "pretrain" / "tiny.yaml"
+PURPOSE = "prepare, pretrain, export and report on the docstrings of this Python installation"
+EXAMPLES = """
+  ./launch.sh demo
+  ./launch.sh demo --workers 1 --fresh
+  ./launch.sh demo --set phases.0.steps=500 --run-dir runs/short-demo"""
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 STAGES = 4
 
+RunCommand = Callable[[Sequence[str]], int]  # a command line: words -> exit code
 
-def main(argv: Sequence[str]) -> int:
-    """Run the demo with these command-line arguments; returns the exit code of the first stage that fails."""
-    arguments = parser().parse_args(argv)
-    began = time.monotonic()
-    code = run(arguments)
-    if not code:
-        report(arguments, began)
-    return code
+_CONFIG = CONFIGS / "pretrain" / "tiny.yaml"
 
 
-def run(arguments: argparse.Namespace, more_stages: int = 0) -> int:
-    """All stages but the report; `more_stages` come between them and it. Returns an exit code."""
-    from pretrain.__main__ import main as command_line
-
-    folder = arguments.run_dir
-    if arguments.fresh and folder.exists():
-        _remove_run(folder)
-    resume = ["--resume"] if any(folder.glob(f"checkpoints/*/{MANIFEST}")) else []
-    settings = _settings(arguments)
-    stages = [
-        ("text to token shards", ["prepare", str(_CONFIG), *settings]),
-        ("training", ["pretrain", str(_CONFIG), *settings, *resume]),
-        ("export", ["export", str(folder), str(folder / "export")]),
-    ]
-    if (arguments.data_dir / MANIFEST).is_file():
-        # Its text is that of the packages installed when it was made; a package more must not stop the demo.
-        print(f"{arguments.data_dir}: found, its corpus is used as it is")
-        stages[0] = ("text to token shards: there already", [])
-    if resume:
-        print(f"{folder}: found, going on from its newest checkpoint (--fresh begins a new run)")
-    for number, (title, command) in enumerate(stages, 1):
-        if not command:
-            continue
-        print(f"\n[{number}/{STAGES + more_stages}] {title}: ./launch.sh {_shell(command)}", flush=True)
-        began = time.monotonic()
-        code = command_line(command)
-        if code:
-            return code
-        print(f"      {time.monotonic() - began:.1f} s", flush=True)
-    return 0
-
-
-def report(arguments: argparse.Namespace, began: float) -> None:
-    """Write the run's report and say where it is."""
-    from pretrain.reporting import report as page
-
-    path = page.write_report(arguments.run_dir, arguments.run_dir / "report.html")
-    print(f"\n{page.summary(arguments.run_dir)}")
-    print(f"\nAll stages took {time.monotonic() - began:.0f} s.")
-    print(f"Curves, corpus, filled-in sentences and scores: {path.resolve().as_uri()}")
-
-
-def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="./launch.sh demo",
-        description="Prepare the embedded corpus (docstrings of Python and of the installed packages), "
-        "pretrain a small BERT on it, export it and write a report.",
-        allow_abbrev=False,
-    )
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the demo's options."""
     parser.add_argument(
         "--workers",
         type=int,
         default=min(2, len(os.sched_getaffinity(0))),
         metavar="N",
-        help="worker processes (default: 2, or 1 on a single core)",
+        help="number of worker processes (default: 2, or 1 on a single core)",
     )
-    parser.add_argument("--run-dir", type=local_path, default=Path("runs/demo"), metavar="DIR", help="the run folder")
     parser.add_argument(
-        "--data-dir", type=local_path, default=Path("data/demo"), metavar="DIR", help="the corpus folder"
+        "--run-dir", type=local_path, default=Path("runs/demo"), metavar="DIR", help="run folder (default: runs/demo)"
     )
-    parser.add_argument("--fresh", action="store_true", help="remove an earlier demo run first; the corpus is kept")
     parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help=f"override a setting of {_CONFIG.name}",
+        "--data-dir",
+        type=local_path,
+        default=Path("data/demo"),
+        metavar="DIR",
+        help="corpus folder (default: data/demo)",
     )
-    return parser
+    parser.add_argument("--fresh", action="store_true", help="delete an earlier demo run first; its corpus is kept")
+    add_set(parser, f"override a setting of {_CONFIG.name}; may be repeated")
 
 
-def _settings(arguments: argparse.Namespace) -> list[str]:
+def run(arguments: argparse.Namespace, run_command: RunCommand) -> int:
+    """Run the demo and write its report; returns the exit code of the first stage that fails, or 0."""
+    started = time.monotonic()
+    code = run_stages(arguments, run_command)
+    if not code:
+        write_report(arguments, started)
+    return code
+
+
+def run_stages(arguments: argparse.Namespace, run_command: RunCommand, more_stages: int = 0) -> int:
+    """Run every stage except the report; `more_stages` follow before it. Returns an exit code."""
+    if not _CONFIG.is_file():
+        raise InputError(f"{_CONFIG}: not found. The demo needs a clone of the repository; run ./launch.sh demo there.")
+    folder: Path = arguments.run_dir
+    if arguments.fresh and folder.exists():
+        _remove_run(folder)
+    resume = any(folder.glob(f"checkpoints/*/{MANIFEST}"))
+    has_corpus = (arguments.data_dir / MANIFEST).is_file()
+    if has_corpus:
+        print(f"{arguments.data_dir}: using the corpus made by an earlier demo")
+    if resume:
+        print(f"{folder}: resuming from the newest checkpoint (--fresh starts a new run)")
+    for number, (title, command) in enumerate(_stages(arguments, resume), 1):
+        # A new corpus would differ if packages were installed since, and the run could not resume on it.
+        if command[0] == "prepare" and has_corpus:
+            continue
+        print(f"\n[{number}/{STAGES + more_stages}] {title}: {program()} {_shell(command)}", flush=True)
+        started = time.monotonic()
+        code = run_command(command)
+        if code:
+            return code
+        print(f"      {time.monotonic() - started:.1f} s", flush=True)
+    return 0
+
+
+def write_report(arguments: argparse.Namespace, started: float) -> None:
+    """Write the run's report and print where it is; `started` is the demo's start on the monotonic clock."""
+    from pretrain.reporting import report
+
+    path = report.write_report(arguments.run_dir, arguments.run_dir / "report.html")
+    print(f"\n{report.summary(arguments.run_dir)}")
+    print(f"\nAll stages took {time.monotonic() - started:.0f} s.")
+    print(f"Curves, corpus card, fill-mask examples and scores: {path.resolve().as_uri()}")
+
+
+def _stages(arguments: argparse.Namespace, resume: bool) -> list[tuple[str, list[str]]]:
+    """(title, command) of each stage."""
     values = [
         "name=demo",
         f"run_dir={arguments.run_dir}",
@@ -110,16 +107,21 @@ def _settings(arguments: argparse.Namespace) -> list[str]:
         f"scheduling.workers={arguments.workers}",
         *arguments.set,
     ]
-    return [word for value in values for word in ("--set", value)]
+    settings = [word for value in values for word in ("--set", value)]
+    return [
+        ("tokenizing text into shards", ["prepare", str(_CONFIG), *settings]),
+        ("training", ["pretrain", str(_CONFIG), *settings, *(["--resume"] if resume else [])]),
+        ("export", ["export", str(arguments.run_dir), str(arguments.run_dir / "export")]),
+    ]
 
 
-def _remove_run(run: Path) -> None:
-    if not (run / "config.yaml").is_file():
-        raise InputError(f"{run}: is no run folder, so --fresh leaves it alone. Choose another --run-dir.")
-    shutil.rmtree(run)
+def _remove_run(folder: Path) -> None:
+    if not (folder / "config.yaml").is_file():
+        raise InputError(f"{folder}: not a run folder, so --fresh does not delete it. Choose another --run-dir.")
+    shutil.rmtree(folder)
 
 
 def _shell(command: list[str]) -> str:
-    """The command as one would type it, with paths below the working directory made short."""
+    """The command as one would type it, with paths relative to the working directory."""
     here = f"{Path.cwd()}/"
     return " ".join(word.removeprefix(here) for word in command)

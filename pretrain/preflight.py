@@ -1,4 +1,4 @@
-"""What is settled in the driver before a worker starts: is the run possible, is it new, what is it."""
+"""Checks before a run starts, and the record of how it started: config and environment in its folder."""
 
 from __future__ import annotations
 
@@ -39,55 +39,53 @@ _PACKAGES = (
 
 
 def check_corpus(config: PretrainConfig) -> None:
-    """Open the corpus and compare its vocabulary with what the config asks for.
+    """Open the corpus and compare its sources and vocabulary with the config.
 
     Raises:
-        InputError: the corpus is missing, damaged, or made with another vocabulary.
+        InputError: the corpus is missing, damaged, or was prepared with other source weights or another vocabulary.
     """
     from pretrain.corpus.shards import open_shards, verify_shards
 
     folder = Path(config.corpus.dir)
     shards = open_shards(folder, "train")
     size = shards.vocabulary_size
-    weights, made = ([s.weight for s in config.corpus.sources], [s["weight"] for s in shards.sources])
-    if weights and weights != made:
+    weights, prepared = ([s.weight for s in config.corpus.sources], [s["weight"] for s in shards.sources])
+    if weights and weights != prepared:
         raise InputError(
-            f"{folder}: was prepared with the weights {made} of its sources; the config has {weights}. "
-            "Run `prepare` again: it keeps the tokens and takes over the weights."
+            f"{folder}: was prepared with source weights {prepared}, but the config has {weights}. "
+            "Run `prepare` again; it keeps the tokens and updates the weights."
         )
     verify_shards(folder)
-    asked = config.corpus.vocabulary
-    advice = "Prepare into another corpus.dir, or set corpus.vocabulary to what was used."
-    # A small corpus trains fewer entries than asked for, never more.
-    if not asked.path and size > asked.size:
-        found = f"{size} vocabulary entries; the config asks for {asked.size}"
-        raise InputError(f"{folder}: has {found}. {advice}")
-    given = Path(asked.path).expanduser()
-    if asked.path and given.exists():
-        wanted, found = _entries(given), _entries(folder / "vocab.txt")
-        if wanted != found:
-            raise InputError(
-                f"{folder}: its vocabulary ({len(found)} entries) is not {asked.path} ({len(wanted)} entries). {advice}"
-            )
-    _check_case(folder, asked, advice)
+    vocabulary = config.corpus.vocabulary
+    advice = "Prepare into another corpus.dir, or set corpus.vocabulary to the one that was used."
+    # A small corpus yields fewer entries than the config allows, never more.
+    if not vocabulary.path and size > vocabulary.size:
+        raise InputError(f"{folder}: has {size} vocabulary entries; the config has {vocabulary.size}. {advice}")
+    file = Path(vocabulary.path).expanduser()
+    if vocabulary.path and file.exists():
+        _check_entries(folder, file, vocabulary.path, advice)
+    _check_case(folder, vocabulary, advice)
 
 
 def only_run(folder: Path) -> contextlib.AbstractContextManager[bool]:
-    """Hold the run folder for this process; a second one that trains in it is refused with `InputError`."""
+    """Lock the run folder; raises `InputError` if another process holds the lock."""
     return locked(
         folder / ".lock",
-        f"{folder}: another process trains in it. Wait for it or stop it, or choose another name or run_dir.",
+        f"{folder}: another process is training in it. Wait for it, stop it, or choose another name or run_dir.",
     )
 
 
 def check_run_folder(config: R, resume: bool, changed: Callable[[R, R], list[str]]) -> None:
-    """See that the run folder can be written, and that what it holds already agrees with `resume`.
+    """Check that the run folder can be written, and that its checkpoints, if any, may be resumed with this config.
 
-    `changed` names the settings in which a resumed run must not differ from its beginning, but does.
+    Args:
+        config: the run.
+        resume: continue from the newest checkpoint, if there is one.
+        changed: names the settings that differ between two configs and must not when a run resumes.
 
     Raises:
-        InputError: it cannot be written; it holds checkpoints and `resume` is off; or a resumed run's config
-            differs in more than where and how fast it runs.
+        InputError: the folder cannot be written; it holds checkpoints and `resume` is off; or a resumed run's config
+            changes which samples are used or how they are weighted.
     """
     folder = config.folder
     with disk_errors(folder):
@@ -97,15 +95,15 @@ def check_run_folder(config: R, resume: bool, changed: Callable[[R, R], list[str
     if checkpoints and not resume:
         raise InputError(
             f"{folder}: already holds checkpoints (newest {checkpoints[-1]}). Add --resume to "
-            "continue that run, or choose another name or run_dir to begin a new one."
+            "continue that run, or choose another name or run_dir to start a new one."
         )
     before = folder / CONFIG_FILE
     if checkpoints and before.exists():
         others = changed(load(before, type(config)), config)
         if others:
             raise InputError(
-                f"{before}: the run was begun with other settings: {', '.join(others)}. "
-                "Resume with the old values, or choose another name or run_dir to begin a new run."
+                f"{before}: the run was started with other settings: {', '.join(others)}. "
+                "Resume with the old values, or choose another name or run_dir to start a new run."
             )
 
 
@@ -121,7 +119,7 @@ def is_finished(config: PretrainConfig) -> bool:
 
 
 def as_begun(config: R) -> R:
-    """`config` with what an earlier start in its run folder settled (`pretrain.config.as_begun`)."""
+    """`config` with what an earlier start in its run folder resolved (`pretrain.config.as_begun`)."""
     before = config.folder / CONFIG_FILE
     return config_as_begun(config, load(before, type(config))) if before.is_file() else config
 
@@ -139,7 +137,7 @@ def record_run(config: RunConfig, command: Sequence[str]) -> None:
 
 
 def environment(command: Sequence[str]) -> dict[str, Any]:
-    """Versions, machine and command line of this run."""
+    """Versions, machine and command line of this run, for environment.json."""
     return {
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "command": shlex.join(command),
@@ -172,15 +170,24 @@ def _entries(path: Path) -> list[str]:
         raise InputError(f"{path}: cannot be read as a vocabulary ({error}).") from None
 
 
-def _check_case(folder: Path, asked: VocabularyConfig, advice: str) -> None:
-    """Cased text must not meet an uncased vocabulary; a tokenizer taken over whole keeps its own case."""
+def _check_entries(folder: Path, file: Path, shown: str, advice: str) -> None:
+    """The corpus must have the entries of the vocabulary `file`, which the config calls `shown`."""
+    expected, actual = _entries(file), _entries(folder / "vocab.txt")
+    if expected != actual:
+        raise InputError(
+            f"{folder}: its vocabulary ({len(actual)} entries) is not {shown} ({len(expected)} entries). {advice}"
+        )
+
+
+def _check_case(folder: Path, vocabulary: VocabularyConfig, advice: str) -> None:
+    """A corpus must be as cased as the config says; a whole tokenizer.json keeps its own case."""
     settings = folder / "tokenizer_config.json"
-    if asked.path.endswith(".json") or not settings.exists():
+    if vocabulary.path.endswith(".json") or not settings.exists():
         return
-    lowercase = json.loads(settings.read_text(encoding="utf-8")).get("do_lower_case", asked.lowercase)
-    if lowercase != asked.lowercase:
-        made, wanted = ("uncased" if lower else "cased" for lower in (lowercase, asked.lowercase))
-        raise InputError(f"{folder}: its vocabulary is {made}; the config asks for a {wanted} one. {advice}")
+    lowercase = json.loads(settings.read_text(encoding="utf-8")).get("do_lower_case", vocabulary.lowercase)
+    if lowercase != vocabulary.lowercase:
+        actual, expected = ("uncased" if lower else "cased" for lower in (lowercase, vocabulary.lowercase))
+        raise InputError(f"{folder}: its vocabulary is {actual}; the config has a {expected} one. {advice}")
 
 
 def _version(package: str) -> str | None:
@@ -191,7 +198,7 @@ def _version(package: str) -> str | None:
 
 
 def _git_commit() -> str | None:
-    """Commit of the code that runs, with `-dirty` if it was changed; None outside a repository."""
+    """Commit of the running code, with `-dirty` if files were changed; None outside a repository."""
     command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40"]
     try:
         result = subprocess.run(command, capture_output=True, text=True, timeout=10)

@@ -392,7 +392,7 @@ def test_a_second_submission_and_impossible_resources_are_refused(
         timeout=60,
     )
     assert beside.returncode == 2
-    assert "another process trains in it" in beside.stderr
+    assert "another process is training in it" in beside.stderr
     one_node.command("stop", "busy")
     one_node.command("delete", "busy")
     assert "no such job" in one_node.command("status", "busy", code=2)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -128,7 +127,7 @@ def test_a_run_with_checkpoints_is_not_begun_anew(config_file: Path, calls: Call
     assert cli("pretrain", config_file) == 2
     assert error_of(capsys) == (
         "error: runs/trial: already holds checkpoints (newest step-00000002). Add --resume to continue that run, "
-        "or choose another name or run_dir to begin a new one."
+        "or choose another name or run_dir to start a new one."
     )
     assert calls == []
     assert cli("pretrain", config_file, "--set", "name=other") == 0
@@ -148,8 +147,8 @@ def test_resume_refuses_another_config(config_file: Path, calls: Calls, capsys):
     capsys.readouterr()
     assert cli("pretrain", config_file, "--resume", "--set", "phases.0.steps=4", "--set", "seed=1") == 2
     assert error_of(capsys) == (
-        "error: runs/trial/config.yaml: the run was begun with other settings: seed (0 -> 1), "
-        "phases.0.steps (3 -> 4). Resume with the old values, or choose another name or run_dir to begin a new run."
+        "error: runs/trial/config.yaml: the run was started with other settings: seed (0 -> 1), "
+        "phases.0.steps (3 -> 4). Resume with the old values, or choose another name or run_dir to start a new run."
     )
     assert load_config("runs/trial/config.yaml").seed == 0
 
@@ -189,7 +188,7 @@ def test_a_truncated_corpus(config_file: Path, calls: Calls, capsys):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("corpus.vocabulary.size=400", "corpus: has 500 vocabulary entries; the config asks for 400."),
+        ("corpus.vocabulary.size=400", "corpus: has 500 vocabulary entries; the config has 400."),
         (
             "corpus.vocabulary.path=other.txt",
             "corpus: its vocabulary (500 entries) is not other.txt (2 entries).",
@@ -201,7 +200,7 @@ def test_a_truncated_corpus(config_file: Path, calls: Calls, capsys):
         ("corpus.vocabulary.path=bad.json", "bad.json: cannot be read as a vocabulary"),
         (
             "corpus.vocabulary.lowercase=false",
-            "corpus: its vocabulary is uncased; the config asks for a cased one.",
+            "corpus: its vocabulary is uncased; the config has a cased one.",
         ),
     ],
 )
@@ -300,7 +299,7 @@ def test_two_at_once_in_one_run_folder_are_refused(config_file: Path, calls: Cal
 
     with preflight.only_run(Path("runs/trial")):
         assert cli("pretrain", config_file) == 2
-    assert error_of(capsys).startswith("error: runs/trial: another process trains in it.")
+    assert error_of(capsys).startswith("error: runs/trial: another process is training in it.")
     assert calls == []
     assert cli("pretrain", config_file) == 0
 
@@ -333,21 +332,21 @@ def test_export_names_run_folder_and_checkpoint(monkeypatch: pytest.MonkeyPatch)
     assert seen == [(Path("runs/a"), Path("out"), None), (Path("runs/a"), Path("out"), "best")]
 
 
-@pytest.mark.parametrize("arguments", [["demo"], *(["bench", name] for name in BENCHMARKS)], ids="-".join)
-def test_demo_and_bench_get_their_own_options(monkeypatch: pytest.MonkeyPatch, arguments: list[str]):
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_gets_its_own_options(monkeypatch: pytest.MonkeyPatch, name: str):
     module = ModuleType("stand-in")
     seen: list[list[str]] = []
     module.main = lambda argv: seen.append(argv)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, ".".join(["pretrain", *arguments]), module)
-    assert cli(*arguments, "--json", "--help") == 0
+    monkeypatch.setitem(sys.modules, f"pretrain.bench.{name}", module)
+    assert cli("bench", name, "--json", "--help") == 0
     assert seen == [["--json", "--help"]]
 
 
 def test_unknown_benchmarks_are_refused(capsys):
     assert cli("bench", "speed") == 2
-    assert (
-        error_of(capsys)
-        == "error: bench: 'speed' is not a benchmark; choose from step, prepare, loader, workers, quality, checkpoint, all, compare."
+    assert error_of(capsys) == (
+        "error: bench: 'speed' is not a benchmark; choose from step, prepare, loader, workers, quality, checkpoint, "
+        "all, compare."
     )
 
 
@@ -429,26 +428,3 @@ def test_fine_tuning_refuses_remote_addresses(
     (line,) = capsys.readouterr().err.splitlines()
     assert "is a remote address, and only paths of this machine are read and written." in line
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("options", [[], ["--onnx"], ["--checkpoint", "best"], ["--checkpoint=best"]])
-def test_launch_sh_exports_a_run_by_what_it_holds(tmp_path: Path, options: list[str]):
-    """`best` is a fine-tuned model here, which an option's value is not mistaken for."""
-    shutil.copy(ROOT / "launch.sh", tmp_path)
-    for name in ("requirements.lock", "pyproject.toml"):
-        (tmp_path / name).write_text("")
-    for folder in ("best", "tuned/model"):
-        (tmp_path / folder).mkdir(parents=True)
-        (tmp_path / folder / "finetune.json").write_text("{}")
-    python = tmp_path / ".venv/bin/python"
-    python.parent.mkdir(parents=True)
-    python.write_text('#!/bin/sh\necho "$@"\n')
-    python.chmod(0o755)
-    stamp = subprocess.run(["cksum"], input=b"", capture_output=True, check=True).stdout
-    for extra in ("base", "onnx"):
-        (tmp_path / ".venv" / f"stamp-{extra}").write_bytes(stamp)
-    for run, module in (("pretrained", "pretrain"), ("tuned", "finetune")):
-        said = subprocess.run(
-            ["./launch.sh", "export", *options, run, "out"], cwd=tmp_path, capture_output=True, text=True, check=True
-        )
-        assert said.stdout.split()[:3] == ["-m", module, "export"]

@@ -17,6 +17,7 @@ from tiny_checkpoints import make_bert, write_reviews
 
 from finetune import runs
 from finetune.__main__ import main
+from finetune.artifacts import evaluation
 from finetune.artifacts.saved import save_model
 from finetune.config import FinetuneConfig
 from finetune.datasets.table import TableFormat
@@ -210,7 +211,7 @@ def test_an_empty_text_is_a_text(folder: Path, capsys: pytest.CaptureFixture[str
     assert predict(folder / "reviews", "--text", "", "--out", tmp_path / "one.jsonl") == 0
     assert read_lines(tmp_path / "one.jsonl") == [made]
     assert predict(folder / "reviews", tmp_path / "one.jsonl", "--text", "a") == 2
-    assert "one.jsonl and --text are given" in capsys.readouterr().err
+    assert "one.jsonl and --text. Give one of them." in capsys.readouterr().err
 
 
 def test_models_of_glue_read_glues_files_and_others(
@@ -311,7 +312,7 @@ def test_questions_are_written_for_the_official_script(folder: Path, tmp_path: P
 )
 def test_options_may_stand_before_the_file(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(runs, "evaluate", lambda *given: seen.append(given) or "")
+    monkeypatch.setattr(evaluation, "evaluate", lambda *given: seen.append(given) or "")
     assert main(["evaluate", *arguments]) == 0
     assert main(["evaluate", *[one for one in arguments if one != "test.csv"]]) == 0
     assert [[*map(str, given[:2])] for given in seen] == [["runs/x", "test.csv"], ["runs/x", "None"]]
@@ -393,7 +394,7 @@ def test_sets_that_are_one_file_are_remarked(folder: Path) -> None:
     config = FinetuneConfig.model_validate({**values, "classification": section})
     assert config.repeated_sets() == [("dev", "train")]
     said = runs.describe_start(config, runs.plan(config, alone=True))
-    assert "remark: dev is the same file as train: it holds examples that the model was trained on" in said
+    assert "note: dev is the same file as train: it holds examples that the model was trained on" in said
     others = {**section, "dev": str(folder / "dev.jsonl"), "test": str(folder / "dev.jsonl")}
     config = FinetuneConfig.model_validate({**values, "classification": others})
     assert config.repeated_sets() == [("test", "dev")]

@@ -13,7 +13,8 @@ import torch
 from tiny_checkpoints import make_bert, write_reviews
 
 import finetune
-from finetune import runs, train
+from finetune import train
+from finetune.artifacts.evaluation import evaluate
 from finetune.model.batches import LabelledBatch
 from finetune.model.task_model import TaskModel
 from pretrain.config import ModelConfig
@@ -92,7 +93,7 @@ def test_evaluate_gives_the_scores_and_predictions_of_training(root: Path, tmp_p
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # as the workers had
     try:
-        runs.evaluate(root / name, None, tmp_path, "bf16" if name == "half" else "auto")
+        evaluate(root / name, None, tmp_path, "bf16" if name == "half" else "auto")
     finally:
         torch.set_num_threads(threads)
     measured = json.loads((tmp_path / "metrics.json").read_text())["dev"]["scores"]

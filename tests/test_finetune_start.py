@@ -164,7 +164,7 @@ def test_a_dry_run_shows_the_table_of_its_own_settings(tmp_path: Path) -> None:
         "classification": sets,
         "training": {"reinitialised_layers": 1, "examples_per_step": 4},
     }
-    fates = plan(FinetuneConfig.model_validate(values), alone=True).fates
-    assert "16 tensors -> layers.*" in fates
-    assert "16 tensors left out: initialised at random (training.reinitialised_layers: 1)" in fates
-    assert fates.endswith("initialised at random: head.out.*")
+    mapping = plan(FinetuneConfig.model_validate(values), alone=True).key_mapping
+    assert "16 tensors -> layers.*" in mapping
+    assert "16 tensors left out: initialised at random (training.reinitialised_layers: 1)" in mapping
+    assert mapping.endswith("initialised at random: head.out.*")

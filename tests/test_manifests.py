@@ -675,7 +675,7 @@ def test_the_commands_are_ours(config: Path, finetuning: Path, kind: str) -> Non
     import finetune.__main__ as finetune_main
     import pretrain.__main__ as pretrain_main
 
-    parsers = {"pretrain": pretrain_main._parser, "finetune": finetune_main._parser}
+    parsers = {"pretrain": pretrain_main.build_parser, "finetune": finetune_main.build_parser}
     for path, count in ((config, 2), (finetuning, 1)):
         given = [*NEEDED[kind], *(["place.prepare=true"] if path == config else [])]
         matches = re.findall(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -372,15 +373,19 @@ class TestDemo:
     @pytest.fixture
     def commands(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
         """The commands that the demo runs, in a folder of its own, with nothing behind them."""
-        seen: list[list[str]] = []
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setattr(command_line, "main", lambda argv: seen.append(list(argv)) or 0)
         monkeypatch.setattr(report, "write_report", lambda run, out: out)
         monkeypatch.setattr(report, "summary", lambda run: "the summary")
-        return seen
+        return []
+
+    def run(self, commands: list[list[str]], *words: str) -> int:
+        return demo.run(self.parsed(*words), lambda argv: commands.append(list(argv)) or 0)
+
+    def parsed(self, *words: str) -> argparse.Namespace:
+        return command_line.build_parser().parse_args(["demo", *words])
 
     def test_runs_the_stages_in_order(self, commands: list[list[str]], capsys: pytest.CaptureFixture[str]) -> None:
-        assert demo.main(["--workers", "1", "--set", "phases.0.steps=5"]) == 0
+        assert self.run(commands, "--workers", "1", "--set", "phases.0.steps=5") == 0
         assert [command[0] for command in commands] == ["prepare", "pretrain", "export"]
         assert "run_dir=runs/demo" in commands[0]
         assert "corpus.dir=data/demo" in commands[1]
@@ -389,6 +394,7 @@ class TestDemo:
         assert "--resume" not in commands[1]
         assert commands[2] == ["export", "runs/demo", "runs/demo/export"]
         out = capsys.readouterr().out
+        assert "[1/4] tokenizing text into shards: ./launch.sh prepare " in out
         assert "the summary" in out
         assert "runs/demo/report.html" in out
 
@@ -396,17 +402,25 @@ class TestDemo:
         checkpoint = Path("runs/demo/checkpoints/step-00000200")
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").write_text("{}")
-        demo.main([])
+        self.run(commands)
         assert "--resume" in commands[1]
-        with pytest.raises(InputError, match="is no run folder"):
-            demo.main(["--fresh"])
+        with pytest.raises(InputError, match="not a run folder"):
+            self.run(commands, "--fresh")
         Path("runs/demo/config.yaml").write_text("")
-        demo.main(["--fresh"])
+        self.run(commands, "--fresh")
         assert "--resume" not in commands[4]
         assert not checkpoint.exists()
 
-    def test_stops_at_the_first_stage_that_fails(
-        self, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(command_line, "main", lambda argv: 75 if argv[0] == "pretrain" else 0)
-        assert demo.main([]) == 75
+    def test_keeps_an_earlier_corpus(self, commands: list[list[str]]) -> None:
+        Path("data/demo").mkdir(parents=True)
+        Path("data/demo/manifest.json").write_text("{}")
+        self.run(commands)
+        assert [command[0] for command in commands] == ["pretrain", "export"]
+
+    def test_stops_at_the_first_stage_that_fails(self, commands: list[list[str]]) -> None:
+        assert demo.run(self.parsed(), lambda argv: 75 if argv[0] == "pretrain" else 0) == 75
+
+    def test_needs_the_configs_of_a_clone(self, commands: list[list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(demo, "_CONFIG", Path("nowhere/tiny.yaml"))
+        with pytest.raises(InputError, match=r"nowhere/tiny.yaml: not found\. The demo needs a clone"):
+            self.run(commands)

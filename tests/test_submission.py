@@ -262,7 +262,7 @@ def test_a_cluster_without_a_token_is_warned_of(tmp_path: Path, config: Path, to
     with dashboard(token) as (address, seen):
         given = {"RAY_AUTH_TOKEN": token} if token else {}
         _, output, _ = run(tmp_path, "submit", "--address", address, "--", "pretrain", str(config), **given)
-    warned = f"warning: {address}: this cluster answers without a token"
+    warned = f"warning: {address}: this cluster accepts jobs without a token"
     assert (warned in output) == (not token)
     assert "did not report its nodes" in output  # it continued
     assert set(seen) == ({None, f"Bearer {token}"} if token else {None})

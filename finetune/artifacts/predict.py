@@ -27,7 +27,7 @@ from pretrain.model.precision import Choice, allow_tf32, choose, offer, run_prec
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-_Requested = Literal["auto", "bf16", "fp16", "fp32"]
+RequestedPrecision = Literal["auto", "bf16", "fp16", "fp32"]
 
 MOST_RECORDS = 512  # predicted at a time; the first ones come sooner
 
@@ -47,7 +47,7 @@ class Predictor:
         self,
         folder: Path | str,
         *,
-        precision: _Requested = "auto",
+        precision: RequestedPrecision = "auto",
         micro_batch_tokens: int = 0,
         compile: bool = False,
     ) -> None:
@@ -140,7 +140,7 @@ class Predictor:
         return self.task.score(examples, predictions), self.task.details(examples, predictions), predictions
 
 
-def _settle(requested: _Requested, trained: EngineConfig, device: torch.device) -> Choice:
+def _settle(requested: RequestedPrecision, trained: EngineConfig, device: torch.device) -> Choice:
     """The precision to compute in; also allows TF32 where training did."""
     if requested == "fp16" and device.type == "cpu":
         raise InputError("precision: fp16 needs a GPU. Use auto, which takes what is fastest here.")

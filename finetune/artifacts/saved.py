@@ -180,6 +180,11 @@ def prediction_lines(
         yield json.dumps({**task.record(example), **made}, ensure_ascii=False)
 
 
+def scores_line(scores: Mapping[str, float]) -> str:
+    """The scores of a set as text."""
+    return ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
+
+
 # Keys of the starting checkpoint's config.json that do not apply to the new model.
 _STALE = (
     "architectures",

@@ -26,7 +26,7 @@ def read_dataset(
     Class numbers become names. `where` is the section of the config, for errors.
     """
     from pretrain.config import SourceConfig
-    from pretrain.corpus import sources
+    from pretrain.corpus.sources.huggingface import hub_dataset, saved_dataset
 
     wanted = Wanted(columns, optional)
     source = SourceConfig(kind="huggingface", dataset=name, subset=subset, split=split, revision=revision)
@@ -36,7 +36,7 @@ def read_dataset(
         if split != "train" and not (folder / "dataset_dict.json").exists():
             raise InputError(f"{name}: has no splits, so no {split!r}. Give a folder written by a DatasetDict.")
         source = source.model_copy(update={"dataset": str(folder)})
-        dataset = sources.saved_dataset(source)
+        dataset = saved_dataset(source)
         names = dataset.column_names
         present = list(wanted.among(names, label).values())
         values = dataset.with_format(None).select_columns(present)[:]
@@ -46,7 +46,7 @@ def read_dataset(
                 f"{where}.revision: empty, and {name} is not a folder. A hub data set changes over time; give the "
                 f"commit to read, as shown on https://huggingface.co/datasets/{name}/commits/main"
             )
-        dataset = sources.hub_dataset(source, where)
+        dataset = hub_dataset(source, where)
         rows = list(dataset)
         names = list(rows[0]) if rows else columns
         present = wanted.among(names, label).values()

@@ -1,0 +1,83 @@
+"""`evaluate`: score a fine-tuned model on labelled files, and write metrics.json and predictions."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from finetune.artifacts.predict import Predictor, RequestedPrecision
+from finetune.artifacts.saved import MODEL, PREDICTIONS, SCORES, SetResult, model_folder, scores_line, write_predictions
+from finetune.datasets.files import plain_stem
+from finetune.tasks.base import Task
+from pretrain.common.errors import InputError
+from pretrain.common.files import write_json
+
+_METRICS = "metrics.json"
+
+
+def evaluate(model: Path, file: str | None, out: Path | None, precision: RequestedPrecision) -> str:
+    """Score a model, write metrics.json and predictions, and return the scores as lines.
+
+    Args:
+        model: a fine-tuned model or its run folder.
+        file: a labelled file; None takes the labelled dev and test sets of the model's config.
+        out: folder to write; None takes evaluation/ in the run folder, or NAME-evaluation/ beside an export.
+        precision: of the arithmetic, as `Predictor` takes it.
+
+    Raises:
+        InputError: there is no model, no labelled set, or `out` holds another metrics.json.
+    """
+    folder = model_folder(model)
+    predictor = Predictor(folder, precision=precision)
+    out = out or _evaluation_folder(folder)
+    metrics = _read_metrics(out / _METRICS)
+    sets = {plain_stem(Path(file)): predictor.task.read_file(file)} if file else _labelled_sets(predictor.task)
+    source = str(Path(file).expanduser().resolve()) if file else None
+    if not sets:
+        raise InputError(f"{folder}: its config names no labelled dev or test set. Give a labelled file.")
+    lines = []
+    for name, examples in sets.items():
+        result = SetResult.of(predictor.task, examples, predictor.predict(examples))
+        name = _free_name(name, source, metrics)
+        metrics[name] = {"scores": result.scores, "details": result.details, "file": source}
+        write_predictions(out / PREDICTIONS / f"{name}.jsonl", predictor.task, examples, result.predictions)
+        lines.append(f"{name}: {scores_line(result.scores)}")
+    write_json(out / _METRICS, metrics)
+    if predictor.precision != predictor.config.engine.precision:
+        lines.append(f"Computed in {predictor.precision}: {predictor.precision_reason}.")
+    return "\n".join([*lines, f"{out}: {_METRICS} and predictions written"])
+
+
+def _evaluation_folder(folder: Path) -> Path:
+    """In the run folder; for an export next to it under its name, because a new export replaces the folder."""
+    folder = folder if folder.name not in ("", "..") else folder.resolve()
+    is_run = folder.name == MODEL and (folder.parent / SCORES).is_file()
+    return folder.parent / ("evaluation" if is_run else f"{folder.name}-evaluation")
+
+
+def _labelled_sets(task: Task[Any]) -> dict[str, list[Any]]:
+    """The dev sets of the config, and those of its test sets that have labels."""
+    tests = {name: members for name, members in task.read_test().items() if task.is_labelled(members)}
+    return {**task.read_held_out(), **tests}
+
+
+def _read_metrics(path: Path) -> dict[str, Any]:
+    """The metrics of earlier evaluations; {} before the first."""
+    try:
+        metrics = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: cannot be read ({error}). Remove it, or choose another --out.") from None
+    if not isinstance(metrics, dict) or not all(isinstance(one, dict) for one in metrics.values()):
+        raise InputError(f"{path}: not metrics written by evaluate. Choose another --out.")
+    return metrics
+
+
+def _free_name(name: str, source: str | None, metrics: Mapping[str, Any]) -> str:
+    """`name`, with the suffix -2, -3, ... if another file than `source` was scored under it."""
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    return next(one for one in names if one not in metrics or metrics[one].get("file") == source)

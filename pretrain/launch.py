@@ -1,0 +1,126 @@
+"""Start a training run: in this process, as one of torchrun's processes, or in workers that Ray starts and restarts."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable
+
+from pretrain import preflight
+from pretrain.common.errors import DivergedError, InputError, StoppedError
+from pretrain.config import R, RunConfig
+from pretrain.tracking import live, records
+
+
+def start_run(
+    target: str,
+    config: R,
+    *,
+    resume: bool,
+    no_ray: bool,
+    check: Callable[[R, bool], int | None],
+    is_finished: Callable[[R], bool],
+    changed: Callable[[R, R], list[str]],
+) -> R | None:
+    """Check that the run can start, record it in its folder and train it to the end.
+
+    Under torchrun only the first process checks, records and prints. The others only train.
+
+    Args:
+        target: "package.module:function", called in each worker with the config and a `Worker`.
+        config: the run.
+        resume: continue from the newest checkpoint, if there is one.
+        no_ray: train in this process.
+        check: called before anything is written, with the config and whether this process trains. Returns the number
+            of training steps, or None if the run is finished already.
+        is_finished: whether the run folder holds the finished run.
+        changed: names the settings that differ between the run's first start and now, and must not.
+
+    Returns:
+        The config with which the run trained, or None if this process did not start it.
+
+    Raises:
+        RunError: the run cannot start, diverged, or was stopped.
+    """
+    alone = is_alone(config, no_ray)
+    if is_follower():
+        if not is_finished(config):
+            _train(target, config, resume, alone=True)
+        return None
+    steps = check(config, alone)
+    if steps is None:
+        return say_finished(config)
+    with preflight.only_run(config.folder):
+        preflight.check_run_folder(config, resume, changed)
+        config = preflight.as_begun(config) if resume else config
+        if is_finished(config):
+            return say_finished(config)
+        preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
+        _train_and_follow(target, config, resume, steps, alone=alone)
+    return config
+
+
+def check_cores(config: RunConfig, alone: bool) -> None:
+    """Raise `MachineError` if the workers do not fit on this machine. Clusters are checked when the run starts."""
+    if alone or config.scheduling.address:
+        return
+    from cluster.workers.nodes import nodes_fit
+
+    cores = len(os.sched_getaffinity(0))
+    nodes_fit([(cores, 0)], config.scheduling.workers, config.scheduling.cpus_per_worker, "this machine")
+
+
+def is_alone(config: RunConfig, no_ray: bool) -> bool:
+    """Whether this process trains, by itself or as one of torchrun's; `InputError` if it cannot."""
+    if no_ray and config.scheduling.workers > 1:
+        raise InputError(
+            f"--no-ray: trains in one process, but scheduling.workers is {config.scheduling.workers}. "
+            "Add --workers 1, or start several processes with torchrun."
+        )
+    return no_ray or "RANK" in os.environ
+
+
+def is_follower() -> bool:
+    """Whether this is a process of torchrun's, but not the first."""
+    return os.environ.get("RANK", "0") != "0"
+
+
+def say_finished(config: RunConfig) -> None:
+    """Print that there is nothing to do."""
+    print(f"{config.folder}: already finished; nothing to do")
+
+
+def _train_and_follow(target: str, config: RunConfig, resume: bool, steps: int, *, alone: bool) -> None:
+    """Train, with a live line on the terminal, and record why the run ended early."""
+    try:
+        with live.follow(config.folder, steps):
+            _train(target, config, resume, alone=alone)
+    except (StoppedError, DivergedError) as error:
+        records.note_end(config.folder, "stop" if isinstance(error, StoppedError) else "diverged", str(error))
+        raise
+
+
+def _train(target: str, config: RunConfig, resume: bool, *, alone: bool) -> None:
+    payload = {"config": config.model_dump(mode="json"), "resume": resume}
+    if alone:
+        from pretrain.common.worker import Worker
+
+        module, function = target.split(":")
+        getattr(importlib.import_module(module), function)(payload, Worker.from_environment())
+        return
+    from cluster.workers.launch import run
+
+    scheduling = config.scheduling
+    run(
+        target,
+        payload,
+        name=config.name,
+        run_dir=config.folder,
+        workers=scheduling.workers,
+        cpus_per_worker=scheduling.cpus_per_worker,
+        address=scheduling.address,
+        max_failures=scheduling.max_failures,
+        min_workers=scheduling.min_workers,
+        wait_for_nodes_seconds=scheduling.wait_for_nodes_seconds,
+    )

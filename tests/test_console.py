@@ -1,0 +1,227 @@
+"""The console command `bertrain` and launch.sh, which hands over to it: one list of commands, one package for each."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from cluster.__main__ import build_parser as cluster_parser
+from finetune import cli
+from finetune.__main__ import build_parser as finetune_parser
+from pretrain.__main__ import build_parser as pretrain_parser
+
+ROOT = Path(__file__).parent.parent
+PARSERS = {"pretrain": pretrain_parser, "finetune": finetune_parser, "cluster": cluster_parser}
+HEAVY = ("torch", "ray", "transformers", "numpy", "pydantic", "yaml", "rich", "wandb", "deepspeed")
+
+
+def commands_of(package: str) -> set[str]:
+    """The commands that the package's parser has."""
+    parser = PARSERS[package]()
+    return {name for action in parser._actions for name in action.choices or ()}
+
+
+# ---- bertrain
+
+
+@pytest.mark.parametrize(
+    "words", [[], ["--help"], ["-h"], ["help"], ["pretrian"], ["pretrain", "--help"]], ids=" ".join
+)
+def test_help_and_typing_errors_import_nothing_heavy(words: list[str]) -> None:
+    code = f"""
+import sys
+from finetune.cli import main
+try: sys.exit(main({words}))
+finally: print(sorted({{name.partition('.')[0] for name in sys.modules}}))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert result.returncode == (2 if words == ["pretrian"] else 0)
+    loaded = result.stdout.splitlines()[-1]
+    assert not [name for name in HEAVY if f"'{name}'" in loaded]
+
+
+def test_help_lists_every_command_on_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 100
+    expected = {"bench", *commands_of("pretrain"), *commands_of("finetune"), *commands_of("cluster")}
+    assert set(cli.commands()) == expected
+    assert len(cli.commands()) == len(expected)
+    for name in expected:
+        assert sum(line.startswith(f"  {name} ") for line in lines) == 1
+
+
+def test_every_command_is_one_of_its_packages_parser() -> None:
+    for name in cli.commands():
+        assert name in commands_of(cli.package_of([name]))
+
+
+@pytest.mark.parametrize(
+    ("word", "advice"),
+    [
+        ("pretrian", "did you mean pretrain?"),
+        ("finetun", "did you mean finetune?"),
+        ("xyzzy", "./launch.sh --help lists them."),
+        ("--version", "./launch.sh --help lists them."),
+    ],
+)
+def test_an_unknown_command_names_the_nearest(word: str, advice: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([word, "--set", "a=b"]) == 2
+    assert capsys.readouterr().err == f"error: {word!r} is not a command; {advice}\n"
+
+
+@pytest.mark.parametrize(
+    ("package", "words"),
+    [
+        ("finetune", ["demo", "--fresh"]),
+        ("pretrain", ["prepare", "run.yaml"]),
+        ("finetune", ["predict", "runs/sst2"]),
+        ("cluster", ["logs", "-f", "bert-mini"]),
+        ("pretrain", ["bench", "step", "--json"]),
+        ("finetune", ["bench", "finetune", "task.yaml"]),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_a_command_reaches_its_package_whole(monkeypatch: pytest.MonkeyPatch, package: str, words: list[str]) -> None:
+    seen = stand_in(monkeypatch, package, 75)
+    assert cli.main(words) == 75
+    assert seen == [words]
+
+
+def stand_in(monkeypatch: pytest.MonkeyPatch, package: str, code: int) -> list[Any]:
+    """Put a command line that returns `code` in the package's place; returns what it is called with."""
+    seen: list[Any] = []
+    module = ModuleType(f"{package}.__main__")
+    module.main = lambda argv: seen.append(argv) or code  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, f"{package}.__main__", module)
+    return seen
+
+
+@pytest.mark.parametrize("options", [[], ["--onnx"], ["--checkpoint", "best"], ["--checkpoint=best"]])
+def test_export_depends_on_what_the_folder_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: list[str]
+) -> None:
+    """`best` is a fine-tuned model here, but as an option's value it is not what is exported."""
+    monkeypatch.chdir(tmp_path)
+    for folder in ("best", "tuned/model"):
+        Path(folder).mkdir(parents=True)
+        Path(folder, "finetune.json").write_text("{}")
+    assert cli.package_of(["export", *options, "pretrained", "out"]) == "pretrain"
+    assert cli.package_of(["export", *options, "tuned", "out"]) == "finetune"
+    assert cli.package_of(["export", "tuned/model", "out", *options]) == "finetune"
+    assert cli.package_of(["export", *options, "--help"]) == "pretrain"
+
+
+def test_the_program_is_named_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BERTRAIN_PROGRAM", raising=False)
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/bertrain", "pretrain"])
+    help_text = pretrain_parser().format_help()
+    assert help_text.startswith("usage: bertrain ")
+    monkeypatch.setenv("BERTRAIN_PROGRAM", "./launch.sh")
+    assert pretrain_parser().format_help() == help_text.replace("bertrain", "./launch.sh")
+
+
+def test_an_installed_package_brings_the_command() -> None:
+    project = (ROOT / "pyproject.toml").read_text()
+    assert '[project.scripts]\nbertrain = "finetune.cli:main"\n' in project
+    assert f'"finetune" = ["{cli.COMMANDS_FILE.name}"]' in project
+
+
+# ---- every command's help
+
+
+@pytest.mark.parametrize("package", PARSERS)
+def test_every_command_has_a_sentence_and_examples(package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    (subparsers,) = [action for action in PARSERS[package]()._actions if action.choices]
+    for name, parser in dict(subparsers.choices or {}).items():
+        text = parser.format_help()
+        assert re.search(r"^[A-Z][^\n]{15,}\.$", text, re.MULTILINE), name
+        assert f"examples:\n  ./launch.sh {name}" in text
+        for action in parser._actions:
+            assert action.help, f"{name} {action.dest}"
+
+
+# ---- launch.sh
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """launch.sh beside a .venv that is set up, and whose `bertrain` prints what it is called with."""
+    shutil.copy(ROOT / "launch.sh", tmp_path)
+    (tmp_path / "finetune").mkdir()
+    shutil.copy(cli.COMMANDS_FILE, tmp_path / "finetune")
+    for name in ("requirements.lock", "pyproject.toml"):
+        (tmp_path / name).write_text("")
+    program = tmp_path / ".venv/bin/bertrain"
+    program.parent.mkdir(parents=True)
+    program.write_text('#!/bin/sh\necho "$@"\necho "$PYTHONSAFEPATH $BERTRAIN_PROGRAM"\n')
+    program.chmod(0o755)
+    return tmp_path
+
+
+def add_stamps(clone: Path, *extras: str) -> None:
+    """Mark the packages of these extras as installed."""
+    stamp = subprocess.run(["cksum"], input=b"", capture_output=True, check=True).stdout
+    for extra in extras:
+        (clone / ".venv" / f"stamp-{extra}").write_bytes(stamp)
+
+
+def launch(clone: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["./launch.sh", *words], cwd=clone, capture_output=True, text=True)
+
+
+def test_launch_sh_lists_the_same_commands(clone: Path) -> None:
+    shutil.rmtree(clone / ".venv")
+    for words in ([], ["--help"]):
+        result = launch(clone, *words)
+        assert (result.returncode, result.stderr) == (0, "")
+        assert cli.COMMANDS_FILE.read_text() in result.stdout
+        assert "\n  test " in result.stdout
+        assert max(map(len, result.stdout.splitlines())) <= 120
+    assert not (clone / ".venv").exists()
+
+
+@pytest.mark.parametrize("word", ["pretrian", "pre", "Start", "*", "Fine-tune:"])
+def test_launch_sh_sets_nothing_up_for_an_unknown_command(clone: Path, word: str) -> None:
+    shutil.rmtree(clone / ".venv")
+    result = launch(clone, word)
+    assert result.returncode == 2
+    assert result.stderr.endswith(f"\nerror: '{word}' is not a command; choose one of those above.\n")
+    assert not (clone / ".venv").exists()
+
+
+def test_launch_sh_hands_every_command_over(clone: Path) -> None:
+    add_stamps(clone, "base", "bench")
+    for name in cli.commands():
+        result = launch(clone, name, "a b", "--set", "x=1")
+        assert result.stdout.splitlines() == [f"{name} a b --set x=1", "1 ./launch.sh"], result.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "extra"),
+    [
+        (["prepare", "x.yaml"], "base"),
+        (["export", "run", "out"], "base"),
+        (["export", "run", "--onnx", "out"], "onnx"),
+        (["bench", "step"], "bench"),
+        (["test", "tests/test_x.py"], "test"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else value,
+)
+def test_launch_sh_sets_up_what_a_command_needs(clone: Path, words: list[str], extra: str) -> None:
+    (clone / ".venv/bin/python").write_text('#!/bin/sh\necho "$@" >>pip.txt; exit 1\n')
+    (clone / ".venv/bin/python").chmod(0o755)
+    add_stamps(clone, *({"base", "onnx", "bench", "test"} - {extra}))
+    result = launch(clone, *words)
+    assert result.returncode == 3
+    assert f"Setting up .venv ({extra})" in result.stderr
+    package = str(clone) if extra == "base" else f"{clone}[{extra}]"
+    assert f"--editable {package} --constraint" in (clone / "pip.txt").read_text()

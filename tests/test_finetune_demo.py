@@ -1,0 +1,122 @@
+"""The demo's fine-tunings: which commands run, what the report gets, and what an earlier demo spares."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from finetune import demo
+from finetune.__main__ import build_parser
+from pretrain.reporting import report
+from pretrain.reporting.report import FINETUNED
+
+ROWS = {
+    "packages": {"text": "a short text", "label": "json"},
+    "names": {"text": "call dumps or loads", "entities": [{"start": 5, "end": 10}, {"start": 14, "end": 19}]},
+    "returns": {
+        "question": "What does dumps return?",
+        "context": "It returns a string.",
+        "answers": {"text": ["a string"]},
+    },
+}
+PREDICTED = {
+    "packages": {"label": "ast", "score": 0.25},
+    "names": {"entities": [{"start": 5, "end": 10}, {"start": 0, "end": 4}]},
+    "returns": {"answer": "a string", "start": 11, "end": 19},
+}
+
+
+class Commands:
+    """Stands in for both command lines: keeps what it is called with, and leaves what a fine-tuning leaves."""
+
+    def __init__(self, fails_at: str = "") -> None:
+        self.seen: list[list[str]] = []
+        self.fails_at = fails_at
+
+    def __call__(self, argv: Sequence[str]) -> int:
+        self.seen.append(list(argv))
+        settings = {word.partition("=")[0]: word.partition("=")[2] for word in argv if "=" in word}
+        if settings.get("name") == self.fails_at:
+            return 4
+        if argv[0] == "finetune":
+            folder, task = Path(settings["run_dir"]), settings["name"].split("-")[1]
+            score = 0.5 if settings["random_weights"] == "true" else 0.75
+            for file, content in {
+                "model/manifest.json": {},
+                "scores.json": {"metric": "exact_match", "scores": {"dev": {"exact_match": score}}},
+                "predictions/dev.jsonl": PREDICTED[task],
+            }.items():
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                (folder / file).write_text(json.dumps(content) + "\n")
+        return 0
+
+    @property
+    def names(self) -> list[str]:
+        """The runs that were fine-tuned."""
+        return [argv[argv.index("--no-ray") + 2].partition("=")[2] for argv in self.seen if argv[0] == "finetune"]
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    """The demo's options, in a folder of its own, with labelled sets of one row and no report."""
+
+    def write_sets(folder: Path) -> dict[str, dict[str, int]]:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, row in ROWS.items():
+            (folder / f"{name}-dev.jsonl").write_text(json.dumps(row) + "\n")
+        return {name: {"train": 3, "dev": 1} for name in ROWS}
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(demo, "write_sets", write_sets)
+    monkeypatch.setattr(report, "write_report", lambda run, out: out)
+    monkeypatch.setattr(report, "summary", lambda run: "the summary")
+    return build_parser().parse_args(["demo", "--workers", "1"])
+
+
+def test_each_task_is_trained_from_pretrained_and_from_random_weights(
+    arguments: argparse.Namespace, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretrain, finetune = Commands(), Commands()
+    assert demo.run(arguments, pretrain, finetune) == 0
+    assert [argv[0] for argv in pretrain.seen] == ["prepare", "pretrain", "export"]
+    expected = [f"demo-{name}-{start}" for name in ROWS for start in ("pretrained", "random")]
+    assert finetune.names == expected
+    for argv in finetune.seen:
+        assert Path(argv[1]).is_file()
+        assert "start_from=runs/demo/export" in argv
+    assert "entities.train=runs/demo/labelled/names-train.jsonl" in finetune.seen[2]
+    out = capsys.readouterr().out
+    assert "[1/8] tokenizing" in out
+    assert "[7/8] What does the function return? (3 examples, 1 held out)" in out
+    assert "exact match 0.750 from pretrained weights, 0.500 from random weights" in out
+    results = json.loads((Path("runs/demo") / FINETUNED).read_text())
+    assert [one["scores"] for one in results] == 3 * [{"pretrained": 0.75, "random": 0.5}]
+    assert [one["examples"][0] for one in results] == [
+        {"pieces": [["a short text", ""]], "note": "ast (25%); truth: json"},
+        {
+            "pieces": [["call", "found"], [" ", ""], ["dumps", "found"], [" or loads", ""]],
+            "note": "1 of 2 found, 1 wrong",
+        },
+        {
+            "pieces": [["It returns ", ""], ["a string", "found"], [".", ""]],
+            "note": "What does dumps return? Truth: a string",
+        },
+    ]
+
+
+def test_a_demo_that_failed_goes_on_with_the_unfinished_models(arguments: argparse.Namespace) -> None:
+    assert demo.run(arguments, Commands(), Commands(fails_at="demo-names-random")) == 4
+    assert not (Path("runs/demo") / FINETUNED).exists()
+    again = Commands()
+    assert demo.run(arguments, Commands(), again) == 0
+    assert again.names == ["demo-names-random", "demo-returns-pretrained", "demo-returns-random"]
+
+
+def test_nothing_is_fine_tuned_if_pretraining_fails(arguments: argparse.Namespace) -> None:
+    finetune = Commands()
+    assert demo.run(arguments, Commands(fails_at="demo"), finetune) == 4
+    assert finetune.seen == []
