@@ -28,6 +28,7 @@ from pretrain.reporting.dashboard import curves, workspace
 from pretrain.reporting.dashboard.panels import PANELS, panels_for
 from pretrain.reporting.dashboard.runs import FAILED, SCORES, find_folder, read_runs
 from pretrain.reporting.dashboard.subjects import TASKS
+from pretrain.tracking.metrics import TRAINING_METRICS
 from pretrain.tracking.records import is_training, note_end, read_records
 from pretrain.training import loop
 from pretrain.training.stragglers import RankTimes
@@ -56,7 +57,7 @@ def training(step: int, **others: Any) -> dict[str, Any]:
         "lr": 1e-3,
         "grad_norm": 1.5,
         "tokens_per_second": 2000.0,
-        "peak_fraction": 0.4,
+        "mfu": 0.4,
         "data_stall_fraction": 0.01,
         "seconds": float(step),
         "evaluation_seconds": 0.0,
@@ -171,6 +172,7 @@ class TestPanels:
         loop._Run.log(run)
         (record,) = written
         assert {metric for panel in PANELS for metric in panel.metrics} <= set(record)
+        assert set(record) == set(TRAINING_METRICS)
         by_rank = {metric for panel in PANELS if panel.kind == "ranks" for metric in panel.metrics}
         assert by_rank == {metric for metric, value in record.items() if isinstance(value, list)}
 
@@ -255,6 +257,17 @@ class TestPage:
         text = Page(page.read_text()).text
         for expected in ("Not finished at step 30 of 60", "7.000", "2,000", "0:30 left at this pace"):
             assert expected in text, expected
+
+    def test_a_run_of_an_older_version_shows_its_mfu(self, run: Path) -> None:
+        metrics = run / "metrics.jsonl"
+        metrics.write_text(metrics.read_text().replace('"mfu"', '"peak_fraction"'))
+        dashboard.write_dashboard(str(run))
+        assert charts_of(run / "dashboard.html")["MFU"][0]["y"] == [0.4, 0.4, 0.4]
+        assert "40.0% MFU" in Page((run / "dashboard.html").read_text()).text
+        plots = [one for section in workspace.read(run / "dashboard.json").sections for one in section.panels]
+        assert [one.name for plot in plots if getattr(plot, "title", "") == "MFU" for one in plot.y] == [
+            "throughput/device/mfu"
+        ]
 
     def test_strangers_text_stays_text(self, tmp_path: Path) -> None:
         records = [training(1), {"event": HOSTILE, "step": 1, "message": HOSTILE}]

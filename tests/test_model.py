@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.batches.loader import MicroBatch
-from pretrain.bench.contestants import pad
+from pretrain.bench.baselines import pad
 from pretrain.checkpoint.hf import to_hf
 from pretrain.config import MAX_WIDTH, ModelConfig
 from pretrain.model.attention.dispatch import (

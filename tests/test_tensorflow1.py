@@ -14,7 +14,7 @@ from fixtures.make_tensorflow1 import HIDDEN, INTERMEDIATE, LAYERS, POSITIONS, V
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.bench.contestants import pad
+from pretrain.bench.baselines import pad
 from pretrain.checkpoint import tensorflow1
 from pretrain.checkpoint.released import fate_table, read_released
 from pretrain.checkpoint.tensorflow1 import Checkpoint, crc32c

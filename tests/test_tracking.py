@@ -163,13 +163,20 @@ class TestMetricsFile:
             read_records(tmp_path)
         assert str(caught.value) == f"{path}:2: {reason}. Remove the line, or restore the file."
 
+    def test_a_former_metric_name_is_read_as_the_current_one(self, tmp_path: Path) -> None:
+        (tmp_path / "metrics.jsonl").write_text('{"step": 10, "peak_fraction": 0.4}\n{"step": 20, "mfu": 0.5}\n')
+        records = [{"step": 10, "mfu": 0.4}, {"step": 20, "mfu": 0.5}]
+        assert read_records(tmp_path) == records
+        start(tmp_path, run_id="tiny-1", step=20).close()  # a resumed run
+        assert [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()] == records
+
     def test_a_killed_writer_leaves_a_readable_file(self, tmp_path: Path) -> None:
         program = """
             import sys, itertools
             from pathlib import Path
-            from pretrain.config import RunConfig
+            from pretrain.config import PretrainConfig
             from pretrain.tracking.tracker import Tracker
-            config = RunConfig.model_validate_json(sys.argv[1])
+            config = PretrainConfig.model_validate_json(sys.argv[1])
             tracker = Tracker(config, Path(sys.argv[2]), run_id=None, step=0, card={}, job_type="x", enabled=True)
             for step in itertools.count(1):
                 tracker.log({"step": step, "loss": 1 / step, "message": "x" * 3000})
@@ -225,7 +232,7 @@ class TestWandb:
             "lr": 1e-3,
             "grad_norm": 1.5,
             "tokens_per_second": 5.0,
-            "peak_fraction": 0.4,
+            "mfu": 0.4,
             "seconds": 7.0,
         }
         assert wandb_names(record) == {
@@ -415,13 +422,14 @@ class TestFollow:
         assert lines[-1].startswith("phase 1/2 (128)  step 20/100  loss 2.000")
         assert "\x1b" not in screen.getvalue()
 
-    def test_a_terminal_gets_one_live_line(self, run: Path) -> None:
+    @pytest.mark.parametrize("mfu", ["mfu", "peak_fraction"])  # peak_fraction: as older versions wrote it
+    def test_a_terminal_gets_one_live_line(self, run: Path, mfu: str) -> None:
         with following(run, terminal=True) as screen:
-            append(run, {"step": 90, "loss": 3.0, "peak_fraction": 0.415, "skipped_steps": 2})
+            append(run, {"step": 90, "loss": 3.0, mfu: 0.415, "skipped_steps": 2})
         text = screen.getvalue()
         assert "starting the workers" in text or "step 90/100" in text
         last = text[text.rindex("━") :]
-        for expected in ("phase 2/2 (512)", "step 90/100", "loss 3.000", "42% of peak", "2 skipped"):
+        for expected in ("phase 2/2 (512)", "step 90/100", "loss 3.000", "42% MFU", "2 skipped"):
             assert expected in last
 
     def test_what_was_there_before_is_no_news(self, run: Path) -> None:
@@ -488,7 +496,7 @@ class TestFollow:
             "mlm_accuracy": 0.5,
             "nsp_accuracy": 0.9,
             "tokens_per_second": 1e6,
-            "peak_fraction": 0.4,
+            "mfu": 0.4,
             "data_stall_fraction": 0.01,
         }
         progress._news = True

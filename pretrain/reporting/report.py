@@ -73,7 +73,7 @@ def _finetuned(run: _ReportData) -> list[dict[str, Any]]:
     """What was fine-tuned from the run, if the demo left word of it (`FINETUNED`): a chart and examples for each task."""
     path = run.folder / FINETUNED
     results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-    kinds = {"pretrained": "train", "random": "peer"}
+    kinds = {"pretrained": "train", "random": "baseline"}
     return [
         {
             **result,
@@ -170,10 +170,10 @@ def _tiles(run: _ReportData) -> list[tuple[str, str, str]]:
             if last.get(field) is not None:
                 tiles.append((label, form.format(last[field]), note))
     speeds = [value for _, value in run.curve("tokens_per_second")]
-    peaks = [value for _, value in run.curve("peak_fraction")]
+    utilisation = [value for _, value in run.curve("mfu")]
     if speeds:
-        peak = f"{statistics.median(peaks):.0%} of the matmul peak" if peaks else "median"
-        tiles.append(("useful tokens/s", f"{statistics.median(speeds):,.0f}", peak))
+        note = f"median; {statistics.median(utilisation):.0%} MFU" if utilisation else "median"
+        tiles.append(("useful tokens/s", f"{statistics.median(speeds):,.0f}", note))
     tokens = run.training[-1].get("tokens")
     if tokens:
         tiles.append(("tokens trained on", short(tokens), f"{run.step:,} of {run.config.total_steps:,} steps"))
@@ -194,7 +194,7 @@ def _throughput(run: _ReportData) -> list[str]:
     """Medians over the run's records."""
     forms = {
         "tokens_per_second": "{:,.0f} useful tokens/s",
-        "peak_fraction": "{:.0%} of the measured peak",
+        "mfu": "{:.0%} MFU",
         "data_stall_fraction": "data stall {:.1%}",
     }
     medians = {field: [value for _, value in run.curve(field)] for field in forms}
@@ -239,7 +239,7 @@ def _charts(run: _ReportData) -> Iterator[str]:
         line_chart("NSP accuracy", pair("nsp_accuracy"), form=_percent, **at_step),
         line_chart("Gradient norm", one("grad_norm"), form=_plain, from_zero=True, **at_step),
         timed("Useful tokens per second", "tokens_per_second", short),
-        timed("Share of the matmul peak", "peak_fraction", _percent),
+        timed("MFU", "mfu", _percent),
         timed("Memory per worker", "memory_bytes", _bytes),
     ]
     return (chart for chart in charts if chart)

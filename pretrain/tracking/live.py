@@ -232,7 +232,7 @@ def _pieces(progress: _Progress) -> dict[str, str]:
         "mlm": _piece(last.get("mlm_accuracy"), "mlm {:.1%}"),
         "nsp": _piece(last.get("nsp_accuracy"), "nsp {:.1%}"),
         "speed": _piece(last.get("tokens_per_second"), "{:,.0f} tokens/s"),
-        "peak": _piece(last.get("peak_fraction"), "{:.0%} of peak"),
+        "mfu": _piece(last.get("mfu"), "{:.0%} MFU"),
         "stall": _piece(last.get("data_stall_fraction"), "stall {:.1%}"),
         "skipped": _piece(last.get("skipped_steps") or None, "{:,} skipped"),
         "left": "" if left is None else f"{clock(left)} left",
@@ -245,13 +245,13 @@ def _piece(value: float | None, form: str) -> str:
 
 
 # What is left out first when the terminal is narrow comes last.
-_PRIORITY = ("step", "loss", "left", "skipped", "speed", "mlm", "peak", "phase", "nsp", "stall")
+_PRIORITY = ("step", "loss", "left", "skipped", "speed", "mlm", "mfu", "phase", "nsp", "stall")
 _STYLES = {
     "loss": "bold",
     "mlm": "green",
     "nsp": "green",
     "speed": "cyan",
-    "peak": "cyan",
+    "mfu": "cyan",
     "skipped": "yellow",
     "left": "magenta",
 }

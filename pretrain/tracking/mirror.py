@@ -25,7 +25,7 @@ _WANDB_TRAIN = {
     "samples": "time/sample",
     "seconds": "time/train",
     "tokens_per_second": "throughput/tokens_per_sec",
-    "peak_fraction": "throughput/device/mfu",
+    "mfu": "throughput/device/mfu",
     "data_stall_fraction": "throughput/data_stall_fraction",
     "memory_bytes": "memory/peak_allocated_bytes",
 }

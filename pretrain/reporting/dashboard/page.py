@@ -137,10 +137,10 @@ def _tiles(run: RunRecords) -> list[tuple[str, str, str]]:
     """(label, figure, note) of what one wants to know first."""
     tiles = [*_held_out_tiles(run)]
     rates = _values(run, "tokens_per_second")
-    peaks, stalls = _values(run, "peak_fraction"), _values(run, "data_stall_fraction")
+    utilisation, stalls = _values(run, "mfu"), _values(run, "data_stall_fraction")
     if rates:
-        peak = f"median; {statistics.median(peaks):.1%} of the matmul peak" if peaks else "median"
-        tiles.append(("useful tokens/s", f"{statistics.median(rates):,.0f}", peak))
+        note = f"median; {statistics.median(utilisation):.1%} MFU" if utilisation else "median"
+        tiles.append(("useful tokens/s", f"{statistics.median(rates):,.0f}", note))
     if stalls:
         tiles.append(("waiting for batches", f"{statistics.median(stalls):.2%}", "of the time, median"))
     last = run.training[-1] if run.training else {}

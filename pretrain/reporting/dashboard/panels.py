@@ -35,7 +35,7 @@ PANELS = (
     Panel("Gradient norm before clipping", ("grad_norm",), "", "Learning"),
     Panel("Learning rate", ("lr",), "", "Learning"),
     Panel("Useful tokens per second", ("tokens_per_second",), "tokens/s", "Speed"),
-    Panel("Share of the matmul peak", ("peak_fraction",), "share", "Speed"),
+    Panel("MFU", ("mfu",), "share", "Speed"),
     Panel("Share of time waiting for batches", ("data_stall_fraction",), "share", "Speed"),
     Panel("Evaluations and checkpoints", ("evaluation_seconds", "checkpoint_seconds"), "s", "Speed"),
     Panel("Time of a forward pass by rank", ("rank_forward_seconds",), "s", "Workers", "ranks"),
