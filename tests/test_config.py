@@ -112,7 +112,7 @@ def test_whole_numbers(write, written: str, read: int):
         ),
         (
             ("name: trial", "name: Ärger"),
-            "run.yaml:1: name: 'Ärger' must be 1 to 63 of a-z, 0-9 and '-', and not begin with '-'",
+            "run.yaml:1: name: 'Ärger' must be 1 to 63 of a-z, 0-9 and '-', and not start with '-'",
         ),
         (
             ("  zero_stage: 1", "  - zero_stage"),
@@ -174,7 +174,7 @@ def test_every_number_of_workers_that_there_may_be_must_be_able_to_deal(write):
     elastic = ("scheduling.workers=4", "scheduling.min_workers=2", "engine.micro_batch_tokens=128")
     found = problems(write(GOOD), *elastic)
     assert len(found) == 1
-    assert "phases.1.global_sequences (8) cannot be dealt to 3 workers evenly" in found[0]
+    assert "phases.1.global_sequences (8) is not a multiple of the workers (3)" in found[0]
     load_config(write(GOOD), [*elastic, "engine.micro_batch_tokens=256"])
     load_config(write(GOOD), [*elastic, "scheduling.min_workers=0"])
     found = problems(write(GOOD), "scheduling.workers=2", "scheduling.min_workers=3")
@@ -313,7 +313,7 @@ def test_a_phase_more_or_less_is_a_change(write):
 
 @pytest.mark.parametrize(
     ("override", "expected"),
-    [("model.size=[mini]", "model.size"), ("masking.random_share=0.9", "are over 1 together")],
+    [("model.size=[mini]", "model.size"), ("masking.random_share=0.9", "add up to more than 1")],
 )
 def test_what_cannot_be_is_a_line(write, override: str, expected: str):
     with pytest.raises(InputError, match=expected):
