@@ -381,7 +381,7 @@ class TestPage:
             "matmul peak: 22,489",
             "ab12",
             "training step: 22.5",
-            "reading the file: 20,000, off to the right",
+            "reading the file: 20,000, out of range",
         ):
             assert expected in shown.text, expected
         assert shown.html.count("<figure") == 5
@@ -425,11 +425,11 @@ class TestBarChart:
         assert re.findall(r'<line class=limit x1="([\d.]+)"', chart) == ["394.0", "394.0"]
         assert "peak: 160" in chart
 
-    def test_a_far_limit_is_told_in_words(self) -> None:
+    def test_a_far_limit_is_written_as_text(self) -> None:
         chart = self.drawn(("reading", 100_000))
         assert self.widths(chart) == self.widths(self.drawn(None))
         assert "class=limit" not in chart
-        assert "reading: 100000, off to the right" in chart
+        assert "reading: 100000, out of range" in chart
 
 
 def of(low: float, median: float, high: float) -> Figure:

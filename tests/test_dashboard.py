@@ -248,14 +248,14 @@ class TestPage:
         ]
         assert charts["Gradient norm before clipping"][0]["y"] == [1.5, None, 1.5]
         assert charts["Gradient norm before clipping"][0]["not_finite"] == 1
-        assert [(one["name"], one["y"]) for one in charts["Time of a forward pass by rank"]] == [
+        assert [(one["name"], one["y"]) for one in charts["Forward time by rank"]] == [
             ("rank 0", [0.5]),
             ("rank 1", [0.75]),
         ]
         marks = [(mark["kind"], mark["step"]) for mark in data_of(page)["marks"]]
         assert marks == [("restart", 23), ("phase", 20)]
         text = Page(page.read_text()).text
-        for expected in ("Not finished at step 30 of 60", "7.000", "2,000", "0:30 left at this pace"):
+        for expected in ("Not finished at step 30 of 60", "7.000", "2,000", "0:30 left at this speed"):
             assert expected in text, expected
 
     def test_a_run_of_an_older_version_shows_its_mfu(self, run: Path) -> None:
@@ -343,7 +343,7 @@ class TestPage:
         write_tasks(tmp_path)
         dashboard.write_dashboard(str(tmp_path))
         page = tmp_path / "dashboard.html"
-        table = tables_of(page)["Fine-tuning scores by task and start"]
+        table = tables_of(page)["Fine-tuning scores by task and initial checkpoint"]
         assert table == [
             ["task", "metric", "set", "from runs/demo/export", "from random weights"],
             ["entities: names.jsonl", "f1", "dev", "0.8000 ± 0.1414 mean of 2, 0.7000 to 0.9000", "0.2000"],
@@ -376,7 +376,7 @@ class TestPage:
                     engine={"precision": ["bf16", "fp32"][seed]},
                 )
         dashboard.write_dashboard(str(tmp_path))
-        rows = tables_of(tmp_path / "dashboard.html")["Fine-tuning scores by task and start"][1:]
+        rows = tables_of(tmp_path / "dashboard.html")["Fine-tuning scores by task and initial checkpoint"][1:]
         assert rows == [
             [
                 "entities: names.jsonl, training.learning_rate 1e-05",
@@ -429,9 +429,9 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("records", "expected"),
         [
-            ("", "has no record yet"),
-            ('{"event": "restart", "step": 0}\n', "has no record yet"),
-            (None, "has no metrics"),
+            ("", "no record yet"),
+            ('{"event": "restart", "step": 0}\n', "no record yet"),
+            (None, "no metrics.jsonl"),
         ],
     )
     def test_nothing_to_show_is_one_line(
@@ -447,16 +447,16 @@ class TestRefusals:
         monkeypatch.chdir(tmp_path)
         Path("runs/mini").mkdir(parents=True)
         assert find_folder("mini") == Path("runs/mini")
-        with pytest.raises(InputError, match="other: is no folder, and neither is runs/other"):
+        with pytest.raises(InputError, match="other: not a folder, and runs/other is not a folder either"):
             find_folder("other")
 
     def test_the_page_cannot_take_the_place_of_the_workspace(self, run: Path) -> None:
-        with pytest.raises(InputError, match=r"page\.json: is where the workspace goes"):
+        with pytest.raises(InputError, match=r"page\.json: the workspace is written to this file"):
             dashboard.write_dashboard(str(run), run / "page.json")
 
     def test_another_file_in_the_place_is_refused(self, run: Path) -> None:
         (run / "dashboard.json").write_text('{"mine": 1}')
-        with pytest.raises(InputError, match=r"dashboard\.json: is no W&B workspace"):
+        with pytest.raises(InputError, match=r"dashboard\.json: not a W&B workspace"):
             dashboard.write_dashboard(str(run))
 
 
@@ -470,7 +470,7 @@ class TestWorkspace:
         names = {title: [one.name for one in getattr(plot, "y", [])] for title, plot in plots.items()}
         assert names["Loss"] == ["train/loss", "eval/loss"]
         assert names["Useful tokens per second"] == ["throughput/tokens_per_sec"]
-        assert names["Time of a forward pass by rank"] == [
+        assert names["Forward time by rank"] == [
             "train/rank_forward_seconds/0",
             "train/rank_forward_seconds/1",
         ]
@@ -535,7 +535,7 @@ class TestWorkspace:
         monkeypatch.setenv("WANDB_MODE", "online")
         monkeypatch.setattr(workspace, "wandb_entity", refuse)
         said = dashboard.write_dashboard(str(run))
-        assert "W&B did not take it (ConnectionError: 401 for ...)" in said
+        assert "saving it to W&B failed (ConnectionError: 401 for ...)" in said
         assert workspace.read(run / "dashboard.json").entity == ""
 
     def test_a_run_that_is_kept_offline_stays_so(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -222,10 +222,10 @@ class TestPage:
         assert "Not shown: the run has no export folder" in text
 
     def test_refusals(self, run: Path, tmp_path: Path) -> None:
-        with pytest.raises(InputError, match="no run folder"):
+        with pytest.raises(InputError, match="not a run folder"):
             report.write_report(tmp_path, tmp_path / "report.html")
         (run / "metrics.jsonl").write_text("")
-        with pytest.raises(InputError, match=r"metrics\.jsonl: has no training step yet"):
+        with pytest.raises(InputError, match=r"metrics\.jsonl: no training record yet"):
             report.summary(run)
         assert not (tmp_path / "report.html").exists()
 

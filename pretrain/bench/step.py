@@ -1,9 +1,10 @@
 """`bench step`: training throughput of ours and of transformers' BertForPreTraining on the same batches.
 
-Baselines (`--peers`): transformers with eager or scaled-dot-product attention, with or without torch.compile, autocast to
-the same precision, torch's fused AdamW, batches padded to their longest sequence. Ours: this project's engine (DeepSpeed
-ZeRO-1 on one worker) on the same sequences without padding. Each runs in its own process, and only one works at a time.
-Throughput counts the tokens of the sequences, never padding. The reported ratio is to the fastest baseline.
+Baselines (`--peers`): transformers with eager or scaled-dot-product attention, with or without torch.compile,
+autocast to the same precision, torch's fused AdamW, batches padded to their longest sequence. Ours: this project's
+engine (DeepSpeed ZeRO-1 on one worker) on the same sequences without padding. Each runs in its own process, and only
+one works at a time. Throughput counts the tokens of the sequences, never padding. The reported ratio is to the fastest
+baseline.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ class EngineConfig(Section):
     max_bad_steps: int = Field(
         default=5,
         ge=1,
-        description="Consecutive steps with NaN or infinite gradients before the run rolls back to its newest checkpoint.",
+        description="Consecutive steps with NaN or infinite gradients after which the run rolls back to its newest "
+        "checkpoint.",
     )
     deepspeed: dict[str, Any] = Field(
         default_factory=dict, description="Further DeepSpeed settings, passed through unchanged."

@@ -87,7 +87,8 @@ class SchedulingConfig(Section):
     max_failures: int = Field(
         default=3,
         ge=0,
-        description="Restarts after worker failures without a new checkpoint in between. One more failure ends the run.",
+        description="Restarts after worker failures without a new checkpoint in between. "
+        "One more failure ends the run.",
     )
 
     @model_validator(mode="after")
@@ -137,8 +138,8 @@ class PretrainConfig(RunConfig):
     def _check_phases(self) -> PretrainConfig:
         if self.model.embedding not in (0, self.model.hidden):
             raise ValueError(
-                f"model.embedding ({self.model.embedding}) is for released models only; pretraining ties the decoder to "
-                f"the embeddings, so set it to 0 or to model.hidden ({self.model.hidden})"
+                f"model.embedding ({self.model.embedding}) is for released models only; pretraining ties the decoder "
+                f"to the embeddings, so set it to 0 or to model.hidden ({self.model.hidden})"
             )
         for number, phase in enumerate(self.phases):
             if phase.sequence_length > self.model.max_positions:
@@ -164,8 +165,8 @@ class PretrainConfig(RunConfig):
         length, budget = self.phases[phase].sequence_length, self.engine.micro_batch_tokens
         if sequences % workers and budget < 2 * length:
             return (
-                f"is not a multiple of the workers ({workers}), and engine.micro_batch_tokens ({budget}) holds only one "
-                f"sequence of {length}; choose a multiple, or micro_batch_tokens of at least {2 * length}"
+                f"is not a multiple of the workers ({workers}), and engine.micro_batch_tokens ({budget}) holds only "
+                f"one sequence of {length}; choose a multiple, or micro_batch_tokens of at least {2 * length}"
             )
         return ""
 
