@@ -74,9 +74,9 @@ def test_any_range_of_any_parameter_reads_back(tmp_path: Path) -> None:
             expected = Weights(3).tensor(kind, "a")
             for start, numel in [(0, 20), (5, 3), (6, 14), (19, 1), (4, 0)]:
                 assert torch.equal(reader.read(kind, "a", start, numel), expected[start : start + numel])
-        with pytest.raises(InputError, match="no weight of c from entry 0"):
+        with pytest.raises(InputError, match="no weight of c from element 0"):
             reader.read("weight", "c", 0, 1)
-        with pytest.raises(InputError, match="from entry 20"):
+        with pytest.raises(InputError, match="from element 20"):
             reader.read("weight", "a", 10, 11)
     weights = store.read_weights(checkpoint)
     assert {name: list(tensor.shape) for name, tensor in weights.items()} == SHAPES
@@ -198,7 +198,7 @@ def test_a_torn_state_stops_neither_pruning_nor_resuming(tmp_path: Path) -> None
 
 def test_what_all_workers_hold_is_written_once(tmp_path: Path) -> None:
     fragments = [Held("a", 0, {"weight": torch.arange(20.0)}, shared=True)]
-    shares = [store._share(fragments[0], Alone(rank, 3)) for rank in range(3)]
+    shares = [store._part(fragments[0], Alone(rank, 3)) for rank in range(3)]
     assert torch.cat([torch.arange(20)[share] for share in shares]).tolist() == list(range(20))
 
 
