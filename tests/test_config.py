@@ -441,6 +441,6 @@ def test_a_character_that_json_writes_as_two_is_read_as_one(write):
 @pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b", "hdfs:///a", "file:///tmp/a", "s3:/bucket"])
 def test_remote_addresses_are_refused(write, name: str, address: str):
     assert problems(write(GOOD), f"{name}={address}") == [
-        f"--set {name}={address}: {name}: {address!r} is a remote address, and only paths of this machine are read and "
-        "written. Mount or copy it, and name the path."
+        f"--set {name}={address}: {name}: {address!r} is a remote address; only local paths are supported. "
+        "Mount or copy it, and give the local path."
     ]

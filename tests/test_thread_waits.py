@@ -23,7 +23,7 @@ class Script:
         self.held: list[bool] = []  # at each look, whether there is a pool
         self._holding, self._waited, self._now = False, 0.0, 0.0
         self._shares = iter([0.0, *shares])
-        monkeypatch.setattr(thread_waits, "_LOOK_SECONDS", 0.0)
+        monkeypatch.setattr(thread_waits, "_POLL_SECONDS", 0.0)
         monkeypatch.setattr(thread_waits.time, "monotonic", lambda: self._now)
 
     def waited(self) -> dict[int, float]:
