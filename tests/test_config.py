@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import typing
 from pathlib import Path
 
 import pytest
 
 from pretrain.common.errors import InputError
+from pretrain.common.sections import Section, is_section
 from pretrain.common.settings import dump
 from pretrain.config import ModelConfig, PretrainConfig, changed_for_resume, load_config
 
@@ -266,6 +268,20 @@ def test_lists_in_deepspeeds_section_stay_lists(write):
 def test_deepspeeds_section_does_not_contradict_ours(write, section: str, message: str):
     (problem,) = problems(write(GOOD + f"  deepspeed: {section}\n"))
     assert message in problem
+
+
+def test_every_setting_has_a_description():
+    def undescribed(section: type[Section], prefix: str = "") -> list[str]:
+        missing = []
+        for name, field in section.model_fields.items():
+            if not (field.description or "").endswith("."):
+                missing.append(prefix + name)
+            for annotation in (field.annotation, *typing.get_args(field.annotation)):
+                if is_section(annotation):
+                    missing += undescribed(annotation, f"{prefix}{name}.")
+        return missing
+
+    assert undescribed(PretrainConfig) == []
 
 
 def test_a_size_fills_the_shape():

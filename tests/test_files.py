@@ -50,7 +50,7 @@ def test_without_locks_the_work_goes_on_with_a_warning(
     (record,) = caplog.records
     assert record.getMessage() == (
         f"{tmp_path}/.lock: this file system does not support locks ({os.strerror(error)}). "
-        f"See to it that nothing else works in {tmp_path} at the same time."
+        f"Make sure that no other process uses {tmp_path}."
     )
 
 

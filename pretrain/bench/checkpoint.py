@@ -87,9 +87,14 @@ def _engine(config: PretrainConfig) -> Engine:
 
 def _table(result: dict[str, Any]) -> str:
     rows = [("", "median s", "range")]
-    for name in ("plain", "held", "written"):
-        seconds = result[name]
-        rows.append((name, f"{statistics.median(seconds):.3f}", f"{min(seconds):.3f}-{max(seconds):.3f}"))
+    labels = {
+        "plain": "synchronous save",
+        "held": "background save, training blocked",
+        "written": "background save, on disk",
+    }
+    for key, label in labels.items():
+        seconds = result[key]
+        rows.append((label, f"{statistics.median(seconds):.3f}", f"{min(seconds):.3f}-{max(seconds):.3f}"))
     share = statistics.median(result["held"]) / statistics.median(result["plain"])
-    rows.append(("held / plain", f"{share:.1%}", f"{result['bytes'] / 1e9:.2f} GB"))
+    rows.append(("blocked / synchronous", f"{share:.1%}", f"{result['bytes'] / 1e9:.2f} GB"))
     return "\n".join(aligned(rows, (1, 2)))

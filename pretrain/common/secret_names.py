@@ -9,8 +9,8 @@ from typing import Any
 Path = tuple[str | int, ...]
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|[0-9]+")
-# The last word of a secret's name, in the singular, and endings of names written as one word. Endings such as "pass" and
-# "key" include the word before them, since compass and monkey are not secrets.
+# The last word of a secret's name, in the singular, and endings of names written as one word. Endings such as "pass"
+# and "key" include the word before them, since compass and monkey are not secrets.
 _LAST_WORDS = {
     "auth",
     "authorization",

@@ -19,7 +19,7 @@ WAITING_FILE = "waiting.json"
 
 _OWNER = "for "
 _OWNER_BYTES = 200
-# The modification time that `Flag.set` gives a file, in nanoseconds (in 2001). A file that was touched later has another.
+# The modification time that `Flag.set` gives a file, in nanoseconds (in 2001). Touching the file changes it.
 _SET_AT = 10**18
 
 

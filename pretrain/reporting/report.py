@@ -239,7 +239,7 @@ def _charts(run: _ReportData) -> Iterator[str]:
         line_chart("Gradient norm", one("grad_norm"), form=_plain, from_zero=True, **at_step),
         timed("Useful tokens per second", "tokens_per_second", short),
         timed("MFU", "mfu", _percent),
-        timed("Memory per worker", "memory_bytes", _bytes),
+        timed("Peak memory of worker 0", "memory_bytes", _bytes),
     ]
     return (chart for chart in charts if chart)
 
