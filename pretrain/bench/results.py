@@ -48,8 +48,8 @@ class Comparison(_Part):
     what: str
     unit: str
     ours: Figure
-    baseline_name: str = Field(alias="peer_name")
-    baseline: Figure = Field(alias="peer")
+    baseline_name: str = Field(validation_alias="peer_name", serialization_alias="peer_name")
+    baseline: Figure = Field(validation_alias="peer", serialization_alias="peer")
     ratio: Figure
     limit: Limit | None = None
 

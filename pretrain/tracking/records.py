@@ -77,7 +77,7 @@ def _record(line: bytes) -> dict[str, Any]:
         if expected:
             shown = repr(value)
             raise ValueError(f"{key} is {shown[:60]}{'...' * (len(shown) > 60)}; expected {expected}")
-    return {FORMER_NAMES.get(key, key): value for key, value in record.items()}
+    return {FORMER_NAMES.get(str(key), key): value for key, value in record.items()}
 
 
 def _expected(key: str, value: Any, *, in_event: bool) -> str:
