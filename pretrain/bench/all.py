@@ -39,9 +39,13 @@ class Measurement:
     command: tuple[str, ...]
 
     @classmethod
-    def of(cls, what: str, kind: str, *options: object) -> Measurement:
-        command = (sys.executable, "-m", "pretrain", "bench", kind, *map(str, options), "--json")
-        return cls(what, kind, command)
+    def of(cls, what: str, kind: str, **options: object) -> Measurement:
+        """The benchmark `kind` with command-line options; a tuple gives several values of one option."""
+        command = [sys.executable, "-m", "pretrain", "bench", kind]
+        for name, value in options.items():
+            values = value if isinstance(value, tuple) else (value,)
+            command += [f"--{name.replace('_', '-')}", *map(str, values)]
+        return cls(what, kind, (*command, "--json"))
 
 
 def main(argv: list[str]) -> int:
@@ -63,38 +67,24 @@ def jobs(corpus: Path, text: Path, *, quick: bool) -> list[Measurement]:
     """The benchmarks in the order in which they run."""
     repeats = {"mini": 7} if quick else {"mini": 7, "base": 5}
     baselines = ("sdpa", "eager", "sdpa-compiled", "eager-compiled")
-    return [
-        *(
-            Measurement.of(
-                f"step {size} @{length}",
-                "step",
-                "--corpus",
-                corpus,
-                "--sizes",
-                size,
-                "--lengths",
-                length,
-                "--repeats",
-                count,
-                "--peers",
-                *baselines,
-            )
-            for size, count in repeats.items()
-            for length in LENGTHS
-        ),
-        Measurement.of("loader", "loader", "--corpus", corpus, "--lengths", *LENGTHS),
+    steps = [
         Measurement.of(
-            "prepare",
-            "prepare",
-            "--file",
-            text,
-            "--vocabulary",
-            corpus,
-            "--limit-mb",
-            10 if quick else 50,
-            "--repeats",
-            5,
-        ),
+            f"step {size} @{length}",
+            "step",
+            corpus=corpus,
+            sizes=size,
+            lengths=length,
+            repeats=count,
+            peers=baselines,
+        )
+        for size, count in repeats.items()
+        for length in LENGTHS
+    ]
+    limit_mb = 10 if quick else 50
+    return [
+        *steps,
+        Measurement.of("loader", "loader", corpus=corpus, lengths=LENGTHS),
+        Measurement.of("prepare", "prepare", file=text, vocabulary=corpus, limit_mb=limit_mb, repeats=5),
     ]
 
 
