@@ -1,4 +1,4 @@
-"""`bench all` and `bench compare`: rows, table, JSON, page and verdicts. No test depends on how fast anything is."""
+"""`bench all` and `bench compare`: rows, table, JSON, page and verdicts. No test depends on measured speed."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ INPUTS = {"corpus": "ab12", "text": "cd34"}
 
 
 def printing(what: str, kind: str, result: dict[str, Any]) -> Measurement:
-    """A job that prints a result, after a line of something else."""
+    """A benchmark that prints a result after other output."""
     return Measurement(what, kind, (sys.executable, "-c", f"print('loading'); print({json.dumps(result)!r})"))
 
 
@@ -239,7 +239,7 @@ class TestOlderFiles:
 class TestCommand:
     @pytest.fixture
     def arguments(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        """Of `bench all`, on a corpus of its own."""
+        """Arguments of `bench all` for a small corpus."""
         monkeypatch.chdir(tmp_path)
         text = tmp_path / "wiki.txt"
         text.write_text(
@@ -607,7 +607,7 @@ def test_a_corpus_of_less_than_a_batch_is_refused(tmp_path: Path) -> None:
 
 
 def test_workers_are_compared_round_by_round() -> None:
-    """Shares are medians of the rounds' own, so that a slow round of the machine does not count."""
+    """Ratios are medians over the rounds, so a single slow round has no effect."""
     bare = {"name": "bare", "tokens_per_second": [100.0, 50.0, 200.0]}
     ways = [
         {"name": "zero 1 x 1 workers", "zero": 1, "workers": 1, "tokens_per_second": [90.0, 45.0, 160.0]},

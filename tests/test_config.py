@@ -1,4 +1,4 @@
-"""Reading a run's YAML: what is accepted, and how each mistake is told."""
+"""Reading a run's YAML: what is accepted, and the error message for each mistake."""
 
 from __future__ import annotations
 

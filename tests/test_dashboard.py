@@ -1,4 +1,4 @@
-"""The dashboard: one list of panels, as a page that stands alone and as a W&B workspace that can be read again."""
+"""The dashboard: one list of panels, as a self-contained page and as a W&B workspace that can be read back."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def data_of(page: Path) -> dict[str, Any]:
 
 
 def write_tuned(folder: Path, score: float, **config: Any) -> Path:
-    """A finished fine-tuning whose f1 counts."""
+    """A finished fine-tuning with f1 as its main metric."""
     evaluation = {"step": 2, "split": "validation", "loss": 1.0, "exact": 0.0, "f1": score, "seconds": 1.0}
     write_run(folder, [training(2), evaluation], **config)
     said = {"metric": "f1", "step": 2, "scores": {"dev": {"exact": 0.0, "f1": score}}, "details": {}}
@@ -104,7 +104,7 @@ def write_tasks(folder: Path) -> None:
 
 
 def tables_of(page: Path) -> dict[str, list[list[str]]]:
-    """The text of each table's cells, by the heading above it."""
+    """The cells of each table as text, by its heading."""
     found: dict[str, list[list[str]]] = {}
     for heading, body in re.findall(
         r"<h2>([^<]*)</h2>\s*<div[^>]*><div[^>]*><table[^>]*>(.*?)</table>", page.read_text(), re.S
@@ -147,7 +147,7 @@ def run(tmp_path: Path) -> Path:
 
 class TestPanels:
     def test_every_metric_is_one_that_a_run_writes(self) -> None:
-        """Against the record that the loop makes of what pretraining and the ranks give it."""
+        """Compared with the record that the training loop writes."""
         written: list[dict[str, Any]] = []
         engine: Any = SimpleNamespace(
             peak_memory_bytes=lambda: 1,
@@ -480,7 +480,7 @@ class TestWorkspace:
         dashboard.write_dashboard(str(run))
         assert re.fullmatch(workspace.read(path).runset_settings.query, "mini-7")
 
-    def test_runs_are_grouped_by_what_they_learnt(self, tmp_path: Path) -> None:
+    def test_runs_are_grouped_by_what_they_were_trained_on(self, tmp_path: Path) -> None:
         write_tasks(tmp_path)
         dashboard.write_dashboard(str(tmp_path))
         again = workspace.read(tmp_path / "dashboard.json")

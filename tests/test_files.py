@@ -1,4 +1,4 @@
-"""Locks, logs and shards on file systems and under limits that are not those of the developer's machine."""
+"""Locks, logs and shards on unusual file systems and with low limits of open files."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ except RunError as error:
 
 
 def opened(corpus: Path, soft: int, hard: int) -> str:
-    """What a process says that opens the corpus under these limits of open files."""
+    """The output of a process that opens the corpus with these limits of open files."""
     done = subprocess.run(
         [sys.executable, "-c", _OPEN, str(corpus)],
         cwd=ROOT,

@@ -1,4 +1,4 @@
-"""The report: one page that needs nothing else, figures that are the records', the model's fillings."""
+"""The report is self-contained, shows the values of the records and the model's predictions for masked words."""
 
 from __future__ import annotations
 
@@ -379,7 +379,7 @@ class TestCharts:
 class TestDemo:
     @pytest.fixture
     def commands(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
-        """The commands that the demo runs, in a folder of its own, with nothing behind them."""
+        """The commands that the demo runs, replaced by stubs, in an empty folder."""
         seen: list[list[str]] = []
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(command_line, "main", lambda argv: seen.append(list(argv)) or 0)

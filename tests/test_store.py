@@ -1,4 +1,4 @@
-"""Checkpoints are atomic and proven: what is damaged is never resumed from, what was good stays."""
+"""Checkpoints are atomic and verified: damaged ones are never resumed from, intact ones are kept."""
 
 from __future__ import annotations
 
@@ -234,7 +234,7 @@ def test_a_disk_that_fills_up_while_writing_keeps_what_was_good(small_disk: Path
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_disk_that_fills_up_at_any_byte_keeps_what_was_good(small_disk: Path, monkeypatch, seed: int) -> None:
-    """The room left is drawn between nothing and a page less than the checkpoint needs: any of its files may be cut."""
+    """The free space varies from 0 to just below the checkpoint's size, so the write can fail in any of its files."""
     drawn = random.Random(seed)
     numel = 1 << 17
     held = [Held("a", 0, {"weight": torch.zeros(numel), "exp_avg": torch.zeros(numel)})]
@@ -269,7 +269,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 
 
 def damage(checkpoint: Path, drawn: random.Random) -> str:
-    """Harm one file of a checkpoint as disks and people do; what was done."""
+    """Damage one file of a checkpoint in ways that disks and people do; returns a description."""
     path = drawn.choice(sorted(checkpoint.iterdir()))
     data = bytearray(path.read_bytes())
     kind = drawn.choice(["flip", "cut", "remove", "garbage", "grow"])

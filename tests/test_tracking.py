@@ -1,4 +1,4 @@
-"""metrics.jsonl survives kills and resumes, W&B never holds anything up, and the terminal says what is so."""
+"""metrics.jsonl survives kills and resumes, W&B never blocks training, and the terminal shows the current values."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ class TestWandb:
         assert content.count(b"train/loss") >= 5
 
     def test_training_does_not_wait_for_wandb(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-        """W&B starts only after everything was logged; a Tracker that waited for it would hang here."""
+        """W&B starts only after everything was logged; a tracker that waits for it would hang here."""
         may_start, logged = threading.Event(), []
 
         class Run:
@@ -370,7 +370,7 @@ class TestWandb:
 
 
 def test_quiet_logging_keeps_the_terminal_clean(tmp_path: Path) -> None:
-    """A library that did what DeepSpeed does at import, one that does it later, warnings and W&B."""
+    """Covers a library that adds a terminal handler at import, as DeepSpeed does, one that does so later, warnings, W&B."""
     program = """
         import logging, sys, warnings
         from pathlib import Path
