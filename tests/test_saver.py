@@ -82,7 +82,7 @@ class Rank:
 def test_no_rank_writes_while_the_first_still_removes_old_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Pruning removes leftovers of saves; a save that another rank has started must not look like one."""
+    """Pruning removes leftovers of saves, and a save in progress on another rank looks like one."""
     prune = store.prune
 
     def slow(*arguments: Any) -> None:
