@@ -105,6 +105,6 @@ class ModelConfig(Section):
             )
         if self.attention_init == "neighbours" and self.hidden // self.heads % 2:
             raise ValueError(
-                f"attention_init: neighbours needs an even head width; hidden / heads is {self.hidden // self.heads}"
+                f"attention_init: neighbours needs an even head width, not {self.hidden // self.heads} (hidden / heads)"
             )
         return self
