@@ -67,17 +67,18 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 def _record(line: bytes) -> dict[str, Any]:
     """The record in a line. Raises `ValueError` with the reason if it is not valid."""
     try:
-        record = json.loads(line)
+        content = json.loads(line)
     except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict):
+        content = None
+    if not isinstance(content, dict):
         raise ValueError("not a JSON object")
+    record: dict[str, Any] = content
     for key, value in record.items():
         expected = _expected(key, value, in_event="event" in record)
         if expected:
             shown = repr(value)
             raise ValueError(f"{key} is {shown[:60]}{'...' * (len(shown) > 60)}; expected {expected}")
-    return {FORMER_NAMES.get(str(key), key): value for key, value in record.items()}
+    return {FORMER_NAMES.get(key, key): value for key, value in record.items()}
 
 
 def _expected(key: str, value: Any, *, in_event: bool) -> str:
