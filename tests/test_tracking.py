@@ -370,7 +370,7 @@ class TestWandb:
 
 
 def test_quiet_logging_keeps_the_terminal_clean(tmp_path: Path) -> None:
-    """Covers a library that adds a terminal handler at import, as DeepSpeed does, one that does so later, warnings, W&B."""
+    """A library that adds a terminal handler at import, as DeepSpeed does, one that does so later, warnings, W&B."""
     program = """
         import logging, sys, warnings
         from pathlib import Path

@@ -1,4 +1,4 @@
-"""Groups fine-tuning runs by data, initial checkpoint and settings: only runs that differ in their seed are averaged."""
+"""Groups fine-tuning runs by data, checkpoint and settings, so that only runs of different seeds are averaged."""
 
 from __future__ import annotations
 
