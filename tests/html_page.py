@@ -1,4 +1,4 @@
-"""A parser of the HTML pages that are written, for their tests."""
+"""Parses generated HTML pages for tests."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from html.parser import HTMLParser
 from typing import Any
 
-_VOID = ("meta", "input", "line", "polyline", "circle")  # never closed, or closed in themselves
+_VOID = ("meta", "input", "line", "polyline", "circle")  # without an end tag, or self-closing
 
 
 class Page(HTMLParser):
-    """What a browser would make of the page: its text, its tags, and everything it would go and fetch."""
+    """The text, tags, chart data and external resources of a page, as a browser would see them."""
 
     def __init__(self, html: str) -> None:
         super().__init__()
@@ -40,9 +40,9 @@ class Page(HTMLParser):
             self.text += data
 
     def assert_stands_alone(self) -> None:
-        """Well-formed, and nothing to fetch."""
+        """Assert that the page is well-formed and loads no external resources."""
         assert self.open == []
         assert self.fetched == []
         for reference in ("url(", "@import", "fetch(", "XMLHttp"):
-            assert reference not in self.html.replace("url(#", "")  # which is in the page itself
+            assert reference not in self.html.replace("url(#", "")  # a reference inside the page
         assert "http" not in self.html.replace("http://www.w3.org/2000/svg", "")

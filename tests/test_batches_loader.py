@@ -220,7 +220,7 @@ def test_batches_that_cannot_be_are_refused(shards):
     cases = [
         (run_config(sequences=3), 4, r"\(3\) is less than the number of workers \(4\)"),
         (run_config(sequences=100_000), 1, "holds only"),
-        (run_config(sequences=5, budget=64), 4, "dealt to 4 workers evenly"),
+        (run_config(sequences=5, budget=64), 4, r"\(5\) is not a multiple of the workers \(4\)"),
     ]
     for config, world_size, message in cases:
         with pytest.raises(InputError, match=message) as caught:

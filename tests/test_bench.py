@@ -1,4 +1,4 @@
-"""`bench all` and `bench compare`: rows, table, JSON, page and verdicts. No test depends on how fast anything is."""
+"""`bench all` and `bench compare`: rows, table, JSON, page and verdicts. No test depends on measured speed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ STEP: dict[str, Any] = {
             "ratios": {"sdpa": [0.98, 0.95, 1.1], "eager": [1.15, 1.1, 1.2]},
             "loss": {"ours": 7.64},
             "matmul_peak_gflops": 373.9,
-            "peak_fraction": 0.1,
+            "mfu": 0.1,
         }
     ],
 }
@@ -89,7 +89,7 @@ INPUTS = {"corpus": "ab12", "text": "cd34"}
 
 
 def printing(what: str, kind: str, result: dict[str, Any]) -> Measurement:
-    """A job that prints a result, after a line of something else."""
+    """A benchmark that prints a result after other output."""
     return Measurement(what, kind, (sys.executable, "-c", f"print('loading'); print({json.dumps(result)!r})"))
 
 
@@ -109,27 +109,27 @@ def found(tmp_path: Path) -> Results:
 
 
 class TestRows:
-    def test_a_step_is_held_against_the_fastest_peer_and_the_matmul_peak(self) -> None:
+    def test_a_step_is_compared_with_the_fastest_baseline_and_the_matmul_peak(self) -> None:
         (row,) = results.step_rows(STEP)
-        assert (row.what, row.unit, row.peer_name) == (
+        assert (row.what, row.unit, row.baseline_name) == (
             "step mini @128",
             "useful tokens/s",
             "transformers sdpa",
         )
         assert row.ours == Figure(median=2248.95, low=2200, high=2300)
-        assert row.peer == Figure(median=2286.63, low=2100, high=2400)
+        assert row.baseline == Figure(median=2286.63, low=2100, high=2400)
         assert row.ratio == Figure(median=0.98, low=0.95, high=1.1)
         assert row.limit is not None
         assert (row.limit.value, row.limit.share) == (pytest.approx(22489.5), 0.1)
 
-    def test_compiled_peers_have_a_row_of_their_own(self) -> None:
+    def test_compiled_baselines_have_a_row_of_their_own(self) -> None:
         one = copy.deepcopy(STEP["results"][0])
         for kind, rate in (("sdpa-compiled", 4000.0), ("eager-compiled", 3000.0)):
             one["tokens_per_second"][kind], one["spread"][kind] = rate, [rate, rate]
             one["ratios"][kind] = [2248.95 / rate] * 3
         plain, compiled = results.step_rows({"results": [one]})
-        assert (plain.what, plain.peer_name) == ("step mini @128", "transformers sdpa")
-        assert (compiled.what, compiled.peer_name) == (
+        assert (plain.what, plain.baseline_name) == ("step mini @128", "transformers sdpa")
+        assert (compiled.what, compiled.baseline_name) == (
             "step mini @128, compiled",
             "transformers sdpa-compiled",
         )
@@ -146,14 +146,14 @@ class TestRows:
 
     def test_the_preparation_is_held_against_reading_the_file(self) -> None:
         whole, alone, tokenising = results.prepare_rows(PREPARE)
-        assert (alone.ours.median, alone.peer.median, alone.ratio.median) == (10.0, 6.7, 1.5)
-        assert (whole.what, whole.ours.median, whole.peer.median, whole.ratio.median) == (
+        assert (alone.ours.median, alone.baseline.median, alone.ratio.median) == (10.0, 6.7, 1.5)
+        assert (whole.what, whole.ours.median, whole.baseline.median, whole.ratio.median) == (
             "prepare 10 MB, text to shards",
             10.0,
             3.0,
             3.3,
         )
-        assert (tokenising.ours.median, tokenising.peer_name, tokenising.ratio.high) == (
+        assert (tokenising.ours.median, tokenising.baseline_name, tokenising.ratio.high) == (
             41.5,
             "encode_batch_fast",
             6.4,
@@ -170,7 +170,7 @@ class TestCollecting:
             "step mini @128",
             "loader @128",
             "prepare 10 MB, text to shards",
-            "prepare 10 MB, text to shards, peer to ids alone",
+            "prepare 10 MB, text to shards, baseline to ids only",
             "tokenise 10 MB, sentences to ids",
         ]
         log = tmp_path / "step-base-512.log"
@@ -188,8 +188,8 @@ class TestCollecting:
         [
             ("", "printed no JSON"),
             ("print('nothing')", "printed no JSON"),
-            ("import os; os._exit(9)", "ended with 9"),
-            ("import os; os.kill(os.getpid(), 15)", "ended with -15"),
+            ("import os; os._exit(9)", "exited with code 9"),
+            ("import os; os.kill(os.getpid(), 15)", "exited with code -15"),
             ("raise KeyError('peak')", "KeyError: 'peak'"),
         ],
     )
@@ -219,10 +219,27 @@ class TestCollecting:
         assert all(job.command[:4] == (sys.executable, "-m", "pretrain", "bench") for job in full)
 
 
+class TestOlderFiles:
+    def test_the_file_of_an_older_version_is_read(self, found: Results, tmp_path: Path) -> None:
+        path = tmp_path / "bench.json"
+        results.write(found, path)
+        today = path.read_text()
+        assert today.count('"mfu"') == 1
+        path.write_text(today.replace('"mfu"', '"peak_fraction"'))
+        path.write_text(path.read_text().replace("baseline to ids only", "peer to ids alone"))
+        assert results.read(path) == found
+        assert main(["bench", "compare", str(path), str(path)]) == 0
+
+    def test_the_output_of_an_older_version_is_a_row(self) -> None:
+        one = copy.deepcopy(STEP["results"][0])
+        one["peak_fraction"] = one.pop("mfu")
+        assert results.step_rows({"results": [one]}) == results.step_rows(STEP)
+
+
 class TestCommand:
     @pytest.fixture
     def arguments(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-        """Of `bench all`, on a corpus of its own."""
+        """Arguments of `bench all` for a small corpus."""
         monkeypatch.chdir(tmp_path)
         text = tmp_path / "wiki.txt"
         text.write_text(
@@ -323,7 +340,7 @@ class TestWritingOut:
         assert rest[0].startswith("step base @512: failed: disk <full>")
         assert [line.partition(",")[0] for line in rest[1:]] == [
             "limit of step: matmul peak",
-            "limit of loader: the step's need",
+            "limit of loader: training step",
             "limit of prepare and tokenise: reading the file",
         ]
 
@@ -363,8 +380,8 @@ class TestPage:
             "disk <full>",
             "matmul peak: 22,489",
             "ab12",
-            "the step's need: 22.5",
-            "reading the file: 20,000, off to the right",
+            "training step: 22.5",
+            "reading the file: 20,000, out of range",
         ):
             assert expected in shown.text, expected
         assert shown.html.count("<figure") == 5
@@ -378,7 +395,7 @@ class TestPage:
 
 
 class TestBarChart:
-    bars = (Bar("ours", 50, 40, 80), Bar("a<b>", 20, 10, 25, "peer"))
+    bars = (Bar("ours", 50, 40, 80), Bar("a<b>", 20, 10, 25, "baseline"))
 
     def drawn(self, limit: tuple[str, float] | None) -> str:
         chart = bar_chart("t & u", "things/s", self.bars, form=str, limit=limit)
@@ -408,22 +425,24 @@ class TestBarChart:
         assert re.findall(r'<line class=limit x1="([\d.]+)"', chart) == ["394.0", "394.0"]
         assert "peak: 160" in chart
 
-    def test_a_far_limit_is_told_in_words(self) -> None:
+    def test_a_far_limit_is_written_as_text(self) -> None:
         chart = self.drawn(("reading", 100_000))
         assert self.widths(chart) == self.widths(self.drawn(None))
         assert "class=limit" not in chart
-        assert "reading: 100000, off to the right" in chart
+        assert "reading: 100000, out of range" in chart
 
 
 def of(low: float, median: float, high: float) -> Figure:
     return Figure(median=median, low=low, high=high)
 
 
-def row(what: str, ours: Figure, peer: float = 10, peer_name: str = "peer") -> Comparison:
-    flat = of(peer, peer, peer)
+def row(what: str, ours: Figure, baseline: float = 10, baseline_name: str = "baseline") -> Comparison:
+    flat = of(baseline, baseline, baseline)
     limit = Limit(name="limit", meaning="all", value=1000, share=ours.median / 1000)
-    ratio = of(ours.low / peer, ours.median / peer, ours.high / peer)
-    return Comparison(what=what, unit="x/s", ours=ours, peer_name=peer_name, peer=flat, ratio=ratio, limit=limit)
+    ratio = of(ours.low / baseline, ours.median / baseline, ours.high / baseline)
+    return Comparison(
+        what=what, unit="x/s", ours=ours, baseline_name=baseline_name, baseline=flat, ratio=ratio, limit=limit
+    )
 
 
 def measured(*rows: Comparison | Failure, **changes: Any) -> Results:
@@ -464,14 +483,14 @@ class TestCompare:
         [
             (of(95, 100, 105), of(70, 80, 90), "slower"),
             (of(95, 100, 105), of(110, 120, 130), "faster"),
-            (of(95, 100, 105), of(70, 80, 95), "within the ranges"),  # they touch
-            (of(85, 100, 105), of(70, 80, 90), "within the ranges"),
-            (of(50, 100, 150), of(70, 80, 90), "within the ranges"),  # one inside the other
-            (of(70, 80, 90), of(50, 100, 150), "within the ranges"),
-            (of(99, 100, 101), of(96, 97, 98), "real, but under 5%"),
-            (of(99, 100, 101), of(102, 103, 104), "real, but under 5%"),
+            (of(95, 100, 105), of(70, 80, 95), "ranges overlap"),  # they touch
+            (of(85, 100, 105), of(70, 80, 90), "ranges overlap"),
+            (of(50, 100, 150), of(70, 80, 90), "ranges overlap"),  # one inside the other
+            (of(70, 80, 90), of(50, 100, 150), "ranges overlap"),
+            (of(99, 100, 101), of(96, 97, 98), "significant, but under 5%"),
+            (of(99, 100, 101), of(102, 103, 104), "significant, but under 5%"),
             (of(100, 100, 100), of(95, 95, 95), "slower"),  # the threshold itself counts
-            (of(100, 100, 100), of(100, 100, 100), "within the ranges"),
+            (of(100, 100, 100), of(100, 100, 100), "ranges overlap"),
         ],
     )
     def test_verdicts(self, a: Figure, b: Figure, expected: str) -> None:
@@ -479,7 +498,9 @@ class TestCompare:
 
     def test_a_slow_down_is_shown_and_fails(self, compared: Compare) -> None:
         a = measured(row("fast", of(95, 100, 105)), row("slow", of(95, 100, 105)), row("same", of(90, 100, 105)))
-        b = measured(row("fast", of(190, 200, 210), peer=11), row("slow", of(70, 80, 90)), row("same", of(85, 95, 100)))
+        b = measured(
+            row("fast", of(190, 200, 210), baseline=11), row("slow", of(70, 80, 90)), row("same", of(85, 95, 100))
+        )
         code, out = compared(a, b)
         assert code == 1
         lines = {line.split()[0]: re.split(r"  +", line) for line in out.splitlines()}
@@ -496,8 +517,8 @@ class TestCompare:
             "faster",
         ]
         assert lines["slow"][-4:] == ["-20.0%", "+0.0%", "-20.0%", "slower"]
-        assert lines["same"][-1] == "within the ranges"
-        assert out.splitlines()[-1] == "worse: slow"
+        assert lines["same"][-1] == "ranges overlap"
+        assert out.splitlines()[-1] == "regressions: slow"
         assert "warning" not in out
 
     def test_the_threshold_decides(self, compared: Compare) -> None:
@@ -513,27 +534,27 @@ class TestCompare:
         )
         code, out = compared(a, b)
         assert code == 0
-        assert "only in A: old\nonly in B: new\nnothing became slower" in out
+        assert "only in A: old\nonly in B: new\nno regressions" in out
         assert "no row is in both files" in compared(measured(), a)[1]
 
     def test_what_fails_only_in_b_counts_as_worse(self, compared: Compare) -> None:
         good, bad = measured(row("step", of(1, 2, 3))), measured(Failure(what="step", failed="no memory"))
         code, out = compared(good, bad)
         assert code == 1
-        assert "failed in B: step: no memory\nworse: step (failed)" in out
+        assert "failed in B: step: no memory\nregressions: step (failed)" in out
         assert compared(bad, good)[0] == 0
         assert compared(bad, bad)[0] == 0
 
-    def test_another_kind_of_peer_has_no_change(self, compared: Compare) -> None:
+    def test_another_baseline_has_no_change(self, compared: Compare) -> None:
         a, b = (
             measured(row("step", of(1, 2, 3))),
-            measured(row("step", of(1, 2, 3), peer_name="another kind")),
+            measured(row("step", of(1, 2, 3), baseline_name="another kind")),
         )
-        assert re.search(r"\+0\.0%  another  another  within", compared(a, b)[1])
+        assert re.search(r"\+0\.0%  *differs  differs  ranges overlap", compared(a, b)[1])
 
     def test_a_slower_machine_is_no_slow_down(self, compared: Compare) -> None:
-        """Ours and the peer's rates halve, the ratio stays; where only ours halves, that is one."""
-        a, b = measured(row("step", of(95, 100, 105))), measured(row("step", of(47, 50, 53), peer=5))
+        """If both rates halve, the ratio stays. If only ours halves, that is a regression."""
+        a, b = measured(row("step", of(95, 100, 105))), measured(row("step", of(47, 50, 53), baseline=5))
         assert compared(a, b)[0] == 0
         assert compared(a, measured(row("step", of(47, 50, 53))))[0] == 1
 
@@ -586,7 +607,7 @@ def test_a_corpus_of_less_than_a_batch_is_refused(tmp_path: Path) -> None:
 
 
 def test_workers_are_compared_round_by_round() -> None:
-    """Shares are medians of the rounds' own, so that a slow round of the machine does not count."""
+    """Ratios are medians over the rounds, so a single slow round has no effect."""
     bare = {"name": "bare", "tokens_per_second": [100.0, 50.0, 200.0]}
     ways = [
         {"name": "zero 1 x 1 workers", "zero": 1, "workers": 1, "tokens_per_second": [90.0, 45.0, 160.0]},
@@ -600,5 +621,5 @@ def test_workers_are_compared_round_by_round() -> None:
 
 
 def test_workers_refuses_runs_too_short_to_measure() -> None:
-    with pytest.raises(InputError, match="--steps is 19; it takes at least 20"):
+    with pytest.raises(InputError, match="--steps is 19; give at least 20"):
         workers.main(["--corpus", "nowhere", "--steps", "19"])

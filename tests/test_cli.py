@@ -398,7 +398,7 @@ def test_remote_addresses_are_refused(arguments: list[str], capsys, tmp_path: Pa
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "is a remote address, and only paths of this machine are read and written." in line
+    assert "is a remote address; only local paths are supported." in line
     assert not list(tmp_path.iterdir())
 
 
@@ -426,5 +426,5 @@ def test_fine_tuning_refuses_remote_addresses(
     monkeypatch.chdir(tmp_path)
     assert finetune(arguments) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "is a remote address, and only paths of this machine are read and written." in line
+    assert "is a remote address; only local paths are supported." in line
     assert not list(tmp_path.iterdir())

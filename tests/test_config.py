@@ -1,13 +1,15 @@
-"""Reading a run's YAML: what is accepted, and how each mistake is told."""
+"""Reading a run's YAML: what is accepted, and the error message for each mistake."""
 
 from __future__ import annotations
 
 import json
+import typing
 from pathlib import Path
 
 import pytest
 
 from pretrain.common.errors import InputError
+from pretrain.common.sections import Section, is_section
 from pretrain.common.settings import dump
 from pretrain.config import ModelConfig, PretrainConfig, changed_for_resume, load_config
 
@@ -112,7 +114,7 @@ def test_whole_numbers(write, written: str, read: int):
         ),
         (
             ("name: trial", "name: Ärger"),
-            "run.yaml:1: name: 'Ärger' must be 1 to 63 of a-z, 0-9 and '-', and not begin with '-'",
+            "run.yaml:1: name: 'Ärger' must be 1 to 63 of a-z, 0-9 and '-', and not start with '-'",
         ),
         (
             ("  zero_stage: 1", "  - zero_stage"),
@@ -146,7 +148,7 @@ def test_whole_numbers(write, written: str, read: int):
         ),
         (
             ("zero_stage: 1", "zero_stage: 1\n  zero_stage: 2"),
-            "run.yaml:18: not valid YAML: zero_stage stands twice, first on line 17.",
+            "run.yaml:18: not valid YAML: zero_stage is given twice, first on line 17.",
         ),
         (
             ("zero_stage: 1", "zero_stage: [1"),
@@ -183,7 +185,7 @@ def test_every_number_of_workers_that_there_may_be_must_be_able_to_deal(write):
     elastic = ("scheduling.workers=4", "scheduling.min_workers=2", "engine.micro_batch_tokens=128")
     found = problems(write(GOOD), *elastic)
     assert len(found) == 1
-    assert "phases.1.global_sequences (8) cannot be dealt to 3 workers evenly" in found[0]
+    assert "phases.1.global_sequences (8) is not a multiple of the workers (3)" in found[0]
     load_config(write(GOOD), [*elastic, "engine.micro_batch_tokens=256"])
     load_config(write(GOOD), [*elastic, "scheduling.min_workers=0"])
     found = problems(write(GOOD), "scheduling.workers=2", "scheduling.min_workers=3")
@@ -193,9 +195,9 @@ def test_every_number_of_workers_that_there_may_be_must_be_able_to_deal(write):
 @pytest.mark.parametrize(
     ("text", "start"),
     [
-        ("", "run.yaml: found no settings"),
-        ("- a\n", "run.yaml: found no settings"),
-        ("name: \x01\n" + GOOD, "run.yaml:1: not valid YAML: the character \\x01 cannot stand here."),
+        ("", "run.yaml: no settings in this file"),
+        ("- a\n", "run.yaml: no settings in this file"),
+        ("name: \x01\n" + GOOD, "run.yaml:1: not valid YAML: the character \\x01 is not allowed here."),
         ("? [a]\n: 1\n" + GOOD, "run.yaml:1: not valid YAML"),
         ("7: x\n" + GOOD, "run.yaml:1: 7 is not a known setting"),
     ],
@@ -209,7 +211,7 @@ def test_unreadable_files(tmp_path: Path):
     (tmp_path / "latin.yaml").write_bytes(b"name: \xff\n")
     assert problems(tmp_path / "latin.yaml") == ["latin.yaml: byte 6 is not UTF-8. Save the file as UTF-8."]
     [line] = problems(tmp_path / "none.yaml")
-    assert line == "none.yaml: cannot be read (No such file or directory). Name a YAML file."
+    assert line == "none.yaml: cannot be read (No such file or directory). Give a YAML file."
     [line] = problems(tmp_path)
     assert "cannot be read (Is a directory)" in line
 
@@ -246,8 +248,8 @@ def test_overrides_reach_sections_lists_and_new_places(write):
         ),
         ("engin.zero_stage=1", "--set engin.zero_stage=1: engin is not a known setting; did you mean engine?"),
         ("phases.0.steps=ten", "--set phases.0.steps=ten: phases.0.steps is 'ten'; expected a whole number"),
-        ("phases.5.steps=1", "--set phases.5.steps=1: phases is a list of 2; 5 is none of its numbers 0 to 2."),
-        ("phases.x=1", "--set phases.x=1: phases is a list of 2; 'x' is none of its numbers 0 to 2."),
+        ("phases.5.steps=1", "--set phases.5.steps=1: phases is a list of 2; 5 is not one of the indices 0 to 2."),
+        ("phases.x=1", "--set phases.x=1: phases is a list of 2; 'x' is not one of the indices 0 to 2."),
         ("name.x=1", "--set name.x=1: name is 'trial', not a section; 'x' cannot be set in it."),
         ("engine.zero_stage", "--set engine.zero_stage: expected key.path=value, for example phases.0.steps=10."),
         ("engine..x=1", "--set engine..x=1: expected key.path=value, for example phases.0.steps=10."),
@@ -275,6 +277,20 @@ def test_lists_in_deepspeeds_section_stay_lists(write):
 def test_deepspeeds_section_does_not_contradict_ours(write, section: str, message: str):
     (problem,) = problems(write(GOOD + f"  deepspeed: {section}\n"))
     assert message in problem
+
+
+def test_every_setting_has_a_description():
+    def undescribed(section: type[Section], prefix: str = "") -> list[str]:
+        missing = []
+        for name, field in section.model_fields.items():
+            if not (field.description or "").endswith("."):
+                missing.append(prefix + name)
+            for annotation in (field.annotation, *typing.get_args(field.annotation)):
+                if is_section(annotation):
+                    missing += undescribed(annotation, f"{prefix}{name}.")
+        return missing
+
+    assert undescribed(PretrainConfig) == []
 
 
 def test_a_size_fills_the_shape():
@@ -324,7 +340,7 @@ def test_a_phase_more_or_less_is_a_change(write):
     ("override", "expected"),
     [
         ("model.size=[mini]", "model.size"),
-        ("masking.random_share=0.9", "are over 1 together"),
+        ("masking.random_share=0.9", "add up to more than 1"),
         ("masking.scheme=whole_word", "masking.scheme: 'whole_word' is not one of tokens, whole_words; did you mean"),
         ("masking={scheme: tokens, whole_word: true}", "whole_word: true contradicts scheme: tokens"),
     ],
@@ -349,11 +365,11 @@ def bomb(level: str) -> str:
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        (bomb("[%s]"), "run.yaml:6: not valid YAML: more than 50,000 values, with every alias written out."),
-        (bomb("{<<: [%s]}"), "run.yaml:6: not valid YAML: more than 50,000 values, with every alias written out."),
+        (bomb("[%s]"), "run.yaml:6: not valid YAML: more than 50,000 values, with all aliases expanded."),
+        (bomb("{<<: [%s]}"), "run.yaml:6: not valid YAML: more than 50,000 values, with all aliases expanded."),
         (
             GOOD + "  deepspeed: &a {b: {c: *a}}\n",
-            "run.yaml:18: not valid YAML: an alias stands within what it is an alias of.",
+            "run.yaml:18: not valid YAML: an alias inside the value that it refers to.",
         ),
         (
             GOOD + "  deepspeed: {a: " + "[" * 3000 + "]" * 3000 + "}\n",
@@ -363,15 +379,21 @@ def bomb(level: str) -> str:
             "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 3000)),
             "run.yaml:50: not valid YAML: more than 50 levels of sections and lists.",
         ),
-        (GOOD + "seed: " + "1" * 5000 + "\n", "run.yaml:18: not valid YAML: '" + "1" * 56 + "... is beyond 64 bits."),
-        (GOOD + "seed: 0x" + "f" * 17 + "\n", "run.yaml:18: not valid YAML: '0xfffffffffffffffff' is beyond 64 bits."),
-        (GOOD + "seed: !!int ten\n", "run.yaml:18: not valid YAML: 'ten' is no int."),
-        (GOOD + "seed: !!bool ten\n", "run.yaml:18: not valid YAML: 'ten' is no bool."),
+        (
+            GOOD + "seed: " + "1" * 5000 + "\n",
+            "run.yaml:18: not valid YAML: '" + "1" * 56 + "... does not fit into 64 bits.",
+        ),
+        (
+            GOOD + "seed: 0x" + "f" * 17 + "\n",
+            "run.yaml:18: not valid YAML: '0xfffffffffffffffff' does not fit into 64 bits.",
+        ),
+        (GOOD + "seed: !!int ten\n", "run.yaml:18: not valid YAML: 'ten' is not of type int."),
+        (GOOD + "seed: !!bool ten\n", "run.yaml:18: not valid YAML: 'ten' is not of type bool."),
         (
             GOOD + "seed: !!timestamp ten\n",
             "run.yaml:18: not valid YAML: could not determine a constructor for the tag 'tag:yaml.org,2002:timestamp'.",
         ),
-        (GOOD + "#" * (1 << 20), "run.yaml: more than 1 MiB. Name a YAML file of settings."),
+        (GOOD + "#" * (1 << 20), "run.yaml: more than 1 MiB. Give a YAML file with settings."),
     ],
     ids=lambda value: value[:40] if value.startswith("run") else "",
 )
@@ -380,11 +402,11 @@ def test_hostile_yaml_is_a_line(write, text: str, expected: str):
 
 
 def test_values_are_bounded_before_all_are_read(write, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("pretrain.common.settings._MOST_VALUES", 1000)
+    monkeypatch.setattr("pretrain.common.yaml_text._MOST_VALUES", 1000)
     read: list[int] = []
-    monkeypatch.setattr("pretrain.common.settings._Loader._extent", lambda loader, node: read.append(1) or (1, 1))
+    monkeypatch.setattr("pretrain.common.yaml_text._Loader._extent", lambda loader, node: read.append(1) or (1, 1))
     [line] = problems(write(GOOD + f"  deepspeed: {{a: [{'1,' * 2000}]}}\n"))
-    assert line == "run.yaml:18: not valid YAML: more than 1,000 values, with every alias written out."
+    assert line == "run.yaml:18: not valid YAML: more than 1,000 values, with all aliases expanded."
     assert len(read) == 1001
 
 
@@ -401,10 +423,10 @@ def test_aliases_and_merged_sections_are_read(write):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        (f"seed={'1' * 5000}", f"--set seed={'1' * 192}...: not valid YAML: '{'1' * 56}... is beyond 64 bits."),
+        (f"seed={'1' * 5000}", f"--set seed={'1' * 192}...: not valid YAML: '{'1' * 56}... does not fit into 64 bits."),
         (
             f"phases.{'1' * 5000}=1",
-            f"--set phases.{'1' * 190}...: phases is a list of 2; '{'1' * 5000}' is none of its numbers 0 to 2.",
+            f"--set phases.{'1' * 190}...: phases is a list of 2; '{'1' * 5000}' is not one of the indices 0 to 2.",
         ),
         (f"{'a.' * 3000}a=1", f"--set {'a.' * 98}a...: expected key.path=value, for example phases.0.steps=10."),
         (
@@ -413,9 +435,9 @@ def test_aliases_and_merged_sections_are_read(write):
         ),
         (
             'run_dir="a\\nb"',
-            "--set run_dir=\"a\\nb\": run_dir is 'a\\nb', which holds control characters (\\n). Write it without.",
+            "--set run_dir=\"a\\nb\": run_dir is 'a\\nb', which contains control characters (\\n). Remove them.",
         ),
-        ("run_dir=a\x1b[2J", "--set run_dir=a\\x1b[2J: not valid YAML: the character \\x1b cannot stand here."),
+        ("run_dir=a\x1b[2J", "--set run_dir=a\\x1b[2J: not valid YAML: the character \\x1b is not allowed here."),
     ],
     ids=lambda value: value[:20],
 )
@@ -449,6 +471,6 @@ def test_a_character_that_json_writes_as_two_is_read_as_one(write):
 @pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b", "hdfs:///a", "file:///tmp/a", "s3:/bucket"])
 def test_remote_addresses_are_refused(write, name: str, address: str):
     assert problems(write(GOOD), f"{name}={address}") == [
-        f"--set {name}={address}: {name}: {address!r} is a remote address, and only paths of this machine are read and "
-        "written. Mount or copy it, and name the path."
+        f"--set {name}={address}: {name}: {address!r} is a remote address; only local paths are supported. "
+        "Mount or copy it, and give the local path."
     ]

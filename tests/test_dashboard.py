@@ -1,4 +1,4 @@
-"""The dashboard: one list of panels, as a page that stands alone and as a W&B workspace that can be read again."""
+"""The dashboard: one list of panels, as a self-contained page and as a W&B workspace that can be read back."""
 
 from __future__ import annotations
 
@@ -28,6 +28,7 @@ from pretrain.reporting.dashboard import curves, workspace
 from pretrain.reporting.dashboard.panels import PANELS, panels_for
 from pretrain.reporting.dashboard.runs import FAILED, SCORES, find_folder, read_runs
 from pretrain.reporting.dashboard.subjects import TASKS
+from pretrain.tracking.metrics import TRAINING_METRICS
 from pretrain.tracking.records import is_training, note_end, read_records
 from pretrain.training import loop
 from pretrain.training.progress import Progress, Window
@@ -57,7 +58,7 @@ def training(step: int, **others: Any) -> dict[str, Any]:
         "lr": 1e-3,
         "grad_norm": 1.5,
         "tokens_per_second": 2000.0,
-        "peak_fraction": 0.4,
+        "mfu": 0.4,
         "data_stall_fraction": 0.01,
         "seconds": float(step),
         "evaluation_seconds": 0.0,
@@ -82,7 +83,7 @@ def data_of(page: Path) -> dict[str, Any]:
 
 
 def write_tuned(folder: Path, score: float, **config: Any) -> Path:
-    """A finished fine-tuning whose f1 counts."""
+    """A finished fine-tuning with f1 as its main metric."""
     evaluation = {"step": 2, "split": "validation", "loss": 1.0, "exact": 0.0, "f1": score, "seconds": 1.0}
     write_run(folder, [training(2), evaluation], **config)
     said = {"metric": "f1", "step": 2, "scores": {"dev": {"exact": 0.0, "f1": score}}, "details": {}}
@@ -104,7 +105,7 @@ def write_tasks(folder: Path) -> None:
 
 
 def tables_of(page: Path) -> dict[str, list[list[str]]]:
-    """The text of each table's cells, by the heading above it."""
+    """The cells of each table as text, by its heading."""
     found: dict[str, list[list[str]]] = {}
     for heading, body in re.findall(
         r"<h2>([^<]*)</h2>\s*<div[^>]*><div[^>]*><table[^>]*>(.*?)</table>", page.read_text(), re.S
@@ -147,7 +148,7 @@ def run(tmp_path: Path) -> Path:
 
 class TestPanels:
     def test_every_metric_is_one_that_a_run_writes(self) -> None:
-        """Against the record that the loop makes of what pretraining and the ranks give it."""
+        """Compared with the record that the training loop writes."""
         written: list[dict[str, Any]] = []
         engine: Any = SimpleNamespace(
             peak_memory_bytes=lambda: 1,
@@ -172,6 +173,7 @@ class TestPanels:
         loop._Fit.log(run)
         (record,) = written
         assert {metric for panel in PANELS for metric in panel.metrics} <= set(record)
+        assert set(record) == set(TRAINING_METRICS)
         by_rank = {metric for panel in PANELS if panel.kind == "ranks" for metric in panel.metrics}
         assert by_rank == {metric for metric, value in record.items() if isinstance(value, list)}
 
@@ -247,15 +249,25 @@ class TestPage:
         ]
         assert charts["Gradient norm before clipping"][0]["y"] == [1.5, None, 1.5]
         assert charts["Gradient norm before clipping"][0]["not_finite"] == 1
-        assert [(one["name"], one["y"]) for one in charts["Time of a forward pass by rank"]] == [
+        assert [(one["name"], one["y"]) for one in charts["Forward time by rank"]] == [
             ("rank 0", [0.5]),
             ("rank 1", [0.75]),
         ]
         marks = [(mark["kind"], mark["step"]) for mark in data_of(page)["marks"]]
         assert marks == [("restart", 23), ("phase", 20)]
         text = Page(page.read_text()).text
-        for expected in ("Not finished at step 30 of 60", "7.000", "2,000", "0:30 left at this pace"):
+        for expected in ("Not finished at step 30 of 60", "7.000", "2,000", "0:30 left at this speed"):
             assert expected in text, expected
+
+    def test_a_run_of_an_older_version_shows_its_mfu(self, run: Path) -> None:
+        metrics = run / "metrics.jsonl"
+        metrics.write_text(metrics.read_text().replace('"mfu"', '"peak_fraction"'))
+        dashboard.write_dashboard(str(run))
+        assert charts_of(run / "dashboard.html")["MFU"][0]["y"] == [0.4, 0.4, 0.4]
+        assert "40.0% MFU" in Page((run / "dashboard.html").read_text()).text
+        sections = workspace.read(run / "dashboard.json").sections
+        (plot,) = [one for section in sections for one in section.panels if getattr(one, "title", "") == "MFU"]
+        assert [one.name for one in getattr(plot, "y", [])] == ["throughput/device/mfu"]
 
     def test_strangers_text_stays_text(self, tmp_path: Path) -> None:
         records = [training(1), {"event": HOSTILE, "step": 1, "message": HOSTILE}]
@@ -331,7 +343,7 @@ class TestPage:
         write_tasks(tmp_path)
         dashboard.write_dashboard(str(tmp_path))
         page = tmp_path / "dashboard.html"
-        table = tables_of(page)["Fine-tuning scores by task and start"]
+        table = tables_of(page)["Fine-tuning scores by task and initial checkpoint"]
         assert table == [
             ["task", "metric", "set", "from runs/demo/export", "from random weights"],
             ["entities: names.jsonl", "f1", "dev", "0.8000 ± 0.1414 mean of 2, 0.7000 to 0.9000", "0.2000"],
@@ -364,7 +376,7 @@ class TestPage:
                     engine={"precision": ["bf16", "fp32"][seed]},
                 )
         dashboard.write_dashboard(str(tmp_path))
-        rows = tables_of(tmp_path / "dashboard.html")["Fine-tuning scores by task and start"][1:]
+        rows = tables_of(tmp_path / "dashboard.html")["Fine-tuning scores by task and initial checkpoint"][1:]
         assert rows == [
             [
                 "entities: names.jsonl, training.learning_rate 1e-05",
@@ -417,9 +429,9 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("records", "expected"),
         [
-            ("", "has no record yet"),
-            ('{"event": "restart", "step": 0}\n', "has no record yet"),
-            (None, "has no metrics"),
+            ("", "no record yet"),
+            ('{"event": "restart", "step": 0}\n', "no record yet"),
+            (None, "no metrics.jsonl"),
         ],
     )
     def test_nothing_to_show_is_one_line(
@@ -435,16 +447,16 @@ class TestRefusals:
         monkeypatch.chdir(tmp_path)
         Path("runs/mini").mkdir(parents=True)
         assert find_folder("mini") == Path("runs/mini")
-        with pytest.raises(InputError, match="other: is no folder, and neither is runs/other"):
+        with pytest.raises(InputError, match="other: not a folder, and runs/other is not a folder either"):
             find_folder("other")
 
     def test_the_page_cannot_take_the_place_of_the_workspace(self, run: Path) -> None:
-        with pytest.raises(InputError, match=r"page\.json: is where the workspace goes"):
+        with pytest.raises(InputError, match=r"page\.json: the workspace is written to this file"):
             dashboard.write_dashboard(str(run), run / "page.json")
 
     def test_another_file_in_the_place_is_refused(self, run: Path) -> None:
         (run / "dashboard.json").write_text('{"mine": 1}')
-        with pytest.raises(InputError, match=r"dashboard\.json: is no W&B workspace"):
+        with pytest.raises(InputError, match=r"dashboard\.json: not a W&B workspace"):
             dashboard.write_dashboard(str(run))
 
 
@@ -458,7 +470,7 @@ class TestWorkspace:
         names = {title: [one.name for one in getattr(plot, "y", [])] for title, plot in plots.items()}
         assert names["Loss"] == ["train/loss", "eval/loss"]
         assert names["Useful tokens per second"] == ["throughput/tokens_per_sec"]
-        assert names["Time of a forward pass by rank"] == [
+        assert names["Forward time by rank"] == [
             "train/rank_forward_seconds/0",
             "train/rank_forward_seconds/1",
         ]
@@ -469,7 +481,7 @@ class TestWorkspace:
         dashboard.write_dashboard(str(run))
         assert re.fullmatch(workspace.read(path).runset_settings.query, "mini-7")
 
-    def test_runs_are_grouped_by_what_they_learnt(self, tmp_path: Path) -> None:
+    def test_runs_are_grouped_by_what_they_were_trained_on(self, tmp_path: Path) -> None:
         write_tasks(tmp_path)
         dashboard.write_dashboard(str(tmp_path))
         again = workspace.read(tmp_path / "dashboard.json")
@@ -523,7 +535,7 @@ class TestWorkspace:
         monkeypatch.setenv("WANDB_MODE", "online")
         monkeypatch.setattr(workspace, "wandb_entity", refuse)
         said = dashboard.write_dashboard(str(run))
-        assert "W&B did not take it (ConnectionError: 401 for ...)" in said
+        assert "saving it to W&B failed (ConnectionError: 401 for ...)" in said
         assert workspace.read(run / "dashboard.json").entity == ""
 
     def test_a_run_that_is_kept_offline_stays_so(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,10 +116,10 @@ def test_storage_that_is_away_for_a_while_holds_up_but_ends_nothing(corpus: Path
     began = time.monotonic()
     code, said = end(started)
     assert code == 0, said
-    assert "Trying again" in (run_dir / "logs/training-0.log").read_text()
+    assert "Retrying" in (run_dir / "logs/training-0.log").read_text()
     assert held < reached + 30, "training waits for the save before it"
     (event,) = events(run_dir, "storage")
-    assert "had to wait" in event["message"]
+    assert "was delayed" in event["message"]
     assert losses(run_dir).keys() == set(range(1, 401))
     assert newest_checkpoint(run_dir) == 400
     assert store.newest(place) is not None

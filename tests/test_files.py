@@ -1,4 +1,4 @@
-"""Locks, logs and shards on file systems and under limits that are not those of the developer's machine."""
+"""Locks, logs and shards on unusual file systems and with low limits of open files."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def test_without_locks_the_work_goes_on_with_a_warning(
         assert held is False
     (record,) = caplog.records
     assert record.getMessage() == (
-        f"{tmp_path}/.lock: this file system has no locks ({os.strerror(error)}). "
-        f"See to it that nothing else works in {tmp_path} at the same time."
+        f"{tmp_path}/.lock: this file system does not support locks ({os.strerror(error)}). "
+        f"Make sure that no other process uses {tmp_path}."
     )
 
 
@@ -67,7 +67,7 @@ def precious(tmp_path: Path) -> Path:
 def test_a_lock_file_is_neither_followed_nor_emptied(tmp_path: Path, precious: Path) -> None:
     link = tmp_path / ".lock"
     link.symlink_to(precious)
-    with pytest.raises(InputError, match=r"\.lock: is a link or no regular file"), locked(link, "taken"):
+    with pytest.raises(InputError, match=r"\.lock: is a link or not a regular file"), locked(link, "taken"):
         pass
     assert precious.read_text() == "not yours"
     link.unlink()
@@ -84,11 +84,11 @@ def test_a_log_is_appended_to_and_no_link_followed(tmp_path: Path, precious: Pat
     assert path.read_text() == "one\ntwo\n"
     link = tmp_path / "ray.log"
     link.symlink_to(precious)
-    with pytest.raises(InputError, match=r"ray\.log: is a link or no regular file"):
+    with pytest.raises(InputError, match=r"ray\.log: is a link or not a regular file"):
         append_open(link)
     link.unlink()
     link.symlink_to(tmp_path / "to be made")
-    with pytest.raises(InputError, match=r"ray\.log: is a link or no regular file"):
+    with pytest.raises(InputError, match=r"ray\.log: is a link or not a regular file"):
         append_open(link)
     assert not (tmp_path / "to be made").exists()
     assert precious.read_text() == "not yours"
@@ -151,7 +151,7 @@ except RunError as error:
 
 
 def opened(corpus: Path, soft: int, hard: int) -> str:
-    """What a process says that opens the corpus under these limits of open files."""
+    """The output of a process that opens the corpus with these limits of open files."""
     done = subprocess.run(
         [sys.executable, "-c", _OPEN, str(corpus)],
         cwd=ROOT,

@@ -741,17 +741,17 @@ def run_command(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
         (
             "slurm",
             ['place.storage="a\\nb"'],
-            "place.storage is 'a\\nb', which holds control characters (\\n)",
+            "place.storage is 'a\\nb', which contains control characters (\\n)",
         ),
         (
             "slurm",
             ['run_dir="a\\ntouch canary"'],
-            "run_dir is 'a\\ntouch canary', which holds control characters",
+            "run_dir is 'a\\ntouch canary', which contains control characters",
         ),
         (
             "rayup",
             ["place.file_system=fs-1a", 'place.region="a\\tb"'],
-            "place.region is 'a\\tb', which holds control",
+            "place.region is 'a\\tb', which contains control",
         ),
         (
             "rayup",

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from pretrain.batches.loader import MicroBatch
-from pretrain.bench.contestants import pad
+from pretrain.bench.baselines import pad
 from pretrain.checkpoint.hf import to_hf
 from pretrain.config import MAX_WIDTH, ModelConfig
 from pretrain.model.attention import AttentionOptions, TokenLayout, self_attention
@@ -353,9 +353,9 @@ def test_heads_that_begin_at_neighbours_look_there(size: Literal["mini", "base"]
 
 
 def test_a_shape_that_cannot_begin_at_neighbours_is_refused() -> None:
-    with pytest.raises(ValueError, match="as wide as hidden"):
+    with pytest.raises(ValueError, match=r"needs embedding \(128\) to be 0 or hidden"):
         ModelConfig(size="mini", embedding=128, attention_init="neighbours")
-    with pytest.raises(ValueError, match="even width, not 5"):
+    with pytest.raises(ValueError, match="an even head width, not 5"):
         ModelConfig(size="custom", layers=1, hidden=10, heads=2, attention_init="neighbours")
 
 

@@ -99,7 +99,7 @@ def test_the_choice_of_a_run_is_not_a_change_of_its_settings() -> None:
 
 
 def test_what_is_not_settled_cannot_be_used() -> None:
-    with pytest.raises(ValueError, match="not settled"):
+    with pytest.raises(ValueError, match="not resolved"):
         _ = EngineConfig().settled_precision
 
 

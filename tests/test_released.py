@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from pretrain.batches.loader import MicroBatch
-from pretrain.bench.contestants import pad
+from pretrain.bench.baselines import pad
 from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.layouts import BERT, HEAD_ACTIVATION, read_config
 from pretrain.checkpoint.mapping import MappedTensor, mapping_table

@@ -1,4 +1,4 @@
-"""The report: one page that needs nothing else, figures that are the records', the model's fillings."""
+"""The report is self-contained, shows the values of the records and the model's predictions for masked words."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def records() -> list[dict[str, Any]]:
                 "lr": 1e-3,
                 "grad_norm": None,
                 "tokens_per_second": 2000.0 + step,
-                "peak_fraction": 0.4,
+                "mfu": 0.4,
                 "data_stall_fraction": 0.01,
                 "seconds": float(step),
                 "memory_bytes": 2_000_000_000,
@@ -126,7 +126,7 @@ class TestPage:
             "75.0%",
             "held-out, step 100",
             "2,055",
-            "40% of the matmul peak",
+            "40% MFU",
             "100k",
             "1:40",
             "2 workers",
@@ -135,6 +135,14 @@ class TestPage:
             "2.13.0",
         ):
             assert expected in text, expected
+
+    def test_a_run_of_an_older_version_shows_its_mfu(self, run: Path, tmp_path: Path) -> None:
+        metrics = run / "metrics.jsonl"
+        metrics.write_text(metrics.read_text().replace('"mfu"', '"peak_fraction"'))
+        page = Page(report.write_report(run, tmp_path / "report.html").read_text())
+        assert "40% MFU" in page.text
+        assert len(page.charts) == 8
+        assert "40% MFU" in report.summary(run)
 
     def test_draws_every_curve_there_is(self, run: Path, tmp_path: Path) -> None:
         page = Page(report.write_report(run, tmp_path / "report.html").read_text())
@@ -215,10 +223,10 @@ class TestPage:
         assert "Not shown: the run has no export folder" in text
 
     def test_refusals(self, run: Path, tmp_path: Path) -> None:
-        with pytest.raises(InputError, match="no run folder"):
+        with pytest.raises(InputError, match="not a run folder"):
             report.write_report(tmp_path, tmp_path / "report.html")
         (run / "metrics.jsonl").write_text("")
-        with pytest.raises(InputError, match=r"metrics\.jsonl: has no training step yet"):
+        with pytest.raises(InputError, match=r"metrics\.jsonl: no training record yet"):
             report.summary(run)
         assert not (tmp_path / "report.html").exists()
 
@@ -226,7 +234,7 @@ class TestPage:
         lines = report.summary(run).splitlines()
         assert lines[0] == "small: step 100 of 100, 1:40 of training on 2 workers"
         assert "mlm loss 3.250   mlm 40.5%   nsp 75.0%   (step 100)" in lines[2]
-        assert "2,055 useful tokens/s   40% of the measured peak   data stall 1.0%" in lines[3]
+        assert "2,055 useful tokens/s   40% MFU   data stall 1.0%" in lines[3]
 
 
 class TestFillings:
@@ -372,7 +380,7 @@ class TestCharts:
 class TestDemo:
     @pytest.fixture
     def commands(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[list[str]]:
-        """The commands that the demo runs, in a folder of its own, with nothing behind them."""
+        """The commands that the demo runs, replaced by stubs, in an empty folder."""
         monkeypatch.chdir(tmp_path)
         monkeypatch.setattr(report, "write_report", lambda run, out: out)
         monkeypatch.setattr(report, "summary", lambda run: "the summary")

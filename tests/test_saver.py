@@ -1,4 +1,4 @@
-"""Checkpoints in the background: what is saved is what was held, failures of the storage, and all ranks alike."""
+"""Background checkpoints: the saved state, storage failures, and the same behaviour on all ranks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_what_is_saved_is_what_was_held_though_training_goes_on(
 
 
 class Rank:
-    """One of two ranks that are threads."""
+    """One of two ranks, each a thread."""
 
     world_size = 2
     meeting, values = threading.Barrier(2, timeout=30), [None, None]
@@ -82,7 +82,7 @@ class Rank:
 def test_no_rank_writes_while_the_first_still_removes_old_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Removing takes what a save has left behind, and what another rank has begun looks the same."""
+    """Pruning removes leftovers of saves, and a save in progress on another rank looks like one."""
     prune = store.prune
 
     def slow(*arguments: Any) -> None:
@@ -127,7 +127,7 @@ def test_storage_that_fails_for_a_while_is_tried_again(tmp_path: Path, monkeypat
     folder.unlink()
     saver.wait()
     assert store.newest(folder) == folder / "step-00000001"
-    assert saver.trouble.startswith("step-00000001 had to wait 0 s for the storage: ")
+    assert saver.trouble.startswith("step-00000001 was delayed 0 s by the storage: ")
     saver.trouble = ""
     saver.save(2, fragments(torch.ones(4)), {**STATE, "step": 2})
     saver.wait()

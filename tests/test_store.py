@@ -1,4 +1,4 @@
-"""Checkpoints are atomic and proven: what is damaged is never resumed from, what was good stays."""
+"""Checkpoints are atomic and verified: damaged ones are never resumed from, intact ones are kept."""
 
 from __future__ import annotations
 
@@ -74,9 +74,9 @@ def test_any_range_of_any_parameter_reads_back(tmp_path: Path) -> None:
             expected = Weights(3).tensor(kind, "a")
             for start, numel in [(0, 20), (5, 3), (6, 14), (19, 1), (4, 0)]:
                 assert torch.equal(reader.read(kind, "a", start, numel), expected[start : start + numel])
-        with pytest.raises(InputError, match="no weight of c from entry 0"):
+        with pytest.raises(InputError, match="no weight of c from element 0"):
             reader.read("weight", "c", 0, 1)
-        with pytest.raises(InputError, match="from entry 20"):
+        with pytest.raises(InputError, match="from element 20"):
             reader.read("weight", "a", 10, 11)
     weights = store.read_weights(checkpoint)
     assert {name: list(tensor.shape) for name, tensor in weights.items()} == SHAPES
@@ -198,7 +198,7 @@ def test_a_torn_state_stops_neither_pruning_nor_resuming(tmp_path: Path) -> None
 
 def test_what_all_workers_hold_is_written_once(tmp_path: Path) -> None:
     fragments = [Held("a", 0, {"weight": torch.arange(20.0)}, shared=True)]
-    shares = [store._share(fragments[0], Alone(rank, 3)) for rank in range(3)]
+    shares = [store._part(fragments[0], Alone(rank, 3)) for rank in range(3)]
     assert torch.cat([torch.arange(20)[share] for share in shares]).tolist() == list(range(20))
 
 
@@ -234,7 +234,7 @@ def test_a_disk_that_fills_up_while_writing_keeps_what_was_good(small_disk: Path
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_disk_that_fills_up_at_any_byte_keeps_what_was_good(small_disk: Path, monkeypatch, seed: int) -> None:
-    """The room left is drawn between nothing and a page less than the checkpoint needs: any of its files may be cut."""
+    """The free space varies from 0 to just below the checkpoint's size, so the write can fail in any of its files."""
     drawn = random.Random(seed)
     numel = 1 << 17
     held = [Held("a", 0, {"weight": torch.zeros(numel), "exp_avg": torch.zeros(numel)})]
@@ -269,7 +269,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 
 
 def damage(checkpoint: Path, drawn: random.Random) -> str:
-    """Harm one file of a checkpoint as disks and people do; what was done."""
+    """Damage one file of a checkpoint in ways that disks and people do; returns a description."""
     path = drawn.choice(sorted(checkpoint.iterdir()))
     data = bytearray(path.read_bytes())
     kind = drawn.choice(["flip", "cut", "remove", "garbage", "grow"])

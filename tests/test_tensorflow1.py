@@ -14,7 +14,7 @@ from fixtures.make_tensorflow1 import HIDDEN, INTERMEDIATE, LAYERS, POSITIONS, V
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.bench.contestants import pad
+from pretrain.bench.baselines import pad
 from pretrain.checkpoint import tensorflow1
 from pretrain.checkpoint.mapping import mapping_table
 from pretrain.checkpoint.released import read_released

@@ -1,4 +1,4 @@
-"""Threads of CPU kernels sleep while others want the cores, and only then."""
+"""Threads of CPU kernels sleep while other programs compete for the cores, and only then."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from pretrain.common import thread_waits
 
 
 class Script:
-    """Looks at threads that wait by a script: a share of the time for each look; then the end."""
+    """Simulates the wait times of threads: a share of the time for each poll, then the end."""
 
     def __init__(self, shares: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
         self.end = threading.Event()
         self.held: list[bool] = []  # at each look, whether there is a pool
         self._holding, self._waited, self._now = False, 0.0, 0.0
         self._shares = iter([0.0, *shares])
-        monkeypatch.setattr(thread_waits, "_LOOK_SECONDS", 0.0)
+        monkeypatch.setattr(thread_waits, "_POLL_SECONDS", 0.0)
         monkeypatch.setattr(thread_waits.time, "monotonic", lambda: self._now)
 
     def waited(self) -> dict[int, float]:
@@ -80,7 +80,7 @@ def test_a_pool_has_more_threads_than_cores_and_leaves_none(request: pytest.Fixt
 
 
 def test_no_pool_is_made_near_a_limit_of_threads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """libgomp ends the process when it cannot make a thread."""
+    """libgomp exits the process if it cannot create a thread."""
     monkeypatch.setattr(thread_waits, "_may_start", lambda _: False)
     script = Script([0.9, 0.9, 0.9], monkeypatch)
     thread_waits._watch(script.pool, script.end, script.waited)

@@ -121,7 +121,7 @@ def test_records_count_what_was_trained(whole) -> None:
         "lr",
         "grad_norm",
         "tokens_per_second",
-        "peak_fraction",
+        "mfu",
         "data_stall_fraction",
         "seconds",
     ):

@@ -1,4 +1,4 @@
-"""Who a worker is, and when it hears that it should stop."""
+"""The rank of a worker, and its stop requests."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_flag_is_for_one_attempt(tmp_path: Path) -> None:
 
 
 def test_a_file_that_names_nobody_counts_when_it_is_new(tmp_path: Path) -> None:
-    """As a pod's hook or a user touches it. Network storage shows a file for a while after its removal."""
+    """A pod's hook or a user touches the file. Network storage may show it for a while after its removal."""
     path, began = tmp_path / "stop", 1_700_000_000_000_000_000
     flag = Flag(path, "launch", since=began)
     path.touch()
@@ -66,7 +66,7 @@ def test_a_file_that_names_nobody_counts_when_it_is_new(tmp_path: Path) -> None:
 
 
 def test_a_touch_counts_though_the_file_is_of_another_launch(tmp_path: Path) -> None:
-    """A launch that ended late left it; `touch`, by a pod's hook or a user, leaves its text as it is."""
+    """An earlier launch left the file; a `touch` by a pod's hook or a user keeps its text."""
     path = tmp_path / "stop"
     path.touch()
     began = path.stat().st_mtime_ns
@@ -81,7 +81,7 @@ def test_a_touch_counts_though_the_file_is_of_another_launch(tmp_path: Path) -> 
 
 
 def test_a_stop_is_heard_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There a file can be made, but nothing be written into it."""
+    """A full disk: the file can be created, but nothing can be written to it."""
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -1,1 +1,1 @@
-"""Measurements side by side with peers; each module's `main(argv)` is one `./launch.sh bench NAME`."""
+"""Benchmarks against baselines; each module's `main(argv)` is one `./launch.sh bench NAME`."""

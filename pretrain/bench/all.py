@@ -1,8 +1,8 @@
-"""`bench all`: every benchmark in turn, each in a fresh process, as one table, bench.json and bench.html.
+"""`bench all`: runs every benchmark in a process of its own and writes one table, bench.json and bench.html.
 
-What is measured: the training step (Mini at 512 and 128 tokens, and Base, unless --quick), the loader, the
-preparation. Beside each figure stand a peer, the ratio to it, and a limit. A full run takes about half an hour on
-two cores, a quick one about five minutes; nothing else should run on the machine meanwhile.
+It measures the training step (Mini at 512 and 128 tokens; Base too, unless --quick), the loader and the corpus
+preparation. Each result has a baseline, the ratio to it, and a limit. A full run takes about half an hour on two cores,
+a quick run about five minutes. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -32,87 +32,77 @@ LENGTHS = (512, 128)
 
 @dataclass(frozen=True)
 class Measurement:
-    """One benchmark: its name in the table, and the command, whose last line of output is its JSON."""
+    """One benchmark: its name in the table and its command, which prints JSON as its last line."""
 
     what: str
     kind: str
     command: tuple[str, ...]
 
     @classmethod
-    def of(cls, what: str, kind: str, *options: object) -> Measurement:
-        command = (sys.executable, "-m", "pretrain", "bench", kind, *map(str, options), "--json")
-        return cls(what, kind, command)
+    def of(cls, what: str, kind: str, **options: object) -> Measurement:
+        """The benchmark `kind` with command-line options; a tuple gives several values of one option."""
+        command = [sys.executable, "-m", "pretrain", "bench", kind]
+        for name, value in options.items():
+            values = value if isinstance(value, tuple) else (value,)
+            command += [f"--{name.replace('_', '-')}", *map(str, values)]
+        return cls(what, kind, (*command, "--json"))
 
 
 def main(argv: list[str]) -> int:
-    """Measure, print the table and write both files; 3 where a benchmark failed."""
+    """Run the benchmarks, print the table and write both files. Returns 3 if a benchmark failed."""
     options = _parser().parse_args(argv)
     inputs = _inputs(options.corpus, options.text)
     about = environment([])
     out: Path = options.out or _default_folder(about["git_commit"])
-    with disk_errors(out):  # before the long measuring, not after it
+    with disk_errors(out):  # fails now, not after the long measurement
         out.mkdir(parents=True, exist_ok=True)
-    found = collect(jobs(options.corpus, options.text, quick=options.quick), out, about, inputs)
-    results.write(found, out / "bench.json")
-    page.write(found, out / "bench.html")
-    print(f"{results.table(found)}\n\n{out / 'bench.json'}\n{(out / 'bench.html').resolve().as_uri()}")
-    return MachineError.exit_code if found.failed else 0
+    measured = collect(jobs(options.corpus, options.text, quick=options.quick), out, about, inputs)
+    results.write(measured, out / "bench.json")
+    page.write(measured, out / "bench.html")
+    print(f"{results.table(measured)}\n\n{out / 'bench.json'}\n{(out / 'bench.html').resolve().as_uri()}")
+    return MachineError.exit_code if measured.failed else 0
 
 
 def jobs(corpus: Path, text: Path, *, quick: bool) -> list[Measurement]:
     """The benchmarks in the order in which they run."""
     repeats = {"mini": 7} if quick else {"mini": 7, "base": 5}
-    peers = ("sdpa", "eager", "sdpa-compiled", "eager-compiled")
-    return [
-        *(
-            Measurement.of(
-                f"step {size} @{length}",
-                "step",
-                "--corpus",
-                corpus,
-                "--sizes",
-                size,
-                "--lengths",
-                length,
-                "--repeats",
-                count,
-                "--peers",
-                *peers,
-            )
-            for size, count in repeats.items()
-            for length in LENGTHS
-        ),
-        Measurement.of("loader", "loader", "--corpus", corpus, "--lengths", *LENGTHS),
+    baselines = ("sdpa", "eager", "sdpa-compiled", "eager-compiled")
+    steps = [
         Measurement.of(
-            "prepare",
-            "prepare",
-            "--file",
-            text,
-            "--vocabulary",
-            corpus,
-            "--limit-mb",
-            10 if quick else 50,
-            "--repeats",
-            5,
-        ),
+            f"step {size} @{length}",
+            "step",
+            corpus=corpus,
+            sizes=size,
+            lengths=length,
+            repeats=count,
+            peers=baselines,
+        )
+        for size, count in repeats.items()
+        for length in LENGTHS
+    ]
+    limit_mb = 10 if quick else 50
+    return [
+        *steps,
+        Measurement.of("loader", "loader", corpus=corpus, lengths=LENGTHS),
+        Measurement.of("prepare", "prepare", file=text, vocabulary=corpus, limit_mb=limit_mb, repeats=5),
     ]
 
 
 def collect(planned: list[Measurement], out: Path, about: dict[str, Any], inputs: dict[str, str]) -> Results:
-    """Run the jobs one after the other, never two at a time, and make the rows of what they found.
+    """Run the benchmarks one at a time and collect their results.
 
     Args:
-        planned: the jobs.
-        out: existing folder, in which a failed job leaves what it wrote to stderr.
-        about: the machine and the code, as `preflight.environment` has them.
+        planned: the benchmarks.
+        out: existing folder; the stderr of a failed benchmark is written there.
+        about: the machine and the code, from `preflight.environment`.
         inputs: digests of the corpus and the text.
     """
     runs = []
     for number, job in enumerate(planned, start=1):
         print(f"[{number}/{len(planned)}] {job.what} ... ", end="", file=sys.stderr, flush=True)
         runs.append(_run(job, out))
-        ended = "failed after " if runs[-1].failed else ""
-        print(f"{ended}{runs[-1].seconds:.0f} s", file=sys.stderr, flush=True)
+        failed = "failed after " if runs[-1].failed else ""
+        print(f"{failed}{runs[-1].seconds:.0f} s", file=sys.stderr, flush=True)
     steps = [run.result for run in runs if run.kind == "step" and run.result]
     return Results(
         date=about["started"],
@@ -129,7 +119,7 @@ def _parser() -> argparse.ArgumentParser:
         prog="./launch.sh bench all",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Exit codes: 0 done, 2 your input, 3 a benchmark failed; its row says why, the others are measured.",
+        epilog="Exit codes: 0 success, 2 invalid input, 3 a benchmark failed (its row says why; the others still run).",
         allow_abbrev=False,
     )
     parser.add_argument("--corpus", type=local_path, required=True, metavar="DIR", help="prepared corpus folder")
@@ -138,25 +128,25 @@ def _parser() -> argparse.ArgumentParser:
         type=local_path,
         required=True,
         metavar="FILE",
-        help="WikiExtractor file to prepare: its first 50 MB, with --quick 10 MB",
+        help="WikiExtractor file; its first 50 MB are prepared, with --quick 10 MB",
     )
-    parser.add_argument("--quick", action="store_true", help="without BERT-Base, and with less text")
+    parser.add_argument("--quick", action="store_true", help="leave BERT-Base out and prepare less text")
     parser.add_argument(
         "--out",
         type=local_path,
         metavar="FOLDER",
-        help="otherwise runs/bench-DATE-TIME-COMMIT, below this folder",
+        help="output folder (default: runs/bench-DATE-TIME-COMMIT)",
     )
     return parser
 
 
 def _inputs(corpus: Path, text: Path) -> dict[str, str]:
-    """Digests of the corpus and the text, so that unlike ones are not compared unawares."""
+    """Digests of the corpus and the text, so that `bench compare` can warn if they differ."""
     if not text.is_file():
-        raise InputError(f"--text: {text}: not found, or not a file. Give a WikiExtractor file.")
+        raise InputError(f"--text: {text}: not found, or not a file. Give a file written by WikiExtractor.")
     fingerprint = read_manifest(corpus).get("fingerprint")
     if not isinstance(fingerprint, str):
-        raise InputError(f"--corpus: {corpus}: no prepared corpus. Make one with `prepare`.")
+        raise InputError(f"--corpus: {corpus}: not a prepared corpus. Prepare one with `prepare`.")
     return {"corpus": fingerprint[:16], "text": sha256_file(text)[:16]}
 
 
@@ -166,26 +156,26 @@ def _default_folder(commit: str | None) -> Path:
 
 
 def _run(job: Measurement, out: Path) -> BenchResult:
-    """Run the job to its end. Where it fails, its stderr goes to a log in `out`, and its last line is the reason."""
-    began = time.perf_counter()
-    done = subprocess.run(job.command, capture_output=True, text=True)
-    seconds = time.perf_counter() - began
-    result, failed = _outcome(done)
+    """Run one benchmark. If it fails, its stderr is written to a log in `out`; the last line is the reason."""
+    started = time.perf_counter()
+    process = subprocess.run(job.command, capture_output=True, text=True)
+    seconds = time.perf_counter() - started
+    result, failed = _outcome(process)
     if failed:
         log = out / f"{re.sub('[^a-z0-9]+', '-', job.what)}.log"
-        log.write_text(done.stderr, encoding="utf-8")
+        log.write_text(process.stderr, encoding="utf-8")
         failed += f" (its output: {log})"
     command = shlex.join(job.command[1:])
     return BenchResult(what=job.what, kind=job.kind, command=command, seconds=seconds, result=result, failed=failed)
 
 
-def _outcome(done: subprocess.CompletedProcess[str]) -> tuple[dict[str, Any] | None, str]:
-    """The JSON that was printed and "", or None and the reason."""
-    if done.returncode:
-        last = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
-        return None, last or f"ended with {done.returncode}"
+def _outcome(process: subprocess.CompletedProcess[str]) -> tuple[dict[str, Any] | None, str]:
+    """(the printed JSON, ""), or (None, the reason of the failure)."""
+    if process.returncode:
+        last = process.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
+        return None, last or f"exited with code {process.returncode}"
     try:
-        return json.loads(done.stdout.strip().rpartition("\n")[2]), ""
+        return json.loads(process.stdout.strip().rpartition("\n")[2]), ""
     except ValueError:
         return None, "printed no JSON"
 

@@ -1,6 +1,6 @@
-"""`bench checkpoint`: how long a save holds up training, written at once and written in the background.
+"""`bench checkpoint`: how long a save blocks training, with synchronous and with background writing.
 
-The state is that of a model after one step, on one worker; both ways write the same files to the same disk, in turn.
+The state is that of a model on one worker. Both ways alternate and write the same files to the same disk.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from pretrain.bench.contestants import bench_config
+from pretrain.bench.baselines import bench_config
 from pretrain.bench.results import aligned
 from pretrain.checkpoint.saver import Saver
 from pretrain.commands import local_path
@@ -33,7 +33,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--size", default="base", help="model size (default: base)")
     parser.add_argument("--zero", type=int, default=1, choices=[0, 1, 2, 3], help="ZeRO stage (default: 1)")
     parser.add_argument("--rounds", type=int, default=5, help="saves of each kind; the median is reported")
-    parser.add_argument("--dir", type=local_path, help="where to write; otherwise the temporary folder")
+    parser.add_argument("--dir", type=local_path, help="folder to write to (default: the temporary folder)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)
     config = bench_config("unused", options.size, 128, 8)
@@ -48,28 +48,32 @@ def main(argv: list[str]) -> int:
 
 
 def measure(config: PretrainConfig, folder: Path, rounds: int) -> dict[str, Any]:
-    """Seconds by round: `plain` of a whole save, `held` of what a step waits for one in the background, `written` of it."""
+    """Seconds per round and the size in bytes.
+
+    Returns `plain`: a synchronous save; `held`: how long a background save blocks training; `written`: until the
+    background save is on disk.
+    """
     engine = _engine(config)
     state = {"step": 0, "shapes": {name: list(shape) for name, shape in engine.shapes.items()}}
     savers = {
         background: Saver(folder, engine.side_group(), keep_last=1, background=background, retry_seconds=0)
         for background in (False, True)
     }
-    found: dict[str, Any] = {"plain": [], "held": [], "written": []}
+    result: dict[str, Any] = {"plain": [], "held": [], "written": []}
     for number in range(rounds + 1):
         for background, saver in savers.items():
-            began = time.perf_counter()
+            started = time.perf_counter()
             saver.save(number, engine.fragments(), {**state, "step": number})
-            held = time.perf_counter() - began
+            held = time.perf_counter() - started
             saver.wait()
             if number == 0:
-                continue  # makes the copies' room
-            found["held" if background else "plain"].append(held)
+                continue  # the first round allocates the memory of the copies
+            result["held" if background else "plain"].append(held)
             if background:
-                found["written"].append(time.perf_counter() - began)
-    found["bytes"] = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+                result["written"].append(time.perf_counter() - started)
+    result["bytes"] = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
     engine.close()
-    return found
+    return result
 
 
 def _engine(config: PretrainConfig) -> Engine:
@@ -83,9 +87,14 @@ def _engine(config: PretrainConfig) -> Engine:
 
 def _table(result: dict[str, Any]) -> str:
     rows = [("", "median s", "range")]
-    for name in ("plain", "held", "written"):
-        seconds = result[name]
-        rows.append((name, f"{statistics.median(seconds):.3f}", f"{min(seconds):.3f}-{max(seconds):.3f}"))
+    labels = {
+        "plain": "synchronous save",
+        "held": "background save, training blocked",
+        "written": "background save, on disk",
+    }
+    for key, label in labels.items():
+        seconds = result[key]
+        rows.append((label, f"{statistics.median(seconds):.3f}", f"{min(seconds):.3f}-{max(seconds):.3f}"))
     share = statistics.median(result["held"]) / statistics.median(result["plain"])
-    rows.append(("held / plain", f"{share:.1%}", f"{result['bytes'] / 1e9:.2f} GB"))
+    rows.append(("blocked / synchronous", f"{share:.1%}", f"{result['bytes'] / 1e9:.2f} GB"))
     return "\n".join(aligned(rows, (1, 2)))

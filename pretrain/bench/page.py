@@ -1,10 +1,10 @@
-"""The page of `bench all`: a chart per row, the table, the machine."""
+"""The HTML page of `bench all`: a chart per row, the table, the machine."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
-from pretrain.bench.results import HEADINGS, TO_THE_RIGHT, Comparison, Results, cells, limits, number, short_commit
+from pretrain.bench.results import HEADINGS, RIGHT_ALIGNED, Comparison, Results, cells, limits, number, short_commit
 from pretrain.reporting.charts import Bar, bar_chart
 from pretrain.reporting.pages import write_page
 
@@ -21,7 +21,7 @@ def write(results: Results, out: Path) -> Path:
         rows=rows,
         charts=[_chart(row) for row in rows],
         headings=HEADINGS,
-        figures=TO_THE_RIGHT,
+        right_aligned=RIGHT_ALIGNED,
         cells=[cells(row) for row in rows],
         failed=results.failed,
         notes=_notes(results),
@@ -34,7 +34,7 @@ def _chart(row: Comparison) -> str:
         row.unit,
         [
             Bar("ours", row.ours.median, row.ours.low, row.ours.high),
-            Bar(row.peer_name, row.peer.median, row.peer.low, row.peer.high, "peer"),
+            Bar(row.baseline_name, row.baseline.median, row.baseline.low, row.baseline.high, "baseline"),
         ],
         form=number,
         limit=(row.limit.name, row.limit.value) if row.limit else None,
@@ -42,23 +42,23 @@ def _chart(row: Comparison) -> str:
 
 
 def _notes(results: Results) -> list[tuple[str, list[tuple[str, str]]]]:
-    """(title, its facts), for what unfolds at the end of the page; empty ones are left out."""
+    """(title, rows of label and value) of the collapsible sections at the end of the page; empty ones are left out."""
     machine = results.machine
     facts = {
         "cpu": machine.cpu,
         "cores": machine.cores,
-        "threads of the step": machine.threads,
+        "torch threads": machine.threads,
         "gpus": ", ".join(machine.gpus) or "none",
         "memory": f"{machine.memory_bytes / 2**30:.1f} GiB",
         "platform": machine.platform,
         "python": machine.python,
         **machine.packages,
-        **{f"digest of the {name}": digest for name, digest in results.inputs.items()},
+        **{f"SHA-256 of the {name}": digest for name, digest in results.inputs.items()},
         "commit": results.commit,
     }
     notes = [
-        ("Limits", [(f"of {who}: {name}", meaning) for who, name, meaning in limits(results)]),
+        ("Limits", [(f"{kinds}: {name}", meaning) for kinds, name, meaning in limits(results)]),
         ("Machine", [(name, str(value)) for name, value in facts.items() if value is not None]),
         ("Commands", [(f"{run.what}, {run.seconds:.0f} s", f"python {run.command}") for run in results.runs]),
     ]
-    return [(title, found) for title, found in notes if found]
+    return [(title, rows) for title, rows in notes if rows]

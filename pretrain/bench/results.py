@@ -1,6 +1,8 @@
-"""The one table of `bench all`: its rows, their JSON, and how they are written out.
+"""The results of `bench all`: rows, JSON and text table.
 
-Every figure is a rate, so more is better everywhere. A range goes from the lowest to the highest alternation.
+Every value is a rate, so higher is always better. A range spans the lowest to the highest repetition.
+
+JSON keys keep their first names: a row's `peer` and `peer_name` describe the baseline.
 """
 
 from __future__ import annotations
@@ -10,20 +12,21 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, PositiveFloat, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationError
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
+from pretrain.tracking.metrics import FORMER_NAMES
 
 FORMAT = 1
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, allow_inf_nan=False)
+    model_config = ConfigDict(frozen=True, allow_inf_nan=False, populate_by_name=True)
 
 
 class Figure(_Part):
-    """A median over alternations, with the lowest and the highest of them."""
+    """The median over the repetitions, with the lowest and the highest value."""
 
     median: PositiveFloat
     low: PositiveFloat
@@ -31,7 +34,7 @@ class Figure(_Part):
 
 
 class Limit(_Part):
-    """What a rate is held against: a ceiling of the machine, or what somebody needs of it."""
+    """A rate to compare with: an upper limit of the machine, or the rate that training needs."""
 
     name: str
     meaning: str
@@ -40,30 +43,30 @@ class Limit(_Part):
 
 
 class Comparison(_Part):
-    """One comparison. `ratio` is ours over the peer's, alternation by alternation."""
+    """One row: our rate, the baseline's rate, and the ratio ours / baseline over the repetitions."""
 
     what: str
     unit: str
     ours: Figure
-    peer_name: str
-    peer: Figure
+    baseline_name: str = Field(validation_alias="peer_name", serialization_alias="peer_name")
+    baseline: Figure = Field(validation_alias="peer", serialization_alias="peer")
     ratio: Figure
     limit: Limit | None = None
 
 
 class Failure(_Part):
-    """A benchmark that ended without figures."""
+    """A benchmark that produced no result."""
 
     what: str
     failed: str
 
 
 class Machine(_Part):
-    """What the figures depend on besides the code."""
+    """The machine and the software that the results depend on."""
 
     cpu: str
     cores: int
-    threads: int | None  # of torch, in the step; None where no step was measured
+    threads: int | None  # torch threads in the step benchmark; None if it did not run
     gpus: list[str]
     memory_bytes: int
     platform: str
@@ -72,22 +75,22 @@ class Machine(_Part):
 
 
 class BenchResult(_Part):
-    """One benchmark as it was run, with the JSON that it printed."""
+    """One benchmark: its command, duration and the JSON that it printed."""
 
     what: str
     kind: str  # the benchmark's name on the command line
     command: str
     seconds: float
     result: dict[str, Any] | None
-    failed: str = ""  # why there is no result
+    failed: str = ""  # the reason if there is no result
 
 
 class Results(_Part):
-    """All that one `bench all` found out."""
+    """The results of one `bench all`."""
 
     format: Literal[1] = FORMAT
     date: str  # ISO 8601, UTC
-    commit: str | None  # `git describe`, ends in -dirty where the code was changed
+    commit: str | None  # `git describe`; ends in -dirty if the code has uncommitted changes
     machine: Machine
     inputs: dict[str, str]  # digests of the corpus and the text
     rows: list[Comparison | Failure]
@@ -95,78 +98,97 @@ class Results(_Part):
 
     @property
     def measured(self) -> dict[str, Comparison]:
-        """The rows with figures, by name."""
+        """The measured rows, by name."""
         return {row.what: row for row in self.rows if isinstance(row, Comparison)}
 
     @property
     def failed(self) -> dict[str, str]:
-        """Reasons of the rows without figures, by name."""
+        """The reasons of the failed rows, by name."""
         return {row.what: row.failed for row in self.rows if isinstance(row, Failure)}
 
 
 def short_commit(commit: str | None) -> str:
-    """A commit as people write it, with -dirty where it has that."""
+    """The commit with a short hash; keeps the suffix -dirty."""
     return re.sub(r"([0-9a-f]{7})[0-9a-f]{33}", r"\1", commit) if commit else "unknown"
 
 
 def read(path: Path) -> Results:
-    """The results in the file `path`; `InputError` where it is missing, damaged or something else."""
+    """The results in the file `path`, which an older version may have written.
+
+    Raises `InputError` if the file cannot be read or is not a result of `bench all`.
+    """
     try:
-        return Results.model_validate_json(path.read_bytes())
+        results = Results.model_validate_json(path.read_bytes())
     except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}). Give a file of `bench all`.") from None
+        raise InputError(f"{path}: cannot be read ({error.strerror}). Give the bench.json of a `bench all`.") from None
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        fault = f"{place}: {first['msg']}" if place else first["msg"]
-        raise InputError(f"{path}: no results of `bench all` ({fault}). Measure again.") from None
+        field = ".".join(map(str, first["loc"]))
+        fault = f"{field}: {first['msg']}" if field else first["msg"]
+        raise InputError(f"{path}: not a result of `bench all` ({fault}). Run `bench all` again.") from None
+    return results.model_copy(
+        update={
+            "rows": [row.model_copy(update={"what": _FORMER_ROWS.sub(_WITHOUT_IDS, row.what)}) for row in results.rows],
+            "runs": [run.model_copy(update={"result": _with_current_names(run.result)}) for run in results.runs],
+        }
+    )
 
 
 def write(results: Results, path: Path) -> None:
     """Write `results` as JSON, atomically."""
-    write_json(path, results.model_dump(mode="json"))
+    write_json(path, results.model_dump(mode="json", by_alias=True))
 
 
-# ---- rows of what the benchmarks print
+def _with_current_names(value: Any) -> Any:
+    """The JSON that a benchmark printed, with former metric names replaced by today's."""
+    if isinstance(value, dict):
+        return {FORMER_NAMES.get(key, key): _with_current_names(item) for key, item in value.items()}
+    return [_with_current_names(item) for item in value] if isinstance(value, list) else value
+
+
+_WITHOUT_IDS = "baseline to ids only"
+_FORMER_ROWS = re.compile("peer to ids alone")
+
+# ---- from the output of the benchmarks to rows
 
 
 def step_rows(result: dict[str, Any]) -> list[Comparison]:
-    """Rows of `bench step --json`, against the fastest peer that is compiled and the fastest that is not.
+    """Rows of `bench step --json`: ours against the fastest baseline without torch.compile and the fastest with it.
 
-    They are held against the matmul peak measured in the same turns.
+    Their limit is the matmul peak measured beside the steps.
     """
     return [
-        _step_row(one, min(kinds, key=lambda kind: one["ratios"][kind][0]), suffix)
-        for one in result["results"]
+        _step_row(step, min(kinds, key=lambda kind: step["ratios"][kind][0]), suffix)
+        for step in _with_current_names(result["results"])
         for suffix, kinds in (
-            ("", [kind for kind in one["ratios"] if kind != "bare" and "compiled" not in kind]),
-            (", compiled", [kind for kind in one["ratios"] if "compiled" in kind]),
+            ("", [kind for kind in step["ratios"] if kind != "bare" and "compiled" not in kind]),
+            (", compiled", [kind for kind in step["ratios"] if "compiled" in kind]),
         )
         if kinds
     ]
 
 
-def _step_row(one: dict[str, Any], peer: str, suffix: str) -> Comparison:
-    ours = one["tokens_per_second"]["ours"]
+def _step_row(step: dict[str, Any], baseline: str, suffix: str) -> Comparison:
+    ours = step["tokens_per_second"]["ours"]
     peak = Limit(
         name="matmul peak",
-        meaning="where all of the step's FLOPs run as fast as a large square matmul, measured in the same turns",
-        value=ours / one["peak_fraction"],
-        share=one["peak_fraction"],
+        meaning="throughput at an MFU of 100 %: every FLOP as fast as in a large square matmul on this machine",
+        value=ours / step["mfu"],
+        share=step["mfu"],
     )
     return Comparison(
-        what=f"step {one['size']} @{one['length']}{suffix}",
+        what=f"step {step['size']} @{step['length']}{suffix}",
         unit="useful tokens/s",
-        ours=_figure(ours, one["spread"]["ours"]),
-        peer_name=f"transformers {peer}",
-        peer=_figure(one["tokens_per_second"][peer], one["spread"][peer]),
-        ratio=_figure(one["ratios"][peer][0], one["ratios"][peer][1:]),
+        ours=_figure(ours, step["spread"]["ours"]),
+        baseline_name=f"transformers {baseline}",
+        baseline=_figure(step["tokens_per_second"][baseline], step["spread"][baseline]),
+        ratio=_figure(step["ratios"][baseline][0], step["ratios"][baseline][1:]),
         limit=peak,
     )
 
 
 def loader_rows(result: dict[str, Any], steps: list[dict[str, Any]]) -> list[Comparison]:
-    """Rows of `bench loader --json`; `steps` are the measured steps, of which the fastest tells the need."""
+    """Rows of `bench loader --json`. Their limit is what the fastest of the measured `steps` consumes."""
     rows = []
     for one in result["loader"]:
         rates = one["sequences_per_second"]
@@ -175,8 +197,8 @@ def loader_rows(result: dict[str, Any], steps: list[dict[str, Any]]) -> list[Com
                 what=f"loader @{one['length']}",
                 unit="sequences/s per core",
                 ours=_figure(rates["ours"], one["spread"]["ours"]),
-                peer_name="transformers collator",
-                peer=_figure(rates["transformers"], one["spread"]["transformers"]),
+                baseline_name="transformers collator",
+                baseline=_figure(rates["transformers"], one["spread"]["transformers"]),
                 ratio=_figure(one["ratio"], one["ratio_spread"]),
                 limit=_need(rates["ours"], [step for step in steps if step["length"] == one["length"]]),
             )
@@ -185,27 +207,27 @@ def loader_rows(result: dict[str, Any], steps: list[dict[str, Any]]) -> list[Com
 
 
 def prepare_rows(result: dict[str, Any]) -> list[Comparison]:
-    """Rows of `bench prepare --json`, held against reading the file."""
+    """Rows of `bench prepare --json`. Their limit is the speed of reading the file."""
     return [
         _prepare_row(result, "prepare", "datasets", "text to shards", "datasets.map of run_mlm"),
-        _prepare_row(result, "prepare", "tokenizers", "text to shards, peer to ids alone", "encode_batch_fast"),
+        _prepare_row(result, "prepare", "tokenizers", f"text to shards, {_WITHOUT_IDS}", "encode_batch_fast"),
         _prepare_row(result, "tokenise", "tokenizers", "sentences to ids", "encode_batch_fast"),
     ]
 
 
-def _prepare_row(result: dict[str, Any], ours: str, peer: str, what: str, peer_name: str) -> Comparison:
-    speed, ratio = result["speed"], result["ratios"][f"{ours} / {peer}"]
+def _prepare_row(result: dict[str, Any], ours: str, baseline: str, what: str, baseline_name: str) -> Comparison:
+    speed, ratio = result["speed"], result["ratios"][f"{ours} / {baseline}"]
     rate, reading = speed[ours]["mb_per_second"], result["read_mb_per_second"]
     return Comparison(
         what=f"{ours} {result['file']['megabytes']:.3g} MB, {what}",
         unit="MB/s",
         ours=_figure(rate, speed[ours]["spread"]),
-        peer_name=peer_name,
-        peer=_figure(speed[peer]["mb_per_second"], speed[peer]["spread"]),
+        baseline_name=baseline_name,
+        baseline=_figure(speed[baseline]["mb_per_second"], speed[baseline]["spread"]),
         ratio=_figure(ratio["median"], ratio["spread"]),
         limit=Limit(
             name="reading the file",
-            meaning="where all cores only copy the file from the page cache; nothing comes near it",
+            meaning="all cores only copy the file from the page cache; no preparation comes close",
             value=reading,
             share=rate / reading,
         ),
@@ -213,16 +235,16 @@ def _prepare_row(result: dict[str, Any], ours: str, peer: str, what: str, peer_n
 
 
 def _need(rate: float, steps: list[dict[str, Any]]) -> Limit | None:
-    """What the fastest of the steps uses up, in sequences/s; None where no step was measured."""
-    uses = {step["size"]: step["tokens_per_second"]["ours"] / step["mean_tokens"] for step in steps}
-    if not uses:
+    """The sequences/s that the fastest of the steps consumes; None if no step was measured."""
+    consumption = {step["size"]: step["tokens_per_second"]["ours"] / step["mean_tokens"] for step in steps}
+    if not consumption:
         return None
-    fastest = max(uses, key=uses.__getitem__)
+    fastest = max(consumption.values())
     return Limit(
-        name="the step's need",
-        meaning="sequences/s that the fastest step measured here at this length uses; more is to spare",
-        value=uses[fastest],
-        share=rate / uses[fastest],
+        name="training step",
+        meaning="sequences/s that the fastest measured step of this length consumes; a loader needs at least that",
+        value=fastest,
+        share=rate / fastest,
     )
 
 
@@ -230,31 +252,31 @@ def _figure(median: float, spread: Sequence[float]) -> Figure:
     return Figure(median=median, low=spread[0], high=spread[1])
 
 
-# ---- writing out
+# ---- from rows to text
 
-HEADINGS = ("", "unit", "ours", "(range)", "peer", "its rate", "ratio", "(range)", "limit", "share of it")
-TO_THE_RIGHT = frozenset({2, 3, 5, 6, 7, 8, 9})  # columns of figures
+HEADINGS = ("", "unit", "ours", "(range)", "baseline", "its rate", "ratio", "(range)", "limit", "ours / limit")
+RIGHT_ALIGNED = frozenset({2, 3, 5, 6, 7, 8, 9})  # the columns of numbers
 
 
 def table(results: Results) -> str:
-    """The table for a terminal: a line per row, and below it what failed and what the limits mean."""
+    """The table for a terminal: a line per row, then the failures and the meaning of the limits."""
     rows = list(results.measured.values())
-    lines = aligned([HEADINGS, *map(cells, rows)], TO_THE_RIGHT) if rows else []
+    lines = aligned([HEADINGS, *map(cells, rows)], RIGHT_ALIGNED) if rows else []
     lines += [f"{what}: failed: {reason}" for what, reason in results.failed.items()]
-    lines += [f"limit of {who}: {name}, {meaning}" for who, name, meaning in limits(results)]
+    lines += [f"limit of {kinds}: {name}, {meaning}" for kinds, name, meaning in limits(results)]
     return "\n".join(lines)
 
 
 def cells(row: Comparison) -> tuple[str, ...]:
-    """The row as text, a string per heading."""
+    """The row as text: one string per heading."""
     limit = (number(row.limit.value), share(row.limit.share)) if row.limit else ("-", "-")
     return (
         row.what,
         row.unit,
         number(row.ours.median),
         span(row.ours),
-        row.peer_name,
-        number(row.peer.median),
+        row.baseline_name,
+        number(row.baseline.median),
         f"{row.ratio.median:.2f}",
         f"({row.ratio.low:.2f}-{row.ratio.high:.2f})",
         *limit,
@@ -262,22 +284,22 @@ def cells(row: Comparison) -> tuple[str, ...]:
 
 
 def limits(results: Results) -> list[tuple[str, str, str]]:
-    """(which rows, the name of their limit, what it means), each limit once."""
-    named = {row.limit.name: row.limit.meaning for row in results.measured.values() if row.limit}
-    who: dict[str, list[str]] = {name: [] for name in named}
+    """(kinds of rows, name of their limit, its meaning); each limit once."""
+    meanings = {row.limit.name: row.limit.meaning for row in results.measured.values() if row.limit}
+    kinds: dict[str, list[str]] = {name: [] for name in meanings}
     for row in results.measured.values():
         kind = row.what.partition(" ")[0]
-        if row.limit and kind not in who[row.limit.name]:
-            who[row.limit.name].append(kind)
-    return [(" and ".join(who[name]), name, meaning) for name, meaning in named.items()]
+        if row.limit and kind not in kinds[row.limit.name]:
+            kinds[row.limit.name].append(kind)
+    return [(" and ".join(kinds[name]), name, meaning) for name, meaning in meanings.items()]
 
 
-def aligned(rows: Sequence[Sequence[str]], to_the_right: Iterable[int]) -> list[str]:
-    """Lines of columns that are as wide as their widest cell; those numbered in `to_the_right` end flush."""
+def aligned(rows: Sequence[Sequence[str]], right_aligned: Iterable[int]) -> list[str]:
+    """Lines of padded columns; the columns numbered in `right_aligned` are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.rjust(width) if number in to_the_right else cell.ljust(width)
+            cell.rjust(width) if number in right_aligned else cell.ljust(width)
             for number, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

@@ -1,9 +1,10 @@
-"""`bench step`: the same batches trained by ours and by transformers' BertForPreTraining, in turn.
+"""`bench step`: training throughput of ours and of transformers' BertForPreTraining on the same batches.
 
-The peer in every kind asked for (`--peers`): padded to the longest of the batch, eager or scaled-dot-product
-attention, with torch.compile or without, autocast to the same precision, torch's fused AdamW; the ratio is to the fastest. Ours:
-the product's own engine (DeepSpeed ZeRO-1 on one worker) over the same sequences without padding. Each has a process of
-its own, and one works at a time. Useful tokens are those of the sequences; padding never counts.
+Baselines (`--peers`): transformers with eager or scaled-dot-product attention, with or without torch.compile,
+autocast to the same precision, torch's fused AdamW, batches padded to their longest sequence. Ours: this project's
+engine (DeepSpeed ZeRO-1 on one worker) on the same sequences without padding. Each runs in its own process, and only
+one works at a time. Throughput counts the tokens of the sequences, never padding. The reported ratio is to the fastest
+baseline.
 """
 
 from __future__ import annotations
@@ -11,49 +12,27 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from pretrain.batches.loader import Loader, MicroBatch, StepBatch
-from pretrain.bench.contestants import BARE, OURS, PEERS, Contestant, Entry, bench_config
-from pretrain.config import PretrainConfig
+from pretrain.bench.baselines import BARE, BASELINES, OURS, TrainerProcess, TrainerSpec, bench_config
+from pretrain.config import Precision, PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.estimate import executed_flops, step_flops
 from pretrain.model.precision import measure_matmul
 
 LEARNING_RATE = 1e-4
-WARM_UP = 3  # steps that compile and fill the memory
+WARM_UP = 3  # untimed steps, which compile the model and allocate memory
 
 
 def main(argv: list[str]) -> int:
     """Run the comparison and print a table, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(prog="./launch.sh bench step", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("--corpus", required=True, help="prepared corpus folder: the real mix of lengths")
-    parser.add_argument("--sizes", nargs="+", default=["mini"], help="model sizes (default: mini)")
-    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 128], help="sequence lengths")
-    parser.add_argument("--tokens", type=int, default=8192, help="tokens per step before padding, about")
-    parser.add_argument("--repeats", type=int, default=7, help="alternations; the median is reported")
-    parser.add_argument(
-        "--peers",
-        nargs="+",
-        default=["sdpa", "eager"],
-        choices=(*PEERS, BARE),
-        help="kinds of peer, all in turn; bare is our model in a plain torch loop",
-    )
-    parser.add_argument("--dropout", type=float, default=0.1, help="hidden dropout of both; 0 switches it off")
-    parser.add_argument(
-        "--precision",
-        choices=["auto", "bf16", "fp16", "fp32"],
-        default="auto",
-        help="of all of them (default: auto, what is fastest here)",
-    )
-    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 leaves torch's default")
-    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
-    options = parser.parse_args(argv)
+    options = _parser().parse_args(argv)
     if options.threads:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)
@@ -69,7 +48,11 @@ def main(argv: list[str]) -> int:
 
 
 def compare(size: str, length: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
-    """One model size at one sequence length: medians over alternations."""
+    """One model size at one sequence length: medians over the timed steps, as JSON values.
+
+    `mfu` is the model FLOPs utilisation of our engine (`pretrain.tracking.metrics`). `mfu_full_last_layer` also counts
+    the rows that our last layer skips, as the usual definition does.
+    """
     shards = open_shards(Path(options.corpus), "train")
     sequences = max(1, options.tokens // length)
     config = bench_config(
@@ -77,28 +60,16 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
     )
     precision = config.engine.settled_precision
     count = options.repeats + WARM_UP
-    entries = {kind: Entry(kind, config, device.type, options.threads, count) for kind in (OURS, *options.peers)}
-    contestants = {kind: Contestant(entry) for kind, entry in entries.items()}
-    seconds: dict[str, list[float]] = {kind: [] for kind in contestants}  # per useful token
-    losses: dict[str, list[float]] = {kind: [] for kind in contestants}
-    peaks = []  # the machine's speed varies, so it is measured in every turn
-    for number in range(count):
-        for kind in sorted(contestants, reverse=bool(number % 2)):
-            report = contestants[kind].train(LEARNING_RATE)
-            if number >= WARM_UP:
-                seconds[kind].append(report.seconds / report.tokens)
-                losses[kind].append(report.loss)
-        if number >= WARM_UP:
-            peaks.append(measure_matmul(device.type, precision))
-    for contestant in contestants.values():
-        contestant.close()
+    kinds = (OURS, *options.peers)
+    specs = {kind: TrainerSpec(kind, config, device.type, options.threads, count) for kind in kinds}
+    timings = _measure(specs, count, precision)
     steps = _steps(shards, config, count)[WARM_UP:]
     tokens = sum(step.tokens for step in steps)
-    shares = sorted(1 / (time * peak) for time, peak in zip(seconds[OURS], peaks, strict=True))  # per FLOP of a token
-    executed = _flops(executed_flops, config, shards, steps) / tokens
-    theirs = [kind for kind in options.peers if kind != BARE] or [BARE]
-    best = min(theirs, key=lambda kind: statistics.median(seconds[kind]))
-    ratios = {kind: _ratio(seconds[kind], seconds[OURS]) for kind in options.peers}
+    seconds = timings.seconds_per_token
+    baselines = [kind for kind in options.peers if kind != BARE] or [BARE]
+    # Utilisation for each FLOP that a token costs.
+    per_flop = sorted(1 / (time * peak) for time, peak in zip(seconds[OURS], timings.matmul_peaks, strict=True))
+    flops_per_token = _flops(executed_flops, config, shards, steps) / tokens
     return {
         "size": size,
         "length": length,
@@ -108,19 +79,47 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
         "mean_tokens": tokens / (sequences * options.repeats),
         "tokens_per_second": {kind: 1 / statistics.median(values) for kind, values in seconds.items()},
         "spread": {kind: [1 / max(values), 1 / min(values)] for kind, values in seconds.items()},
-        "best_peer": best,
-        "ratios": ratios,
-        "loss": {kind: statistics.fmean(values) for kind, values in losses.items()},
-        "matmul_peak_gflops": statistics.median(peaks) / 1e9,
-        "peak_fraction": executed * statistics.median(shares),
-        "peak_fraction_spread": [executed * shares[0], executed * shares[-1]],
-        "model_flops_fraction": _flops(step_flops, config, shards, steps) / tokens * statistics.median(shares),
+        "best_peer": min(baselines, key=lambda kind: statistics.median(seconds[kind])),
+        "ratios": {kind: _ratio(seconds[kind], seconds[OURS]) for kind in options.peers},
+        "loss": {kind: statistics.fmean(values) for kind, values in timings.losses.items()},
+        "matmul_peak_gflops": statistics.median(timings.matmul_peaks) / 1e9,
+        "mfu": flops_per_token * statistics.median(per_flop),
+        "mfu_spread": [flops_per_token * per_flop[0], flops_per_token * per_flop[-1]],
+        "mfu_full_last_layer": _flops(step_flops, config, shards, steps) / tokens * statistics.median(per_flop),
     }
 
 
-def _ratio(peer: list[float], ours: list[float]) -> list[float]:
-    """[median, lowest, highest] of the peer's time over ours, step by step."""
-    ratios = [a / b for a, b in zip(peer, ours, strict=True)]
+@dataclass
+class _Timings:
+    """What the timed steps measured, by trainer."""
+
+    seconds_per_token: dict[str, list[float]]
+    losses: dict[str, list[float]]
+    matmul_peaks: list[float] = field(default_factory=list)  # FLOP/s
+
+
+def _measure(specs: dict[str, TrainerSpec], count: int, precision: Precision) -> _Timings:
+    """Train `count` steps with every trainer in alternation; the first `WARM_UP` are not timed."""
+    trainers = {kind: TrainerProcess(spec) for kind, spec in specs.items()}
+    timings = _Timings({kind: [] for kind in trainers}, {kind: [] for kind in trainers})
+    device = specs[OURS].device
+    for number in range(count):
+        for kind in sorted(trainers, reverse=bool(number % 2)):
+            report = trainers[kind].train(LEARNING_RATE)
+            if number >= WARM_UP:
+                timings.seconds_per_token[kind].append(report.seconds / report.tokens)
+                timings.losses[kind].append(report.loss)
+        if number >= WARM_UP:
+            # The machine's speed varies, so its matmul peak is measured beside every step.
+            timings.matmul_peaks.append(measure_matmul(device, precision))
+    for trainer in trainers.values():
+        trainer.close()
+    return timings
+
+
+def _ratio(baseline: Sequence[float], ours: Sequence[float]) -> list[float]:
+    """[median, lowest, highest] of baseline time / our time, step by step."""
+    ratios = [a / b for a, b in zip(baseline, ours, strict=True)]
     return [statistics.median(ratios), min(ratios), max(ratios)]
 
 
@@ -137,13 +136,14 @@ def _flops(count: Callable[..., float], config: PretrainConfig, shards: TokenSha
 
 
 def _row(result: dict[str, Any]) -> str:
-    low, high = result["peak_fraction_spread"]
+    low, high = result["mfu_spread"]
     lines = [
-        f"{result['size']} @ {result['length']}, mean {result['mean_tokens']:.0f} tokens: "
-        f"ours {_rate(result, OURS)}, {result['peak_fraction']:.0%} ({low:.0%}-{high:.0%}) of {result['matmul_peak_gflops']:.0f} GFLOP/s in {result['precision']}"
+        f"{result['size']} @ {result['length']}, mean {result['mean_tokens']:.0f} tokens: ours {_rate(result, OURS)}, "
+        f"MFU {result['mfu']:.0%} ({low:.0%}-{high:.0%}) of {result['matmul_peak_gflops']:.0f} GFLOP/s "
+        f"in {result['precision']}"
     ]
     for kind, (median, low, high) in result["ratios"].items():
-        mark = "  the fastest peer" if kind == result["best_peer"] else ""
+        mark = "  fastest baseline" if kind == result["best_peer"] else ""
         lines.append(f"  {kind:<15} {_rate(result, kind)}   ratio {median:.2f} ({low:.2f}-{high:.2f}){mark}")
     return "\n".join(lines)
 
@@ -151,3 +151,30 @@ def _row(result: dict[str, Any]) -> str:
 def _rate(result: dict[str, Any], kind: str) -> str:
     low, high = result["spread"][kind]
     return f"{result['tokens_per_second'][kind]:,.0f} tok/s ({low:,.0f}-{high:,.0f})"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="./launch.sh bench step", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--corpus", required=True, help="prepared corpus folder, which gives the sequence lengths")
+    parser.add_argument("--sizes", nargs="+", default=["mini"], help="model sizes (default: mini)")
+    parser.add_argument("--lengths", nargs="+", type=int, default=[512, 128], help="sequence lengths")
+    parser.add_argument("--tokens", type=int, default=8192, help="approximate tokens per step, padding included")
+    parser.add_argument("--repeats", type=int, default=7, help="timed steps of each; the median is reported")
+    parser.add_argument(
+        "--peers",
+        nargs="+",
+        default=["sdpa", "eager"],
+        choices=(*BASELINES, BARE),
+        help="baselines: variants of transformers; bare is our model in a plain torch loop",
+    )
+    parser.add_argument("--dropout", type=float, default=0.1, help="hidden dropout of all; 0 disables it")
+    parser.add_argument(
+        "--precision",
+        choices=["auto", "bf16", "fp16", "fp32"],
+        default="auto",
+        help="precision of all (default: auto, the fastest on this machine)",
+    )
+    parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0 keeps torch's default")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    return parser

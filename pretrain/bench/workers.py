@@ -1,8 +1,8 @@
-"""`bench workers`: what Ray, DeepSpeed, tracking and a second worker cost, measured on whole runs of the product.
+"""`bench workers`: the overhead of Ray, DeepSpeed, tracking and more workers, measured on complete runs.
 
-Every round runs `pretrain` once for each ZeRO stage and number of workers, the machine's cores divided among them,
-and the same batches in a plain loop of torch without any of these (`bare` in contestants.py). Rates are medians over
-a run's logged windows, the first of which is left out.
+Each round runs `pretrain` once for each ZeRO stage and number of workers; the workers divide the machine's cores.
+Each round also trains the same batches in a plain torch loop (`bare` in baselines.py). The throughput of a run is the
+median over its records; the first record is left out as warm-up.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pretrain.bench.contestants import BARE, Contestant, Entry, bench_config
+from pretrain.bench.baselines import BARE, TrainerProcess, TrainerSpec, bench_config
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
 from pretrain.config import PretrainConfig
 from pretrain.tracking.records import is_training, read_records
 
-_WINDOW = 10  # steps
+_WINDOW = 10  # steps per record
 
 
 def main(argv: list[str]) -> int:
@@ -35,12 +35,14 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--sequences", type=int, default=64, help="sequences per step")
     parser.add_argument("--steps", type=int, default=60, help=f"steps of each run, at least {2 * _WINDOW}")
     parser.add_argument("--zero", nargs="+", type=int, default=[1, 3], choices=[0, 1, 2, 3], help="ZeRO stages")
-    parser.add_argument("--workers", nargs="+", type=int, default=[1, 2], help="numbers of workers; the first is 1x")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each; the median is reported")
+    parser.add_argument(
+        "--workers", nargs="+", type=int, default=[1, 2], help="numbers of workers; scaling is relative to the first"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each combination; the median is reported")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     options = parser.parse_args(argv)
     if options.steps < 2 * _WINDOW:
-        raise InputError(f"bench workers: --steps is {options.steps}; it takes at least {2 * _WINDOW}.")
+        raise InputError(f"bench workers: --steps is {options.steps}; give at least {2 * _WINDOW}.")
     rows = measure(options)
     text = json.dumps({"options": vars(options), "rows": rows}) if options.json else "\n".join(map(_line, rows))
     print(text)
@@ -48,9 +50,9 @@ def main(argv: list[str]) -> int:
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for `bare` and one for each way of running the product, with its useful tokens/s of every round."""
+    """A row for `bare` and one for each ZeRO stage and number of workers, with the throughput of every round."""
     bare: dict[str, Any] = {"name": BARE, "tokens_per_second": []}
-    ways = [
+    setups = [
         {
             "name": f"zero {zero} x {workers} workers",
             "zero": zero,
@@ -63,57 +65,59 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="bench-workers-") as folder:
         for number in range(options.rounds):
             bare["tokens_per_second"].append(_bare(options))
-            for way in ways:
-                run = Path(folder) / f"{number}-{way['zero']}-{way['workers']}"
-                way["tokens_per_second"].append(_product(run, way, options))
-    return compare(bare, ways)
+            for setup in setups:
+                run = Path(folder) / f"{number}-{setup['zero']}-{setup['workers']}"
+                setup["tokens_per_second"].append(_pretrain(run, setup, options))
+    return compare(bare, setups)
 
 
-def compare(bare: dict[str, Any], ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows with medians, and each way's share of bare and of its ZeRO stage's first way, round by round."""
-    first = {way["zero"]: way for way in reversed(ways)}
-    for way in ways:
-        way["of bare"] = _share(way, bare)
-        way["of the first"] = _share(way, first[way["zero"]])
-    for row in (bare, *ways):
+def compare(bare: dict[str, Any], setups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows with medians, and the throughput of each setup relative to bare and to the first setup of its stage."""
+    first = {setup["zero"]: setup for setup in reversed(setups)}
+    for setup in setups:
+        setup["of bare"] = _share(setup, bare)
+        setup["of the first"] = _share(setup, first[setup["zero"]])
+    for row in (bare, *setups):
         row["median"] = statistics.median(row["tokens_per_second"])
-    return [bare, *ways]
+    return [bare, *setups]
 
 
 def _share(row: dict[str, Any], base: dict[str, Any]) -> float:
+    """Median over the rounds of row / base."""
     pairs = zip(row["tokens_per_second"], base["tokens_per_second"], strict=True)
-    return statistics.median(mine / theirs for mine, theirs in pairs)
+    return statistics.median(rate / base_rate for rate, base_rate in pairs)
 
 
 def _config(options: argparse.Namespace) -> PretrainConfig:
     return bench_config(str(Path(options.corpus).resolve()), options.size, options.length, options.sequences)
 
 
-def _product(run: Path, way: dict[str, Any], options: argparse.Namespace) -> float:
+def _pretrain(run: Path, setup: dict[str, Any], options: argparse.Namespace) -> float:
+    """Run the command `pretrain`; returns its throughput."""
     path = run.with_suffix(".yaml")
     path.write_text(dump(_config(options)))
     settings = {
         "run_dir": run,
         "phases.0.steps": options.steps,
-        "engine.zero_stage": way["zero"],
+        "engine.zero_stage": setup["zero"],
         "tracking.log_every_steps": _WINDOW,
-        "scheduling.workers": way["workers"],
-        "scheduling.cpus_per_worker": max(1, (os.cpu_count() or 1) // way["workers"]),
+        "scheduling.workers": setup["workers"],
+        "scheduling.cpus_per_worker": max(1, (os.cpu_count() or 1) // setup["workers"]),
     }
     command = [sys.executable, "-m", "pretrain", "pretrain", str(path)]
     for key, value in settings.items():
         command += ["--set", f"{key}={value}"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise MachineError(f"bench workers: {way['name']} failed: {done.stderr.strip()[-300:]}")
+    process = subprocess.run(command, capture_output=True, text=True)
+    if process.returncode:
+        raise MachineError(f"bench workers: {setup['name']} failed: {process.stderr.strip()[-300:]}")
     windows = [record["tokens_per_second"] for record in read_records(run) if is_training(record)]
     return statistics.median(windows[1:])
 
 
 def _bare(options: argparse.Namespace) -> float:
-    contestant = Contestant(Entry(BARE, _config(options), steps=options.steps))
-    reports = [contestant.train(1e-4) for _ in range(options.steps)]
-    contestant.close()
+    trainer = TrainerProcess(TrainerSpec(BARE, _config(options), steps=options.steps))
+    reports = [trainer.train(1e-4) for _ in range(options.steps)]
+    trainer.close()
     windows = [reports[start : start + _WINDOW] for start in range(_WINDOW, options.steps, _WINDOW)]
     return statistics.median(
         sum(report.tokens for report in window) / sum(report.seconds for report in window) for window in windows

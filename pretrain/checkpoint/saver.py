@@ -1,7 +1,7 @@
-"""Checkpoints that do not hold up training: copied in memory, written by a thread while the next steps run.
+"""Background checkpoints: the state is copied in memory, and a thread writes it while training continues.
 
-The copy is the only part that a step waits for. A kill during the writing leaves the checkpoints before it as they
-were; what is written has no name until all of it is there (`store.write`).
+Training waits for the copy only. A kill during the writing does not affect earlier checkpoints: a checkpoint gets its
+name when it is complete (`store.write`).
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pretrain.common.errors import RunError
 
 logger = logging.getLogger(__name__)
 
-_FIRST_WAIT_SECONDS = 2.0  # between a failed try and the next; doubled each time
+_FIRST_WAIT_SECONDS = 2.0  # before the first retry; doubled each time
 
 
 class Saver:
-    """Saves the checkpoints of one run, at most one at a time. Every rank has one and calls it alike.
+    """Saves the checkpoints of one run, one at a time. Every rank has a saver and makes the same calls.
 
     Args:
-        folder: of the checkpoints.
-        group: the ranks. In the background its collectives come from another thread than training's, so it must not
-            share a process group with them.
-        keep_last: newest checkpoints to keep (`store.prune`).
-        background: copy and return, or write at once.
-        retry_seconds: how long to try again where the storage fails. A full disk is tried once more only.
+        folder: the folder of the checkpoints.
+        group: the ranks. Background saves run its collectives in another thread than training, so it needs a process
+            group of its own.
+        keep_last: number of newest checkpoints to keep (`store.prune`).
+        background: copy the state and return, instead of writing before returning.
+        retry_seconds: how long to retry if the storage fails. A full disk is retried once.
     """
 
     def __init__(
@@ -45,10 +45,11 @@ class Saver:
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self.trouble = ""  # why a save had to wait for the storage; who tells of it clears it
+        # Why a save was delayed by the storage. Whoever reports it clears it.
+        self.trouble = ""
 
     def save(self, step: int, fragments: Iterable[store.HeldFragment], state: dict[str, Any]) -> None:
-        """Save what the fragments hold now. Raises what the save before it, or this one if not in background, met."""
+        """Save the current state of the fragments. Raises the error of the previous save, or of a synchronous one."""
         self.wait()
         if not self._background:
             self._write(step, store.take_shard(fragments, self._group), state)
@@ -61,19 +62,19 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when nothing is being written any more; raises what went wrong meanwhile, on every rank alike."""
+        """Wait until the save in progress ends. Raises its error, on every rank."""
         self.settle()
         self._raise()
 
     def settle(self) -> None:
-        """Return when nothing is being written any more, whatever came of it."""
+        """Wait until the save in progress ends, without raising its error."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
 
     @property
     def failed(self) -> bool:
-        """Whether a save has failed for good; not on all ranks at the same moment."""
+        """Whether a save has failed after its retries; ranks may learn this at different moments."""
         return self._error is not None
 
     def _raise(self) -> None:
@@ -94,26 +95,26 @@ class Saver:
                 if self._group.rank == 0:
                     with contextlib.suppress(OSError):  # the next save prunes again
                         store.prune(self._folder, self._keep_last)
-            finally:  # nobody begins the next one while the first rank still removes
+            finally:  # no rank starts the next save while rank 0 still removes old checkpoints
                 self._group.gather_objects(None)
         except BaseException as error:
             self._error = error
 
     def _write_or_retry(self, step: int, shard: store.CheckpointShard, state: dict[str, Any]) -> None:
-        # All ranks meet the same error at the same try (`store.write`); how long that took they must not ask their
-        # own clocks, so the waits are counted instead.
-        waited, wait, said = 0.0, _FIRST_WAIT_SECONDS, ""
+        # All ranks get the same error at the same attempt (`store.write`), and all must decide alike. Their clocks may
+        # differ, so the waits are added up instead.
+        waited, wait, reason = 0.0, _FIRST_WAIT_SECONDS, ""
         while True:
             try:
                 store.write(self._folder, step, shard, state, self._group)
                 if waited:
-                    self.trouble = f"{store.name_of(step)} had to wait {waited:.0f} s for the storage: {said}"
+                    self.trouble = f"{store.name_of(step)} was delayed {waited:.0f} s by the storage: {reason}"
                 return
-            except RunError as error:  # a disk that has turned read-only may turn back, as a full one may
+            except RunError as error:  # a read-only or full disk may recover
                 full = "disk full" in str(error)
                 if waited >= (_FIRST_WAIT_SECONDS if full else self._retry_seconds):
                     raise
-                said = str(error)
-                logger.warning("%s Trying again in %.0f s.", said, wait)
+                reason = str(error)
+                logger.warning("%s Retrying in %.0f s.", reason, wait)
             time.sleep(wait)
             waited, wait = waited + wait, wait * 2

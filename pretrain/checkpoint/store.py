@@ -1,11 +1,13 @@
-"""Checkpoints on disk (law 5): sharded, atomic, proven; the newest one that verifies decides where to resume.
+"""Checkpoints on disk (invariant 5): sharded, atomic, verified. A run resumes from the newest one that verifies.
 
     checkpoints/step-00001000/
         state.json                        step, data position, optimizer updates, config, W&B run id, losses
-        rank-00000-of-00002.safetensors   1-D fp32 tensors "<kind>|<parameter>|<start>", kind: weight, exp_avg, exp_avg_sq
-        manifest.json                     sizes and SHA-256 of the above, and which entries of which parameter lie where
+        rank-00000-of-00002.safetensors   1-D fp32 tensors "<kind>|<parameter>|<start>";
+                                          kind: weight, exp_avg, exp_avg_sq
+        manifest.json                     sizes and SHA-256 of the files, and where each part of each parameter is
 
-A checkpoint says what its tensors are, not how many workers wrote them: see `pretrain.training.engine.Fragment`.
+A checkpoint names its tensors and does not depend on the number of workers that wrote it
+(`pretrain.training.engine.Fragment`).
 """
 
 from __future__ import annotations
@@ -43,13 +45,15 @@ from pretrain.common.files import (
 
 FORMAT = 1
 _NAME = re.compile(r"step-(\d{8})")
-_READS, _READ_WAIT_SECONDS = 3, 1.0  # of a checkpoint that the storage does not give
-_MOST_MAPPED_BYTES = 128 << 20  # pages of a mapped file count as the process's until it is closed
+# Attempts to read a checkpoint when the storage fails, and the wait between them.
+_READS, _READ_WAIT_SECONDS = 3, 1.0
+# Pages of a mapped file count as the process's memory until the file is closed.
+_MOST_MAPPED_BYTES = 128 << 20
 logger = logging.getLogger(__name__)
 
 
 class HeldFragment(Protocol):
-    """What `save` needs of a fragment; `pretrain.training.engine.Fragment` is one."""
+    """What `save` needs of a fragment (`pretrain.training.engine.Fragment`)."""
 
     @property
     def name(self) -> str: ...
@@ -62,7 +66,7 @@ class HeldFragment(Protocol):
 
 
 class SavingGroup(Protocol):
-    """The workers that save together; `pretrain.training.engine.Engine` is one."""
+    """The ranks that save together (`pretrain.training.engine.Engine`)."""
 
     @property
     def rank(self) -> int: ...
@@ -78,16 +82,16 @@ def name_of(step: int) -> str:
 
 
 def step_of(checkpoint: Path) -> int:
-    """The step that a checkpoint's folder name tells."""
+    """The step in the name of a checkpoint's folder."""
     match = _NAME.fullmatch(checkpoint.name)
     if match is None:
-        raise InputError(f"{checkpoint}: not the name of a checkpoint, which is like {name_of(1000)}.")
+        raise InputError(f"{checkpoint}: not the name of a checkpoint. Give a folder such as {name_of(1000)}.")
     return int(match[1])
 
 
 @dataclass(frozen=True)
 class CheckpointShard:
-    """What one rank writes of a checkpoint: fp32 tensors by "<kind>|<parameter>|<start>", and what they are."""
+    """The part of a checkpoint that one rank writes: fp32 tensors by "<kind>|<parameter>|<start>", and their list."""
 
     tensors: dict[str, Tensor]
     entries: list[dict[str, Any]]  # name, start, numel, kinds
@@ -105,25 +109,25 @@ def save(folder: Path, step: int, fragments: Iterable[HeldFragment], state: dict
 def take_shard(
     fragments: Iterable[HeldFragment], group: SavingGroup, copy: Callable[[str, Tensor], Tensor] = lambda _, x: x
 ) -> CheckpointShard:
-    """What this rank writes: all that it alone holds and, of what all hold, its even share.
+    """The tensors that this rank writes: those that only it holds, and an equal part of those that all ranks hold.
 
-    `copy` gets each tensor's key and a view of the optimizer's own, which the next step changes.
+    `copy` gets each tensor's key and a view of the optimizer's tensor, which the next step modifies.
     """
     tensors: dict[str, Tensor] = {}
     entries = []
     for fragment in fragments:
-        share = _share(fragment, group)
-        if share.start == share.stop:
+        part = _part(fragment, group)
+        if part.start == part.stop:
             continue
-        start = fragment.start + share.start
+        start = fragment.start + part.start
         for kind, tensor in fragment.tensors.items():
             key = f"{kind}|{fragment.name}|{start}"
-            tensors[key] = copy(key, tensor[share].detach())
+            tensors[key] = copy(key, tensor[part].detach())
         entries.append(
             {
                 "name": fragment.name,
                 "start": start,
-                "numel": share.stop - share.start,
+                "numel": part.stop - part.start,
                 "kinds": list(fragment.tensors),
             }
         )
@@ -133,9 +137,9 @@ def take_shard(
 def write(folder: Path, step: int, shard: CheckpointShard, state: dict[str, Any], group: SavingGroup) -> Path:
     """Write the checkpoint of `step` into `folder`; every rank calls this with its shard. Returns its path.
 
-    Each rank writes and hashes its own; rank 0 writes the state and, when all is on disk, the manifest, and renames
-    the folder to its name. A failure on any rank, such as a full disk, is raised on every rank as `MachineError`,
-    and what was half-written is removed.
+    Each rank writes and hashes its own file. Then rank 0 writes the state and the manifest and renames the folder to
+    its final name. An error on any rank, such as a full disk, is raised on every rank as `MachineError`, and the
+    incomplete folder is removed.
     """
     final = folder / name_of(step)
     aside = folder / f".{final.name}.tmp"
@@ -145,16 +149,16 @@ def write(folder: Path, step: int, shard: CheckpointShard, state: dict[str, Any]
     except RunError:
         if group.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
-        group.gather_objects(None)  # who tries again must not write into what is being removed
+        group.gather_objects(None)  # no rank may retry before the incomplete folder is removed
         raise
     return final
 
 
 def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
-    """The newest checkpoint in `folder` that verifies; None without one.
+    """The newest checkpoint in `folder` that verifies; None if there is none.
 
-    Damaged newer ones, and those that the storage does not give, are passed over and logged; `set_aside`, for the run
-    that owns the folder alone, also renames damaged ones to `damaged-…`.
+    Newer checkpoints that are damaged or unreadable are skipped and logged. `set_aside` also renames damaged ones to
+    `damaged-…`; only the run that owns the folder may do that.
     """
     for checkpoint in reversed(_named_as_checkpoints(folder)):
         try:
@@ -171,33 +175,33 @@ def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
 
 
 def _verify(checkpoint: Path) -> None:
-    """As `verify_manifest`; a storage that fails to read is asked again, as it may be out for a moment only."""
-    for left in reversed(range(_READS)):
+    """As `verify_manifest`, but read errors are retried, because the storage may fail for a moment only."""
+    for retries_left in reversed(range(_READS)):
         try:
             verify_manifest(checkpoint)
             return
         except OSError as error:
-            if not left:
+            if not retries_left:
                 raise
-            logger.warning("%s: cannot be read (%s). Trying again in %.0f s.", checkpoint, error, _READ_WAIT_SECONDS)
+            logger.warning("%s: cannot be read (%s). Retrying in %.0f s.", checkpoint, error, _READ_WAIT_SECONDS)
             time.sleep(_READ_WAIT_SECONDS)
 
 
 def list_checkpoints(folder: Path) -> list[Path]:
-    """Complete checkpoints by ascending step; their content is not verified."""
+    """Complete checkpoints in ascending order of step; their content is not verified."""
     return [path for path in _named_as_checkpoints(folder) if (path / MANIFEST).is_file()]
 
 
 def _named_as_checkpoints(folder: Path) -> list[Path]:
-    """By ascending step. They get their names when they are whole, so one without a manifest has lost it."""
+    """In ascending order of step. A checkpoint gets its name when complete, so one without a manifest has lost it."""
     return sorted(p for p in folder.iterdir() if _NAME.fullmatch(p.name)) if folder.is_dir() else []
 
 
 def best(folder: Path) -> Path | None:
-    """The checkpoint with the lowest validation loss, the newest of equals; None when none was evaluated.
+    """The checkpoint with the lowest validation loss, the newest one of equals; None if none was evaluated.
 
-    Losses compare only on the same held-out samples, so checkpoints of an earlier phase (`validation_set`) do not
-    count once a later one was evaluated. A state that cannot be read counts as not evaluated.
+    Losses are comparable only on the same held-out samples (`validation_set`). So checkpoints of an earlier phase do
+    not count once a later phase was evaluated. A checkpoint with an unreadable state counts as not evaluated.
     """
     measured: dict[str, dict[Path, float]] = {}
     for path in list_checkpoints(folder):
@@ -216,21 +220,21 @@ def best(folder: Path) -> Path | None:
 
 
 def prune(folder: Path, keep_last: int) -> None:
-    """Remove all but the `keep_last` newest checkpoints and the `best`, and any leftovers."""
+    """Remove all checkpoints except the `keep_last` newest and the `best`, and all leftovers."""
     checkpoints = list_checkpoints(folder)
     keep = {*checkpoints[-keep_last:], best(folder)}
     for path in checkpoints:
         if path not in keep:
-            # Renamed first: a removal that is cut short leaves nothing that passes for a checkpoint.
-            gone = path.with_name(f".{path.name}.tmp")
-            shutil.rmtree(gone, ignore_errors=True)
-            path.replace(gone)
-            shutil.rmtree(gone, ignore_errors=True)
+            # Renamed first, so that an interrupted removal leaves nothing that looks like a checkpoint.
+            removed = path.with_name(f".{path.name}.tmp")
+            shutil.rmtree(removed, ignore_errors=True)
+            path.replace(removed)
+            shutil.rmtree(removed, ignore_errors=True)
     remove_leftovers(folder)
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what interrupted saves left behind. Only where nobody is saving."""
+    """Remove the files of interrupted saves. Must not run during a save."""
     for leftover in folder.glob(".step-*.tmp"):
         shutil.rmtree(leftover, ignore_errors=True)
 
@@ -244,7 +248,7 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """All parameters of a verified checkpoint: name -> fp32 tensor in its own shape."""
+    """All parameters of a verified checkpoint: name -> fp32 tensor in the parameter's shape."""
     shapes = read_manifest(checkpoint)["shapes"]
     with CheckpointReader(checkpoint) as reader:
         return {
@@ -254,7 +258,7 @@ def read_weights(checkpoint: Path) -> dict[str, Tensor]:
 
 
 class CheckpointReader:
-    """Reads any range of any parameter, whichever ranks wrote it. Use as a context manager."""
+    """Reads any range of any parameter, regardless of the ranks that wrote it. Use as a context manager."""
 
     def __init__(self, checkpoint: Path) -> None:
         self._pieces: dict[tuple[str, str], list[_Piece]] = defaultdict(list)
@@ -269,20 +273,20 @@ class CheckpointReader:
             pieces.sort()
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        """Entries [start, start + numel) of the flattened `name`, fp32 [numel]; `InputError` when any is missing."""
+        """Elements [start, start + numel) of the flattened `name`, fp32 [numel]; `InputError` if any is missing."""
         out, position, stop = torch.empty(numel), start, start + numel
         for piece in self._pieces.get((kind, name), []):
             if piece.stop <= position or piece.start > position or position >= stop:
                 continue
             end = min(stop, piece.stop)
-            whole = self._file(piece.file).get_slice(f"{kind}|{name}|{piece.start}")
-            out[position - start : end - start] = whole[position - piece.start : end - piece.start]
+            stored = self._file(piece.file).get_slice(f"{kind}|{name}|{piece.start}")
+            out[position - start : end - start] = stored[position - piece.start : end - piece.start]
             self._mapped += out.element_size() * (end - position)
             position = end
         if position < stop:
             raise InputError(
-                f"{self._checkpoint}: has no {kind} of {name} from entry {position}; it belongs to another model "
-                "or optimizer. Resume with the config it was written with."
+                f"{self._checkpoint}: no {kind} of {name} from element {position}; the checkpoint belongs to another "
+                "model or optimizer. Resume with the config of the run that wrote it."
             )
         return out
 
@@ -316,7 +320,7 @@ class _Piece(NamedTuple):
 
 
 def _write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dict[str, Any]:
-    """Write this rank's tensors; returns what the manifest says of the file."""
+    """Write this rank's tensors; returns the entry of the file for the manifest."""
     name = f"rank-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
     path = aside / name
     with disk_errors(path):
@@ -325,10 +329,10 @@ def _write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dic
         try:
             save_file({key: tensor.cpu() for key, tensor in shard.tensors.items()}, path)
         except SafetensorError as error:
-            # The library wraps the system's error; a full disk must come out as one.
+            # safetensors wraps the system's error; a full disk must be reported as such.
             if "No space left" in str(error) or "os error 28" in str(error):
                 raise OSError(28, "No space left on device") from error
-            raise MachineError(f"{path}: cannot be written ({error}). Look at the storage.") from error
+            raise MachineError(f"{path}: cannot be written ({error}). Check the storage.") from error
         with path.open("rb") as file:
             os.fsync(file.fileno())
     return {
@@ -339,7 +343,7 @@ def _write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dic
     }
 
 
-def _share(fragment: HeldFragment, group: SavingGroup) -> slice:
+def _part(fragment: HeldFragment, group: SavingGroup) -> slice:
     """The part of a fragment that this rank writes."""
     numel = next(iter(fragment.tensors.values())).numel()
     if not fragment.shared:
@@ -348,13 +352,13 @@ def _share(fragment: HeldFragment, group: SavingGroup) -> slice:
 
 
 def _preflight(path: Path, needed: int) -> None:
-    """Refuse before writing what cannot fit: a full disk then costs seconds, not a torn file."""
+    """Refuse before writing if the file does not fit on the disk."""
     if shutil.disk_usage(existing_parent(path)).free < needed:
         raise OSError(28, "No space left on device")
 
 
 def _publish(aside: Path, final: Path, shards: list[dict[str, Any]], state: dict[str, Any]) -> None:
-    """Rank 0, when every shard is on disk: state, manifest, and the name that makes it a checkpoint."""
+    """On rank 0, after every shard is on disk: write the state and the manifest, then rename the folder."""
     with disk_errors(final):
         write_json(aside / "state.json", state)
         _write_manifest(aside, shards, state)
@@ -379,7 +383,7 @@ def _write_manifest(aside: Path, shards: list[dict[str, Any]], state: dict[str, 
 
 
 def _agree(group: SavingGroup, work: Callable[[], Any]) -> list[Any]:
-    """Run `work` on this rank; its results on all ranks, or the first failure on all of them."""
+    """Run `work` on this rank. Returns the results of all ranks, or raises the first error on all ranks."""
     try:
         outcome: dict[str, Any] = {"result": work()}
     except (RunError, OSError) as error:

@@ -1,6 +1,7 @@
-"""Atomic files and proven folders (law 5): written aside, fsynced, renamed; the manifest comes last.
+"""Atomic files and verified folders (invariant 5).
 
-A folder whose `manifest.json` is missing or does not match its files does not exist for us.
+A file is written under a temporary name, fsynced and renamed. A folder gets its `manifest.json` last; a folder without
+a matching manifest counts as missing.
 """
 
 from __future__ import annotations
@@ -28,33 +29,33 @@ logger = logging.getLogger(__name__)
 
 MANIFEST = "manifest.json"
 _OWN_HASH = "manifest_sha256"
-# With one slash too: that is what pathlib leaves of two.
+# One slash is enough: pathlib reduces two slashes to one.
 _REMOTE = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
-_OTHER_FILES = 4096  # sockets, libraries and logs of a large run, several times over
-# What flock says where the file system or its mount has no locks.
+_OTHER_FILES = 4096  # generous for the sockets, libraries and logs of a large run
+# Errors of flock if the file system or its mount does not support locks.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 _NO_SUCH_PATH = (errno.EACCES, errno.EROFS, errno.EPERM, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
 
 
 def check_local(path: Path | str) -> None:
-    """`ValueError` where `path` is a remote address such as s3://bucket/run, of which a local folder would be made."""
+    """Raise `ValueError` if `path` is a remote address such as s3://bucket/run; it would become a local folder."""
     if _REMOTE.match(str(path)):
         raise ValueError(
-            f"{str(path)!r} is a remote address, and only paths of this machine are read and written. "
-            "Mount or copy it, and name the path."
+            f"{str(path)!r} is a remote address; only local paths are supported. "
+            "Mount or copy it, and give the local path."
         )
 
 
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
-    """Turn the operating system's refusals below `path` into one-line errors with what to do."""
+    """Turn errors of the operating system below `path` into one-line errors that say what to do."""
     try:
         yield
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             free = shutil.disk_usage(existing_parent(path)).free
             raise MachineError(
-                f"{path}: disk full ({free / 1e9:.2f} GB free). Nothing half-written is kept; "
+                f"{path}: disk full ({free / 1e9:.2f} GB free). No incomplete file is kept; "
                 "free some space and run the same command again."
             ) from error
         if error.errno in _NO_SUCH_PATH:
@@ -72,13 +73,13 @@ def existing_parent(path: Path) -> Path:
 
 @contextlib.contextmanager
 def atomic_open(path: Path, mode: str = "wb") -> Iterator[IO[Any]]:
-    """Open `path` for writing so that it appears whole or not at all.
+    """Open `path` for writing; the file appears complete or not at all.
 
-    Writes to a temporary neighbour, fsyncs it, renames it over `path` and fsyncs the folder.
-    Disk-full and permission errors become `MachineError` / `InputError`; the temporary is removed.
+    Writes a temporary file in the same folder, fsyncs it, renames it to `path` and fsyncs the folder. Disk-full and
+    permission errors become `MachineError` and `InputError`; the temporary file is removed.
     """
     path = Path(path)
-    # Not the process's number: another machine that shares the folder may have the same.
+    # Not the process id: a process on another machine that shares the folder may have the same one.
     aside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,13 +102,13 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def open_regular(path: Path, flags: int) -> int:
-    """A descriptor of the regular file `path`, made where it is missing; `flags` are those of `os.open`.
+    """A descriptor of the regular file `path`, which is created if missing; `flags` are those of `os.open`.
 
-    A name that is known beforehand may be taken by a link to another file, or by a pipe: `InputError`.
+    Raises `InputError` if the name is taken by a link or a pipe: someone could place one to redirect the output.
     """
     with disk_errors(path):
         try:
-            # Not blocking, because the opening of a pipe would wait for its other end.
+            # Non-blocking, because opening a pipe would wait for its other end.
             descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
             if stat.S_ISREG(os.fstat(descriptor).st_mode):
                 os.set_blocking(descriptor, True)
@@ -116,37 +117,36 @@ def open_regular(path: Path, flags: int) -> int:
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.ENXIO, errno.EISDIR):
                 raise
-    raise InputError(f"{path}: is a link or no regular file, and is not written to. Remove it.")
+    raise InputError(f"{path}: is a link or not a regular file, so it is not written to. Remove it.")
 
 
 def append_open(path: Path, buffering: int = -1) -> IO[bytes]:
-    """The regular file `path`, opened as `open_regular` does to append to it."""
+    """The regular file `path` opened for appending, as by `open_regular`."""
     return cast("IO[bytes]", open(path, "ab", buffering, opener=lambda name, flags: open_regular(Path(name), flags)))
 
 
 def allow_open_files(count: int) -> int:
-    """Let this process have `count` files open besides others, as far as the system's hard limit goes.
+    """Raise the limit of open files for `count` more files, up to the system's hard limit. Returns the new limit.
 
-    Returns how many it may have open in all.
-
-    Soft limits are often 1,024; the hard one can be a billion, and some programs walk through all that are allowed.
+    Soft limits are often 1,024. The hard limit can be a billion, and some programs iterate over all allowed
+    descriptors, so the limit is not raised further than needed.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + _OTHER_FILES
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and most > soft:
+    needed = count + _OTHER_FILES
+    limit = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and limit > soft:
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-            soft = most
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            soft = limit
     return sys.maxsize if soft == resource.RLIM_INFINITY else soft
 
 
 @contextlib.contextmanager
 def locked(path: Path, refusal: str) -> Iterator[bool]:
-    """Hold the lock file `path` for this process; `InputError(refusal)` where another one holds it.
+    """Hold the lock file `path` for this process. Raises `InputError(refusal)` if another process holds it.
 
-    The lock is the kernel's, so it ends with the process however that ends. Yields whether there is one: on a file
-    system without locks a warning says so and the work goes on, since whoever works there can seldom change the mount.
+    The kernel releases the lock when the process ends for any reason. Yields whether the lock is held: on a file system
+    without locks a warning is logged and work continues, since users can rarely change the mount.
     """
     with disk_errors(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -166,7 +166,7 @@ def _lock(descriptor: int, path: Path, refusal: str) -> bool:
         if error.errno not in _NO_LOCKS:
             raise
         logger.warning(
-            "%s: this file system has no locks (%s). See to it that nothing else works in %s at the same time.",
+            "%s: this file system does not support locks (%s). Make sure that no other process uses %s.",
             path,
             error.strerror,
             path.parent,
@@ -185,19 +185,24 @@ def fsync_folder(folder: Path) -> None:
 
 
 def sha256_file(path: Path) -> str:
-    """Hex SHA-256 of a file, read in 4 MiB pieces."""
+    """Hex SHA-256 of a file, read in chunks of 4 MiB."""
     digest = hashlib.sha256()
     with Path(path).open("rb") as file:
-        while piece := file.read(4 << 20):
-            digest.update(piece)
+        while chunk := file.read(4 << 20):
+            digest.update(chunk)
     return digest.hexdigest()
 
 
 def write_manifest(folder: Path, extra: dict[str, Any], hashes: dict[str, str] | None = None) -> dict[str, Any]:
-    """List every file below `folder` with size and SHA-256 in its manifest, which comes last.
+    """Write the manifest of `folder`: every file below it with size and SHA-256.
 
-    `hashes` may carry digests already computed while writing (relative path -> hex), to save a second read.
-    `extra` is stored beside the list. Returns the manifest.
+    Args:
+        folder: the complete folder.
+        extra: further fields of the manifest.
+        hashes: digests that are already known (relative path -> hex), which saves reading these files again.
+
+    Returns:
+        The manifest.
     """
     known = hashes or {}
     files: dict[str, dict[str, Any]] = {}
@@ -210,7 +215,7 @@ def write_manifest(folder: Path, extra: dict[str, Any], hashes: dict[str, str] |
 
 
 def put_manifest(folder: Path, manifest: dict[str, Any]) -> None:
-    """Write `manifest` as that of `folder`, with its own SHA-256, by which `verify_manifest` knows it."""
+    """Write `manifest` to `folder` together with its own SHA-256, which `verify_manifest` checks."""
     write_json(folder / MANIFEST, {**manifest, _OWN_HASH: _own_hash(manifest)})
 
 
@@ -220,40 +225,40 @@ def _own_hash(manifest: dict[str, Any]) -> str:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of `folder`; `InputError` when it is missing or not readable as JSON."""
+    """The manifest of `folder`. Raises `InputError` if it is missing or not valid JSON."""
     path = folder / MANIFEST
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
         if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
             raise ValueError("no list of files")
     except FileNotFoundError:
-        raise InputError(f"{path}: not found, so this folder is not complete. Make it again.") from None
+        raise InputError(f"{path}: not found, so the folder is incomplete. Create the folder again.") from None
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: damaged ({error}). Make the folder again.") from None
+        raise InputError(f"{path}: damaged ({error}). Create the folder again.") from None
     return manifest
 
 
 def verify_manifest(folder: Path, *, content: bool = True) -> dict[str, Any]:
-    """Check `folder` against its manifest, and that itself: sizes always, SHA-256 with `content`. Returns the manifest.
+    """Check the manifest of `folder` and its files: sizes always, SHA-256 with `content`. Returns the manifest.
 
-    Raises `InputError` naming the first file that is missing, of the wrong size or altered.
+    Raises `InputError` with the first file that is missing, has the wrong size or was changed.
     """
     manifest = read_manifest(folder)
     if manifest.get(_OWN_HASH) != _own_hash(manifest):
-        raise InputError(f"{folder / MANIFEST}: altered or damaged on disk. Make the folder again.")
+        raise InputError(f"{folder / MANIFEST}: changed or damaged on disk. Create the folder again.")
     for name, expected in manifest["files"].items():
         path = folder / name
         if not path.is_file():
-            raise InputError(f"{path}: missing, though the manifest lists it. Make the folder again.")
+            raise InputError(f"{path}: missing, but listed in the manifest. Create the folder again.")
         size = path.stat().st_size
         if size != expected["bytes"]:
             raise InputError(
-                f"{path}: {size} bytes where the manifest says {expected['bytes']}; truncated or altered. "
-                "Restore it or make the folder again."
+                f"{path}: {size} bytes, but {expected['bytes']} in the manifest; truncated or changed. "
+                "Restore the file or create the folder again."
             )
         if content and sha256_file(path) != expected["sha256"]:
             raise InputError(
-                f"{path}: its SHA-256 differs from the manifest's; altered or damaged on disk. "
-                "Restore it or make the folder again."
+                f"{path}: its SHA-256 differs from the manifest; changed or damaged on disk. "
+                "Restore the file or create the folder again."
             )
     return manifest

@@ -1,4 +1,4 @@
-"""Who this process is among the workers of a run, and whether it has been asked to stop. No Ray, no torch."""
+"""The rank of this process among the workers of a run, and stop requests. Uses neither Ray nor torch."""
 
 from __future__ import annotations
 
@@ -12,26 +12,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-HANG_FILE = "hang.json"  # in the run's logs: what a watchdog found, for who restarts the workers
-WAITING_FILE = "waiting.json"  # in the run's logs, as long as the run waits for nodes: {"time", "message"}
+# Files in the run's logs. hang.json: a hang that a watchdog detected, read by the driver that restarts the workers.
+HANG_FILE = "hang.json"
+# waiting.json: exists while the run waits for nodes; {"time", "message"}.
+WAITING_FILE = "waiting.json"
 
 _OWNER = "for "
 _OWNER_BYTES = 200
-# When `Flag.set` says that it wrote a file, in nanoseconds: in 2001. One that was touched since has another time.
+# The modification time that `Flag.set` gives a file, in nanoseconds (in 2001). Touching the file changes it.
 _SET_AT = 10**18
 
 
 @dataclass(frozen=True)
 class Flag:
-    """A file that asks the processes of one attempt to save and end.
+    """A file that requests the processes of one attempt to save a checkpoint and exit.
 
-    Shared storage may show a file for a minute after it was removed, and a process of an earlier attempt may write one
-    late. So a file counts only where it belongs to this attempt.
+    Shared storage may show a file for a minute after its removal, and a process of an earlier attempt may write one
+    late. So a file counts only if it belongs to this attempt.
 
     Attributes:
-        path: where the file is.
-        owner: what `set` writes into it; a file of another owner does not count, unless it was touched.
-        since: a file that was touched, or names no owner, counts when it is not older than this, in nanoseconds by the
+        path: the file.
+        owner: the attempt that `set` writes into the file. A file of another owner counts only if it was touched.
+        since: a file that was touched, or has no owner, counts if it is not older than this time, in nanoseconds of the
             file system's clock. None: such a file never counts.
     """
 
@@ -40,10 +42,10 @@ class Flag:
     since: int | None = 0
 
     def is_set(self) -> bool:
-        """Whether the file is there for this attempt. Without a file this costs one stat."""
+        """Whether the file exists and belongs to this attempt. Without a file this costs one stat."""
         try:
             self.path.stat()
-            # Opening asks the server of a network file system; the look above is answered from a cache.
+            # A network file system answers stat from a cache; opening the file asks the server.
             descriptor = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with os.fdopen(descriptor, "rb") as file:
                 written = os.fstat(descriptor).st_mtime_ns
@@ -58,17 +60,17 @@ class Flag:
         return self.since is not None and written >= self.since
 
     def set(self) -> None:
-        """Write the file. It is renamed into place, so a link of that name is replaced and not followed."""
+        """Write the file. It is renamed into place, which replaces a link of that name instead of following it."""
         aside = self.path.with_name(f".{self.path.name}.{secrets.token_hex(4)}.tmp")
         try:
             aside.touch()
             try:
                 aside.write_text(f"{_OWNER}{self.owner}\n", encoding="utf-8")
-            except OSError:  # on a full disk the file stays empty
+            except OSError:  # disk full: the file stays empty, which counts as touched
                 if self.since is None:
                     raise
             else:
-                with contextlib.suppress(OSError):  # storage without such times: the file counts as touched
+                with contextlib.suppress(OSError):  # storage without modification times: the file counts as touched
                     os.utime(aside, ns=(_SET_AT, _SET_AT))
             aside.replace(self.path)
         finally:
@@ -78,27 +80,27 @@ class Flag:
 
 @dataclass
 class Worker:
-    """One process of a run: its place, its share of the machine and its ear for a stop.
+    """One process of a run: its rank, its CPU threads and its stop requests.
 
-    The default is a run of one process. `rank` counts over all machines, `local_rank` within this one.
+    The default is a run of one process. `rank` counts over all machines, `local_rank` on this machine.
     """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    threads: int = 0  # CPU threads for torch; 0 leaves torch alone
-    flags: tuple[Flag, ...] = ()  # each asks for a stop where it is set
+    threads: int = 0  # CPU threads for torch; 0 keeps torch's default
+    flags: tuple[Flag, ...] = ()  # any of them requests a stop
     _signalled: threading.Event = field(default_factory=threading.Event, repr=False, compare=False)
 
     def stop_requested(self) -> bool:
-        """True once this process saw SIGTERM or SIGINT, or a flag is set. Cheap: a stat for each flag."""
+        """Whether this process received SIGTERM or SIGINT, or a flag is set. Costs one stat per flag."""
         return self._signalled.is_set() or any(flag.is_set() for flag in self.flags)
 
     def listen(self) -> None:
-        """Take SIGTERM and the first SIGINT as a wish to stop; a second SIGINT ends the process at once.
+        """Treat SIGTERM and the first SIGINT as stop requests; a second SIGINT ends the process immediately.
 
-        Only the main thread may set signal handlers, so elsewhere this does nothing.
+        Only the main thread can set signal handlers; in other threads this does nothing.
         """
         if threading.current_thread() is not threading.main_thread():
             return
@@ -112,9 +114,9 @@ class Worker:
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str] | None = None) -> Worker:
-        """This process alone, or its place under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE).
+        """The worker of a single process, or its rank under torchrun (RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE).
 
-        The worker listens for signals from then on. `environment` stands in for os.environ.
+        The worker handles signals from then on. `environment` replaces os.environ.
         """
         values = os.environ if environment is None else environment
         world_size = int(values.get("WORLD_SIZE", "1"))

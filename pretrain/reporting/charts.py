@@ -1,7 +1,7 @@
-"""Line and bar charts as inline SVG, for pages that must work without a network, on a phone and in the dark.
+"""Line and bar charts as inline SVG, for pages that need no network and adapt to phones and dark mode.
 
-Colours and fonts come from the page (templates/page.html.j2), the reading-off by pointer from that of the report; a
-chart brings only its geometry, in a coordinate system 400 wide, and a line chart its values as JSON for the script.
+The page defines colours and fonts (templates/page.html.j2); a script of the report shows the values under the pointer.
+A chart holds its geometry, in a coordinate system 400 units wide. A line chart also holds its values as JSON.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ Form = Callable[[float], str]
 
 _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 12, 26
-_MOST_POINTS = 300  # a curve of more is averaged down to this; a screen shows no more
+_MOST_POINTS = 300  # longer curves are averaged down to this number
 _BAR_PITCH, _BAR_TOP, _BAR_HEIGHT, _BAR_MARGIN = 48, 20, 16, 6
-_LIMIT_ROOM = 24  # below the bars, for the limit's name
-_FAR_LIMIT = 4  # a limit of more than so many times the longest bar is not drawn to scale
-_FEW_POINTS = 40  # a curve of no more shows each as a dot and is never smoothed
+_LIMIT_HEIGHT = 24  # below the bars, for the name of the limit
+_FAR_LIMIT = 4  # a limit above this multiple of the longest bar is written as text
+_FEW_POINTS = 40  # curves up to this length show each point as a dot and are not smoothed
 
 
 @dataclass(frozen=True)
 class Series:
-    """One curve: `kind` is its CSS class; `smooth` draws a noisy one faintly, below its moving average."""
+    """One curve. `kind` is its CSS class; `smooth` draws the raw curve faintly below its moving average."""
 
     name: str
     points: Points
@@ -44,15 +44,16 @@ def line_chart(
     marks: Sequence[tuple[float, str, str]] = (),
     from_zero: bool = False,
 ) -> str:
-    """A <figure> with title, legend and SVG; "" where no series has a point.
+    """A <figure> with title, legend and SVG; "" if no series has a point.
 
     Args:
-        title: what is drawn, with its unit.
-        series: the curves, each by ascending x.
-        form: writes a value of y; `form_x` one of x.
-        x_name: what x is.
-        marks: vertical lines, such as between phases: (x, what is left of it, what is right of it).
-        from_zero: begin the y axis at 0.
+        title: title of the chart, with its unit.
+        series: the curves, each in ascending order of x.
+        form: formats a y value.
+        form_x: formats an x value.
+        x_name: name of the x axis.
+        marks: vertical lines, such as phase boundaries: (x, label on the left, label on the right).
+        from_zero: start the y axis at 0.
     """
     shown = [one for one in series if one.points]
     if not shown:
@@ -79,21 +80,21 @@ def line_chart(
 
 
 def ticks(low: float, high: float, count: int, inside: bool = False) -> list[float]:
-    """About `count` round numbers that span from `low` to `high`; with `inside`, that lie between them."""
-    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-288):  # equal, or too near for arithmetic
+    """About `count` round numbers that cover `low` to `high`; with `inside`, all within that range."""
+    if high - low <= 1e-12 * max(abs(low), abs(high), 1e-288):  # equal within floating-point precision
         high = low + (abs(low) if abs(low) > 1e-300 else 1.0)
     raw = (high - low) / count
     size = 10.0 ** math.floor(math.log10(raw))
     step = next(size * factor for factor in (1, 2, 2.5, 5, 10) if size * factor >= raw * (1 - 1e-10))
     first = math.ceil(low / step - 1e-9) if inside else math.floor(low / step + 1e-9)
     last = math.floor(high / step + 1e-9) if inside else math.ceil(high / step - 1e-9)
-    digits = 2 - math.floor(math.log10(step))  # a step has two that count
+    digits = 2 - math.floor(math.log10(step))  # a step has two significant digits
     return [round(number * step, digits) for number in range(first, last + 1)]
 
 
 @dataclass(frozen=True)
 class Bar:
-    """One bar, with the range in which its value varies: `kind` is its CSS class."""
+    """One bar with the range of its value; `kind` is its CSS class."""
 
     name: str
     value: float
@@ -103,21 +104,20 @@ class Bar:
 
 
 def bar_chart(title: str, unit: str, bars: Sequence[Bar], *, form: Form, limit: tuple[str, float] | None = None) -> str:
-    """A <figure> with title, unit and horizontal bars from 0, below one another.
+    """A <figure> with title, unit and horizontal bars that start at 0.
 
     Args:
-        title: what is compared.
-        unit: of the values.
+        title: what the bars compare.
+        unit: unit of the values.
         bars: at least one, with values above 0.
-        form: writes a value.
-        limit: (name, value) of a line across the bars. One so far off that the bars would vanish beside it is
-            told in words instead.
+        form: formats a value.
+        limit: (name, value) of a line across the bars. A limit far above the longest bar is written as text instead.
     """
     longest = max(bar.high for bar in bars)
     near = limit is not None and limit[1] <= _FAR_LIMIT * longest
     end = max(longest, limit[1]) if limit and near else longest
     parts = [_bar(bar, number, end, form) for number, bar in enumerate(bars)]
-    height = len(bars) * _BAR_PITCH + (_LIMIT_ROOM if limit else 0)
+    height = len(bars) * _BAR_PITCH + (_LIMIT_HEIGHT if limit else 0)
     if limit:
         at = _bar_x(limit[1], end) if near else None
         parts.append(_limit(limit[0], form(limit[1]), at, len(bars)))
@@ -130,7 +130,7 @@ def bar_chart(title: str, unit: str, bars: Sequence[Bar], *, form: Form, limit: 
 
 @dataclass(frozen=True)
 class _Curve:
-    """A series as it is drawn: thinned out, and smoothed where that was asked for and there is enough."""
+    """A series as drawn: averaged down to `_MOST_POINTS`, and smoothed if requested and long enough."""
 
     name: str
     kind: str
@@ -146,7 +146,7 @@ class _Curve:
 
 @dataclass(frozen=True)
 class _Frame:
-    """The ranges of both axes and where their values lie in the drawing."""
+    """The ranges of both axes, and the mapping from values to coordinates."""
 
     x_low: float
     x_high: float
@@ -200,7 +200,7 @@ def _bar_x(value: float, end: float) -> float:
 
 
 def _bar(bar: Bar, number: int, end: float, form: Form) -> str:
-    """Name and value above the bar, and on it a line over its range."""
+    """A bar with its name and value above, and its range as a line."""
     top = number * _BAR_PITCH
     middle = top + _BAR_TOP + _BAR_HEIGHT / 2
     low, high = _bar_x(bar.low, end), _bar_x(bar.high, end)
@@ -214,18 +214,18 @@ def _bar(bar: Bar, number: int, end: float, form: Form) -> str:
 
 
 def _limit(name: str, value: str, at: float | None, bars: int) -> str:
-    """A line across each bar with its name below all; without a place, the name alone."""
+    """A line across each bar with the name of the limit below; without a position `at`, the name only."""
     below = bars * _BAR_PITCH + 13
     if at is None:
-        words = escape(f"{name}: {value}, off to the right")
+        text = escape(f"{name}: {value}, out of range")
         return (
-            f'<text class=note x={_WIDTH - _BAR_MARGIN} y="{below}" text-anchor=end>{words} \N{RIGHTWARDS ARROW}</text>'
+            f'<text class=note x={_WIDTH - _BAR_MARGIN} y="{below}" text-anchor=end>{text} \N{RIGHTWARDS ARROW}</text>'
         )
     tops = [number * _BAR_PITCH + _BAR_TOP for number in range(bars)]
     lines = (f'<line class=limit x1="{at}" x2="{at}" y1="{top - 3}" y2="{top + _BAR_HEIGHT + 3}" />' for top in tops)
     side = "end" if at > _WIDTH / 2 else "start"
-    words = escape(f"{name}: {value}")
-    return f'{"".join(lines)}<text class=note x="{at}" y="{below}" text-anchor={side}>{words}</text>'
+    text = escape(f"{name}: {value}")
+    return f'{"".join(lines)}<text class=note x="{at}" y="{below}" text-anchor={side}>{text}</text>'
 
 
 def _legend(series: Sequence[Series]) -> str:
@@ -235,27 +235,27 @@ def _legend(series: Sequence[Series]) -> str:
 
 
 def _thin(points: Points) -> Points:
-    """At most `_MOST_POINTS` points: means of equal stretches."""
+    """At most `_MOST_POINTS` points: the means of equal intervals."""
     size = math.ceil(len(points) / _MOST_POINTS)
     if size < 2:
         return points
-    stretches = [points[first : first + size] for first in range(0, len(points), size)]
-    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in stretches]
+    intervals = [points[first : first + size] for first in range(0, len(points), size)]
+    return [(sum(x for x, _ in part) / len(part), sum(y for _, y in part) / len(part)) for part in intervals]
 
 
 def _smooth(points: Points) -> Points:
-    """Centred moving average over a twentieth of the curve, narrower towards its ends."""
-    reach = max(1, len(points) // 40)
+    """Centred moving average over a twentieth of the curve; the window shrinks at both ends."""
+    half_width = max(1, len(points) // 40)
     out = []
-    for at, (x, _) in enumerate(points):
-        near = min(reach, at, len(points) - 1 - at)
-        window = points[at - near : at + near + 1]
+    for index, (x, _) in enumerate(points):
+        half = min(half_width, index, len(points) - 1 - index)
+        window = points[index - half : index + half + 1]
         out.append((x, sum(y for _, y in window) / len(window)))
     return out
 
 
 def _data(frame: _Frame, curves: Sequence[_Curve], form: Form, form_x: Form, x_name: str) -> str:
-    """What the page's script needs to read values off: per curve its points in the drawing and as text."""
+    """Data for the script that shows values under the pointer: the points of each curve, as coordinates and as text."""
     return json.dumps(
         [
             {

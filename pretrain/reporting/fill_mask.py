@@ -1,4 +1,4 @@
-"""Masked held-out sentences and what an exported model puts there: the plainest look at what it learnt."""
+"""Masked held-out sentences and the predictions of an exported model: a direct look at what it learned."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GUESSES = 5
 
 @dataclass(frozen=True)
 class MaskedSentence:
-    """A sentence with one token to guess: ids without special tokens, and the index to mask."""
+    """A sentence with one token to predict: token ids without special tokens, and the index to mask."""
 
     tokens: tuple[int, ...]
     masked: int
@@ -27,39 +27,47 @@ class MaskedSentence:
 
 @dataclass(frozen=True)
 class Filling:
-    """What the model puts into a masked sentence."""
+    """The model's predictions for a masked sentence.
 
-    before: str  # text up to the mask and behind it, with the spaces that belong there
+    Attributes:
+        before: text before the mask, with its trailing space.
+        after: text after the mask, with its leading space.
+        truth: the masked token.
+        guesses: the most probable tokens with their probabilities.
+        rank: rank of the masked token in the whole vocabulary, from 1.
+        probability: probability of the masked token.
+    """
+
+    before: str
     after: str
     truth: str
-    guesses: tuple[tuple[str, float], ...]  # the five most probable tokens with their probabilities
-    rank: int  # of the truth among the whole vocabulary, from 1
-    probability: float  # of the truth
+    guesses: tuple[tuple[str, float], ...]
+    rank: int
+    probability: float
 
 
 def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: int) -> list[MaskedSentence]:
-    """`count` readable sentences from all over the held-out documents, each with a whole word to guess.
+    """Up to `count` readable sentences, spread over the held-out documents, each with a whole word to predict.
 
-    Fewer where the text has fewer. The choice depends on the shards alone, so that reports of different runs
-    on one corpus can be laid side by side.
+    The choice depends on the shards only, so reports of different runs on one corpus are comparable.
     """
-    found: list[MaskedSentence] = []
+    chosen: list[MaskedSentence] = []
     seen: set[tuple[int, ...]] = set()
     for tokens in _spread_sentences(shards, 40 * count):
         words = _maskable(tokens, vocabulary)
         if words and tokens not in seen:
             seen.add(tokens)
-            # A fixed stride through the words that could be asked for: neither always the first nor the last.
-            found.append(MaskedSentence(tokens, words[(7 * len(found) + 3) % len(words)]))
-            if len(found) == count:
+            # A fixed stride through the candidate words avoids a bias to the first or last ones.
+            chosen.append(MaskedSentence(tokens, words[(7 * len(chosen) + 3) % len(words)]))
+            if len(chosen) == count:
                 break
-    return found
+    return chosen
 
 
 def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]:
-    """The exported model's guesses for the masked token of each sentence, in fp32, by our own encoder.
+    """The exported model's predictions for the masked token of each sentence, computed in fp32 by our encoder.
 
-    Raises `InputError` where the export is damaged or has no masked-language-modelling head.
+    Raises `InputError` if the export is damaged or has no masked-language-modelling head.
     """
     import torch
 
@@ -83,29 +91,29 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
 
 
 def readable(tokens: Sequence[str]) -> str:
-    """WordPiece tokens as text: pieces joined, and punctuation set as in print."""
+    """WordPiece tokens as text: word pieces joined, and spaces around punctuation as in print."""
     return "".join(_spaced(tokens))
 
 
-# ---- choosing
+# ---- choosing sentences
 
 
 def _spread_sentences(shards: TokenShards, count: int) -> Iterator[tuple[int, ...]]:
-    """`count` sentences of documents far apart from each other."""
+    """`count` sentences from documents that are far apart."""
     documents = [(shard, number) for shard in shards.shards for number in range(len(shard.documents) - 1)]
     if not documents:
         return
-    for turn in range(count):
-        # Steps of the golden ratio fall ever between the places that came before.
-        shard, number = documents[int(turn * 0.6180339887498949 % 1 * len(documents))]
+    for index in range(count):
+        # Multiples of the golden ratio, modulo 1, spread evenly: each falls into a gap between the earlier ones.
+        shard, number = documents[int(index * 0.6180339887498949 % 1 * len(documents))]
         first, last = (int(shard.documents[at, 0]) for at in (number, number + 1))
-        sentence = first + (5 * turn + 1) % (last - first)
+        sentence = first + (5 * index + 1) % (last - first)
         begin, end = (int(shard.sentences[at]) for at in (sentence, sentence + 1))
         yield tuple(int(token) for token in shard.tokens[begin:end])
 
 
 def _maskable(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[int]:
-    """Indices of whole words of at least three letters, if the sentence is fit to be shown; else []."""
+    """Indices of whole words of at least three letters; [] if the sentence is not suitable to be shown."""
     if not 10 <= len(tokens) <= 40:
         return []
     words = [vocabulary[token] for token in tokens]
@@ -120,11 +128,11 @@ def _maskable(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[int]:
     ]
 
 
-# ---- guessing
+# ---- predicting
 
 
 def _as_batch(sentences: Sequence[MaskedSentence], vocabulary: Sequence[str]) -> MicroBatch:
-    """The sentences, which must come by ascending length, end to end as one unpadded micro-batch."""
+    """The sentences, in ascending order of length, as one unpadded micro-batch."""
     import torch
 
     from pretrain.batches.loader import MicroBatch
@@ -165,10 +173,10 @@ def _filling(sentence: MaskedSentence, probabilities: list[float], vocabulary: S
     )
 
 
-# ---- setting tokens as text
+# ---- tokens to text
 
-_CLINGS_LEFT = frozenset(".,;:!?)]}%\u201d\u2026")
-_CLINGS_RIGHT = frozenset("([{\u201c\u2018$\u00a3#")
+_NO_SPACE_BEFORE = frozenset(".,;:!?)]}%\u201d\u2026")
+_NO_SPACE_AFTER = frozenset("([{\u201c\u2018$\u00a3#")
 _QUOTES = frozenset("\"'`")
 _APOSTROPHES = frozenset("'\u2019")
 _AFTER_APOSTROPHE = frozenset(["s", "t", "d", "m", "re", "ve", "ll"])
@@ -176,10 +184,10 @@ _BETWEEN_WORDS = frozenset("-/_=\u2013")
 
 
 def _spaced(tokens: Sequence[str]) -> list[str]:
-    """Each token's text with the space before it, if one belongs there."""
+    """The text of each token, with a leading space where one belongs."""
     spaced: list[str] = []
     open_quotes: set[str] = set()
-    glue = True  # the next token is set right behind this one
+    glue = True  # whether the next token follows without a space
     for index, token in enumerate(tokens):
         before = tokens[index - 1] if index else ""
         follower = tokens[index + 1] if index + 1 < len(tokens) else ""
@@ -194,12 +202,12 @@ def _spaced(tokens: Sequence[str]) -> list[str]:
             attached = attached or token in open_quotes
             glue_next = token not in open_quotes
             open_quotes ^= {token}
-        elif token in _CLINGS_LEFT:
+        elif token in _NO_SPACE_BEFORE:
             attached = True
             glue_next = token in ".,:" and before.isdigit() and follower.isdigit()  # 3.5
         elif token in _BETWEEN_WORDS and before[-1:].isalnum() and follower[:1].isalnum():  # well-known
             attached, glue_next = True, True
-        elif token in _CLINGS_RIGHT:
+        elif token in _NO_SPACE_AFTER:
             glue_next = True
         spaced.append(text if attached else f" {text}")
         glue = glue_next

@@ -1,4 +1,4 @@
-"""HTML pages that stand alone: one frame and style sheet for all (templates/page.html.j2), nothing fetched."""
+"""Self-contained HTML pages: one layout and style sheet for all (templates/page.html.j2), no external resources."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pretrain.common.files import atomic_open
 
 
 def write_page(out: Path, template: str, **values: Any) -> Path:
-    """Write `template`, filled with `values` and with `written`, the time of now, to `out`, atomically."""
+    """Render `template` with `values` and `written` (the current time) and write it to `out` atomically."""
     import jinja2
 
     templates = jinja2.Environment(

@@ -1,8 +1,7 @@
-"""The end of a run: one self-contained HTML page, and its summary for the terminal.
+"""The report of a run: one self-contained HTML page, and a summary for the terminal.
 
-The page is made from the run folder (config, environment, metrics.jsonl, the export) and the corpus folder
-(card, held-out shards). It reaches for nothing outside itself: charts are inline SVG, and the masked
-sentences are filled in by our own encoder.
+The page shows data of the run folder (config, environment, metrics.jsonl, the export) and of the corpus folder (card,
+held-out shards). It loads no external resources: charts are inline SVG, and our encoder predicts the masked words.
 """
 
 from __future__ import annotations
@@ -31,10 +30,10 @@ FINETUNED = "finetuned.json"
 
 
 def write_report(run_dir: Path, out: Path) -> Path:
-    """Write the run's HTML report to the file `out`, atomically, and return it.
+    """Write the run's HTML report to the file `out` atomically and return `out`.
 
-    The ten filled sentences need the run's export in `run_dir/export`; without it the page says so.
-    Raises `InputError` where the run has no config or no records.
+    The predictions of masked words need the run's export in `run_dir/export`; without it the page says so.
+    Raises `InputError` if the run has no config or no records.
     """
     run = _ReportData.read(run_dir)
     return write_page(
@@ -70,17 +69,17 @@ def summary(run_dir: Path) -> str:
 
 
 def _finetuned(run: _ReportData) -> list[dict[str, Any]]:
-    """What was fine-tuned from the run, if the demo left word of it (`FINETUNED`): a chart and examples for each task."""
+    """Charts and examples of the fine-tuning tasks, if the demo recorded them (`FINETUNED`)."""
     path = run.folder / FINETUNED
     results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
-    kinds = {"pretrained": "train", "random": "peer"}
+    kinds = {"pretrained": "train", "random": "baseline"}
     return [
         {
             **result,
             "chart": bar_chart(
                 result["title"],
                 f"{result['metric']}, {result['dev']:,} held-out examples",
-                # A score of 0 is told by its figure; a bar needs a length.
+                # A bar needs a length above 0; the number beside it shows the score.
                 [
                     Bar(f"{start} weights", max(value, 1e-3), max(value, 1e-3), max(value, 1e-3), kinds[start])
                     for start, value in result["scores"].items()
@@ -92,7 +91,7 @@ def _finetuned(run: _ReportData) -> list[dict[str, Any]]:
     ]
 
 
-# ---- what a run folder holds
+# ---- reading a run folder
 
 
 @dataclass(frozen=True)
@@ -107,12 +106,12 @@ class _ReportData:
     @classmethod
     def read(cls, folder: Path) -> _ReportData:
         if not (folder / "config.yaml").is_file():
-            raise InputError(f"{folder}: has no config.yaml, so it is no run folder. Give one such as runs/bert-mini.")
+            raise InputError(f"{folder}: not a run folder (no config.yaml). Give a run folder such as runs/bert-mini.")
         config = load_config(folder / "config.yaml")
         records = read_records(folder)
         training = [record for record in records if is_training(record)]
         if not training:
-            raise InputError(f"{folder}/metrics.jsonl: has no training step yet. Train first.")
+            raise InputError(f"{folder}/metrics.jsonl: no training record yet. Train first.")
         return cls(
             folder=folder,
             config=config,
@@ -128,13 +127,13 @@ class _ReportData:
 
     @property
     def seconds(self) -> float:
-        """Of training, over all starts."""
+        """Training time over all starts."""
         return self.training[-1].get("seconds") or 0.0
 
     def curve(
         self, field: str, split: str = "training", x: str = "step", scale: float = 1.0
     ) -> list[tuple[float, float]]:
-        """(x, value) of every record that has both."""
+        """(x, value) of every record that has both fields."""
         records = self.training if split == "training" else self.evaluations
         return [
             (record[x] * scale, record[field])
@@ -144,7 +143,7 @@ class _ReportData:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """A JSON object that is there for information only: {} when it is missing."""
+    """An optional JSON object; {} if the file is missing."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -153,11 +152,11 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise InputError(f"{path}: damaged ({error}). Restore it, or remove it.") from None
 
 
-# ---- figures
+# ---- tiles and charts
 
 
 def _tiles(run: _ReportData) -> list[tuple[str, str, str]]:
-    """(label, figure, note) of what one wants to know first."""
+    """(label, value, note) of the most important results."""
     tiles = []
     if run.evaluations:
         last = run.evaluations[-1]
@@ -170,14 +169,14 @@ def _tiles(run: _ReportData) -> list[tuple[str, str, str]]:
             if last.get(field) is not None:
                 tiles.append((label, form.format(last[field]), note))
     speeds = [value for _, value in run.curve("tokens_per_second")]
-    peaks = [value for _, value in run.curve("peak_fraction")]
+    utilisation = [value for _, value in run.curve("mfu")]
     if speeds:
-        peak = f"{statistics.median(peaks):.0%} of the matmul peak" if peaks else "median"
-        tiles.append(("useful tokens/s", f"{statistics.median(speeds):,.0f}", peak))
+        note = f"median; {statistics.median(utilisation):.0%} MFU" if utilisation else "median"
+        tiles.append(("useful tokens/s", f"{statistics.median(speeds):,.0f}", note))
     tokens = run.training[-1].get("tokens")
     if tokens:
         tiles.append(("tokens trained on", short(tokens), f"{run.step:,} of {run.config.total_steps:,} steps"))
-    tiles.append(("time of training", clock(run.seconds), f"on {_workers(run.config)}"))
+    tiles.append(("training time", clock(run.seconds), f"on {_workers(run.config)}"))
     return tiles
 
 
@@ -191,10 +190,10 @@ def _measured(record: dict[str, Any]) -> list[str]:
 
 
 def _throughput(run: _ReportData) -> list[str]:
-    """Medians over the run's records."""
+    """Throughput, MFU and data stalls: medians over the run's records."""
     forms = {
         "tokens_per_second": "{:,.0f} useful tokens/s",
-        "peak_fraction": "{:.0%} of the measured peak",
+        "mfu": "{:.0%} MFU",
         "data_stall_fraction": "data stall {:.1%}",
     }
     medians = {field: [value for _, value in run.curve(field)] for field in forms}
@@ -214,7 +213,7 @@ def _corpus_line(card: dict[str, Any]) -> str:
 
 
 def _charts(run: _ReportData) -> Iterator[str]:
-    """The page's figures; those without a record are left out."""
+    """The charts of the page; charts without data are left out."""
 
     def pair(field: str) -> list[Series]:
         return [
@@ -239,14 +238,14 @@ def _charts(run: _ReportData) -> Iterator[str]:
         line_chart("NSP accuracy", pair("nsp_accuracy"), form=_percent, **at_step),
         line_chart("Gradient norm", one("grad_norm"), form=_plain, from_zero=True, **at_step),
         timed("Useful tokens per second", "tokens_per_second", short),
-        timed("Share of the matmul peak", "peak_fraction", _percent),
-        timed("Memory per worker", "memory_bytes", _bytes),
+        timed("MFU", "mfu", _percent),
+        timed("Peak memory of worker 0", "memory_bytes", _bytes),
     ]
     return (chart for chart in charts if chart)
 
 
 def _phase_marks(config: PretrainConfig) -> list[tuple[float, str, str]]:
-    """The steps between phases, with the sequence lengths on both sides."""
+    """The steps where a phase ends, with the sequence lengths before and after."""
     marks, step = [], 0
     for phase, following in itertools.pairwise(config.phases):
         step += phase.steps
@@ -255,7 +254,7 @@ def _phase_marks(config: PretrainConfig) -> list[tuple[float, str, str]]:
 
 
 def short(value: float) -> str:
-    """1234567 -> 1.23M; at most three digits that count."""
+    """1234567 -> 1.23M; at most three significant digits."""
     for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}"
@@ -296,7 +295,7 @@ _SOURCE_COLUMNS = (
 
 
 def _card(card: dict[str, Any]) -> dict[str, Any]:
-    """The corpus card as the page lays it out: totals, sources, histograms of lengths, faults."""
+    """The corpus card in the layout of the page: totals, sources, length histograms, input errors."""
     sources = card.get("sources", [])
     facts = {**card.get("totals", {}), "language": card.get("language")}
     facts.update({f"vocabulary {key}": value for key, value in card.get("vocabulary", {}).items()})
@@ -314,7 +313,7 @@ def _card(card: dict[str, Any]) -> dict[str, Any]:
 
 
 def _bars(histograms: list[dict[str, int]]) -> list[tuple[str, int, float]]:
-    """(lengths such as 8-15, their count over all sources, its share of the largest), by ascending length."""
+    """(range of lengths such as 8-15, count over all sources, count / largest count), in ascending order of length."""
     counts = sum((Counter(histogram) for histogram in histograms), Counter())
     largest = max(counts.values(), default=1)
     by_length = sorted(counts, key=lambda lengths: int(lengths.split("-")[0]))
@@ -322,12 +321,12 @@ def _bars(histograms: list[dict[str, int]]) -> list[tuple[str, int, float]]:
 
 
 def _short(lengths: str) -> str:
-    """16384-32767 as 16k-32k, so that it fits below a bar."""
+    """16384-32767 -> 16k-32k, which fits below a bar."""
     return "-".join(f"{(int(n) + 1) // 1024}k" if int(n) > 2000 else n for n in lengths.split("-"))
 
 
 def _flat(values: dict[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Nested objects as rows: (`packages torch`, `2.13.0`)."""
+    """Nested objects as flat rows, such as (`packages torch`, `2.13.0`)."""
     for key, value in values.items():
         name = f"{before} {key}".strip()
         if isinstance(value, dict):
@@ -351,7 +350,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def _fillings(run: _ReportData) -> list[Filling]:
-    """The ten sentences of the page; [] where the run is not exported or its corpus is not there."""
+    """The predictions shown on the page; [] if the run has no export or its corpus is missing."""
     export_dir, corpus = run.folder / "export", Path(run.config.corpus.dir)
     if not export_dir.is_dir() or not corpus.is_dir():
         return []

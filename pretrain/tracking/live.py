@@ -1,4 +1,4 @@
-"""A run's progress on the terminal, from its metrics.jsonl."""
+"""Shows a run's progress on the terminal, read from its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ if TYPE_CHECKING:
 
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 30.0
-_SETTLING_SECONDS = 2.0  # records that come within less say nothing about the pace
+_SETTLING_SECONDS = 2.0  # a shorter time span gives no reliable speed
 
 
 @contextlib.contextmanager
 def follow(run_dir: Path, total_steps: int, console: Console | None = None) -> Iterator[None]:
-    """Draw the run's progress on the terminal from its metrics.jsonl, for as long as the block lasts.
+    """Show the run's progress on the terminal while the block runs.
 
-    One live line with step, loss, accuracy, useful tokens/s, share of peak, data stall and time left;
-    evaluations stay as lines above it. Where stdout is no terminal, a plain line comes every 30 s.
+    One live line shows step, loss, accuracy, useful tokens/s, MFU, data stalls and time left. Evaluations are printed
+    above it. If stdout is not a terminal, a plain line is printed every 30 s.
     """
     from rich.console import Console as RichConsole
 
     console = console or RichConsole(highlight=False, soft_wrap=True)
     progress = _Progress(run_dir, total_steps, console)
-    progress.poll()  # what is there already is where the run goes on from
+    progress.poll()  # existing records belong to earlier starts of the run
     stop = threading.Event()
     draw = _draw_live if console.is_terminal else _print_plain
     thread = threading.Thread(target=draw, args=(progress, stop), name="follow", daemon=True)
@@ -60,7 +60,7 @@ def clock(seconds: float) -> str:
 
 
 class _Tail:
-    """New records of metrics.jsonl since the last look, also when the file is replaced by a shorter one."""
+    """Reads the records appended to metrics.jsonl since the last read; notices if the file was replaced."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -68,7 +68,7 @@ class _Tail:
         self._inode = 0
 
     def read(self) -> tuple[list[dict[str, Any]], bool]:
-        """(complete new records, whether the file was replaced or is seen for the first time)."""
+        """(complete new records, whether the file was replaced or is read for the first time)."""
         try:
             with self._path.open("rb") as file:
                 status = os.fstat(file.fileno())
@@ -85,7 +85,7 @@ class _Tail:
 
 
 class _Progress:
-    """State of the live line: what the records said so far, and how fast they come."""
+    """State of the live line: the latest values and the speed."""
 
     def __init__(self, run_dir: Path, total_steps: int, console: Console) -> None:
         self.console = console
@@ -95,19 +95,21 @@ class _Progress:
         self._run_dir = run_dir
         self._tail = _Tail(run_dir / METRICS)
         self._old_file = (run_dir / METRICS).exists()
+        # Whether records of this start have arrived.
         self._news = False
-        self._pace: deque[tuple[float, float]] = deque(maxlen=60)  # (clock, work done), for the time left
+        # (clock, work done) of recent records, for the time left.
+        self._pace: deque[tuple[float, float]] = deque(maxlen=60)
         self._best = math.inf
         self._phases: list[tuple[int, int, int]] = []
         self._waiting = ""
 
     def poll(self) -> None:
-        """Take in what is new; say evaluations, restarts and waits for nodes on lines of their own."""
-        self._tell_wait()
+        """Read new records; print evaluations, restarts and waits for nodes on separate lines."""
+        self._print_wait()
         records, fresh = self._tail.read()
         if not records and not fresh:
             return
-        # What stood in the file before this start (or restart) is where it goes on from, not news.
+        # Records from before this start (or restart) are history, not news.
         history = fresh and (self._old_file or bool(self.last))
         self._old_file = True
         if history:
@@ -115,11 +117,11 @@ class _Progress:
             self._pace.clear()
         for record in records:
             if not history and not self._news and self.last:
-                self.console.print(f"  going on from step {self.step:,}", style="dim")
+                self.console.print(f"  resuming from step {self.step:,}", style="dim")
             self._news = self._news or not history
             self._take(record)
 
-    def _tell_wait(self) -> None:
+    def _print_wait(self) -> None:
         message = ""
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             message = json.loads((self._run_dir / "logs" / WAITING_FILE).read_text(encoding="utf-8"))["message"]
@@ -145,7 +147,7 @@ class _Progress:
 
     @property
     def started_training(self) -> bool:
-        """Whether anything was heard since this start."""
+        """Whether this start has written a record."""
         return self._news and bool(self.last)
 
     @property
@@ -153,7 +155,7 @@ class _Progress:
         return self.last.get("step", 0)
 
     def seconds_left(self) -> float | None:
-        """From the pace of the last records; a later phase costs by its tokens. None until it can be said."""
+        """Estimated from the speed of recent records and the tokens of later phases. None until it is known."""
         if len(self._pace) < 2:
             return None
         (before, first), (now, last) = self._pace[0], self._pace[-1]
@@ -163,7 +165,7 @@ class _Progress:
         return max(0.0, left - (time.monotonic() - now))
 
     def phase(self) -> str:
-        """`phase 1/2 (128)`: number and sequence length, from the run's config; empty if there is but one."""
+        """Number and sequence length of the phase, such as `phase 1/2 (128)`; "" if there is only one phase."""
         phases = self._read_phases()
         step = self.step
         for number, (steps, _, length) in enumerate(phases, 1):
@@ -173,7 +175,7 @@ class _Progress:
         return ""
 
     def _work(self, step: int) -> float:
-        """Work of the first `step` steps, in tokens at most (steps where the config is not there)."""
+        """Work of the first `step` steps: an upper bound in tokens, or the steps if the config is missing."""
         work = 0.0
         for steps, sequences, length in self._read_phases():
             work += min(step, steps) * sequences * length
@@ -181,7 +183,7 @@ class _Progress:
         return work or float(step)
 
     def _read_phases(self) -> list[tuple[int, int, int]]:
-        """(steps, global sequences, sequence length) of each phase; [] until the run's config is written."""
+        """(steps, global sequences, sequence length) of each phase; [] until the run's config exists."""
         if not self._phases:
             from pretrain.common.settings import read_values
 
@@ -199,30 +201,30 @@ def _draw_live(progress: _Progress, stop: threading.Event) -> None:
 
     with Live(console=progress.console, auto_refresh=False) as live:
         while True:
-            last_look = stop.is_set()
+            final = stop.is_set()
             progress.poll()
             live.update(_live_line(progress, progress.console.width), refresh=True)
-            if last_look:
+            if final:
                 return
             stop.wait(_REFRESH_SECONDS)
 
 
 def _print_plain(progress: _Progress, stop: threading.Event) -> None:
-    said, said_step = time.monotonic(), 0
+    printed_at, printed_step = time.monotonic(), 0
     while True:
-        last_look = stop.is_set()
+        final = stop.is_set()
         progress.poll()
-        due = said_step == 0 or last_look or time.monotonic() - said >= _PLAIN_SECONDS
-        if due and progress.started_training and progress.step > said_step:
+        due = printed_step == 0 or final or time.monotonic() - printed_at >= _PLAIN_SECONDS
+        if due and progress.started_training and progress.step > printed_step:
             progress.console.print("  ".join(_pieces(progress).values()))
-            said, said_step = time.monotonic(), progress.step
-        if last_look:
+            printed_at, printed_step = time.monotonic(), progress.step
+        if final:
             return
         stop.wait(_REFRESH_SECONDS)
 
 
 def _pieces(progress: _Progress) -> dict[str, str]:
-    """What there is to say, in the order it is shown."""
+    """The parts of the line in display order; empty parts are left out."""
     last = progress.last
     left = progress.seconds_left()
     pieces = {
@@ -232,7 +234,7 @@ def _pieces(progress: _Progress) -> dict[str, str]:
         "mlm": _piece(last.get("mlm_accuracy"), "mlm {:.1%}"),
         "nsp": _piece(last.get("nsp_accuracy"), "nsp {:.1%}"),
         "speed": _piece(last.get("tokens_per_second"), "{:,.0f} tokens/s"),
-        "peak": _piece(last.get("peak_fraction"), "{:.0%} of peak"),
+        "mfu": _piece(last.get("mfu"), "{:.0%} MFU"),
         "stall": _piece(last.get("data_stall_fraction"), "stall {:.1%}"),
         "skipped": _piece(last.get("skipped_steps") or None, "{:,} skipped"),
         "left": "" if left is None else f"{clock(left)} left",
@@ -244,14 +246,14 @@ def _piece(value: float | None, form: str) -> str:
     return "" if value is None else form.format(value)
 
 
-# What is left out first when the terminal is narrow comes last.
-_PRIORITY = ("step", "loss", "left", "skipped", "speed", "mlm", "peak", "phase", "nsp", "stall")
+# In order of importance: on a narrow terminal the last ones are left out first.
+_PRIORITY = ("step", "loss", "left", "skipped", "speed", "mlm", "mfu", "phase", "nsp", "stall")
 _STYLES = {
     "loss": "bold",
     "mlm": "green",
     "nsp": "green",
     "speed": "cyan",
-    "peak": "cyan",
+    "mfu": "cyan",
     "skipped": "yellow",
     "left": "magenta",
 }
@@ -304,7 +306,7 @@ _MOST_SCORES = 4
 
 
 def _shown_scores(record: dict[str, Any]) -> list[tuple[str, str]]:
-    """Names and figures of an evaluation: pretraining's own, or the first few of any other task's."""
+    """Names and values of an evaluation: the metrics of pretraining, or the first few of another task."""
     known = {key: shown for key, shown in _SCORES.items() if record.get(key) is not None}
     if known:
         return [(name, form.format(record[key])) for key, (name, form) in known.items()]

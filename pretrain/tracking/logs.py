@@ -1,4 +1,4 @@
-"""The noise of libraries stays in the run's logs."""
+"""Sends the log output of libraries to the run's log file instead of the terminal."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from pretrain.common.files import disk_errors
 def quiet_logging(log_file: Path) -> None:
     """Send Python logging and warnings of every library to `log_file` instead of the terminal.
 
-    Libraries such as DeepSpeed and torch give their own loggers a handler on the terminal when imported: what
-    they did before is undone, and what they do later is not let through. Calling it again changes the file.
+    Libraries such as DeepSpeed and torch add terminal handlers to their loggers when imported. Existing handlers are
+    removed and new ones are ignored. A second call changes the file.
     """
     with disk_errors(log_file):
         log_file.parent.mkdir(parents=True, exist_ok=True)
@@ -37,17 +37,17 @@ def _on_terminal(handler: logging.Handler) -> bool:
 
 
 class _LogFile(logging.FileHandler):
-    """Everything from INFO up; of W&B, which keeps its own debug.log in the run folder, only warnings."""
+    """Logs INFO and above; of W&B, which writes its own debug.log to the run folder, only warnings."""
 
     def __init__(self, path: Path, encoding: str) -> None:
         super().__init__(path, encoding=encoding)
         self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self.setLevel(logging.INFO)
-        self.addFilter(lambda it: it.levelno >= logging.WARNING or not it.name.startswith("wandb"))
+        self.addFilter(lambda record: record.levelno >= logging.WARNING or not record.name.startswith("wandb"))
 
 
 class _QuietLogger(logging.Logger):
-    """A logger whose records all reach the root logger and that takes no handler on the terminal."""
+    """A logger that always propagates to the root logger and ignores terminal handlers."""
 
     @property
     def propagate(self) -> bool:

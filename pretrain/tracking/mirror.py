@@ -1,4 +1,4 @@
-"""A run's records in W&B, in a thread of their own."""
+"""Mirrors a run's records to W&B, in a background thread."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from pretrain.config import RunConfig
 
 _log = logging.getLogger(__name__)
 
-# Our field -> the name that users of the HF Trainer and of Composer look for in W&B. What is not named here
-# goes under train/ (or eval/) by its own name.
+# Our field -> the name that the HF Trainer and Composer use in W&B. Other fields keep their names, with the prefix
+# train/ or eval/.
 _WANDB_TRAIN = {
     "step": "train/global_step",
     "lr": "train/learning_rate",
@@ -25,24 +25,25 @@ _WANDB_TRAIN = {
     "samples": "time/sample",
     "seconds": "time/train",
     "tokens_per_second": "throughput/tokens_per_sec",
-    "peak_fraction": "throughput/device/mfu",
+    "mfu": "throughput/device/mfu",
     "data_stall_fraction": "throughput/data_stall_fraction",
     "memory_bytes": "memory/peak_allocated_bytes",
 }
 _WANDB_EVALUATION = {"step": "train/global_step", "epoch": "train/epoch", "seconds": "eval/runtime"}
 
-# For W&B to answer at all; then the run is kept offline. It blocks nobody meanwhile.
+# How long W&B may take to connect; after that the run is kept offline. Training does not wait.
 _INIT_SECONDS = 10.0
-# For the last records to be uploaded at the end; what is left then, `wandb sync` sends later.
+# How long the last uploads may take at the end; `wandb sync` can send the rest later.
 _FINISH_SECONDS = 30.0
-# For W&B's process to end after that; it gives itself 10 s.
+# How long W&B's process may then take to exit; W&B itself allows 10 s.
 _TEARDOWN_SECONDS = 12.0
 
 
 def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
-    """The record under the names of the HF Trainer and Composer; x axis is train/global_step.
+    """The record under the metric names of the HF Trainer and Composer; the x axis is train/global_step.
 
-    A list, with a number for each rank, becomes a name for each. An event becomes its rank, or 1, under its kind.
+    A list of values per rank becomes one metric per rank. An event becomes a metric named after its kind; its value is
+    the rank, or 1.
     """
     if "event" in record:
         named = {_WANDB_TRAIN["step"]: record.get("step"), f"events/{record['event']}": record.get("rank", 1)}
@@ -56,11 +57,11 @@ def wandb_names(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def wandb_mode(mode: str) -> str:
-    """online, offline or off for `tracking.wandb`; `auto` obeys WANDB_MODE and otherwise goes online with a key."""
+    """Resolve `tracking.wandb` to online, offline or off. `auto` follows WANDB_MODE, and else is online with a key."""
     if mode == "auto":
-        asked = os.environ.get("WANDB_MODE", "")
-        if asked in ("disabled", "dryrun", "offline"):
-            return "off" if asked == "disabled" else "offline"
+        requested = os.environ.get("WANDB_MODE", "")
+        if requested in ("disabled", "dryrun", "offline"):
+            return "off" if requested == "disabled" else "offline"
         return "online" if _wandb_key_set() else "offline"
     if mode == "online" and not _wandb_key_set():
         raise InputError(
@@ -71,7 +72,7 @@ def wandb_mode(mode: str) -> str:
 
 
 def wandb_entity() -> str:
-    """Whose runs these are: WANDB_ENTITY, or what W&B has as the default of the key's owner."""
+    """The W&B entity of the runs: WANDB_ENTITY, or the default entity of the key's owner."""
     import wandb
 
     return os.environ.get("WANDB_ENTITY") or wandb.Api(timeout=round(_INIT_SECONDS)).default_entity or ""
@@ -82,12 +83,12 @@ def _wandb_key_set() -> bool:
         return True
     import wandb
 
-    # `wandb login` keeps the key in ~/.netrc, under the name of its server.
+    # `wandb login` stores the key in ~/.netrc, under the server's host name.
     server = os.environ.get("WANDB_BASE_URL") or wandb.Settings().base_url
     try:
         host = urlsplit(server).hostname or ""
     except ValueError:
-        raise InputError(f"WANDB_BASE_URL: {server!r} is no URL. Correct or unset it.") from None
+        raise InputError(f"WANDB_BASE_URL: {server!r} is not a URL. Correct or unset it.") from None
     try:
         return netrc.netrc(os.environ.get("NETRC")).authenticators(host) is not None
     except (OSError, netrc.NetrcParseError):
@@ -97,6 +98,7 @@ def _wandb_key_set() -> bool:
 def wandb_arguments(
     config: RunConfig, run_dir: Path, run_id: str, card: dict[str, Any], job_type: str
 ) -> dict[str, Any]:
+    """The arguments of `wandb.init` for a run."""
     return {
         "project": config.tracking.project,
         "id": run_id,
@@ -110,25 +112,28 @@ def wandb_arguments(
 
 
 class WandbMirror:
-    """All of W&B in one thread of its own: whatever its network does, training only puts into a queue."""
+    """Sends records to W&B from a background thread. Training only puts them into a queue and never waits."""
 
     def __init__(self, mode: str, arguments: dict[str, Any]) -> None:
         self._queue: queue.SimpleQueue[tuple[str, Any] | None] = queue.SimpleQueue()
-        self._patience = _TEARDOWN_SECONDS
+        self._close_seconds = _TEARDOWN_SECONDS
         if mode == "online":
-            self._patience += _INIT_SECONDS + _FINISH_SECONDS
+            self._close_seconds += _INIT_SECONDS + _FINISH_SECONDS
         self._thread = threading.Thread(target=self._run, args=(mode, arguments), name="wandb", daemon=True)
         self._thread.start()
 
     def log(self, values: dict[str, Any]) -> None:
+        """Queue metrics."""
         self._queue.put(("log", values))
 
     def log_artifact(self, folder: Path, name: str) -> None:
+        """Queue a folder as model artifact."""
         self._queue.put(("artifact", (folder, name)))
 
     def close(self) -> None:
+        """Finish the W&B run; waits until it is uploaded, for a limited time."""
         self._queue.put(None)
-        self._thread.join(self._patience)
+        self._thread.join(self._close_seconds)
 
     def _run(self, mode: str, arguments: dict[str, Any]) -> None:
         try:
@@ -141,13 +146,13 @@ class WandbMirror:
                     _log_wandb_artifact(run, *value)
             _finish_wandb(run)
         except Exception:
-            # The mirror is a convenience; metrics.jsonl has everything, so training goes on without it.
-            _log.exception("W&B stopped; metrics.jsonl goes on. See %s/wandb", arguments["dir"])
+            # metrics.jsonl has all records, so training continues without W&B.
+            _log.exception("W&B failed; metrics.jsonl continues. See %s/wandb", arguments["dir"])
 
 
 def _start_wandb(mode: str, arguments: dict[str, Any]) -> Any:
-    """A W&B run; one that cannot reach the server in `_INIT_SECONDS` is kept offline instead."""
-    # `Settings.silent` alone comes too late for the line about credentials.
+    """Start a W&B run; it is offline if the server does not answer in `_INIT_SECONDS`."""
+    # `Settings.silent` takes effect too late for the message about credentials.
     os.environ["WANDB_SILENT"] = "true"
     import wandb
 
@@ -156,15 +161,16 @@ def _start_wandb(mode: str, arguments: dict[str, Any]) -> Any:
         console="off",
         init_timeout=_INIT_SECONDS,
         finish_timeout=_FINISH_SECONDS,
-        x_transaction_log_flush_interval=1,  # with the default of 15 s a kill loses the last records
+        # With the default of 15 s a kill loses the last records.
+        x_transaction_log_flush_interval=1,
     )
     run = None
     if mode == "online":
         try:
             run = wandb.init(**arguments, mode="online", resume="allow", settings=settings)
         except Exception as error:
-            _log.warning("W&B cannot be reached, going on offline: %s", error)
-            wandb.teardown()  # otherwise the failed attempt keeps the id in use
+            _log.warning("W&B cannot be reached; continuing offline: %s", error)
+            wandb.teardown()  # otherwise the failed attempt keeps the run id in use
     if run is None:
         run = wandb.init(**arguments, mode="offline", settings=settings)
     run.define_metric("*", step_metric="train/global_step")
@@ -175,7 +181,7 @@ def _log_wandb_artifact(run: Any, folder: Path, name: str) -> None:
     import wandb
 
     artifact = wandb.Artifact(name, type="model")
-    artifact.add_dir(str(folder), skip_cache=True, policy="immutable")  # by reference: no second copy on disk
+    artifact.add_dir(str(folder), skip_cache=True, policy="immutable")  # no second copy on disk
     run.log_artifact(artifact, aliases=["final_model"])
 
 
@@ -183,5 +189,5 @@ def _finish_wandb(run: Any) -> None:
     import wandb
 
     run.finish()
-    # W&B's own process writes the file; without this a killed worker could still lose the end of it.
+    # W&B's own process writes the file. Without this call, killing the worker could lose the end of the file.
     wandb.teardown()

@@ -1,4 +1,4 @@
-"""metrics.jsonl, the truth about a run: read, cut back, ended."""
+"""Reads metrics.jsonl, the source of truth about a run, and truncates it when a run resumes."""
 
 from __future__ import annotations
 
@@ -9,18 +9,22 @@ from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, disk_errors
+from pretrain.tracking.metrics import FORMER_NAMES
 
 METRICS = "metrics.jsonl"
 
-_TEXTS = ("split", "event", "message")
-_LARGEST = 1e300  # a number beyond it, or none, stops whoever calculates with it
-_LAST_SECOND = 253_402_300_799  # of the year 9999, the last that can be shown
+_TEXT_FIELDS = ("split", "event", "message")
+# Larger values, infinities and NaN break the arithmetic of reports and dashboards.
+_LARGEST = 1e300
+# The end of the year 9999, the last that datetime can show.
+_LATEST_TIME = 253_402_300_799
 
 
 def read_records(run_dir: Path) -> list[dict[str, Any]]:
-    """All records of a run's metrics.jsonl in file order; [] without one. A torn last line is left out.
+    """All records of a run's metrics.jsonl in file order, under today's field names; [] without a file.
 
-    Raises `InputError` with the line's number where anything before the last line is no record.
+    An incomplete last line is ignored: a killed process may leave one.
+    Raises `InputError` with the line number if a line before the last one is not a valid record.
     """
     path = run_dir / METRICS
     if not path.is_file():
@@ -37,7 +41,7 @@ def read_records(run_dir: Path) -> list[dict[str, Any]]:
 
 
 def note_end(run_dir: Path, event: str, message: str) -> None:
-    """Add the event that a run has ended with; nothing where it has no record yet."""
+    """Append the event that ended the run. Does nothing if the run has no training record yet."""
     records = read_records(run_dir)
     steps = [record["step"] for record in records if is_training(record)]
     if not steps:
@@ -48,12 +52,12 @@ def note_end(run_dir: Path, event: str, message: str) -> None:
 
 
 def is_training(record: dict[str, Any]) -> bool:
-    """Whether a record is of training steps, and not of an evaluation or an event."""
+    """Whether a record describes training steps; the others describe evaluations and events."""
     return "split" not in record and "event" not in record
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """The record in a line of metrics.jsonl; None where there is none."""
+    """The record in a line of metrics.jsonl, under today's field names; None if the line is not a valid record."""
     try:
         return _record(line)
     except ValueError:
@@ -61,34 +65,35 @@ def parse_record(line: bytes) -> dict[str, Any] | None:
 
 
 def _record(line: bytes) -> dict[str, Any]:
-    """The record in a line; `ValueError` says what is wrong with it."""
+    """The record in a line. Raises `ValueError` with the reason if it is not valid."""
     try:
-        record = json.loads(line)
+        content = json.loads(line)
     except (ValueError, RecursionError):
-        record = None
-    if not isinstance(record, dict):
+        content = None
+    if not isinstance(content, dict):
         raise ValueError("not a JSON object")
+    record: dict[str, Any] = content
     for key, value in record.items():
         expected = _expected(key, value, in_event="event" in record)
         if expected:
             shown = repr(value)
             raise ValueError(f"{key} is {shown[:60]}{'...' * (len(shown) > 60)}; expected {expected}")
-    return record
+    return {FORMER_NAMES.get(key, key): value for key, value in record.items()}
 
 
 def _expected(key: str, value: Any, *, in_event: bool) -> str:
-    """What should stand under `key` where `value` is something else; "" where it is right."""
-    if key in _TEXTS:
+    """The kind of value that `key` needs, if `value` is of another kind; "" if it is valid."""
+    if key in _TEXT_FIELDS:
         return "" if isinstance(value, str) else "text"
     if key == "step":
-        whole = isinstance(value, int) and not isinstance(value, bool)
-        return "" if whole and 0 <= value < 2**63 else "a step"
+        is_integer = isinstance(value, int) and not isinstance(value, bool)
+        return "" if is_integer and 0 <= value < 2**63 else "a step"
     if key == "time":
-        return "" if _is_number(value) and 0 <= value <= _LAST_SECOND else "seconds since 1970"
-    if in_event:  # each kind of event has details of its own
+        return "" if _is_number(value) and 0 <= value <= _LATEST_TIME else "seconds since 1970"
+    if in_event:  # the other fields depend on the kind of event
         return ""
     numbers = value if isinstance(value, list) else [value]
-    return "" if all(one is None or _is_number(one) for one in numbers) else "a number"
+    return "" if all(number is None or _is_number(number) for number in numbers) else "a number"
 
 
 def _is_number(value: Any) -> bool:
@@ -96,9 +101,9 @@ def _is_number(value: Any) -> bool:
 
 
 def keep_until(path: Path, step: int) -> None:
-    """Rewrite metrics.jsonl, where needed, so that whole records up to `step` are left, in their order.
+    """Drop the records after `step` from metrics.jsonl. The file is rewritten only if something changes.
 
-    Events past it are left too, for a run that goes on: that it was set back does not undo what happened.
+    Events after `step` stay if the run resumes (`step` >= 0), because they did happen.
     """
     if not path.is_file():
         return

@@ -1,4 +1,4 @@
-"""What a run says about itself: metrics.jsonl is the truth, W&B mirrors it. Training never waits for the network."""
+"""Records the metrics of a run in metrics.jsonl and mirrors them to W&B. Training never waits for the network."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from pretrain.tracking.records import METRICS, keep_until
 
 
 class Tracker:
-    """Writes a run's metrics.jsonl and mirrors it to W&B; does nothing at all unless `enabled` (rank 0).
+    """Writes a run's metrics.jsonl and mirrors it to W&B. Does nothing unless `enabled`.
 
     Args:
-        config: the run; `config.tracking` says how W&B is used.
-        run_dir: the run folder, created where missing.
-        run_id: the id kept in the checkpoint that is resumed, also the W&B id; None starts a new one.
-        step: optimizer steps already taken; records past it are of an abandoned continuation and are dropped.
-        card: what is known of the data, stored in the W&B config beside the run's.
-        job_type: W&B's name for runs of this kind.
-        enabled: true on rank 0 alone.
+        config: the run; `config.tracking` has the settings of W&B.
+        run_dir: the run folder; created if missing.
+        run_id: the W&B id in the checkpoint that is resumed; None starts a new run.
+        step: optimizer steps already taken; records after it belong to an abandoned continuation and are dropped.
+        card: facts about the data, stored in the W&B config of the run.
+        job_type: W&B's job type.
+        enabled: true on rank 0 only.
 
     Raises:
-        InputError: metrics.jsonl is damaged before its last line, or W&B is to be online and no key is set.
+        InputError: metrics.jsonl is damaged before its last line, or W&B is set to online without a key.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class Tracker:
         with disk_errors(path):
             run_dir.mkdir(parents=True, exist_ok=True)
             keep_until(path, step if run_id else -1)
-            # Unbuffered: what `log` wrote is the system's, and a full disk is told at once and once.
+            # Unbuffered: a record survives the process, and `log` itself reports a full disk.
             self._file = append_open(path, buffering=0)
         if mode != "off":
             self._wandb = WandbMirror(mode, wandb_arguments(config, run_dir, self.run_id, card, job_type))
 
     def log(self, record: dict[str, Any]) -> None:
-        """Append one record (fields in README.md, "The run folder"); NaN and infinities are written as null."""
+        """Append one record (`pretrain.tracking.metrics`); NaN and infinities are written as null."""
         if self._file is None:
             return
         record = {
@@ -67,20 +67,20 @@ class Tracker:
             for key, value in record.items()
         }
         with disk_errors(Path(self._file.name)):
-            # A kill can tear the last line only, and the next start cuts that off.
-            rest = json.dumps(record, allow_nan=False).encode() + b"\n"
-            while rest:
-                rest = rest[self._file.write(rest) :]
+            # A kill can leave an incomplete last line only; the next start removes it.
+            remaining = json.dumps(record, allow_nan=False).encode() + b"\n"
+            while remaining:
+                remaining = remaining[self._file.write(remaining) :]
         if self._wandb is not None:
             self._wandb.log(wandb_names(record))
 
     def log_events(self, events: Iterable[dict[str, Any]], step: int) -> None:
-        """Record what happened before this start, such as the crash that it follows: "event", "time" and "message"."""
+        """Record events from before this start, such as the crash that caused it: "event", "time" and "message"."""
         for event in events:
             self.log({**event, "step": step})
 
     def rewind(self, step: int) -> None:
-        """Drop the records past `step`, which is trained from anew."""
+        """Drop the records after `step`, from which training continues."""
         if self._file is not None:
             path = Path(self._file.name)
             with disk_errors(path):
@@ -90,16 +90,16 @@ class Tracker:
 
     @property
     def mirrored(self) -> bool:
-        """Whether W&B gets what is logged, now or by a later `wandb sync`."""
+        """Whether records go to W&B, now or by a later `wandb sync`."""
         return self._wandb is not None
 
     def log_artifact(self, folder: Path) -> None:
-        """Log an exported checkpoint as W&B model artifact `model-<run id>`; its files are not copied."""
+        """Log an exported checkpoint as the W&B model artifact `model-<run id>`; its files are not copied."""
         if self._wandb is not None:
             self._wandb.log_artifact(folder, f"model-{self.run_id}")
 
     def close(self) -> None:
-        """Make the file durable and let W&B finish; waits for its network under a minute."""
+        """Flush the file to disk and finish the W&B run; waits less than a minute for its uploads."""
         if self._file is not None:
             with disk_errors(Path(self._file.name)):
                 os.fsync(self._file.fileno())

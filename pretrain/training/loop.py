@@ -319,7 +319,7 @@ class _Fit(Generic[S]):
                 "lr": self.rate,
                 "grad_norm": self.norm,
                 "tokens_per_second": window.tokens / seconds,
-                "peak_fraction": window.flops / seconds / self.plan.peak_flops,
+                "mfu": window.flops / seconds / self.plan.peak_flops,
                 "data_stall_fraction": window.stalled / seconds,
                 "seconds": progress.seconds,
                 **{f"{name}_seconds": apart for name, apart in self.stopwatch.apart.items()},

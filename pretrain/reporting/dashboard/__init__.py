@@ -1,4 +1,4 @@
-"""The dashboard of a run: one list of panels, shown by W&B and by an HTML page that needs no account."""
+"""The dashboard of a run: one list of panels, as a W&B workspace and as an HTML page that needs no account."""
 
 from __future__ import annotations
 
@@ -16,33 +16,36 @@ _FOLLOW_SECONDS = 10
 def write_dashboard(
     name: str, out: Path | None = None, *, follow: bool = False, address: str = "", plain_http: bool = False
 ) -> str:
-    """Write the page of the run or runs `name` to `out`, and the W&B workspace beside it; returns what to tell.
+    """Write the HTML page of one or several runs to `out` and the W&B workspace next to it; returns a message.
 
-    `name` is a run folder, a run's name, or a job's (see `runs.find_folder`, also for `address` and `plain_http`).
+    Args:
+        name: a run folder, a folder of runs, a run's name or a job's name (`runs.find_folder`).
+        out: the HTML file; None means dashboard.html in the run folder.
+        follow: rewrite the page every 10 s, and let the browser reload it, until all runs have ended.
+        address: URL of the cluster of a job.
+        plain_http: allow unencrypted http to the cluster.
 
-    With `follow` the page is written anew every 10 s and a browser loads it anew, until all runs are over.
-
-    Raises `InputError` where there is no such run, it has no record, or `out` ends in .json.
+    Raises:
+        InputError: there is no such run, it has no record, or `out` ends in .json.
     """
     folder = find_folder(name, address, plain_http=plain_http)
     out = out or folder / "dashboard.html"
     if out.suffix == ".json":
-        raise InputError(f"{out}: is where the workspace goes. Name the page something.html.")
+        raise InputError(f"{out}: the workspace is written to this file. Choose a name that ends in .html.")
     runs = read_runs(folder)
-    following = follow and not _over(runs)
+    following = follow and not _all_ended(runs)
     page.write(folder, runs, out, refresh_seconds=_FOLLOW_SECONDS if following else 0)
-    said = workspace.write(runs, out.with_suffix(".json"))
-    said = f"{said}\n{out.resolve().as_uri()}"
+    message = f"{workspace.write(runs, out.with_suffix('.json'))}\n{out.resolve().as_uri()}"
     if not following:
-        return said
-    print(f"{said}\nWritten anew every {_FOLLOW_SECONDS} s; Ctrl-C ends this.", flush=True)
+        return message
+    print(f"{message}\nUpdating the page every {_FOLLOW_SECONDS} s; Ctrl-C stops.", flush=True)
     with contextlib.suppress(KeyboardInterrupt):
-        while not _over(runs):
+        while not _all_ended(runs):
             time.sleep(_FOLLOW_SECONDS)
             runs = read_runs(folder)
-            page.write(folder, runs, out, refresh_seconds=0 if _over(runs) else _FOLLOW_SECONDS)
-    return f"{out}: {'all is over' if _over(runs) else 'written no more'}"
+            page.write(folder, runs, out, refresh_seconds=0 if _all_ended(runs) else _FOLLOW_SECONDS)
+    return f"{out}: {'all runs have ended' if _all_ended(runs) else 'no longer updated'}"
 
 
-def _over(runs: list[RunRecords]) -> bool:
+def _all_ended(runs: list[RunRecords]) -> bool:
     return all(run.state != "not finished" for run in runs)

@@ -1,4 +1,4 @@
-"""Records as curves of a few hundred points: what a screen can show, without losing a spike."""
+"""Turns records into curves of a few hundred points without losing a spike."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from pretrain.reporting.dashboard.panels import Panel
 from pretrain.reporting.dashboard.runs import RunRecords
 
 BUCKETS = 800
-"""Most points of a curve; one of more records is cut into so many stretches of equal numbers of steps."""
+"""Most points of a curve. Longer curves are divided into this number of equal step intervals."""
 
-_MOST_RANKS = 8  # with a curve each; of more, the fastest, the median and the slowest are shown
+# Up to this many ranks have a curve each. For more, the fastest, the median and the slowest rank are shown.
+_MOST_RANKS = 8
 _DIGITS = 6
 
 
 @dataclass(frozen=True)
 class Curve:
-    """Points by ascending step; `y` is None where a number was not finite.
+    """Points in ascending order of step; `y` is None where a value is not finite.
 
-    `low` and `high` are the least and most of each stretch, empty where every point is one record.
+    `low` and `high` are the minimum and maximum of each interval; they are empty if every point is one record.
     """
 
     name: str
@@ -35,9 +36,9 @@ class Curve:
 
 
 def curves(panel: Panel, runs: Sequence[RunRecords]) -> list[Curve]:
-    """What the panel shows: of one run all metrics, of several one curve each."""
+    """The curves of a panel: all metrics of a single run, or one curve for each of several runs."""
     if len(runs) > 1:
-        return one_each(panel, runs)
+        return curve_per_run(panel, runs)
     (run,) = runs
     if panel.kind == "ranks":
         return [curve for metric in panel.metrics for curve in _by_rank(run, metric)]
@@ -50,7 +51,7 @@ def curves(panel: Panel, runs: Sequence[RunRecords]) -> list[Curve]:
 
 
 def thin(name: str, kind: str, x: Sequence[int], y: Sequence[float | None], most: int = BUCKETS) -> Curve:
-    """The curve through (x, y), by ascending x, with at most `most` points."""
+    """The curve through (x, y), in ascending order of x, with at most `most` points."""
     values = np.array(y, np.float64)  # None becomes NaN
     values[~np.isfinite(values)] = np.nan
     bad = int(np.isnan(values).sum())
@@ -67,8 +68,8 @@ def thin(name: str, kind: str, x: Sequence[int], y: Sequence[float | None], most
     return Curve(name, kind, middles.tolist(), _plain(means), _plain(low), _plain(high), bad)
 
 
-def one_each(panel: Panel, runs: Sequence[RunRecords]) -> list[Curve]:
-    """The panel's first metric of every run: on held-out examples where it is measured there."""
+def curve_per_run(panel: Panel, runs: Sequence[RunRecords]) -> list[Curve]:
+    """The panel's first metric of every run, on held-out examples if evaluations measure it."""
     metric = panel.metrics[0]
     if panel.kind == "ranks":
         return []
@@ -96,7 +97,7 @@ def _by_rank(run: RunRecords, metric: str) -> list[Curve]:
             f"{name} of {ranks}",
             "rank",
             x,
-            [one[len(one) // 2 if place is None else place] for one in ordered],
+            [values[len(values) // 2 if place is None else place] for values in ordered],
         )
         for name, place in places.items()
     ]
@@ -107,9 +108,9 @@ def _item(values: list[float | None], number: int) -> float | None:
 
 
 def _curve(name: str, kind: str, records: Sequence[dict[str, Any]], metric: str) -> Curve | None:
-    there = [record for record in records if metric in record]
-    x, y = [record["step"] for record in there], [record[metric] for record in there]
-    return thin(name, kind, x, y) if there else None
+    measured = [record for record in records if metric in record]
+    x, y = [record["step"] for record in measured], [record[metric] for record in measured]
+    return thin(name, kind, x, y) if measured else None
 
 
 def _plain(values: np.ndarray) -> list[float | None]:

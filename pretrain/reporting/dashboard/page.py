@@ -1,4 +1,4 @@
-"""The dashboard as one HTML page that needs nothing else: curves as data, drawn by a script of its own."""
+"""The dashboard as one self-contained HTML page: curves as JSON, drawn by a script in the page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from pretrain.reporting.dashboard.curves import BUCKETS, curves, one_each
+from pretrain.reporting.dashboard.curves import BUCKETS, curve_per_run, curves
 from pretrain.reporting.dashboard.panels import Panel, panels_for
 from pretrain.reporting.dashboard.runs import RunRecords, Score, read_scores
 from pretrain.reporting.dashboard.subjects import Subject, differing, starts
@@ -18,14 +18,14 @@ from pretrain.reporting.pages import write_page
 from pretrain.reporting.report import short
 from pretrain.tracking.live import clock
 
-_GRAVE = ("rollback", "hang")
-_MOST_SCORES = 5  # of a fine-tuning in the table beside the one that counts
+_SEVERE = ("rollback", "hang")
+_MOST_SCORES = 5  # shown beside the main metric of a fine-tuning
 
 
 def write(folder: Path, runs: Sequence[RunRecords], out: Path, *, refresh_seconds: int = 0) -> Path:
-    """Write the dashboard of `runs`, which were read from `folder`, to the file `out`, atomically, and return it.
+    """Write the dashboard of `runs`, which were read from `folder`, to the file `out` atomically; returns `out`.
 
-    With `refresh_seconds` a browser loads the page anew so often.
+    `refresh_seconds` is the interval in which a browser reloads the page; 0 disables that.
     """
     scores = read_scores(folder)
     charts = list(_charts(runs))
@@ -39,7 +39,7 @@ def write(folder: Path, runs: Sequence[RunRecords], out: Path, *, refresh_second
         tiles=_tiles(runs[0]) if len(runs) == 1 else _tiles_of_many(runs, scores),
         sections=[
             (section, list(members))
-            for section, members in itertools.groupby(enumerate(charts), lambda one: one[1]["section"])
+            for section, members in itertools.groupby(enumerate(charts), lambda numbered: numbered[1]["section"])
         ],
         events=list(_events(runs)),
         scores=list(map(_score_row, scores)),
@@ -71,14 +71,14 @@ def _charts(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
 
 
 def _score_charts(panel: Panel, runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
-    """A chart of the score that counts for each task and data: those of different ones are not compared."""
-    together: dict[tuple[str, str], list[RunRecords]] = {}
+    """A chart of the main metric for each task and dataset; scores of different tasks are not compared."""
+    groups: dict[tuple[str, str], list[RunRecords]] = {}
     for run in runs:
         if run.score:
-            together.setdefault((run.subject.data if run.subject else "", run.score), []).append(run)
-    for (data, metric), members in together.items():
-        shown = one_each(dataclasses.replace(panel, metrics=(metric,)), members)
-        title = f"{panel.title}: {metric.replace('_', ' ')}" + (f", {data}" if len(together) > 1 else "")
+            groups.setdefault((run.subject.data if run.subject else "", run.score), []).append(run)
+    for (data, metric), members in groups.items():
+        shown = curve_per_run(dataclasses.replace(panel, metrics=(metric,)), members)
+        title = f"{panel.title}: {metric.replace('_', ' ')}" + (f", {data}" if len(groups) > 1 else "")
         yield {
             "title": title,
             "unit": panel.unit,
@@ -88,35 +88,35 @@ def _score_charts(panel: Panel, runs: Sequence[RunRecords]) -> Iterator[dict[str
 
 
 def _title(panel: Panel, kind: str) -> str:
-    """What is shown of several runs: one metric, of evaluations where it is measured there."""
+    """The title of a panel of several runs, which shows one metric, from evaluations if they measure it."""
     if len(panel.metrics) > 1:
         return f"{panel.title}: {panel.metrics[0].replace('_', ' ')}"
     return f"{panel.title}, held-out" if kind == "held-out" else panel.title
 
 
 def _events(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
-    """What happened to the runs, by time."""
+    """The events of the runs in order of time."""
     events = [(run, event) for run in runs for event in run.events]
-    for run, event in sorted(events, key=lambda one: one[1].get("time") or 0.0):
+    for run, event in sorted(events, key=lambda pair: pair[1].get("time") or 0.0):
         kind = str(event["event"])
         yield {
             "step": event["step"],
             "kind": kind,
-            "colour": "--grave" if kind in _GRAVE else "--event",
-            "time": _moment(event.get("time")),
+            "colour": "--severe" if kind in _SEVERE else "--event",
+            "time": _date(event.get("time")),
             "message": str(event.get("message") or ""),
             "run": run.label if len(runs) > 1 else "",
         }
 
 
 def _phases(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
-    """The steps at which a single run goes over to its next phase."""
+    """The steps at which a single run enters its next phase."""
     if len(runs) > 1:
         return
     step = 0
     for phase, following in itertools.pairwise(runs[0].config.get("phases") or []):
         step += int(phase["steps"])
-        lengths = f"sequence length {phase['sequence_length']}, then {following['sequence_length']}"
+        lengths = f"sequence length {phase['sequence_length']} -> {following['sequence_length']}"
         yield {"step": step, "kind": "phase", "colour": "--soft", "time": "", "message": lengths, "run": ""}
 
 
@@ -134,35 +134,35 @@ def _state(runs: Sequence[RunRecords]) -> str:
 
 
 def _tiles(run: RunRecords) -> list[tuple[str, str, str]]:
-    """(label, figure, note) of what one wants to know first."""
+    """(label, value, note) of the most important results."""
     tiles = [*_held_out_tiles(run)]
     rates = _values(run, "tokens_per_second")
-    peaks, stalls = _values(run, "peak_fraction"), _values(run, "data_stall_fraction")
+    utilisation, stalls = _values(run, "mfu"), _values(run, "data_stall_fraction")
     if rates:
-        peak = f"median; {statistics.median(peaks):.1%} of the matmul peak" if peaks else "median"
-        tiles.append(("useful tokens/s", f"{statistics.median(rates):,.0f}", peak))
+        note = f"median; {statistics.median(utilisation):.1%} MFU" if utilisation else "median"
+        tiles.append(("useful tokens/s", f"{statistics.median(rates):,.0f}", note))
     if stalls:
-        tiles.append(("waiting for batches", f"{statistics.median(stalls):.2%}", "of the time, median"))
+        tiles.append(("data stalls", f"{statistics.median(stalls):.2%}", "of the time, median"))
     last = run.training[-1] if run.training else {}
     if last.get("tokens"):
         tiles.append(("tokens trained on", short(last["tokens"]), f"in {run.step:,} steps"))
     if last.get("seconds"):
-        tiles.append(("time of training", clock(last["seconds"]), _time_left(run, last["seconds"])))
+        tiles.append(("training time", clock(last["seconds"]), _time_left(run, last["seconds"])))
     counts = {kind: sum(event["event"] == kind for event in run.events) for kind in ("restart", "rollback")}
     if run.events:
         others = len(run.events) - sum(counts.values())
-        told = f"rollbacks: {counts['rollback']}, other events: {others}"
-        tiles.append(("restarts", str(counts["restart"]), told))
+        note = f"rollbacks: {counts['rollback']}, other events: {others}"
+        tiles.append(("restarts", str(counts["restart"]), note))
     return tiles
 
 
 def _held_out_tiles(run: RunRecords) -> Iterator[tuple[str, str, str]]:
-    forms = {"mlm_loss": ("masked-token loss", "{:.3f}"), "mlm_accuracy": ("masked-token accuracy", "{:.1%}")}
+    forms = {"mlm_loss": ("MLM loss", "{:.3f}"), "mlm_accuracy": ("MLM accuracy", "{:.1%}")}
     if not run.evaluations:
         return
     last = run.evaluations[-1]
     shown = {key: form for key, form in forms.items() if last.get(key) is not None}
-    if not shown:  # a fine-tuning's
+    if not shown:  # a fine-tuning run
         names = [name for panel in panels_for(run.evaluations) if panel.kind == "scores" for name in panel.metrics]
         shown = {name: (name.replace("_", " "), "{:.4f}") for name in names[:2] if last.get(name) is not None}
     for key, (label, form) in shown.items():
@@ -173,19 +173,19 @@ def _time_left(run: RunRecords, seconds: float) -> str:
     if run.total_steps is None or run.step >= run.total_steps:
         return "over all starts"
     left = seconds / run.step * (run.total_steps - run.step)
-    return f"{clock(left)} left at this pace"
+    return f"{clock(left)} left at this speed"
 
 
 def _tiles_of_many(runs: Sequence[RunRecords], scores: Sequence[Score]) -> list[tuple[str, str, str]]:
     tiles = [("runs", str(len(runs)), _state(runs).partition(": ")[2])]
     series = _series(scores)
-    if len(series) == 1:  # of several there is no mean
+    if len(series) == 1:  # scores of different series have no common mean
         [((_, _, metric), values)] = series.items()
         note = f"mean of {len(values)}, {min(values):.4f} to {max(values):.4f}"
         tiles.append((metric.replace("_", " "), f"{statistics.fmean(values):.4f}", note))
     seconds = [value for run in runs for value in _values(run, "seconds")[-1:]]
     if seconds:
-        tiles.append(("time of training", clock(sum(seconds)), "of all runs together"))
+        tiles.append(("training time", clock(sum(seconds)), "sum of all runs"))
     return tiles
 
 
@@ -210,7 +210,7 @@ def _score_row(score: Score) -> dict[str, str]:
 
 
 def _series(scores: Sequence[Score]) -> dict[tuple[Subject, str, str], list[float]]:
-    """(subject, set, metric) -> the scores that count of its runs, which differ in their seeds alone."""
+    """(subject, set, metric) -> the scores of its runs, which differ in their seeds only."""
     series: dict[tuple[Subject, str, str], list[float]] = {}
     for score in scores:
         if score.subject is not None and score.metric in score.values:
@@ -219,19 +219,19 @@ def _series(scores: Sequence[Score]) -> dict[tuple[Subject, str, str], list[floa
 
 
 def _comparison(scores: Sequence[Score]) -> dict[str, Any] | None:
-    """A row for each task and data, a column for each start; None where every run is another thing.
+    """A row for each task and dataset, a column for each initial checkpoint; None if no two runs are comparable.
 
-    Settings in which runs of the same data differ stand in the row's label.
+    If runs on the same dataset differ in further settings, the row's label names these.
     """
     series = _series(scores)
-    subjects = [one for one, _, _ in series]
+    subjects = [subject for subject, _, _ in series]
     columns = starts(subjects)
     rows: dict[tuple[str, str, str], dict[str, list[float]]] = {}
     named = differing(subjects)
-    for (one, part, metric), values in series.items():
-        settings = dict(one.settings)
-        label = ", ".join([one.data, *(f"{name} {settings[name]}" for name in named if name in settings)])
-        rows.setdefault((label, part, metric), {})[one.start] = values
+    for (subject, part, metric), values in series.items():
+        settings = dict(subject.settings)
+        label = ", ".join([subject.data, *(f"{name} {settings[name]}" for name in named if name in settings)])
+        rows.setdefault((label, part, metric), {})[subject.start] = values
     if all(len(row) == 1 for row in rows.values()) and all(len(values) == 1 for values in series.values()):
         return None
     return {
@@ -249,14 +249,14 @@ def _comparison(scores: Sequence[Score]) -> dict[str, Any] | None:
 
 
 def _cell(values: Sequence[float]) -> tuple[str, str]:
-    """(the mean, of how many it is and how far they lie apart)."""
+    """(mean and standard deviation, number of runs and range)."""
     if len(values) < 2:
         return "".join(f"{value:.4f}" for value in values), ""
     mean = f"{statistics.fmean(values):.4f} ± {statistics.stdev(values):.4f}"
     return mean, f"mean of {len(values)}, {min(values):.4f} to {max(values):.4f}"
 
 
-def _moment(seconds: Any) -> str:
+def _date(seconds: Any) -> str:
     if not isinstance(seconds, int | float):
         return ""
     return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%d %b %Y, %H:%M UTC")

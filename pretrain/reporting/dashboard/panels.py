@@ -1,4 +1,4 @@
-"""What a dashboard shows, as data: the W&B workspace and the HTML page are both made from `PANELS`."""
+"""The panels of a dashboard as data. Both the W&B workspace and the HTML page are generated from `PANELS`."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Unit = Literal["nats", "share", "tokens/s", "s", "bytes", "steps", ""]
 class Panel:
     """One chart over the steps of a run.
 
-    `metrics` are keys of metrics.jsonl. A `curve` shows those of training and of evaluations, `ranks` a list with
-    a number for each rank, and `scores` whatever the evaluations of a fine-tuning are measured by.
+    `metrics` are fields of metrics.jsonl. A panel of the kind `curve` shows training and evaluation values, `ranks` a
+    list with a value per rank, and `scores` the metrics of a fine-tuning's evaluations.
     """
 
     title: str
@@ -28,20 +28,20 @@ class Panel:
 PANELS = (
     Panel("Scores on held-out examples", (), "", "Learning", "scores"),
     Panel("Loss", ("loss",), "nats", "Learning"),
-    Panel("Masked-token loss", ("mlm_loss",), "nats", "Learning"),
-    Panel("Masked-token accuracy", ("mlm_accuracy",), "share", "Learning"),
-    Panel("Next-sentence loss", ("nsp_loss",), "nats", "Learning"),
-    Panel("Next-sentence accuracy", ("nsp_accuracy",), "share", "Learning"),
+    Panel("MLM loss", ("mlm_loss",), "nats", "Learning"),
+    Panel("MLM accuracy", ("mlm_accuracy",), "share", "Learning"),
+    Panel("NSP loss", ("nsp_loss",), "nats", "Learning"),
+    Panel("NSP accuracy", ("nsp_accuracy",), "share", "Learning"),
     Panel("Gradient norm before clipping", ("grad_norm",), "", "Learning"),
     Panel("Learning rate", ("lr",), "", "Learning"),
     Panel("Useful tokens per second", ("tokens_per_second",), "tokens/s", "Speed"),
-    Panel("Share of the matmul peak", ("peak_fraction",), "share", "Speed"),
-    Panel("Share of time waiting for batches", ("data_stall_fraction",), "share", "Speed"),
-    Panel("Evaluations and checkpoints", ("evaluation_seconds", "checkpoint_seconds"), "s", "Speed"),
-    Panel("Time of a forward pass by rank", ("rank_forward_seconds",), "s", "Workers", "ranks"),
-    Panel("Time waiting for batches by rank", ("rank_wait_seconds",), "s", "Workers", "ranks"),
+    Panel("MFU", ("mfu",), "share", "Speed"),
+    Panel("Data stalls, share of the time", ("data_stall_fraction",), "share", "Speed"),
+    Panel("Time of evaluations and checkpoints", ("evaluation_seconds", "checkpoint_seconds"), "s", "Speed"),
+    Panel("Forward time by rank", ("rank_forward_seconds",), "s", "Workers", "ranks"),
+    Panel("Data wait by rank", ("rank_wait_seconds",), "s", "Workers", "ranks"),
     Panel("Peak memory of worker 0", ("memory_bytes",), "bytes", "Workers"),
-    Panel("Steps skipped for NaN or infinity", ("skipped_steps",), "steps", "Workers"),
+    Panel("Steps skipped (NaN or infinite gradients)", ("skipped_steps",), "steps", "Workers"),
 )
 
 EVENTS = (
@@ -57,20 +57,20 @@ EVENTS = (
     "stop",
     "diverged",
 )
-"""Kinds of events that runs record; each is a line across all panels."""
+"""Kinds of events that runs record; each event is a vertical line in every panel."""
 
-# What evaluations have beside scores.
+# Fields of evaluation records that are not scores.
 _NO_SCORES = {"split", "step", "epoch", "samples", "tokens", "seconds", "best"}
 
 
 def panels_for(records: Iterable[dict[str, Any]]) -> Iterator[Panel]:
-    """`PANELS` with the scores that `records` have filled in; those without a record are left out."""
-    kinds = dict.fromkeys(map(tuple, records))  # records have few different sets of keys
-    there = {key for keys in kinds for key in keys}
-    elsewhere = {metric for panel in PANELS for metric in panel.metrics} | _NO_SCORES
-    scores = dict.fromkeys(key for keys in kinds if "split" in keys for key in keys if key not in elsewhere)
+    """The `PANELS` for which `records` have data; the metrics of the panel `scores` are taken from the records."""
+    key_sets = dict.fromkeys(map(tuple, records))  # few distinct ones
+    measured = {key for keys in key_sets for key in keys}
+    not_scores = {metric for panel in PANELS for metric in panel.metrics} | _NO_SCORES
+    scores = dict.fromkeys(key for keys in key_sets if "split" in keys for key in keys if key not in not_scores)
     for panel in PANELS:
         if panel.kind == "scores":
             panel = replace(panel, metrics=tuple(scores))
-        if there.intersection(panel.metrics):
+        if measured.intersection(panel.metrics):
             yield panel

@@ -1,6 +1,6 @@
-"""What a dashboard is made from: one run folder, or a folder of several, as plain records.
+"""Reads the data of a dashboard: one run folder, or a folder of several runs.
 
-Run folders of pretraining and of fine-tuning are read alike, by what lies in them.
+Run folders of pretraining and of fine-tuning are recognised by the files in them.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from pretrain.reporting.dashboard.panels import panels_for
 from pretrain.reporting.dashboard.subjects import Subject, subject
 from pretrain.tracking.records import METRICS, is_training, read_records
 
-# What a fine-tuning leaves: its scores, or word of why there are none.
+# Files that a fine-tuning writes at its end: its scores, or the reason of its failure.
 SCORES = "scores.json"
 FAILED = "failed.json"
-_ENDS = {"stop": "stopped", "diverged": "diverged"}  # events that a run ends with, and what it is then
+_ENDS = {"stop": "stopped", "diverged": "diverged"}  # event that ends a run -> its state
 
-_DEPTH = 3  # of run folders below that of several: glue/TASK/seed-N
+_DEPTH = 3  # levels of run folders below a folder of several runs, such as glue/TASK/seed-N
 
 
 @dataclass(frozen=True)
 class RunRecords:
-    """One run folder. `label` tells it from the others beside it."""
+    """The records of one run folder. `label` distinguishes it from the other runs of a dashboard."""
 
     folder: Path
     label: str
@@ -42,20 +42,20 @@ class RunRecords:
 
     @property
     def subject(self) -> Subject | None:
-        """What a fine-tuning learnt."""
+        """What a fine-tuning was trained on; None for other runs."""
         return subject(self.config)
 
     @property
     def score(self) -> str:
-        """The score that counts of a fine-tuning, or until it is over the first of its evaluations'; "" without any."""
+        """The main metric of a fine-tuning; until the run ends, the first metric of its evaluations; "" without any."""
         names = [metric for panel in panels_for(self.evaluations) if panel.kind == "scores" for metric in panel.metrics]
         path = self.folder / SCORES
-        counts = [one.metric for one in _read_scores(path, self.folder)] if path.is_file() else []
-        return next((name for name in (*counts, *names) if name in names), "")
+        main = [score.metric for score in _read_scores(path, self.folder)] if path.is_file() else []
+        return next((name for name in (*main, *names) if name in names), "")
 
     @property
     def records(self) -> Iterator[dict[str, Any]]:
-        """Of training and of evaluations."""
+        """The records of training, then those of evaluations."""
         yield from self.training
         yield from self.evaluations
 
@@ -65,7 +65,7 @@ class RunRecords:
 
     @property
     def total_steps(self) -> int | None:
-        """None for a fine-tuning that is not over: it follows from the training set."""
+        """The planned number of steps; None for an unfinished fine-tuning, where it depends on the training set."""
         phases = self.config.get("phases")
         if phases:
             return sum(int(phase["steps"]) for phase in phases)
@@ -73,7 +73,7 @@ class RunRecords:
 
     @property
     def state(self) -> str:
-        """finished, diverged, stopped or not finished."""
+        """ "finished", "diverged", "stopped" or "not finished"."""
         if (self.folder / FAILED).is_file():
             return "diverged"
         if self.total_steps is not None and self.step >= self.total_steps:
@@ -83,17 +83,17 @@ class RunRecords:
 
     @property
     def updated(self) -> float:
-        """When the last record was written, in seconds of the epoch."""
+        """When the last record was written, in seconds since 1970."""
         return (self.folder / METRICS).stat().st_mtime
 
 
 @dataclass(frozen=True)
 class Score:
-    """One held-out set of one fine-tuning, which learnt `subject`; without values where the run failed."""
+    """The scores of one fine-tuning on one held-out set; `values` is empty if the run failed."""
 
     label: str
     part: str
-    metric: str  # the score that counts
+    metric: str  # the main metric
     values: dict[str, float]
     step: int | None
     subject: Subject | None
@@ -101,12 +101,15 @@ class Score:
 
 
 def find_folder(name: str, address: str = "", *, plain_http: bool = False) -> Path:
-    """The folder `name`, or runs/`name`, or that of the job `name` on the cluster that runs here.
+    """The folder `name`, or runs/`name`, or the run folder of the job `name` on the cluster that runs on this machine.
 
-    With `address`, the URL of a cluster's dashboard, it is the folder of that cluster's job; `plain_http` sends the token
-    over http to other machines than this one, too.
+    Args:
+        name: folder, run or job.
+        address: URL of a cluster's dashboard; `name` is then a job of that cluster.
+        plain_http: send the token over unencrypted http to other machines too.
 
-    Raises `InputError` where there is none, or it cannot be seen from this machine.
+    Raises:
+        InputError: there is no such run, or its folder is not accessible from this machine.
     """
     if not address:
         for folder in (Path(name), Path("runs", name)):
@@ -116,24 +119,28 @@ def find_folder(name: str, address: str = "", *, plain_http: bool = False) -> Pa
 
     folder = run_folder(name, address, plain_http=plain_http)
     if folder is None:
-        raise InputError(f"{name}: is no folder, and neither is runs/{name}. Name a run folder or a run.")
+        raise InputError(
+            f"{name}: not a folder, and runs/{name} is not a folder either. Give a run folder or the name of a run."
+        )
     if not folder.is_dir():
-        raise InputError(f"{name}: its run folder {folder} is not on this machine. Call this where it is.")
+        raise InputError(
+            f"{name}: its run folder {folder} is not on this machine. Run this command where the folder is."
+        )
     return folder
 
 
 def read_runs(folder: Path) -> list[RunRecords]:
-    """The run in `folder`, or, where it has none of its own, those below it, in the order of their paths.
+    """The run in `folder`, or else the runs below it in the order of their paths.
 
-    Raises `InputError` where there is none, none has a record yet, or a metrics.jsonl is damaged.
+    Raises `InputError` if there is no run, no run has a record yet, or a metrics.jsonl is damaged.
     """
     paths = [folder / METRICS] if (folder / METRICS).is_file() else _below(folder, METRICS)
     if not paths:
-        raise InputError(f"{folder}: has no {METRICS}, and no folder below it has. Name a run folder.")
+        raise InputError(f"{folder}: no {METRICS} in this folder or below it. Give a run folder.")
     runs = [_read_run(path.parent, folder) for path in paths]
     runs = [run for run in runs if run.training or run.evaluations]
     if not runs:
-        raise InputError(f"{paths[0]}: has no record yet. Wait for the first, or train.")
+        raise InputError(f"{paths[0]}: no record yet. Wait for the first one, or start the training.")
     return runs
 
 
@@ -164,7 +171,7 @@ def _label(folder: Path, top: Path) -> str:
 
 
 def _ascending(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without what a rollback has taken back: records whose steps come once more later on."""
+    """The records without those that a rollback undid: their steps occur again later."""
     kept: list[dict[str, Any]] = []
     for record in records:
         if not isinstance(record.get("step"), int):
@@ -176,13 +183,13 @@ def _ascending(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _read_config(path: Path) -> dict[str, Any]:
-    """The run's config, {} without one; of its phases what is shown here is checked."""
+    """The run's config; {} without one. Only the fields of the phases that the dashboard uses are checked."""
     if not path.exists():
         return {}
     config = read_values(path)
     phases = config.get("phases") or []
     if not isinstance(phases, list) or not all(map(_is_phase, phases)):
-        raise InputError(f"{path}: phases is no list with steps and sequence_length of each. Restore it.")
+        raise InputError(f"{path}: phases must be a list of sections with steps and sequence_length. Restore the file.")
     return config
 
 
@@ -191,14 +198,14 @@ def _is_phase(value: Any) -> bool:
 
 
 def _read_scores(path: Path, top: Path) -> Iterator[Score]:
-    label, learnt = _label(path.parent, top), subject(_read_config(path.parent / "config.yaml"))
+    label, trained_on = _label(path.parent, top), subject(_read_config(path.parent / "config.yaml"))
     try:
-        said = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
         if path.name == FAILED:
-            yield Score(label, "", "", {}, None, learnt, str(said["message"]))
+            yield Score(label, "", "", {}, None, trained_on, str(content["message"]))
             return
-        for part, values in said["scores"].items():
-            yield Score(label, part, said["metric"], values, said.get("step"), learnt)
+        for part, values in content["scores"].items():
+            yield Score(label, part, content["metric"], values, content.get("step"), trained_on)
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise InputError(
             f"{path}: damaged ({error!r}). Restore it, or remove it and run the same command again."

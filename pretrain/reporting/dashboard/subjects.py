@@ -1,4 +1,4 @@
-"""What fine-tunings learnt, and from where: only runs that differ in nothing but their seed are averaged."""
+"""Groups fine-tuning runs by data, checkpoint and settings, so that only runs of different seeds are averaged."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 TASKS = ("classification", "entities", "questions")
-"""Sections of a fine-tuning's config, of which each run has one."""
+"""Sections of a fine-tuning config; each run has one of them."""
 
 RANDOM = "random weights"
 
-_DATA = ("glue", "dataset", "train")  # settings of a task that name its data; the first one given does
-# Who computes it, how fast and in which precision: not what is learnt.
-_APART = ("name", "run_dir", "seed", "engine", "checkpoint", "scheduling", "tracking")
+# Settings of a task that name its data; the first one that is set counts.
+_DATA = ("glue", "dataset", "train")
+# Sections that do not affect what is trained: identity, placement, speed and precision.
+_IGNORED = ("name", "run_dir", "seed", "engine", "checkpoint", "scheduling", "tracking")
 
 
 @dataclass(frozen=True)
@@ -24,9 +25,9 @@ class Subject:
 
     Attributes:
         data_key: the setting that names the data, such as entities.train.
-        data: the task and its data, for people.
-        start: the checkpoint that it began with, or `RANDOM`.
-        settings: (dotted name, value) of all other settings but those of `_APART`.
+        data: the task and its data, as text to show.
+        start: the initial checkpoint, or `RANDOM`.
+        settings: (dotted name, value) of all other settings except `_IGNORED`.
     """
 
     data_key: str
@@ -36,7 +37,7 @@ class Subject:
 
 
 def subject(config: Mapping[str, Any]) -> Subject | None:
-    """The subject of the run with this config; None for a pretraining, and where the config says too little."""
+    """The subject of the run with this config; None for pretraining, and if the config names no data."""
     task = next((name for name in TASKS if isinstance(config.get(name), Mapping)), None)
     if task is None:
         return None
@@ -48,7 +49,7 @@ def subject(config: Mapping[str, Any]) -> Subject | None:
     if config[task].get("subset"):
         shown += f" {config[task]['subset']}"
     start = RANDOM if config.get("random_weights") else str(config.get("start_from") or "")
-    others = {key: value for key, value in config.items() if key not in (*_APART, "start_from", "random_weights")}
+    others = {key: value for key, value in config.items() if key not in (*_IGNORED, "start_from", "random_weights")}
     return Subject(f"{task}.{given}", shown, start, tuple(_leaves(others)))
 
 
@@ -56,22 +57,22 @@ Item = TypeVar("Item")
 
 
 def by_subject(items: Iterable[tuple[Subject | None, Item]]) -> dict[Subject, list[Item]]:
-    """The items of each subject, in the order of their first coming; those without one are left out."""
-    together: dict[Subject, list[Item]] = {}
-    for one, item in items:
-        if one is not None:
-            together.setdefault(one, []).append(item)
-    return together
+    """The items of each subject, in order of first occurrence; items without a subject are left out."""
+    groups: dict[Subject, list[Item]] = {}
+    for key, item in items:
+        if key is not None:
+            groups.setdefault(key, []).append(item)
+    return groups
 
 
 def starts(subjects: Iterable[Subject]) -> list[str]:
-    """The distinct starts, random weights last."""
-    found = dict.fromkeys(one.start for one in subjects)
-    return sorted(found, key=lambda start: start == RANDOM)
+    """The distinct initial checkpoints, random weights last."""
+    distinct = dict.fromkeys(one.start for one in subjects)
+    return sorted(distinct, key=lambda start: start == RANDOM)
 
 
 def differing(subjects: Sequence[Subject]) -> list[str]:
-    """Dotted names of the settings, besides data and start, in which subjects with the same data differ."""
+    """Dotted names of the settings in which subjects with the same data differ, besides the initial checkpoint."""
     names: dict[str, None] = {}
     for data in dict.fromkeys(one.data for one in subjects):
         members = [dict(one.settings) for one in subjects if one.data == data]

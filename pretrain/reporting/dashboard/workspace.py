@@ -1,6 +1,6 @@
-"""The dashboard as a W&B workspace: kept as JSON, and saved to W&B where there is a key.
+"""The dashboard as a W&B workspace: written as JSON, and saved to W&B if a key is set.
 
-The only place that knows `wandb_workspaces`.
+The only module that uses `wandb_workspaces`.
 """
 
 from __future__ import annotations
@@ -25,41 +25,40 @@ if TYPE_CHECKING:
     from wandb_workspaces.workspaces import Workspace
 
 _STEP = "train/global_step"
-_MOST_RANKS = 32  # with a curve each
+_MOST_RANKS = 32  # ranks with a curve
 
 
 def write(runs: Sequence[RunRecords], path: Path) -> str:
-    """Write the workspace to `path` and, where there is a W&B key, save it to W&B too; returns what was done.
+    """Write the workspace to `path` and, if a W&B key is set, save it to W&B; returns a message.
 
-    Saved again, it replaces the one of before, whose id `path` keeps. Where W&B does not take it, the file is
-    there all the same.
+    `path` keeps the id of the workspace, so saving again replaces it in W&B. The file is written even if W&B fails.
     """
-    os.environ["WANDB_SILENT"] = "true"  # its own lines would stand between ours
-    before = read(path) if path.is_file() else None
-    said = f"{path}: the W&B workspace; it is saved to W&B where a key is set (WANDB_API_KEY or `wandb login`)"
+    os.environ["WANDB_SILENT"] = "true"  # W&B would print its own messages between ours
+    previous = read(path) if path.is_file() else None
+    message = f"{path}: the W&B workspace; set a W&B key to save it to W&B (WANDB_API_KEY or `wandb login`)"
     workspace = make(runs, "")
     if _is_online(runs[0]):
         try:
             workspace = make(runs, wandb_entity())
-            _continue(workspace, before)
+            _continue(workspace, previous)
             workspace.save()
-            said = f"{workspace.url}\n{path}: the same as JSON"
+            message = f"{workspace.url}\n{path}: the same workspace as JSON"
         except Exception as error:
-            said = f"{path}: the W&B workspace; W&B did not take it ({_without_secrets(error)})"
+            message = f"{path}: the W&B workspace; saving it to W&B failed ({_without_secrets(error)})"
     with atomic_open(path, "w") as file:
         file.write(json.dumps(_as_data(workspace), indent=1) + "\n")
-    return said
+    return message
 
 
 def make(runs: Sequence[RunRecords], entity: str) -> Workspace:
-    """The workspace of `runs`: their panels, in W&B's names, and no other runs."""
+    """The workspace of `runs`: their panels under W&B's metric names, filtered to these runs."""
     from wandb_workspaces import workspaces
 
     several = len(runs) > 1
     groups = list(dict.fromkeys(_tracking(run).get("group") or run.name for run in runs))
     name = ", ".join(groups[:3]) if several else runs[0].name
     return workspaces.Workspace(
-        # The library refuses emojis, and takes signs such as < for some.
+        # The library refuses emojis, and it mistakes characters such as < for emojis.
         name=re.sub(r"[^\w .,:()/-]", "", f"{name} dashboard"),
         entity=entity,
         project=_tracking(runs[0]).get("project") or "bertrain",
@@ -76,42 +75,42 @@ def make(runs: Sequence[RunRecords], entity: str) -> Workspace:
 
 
 def read(path: Path) -> Workspace:
-    """The workspace that `write` kept at `path`; `InputError` where the file is something else."""
+    """The workspace that `write` wrote to `path`. Raises `InputError` if the file is not a workspace."""
     from wandb_workspaces.workspaces import Workspace, internal
 
     try:
         return Workspace._from_model(internal.View.model_validate_json(path.read_bytes()))
     except ValueError as error:
         raise InputError(
-            f"{path}: is no W&B workspace ({type(error).__name__}). Remove it, or name another file."
+            f"{path}: not a W&B workspace ({type(error).__name__}). Remove the file, or choose another name."
         ) from None
 
 
 def _tracking(run: RunRecords) -> dict[str, str]:
-    """The run's settings of tracking, as its config has them."""
+    """The section tracking of the run's config."""
     return run.config.get("tracking") or {}
 
 
 def _grouping(runs: Sequence[RunRecords]) -> list[Any]:
-    """The settings that tell what fine-tunings learnt, so that W&B averages seeds alone; [] where all learnt the same."""
+    """Settings to group fine-tunings by, so that W&B averages over seeds only; [] if there is a single subject."""
     from wandb_workspaces import expr
 
     subjects = list(by_subject((run.subject, run) for run in runs))
     if len(subjects) < 2:
         return []
-    names = [one.data_key for one in subjects]
+    names = [subject.data_key for subject in subjects]
     names += [name for name in ("start_from", "random_weights") if len({run.config.get(name) for run in runs}) > 1]
     return [expr.Config(name) for name in dict.fromkeys([*names, *differing(subjects)])]
 
 
 def _query(run: RunRecords) -> str:
-    """What finds the run in W&B: the id that was given to it, or its name and eight digits."""
+    """A search expression for the run in W&B: its run_id, or its name and eight hex digits."""
     given = _tracking(run).get("run_id")
     return f"^{re.escape(given)}$" if given else f"^{re.escape(run.name)}-[0-9a-f]{{8}}$"
 
 
 def _literal(texts: list[str]) -> str:
-    """`texts` for a filter, whose parser would make <= of < within quotes too."""
+    """`texts` as a literal of a filter. The filter's parser changes < to <= even inside quotes, so it is escaped."""
     return repr(texts).replace("<", r"\x3c").replace(">", r"\x3e")
 
 
@@ -142,27 +141,27 @@ def _plots(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
         first = dict.fromkeys(
             name
             for metric in dict.fromkeys(run.score for run in runs if run.score)
-            for name in _names(replace(panel, metrics=(metric,)), runs)[:1]  # none where it never had a value
+            for name in _names(replace(panel, metrics=(metric,)), runs)[:1]  # empty if the metric never had a value
         )
         plots += [BarPlot(title=f"{name.partition('/')[2]}, last", metrics=[name]) for name in first]
     return plots
 
 
 def _names(panel: Panel, runs: Sequence[RunRecords]) -> list[Any]:
-    """The panel's metrics under the names that the runs' records have in W&B."""
+    """The panel's metrics under their names in W&B."""
     names: dict[str, None] = {}
     for metric in panel.metrics:
         for records in itertools.chain.from_iterable((run.training, run.evaluations) for run in runs):
             last = next((record for record in reversed(records) if record.get(metric) is not None), {})
             value = last.get(metric)
-            one = {metric: value[:_MOST_RANKS] if isinstance(value, list) else value}
+            record = {metric: value[:_MOST_RANKS] if isinstance(value, list) else value}
             if last:
-                names.update(dict.fromkeys(wandb_names({**one, "split": ""} if "split" in last else one)))
+                names.update(dict.fromkeys(wandb_names({**record, "split": ""} if "split" in last else record)))
     return list(names)
 
 
 def _event_panels(runs: Sequence[RunRecords]) -> list[Any]:
-    """Marks over the steps for what happens, and a table of what has."""
+    """A plot of the events over the steps, and a table of them."""
     from wandb_workspaces.reports.v2 import LinePlot, MarkdownPanel
 
     names: list[Any] = [name for kind in EVENTS for name in wandb_names({"event": kind}) if name.endswith(kind)]
@@ -179,20 +178,20 @@ def _event_panels(runs: Sequence[RunRecords]) -> list[Any]:
 
 
 def _cell(text: object) -> str:
-    """Text that ends neither its cell nor its row, and is no markup."""
+    """Text for a Markdown table cell: one line, with markup escaped."""
     return re.sub(r"([\\`*_{}\[\]<>|#!])", r"\\\1", " ".join(str(text).split()))
 
 
 def _is_online(run: RunRecords) -> bool:
-    """Whether the run's own records go to W&B from here: what is offline or off has no workspace there."""
-    asked = _tracking(run).get("wandb", "auto")
-    return asked in ("auto", "online") and wandb_mode("auto") == "online"
+    """Whether the run's records go to W&B from this machine; offline runs have no workspace there."""
+    mode = _tracking(run).get("wandb", "auto")
+    return mode in ("auto", "online") and wandb_mode("auto") == "online"
 
 
-def _continue(workspace: Workspace, before: Workspace | None) -> None:
-    """Let `workspace` replace `before` when saved, if that was saved in the same project."""
-    if before and (before.entity, before.project) == (workspace.entity, workspace.project):
-        workspace._internal_name, workspace._internal_id = before._internal_name, before._internal_id
+def _continue(workspace: Workspace, previous: Workspace | None) -> None:
+    """Let `workspace` replace `previous` when saved, if both belong to the same project."""
+    if previous and (previous.entity, previous.project) == (workspace.entity, workspace.project):
+        workspace._internal_name, workspace._internal_id = previous._internal_name, previous._internal_id
 
 
 def _as_data(workspace: Workspace) -> dict[str, Any]:
@@ -200,6 +199,6 @@ def _as_data(workspace: Workspace) -> dict[str, Any]:
 
 
 def _without_secrets(error: Exception) -> str:
-    """The first line of what went wrong, without anything that could be a key."""
+    """The first line of the error, without anything that could be a key."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__}: " + re.sub(r"[\w-]{32,}", "...", lines[0])[:200]

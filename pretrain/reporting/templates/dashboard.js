@@ -24,21 +24,21 @@ const write = (value, unit) => {
 const ticks = (low, high, count) => {
   const raw = (high - low) / count, size = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 2.5, 5, 10].map(f => f * size).find(s => s >= raw * (1 - 1e-9));
-  const found = [];
-  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + 1e-9 * step; n++) found.push(n * step);
-  return found;
+  const values = [];
+  for (let n = Math.ceil(low / step - 1e-9); n * step <= high + 1e-9 * step; n++) values.push(n * step);
+  return values;
 };
 const logTicks = (low, high) => {
-  const found = [];
+  const values = [];
   for (let e = Math.floor(Math.log10(low)); 10 ** e <= high; e++)
-    for (const f of [1, 2, 5]) if (f * 10 ** e >= low && f * 10 ** e <= high) found.push(f * 10 ** e);
-  if (found.length < 2) return ticks(low, high, 4);
-  return found.length <= 7 ? found : found.filter(t => Math.abs(Math.log10(t) % 1) < 1e-9);
+    for (const f of [1, 2, 5]) if (f * 10 ** e >= low && f * 10 ** e <= high) values.push(f * 10 ** e);
+  if (values.length < 2) return ticks(low, high, 4);
+  return values.length <= 7 ? values : values.filter(t => Math.abs(Math.log10(t) % 1) < 1e-9);
 };
 
 // ---- curves
 
-// Places of the curve's points that are in view, with one more on either side.
+// Indices of the curve's points in view, with one more on either side.
 const inView = curve => {
   let first = 0, end = curve.x.length;
   while (first < end && curve.x[first] < view.low) first++;
@@ -53,7 +53,7 @@ const smoothed = (curve, first, end) => {
     const room = Math.min(reach, curve.x[i] - curve.x[first], curve.x[end - 1] - curve.x[i]);
     for (; to < end && curve.x[to] <= curve.x[i] + room; to++) if (curve.y[to] !== null) { sum += curve.y[to]; count++; }
     for (; curve.x[from] < curve.x[i] - room; from++) if (curve.y[from] !== null) { sum -= curve.y[from]; count--; }
-    // At the end the window shrinks again, and what was taken in ahead goes out.
+    // At the end the window shrinks again, so points ahead leave it.
     for (; to > i + 1 && curve.x[to - 1] > curve.x[i] + room; to--) if (curve.y[to - 1] !== null) { sum -= curve.y[to - 1]; count--; }
     out.push(curve.y[i] === null || !count ? null : sum / count);
   }
@@ -67,7 +67,7 @@ const nearest = (curve, step) => {
 
 // ---- drawing
 
-// Eight colours, and past those the same ones dashed.
+// Eight colours; further curves use them with dashes.
 data.charts.forEach(chart => chart.curves.forEach((curve, number) => {
   curve.style = `--colour: var(--c${number % 8});` + (number < 8 ? "" : ` --dash: ${number < 16 ? "6 3" : "2 3"};`);
 }));
@@ -83,7 +83,7 @@ const figures = [...document.querySelectorAll(".chart[data-number]")].map((figur
   for (const curve of chart.curves) {
     const key = document.createElement("span"), value = document.createElement("b");
     key.style.cssText = curve.style;
-    key.title = curve.not_finite ? `${curve.name}: ${curve.not_finite} records without a finite number` : curve.name;
+    key.title = curve.not_finite ? `${curve.name}: ${curve.not_finite} records with NaN or infinity` : curve.name;
     key.append(curve.name + " ", value);
     keys.append(key);
     values.push(value);
@@ -133,23 +133,23 @@ const draw = one => {
 };
 
 const marks = (x, width) => {
-  const found = [];
+  const nodes = [];
   let free = -Infinity;
   for (const mark of [...data.marks].sort((a, b) => a.step - b.step)) {
     if (mark.step < view.low || mark.step > view.high) continue;
     const at = x(mark.step), style = `--colour: var(${mark.colour})`, room = mark.kind.length * 6;
-    found.push(make("line", { class: "mark", style, x1: at, x2: at, y1: TOP - 4, y2: HEIGHT - BOTTOM }));
+    nodes.push(make("line", { class: "mark", style, x1: at, x2: at, y1: TOP - 4, y2: HEIGHT - BOTTOM }));
     const left = Math.min(at - 2, width - RIGHT - room);
     if (left > free) {
-      found.push(make("text", { class: "mark", style, x: left, y: TOP - 7 }, mark.kind));
+      nodes.push(make("text", { class: "mark", style, x: left, y: TOP - 7 }, mark.kind));
       free = left + room + 4;
     }
   }
-  return found;
+  return nodes;
 };
 
 const paths = (curve, first, end, x, y) => {
-  const style = curve.style, found = [];
+  const style = curve.style, nodes = [];
   const line = values => {
     let text = "", down = false;
     for (let i = first; i < end; i++) {
@@ -164,15 +164,15 @@ const paths = (curve, first, end, x, y) => {
     const whole = Array.from({ length: end - first }, (_, i) => first + i).filter(i => curve.low[i] !== null);
     const text = [...whole.map(i => [i, curve.high[i]]), ...whole.reverse().map(i => [i, curve.low[i]])]
       .map(([i, value]) => `${x(curve.x[i]).toFixed(1)} ${y(value).toFixed(1)}`).join("L");
-    if (text) found.push(make("path", { class: "band", style, d: `M${text}Z` }));
-  } else if (soft) found.push(make("path", { class: "raw", style, d: line(own) }));
-  found.push(make("path", { style, d: line(soft ? smoothed(curve, first, end) : own) }));
+    if (text) nodes.push(make("path", { class: "band", style, d: `M${text}Z` }));
+  } else if (soft) nodes.push(make("path", { class: "raw", style, d: line(own) }));
+  nodes.push(make("path", { style, d: line(soft ? smoothed(curve, first, end) : own) }));
   if (end - first <= FEW) for (let i = first; i < end; i++)
-    if (curve.y[i] !== null) found.push(make("circle", { style, cx: x(curve.x[i]), cy: y(curve.y[i]), r: 2.4 }));
-  return found;
+    if (curve.y[i] !== null) nodes.push(make("circle", { style, cx: x(curve.x[i]), cy: y(curve.y[i]), r: 2.4 }));
+  return nodes;
 };
 
-// ---- reading off: one step for all panels
+// ---- values under the pointer: one step for all panels
 
 const read = () => {
   for (const one of figures) {
@@ -192,51 +192,51 @@ const read = () => {
         "text-anchor": at > one.svg.clientWidth / 2 ? "end" : "start" }, label));
   }
 };
-const say = (one, place) => {
-  one.figure.querySelector(".said")?.remove();
+const showMarks = (one, place) => {
+  one.figure.querySelector(".mark-text")?.remove();
   if (place === null) return;
   const near = data.marks.filter(mark => mark.step >= view.low && mark.step <= view.high && Math.abs(one.x(mark.step) - place) < 6);
   if (!near.length) return;
-  const said = document.createElement("div");
-  said.className = "said";
+  const note = document.createElement("div");
+  note.className = "mark-text";
   for (const mark of near.slice(0, 3)) {
     const line = document.createElement("div"), kind = document.createElement("b");
     kind.style.color = `var(${mark.colour})`;
     kind.textContent = mark.kind;
     line.append(kind, ` ${mark.run} step ${mark.step.toLocaleString("en")}${mark.time ? ", " + mark.time : ""}: ${mark.message}`);
-    said.append(line);
+    note.append(line);
   }
-  one.figure.append(said);
+  one.figure.append(note);
 };
 
 for (const one of figures) {
   let from = null;
   const place = event => event.clientX - one.svg.getBoundingClientRect().left;
-  const look = event => {
+  const showValues = event => {
     view.at = one.step(place(event)); view.figure = one.figure;
     read();
-    say(one, place(event));
+    showMarks(one, place(event));
     if (from !== null) {
       const [a, b] = [from, place(event)].sort((p, q) => p - q);
       one.cursor.append(make("rect", { class: "choice", x: a, width: b - a, y: TOP, height: HEIGHT - TOP - BOTTOM }));
     }
   };
-  one.svg.addEventListener("pointermove", look);
+  one.svg.addEventListener("pointermove", showValues);
   one.svg.addEventListener("pointerdown", event => {
     if (event.pointerType === "mouse") { from = place(event); one.svg.setPointerCapture(event.pointerId); }
-    look(event);
+    showValues(event);
   });
   one.svg.addEventListener("pointerup", event => {
     if (from === null) return;
     const steps = [one.step(from), one.step(place(event))].sort((a, b) => a - b), far = Math.abs(place(event) - from) > 5;
     from = null;
-    if (far) choose(Math.floor(steps[0]), Math.ceil(steps[1]), ""); else look(event);
+    if (far) choose(Math.floor(steps[0]), Math.ceil(steps[1]), ""); else showValues(event);
   });
-  one.svg.addEventListener("pointerleave", () => { if (from === null) { view.at = null; say(one, null); read(); } });
+  one.svg.addEventListener("pointerleave", () => { if (from === null) { view.at = null; showMarks(one, null); read(); } });
   one.svg.addEventListener("dblclick", () => choose(data.low, data.high, "1"));
 }
 
-// ---- controls, kept over a reload
+// ---- controls, restored after a reload
 
 const all = () => { figures.forEach(draw); read(); keep(); };
 const choose = (low, high, share) => {
@@ -250,8 +250,8 @@ const keep = () => {
   try { sessionStorage.setItem("dashboard " + document.title, JSON.stringify(kept)); } catch { /* no storage for files */ }
 };
 const chooseShare = share => choose(Math.round(data.high - (data.high - data.low) * Number(share)), data.high, share);
-const tell = () => { element("smoothed").textContent = view.smooth ? `${view.smooth} %` : "off"; };
-element("smooth").addEventListener("input", event => { view.smooth = Number(event.target.value); tell(); all(); });
+const showSmoothing = () => { element("smoothed").textContent = view.smooth ? `${view.smooth} %` : "off"; };
+element("smooth").addEventListener("input", event => { view.smooth = Number(event.target.value); showSmoothing(); all(); });
 element("log").addEventListener("change", event => { view.log = event.target.checked; all(); });
 element("range").addEventListener("change", event => chooseShare(event.target.value));
 element("whole").addEventListener("click", () => chooseShare("1"));
@@ -261,14 +261,14 @@ const ago = seconds => {
     if (seconds >= size) return `${Math.floor(seconds / size)} ${name}${seconds >= 2 * size ? "s" : ""} ago`;
   return "just now";
 };
-const tellTime = () => {
+const showTimes = () => {
   for (const time of document.querySelectorAll("time[data-seconds]")) {
     const seconds = Number(time.dataset.seconds);
     time.textContent = `${ago(Date.now() / 1000 - seconds)} (${new Date(1000 * seconds).toLocaleString()})`;
   }
 };
-setInterval(tellTime, 30000);
-tellTime();
+setInterval(showTimes, 30000);
+showTimes();
 
 let kept = null;
 try { kept = JSON.parse(sessionStorage.getItem("dashboard " + document.title)); } catch { /* no storage for files */ }
@@ -277,7 +277,7 @@ if (kept) {
   element("smooth").value = view.smooth;
   element("log").checked = view.log;
 }
-tell();
+showSmoothing();
 if (kept && kept.share === "") choose(kept.low, kept.high, ""); else chooseShare(kept ? kept.share : "1");
 let drawn = window.innerWidth;
 window.addEventListener("resize", () => { if (window.innerWidth !== drawn) { drawn = window.innerWidth; all(); } });

@@ -1,7 +1,8 @@
-"""Who is compared: our engine, and transformers' BertForPreTraining in several kinds, behind the same calls.
+"""What the step benchmarks compare: this project's engine and its baselines, behind one interface.
 
-Each contestant lives in a process of its own, as its user would run it: what one does to the process (our engine
-holds on to freed memory) neither helps nor harms the other. Only one of them works at a time.
+The baselines are transformers' BertForPreTraining in several variants, and this project's model in a plain torch loop.
+Each trainer runs in its own process, as its user would run it. So settings of one process do not affect another; for
+example, our engine keeps freed memory. Only one trainer works at a time.
 """
 
 from __future__ import annotations
@@ -28,28 +29,38 @@ from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
 
 OURS = "ours"
-# Kinds of the peer: its attention, and whether torch.compile fuses it. Which is fastest depends on the machine.
-PEERS = ("sdpa", "eager", "sdpa-compiled", "eager-compiled")
-BARE = "bare"  # our model and batches in a plain torch loop: what the engine costs
+# Variants of transformers: the attention, and whether torch.compile is used. Which is fastest depends on the machine.
+BASELINES = ("sdpa", "eager", "sdpa-compiled", "eager-compiled")
+# Our model and batches in a plain torch loop: shows the overhead of the engine.
+BARE = "bare"
 
 
 @dataclass(frozen=True)
-class Entry:
-    """What a contestant is given."""
+class TrainerSpec:
+    """Describes one trainer.
 
-    kind: str  # OURS, BARE or one of PEERS
+    Attributes:
+        kind: `OURS`, `BARE` or one of `BASELINES`.
+        config: the run that it trains.
+        device: torch device type.
+        threads: CPU threads; 0 keeps torch's default.
+        steps: batches to make before training starts; 0 makes each batch when it is needed.
+    """
+
+    kind: str
     config: PretrainConfig
     device: str = "cpu"
-    threads: int = 0  # CPU threads; 0 leaves torch's default
-    steps: int = 0  # made before the first one is trained; 0 makes each when its turn comes
+    threads: int = 0
+    steps: int = 0
 
 
 def bench_config(
     corpus: str, size: str, length: int, sequences: int, *, rate: float = 1e-4, precision: str = "auto", **model: Any
 ) -> PretrainConfig:
-    """A run without end of `sequences` a step, each step one micro-batch; `model` adds to its section.
+    """A run of `sequences` per step and one micro-batch per step, with no last step.
 
-    Its precision is settled for this machine, and is also that of those it is compared with.
+    `model` holds further settings of the section model. The precision is resolved for this machine; the baselines use
+    the same one.
     """
     phase = {
         "sequence_length": length,
@@ -73,107 +84,107 @@ def bench_config(
 class StepReport(NamedTuple):
     """One trained step."""
 
-    seconds: float  # of the training alone
+    seconds: float  # training only, without making the batch
     tokens: int  # without padding
     loss: float
 
 
-class Contestant:
-    """A process that trains the steps of an epoch in order, one at each call; raises what went wrong there."""
+class TrainerProcess:
+    """A process that trains the steps of an epoch in order, one per call. Errors of the process are raised here."""
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, spec: TrainerSpec) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(entry, theirs), daemon=True)
+        self._process = context.Process(target=_serve, args=(spec, theirs), daemon=True)
         self._process.start()
         theirs.close()
 
     def train(self, learning_rate: float) -> StepReport:
         """Train the next step of the epoch."""
-        return self._ask("train", learning_rate)
+        return self._call("train", learning_rate)
 
     def held_out_loss(self) -> float:
         """Mean cross-entropy of the held-out masked tokens in nats, without dropout."""
-        return self._ask("held_out_loss")
+        return self._call("held_out_loss")
 
     def close(self) -> None:
         self._connection.close()
         self._process.join()
 
-    def _ask(self, *call: Any) -> Any:
+    def _call(self, *call: Any) -> Any:
         self._connection.send(call)
         try:
             answer = self._connection.recv()
         except EOFError:
             self._process.join()
-            raise RuntimeError(f"a contestant's process ended with code {self._process.exitcode}") from None
+            raise RuntimeError(f"a trainer's process exited with code {self._process.exitcode}") from None
         if isinstance(answer, Exception):
             raise answer
         return answer
 
 
-def _serve(entry: Entry, connection: Any) -> None:
+def _serve(spec: TrainerSpec, connection: Any) -> None:
     try:
-        trainer = _Trainer(entry)
+        trainer = _Worker(spec)
         while True:
             method, *arguments = connection.recv()
             connection.send(getattr(trainer, method)(*arguments))
     except EOFError:
-        return  # the other side is done
+        return  # the parent closed the connection
     except Exception as error:
         connection.send(error)
 
 
-class _Trainer:
-    """The contestant's side of `Contestant`."""
+class _Worker:
+    """Runs one trainer inside the process of `TrainerProcess`."""
 
-    def __init__(self, entry: Entry) -> None:
-        if entry.threads:
-            torch.set_num_threads(entry.threads)
+    def __init__(self, spec: TrainerSpec) -> None:
+        if spec.threads:
+            torch.set_num_threads(spec.threads)
         torch.manual_seed(0)
-        self._entry, self._device = entry, torch.device(entry.device)
-        shards = open_shards(Path(entry.config.corpus.dir), "train")
-        loader = Loader(shards, entry.config, 0, rank=0, world_size=1)
+        self._spec, self._device = spec, torch.device(spec.device)
+        shards = open_shards(Path(spec.config.corpus.dir), "train")
+        loader = Loader(shards, spec.config, 0, rank=0, world_size=1)
         self._steps: Iterator[StepBatch] = iter(loader)
-        if entry.steps:
-            self._steps = iter([next(loader).to(self._device) for _ in range(entry.steps)])
+        if spec.steps:
+            self._steps = iter([next(loader).to(self._device) for _ in range(spec.steps)])
             loader.close()
-        if entry.kind == OURS:
-            alone(self._device)
-            self._model = Ours(entry.config, shards.vocabulary_size)
-        elif entry.kind == BARE:
-            self._model = Bare(entry.config, shards.vocabulary_size, self._device)
+        if spec.kind == OURS:
+            join_single_process_group(self._device)
+            self._trainer = EngineTrainer(spec.config, shards.vocabulary_size)
+        elif spec.kind == BARE:
+            self._trainer = PlainLoopTrainer(spec.config, shards.vocabulary_size, self._device)
         else:
-            self._model = Peer(entry.config, shards.vocabulary_size, self._device, entry.kind)
+            self._trainer = TransformersTrainer(spec.config, shards.vocabulary_size, self._device, spec.kind)
 
     def train(self, learning_rate: float) -> StepReport:
         step = next(self._steps).to(self._device)
-        ready = self._model.ready(step)
+        prepared = self._trainer.prepare(step)
         self._synchronise()
-        began = time.perf_counter()
-        loss = self._model.train(ready, learning_rate)  # pyright: ignore[reportArgumentType]
+        started = time.perf_counter()
+        loss = self._trainer.train(prepared, learning_rate)  # pyright: ignore[reportArgumentType]
         self._synchronise()
-        return StepReport(time.perf_counter() - began, step.tokens, loss)
+        return StepReport(time.perf_counter() - started, step.tokens, loss)
 
     def held_out_loss(self) -> float:
-        held_out = open_shards(Path(self._entry.config.corpus.dir), "validation")
-        steps = validation_batches(held_out, self._entry.config, 0, rank=0, world_size=1)
-        return self._model.held_out_loss([step.to(self._device) for step in steps])
+        held_out = open_shards(Path(self._spec.config.corpus.dir), "validation")
+        steps = validation_batches(held_out, self._spec.config, 0, rank=0, world_size=1)
+        return self._trainer.held_out_loss([step.to(self._device) for step in steps])
 
     def _synchronise(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 
 
-def alone(device: torch.device) -> None:
-    """A process group of this process, which DeepSpeed wants."""
+def join_single_process_group(device: torch.device) -> None:
+    """Initialise a process group of this process only; DeepSpeed requires one."""
     if not dist.is_initialized():
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=1)  # pyright: ignore[reportAttributeAccessIssue]
 
 
-class Ours:
-    """The product's engine on one worker."""
+class EngineTrainer:
+    """This project's engine on one worker."""
 
     def __init__(self, config: PretrainConfig, vocabulary_size: int) -> None:
         optimizer = config.optimizer
@@ -184,8 +195,8 @@ class Ours:
         )
         self._engine.module.train()
 
-    def ready(self, step: StepBatch) -> StepBatch:
-        """The step as `train` takes it; not timed."""
+    def prepare(self, step: StepBatch) -> StepBatch:
+        """The step in the form that `train` expects; not timed."""
         return step
 
     def train(self, step: StepBatch, learning_rate: float) -> float:
@@ -204,8 +215,8 @@ class Ours:
         return _held_out_loss(self._engine.module, steps)
 
 
-class Bare:
-    """Our model in a loop of torch alone: rounded weights, fp32 masters, clipping and fused AdamW; no DeepSpeed."""
+class PlainLoopTrainer:
+    """This project's model in a plain torch loop: low-precision weights, fp32 master weights, clipping, fused AdamW."""
 
     def __init__(self, config: PretrainConfig, vocabulary_size: int, device: torch.device) -> None:
         hold_freed_memory()
@@ -219,8 +230,8 @@ class Bare:
         named = dict(model.named_parameters())
         self._weights = [named[name] for group in groups for name in group["names"]]
 
-    def ready(self, step: StepBatch) -> StepBatch:
-        """The step as `train` takes it; not timed."""
+    def prepare(self, step: StepBatch) -> StepBatch:
+        """The step in the form that `train` expects; not timed."""
         return step
 
     def train(self, step: StepBatch, learning_rate: float) -> float:
@@ -256,12 +267,11 @@ def _held_out_loss(model: nn.Module, steps: list[StepBatch]) -> float:
     return total / sum(step.masked for step in steps)
 
 
-class Peer:
-    """transformers: autocast to the config's precision, fused AdamW, padded to the longest of the batch.
+class TransformersTrainer:
+    """transformers with autocast to the config's precision and fused AdamW, padded to the longest sequence of a batch.
 
     Args:
-        kind: its attention, "eager" or "sdpa", and "-compiled" behind it for torch.compile. Which is the fastest
-            depends on the machine.
+        kind: one of `BASELINES`: "eager" or "sdpa" attention, with the suffix "-compiled" for torch.compile.
     """
 
     def __init__(self, config: PretrainConfig, vocabulary_size: int, device: torch.device, kind: str) -> None:
@@ -286,17 +296,17 @@ class Peer:
         ).to(device)  # pyright: ignore[reportArgumentType]
         self._model.train()
         self._forward = torch.compile(self._model, dynamic=True) if compiled else self._model
-        choice = config.optimizer
+        settings = config.optimizer
         self._optimizer = torch.optim.AdamW(
-            parameter_groups_of_peer(self._model, choice.weight_decay),
+            hf_parameter_groups(self._model, settings.weight_decay),
             lr=0.0,
-            betas=(choice.beta1, choice.beta2),
-            eps=choice.epsilon,
+            betas=(settings.beta1, settings.beta2),
+            eps=settings.epsilon,
             fused=True,
         )
 
-    def ready(self, step: StepBatch) -> list[dict[str, Tensor]]:
-        """The step's micro-batches, padded; not timed."""
+    def prepare(self, step: StepBatch) -> list[dict[str, Tensor]]:
+        """The step's micro-batches with padding; not timed."""
         return [pad(batch) for batch in step.micro_batches]
 
     def train(self, step: list[dict[str, Tensor]], learning_rate: float) -> float:
@@ -330,8 +340,8 @@ class Peer:
         return total / sum(step.masked for step in steps)
 
 
-def parameter_groups_of_peer(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
-    """No decay for biases and LayerNorm, as the HF Trainer has it."""
+def hf_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:
+    """Parameter groups without weight decay for biases and LayerNorm, as in the HF Trainer."""
     exempt = {True: [], False: []}
     for parameter in model.parameters():
         exempt[parameter.ndim < 2].append(parameter)
@@ -342,11 +352,11 @@ def parameter_groups_of_peer(model: nn.Module, weight_decay: float) -> list[dict
 
 
 def pad(batch: MicroBatch) -> dict[str, Tensor]:
-    """The micro-batch as transformers wants it: [sequences, longest], labels -100 where nothing is predicted."""
+    """The micro-batch in the layout of transformers: tensors [sequences, longest], label -100 at unmasked tokens."""
     sequences, longest = len(batch.lengths), max(batch.lengths)
     device = batch.input_ids.device
     lengths = torch.tensor(batch.lengths, device=device)
-    real = torch.arange(longest, device=device) < lengths[:, None]
+    is_token = torch.arange(longest, device=device) < lengths[:, None]
     labels_T = torch.full_like(batch.input_ids, -100)
     labels_T[batch.masked_rows] = batch.masked_labels
     padded = {}
@@ -355,5 +365,5 @@ def pad(batch: MicroBatch) -> dict[str, Tensor]:
         ("token_type_ids", batch.token_types, 0),
         ("labels", labels_T, -100),
     ):
-        padded[name] = torch.full((sequences, longest), filler, device=device).masked_scatter(real, values)
-    return {**padded, "attention_mask": real.long(), "next_sentence_label": batch.nsp_labels}
+        padded[name] = torch.full((sequences, longest), filler, device=device).masked_scatter(is_token, values)
+    return {**padded, "attention_mask": is_token.long(), "next_sentence_label": batch.nsp_labels}

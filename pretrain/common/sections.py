@@ -1,0 +1,80 @@
+"""The base of all config sections, its field types, and how to look up a field by its path."""
+
+from __future__ import annotations
+
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, TypeGuard
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue
+from pydantic.fields import FieldInfo
+
+from pretrain.common.files import check_local
+
+Keys = tuple[str | int, ...]
+"""The path of a setting: names of sections and fields, and indices of list items."""
+
+
+class Section(BaseModel):
+    """Base of all config sections: frozen; unknown keys, infinities and NaN are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+def _check_path(text: str) -> str:
+    check_local(text)
+    try:
+        Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError(f"{text!r} starts with a user who does not exist on this machine") from None
+    return text
+
+
+LocalPath = Annotated[str, AfterValidator(_check_path)]
+"""A relative or absolute path on the machines that run; remote addresses are refused."""
+
+SEVERAL_LINES: dict[str, JsonValue] = {"several_lines": True}
+"""`Field(json_schema_extra=SEVERAL_LINES)`: the text may contain tabs and line breaks; other text may not."""
+
+NO_SECRETS: dict[str, JsonValue] = {"no_secrets": True}
+"""`Field(json_schema_extra=NO_SECRETS)`: names chosen by others, such as labels, whose values are public."""
+
+
+def is_section(annotation: Any) -> TypeGuard[type[Section]]:
+    """Whether a type annotation is a config section."""
+    return isinstance(annotation, type) and issubclass(annotation, Section)
+
+
+def section_at(model: type[Section], path: Keys) -> type[Section] | None:
+    """The section at `path` below `model`; None if there is none."""
+    for part in path:
+        if isinstance(part, int):
+            continue
+        field = model.model_fields.get(part)
+        inner = [t for t in (field.annotation, *typing.get_args(field.annotation)) if is_section(t)] if field else []
+        if not inner:
+            return None
+        model = inner[0]
+    return model
+
+
+def field_at(model: type[Section], path: Keys) -> FieldInfo | None:
+    """The field at `path` below `model`; None if there is none."""
+    section = section_at(model, path[:-1]) if path else None
+    return section.model_fields.get(str(path[-1])) if section else None
+
+
+def required_names(model: type[Section]) -> list[str]:
+    """The names of the fields without a default."""
+    return [name for name, field in model.model_fields.items() if field.is_required()]
+
+
+def dotted_names(model: type[Section], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all settings below `model`; list items have the index 0."""
+    for name, field in model.model_fields.items():
+        yield prefix + name
+        for annotation in (field.annotation, *typing.get_args(field.annotation)):
+            if is_section(annotation):
+                index = "0." if typing.get_origin(field.annotation) is tuple else ""
+                yield from dotted_names(annotation, f"{prefix}{name}.{index}")

@@ -1,0 +1,178 @@
+"""YAML 1.2 text to values and back, with the line of every value."""
+
+from __future__ import annotations
+
+import re
+import typing
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pretrain.common.errors import InputError, printable
+from pretrain.common.setting_errors import shown
+
+# Limits of one YAML text, far above the settings of any run.
+_MOST_BYTES = 1 << 20
+_MOST_VALUES = 50_000  # an alias counts as all values that it stands for
+_MOST_LEVELS = 50  # nested sections and lists
+
+
+def read_text(path: Path) -> str:
+    """The text of a YAML file. Raises `InputError` if it cannot be read, is too large or is not UTF-8."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MOST_BYTES + 1)
+        if len(data) > _MOST_BYTES:
+            raise InputError(f"{path}: more than {_MOST_BYTES >> 20} MiB. Give a YAML file with settings.")
+        return data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{path}: byte {error.start} is not UTF-8. Save the file as UTF-8.") from None
+    except OSError as error:
+        raise InputError(f"{path}: cannot be read ({error.strerror}). Give a YAML file.") from None
+
+
+def parse(text: str, where: str) -> tuple[yaml.Node | None, Any]:
+    """The node tree and the values of one YAML text.
+
+    Args:
+        text: the YAML.
+        where: its file, or the override `--set ...` that it comes from; starts the error message.
+
+    Raises:
+        InputError: the text is not valid YAML; the message has the line.
+    """
+    in_file = not where.startswith("--set")
+    try:
+        loader = _Loader(text)
+        try:
+            root = loader.get_single_node()
+            return root, loader.construct_document(root) if root is not None else None
+        finally:
+            loader.dispose()
+    except yaml.MarkedYAMLError as error:
+        line = f":{error.problem_mark.line + 1}" if in_file and error.problem_mark else ""
+        raise InputError(f"{where}{line}: not valid YAML: {error.problem or error.context}.") from None
+    except yaml.reader.ReaderError as error:
+        line = f":{text.count(chr(10), 0, error.position) + 1}" if in_file else ""
+        character = printable(text[error.position])
+        raise InputError(f"{where}{line}: not valid YAML: the character {character} is not allowed here.") from None
+
+
+def child(node: yaml.Node | None, part: str | int) -> tuple[int, yaml.Node] | None:
+    """(1-based line, node) of the item `part` of a mapping or sequence node."""
+    if isinstance(node, yaml.MappingNode):
+        for key, item in node.value:
+            if key.value == str(part):
+                return key.start_mark.line + 1, item
+    if isinstance(node, yaml.SequenceNode) and isinstance(part, int) and part < len(node.value):
+        return node.value[part].start_mark.line + 1, node.value[part]
+    return None
+
+
+class _Loader(yaml.SafeLoader):
+    """PyYAML's safe loader with the scalars of YAML 1.2; PyYAML itself reads 1e-4 as text and `off` as false.
+
+    Its result is safe to traverse: with all aliases expanded it is limited in size and depth, and it has no cycle.
+    """
+
+    yaml_implicit_resolvers: typing.ClassVar[dict] = {}
+    # The types of YAML 1.2's core schema; the key None refuses all others, such as timestamps.
+    yaml_constructors: typing.ClassVar[dict] = {
+        tag: constructor
+        for tag, constructor in yaml.SafeLoader.yaml_constructors.items()
+        if tag is None or tag.rpartition(":")[2] in ("null", "bool", "int", "float", "str", "seq", "map")
+    }
+
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._level = 0
+        # (values, levels) of each complete node
+        self._extents: dict[yaml.Node, tuple[int, int]] = {}
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        is_alias, mark = self.check_event(yaml.AliasEvent), self.peek_event().start_mark
+        self._level += 1
+        self._check(len(self._extents), self._level, mark)  # before the recursion goes deeper
+        node = super().compose_node(parent, index)
+        self._level -= 1
+        if node is None:
+            return None
+        if not is_alias:
+            self._extents[node] = self._extent(node)
+        elif node not in self._extents:
+            raise _problem("an alias inside the value that it refers to", mark)
+        self._check(*self._extents[node], mark)
+        return node
+
+    def _check(self, values: int, levels: int, mark: yaml.Mark) -> None:
+        if values > _MOST_VALUES:
+            raise _problem(f"more than {_MOST_VALUES:,} values, with all aliases expanded", mark)
+        if levels > _MOST_LEVELS:
+            raise _problem(f"more than {_MOST_LEVELS} levels of sections and lists", mark)
+
+    def _extent(self, node: yaml.Node) -> tuple[int, int]:
+        """(values, levels) of a node whose children are complete."""
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.SequenceNode):
+            children = node.value
+        elif isinstance(node, yaml.MappingNode):
+            children = [item for pair in node.value for item in pair]
+        extents = [self._extents[child] for child in children]
+        return 1 + sum(values for values, _ in extents), 1 + max((levels for _, levels in extents), default=0)
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, LookupError):  # a tag such as !!int in front of a value of another type
+            kind = node.tag.rpartition(":")[2]
+            raise _problem(f"{shown(node.value)} is not of type {kind}", node.start_mark) from None
+
+    def construct_text(self, node: yaml.ScalarNode) -> str:
+        """Text. JSON writes a character beyond 16 bits as two escapes; they are joined to one character."""
+        return node.value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "surrogatepass")
+
+    def construct_integer(self, node: yaml.ScalarNode) -> int:
+        """A whole number, decimal or hexadecimal. PyYAML would read a leading 0 as octal."""
+        if len(node.value) <= _MOST_DIGITS:
+            number = int(node.value, 16 if "x" in node.value else 10)
+            if -(2**63) <= number < 2**63:
+                return number
+        raise _problem(f"{shown(node.value)} does not fit into 64 bits", node.start_mark)
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: dict[str, int] = {}
+        for key, _ in node.value:
+            name = str(key.value)
+            if name in seen and key.tag != "tag:yaml.org,2002:merge":
+                raise _problem(f"{name} is given twice, first on line {seen[name]}", key.start_mark)
+            seen[name] = key.start_mark.line + 1
+        return super().construct_mapping(node, deep)
+
+
+def _problem(text: str, mark: yaml.Mark | None) -> yaml.MarkedYAMLError:
+    return yaml.MarkedYAMLError(problem=text, problem_mark=mark)
+
+
+class Dumper(yaml.SafeDumper):
+    """PyYAML's safe dumper. It quotes text that YAML 1.1 or 1.2 would read as something else."""
+
+
+_DIGITS = "[0-9]+(?:_[0-9]+)*"
+_SCALARS: tuple[tuple[str, str, list[str]], ...] = (
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("int", rf"[-+]?(0x[0-9a-fA-F]+|{_DIGITS})", list("-+0123456789")),
+    (
+        "float",
+        rf"[-+]?(\.[0-9]+|{_DIGITS}(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+        list("-+0123456789."),
+    ),
+    ("merge", r"<<", ["<"]),
+)
+for _tag, _pattern, _first in _SCALARS:
+    for _class in (_Loader, Dumper):
+        _class.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(rf"(?:{_pattern})\Z"), _first)
+_MOST_DIGITS = 100  # of a whole number; Python itself refuses to read 5,000
+_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_integer)
+_Loader.add_constructor("tag:yaml.org,2002:str", _Loader.construct_text)

@@ -1,0 +1,49 @@
+"""The config of a run: frozen pydantic models, one YAML file per run. `load_config` reads it.
+
+Every field has its default, its limits and a description with its unit. Unknown keys are refused; the error names the
+line of the file and the nearest known key.
+"""
+
+from pretrain.config.data import (
+    MASKING_SCHEMES,
+    SOURCES,
+    CorpusConfig,
+    MaskingConfig,
+    PairsConfig,
+    SourceConfig,
+    VocabularyConfig,
+)
+from pretrain.config.engine import CheckpointConfig, EngineConfig, Precision, SpikeConfig
+from pretrain.config.model import MAX_WIDTH, ModelConfig
+from pretrain.config.resume import FREE_ON_RESUME, as_begun, changed_for_resume, with_precision
+from pretrain.config.run import PretrainConfig, R, RunConfig, SchedulingConfig, TrackingConfig, load_config
+from pretrain.config.schedule import EvaluationConfig, OptimizerConfig, PhaseConfig
+
+__all__ = [
+    "FREE_ON_RESUME",
+    "MASKING_SCHEMES",
+    "MAX_WIDTH",
+    "SOURCES",
+    "CheckpointConfig",
+    "CorpusConfig",
+    "EngineConfig",
+    "EvaluationConfig",
+    "MaskingConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "PairsConfig",
+    "PhaseConfig",
+    "Precision",
+    "PretrainConfig",
+    "R",
+    "RunConfig",
+    "SchedulingConfig",
+    "SourceConfig",
+    "SpikeConfig",
+    "TrackingConfig",
+    "VocabularyConfig",
+    "as_begun",
+    "changed_for_resume",
+    "load_config",
+    "with_precision",
+]

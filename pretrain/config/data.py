@@ -1,0 +1,157 @@
+"""Settings of the data: sources, vocabulary, corpus, sentence pairs and masking."""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator, model_validator
+
+from pretrain.common.kinds import check_kind
+from pretrain.common.settings import LocalPath, Section
+
+# Packages in which every module is one choice: of `SourceConfig.kind`, and of `MaskingConfig.scheme`.
+SOURCES = "pretrain.corpus.sources"
+MASKING_SCHEMES = "pretrain.batches.masking"
+
+
+class SourceConfig(Section):
+    """One source of text. `kind` decides whether `path` or `dataset` is required."""
+
+    kind: str = Field(
+        description="Format of the text: mediawiki, wikiextractor, books, jsonl, parquet, csv, huggingface or docstrings."
+    )
+    name: str = Field(default="", description="Name on the corpus card. Empty uses the kind and the file name.")
+    path: LocalPath = Field(
+        default="",
+        description="File, folder or glob, relative to the working directory. "
+        "Required for every kind but huggingface and docstrings.",
+    )
+    dataset: LocalPath = Field(
+        default="",
+        description="Only huggingface, required: the name of a hub dataset, or a folder written by save_to_disk.",
+    )
+    subset: str = Field(
+        default="", description="Only huggingface: name of the dataset's configuration, such as 20231101.en."
+    )
+    split: str = Field(default="train", description="Only huggingface: split to read.")
+    revision: str = Field(default="", description="Only huggingface: commit of the dataset; required for hub datasets.")
+    text_column: str = Field(
+        default="text", description="Only jsonl, parquet, csv and huggingface: column that holds the text."
+    )
+    weight: float = Field(
+        default=1.0,
+        gt=0,
+        description="How often each epoch reads this source: 0.5 reads half of it, 2 reads all of it twice.",
+    )
+    licence: str = Field(default="unknown", description="Licence of the text, shown on the corpus card.")
+
+    @field_validator("kind")
+    @classmethod
+    def _check_kind(cls, kind: str) -> str:
+        check_kind(SOURCES, kind)
+        return kind
+
+    @model_validator(mode="after")
+    def _check_location(self) -> SourceConfig:
+        needed = {"huggingface": "dataset", "docstrings": ""}.get(self.kind, "path")
+        if needed and not getattr(self, needed):
+            raise ValueError(f"kind: {self.kind} needs {needed}")
+        return self
+
+
+class VocabularyConfig(Section):
+    """The WordPiece vocabulary: trained on the corpus, or read from `path`."""
+
+    path: LocalPath = Field(
+        default="", description="Existing vocab.txt or tokenizer.json to use. Empty trains a new vocabulary."
+    )
+    size: int = Field(default=30522, ge=64, description="Size of a new vocabulary in tokens, special tokens included.")
+    lowercase: bool = Field(default=True, description="Lower-case the text and strip accents (an uncased vocabulary).")
+    min_frequency: int = Field(default=2, ge=1, description="Occurrences that a pair of tokens needs to be merged.")
+    training_bytes: int = Field(
+        default=1 << 30,
+        ge=1,
+        description="Most bytes of text to train the vocabulary on. Larger corpora are sampled by document hash.",
+    )
+
+
+class CorpusConfig(Section):
+    """The text to prepare and the folder of the prepared corpus."""
+
+    dir: LocalPath = Field(description="Folder of the token shards, tokenizer, manifest and card.")
+    sources: tuple[SourceConfig, ...] = Field(
+        default=(), description="Text to prepare. May be empty if dir already holds a prepared corpus."
+    )
+    vocabulary: VocabularyConfig = Field(default=VocabularyConfig(), description="The WordPiece vocabulary.")
+    min_document_words: int = Field(
+        default=20, ge=0, description="Words that a document needs; shorter ones are dropped and counted. 0 keeps all."
+    )
+    validation_fraction: float = Field(
+        default=0.005, ge=0, lt=1, description="Share of the documents held out for validation, chosen by hash."
+    )
+    shard_tokens: int = Field(default=100_000_000, ge=1000, description="Tokens per shard file.")
+    language: str = Field(
+        default="en", description="ISO 639-1 code of the text. Sentence splitting uses its list of abbreviations."
+    )
+    processes: int = Field(
+        default=0,
+        ge=0,
+        description="Processes that prepare the corpus. 0 uses one per core of this machine, "
+        "or of the cluster that scheduling.address names.",
+    )
+
+
+class MaskingConfig(Section):
+    """Masked language modelling (MLM), Devlin et al. section 3.1."""
+
+    probability: float = Field(default=0.15, gt=0, lt=1, description="Share of each sequence's tokens to predict.")
+    mask_share: float = Field(default=0.8, ge=0, le=1, description="Share of the predicted tokens replaced by [MASK].")
+    random_share: float = Field(
+        default=0.1,
+        ge=0,
+        le=1,
+        description="Share of the predicted tokens replaced by a random token; the rest stays unchanged. "
+        "mask_share and random_share add up to 1 at most.",
+    )
+    whole_word: bool = Field(default=False, description="Mask all tokens of a word together.")
+    scheme: str = Field(
+        default="",
+        description="How tokens are chosen: tokens or whole_words. Empty means whole_words if whole_word is true, "
+        "else tokens.",
+    )
+
+    @property
+    def chosen_scheme(self) -> str:
+        """The scheme that `scheme` and `whole_word` name together."""
+        return self.scheme or ("whole_words" if self.whole_word else "tokens")
+
+    @field_validator("scheme")
+    @classmethod
+    def _check_scheme(cls, scheme: str) -> str:
+        if scheme:
+            check_kind(MASKING_SCHEMES, scheme)
+        return scheme
+
+    @model_validator(mode="after")
+    def _check_together(self) -> MaskingConfig:
+        if self.mask_share + self.random_share > 1:
+            raise ValueError(
+                f"mask_share ({self.mask_share}) and random_share ({self.random_share}) add up to more than 1"
+            )
+        if self.whole_word and self.chosen_scheme != "whole_words":
+            raise ValueError(f"whole_word: true contradicts scheme: {self.scheme}; leave one of them out")
+        return self
+
+
+class PairsConfig(Section):
+    """How sequences are cut from documents, Devlin et al. appendix A.2."""
+
+    next_sentence: bool = Field(
+        default=True,
+        description="Make sentence pairs for next-sentence prediction (NSP). "
+        "false packs full sentences into one segment and trains MLM only.",
+    )
+    random_next_share: float = Field(
+        default=0.5, ge=0, le=1, description="Share of the pairs whose second segment comes from another document."
+    )
+    short_share: float = Field(
+        default=0.1, ge=0, le=1, description="Share of the sequences with a random length below the maximum."
+    )

@@ -1,0 +1,116 @@
+"""Settings of the training engine: precision, ZeRO, micro-batches, checkpoints and loss spikes."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field, field_validator
+
+from pretrain.common.settings import Section
+
+Precision = Literal["bf16", "fp16", "fp32"]
+
+# DeepSpeed settings that our settings determine -> the setting that does.
+_DETERMINED_BY = {
+    "zero_optimization.stage": "engine.zero_stage",
+    "bf16.enabled": "engine.precision",
+    "fp16.enabled": "engine.precision",
+    "gradient_clipping": "engine.gradient_clip_norm",
+    "train_batch_size": "phases and engine.micro_batch_tokens",
+    "train_micro_batch_size_per_gpu": "phases and engine.micro_batch_tokens",
+    "gradient_accumulation_steps": "phases and engine.micro_batch_tokens",
+    "optimizer": "the section optimizer",
+    "scheduler": "the phases' learning rates",
+}
+
+
+class EngineConfig(Section):
+    """Precision, ZeRO and micro-batches."""
+
+    zero_stage: Literal[0, 1, 2, 3] = Field(
+        default=1,
+        description="ZeRO stage: what is partitioned across the workers. 0 nothing, 1 optimizer states, "
+        "2 gradients too, 3 parameters too.",
+    )
+    precision: Literal["auto", "bf16", "fp16", "fp32"] = Field(
+        default="auto",
+        description="Floating-point type of the computation. auto uses bf16 on Ampere GPUs and newer, fp16 on Volta "
+        "and Turing, fp32 on older GPUs. On CPUs auto measures matrix products and uses the faster of bf16 and fp32.",
+    )
+    micro_batch_tokens: int = Field(
+        default=8192, ge=8, description="Most tokens per forward pass and worker. Lower it to save memory."
+    )
+    gradient_clip_norm: float = Field(
+        default=1.0,
+        ge=0,
+        description="Global gradient norm above which gradients are scaled down. 0 disables clipping.",
+    )
+    activation_checkpointing: bool = Field(
+        default=False, description="Recompute the layers in the backward pass. Saves memory, costs time."
+    )
+    compile: bool = Field(default=True, description="Compile the layers with torch.compile.")
+    max_bad_steps: int = Field(
+        default=5,
+        ge=1,
+        description="Consecutive steps with NaN or infinite gradients after which the run rolls back to its newest "
+        "checkpoint.",
+    )
+    deepspeed: dict[str, Any] = Field(
+        default_factory=dict, description="Further DeepSpeed settings, passed through unchanged."
+    )
+
+    @property
+    def settled_precision(self) -> Precision:
+        """`precision` after auto is resolved (`pretrain.model.precision`)."""
+        if self.precision == "auto":
+            raise ValueError("engine.precision: auto is not resolved yet")
+        return self.precision
+
+    @field_validator("deepspeed")
+    @classmethod
+    def _check_deepspeed(cls, values: dict[str, Any]) -> dict[str, Any]:
+        for key, ours in _DETERMINED_BY.items():
+            section: Any = values
+            for part in key.split("."):
+                section = section.get(part) if isinstance(section, dict) else None
+            if section is not None:
+                raise ValueError(f"{key} is set by {ours}; leave it out here")
+        return values
+
+
+class CheckpointConfig(Section):
+    """Checkpoints of a run."""
+
+    every_steps: int = Field(default=1000, ge=1, description="Optimizer steps between checkpoints.")
+    keep_last: int = Field(
+        default=2,
+        ge=1,
+        description="Number of newest checkpoints to keep. The one with the lowest validation loss is kept too.",
+    )
+    background: bool = Field(
+        default=True,
+        description="Copy the state in memory and write it while training continues. "
+        "The copy takes 12 bytes per parameter, over all workers together.",
+    )
+    retry_seconds: float = Field(
+        default=60.0,
+        ge=0,
+        description="Seconds to retry a save when the storage fails. A full disk is retried once. 0 disables retries.",
+    )
+
+
+class SpikeConfig(Section):
+    """Loss spikes: a run rolls back to its last checkpoint and skips the data that caused the spike."""
+
+    spike_sigmas: float = Field(
+        default=10.0,
+        ge=0,
+        description="A loss is a spike if it exceeds the median of the last 64 steps by this many standard deviations. "
+        "0 disables the detection.",
+    )
+    spike_share: float = Field(
+        default=0.2,
+        ge=0,
+        description="A spike must also exceed that median by this share of it: 0.2 means 20 %.",
+    )
+    max_rollbacks: int = Field(default=3, ge=0, description="Rollbacks before the run stops as diverged (exit code 4).")

@@ -1,0 +1,51 @@
+"""What a resumed run keeps from its earlier starts, and which settings may change."""
+
+from __future__ import annotations
+
+from pretrain.common import settings
+from pretrain.config.engine import Precision
+from pretrain.config.run import PretrainConfig, R, RunConfig
+
+FREE_ON_RESUME = (
+    "run_dir",
+    "scheduling",
+    "tracking",
+    "checkpoint",
+    "guard",
+    "engine.zero_stage",
+    "engine.micro_batch_tokens",
+    "engine.activation_checkpointing",
+    "engine.compile",
+    "engine.max_bad_steps",
+)
+"""Settings that a resumed run of any kind may change: none affects which samples are used or how they are weighted."""
+
+_FREE_ON_RESUME = (
+    *FREE_ON_RESUME,
+    # The corpus is compared by the fingerprint in the checkpoint.
+    "corpus",
+    "evaluation.every_steps",
+    # Learning rates: a diverged run is resumed with lower ones.
+    "phases.*.peak_learning_rate",
+    "phases.*.warmup_steps",
+    "phases.*.decay",
+    "phases.*.decay_power",
+    "phases.*.final_learning_rate",
+)
+
+
+def changed_for_resume(before: PretrainConfig, after: PretrainConfig) -> list[str]:
+    """Dotted names, with both values, of changed settings that a resumed run must keep."""
+    return settings.differences(before, as_begun(after, before), free=_FREE_ON_RESUME)
+
+
+def as_begun(config: R, before: RunConfig) -> R:
+    """`config`, where precision auto is replaced by the precision that an earlier start of the run resolved."""
+    if config.engine.precision != "auto" or before.engine.precision == "auto":
+        return config
+    return with_precision(config, before.engine.precision)
+
+
+def with_precision(config: R, precision: Precision) -> R:
+    """`config` with this `engine.precision`."""
+    return config.model_copy(update={"engine": config.engine.model_copy(update={"precision": precision})})

@@ -1,0 +1,188 @@
+"""The config of a run: tracking, scheduling, and all sections together."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import Field, field_validator, model_validator
+
+from pretrain.common import settings
+from pretrain.common.settings import LocalPath, Section
+from pretrain.config.data import CorpusConfig, MaskingConfig, PairsConfig
+from pretrain.config.engine import CheckpointConfig, EngineConfig, SpikeConfig
+from pretrain.config.model import ModelConfig
+from pretrain.config.schedule import EvaluationConfig, OptimizerConfig, PhaseConfig
+
+_RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
+
+R = TypeVar("R", bound="RunConfig")
+
+
+class TrackingConfig(Section):
+    """Metrics, W&B and stragglers."""
+
+    log_every_steps: int = Field(default=10, ge=1, description="Optimizer steps between records in metrics.jsonl.")
+    straggler_factor: float = Field(
+        default=1.5,
+        gt=1,
+        description="A worker whose forward passes take this many times the median of the others is reported.",
+    )
+    wandb: Literal["auto", "offline", "online", "off"] = Field(
+        default="auto", description="Mode of W&B. auto is online if a W&B key is set, and offline if not."
+    )
+    project: str = Field(default="bertrain", description="W&B project.")
+    run_id: str = Field(
+        default="",
+        max_length=64,
+        description="W&B id of the run. Empty generates one; a submitted job uses its job name.",
+    )
+    group: str = Field(default="", description="W&B group. Empty means the run's name.")
+    tags: tuple[str, ...] = Field(default=(), description="W&B tags.")
+
+
+class SchedulingConfig(Section):
+    """Workers, the cluster, and restarts."""
+
+    workers: int = Field(default=1, ge=1, description="Worker processes: one per GPU, or CPU workers.")
+    min_workers: int = Field(
+        default=0,
+        ge=0,
+        description="Fewest workers to continue with when nodes are lost, at most workers. The run grows again when "
+        "nodes return. 0 always needs all workers.",
+    )
+    cpus_per_worker: int = Field(
+        default=0, ge=0, description="CPU threads per worker. 0 divides the cores of a node among its workers."
+    )
+    address: str = Field(
+        default="",
+        description="Address of the Ray cluster for pretrain and prepare. Empty uses this machine only.",
+    )
+    cluster: str = Field(
+        default="",
+        description="Hardware for which --dry-run estimates the time if --on is missing, such as 8xH100; here measures "
+        "this machine. Empty estimates no time.",
+    )
+    hang_seconds: float = Field(
+        default=180.0,
+        ge=0,
+        description="Seconds after which a worker without progress, or without a heartbeat, counts as hung and all "
+        "workers restart. The limit is at least ten times the duration of recent long micro-batches. A restart of "
+        "hundreds of GPUs takes minutes; for a few workers a shorter limit such as 30 is fine. 0 disables the check.",
+    )
+    data_stall_seconds: float = Field(
+        default=1800.0,
+        ge=0,
+        description="The same limit for a worker that waits for a batch or for the storage of the run folder, where a "
+        "restart rarely helps. It is at least hang_seconds. 0 waits without limit.",
+    )
+    wait_for_nodes_seconds: float = Field(
+        default=1800.0,
+        ge=0,
+        description="Seconds to wait for nodes of a cluster (address) at the start and after a loss. The autoscaler "
+        "is asked for the missing nodes. Not used by sweep, glue and --seeds, which use the nodes that are available.",
+    )
+    max_failures: int = Field(
+        default=3,
+        ge=0,
+        description="Restarts after worker failures without a new checkpoint in between. "
+        "One more failure ends the run.",
+    )
+
+    @model_validator(mode="after")
+    def _check_range(self) -> SchedulingConfig:
+        if self.min_workers > self.workers:
+            raise ValueError(f"min_workers ({self.min_workers}) is more than workers ({self.workers})")
+        return self
+
+
+class RunConfig(Section):
+    """Settings that every run has: pretraining and fine-tuning."""
+
+    name: str = Field(description="Name of the run: 1 to 63 characters of a-z, 0-9 and '-', not starting with '-'.")
+    run_dir: LocalPath = Field(default="", description="Run folder. Empty means runs/<name>.")
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of initialisation, sampling, masking and dropout.")
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The optimizer.")
+    engine: EngineConfig = Field(default=EngineConfig(), description="Precision, ZeRO and micro-batches.")
+    checkpoint: CheckpointConfig = Field(default=CheckpointConfig(), description="Checkpoints.")
+    guard: SpikeConfig = Field(default=SpikeConfig(), description="Detection of loss spikes, and rollbacks.")
+    tracking: TrackingConfig = Field(default=TrackingConfig(), description="Metrics and W&B.")
+    scheduling: SchedulingConfig = Field(default=SchedulingConfig(), description="Workers, the cluster, and restarts.")
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if not _RUN_NAME.fullmatch(name):
+            raise ValueError(f"{name!r} must be 1 to 63 of a-z, 0-9 and '-', and not start with '-'")
+        return name
+
+    @property
+    def folder(self) -> Path:
+        """The run folder."""
+        return Path(self.run_dir or f"runs/{self.name}")
+
+
+class PretrainConfig(RunConfig):
+    """All settings of a pretraining run."""
+
+    corpus: CorpusConfig = Field(description="The text and the prepared corpus.")
+    model: ModelConfig = Field(default=ModelConfig(), description="Shape of the encoder.")
+    pairs: PairsConfig = Field(default=PairsConfig(), description="How sequences are cut from documents.")
+    masking: MaskingConfig = Field(default=MaskingConfig(), description="Masked language modelling.")
+    phases: tuple[PhaseConfig, ...] = Field(min_length=1, description="Phases of training, in order; at least one.")
+    evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="Evaluation on held-out sequences.")
+
+    @model_validator(mode="after")
+    def _check_phases(self) -> PretrainConfig:
+        if self.model.embedding not in (0, self.model.hidden):
+            raise ValueError(
+                f"model.embedding ({self.model.embedding}) is for released models only; pretraining ties the decoder "
+                f"to the embeddings, so set it to 0 or to model.hidden ({self.model.hidden})"
+            )
+        for number, phase in enumerate(self.phases):
+            if phase.sequence_length > self.model.max_positions:
+                raise ValueError(
+                    f"phases.{number}.sequence_length ({phase.sequence_length}) exceeds "
+                    f"model.max_positions ({self.model.max_positions})"
+                )
+            if phase.sequence_length > self.engine.micro_batch_tokens:
+                raise ValueError(
+                    f"engine.micro_batch_tokens ({self.engine.micro_batch_tokens}) is smaller than "
+                    f"phases.{number}.sequence_length ({phase.sequence_length})"
+                )
+            fewest = self.scheduling.min_workers or self.scheduling.workers
+            for workers in range(fewest, self.scheduling.workers + 1):
+                if why := self.why_not_dealt(number, phase.global_sequences, workers):
+                    raise ValueError(f"phases.{number}.global_sequences ({phase.global_sequences}) {why}")
+        return self
+
+    def why_not_dealt(self, phase: int, sequences: int, workers: int) -> str:
+        """Why a batch of `sequences` cannot be balanced across `workers` (`batches.loader.deal`); "" if it can."""
+        if sequences < workers:
+            return f"is less than the number of workers ({workers}); every worker needs a sequence"
+        length, budget = self.phases[phase].sequence_length, self.engine.micro_batch_tokens
+        if sequences % workers and budget < 2 * length:
+            return (
+                f"is not a multiple of the workers ({workers}), and engine.micro_batch_tokens ({budget}) holds only "
+                f"one sequence of {length}; choose a multiple, or micro_batch_tokens of at least {2 * length}"
+            )
+        return ""
+
+    @property
+    def total_steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    def phase_at(self, step: int) -> tuple[int, int]:
+        """(phase number, 0-based step within it) of the 0-based optimizer `step`."""
+        for number, phase in enumerate(self.phases):
+            if step < phase.steps:
+                return number, step
+            step -= phase.steps
+        raise IndexError("step is past the last phase")
+
+
+def load_config(path: Path | str, overrides: Sequence[str] = ()) -> PretrainConfig:
+    """The run described by the YAML file `path` with `key.path=value` overrides, as `settings.load` reads it."""
+    return settings.load(path, PretrainConfig, overrides)
