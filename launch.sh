@@ -28,6 +28,7 @@ usage() {
   up | down                  a Ray cluster on this machine, to try jobs on; --nodes N
   doctor                     what this machine has and what is missing; a cluster's with --address URL
   bench    NAME              measurements beside other systems; `all` of them, `compare` two of its results
+  docs                       the documentation as a site on 127.0.0.1; --port N, or --build DIR for the files
   test     [pytest args]     lint, types and tests; with arguments only pytest, with them
 
 The first use sets up .venv beside this file. PYTHON=/path/to/python3 chooses the Python for it (3.10 to 3.13).
@@ -85,7 +86,7 @@ with_progress() { # TEXT COMMAND...
 }
 
 # Makes .venv, or adds to it, so that EXTRA's packages are there. Two at once: the second waits for the first.
-set_up() { # EXTRA: base, onnx, test or bench
+set_up() { # EXTRA: base, onnx, test, docs or bench
     local extra=$1 package=$root python
     is_set_up "$extra" && return
     exec 9<"$lock"
@@ -167,6 +168,10 @@ case $command in
     doctor | manifest | submit | status | logs | list | stop | delete | up | down)
         set_up base
         PYTHONSAFEPATH=1 exec "$venv/bin/python" -m cluster "$command" "$@"
+        ;;
+    docs)
+        set_up docs
+        exec "$venv/bin/python" "$root/docs/build.py" "$@"
         ;;
     test)
         set_up test
