@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import os
 import re
 import types
 import typing
@@ -20,8 +21,8 @@ from pydantic_core import PydanticUndefined
 
 from pretrain.common import errors
 from pretrain.common.settings import LocalPath, Section
-from pretrain.tracking import metric_names
-from pretrain.tracking.metric_names import Metric
+from pretrain.tracking.metric_names import EVALUATION_FIELDS, EVENT_FIELDS, EVENTS
+from pretrain.tracking.metrics import FORMER_NAMES, TRAINING_METRICS, Metric
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
@@ -42,7 +43,7 @@ _UNITS = (
     ("sequences", "sequences"),
     ("predictions", "tokens"),
     ("examples_per_step", "examples"),
-    ("share|fraction|probability|dropout|layer_decay|threshold", "share"),
+    ("share|fraction|probability|dropout|layer_decay|threshold", "fraction"),
     ("workers|processes", "processes"),
     ("workers_per_node", "processes"),
     ("cpus_per_worker", "CPU cores"),
@@ -60,8 +61,10 @@ def pages() -> dict[str, str]:
     from finetune.config import FinetuneConfig
     from pretrain.config import PretrainConfig
 
+    with patch.dict(os.environ, BERTRAIN_PROGRAM="./launch.sh"):  # not the name that this process was started by
+        commands = commands_page()
     return {
-        "commands.md": commands_page(),
+        "commands.md": commands,
         "config-pretrain.md": _settings_page(
             "Config of a pretraining",
             "Settings of `configs/pretrain/*.yaml`, for `prepare` and `pretrain`.",
@@ -119,6 +122,9 @@ def commands_page() -> str:
 
 
 def _launcher_usage() -> str:
+    commands = ROOT / "finetune" / "commands.txt"
+    if commands.is_file():
+        return commands.read_text(encoding="utf-8").rstrip()
     script = (ROOT / "launch.sh").read_text(encoding="utf-8")
     return script.partition("<<'TEXT'\n")[2].partition("\nTEXT\n")[0]
 
@@ -126,7 +132,7 @@ def _launcher_usage() -> str:
 def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Each command's heading and parser, in the order of a user's work."""
     pretrain, finetune, cluster = (_subcommands(name) for name in ("pretrain", "finetune", "cluster"))
-    yield "demo", importlib.import_module("pretrain.demo").parser()
+    yield "demo", finetune.get("demo") or importlib.import_module("pretrain.demo").parser()
     yield from ((name, pretrain[name]) for name in ("prepare", "pretrain"))
     yield "export: a pretraining run", pretrain["export"]
     yield from ((name, parser) for name, parser in finetune.items() if name not in ("demo", "export", "bench"))
@@ -297,15 +303,15 @@ def _fields(model: type[Section], prefix: str, sections: bool = True) -> list[st
     rows = [
         (
             _code(prefix + name),
+            _one_line(field.description or ""),
             _type(field),
             _default(field),
             _unit(name, field),
-            _one_line(field.description or ""),
         )
         for name, field in model.model_fields.items()
         if name not in inner
     ]
-    return _table(("Setting", "Type", "Default", "Unit", "Meaning"), rows) if rows else []
+    return _table(("Setting", "Meaning", "Type", "Default", "Unit"), rows) if rows else []
 
 
 def _type(field: Any) -> str:
@@ -313,7 +319,7 @@ def _type(field: Any) -> str:
     path_check = LocalPath.__metadata__[0]  # type: ignore[attr-defined]
     name = "path" if path_check in field.metadata else _type_name(field.annotation)
     bounds = [
-        f"{sign} {_number(getattr(one, key))}"
+        f"{sign}\u00a0{_number(getattr(one, key))}"
         for one in field.metadata
         for key, sign in (("gt", ">"), ("ge", "≥"), ("lt", "<"), ("le", "≤"))
         if getattr(one, key, None) is not None
@@ -360,6 +366,8 @@ def _value(value: Any) -> str:
 
 
 def _number(value: Any) -> str:
+    if isinstance(value, int) and value == 2**63:
+        return "2^63"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -377,37 +385,38 @@ def _unit(name: str, field: Any) -> str:
 
 def metrics_page() -> str:
     """Every field of metrics.jsonl."""
-    old = ", ".join(f"`{before}` is now `{now}`" for before, now in metric_names.OLD_NAMES.items())
+    former = ", ".join(f"`{before}` is now `{now}`" for before, now in FORMER_NAMES.items())
     lines = [
         _title("Metrics"),
         "`metrics.jsonl` in the run folder has one JSON object per line: a training record, an evaluation or an event. "
-        "NaN and infinity are written as null. A share is between 0 and 1.",
+        "NaN and infinity are written as null. A fraction is between 0 and 1.",
         "",
         "## Training records",
         "",
-        *_metrics(metric_names.TRAINING),
+        *_metrics(TRAINING_METRICS),
         "",
         "## Evaluations",
         "",
         "An evaluation also has the losses and accuracies above or, in a fine-tuning, the scores of its task.",
         "",
-        *_metrics(metric_names.EVALUATION),
+        *_metrics(EVALUATION_FIELDS),
         "",
         "## Events",
         "",
-        *_metrics(metric_names.EVENT),
+        *_metrics(EVENT_FIELDS),
         "",
-        *_table(("Event", "Meaning"), [(_code(name), meaning) for name, meaning in metric_names.EVENTS.items()]),
+        *_table(("Event", "Meaning"), [(_code(name), meaning) for name, meaning in EVENTS.items()]),
         "",
-        "## Older names",
+        "## Former names",
         "",
-        f"Runs of earlier versions are still read: {old}.",
+        f"Runs of earlier versions are still read: {former}.",
     ]
     return _joined(lines)
 
 
-def _metrics(metrics: tuple[Metric, ...]) -> list[str]:
-    return _table(("Field", "Unit", "Meaning"), [(_code(one.name), one.unit, one.meaning) for one in metrics])
+def _metrics(metrics: dict[str, Metric]) -> list[str]:
+    rows = [(_code(name), _one_line(metric.description), metric.unit) for name, metric in metrics.items()]
+    return _table(("Field", "Meaning", "Unit"), rows)
 
 
 # Codes that are not the end of a `RunError`.

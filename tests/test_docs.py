@@ -14,7 +14,9 @@ import pytest
 
 from docs import build, conf, generate
 from pretrain.reporting.dashboard.panels import EVENTS, PANELS
-from pretrain.tracking import metric_names
+from pretrain.tracking.metric_names import EVALUATION_FIELDS
+from pretrain.tracking.metric_names import EVENTS as EVENT_KINDS
+from pretrain.tracking.metrics import FORMER_NAMES, TRAINING_METRICS
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")])
@@ -95,9 +97,9 @@ def test_a_stale_page_is_noticed(tmp_path: Path):
 
 
 def test_every_metric_and_event_of_the_dashboard_is_described():
-    described = {one.name for one in metric_names.TRAINING + metric_names.EVALUATION} | set(metric_names.OLD_NAMES)
+    described = {*TRAINING_METRICS, *EVALUATION_FIELDS, *FORMER_NAMES}
     assert {name for panel in PANELS for name in panel.metrics} <= described
-    assert set(EVENTS) <= set(metric_names.EVENTS)
+    assert set(EVENTS) <= set(EVENT_KINDS)
 
 
 def test_every_page_is_in_the_navigation():

@@ -1,0 +1,48 @@
+"""What each field of metrics.jsonl means: one definition of every training metric, with its unit."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Metric(NamedTuple):
+    """The unit and the definition of one field of a training record."""
+
+    unit: str
+    description: str
+
+
+TRAINING_METRICS: dict[str, Metric] = {
+    "step": Metric("steps", "Optimizer steps so far."),
+    "epoch": Metric("", "Epoch of the current phase, counted from 0."),
+    "samples": Metric("sequences", "Sequences trained on so far."),
+    "tokens": Metric("tokens", "Tokens trained on so far, without padding."),
+    "loss": Metric("nats", "Sum of mlm_loss and nsp_loss; for fine-tuning, the loss of the task."),
+    "mlm_loss": Metric("nats", "Cross-entropy per masked token; mean since the last record."),
+    "mlm_accuracy": Metric("fraction", "Masked tokens predicted correctly since the last record."),
+    "nsp_loss": Metric("nats", "Cross-entropy per sentence pair; mean since the last record."),
+    "nsp_accuracy": Metric("fraction", "Sentence pairs classified correctly since the last record."),
+    "lr": Metric("", "Learning rate of the last step."),
+    "grad_norm": Metric("", "Global gradient norm of the last step, before clipping."),
+    "tokens_per_second": Metric("tokens/s", "Throughput over all workers, without padding."),
+    "mfu": Metric(
+        "fraction",
+        "Model FLOPs utilisation: model FLOP/s over the measured matmul peak. The numerator counts the matrix "
+        "products of the forward and backward pass. It leaves out padding, recomputation and the rows that the last "
+        "layer skips. Fine-tuning counts the encoder alone. The denominator is the matmul rate of all workers in the "
+        "run's precision, measured when the run starts, not the peak of a data sheet. The usual definition counts "
+        "every row of the last layer, so it gives a higher value.",
+    ),
+    "data_stall_fraction": Metric("fraction", "Share of the time that workers wait for batches; mean of all workers."),
+    "seconds": Metric("s", "Training time so far, over all starts of the run."),
+    "evaluation_seconds": Metric("s", "Time spent on evaluations since the last record; not part of seconds."),
+    "checkpoint_seconds": Metric("s", "Time that training waited for checkpoints since the last record."),
+    "rank_forward_seconds": Metric("s", "Per rank: mean time of a forward pass since the last record."),
+    "rank_wait_seconds": Metric("s", "Per rank: time spent waiting for batches since the last record."),
+    "skipped_steps": Metric("steps", "Steps skipped so far because of NaN or infinite gradients."),
+    "memory_bytes": Metric("bytes", "Peak memory of worker 0."),
+}
+"""Fields of a training record in metrics.jsonl: name -> unit and definition."""
+
+FORMER_NAMES = {"peak_fraction": "mfu"}
+"""Former field names -> today's, so that metrics.jsonl and benchmark results of older versions can be read."""
