@@ -15,7 +15,10 @@ _OUT = _DOCS / "_build" / "html"
 
 def main(argv: list[str] | None = None) -> int:
     """Build the site, then serve it on 127.0.0.1 unless `--build` names a folder. Returns an exit code."""
-    parser = argparse.ArgumentParser(prog="./launch.sh docs", description=(__doc__ or "").partition(": ")[2])
+    parser = argparse.ArgumentParser(
+        prog="./launch.sh docs",
+        description="Build the documentation as a static site and serve it on this machine alone.",
+    )
     parser.add_argument("--port", type=int, default=8000, metavar="N", help="port on 127.0.0.1 (default: 8000)")
     parser.add_argument("--build", type=Path, metavar="DIR", help="write the site's files to DIR and do not serve them")
     parser.add_argument(

@@ -109,7 +109,8 @@ def commands_page() -> str:
     """Usage, options and examples of every command."""
     lines = [
         _title("Commands"),
-        "Every command is `./launch.sh COMMAND`. Each also takes `--help`, which prints the same text.",
+        "Every command is `./launch.sh COMMAND`. Each also takes `--help`, which prints the same text. "
+        "[Contributing](../contributing.md) has the commands `test` and `docs`.",
         "",
         "```text",
         _launcher_usage(),

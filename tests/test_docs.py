@@ -79,6 +79,15 @@ def test_pages_name_no_path_of_a_machine():
         )
 
 
+def test_files_named_in_code_style_exist():
+    missing = set()
+    for page in PAGES:
+        spans = re.findall(r"`([^`\n]+)`", _FENCE.sub("", page.read_text(encoding="utf-8")))
+        paths = (re.fullmatch(r"(?:pretrain|finetune|cluster|configs|tests|docs)/[\w./-]*", span) for span in spans)
+        missing |= {f"{name_of(page)}: {path[0]}" for path in paths if path and not (ROOT / path[0]).exists()}
+    assert missing == set()
+
+
 def test_images_are_small():
     for image in (ROOT / "docs/images").iterdir():
         assert image.stat().st_size < 150_000, image.name
