@@ -13,6 +13,7 @@ usage() {
     cat <<'TEXT'
 
 Develop:
+  docs                      serve the documentation as a site on 127.0.0.1; --build DIR writes its files
   test [pytest arguments]   run lint, type checks and tests; with arguments, only pytest with them
 
 The first command sets up .venv beside this file. PYTHON=/path/to/python3 chooses its Python (3.10 to 3.13).
@@ -79,7 +80,7 @@ with_progress() { # TEXT COMMAND...
 }
 
 # Makes .venv, or adds to it, so that EXTRA's packages are there. Two at once: the second waits for the first.
-set_up() { # EXTRA: base, onnx, test or bench
+set_up() { # EXTRA: base, onnx, test, docs or bench
     local extra=$1 package=$root python
     is_set_up "$extra" && return
     exec 9<"$lock"
@@ -134,6 +135,10 @@ command=${1:---help}
 case $command in
     -h | --help | help)
         usage
+        ;;
+    docs)
+        set_up docs
+        exec "$venv/bin/python" "$root/docs/build.py" "$@"
         ;;
     test)
         set_up test

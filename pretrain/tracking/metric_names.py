@@ -1,0 +1,39 @@
+"""Fields of evaluations and events in metrics.jsonl, and the kinds of events, with their meaning.
+
+`pretrain.tracking.metrics` has those of training records; docs/reference/metrics.md is made from both.
+"""
+
+from __future__ import annotations
+
+from pretrain.tracking.metrics import Metric
+
+EVALUATION_FIELDS: dict[str, Metric] = {
+    "split": Metric("", "Always `validation`: held-out sequences, or the first dev set."),
+    "step": Metric("steps", "Optimizer steps taken before the evaluation."),
+    "best": Metric("", "Whether this evaluation is the best so far."),
+    "seconds": Metric("s", "Time that the evaluation took."),
+}
+"""Fields of an evaluation besides its losses, accuracies and scores."""
+
+EVENT_FIELDS: dict[str, Metric] = {
+    "event": Metric("", "What happened: one of the kinds below."),
+    "step": Metric("steps", "Optimizer step at which it was recorded."),
+    "time": Metric("s", "Seconds since 1970."),
+    "message": Metric("", "The event in words."),
+}
+"""Fields of every event; some have more, such as `rank` or `seconds`."""
+
+EVENTS: dict[str, str] = {
+    "restart": "All workers were restarted from a checkpoint.",
+    "hang": "A worker made no progress for `scheduling.hang_seconds`.",
+    "data_stall": "A worker waited 5 s or longer for one batch, or for the storage.",
+    "resize": "The number of workers changed.",
+    "waited": "The run waited for nodes.",
+    "left_out": "A node was excluded after repeated crashes.",
+    "rollback": "Training went back to an earlier checkpoint after a loss spike or repeated NaN.",
+    "straggler": "A rank was slower than the others for a while.",
+    "storage": "Storage failed and was tried again.",
+    "stop": "The run was stopped; it can be resumed.",
+    "diverged": "The run ended because training diverged.",
+}
+"""Kinds of events and their meaning."""
