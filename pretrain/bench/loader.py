@@ -238,7 +238,8 @@ def _row(result: dict[str, Any]) -> str:
         f"{name} {rate[name]:,.0f} ({spread[name][0]:,.0f}-{spread[name][1]:,.0f})" for name in ("ours", "transformers")
     )
     low, high = result["ratio_spread"]
-    return f"length {result['length']}: sequences per core-second: {sides}; ratio {result['ratio']:.1f} ({low:.1f}-{high:.1f})"
+    ratio = f"{result['ratio']:.1f} ({low:.1f}-{high:.1f})"
+    return f"length {result['length']}: sequences per core-second: {sides}; ratio {ratio}"
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class _Processes:
 class Preparation(_Processes):
     """Our whole preparation, with the vocabulary given.
 
-    In a process that has, like that of the command line, no threads and none of the baselines' libraries, so that it forks.
+    Its process has no threads and none of the baselines' libraries, like that of the command line, so that it forks.
     """
 
     def __init__(self, file: Path, vocabulary: Vocabulary) -> None:

@@ -103,8 +103,8 @@ def copy_tokenizer(
     Args:
         tokenizer_class: transformers' class, if tokenizer_config.json names none.
         max_positions: tokens at most.
-        for_words: for a model that was trained on single words: a text's first word gets a blank before it like all others,
-            and so do words that are given one by one (transformers refuses them otherwise).
+        for_words: for a model that was trained on single words: a text's first word gets a blank before it like all
+            others, and so do words that are given one by one (transformers refuses them otherwise).
     """
     tokenizer = read_tokenizer(folder)
     if for_words:
@@ -159,8 +159,9 @@ def _check_class(folder: Path, declared: dict[str, Any], known: tuple[str, ...])
     stem = re.sub(r"(Tokenizer(Fast)?|Backend)$", "", str(name))
     if stem not in known:
         raise InputError(
-            f"{folder / 'tokenizer_config.json'}: tokenizer_class is {name}, which cuts text differently from BERT, and "
-            "there is no tokenizer.json that describes it. Write one with transformers (save_pretrained of a fast tokenizer)."
+            f"{folder / 'tokenizer_config.json'}: tokenizer_class is {name}, which cuts text differently from BERT, "
+            "and there is no tokenizer.json that describes it. Write one with transformers (save_pretrained of a fast "
+            "tokenizer)."
         )
 
 

@@ -90,7 +90,8 @@ def summary_line(folder: Path, what: str) -> str:
     if not faults:
         return line
     worst = card["problems"][0]
-    return f"{line} {faults:,} faults in the input, such as {worst['path']}: {worst['fault']}; all are in {folder}/card.md."
+    example = f"{worst['path']}: {worst['fault']}"
+    return f"{line} {faults:,} faults in the input, such as {example}; all are in {folder}/card.md."
 
 
 def _markdown(card: dict[str, Any]) -> str:

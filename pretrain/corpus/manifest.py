@@ -101,7 +101,7 @@ def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) ->
 
 
 def accept_copies(manifest: dict[str, Any], inputs: list[list[Input]], now: dict[str, Any]) -> None:
-    """Give the manifest's settings the state of files `now` has, if their content is the same: copies have new times."""
+    """Take over the state of files from `now` into the manifest if their content is the same: copies have new times."""
     before = manifest["settings"]
     for number, its_inputs in enumerate(inputs):
         key = f"corpus.sources.{number}.path"

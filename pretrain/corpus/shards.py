@@ -123,7 +123,8 @@ def _state_of(path: Path) -> list[int]:
 def _check_format(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     if manifest.get("format") != FORMAT or "shards" not in manifest:
         raise InputError(
-            f"{folder / MANIFEST}: format {manifest.get('format')}, this version reads {FORMAT}. Prepare the corpus again."
+            f"{folder / MANIFEST}: format {manifest.get('format')}, this version reads {FORMAT}. "
+            "Prepare the corpus again."
         )
     return manifest
 

@@ -38,7 +38,7 @@ _PART_BYTES = 32 << 20  # text per part file at most
 
 @dataclass(frozen=True)
 class PreparationSettings:
-    """What a process needs to know. Without a given vocabulary, words are numbered now and tokenised in a later stage."""
+    """What a process needs to know. Without a given vocabulary, a later stage tokenises the words."""
 
     work: str  # folder of the part files and, once trained, of the tokenizer
     lowercase: bool

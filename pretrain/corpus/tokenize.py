@@ -4,9 +4,9 @@ WordPiece is a function of the word alone, so a batch of text is cut into words 
 up in a hash table that lives as long as the process, only words never seen before are tokenised, and the ids are
 gathered. The cuts (ASCII blanks, ASCII punctuation, around ideographs) are places where BERT's own tokeniser always
 cuts. Plain ASCII between them is matched in `trie`. Everything else - accents, ideographs, control characters - goes to
-the `tokenizers` library as one piece, so the ids equal BertTokenizer's by construction. There is one intended exception:
-special tokens such as `[MASK]` that are written out in a text are ordinary characters here (BertTokenizer with
-`split_special_tokens=True`).
+the `tokenizers` library as one piece, so the ids equal BertTokenizer's by construction. There is one intended
+exception: special tokens such as `[MASK]` that are written out in a text are ordinary characters here (BertTokenizer
+with `split_special_tokens=True`).
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class WordTable:
         return words  # pyright: ignore[reportReturnType]
 
     def letters(self, numbers: np.ndarray) -> np.ndarray:
-        """uint8 [words, 16]: the words behind `numbers`, padded with zeros; those of more than 16 bytes are all zero."""
+        """uint8 [words, 16]: the words behind `numbers`, padded with zeros; longer words are all zero."""
         return self._words[numbers].view(np.uint8).reshape(-1, 16)
 
     def _lookup(self, table: KeyTable, keys: list[np.ndarray]) -> np.ndarray:

@@ -97,8 +97,8 @@ def _from_json(path: Path, text: str, *, lowercase: bool) -> Tokenizer:
     settings.pop("type")
     if settings["lowercase"] != lowercase:
         raise InputError(
-            f"corpus.vocabulary.lowercase: {str(lowercase).lower()}, but {path} has {str(settings['lowercase']).lower()}. "
-            "Make them agree."
+            f"corpus.vocabulary.lowercase: {str(lowercase).lower()}, but {path} has "
+            f"{str(settings['lowercase']).lower()}. Make them agree."
         )
     _check_specials(path, model["vocab"])
     return bert_tokenizer(model["vocab"], normalizers.BertNormalizer(**settings))
