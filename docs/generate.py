@@ -123,17 +123,13 @@ def commands_page() -> str:
 
 
 def _launcher_usage() -> str:
-    commands = ROOT / "finetune" / "commands.txt"
-    if commands.is_file():
-        return commands.read_text(encoding="utf-8").rstrip()
-    script = (ROOT / "launch.sh").read_text(encoding="utf-8")
-    return script.partition("<<'TEXT'\n")[2].partition("\nTEXT\n")[0]
+    return (ROOT / "finetune" / "commands.txt").read_text(encoding="utf-8").rstrip()
 
 
 def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     """Each command's heading and parser, in the order of a user's work."""
     pretrain, finetune, cluster = (_subcommands(name) for name in ("pretrain", "finetune", "cluster"))
-    yield "demo", finetune.get("demo") or importlib.import_module("pretrain.demo").parser()
+    yield "demo", finetune["demo"]
     yield from ((name, pretrain[name]) for name in ("prepare", "pretrain"))
     yield "export: a pretraining run", pretrain["export"]
     yield from ((name, parser) for name, parser in finetune.items() if name not in ("demo", "export", "bench"))

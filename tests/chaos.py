@@ -212,7 +212,7 @@ def recovery_seconds(run_dir: Path, began: float) -> float:
 
 
 def report(name: str, **figures: object) -> None:
-    """Keep what was measured, for RELIABILITY.md."""
+    """Keep what was measured, for docs/reliability.md."""
     path = os.environ.get("BERTRAIN_CHAOS_RESULTS")
     if path:
         with Path(path).open("a") as file:

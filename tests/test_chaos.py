@@ -1,4 +1,4 @@
-"""Failures of a real cluster: processes are killed, stopped and drained during a run (table in RELIABILITY.md)."""
+"""Failures of a real cluster: processes are killed, stopped and drained during a run (table in docs/reliability.md)."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ def hold_freed_memory(at_most: int = -1) -> None:
     """Keep freed memory for the next step or batch instead of returning it to the system.
 
     By default glibc maps and unmaps every block above 32 MiB, and the kernel clears its pages each time. That costs a
-    quarter of a BERT-Base step on CPU (BENCHMARKS.md).
+    quarter of a BERT-Base step on CPU (docs/benchmarks/lab-notes.md).
 
     Args:
         at_most: bytes to keep at the end of the heap, below 2 GiB; -1 keeps all.

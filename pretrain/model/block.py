@@ -117,6 +117,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """x @ weight.T + bias in fp32: [..., in] -> [..., out], to be rounded by what follows.
 
     For code that is compiled: the bias joins the pass that reads the product. `F.linear` on CPU writes it out to
-    every row before the matmul, which costs an eighth of the matmul's time at BERT-Base (BENCHMARKS.md).
+    every row before the matmul, which costs an eighth of the matmul's time at BERT-Base (docs/benchmarks/lab-notes.md).
     """
     return F.linear(x, weight).float() + bias.float()

@@ -2,7 +2,7 @@
 
 CUDA in half precision: torch's varlen flash kernel. Everywhere else (CPU, fp32): batched matmuls over groups of
 sequences of like lengths, with what lies between the matmuls fused by torch.compile. On CPU that is
-2 to 6 times faster than torch's own fused CPU kernel (BENCHMARKS.md), and it has attention dropout.
+2 to 6 times faster than torch's own fused CPU kernel (docs/benchmarks/lab-notes.md), and it has attention dropout.
 """
 
 from __future__ import annotations
