@@ -1,4 +1,4 @@
-"""Who may import whom: the floors of the project, read from the syntax trees, lazy and TYPE_CHECKING imports included."""
+"""Which room may import which, read from the syntax trees; lazy and TYPE_CHECKING imports count."""
 
 from __future__ import annotations
 
@@ -24,20 +24,24 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.tracking": "pretrain.common pretrain.config",
     "pretrain.corpus": "pretrain.common pretrain.config cluster.pool",
     "pretrain.batches": "pretrain.common pretrain.config pretrain.corpus",
-    "pretrain.model": "pretrain.config",
-    "pretrain.checkpoint": "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.tracking",
+    "pretrain.model": "pretrain.common pretrain.config",
+    "pretrain.checkpoint": "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.model",
     "pretrain.preflight": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.estimate": "pretrain.common pretrain.config pretrain.corpus pretrain.model",
-    "pretrain.commands": "pretrain.common pretrain.config pretrain.tracking cluster.workers",
-    "pretrain.training": "pretrain.common pretrain.config pretrain.model pretrain.checkpoint pretrain.preflight",
+    "pretrain.commands": "pretrain.common",
+    "pretrain.training": (
+        "pretrain.common pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint pretrain.preflight"
+    ),
     "finetune.datasets": "pretrain.common pretrain.config pretrain.corpus",
+    "pretrain.launch": "pretrain.common pretrain.config cluster.workers pretrain.tracking pretrain.preflight",
     "finetune.metrics": "finetune.datasets",
     "finetune.tasks": "pretrain.common finetune.datasets finetune.metrics",
     "finetune.config": "pretrain.common pretrain.config finetune.tasks",
     "cluster.jobs": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.commands finetune.config cluster.workers cluster.local"
+        "pretrain.common pretrain.config cluster.workers cluster.local pretrain.tracking pretrain.commands "
+        "finetune.config"
     ),
-    "cluster.manifests": "pretrain.common pretrain.config pretrain.commands finetune.config cluster.workers",
+    "cluster.manifests": "pretrain.common pretrain.config cluster.workers pretrain.commands finetune.config",
     "pretrain.reporting": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
         "pretrain.checkpoint cluster.jobs"
@@ -48,20 +52,19 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "pretrain.bench": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.preflight pretrain.estimate pretrain.commands pretrain.training pretrain.reporting"
+        "pretrain.checkpoint pretrain.preflight pretrain.estimate pretrain.commands pretrain.training "
+        "pretrain.reporting"
     ),
     "cluster.doctor": (
-        "pretrain.common pretrain.config pretrain.model pretrain.estimate pretrain.commands pretrain.training "
-        "pretrain.bench cluster.workers cluster.jobs"
+        "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.estimate pretrain.commands "
+        "pretrain.training cluster.jobs pretrain.bench"
     ),
     "pretrain.demo": "pretrain.common pretrain.commands pretrain.reporting",
     "pretrain.__main__": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.checkpoint pretrain.preflight pretrain.estimate "
-        "pretrain.commands pretrain.reporting pretrain.demo cluster.workers"
+        "pretrain.commands pretrain.launch pretrain.reporting pretrain.demo"
     ),
-    "cluster.__main__": (
-        "pretrain.common pretrain.commands cluster.local cluster.jobs cluster.manifests cluster.doctor"
-    ),
+    "cluster.__main__": "pretrain.common cluster.local pretrain.commands cluster.jobs cluster.manifests cluster.doctor",
     "finetune.model": (
         "pretrain.common pretrain.config pretrain.batches pretrain.model pretrain.checkpoint finetune.datasets "
         "finetune.tasks finetune.config"
@@ -72,27 +75,29 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "finetune": "finetune.artifacts",
     "finetune.train": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint pretrain.estimate "
-        "pretrain.training finetune.datasets finetune.tasks finetune.config finetune.model finetune.artifacts"
+        "pretrain.common pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint pretrain.training "
+        "finetune.datasets finetune.tasks finetune.config finetune.model finetune.artifacts"
     ),
     "finetune.runs": (
-        "pretrain.common pretrain.config pretrain.checkpoint pretrain.preflight pretrain.estimate cluster.workers "
-        "finetune.datasets finetune.tasks finetune.config finetune.model finetune.artifacts finetune"
+        "pretrain.common pretrain.config pretrain.checkpoint pretrain.preflight pretrain.estimate "
+        "pretrain.commands finetune.datasets pretrain.launch finetune.tasks finetune.config finetune.model "
+        "finetune.artifacts"
     ),
     "finetune.bench": (
         "pretrain.common pretrain.tracking pretrain.model pretrain.checkpoint pretrain.commands finetune.datasets "
         "finetune.tasks finetune.config finetune.artifacts"
     ),
     "finetune.experiments": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.model pretrain.preflight cluster.workers "
-        "cluster.trials finetune.datasets finetune.config finetune.artifacts finetune.runs finetune"
+        "pretrain.common pretrain.config cluster.workers cluster.trials pretrain.tracking pretrain.model "
+        "pretrain.preflight finetune.datasets finetune.tasks finetune.config finetune.artifacts finetune.runs"
     ),
     "finetune.demo_data": "pretrain.common pretrain.corpus",
-    "finetune.demo": ("pretrain.common pretrain.reporting pretrain.demo finetune.artifacts finetune.demo_data"),
+    "finetune.demo": "pretrain.common pretrain.reporting pretrain.demo finetune.artifacts finetune.demo_data",
     "finetune.__main__": (
-        "pretrain.common pretrain.preflight pretrain.commands finetune.config finetune.artifacts finetune "
-        "finetune.runs finetune.bench finetune.experiments finetune.demo"
+        "pretrain.common pretrain.preflight pretrain.commands pretrain.launch finetune.config pretrain.demo "
+        "pretrain.__main__ finetune.artifacts finetune.runs finetune.bench finetune.experiments finetune.demo"
     ),
+    "finetune.cli": "pretrain.commands",
 }
 
 # Libraries that one place owns: what another place needs of them goes through it.
