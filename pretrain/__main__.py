@@ -81,7 +81,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         from pretrain import estimate, preflight
 
-        config = preflight.as_begun(config) if arguments.resume else config
+        config = preflight.with_resolved_precision(config) if arguments.resume else config
         print(estimate.dry_run(config, on=arguments.on, mean_length=arguments.mean_length))
         return
     from pretrain import launch, preflight

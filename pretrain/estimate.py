@@ -19,7 +19,7 @@ from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.common.settings import dump
 from pretrain.config import PhaseConfig, Precision, PretrainConfig, R, with_precision
 from pretrain.model import cost
-from pretrain.model.precision import matmul_peak, settle_here
+from pretrain.model.precision import matmul_peak, resolve_here
 
 Device = Literal["cpu", "cuda"]
 
@@ -265,7 +265,7 @@ class Cluster:
 def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     """`8xH100`, `H100`, or `here`, which measures this machine's matmul peak for half a second."""
     if text == "here":
-        device, peak = _measure_peak(config.engine.settled_precision)
+        device, peak = _measure_peak(config.engine.resolved_precision)
         how = f"measured {config.engine.precision} matmul peak"
         share = ASSUMED_UTILISATION[device]
         return Cluster("this machine", config.scheduling.workers, device, peak, share, how)
@@ -286,7 +286,7 @@ def settle_precision(config: R, on: str = "") -> tuple[R, str]:
     """(config with its precision chosen for the cluster `on`, or for this machine; the reason)."""
     address = config.scheduling.address
     if config.engine.precision != "auto" or not (address or on) or on == "here":
-        return settle_here(config)
+        return resolve_here(config)
     if not on:
         return with_precision(config, "bf16"), f"assumed; the nodes of {address} decide when the run starts"
     choice: Precision = "fp16" if on.upper().endswith("V100") else "bf16"

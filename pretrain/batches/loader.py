@@ -314,5 +314,5 @@ def _longest_first(descending: list[int], count: int, budget: int) -> list[list[
 
 
 def _check_balance(config: PretrainConfig, phase: int, where: str, sequences: int, world_size: int) -> None:
-    if why := config.why_not_dealt(phase, sequences, world_size):
+    if why := config.why_not_balanced(phase, sequences, world_size):
         raise InputError(f"{where} ({sequences}) {why}.")

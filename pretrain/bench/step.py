@@ -58,7 +58,7 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
     config = bench_config(
         options.corpus, size, length, sequences, precision=options.precision, hidden_dropout=options.dropout
     )
-    precision = config.engine.settled_precision
+    precision = config.engine.resolved_precision
     count = options.repeats + WARM_UP
     kinds = (OURS, *options.peers)
     specs = {kind: TrainerSpec(kind, config, device.type, options.threads, count) for kind in kinds}

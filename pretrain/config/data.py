@@ -16,7 +16,7 @@ class SourceConfig(Section):
     """One source of text. `kind` decides whether `path` or `dataset` is required."""
 
     kind: str = Field(
-        description="Format of the text: mediawiki, wikiextractor, books, jsonl, parquet, csv, huggingface or docstrings."
+        description="Text format: mediawiki, wikiextractor, books, jsonl, parquet, csv, huggingface or docstrings."
     )
     name: str = Field(default="", description="Name on the corpus card. Empty uses the kind and the file name.")
     path: LocalPath = Field(

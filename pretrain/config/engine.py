@@ -60,7 +60,7 @@ class EngineConfig(Section):
     )
 
     @property
-    def settled_precision(self) -> Precision:
+    def resolved_precision(self) -> Precision:
         """`precision` after auto is resolved (`pretrain.model.precision`)."""
         if self.precision == "auto":
             raise ValueError("engine.precision: auto is not resolved yet")

@@ -154,11 +154,11 @@ class PretrainConfig(RunConfig):
                 )
             fewest = self.scheduling.min_workers or self.scheduling.workers
             for workers in range(fewest, self.scheduling.workers + 1):
-                if why := self.why_not_dealt(number, phase.global_sequences, workers):
+                if why := self.why_not_balanced(number, phase.global_sequences, workers):
                     raise ValueError(f"phases.{number}.global_sequences ({phase.global_sequences}) {why}")
         return self
 
-    def why_not_dealt(self, phase: int, sequences: int, workers: int) -> str:
+    def why_not_balanced(self, phase: int, sequences: int, workers: int) -> str:
         """Why a batch of `sequences` cannot be balanced across `workers` (`batches.loader.deal`); "" if it can."""
         if sequences < workers:
             return f"is less than the number of workers ({workers}); every worker needs a sequence"

@@ -156,7 +156,7 @@ def choose_here() -> Choice:
     return choose([offer(torch.device("cuda", number)) for number in range(torch.cuda.device_count())])
 
 
-def settle_here(config: R) -> tuple[R, str]:
+def resolve_here(config: R) -> tuple[R, str]:
     """(config with its precision chosen for this machine, the reason)."""
     if config.engine.precision != "auto":
         return config, "as configured"

@@ -39,7 +39,7 @@ def started(config: R, worker: Worker) -> Iterator[tuple[R, torch.device, Watchd
     """
     quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
     with process_group(worker), watched(config, worker) as watchdog:
-        config, device = settle_device(config, worker)
+        config, device = choose_device(config, worker)
         torch.manual_seed(config.seed)
         yield config, device, watchdog
 
@@ -81,7 +81,7 @@ def _check_open_files(worker: Worker) -> None:
         )
 
 
-def settle_device(config: R, worker: Worker) -> tuple[R, torch.device]:
+def choose_device(config: R, worker: Worker) -> tuple[R, torch.device]:
     """(the config with its precision settled, this worker's device).
 
     `engine.precision: auto` becomes the same precision in all workers. The first start of a run decides, and writes it
@@ -127,7 +127,7 @@ def _check_device(config: RunConfig, device: torch.device) -> None:
 
 def _settle_precision(config: R, device: torch.device, worker: Worker) -> R:
     # Under torchrun the first process alone has read what an earlier start settled.
-    earlier = preflight.as_begun(config) if worker.rank == 0 else config
+    earlier = preflight.with_resolved_precision(config) if worker.rank == 0 else config
     settled = gather_objects(earlier.engine.precision)[0]
     if settled != "auto":
         return with_precision(config, settled)
@@ -166,5 +166,5 @@ def watched(config: RunConfig, worker: Worker) -> Iterator[Watchdog]:
 def matmul_peak(engine: Engine) -> float:
     """Measured matmul peak of all workers together at the engine's precision, FLOP/s."""
     engine.barrier()  # all measure at once, as they train
-    mine = precision.matmul_peak(str(engine.device), engine.settings.settled_precision)
+    mine = precision.matmul_peak(str(engine.device), engine.settings.resolved_precision)
     return engine.sum_over_workers(torch.tensor([mine], dtype=torch.float64, device=engine.device)).item()

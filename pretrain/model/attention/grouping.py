@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# What calling the kernels of one more group costs, in scores that they make in that time (docs/benchmarks/lab-notes.md).
+# Cost of launching the kernels of one more group, as the attention scores computed in that time
+# (docs/benchmarks/lab-notes.md).
 SCORES_PER_GROUP = 400_000
 
 
