@@ -86,8 +86,10 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         return
     from pretrain import launch, preflight
     from pretrain.config import changed_for_resume
+    from pretrain.model.cost import check_names
 
     def check(config: PretrainConfig, alone: bool) -> int:
+        check_names(config.model)
         preflight.check_corpus(config)
         launch.check_cores(config, alone)
         return config.total_steps

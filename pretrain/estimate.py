@@ -74,10 +74,11 @@ def vocabulary_size(config: PretrainConfig) -> int:
         return int(read_manifest(manifest.parent)["vocabulary_size"])
     given = Path(config.corpus.vocabulary.path)
     if config.corpus.vocabulary.path and given.is_file():
+        from pretrain.corpus.vocabulary import split_entries
+
         try:
             text = given.read_text(encoding="utf-8")
-            entries = json.loads(text)["model"]["vocab"] if given.suffix == ".json" else text.splitlines()
-            return len(entries)
+            return len(json.loads(text)["model"]["vocab"] if given.suffix == ".json" else split_entries(text))
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise InputError(f"{given}: cannot be read as a vocabulary ({error}).") from None
     return config.corpus.vocabulary.size

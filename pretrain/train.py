@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from pretrain.batches.loader import BatchMaker, Loader, MicroBatch, StepBatch, validation_batches
 from pretrain.checkpoint import hf
+from pretrain.checkpoint.layouts import BERT
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
@@ -28,6 +30,8 @@ from pretrain.training.loop import TrainingPlan
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
 from pretrain.training.run import Training, run
 from pretrain.training.session import started
+
+logger = logging.getLogger(__name__)
 
 
 def main(payload: dict[str, Any], worker: Worker) -> None:
@@ -76,10 +80,14 @@ def _plan(config: PretrainConfig) -> TrainingPlan:
 
 
 def _export(config: PretrainConfig, tracker: Tracker) -> None:
-    """Rank 0, where W&B mirrors the run: export the run's last checkpoint as an artifact."""
-    if tracker.mirrored:
-        hf.export_run(config.folder, config.folder / "export")
-        tracker.log_artifact(config.folder / "export")
+    """Rank 0, if W&B mirrors the run: export the run's last checkpoint as an artifact."""
+    if not tracker.mirrored:
+        return
+    if reason := BERT.without_counterpart(config.model):
+        logger.warning("no export to W&B: the released layout of BERT cannot hold this model: %s", reason)
+        return
+    hf.export_run(config.folder, config.folder / "export")
+    tracker.log_artifact(config.folder / "export")
 
 
 class Pretraining:

@@ -259,6 +259,9 @@ def test_vocabulary_size_of_a_given_file(tmp_path: Path):
     (tmp_path / "vocab.txt").write_text("a\nb\nc\n")
     corpus = CorpusConfig(dir=str(tmp_path / "none"), vocabulary=VocabularyConfig(path=str(tmp_path / "vocab.txt")))
     assert estimate.vocabulary_size(make_config(corpus=corpus)) == 3
+    # Only line feeds end an entry: a vocabulary may have other line ends as tokens.
+    (tmp_path / "vocab.txt").write_text("a\n\u2028\n\x85\nb\n", encoding="utf-8")
+    assert estimate.vocabulary_size(make_config(corpus=corpus)) == 4
 
 
 def test_a_rehearsal_masks_a_token_however_rarely_training_does():
