@@ -1,6 +1,6 @@
-"""What a run costs, by arithmetic alone: parameters, memory per worker by ZeRO stage, FLOPs and time.
+"""The cost of a run, by arithmetic alone: parameters, memory per worker by ZeRO stage, FLOPs and time.
 
-What depends on the architecture is the model's own (`pretrain/model/cost.py`); here it is added up for a run. No torch
+`pretrain/model/cost.py` has the costs of an architecture; here they are added up for a run. No torch
 is needed, except to measure this machine.
 """
 
@@ -34,9 +34,9 @@ PEAK_FLOPS = {
     "H200": 989e12,
     "B200": 2250e12,
 }
-# MFU that is assumed. By this count NVIDIA's BERT-Large on 8 A100 had 0.44 at length 128 and 0.33 at 512
+# Assumed MFU. By this definition NVIDIA's BERT-Large on 8 A100 had 0.44 at length 128 and 0.33 at 512
 # (DeepLearningExamples README); our step on CPU has half of the measured matmul peak.
-ASSUMED_UTILISATION = {"cuda": 0.40, "cpu": 0.50}
+ASSUMED_MFU = {"cuda": 0.40, "cpu": 0.50}
 
 
 def dry_run(config: PretrainConfig, on: str | None = None, mean_length: float | None = None) -> str:
@@ -44,7 +44,7 @@ def dry_run(config: PretrainConfig, on: str | None = None, mean_length: float | 
 
     Args:
         on: cluster to estimate the time for, such as "8xH100"; "here" measures this machine.
-        mean_length: mean tokens per sequence, for every phase; otherwise `expected_length`.
+        mean_length: mean tokens per sequence, for every phase; by default `expected_length`.
 
     Raises:
         InputError: `on` is not a known cluster, the model has no such norm or activation, or the prepared corpus is
@@ -98,7 +98,7 @@ _COMPILER_BYTES = 200 << 20  # what torch.compile adds to it
 
 
 def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Device = "cpu") -> dict[str, int]:
-    """Peak memory of one worker in bytes, by what holds it; the values add up to the whole.
+    """Peak memory of one worker in bytes, by its use; the values add up to the total.
 
     On CUDA this is what torch allocates. Tensors that are not needed at the same time share memory: activations are
     freed before the optimizer steps. On CPU it is the resident set of the process, which keeps freed memory and cannot
@@ -150,7 +150,7 @@ def _zero_states(
         sums: whether the engine adds gradients in its own buffer, if the stage allows it.
 
     Returns:
-        (bytes by what holds them, copies during the backward pass, copies after it).
+        (bytes by use, copies during the backward pass, copies after it).
     """
     b = 2 if half else 4  # bytes of a weight in the forward pass, and of its gradient
     if stage == 0:
@@ -239,7 +239,7 @@ class Work:
 
 
 def phase_work(config: PretrainConfig, phase: PhaseConfig, vocabulary: int, mean_length: float | None = None) -> Work:
-    """Sequences, tokens and useful FLOPs of a phase; lengths are taken as all equal to the mean."""
+    """Sequences, tokens and useful FLOPs of a phase; all lengths are assumed to equal the mean."""
     mean = min(mean_length or expected_length(config, phase), phase.sequence_length)
     most = phase.max_predictions or round(config.masking.probability * phase.sequence_length)
     masked = min(config.masking.probability * mean, most)
@@ -253,13 +253,13 @@ def phase_work(config: PretrainConfig, phase: PhaseConfig, vocabulary: int, mean
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines that the time is estimated for."""
+    """The machines for which the time is estimated."""
 
     name: str
     workers: int
     device: Device
     peak_flops: float  # of all workers together, FLOP/s
-    utilisation: float
+    mfu: float
     how: str
 
 
@@ -268,7 +268,7 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     if text == "here":
         device, peak = _measure_peak(config.engine.resolved_precision)
         how = f"measured {config.engine.precision} matmul peak"
-        share = ASSUMED_UTILISATION[device]
+        share = ASSUMED_MFU[device]
         return Cluster("this machine", config.scheduling.workers, device, peak, share, how)
     match = re.fullmatch(r"(?:(\d{1,9})\s*[xX]\s*)?([A-Za-z0-9]+)", text.strip())
     names = {name.upper(): name for name in PEAK_FLOPS}
@@ -280,7 +280,7 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
         raise InputError(f"--on {text}: its figures are for bf16 and fp16; engine.precision is fp32.")
     how = "dense bf16 peak of the data sheet"
     peak = count * PEAK_FLOPS[name]
-    return Cluster(f"{count} x {name}", count, "cuda", peak, ASSUMED_UTILISATION["cuda"], how)
+    return Cluster(f"{count} x {name}", count, "cuda", peak, ASSUMED_MFU["cuda"], how)
 
 
 def settle_precision(config: R, on: str = "") -> tuple[R, str]:
@@ -382,8 +382,8 @@ def _work_lines(config: PretrainConfig, size: int, mean_length: float | None) ->
 
 def _time_lines(config: PretrainConfig, size: int, mean_length: float | None, cluster: Cluster | None) -> str:
     if cluster is None:
-        return "  name a cluster with --on 8xH100, or measure this machine with --on here"
-    rate = cluster.peak_flops * cluster.utilisation
+        return "  give a cluster with --on 8xH100, or measure this machine with --on here"
+    rate = cluster.peak_flops * cluster.mfu
     work = [phase_work(config, phase, size, mean_length) for phase in config.phases]
     lines = [
         f"  phase {number}: {_duration(w.flops / rate)}, {w.sequences / (w.flops / rate):,.0f} sequences/s, "
@@ -392,7 +392,7 @@ def _time_lines(config: PretrainConfig, size: int, mean_length: float | None, cl
     ]
     lines.append(
         f"  total:   {_duration(sum(w.flops for w in work) / rate)} on {cluster.name}, assuming "
-        f"{cluster.utilisation:.0%} of {cluster.peak_flops / 1e12:,.4g} TFLOP/s ({cluster.how})"
+        f"an MFU of {cluster.mfu:.0%} at a peak of {cluster.peak_flops / 1e12:,.4g} TFLOP/s ({cluster.how})"
     )
     return "\n".join(lines)
 

@@ -107,7 +107,7 @@ class Pretraining:
         self._stalled_before = 0.0
         self._phase = 0
         self._validation: dict[int, list[StepBatch]] = {}
-        for number in range(len(config.phases)):  # a later phase must not fail after hours
+        for number in range(len(config.phases)):  # report errors of later phases now, not after hours of training
             BatchMaker(
                 shards, config, number, seed=config.seed, rank=engine.rank, world_size=engine.world_size
             ).check_batch()
@@ -117,7 +117,7 @@ class Pretraining:
 
     def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[StepBatch]:
         first_phase, phase_step = self._config.phase_at(start_step)
-        # Data that a phase skipped shift its later data, and no other phase's.
+        # Data that a phase skipped shifts only the later data of the same phase.
         behind = [0] * len(self._config.phases)
         for step, count in passed_over:
             behind[self._config.phase_at(step)[0]] += count

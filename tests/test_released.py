@@ -379,7 +379,7 @@ def test_the_mapping_table_is_short_and_names_what_is_left_out(theirs: Any, tmp_
             "bert.pooler.dense.*        2 tensors -> head.dense.*",
             "cls.predictions.*          5 tensors -> heads.mlm.*",
             "cls.seq_relationship.*     2 tensors -> heads.nsp.*",
-            "adapters.0-1.down: 2 tensors left out: nothing that the encoder or its heads have",
+            "adapters.0-1.down: 2 tensors left out: not a parameter of the encoder or its heads",
             "embeddings.position_ids: 1 tensor left out: a constant: 0, 1, 2, ...",
             "cls.predictions.decoder.weight: 1 tensor left out: tied to embeddings.word",
         ]
@@ -487,7 +487,7 @@ def test_a_tensor_given_twice_and_quantised_weights_are_refused() -> None:
         ({"is_decoder": True}, "is_decoder is True"),
         ({"pruned_heads": {"0": [1]}}, "pruned_heads is"),
         ({"type_vocab_size": 16}, "type_vocab_size is 16"),
-        ({"hidden_size": None}, "not the config of a model"),
+        ({"hidden_size": None}, "not a model that our encoder supports"),
         ({"num_attention_heads": 5}, "must be a multiple of heads"),
     ],
 )
@@ -526,7 +526,7 @@ def test_what_is_missing_or_damaged_is_named(theirs: Any, tmp_path: Path) -> Non
     with pytest.raises(InputError, match=r"a\.pt: cannot be read as plain tensors"):
         read_released(tmp_path)
     torch.save({"epoch": 3}, tmp_path / "a.pt")
-    with pytest.raises(InputError, match="holds no tensors by name"):
+    with pytest.raises(InputError, match="is not a mapping of names to tensors"):
         read_released(tmp_path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(InputError, match="'num_hidden_layers' is missing"):
@@ -577,9 +577,9 @@ def test_a_pickle_is_not_run_wherever_it_hides(theirs: Any, tmp_path: Path, seed
 @pytest.mark.parametrize(
     ("file", "message"),
     [
-        ("../outside.safetensors", "only files beside it are read"),
-        ("/etc/passwd", "only files beside it are read"),
-        (7, "only files beside it are read"),
+        ("../outside.safetensors", "only files in the same folder are read"),
+        ("/etc/passwd", "only files in the same folder are read"),
+        (7, "only files in the same folder are read"),
         ("absent.safetensors", r"absent\.safetensors: not found"),
         ("other.safetensors", r"other\.safetensors: has no bert\."),
     ],
@@ -606,7 +606,7 @@ def test_writing_refuses_what_does_not_fit(tmp_path: Path) -> None:
     head = {"out_weight": torch.ones(3, 32), "out_bias": torch.ones(3)}
     with pytest.raises(ValueError, match="needs dense_bias, dense_weight"):
         write_released(tmp_path / "out", **common, head=head, purpose="sequence", config={})
-    with pytest.raises(ValueError, match="names 2 labels where the head has 3"):
+    with pytest.raises(ValueError, match="names 2 labels, but the head has 3"):
         write_released(
             tmp_path / "out",
             **common,

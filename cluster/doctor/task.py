@@ -55,7 +55,7 @@ class Probe:
         began = time.perf_counter()
         path = Path(folder) / name
         if not path.parent.is_dir():  # otherwise it would be made here, and runs would write beside the shared folder
-            return 0.0, "is not a folder here"
+            return 0.0, "is not a folder on this machine"
         try:
             for content in ("to be replaced", text):
                 with atomic_open(path, "w") as file:

@@ -28,7 +28,7 @@ _INSTANCE = r"^[a-z0-9-]+\.[a-z0-9-]+$"
 
 
 class RayUpSettings(ManifestSettings):
-    """Where a run goes on AWS."""
+    """Where and how a run is placed on AWS."""
 
     file_system: str = Field(
         pattern=r"^fs-[0-9a-f]+$",

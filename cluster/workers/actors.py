@@ -18,7 +18,7 @@ from cluster.workers.outcomes import WorkerError, one_line
 from cluster.workers.request import Attempt
 from cluster.workers.target import RankAssignment, run_worker
 
-_LAST_LINES_SECONDS = 2.0  # after the first failure, for the other workers to report theirs
+_LAST_LINES_SECONDS = 2.0  # after the first failure, in which the other workers can report theirs
 _START_SECONDS = 120.0  # for a process to start on the node where Ray has placed it
 _NODE_LABEL = "ray.io/node-id"
 _MIG = "MIG-"

@@ -121,7 +121,7 @@ def wait_for_capacity(
             if capacity.workers or time.monotonic() > deadline:
                 return replace(capacity, waited_seconds=waited)
             if stop.is_set():
-                raise StoppedError(f"{request.launch.run_dir}: stopped while it waited for nodes. --resume continues.")
+                raise StoppedError(f"{request.launch.run_dir}: stopped while waiting for nodes. --resume continues.")
             if waited > POLL_SECONDS:  # most waits are over at the second check
                 notice.show(missing)
                 demand.make(capacity.nodes)

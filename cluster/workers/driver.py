@@ -142,8 +142,8 @@ def _start_ray(request: DriverRequest) -> None:
         logger.exception("ray.init")
         _keep_ray_logs(request.launch)
         raise MachineError(
-            f"{request.launch.run_dir / LOGS / RAY_LOG}: Ray did not start here ({one_line(error)}). "
-            "Its own logs are beside this file; ./launch.sh doctor checks the machine."
+            f"{request.launch.run_dir / LOGS / RAY_LOG}: Ray did not start on this machine ({one_line(error)}). "
+            "Ray's own logs are in the same folder; ./launch.sh doctor checks the machine."
         ) from None
 
 

@@ -171,10 +171,10 @@ class _Supervisor:
     def _gives_up(self, rank: int, reason: str) -> MachineError:
         log = self._run_dir / LOGS / f"worker-{rank}.log"
         bad = ", ".join(self._crashes.bad_nodes().values()) if self._request.address else ""
-        where = f" Workers crashed more than once on {bad}: check that machine." if bad else ""
+        where = f" Workers crashed repeatedly on {bad}: check that machine." if bad else ""
         spent = f"all max_failures={self._request.max_failures} restarts without a new checkpoint are used up"
         if not self._crashes.exhausted:
-            spent = f"there were {self._crashes.losses} crashes with the loss of a node and no new checkpoint"
+            spent = f"{self._crashes.losses} crashes came with the loss of a node, without a new checkpoint"
             where += " A machine out of memory may lose Ray together with its workers: check its memory first."
         return MachineError(
             f"{log}: {reason}, and {spent}. The last line of the log: {last_line(log)!r}.{where} "
@@ -324,7 +324,7 @@ def _hang(run_dir: Path, *, since: float) -> tuple[str, int, str] | None:
 
 def _not_started(request: LaunchRequest, workers: int, why: str) -> MachineError:
     if why:
-        return MachineError(f"{workers} workers were to start, but {why}. See its log on the cluster.")
+        return MachineError(f"starting {workers} workers failed: {why}. See the log on the cluster.")
     return MachineError(
         f"The cluster had no capacity for {workers} workers of {request.cpus_per_worker} CPUs within "
         f"{PLACEMENT_SECONDS} s. Wait until it is less busy, or set scheduling.workers lower."

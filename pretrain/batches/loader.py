@@ -36,7 +36,7 @@ _EVALUATION_SEQUENCES = 1024  # per StepBatch of an evaluation
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass of one rank sees: S sequences end to end in T tokens, K of them masked.
+    """The input of one forward pass of one rank: S sequences end to end in T tokens, K of them masked.
 
     Sequences lie in ascending length order, without padding (invariant 2).
     """
@@ -97,7 +97,7 @@ class StepBatch:
 
 
 class Loader:
-    """The batches of one phase, made ahead by a background thread.
+    """The batches of one phase, prefetched by a background thread.
 
     Iterating gives one `StepBatch` per optimizer step until the phase ends. `stall_seconds` is the time that the
     consumer has waited so far.

@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--corpus", type=local_path, help="prepared corpus folder (default: a synthetic one)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512], help="sequence lengths")
     parser.add_argument("--sequences", type=int, default=256, help="sequences per batch")
-    parser.add_argument("--repeats", type=int, default=5, help="alternations; the median is reported")
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions; the median is reported")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--resume-only", type=local_path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)

@@ -74,7 +74,7 @@ class EngineConfig(Section):
             for part in key.split("."):
                 section = section.get(part) if isinstance(section, dict) else None
             if section is not None:
-                raise ValueError(f"{key} is set by {ours}; leave it out here")
+                raise ValueError(f"{key} is set by {ours}; remove it here")
         return values
 
 

@@ -82,7 +82,8 @@ class SchedulingConfig(Section):
         default=1800.0,
         ge=0,
         description="Seconds to wait for nodes of a cluster (address) at the start and after a loss. The autoscaler "
-        "is asked for the missing nodes. Not used by sweep, glue and --seeds, which use the nodes that are available.",
+        "is requested to start the missing nodes. Not used by sweep, glue and --seeds, which use the "
+        "available nodes.",
     )
     max_failures: int = Field(
         default=3,
@@ -159,7 +160,7 @@ class PretrainConfig(RunConfig):
         return self
 
     def why_not_balanced(self, phase: int, sequences: int, workers: int) -> str:
-        """Why a batch of `sequences` cannot be balanced across `workers` (`batches.loader.deal`); "" if it can."""
+        """Why a batch of `sequences` cannot be balanced across `workers` (`batches.loader.balance`); "" if it can."""
         if sequences < workers:
             return f"is less than the number of workers ({workers}); every worker needs a sequence"
         length, budget = self.phases[phase].sequence_length, self.engine.micro_batch_tokens

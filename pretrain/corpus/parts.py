@@ -1,6 +1,6 @@
-"""Part files: what lies between the stages of preparation, a few megabytes of documents as flat arrays.
+"""Part files: the data between the stages of preparation, a few megabytes of documents as flat arrays.
 
-Every part is one file, written atomically: a part file that exists is whole.
+Every part is one file, written atomically: a part file that exists is complete.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Documents to sentences with `sentencex` (Wikimedia): paragraphs are boundaries, long quotations are split, too."""
+"""Documents to sentences with `sentencex` (Wikimedia): paragraphs are boundaries; long quotations are split too."""
 
 from __future__ import annotations
 

@@ -107,7 +107,7 @@ def verify_shards(folder: Path) -> None:
     for name, proof in proofs.items():
         if proven.get(name) != proof and sha256_file(folder / name) != proof[0]:
             raise InputError(
-                f"{folder / name}: its SHA-256 differs from the manifest's; it was altered or damaged on disk. "
+                f"{folder / name}: its SHA-256 differs from the manifest's; it was changed or damaged on disk. "
                 "Restore it or prepare the corpus again."
             )
     if proven != proofs:
@@ -123,7 +123,7 @@ def _state_of(path: Path) -> list[int]:
 def _check_format(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     if manifest.get("format") != FORMAT or "shards" not in manifest:
         raise InputError(
-            f"{folder / MANIFEST}: format {manifest.get('format')}, this version reads {FORMAT}. "
+            f"{folder / MANIFEST}: has format {manifest.get('format')}, but this version reads {FORMAT}. "
             "Prepare the corpus again."
         )
     return manifest

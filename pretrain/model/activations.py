@@ -20,8 +20,8 @@ class Activation(NamedTuple):
 
     Attributes:
         function: any shape and dtype -> the same.
-        saves_input: whether torch keeps the input for the backward pass; otherwise it keeps the output.
-        released_names: what config.json of a released model calls it; the first name is the one that is written.
+        saves_input: whether torch keeps the input for the backward pass, not the output.
+        released_names: its names in config.json of released models; the first one is written.
     """
 
     function: Callable[[Tensor], Tensor]

@@ -26,7 +26,7 @@ from pretrain.model.parameters import embedding_parameters, layer_parameters
 
 
 class UnpaddedBatch(Protocol):
-    """What the encoder reads of a batch; `pretrain.batches.loader.MicroBatch` is one."""
+    """The fields of a batch that the encoder reads; `pretrain.batches.loader.MicroBatch` is one."""
 
     @property
     def input_ids(self) -> Tensor: ...  # int64 [T]
@@ -92,7 +92,7 @@ class Encoder(nn.Module):
             rows = rows_R if number == len(self.layers) - 1 else None
             arguments = (hidden_TH, keys_T, batch.cu_seqlens, max_seqlen, rows)
             if self.activation_checkpointing and self.training:
-                # Only CUDA's attention kernel draws from the generator; all other dropout is a hash.
+                # Only CUDA's attention kernel uses the generator; all other dropout is a hash.
                 hidden_TH = checkpoint(
                     layer,
                     *arguments,

@@ -1,10 +1,11 @@
-"""Initial values of the parameters: BERT's, and on request attention heads that look at adjacent tokens.
+"""Initial values of the parameters: BERT's, and optionally attention heads that attend to adjacent tokens.
 
-With BERT's values every head attends to all tokens alike. A small run then spends its days on a plateau, where it
+With BERT's values every head attends to all tokens equally. A small run then stays on a long plateau, where it
 guesses a masked token from word frequencies alone: first it must learn, position by position, where the adjacent tokens
 are. `attend_to_adjacent_tokens` gives each head one offset to attend to, as the heads of a trained BERT have (Clark et
-al. 2019, "What Does BERT Look At?", section 3.1). Only initial values differ; the model is BERT's, and learns. Trockman
-& Kolter had the idea to start where trained attention ends (2023, "Mimetic Initialization of Self-Attention Layers").
+al. 2019, "What Does BERT Look At?", section 3.1). Only initial values differ; the architecture is BERT's, and all
+parameters are trained. Trockman & Kolter had the idea to start where trained attention ends (2023, "Mimetic
+Initialization of Self-Attention Layers").
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 
 from pretrain.model.parameters import Parameter
 
-# Position embeddings start larger than words and token types, which are noise to them: they have two thirds of an
-# embedding's squared norm.
+# Position embeddings start larger than words and token types, which are noise relative to them: they have two thirds of
+# an embedding's squared norm.
 POSITION_SCALE = 2.0
 # The score at a head's offset, above a mean of zero: about half of the attention among 128 tokens.
 PEAK = 5.0

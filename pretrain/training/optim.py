@@ -1,4 +1,4 @@
-"""Optimizers and the learning-rate schedule: AdamW, and a LAMB that stays right when ZeRO shards it.
+"""Optimizers and the learning-rate schedule: AdamW, and a LAMB that stays correct when ZeRO shards it.
 
 LAMB scales each tensor's step by |weight| / |update|. ZeRO hands an optimizer flat shards that hold pieces of many
 tensors. So `Lamb` takes a table of which piece belongs to which tensor, adds up squared norms by tensor, and sums them

@@ -27,7 +27,7 @@ _UNUSED = re.compile(r"\[unused\d+\]")
 
 @dataclass(frozen=True)
 class Masked:
-    """What masking makes of S sequences of T tokens, K of them masked."""
+    """The result of masking S sequences of T tokens, K of them masked."""
 
     input_ids: np.ndarray  # int64 [T]
     rows: np.ndarray  # int64 [K], ascending
@@ -90,6 +90,6 @@ def _vocabulary(shards: TokenShards) -> MaskingVocabulary:
     special = set(shards.special_ids.values())
     ordinary = [i for i, entry in enumerate(entries) if i not in special and not _UNUSED.fullmatch(entry)]
     if not ordinary:
-        raise InputError(f"{path}: no ordinary token. Prepare the corpus again.")
+        raise InputError(f"{path}: no token besides special and unused ones. Prepare the corpus again.")
     continues = np.array([entry.startswith("##") for entry in entries])
     return MaskingVocabulary(shards.special_ids["mask"], np.array(ordinary), continues)

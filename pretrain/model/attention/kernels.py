@@ -1,4 +1,4 @@
-"""What lies between the matmuls of the grouped attention: plain functions, each fused into one pass by torch.compile.
+"""The operations between the matmuls of the grouped attention: plain functions, each fused by torch.compile.
 
 Shape letters: T tokens of the micro-batch, R query positions, N heads of width D, H = N * D; inside a group of G
 sequences L tokens and Q queries each, B = G * N.

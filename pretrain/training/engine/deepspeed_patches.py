@@ -1,7 +1,7 @@
 """Every private name of DeepSpeed that we read or replace, and the functions that do so.
 
 DeepSpeed's public interface hides the master weights, the norm of the gradients and the sums of the gradients. The rest
-of this folder asks the functions below for them and never touches such a name itself. When DeepSpeed is upgraded, the
+of this folder calls the functions below and never uses such a name itself. When DeepSpeed is upgraded, the
 tests report the names in `PRIVATE_NAMES` that are gone; read the others again in its source and raise `CHECKED`.
 """
 
@@ -48,12 +48,12 @@ PRIVATE_NAMES = (
     PrivateName(
         "deepspeed.ops", "__compatible_ops__", "turn off an op that takes 18 to 25 s to compile; doctor lists it"
     ),
-    PrivateName("deepspeed.git_version_info", "installed_ops", "doctor lists the ops that came compiled"),
+    PrivateName("deepspeed.git_version_info", "installed_ops", "doctor lists the ops that were installed compiled"),
     PrivateName(
         f"{_ENGINE}:DeepSpeedEngine", "_do_optimizer_sanity_check", "choose ZeRO's own stage 1 for bf16 weights"
     ),
     PrivateName(_ENGINE, "BFLOAT16", "the choice that we replace"),
-    PrivateName(_ENGINE, "ZERO_OPTIMIZATION", "the choice that we make instead"),
+    PrivateName(_ENGINE, "ZERO_OPTIMIZATION", "the class that we choose instead"),
     PrivateName(_STAGE_0, "fp32_groups", "master weights of stage 0 in half precision"),
     PrivateName(_STAGE_0, "loss_scale_config", "the loss scaler's state of stage 0"),
     PrivateName(_STAGE_1_AND_2, "single_partition_of_fp32_groups", "master weights of stages 1 and 2"),
@@ -73,11 +73,11 @@ PRIVATE_NAMES = (
     ),
     PrivateName(_STAGE_1_AND_2, "averaged_gradients", "gradients that the norm is taken of"),
     PrivateName(_STAGE_1_AND_2, "scaled_global_norm", "replaced by our norm"),
-    PrivateName(_STAGE_1_AND_2, "has_overflow", "replaced: our norm says whether all gradients are finite"),
+    PrivateName(_STAGE_1_AND_2, "has_overflow", "replaced: our norm shows whether all gradients are finite"),
     PrivateName(_STAGE_1_AND_2, "unscale_and_clip_grads", "replaced: the fused AdamW scales as it reads a gradient"),
     PrivateName(_STAGE_3, "averaged_gradients", "gradients that the norm is taken of"),
     PrivateName(_STAGE_3, "_get_norm_groups", "replaced by our norm"),
-    PrivateName(_STAGE_3, "has_overflow", "replaced: our norm says whether all gradients are finite"),
+    PrivateName(_STAGE_3, "has_overflow", "replaced: our norm shows whether all gradients are finite"),
     PrivateName(_STAGE_1_AND_2, "bit16_groups", "parameters, by optimizer group"),
     PrivateName(_STAGE_1_AND_2, "bit16_groups_flat", "their weights, one tensor for each group"),
     PrivateName(_STAGE_1_AND_2, "dtype", "the type that gradients are sent in"),
@@ -104,8 +104,8 @@ _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed, set up to do without what it would have to compile first."""
-    os.environ.setdefault("LOCAL_RANK", "0")  # it insists on the variable even for one process
+    """DeepSpeed, configured not to use the ops that it would have to compile first."""
+    os.environ.setdefault("LOCAL_RANK", "0")  # it requires the variable even for one process
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
@@ -119,7 +119,7 @@ def import_deepspeed() -> Any:
 
 
 def deepspeed_ops() -> tuple[dict[str, bool], tuple[str, ...]]:
-    """DeepSpeed's compiled ops, each with whether it could be compiled here, and those that came built."""
+    """DeepSpeed's compiled ops, each with whether it could be compiled here, and those that were installed compiled."""
     deepspeed = import_deepspeed()
     from deepspeed.git_version_info import installed_ops
 
@@ -146,7 +146,7 @@ def _choose_zero_for_bf16(module: Any) -> None:
 
 
 def _replace(wrapper: Any, name: str, value: Callable[..., Any]) -> None:
-    """Replace a method of DeepSpeed's optimizer; a name that it lacks would be set without any effect."""
+    """Replace a method of DeepSpeed's optimizer; setting a missing name would have no effect."""
     if not hasattr(wrapper, name):
         raise RuntimeError(f"{type(wrapper).__name__} of DeepSpeed has no {name}, which {CHECKED} has")
     setattr(wrapper, name, value)
@@ -226,7 +226,7 @@ class LossScaler:
         return {key: getattr(self._scaler, key) for key in _SCALER_FIELDS if hasattr(self._scaler, key)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
         for key, value in state.items():
             if key in _SCALER_FIELDS:
                 setattr(self._scaler, key, value)

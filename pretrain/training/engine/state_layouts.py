@@ -41,14 +41,14 @@ class Fragment:
 
 
 class FragmentReader(Protocol):
-    """Where `Engine.load` finds what was saved; `pretrain.checkpoint.store.CheckpointReader` is one."""
+    """The source from which `Engine.load` reads saved state; `pretrain.checkpoint.store.CheckpointReader` is one."""
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor: ...  # fp32 [numel]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a layout works with, once DeepSpeed has wrapped model and optimizer."""
+    """The objects that a layout uses, once DeepSpeed has wrapped model and optimizer."""
 
     deepspeed: Any  # DeepSpeed's engine
     optimizer: torch.optim.Optimizer  # the one that DeepSpeed's wrapper steps
@@ -121,7 +121,7 @@ class StateLayout(ABC):
 
 
 def layout_class(settings: EngineConfig) -> type[StateLayout]:
-    """The layout of a stage and precision. Nothing else asks for the stage."""
+    """The layout of a stage and precision. Nothing else depends on the stage."""
     if settings.zero_stage == 0:
         return Stage0Fp32Layout if settings.precision == "fp32" else Stage0HalfLayout
     return {1: Stage1Layout, 2: Stage2Layout, 3: Stage3Layout}[settings.zero_stage]
@@ -152,7 +152,7 @@ class Stage0Fp32Layout(_Stage0Layout):
         return [parameter for group in self._parts.optimizer.param_groups for parameter in group["params"]]
 
     def refresh(self, reader: FragmentReader) -> None:
-        """Nothing: the model computes with the master weights."""
+        """Does nothing: the model computes with the master weights."""
 
     def step(self, loss_scale: float) -> tuple[bool, float]:
         norm = float(nn.utils.clip_grad_norm_(list(self._parts.parameters.values()), self._parts.clip_norm or math.inf))
