@@ -1,6 +1,6 @@
 """A Ray cluster of several node processes on this machine, to try jobs, failures and elasticity.
 
-It is closed to everybody without its token, uses this machine alone, and is stopped by the ids of its own processes.
+It is closed to everybody without its token, uses only this machine, and is stopped by the ids of its own processes.
 """
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 _MAX_RETRIES = 3  # of a job whose process died; Ray Data's own default is unlimited
 _LEAVE_SECONDS = 10.0  # for the child to leave the cluster when all is done
 
-# Set in the driver, which owns the tasks and so decides on their retries.
+# Set in the driver, which owns the tasks and therefore controls their retries.
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_task_oom_retries": str(_MAX_RETRIES),  # counted apart from the others, and unlimited by default
+    "RAY_task_oom_retries": str(_MAX_RETRIES),  # counted separately, and unlimited by default
 }
 # Not `-m cluster.pool`: as `__main__` its functions could not be found by the tasks.
 _DRIVER = "import sys; from cluster.pool import main; main(int(sys.argv[1]))"

@@ -102,7 +102,7 @@ class ProbeGroup:
 
 
 def main() -> int:
-    """Check the cluster that this job runs on; 0 whatever the findings."""
+    """Check the cluster that this job runs on; returns 0 for any findings."""
     job = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]
     return exit_code(lambda: _check(job["folder"]))
 

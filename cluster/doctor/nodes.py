@@ -39,9 +39,11 @@ def judge_node(
     resources = f"{cpus} CPU, {gpus} GPU for Ray"
     if not answers:
         advice = "Check that machine, and whether its ports are open."
-        return Finding("node", f"{resources}; its raylet does not answer", FAIL, advice, name)
+        return Finding("node", f"{resources}; its raylet does not respond", FAIL, advice, name)
     if draining:
-        return Finding("node", f"{resources}; leaves the cluster soon", WARN, "Runs will continue without it.", name)
+        return Finding(
+            "node", f"{resources}; will leave the cluster soon", WARN, "Runs will continue without it.", name
+        )
     if about is not None and cpus > about["cores"]:
         advice = f"Start it with --num-cpus={about['cores']}: workers that share a core slow down all others."
         return Finding("node", f"{resources}, but {about['cores']} cores", WARN, advice, name)

@@ -15,7 +15,7 @@ _NEEDED = ("torch", "gloo", "DeepSpeed", "Ray", "bertrain")
 
 
 def rows_here(facts: MachineFacts) -> list[Finding]:
-    """The rows of this machine alone, in the order of the table."""
+    """The rows of this machine only, in the order of the table."""
     return [Finding("system", facts.system), *judge_versions(facts.versions), *rows(facts)]
 
 

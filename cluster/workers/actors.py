@@ -103,7 +103,7 @@ class WorkerGroup:
             except RayError as error:
                 failures[rank] = error
             if any(not isinstance(error, WorkerError) for error in failures.values()):
-                break  # a dead process is the cause, whatever the others report
+                break  # a dead process is the cause, regardless of what the others report
             if failures and deadline is None:
                 deadline = time.monotonic() + _LAST_LINES_SECONDS
         if failures:

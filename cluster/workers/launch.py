@@ -1,7 +1,7 @@
 """Run a function in worker processes through Ray, and return how it finished: done, a `RunError`, or a crash.
 
 Ray lives in a child process (`cluster.workers.driver`) in a session of its own. So this process keeps its signal
-handlers and its terminal, Ctrl-C reaches this process alone, an unreachable cluster cannot hang it, and every process
+handlers and its terminal, Ctrl-C reaches only this process, an unreachable cluster cannot hang it, and every process
 that was started belongs to that session and can be ended by id.
 """
 
@@ -61,7 +61,7 @@ def run(
 ) -> None:
     """Call `target` ("package.module:function") with (payload, Worker) in `workers` processes until they finish.
 
-    Workers run in this process's working directory, so relative paths mean the same there. Their output goes to
+    Workers run in this process's working directory, so relative paths have the same meaning there. Their output goes to
     `run_dir`/logs/worker-<rank>.log and Ray's to `run_dir`/logs/ray.log.
 
     A `RunError` raised in a worker is raised here, same class and message, and never retried. Any other exit of a

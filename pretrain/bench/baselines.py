@@ -1,4 +1,4 @@
-"""What the step benchmarks compare: this project's engine and its baselines, behind one interface.
+"""The programs that the step benchmarks compare: this project's engine and its baselines, with one interface.
 
 The baselines are transformers' BertForPreTraining in several variants, and this project's model in a plain torch loop.
 Each trainer runs in its own process, as its user would run it. So settings of one process do not affect another; for

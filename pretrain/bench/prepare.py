@@ -6,7 +6,7 @@ Two comparisons over the same WikiExtractor file, with the same vocabulary for a
   its processes. The baseline is run_mlm of transformers: `datasets.map` of its fast tokenizer, then of group_texts,
   caching off. It starts from documents that are already extracted and in Arrow, and makes no sentences, no duplicate
   check and no hashes.
-- Tokenising alone, in MB/s of sentences that are already split and in memory. Ours starts each time with an empty
+- Tokenising only, in MB/s of sentences that are already split and in memory. Ours starts each time with an empty
   table of words. The baseline is `tokenizers.Tokenizer.encode_batch_fast`; its ids are not even copied out.
 
 The upper bound is measured, too: reading the file from the page cache on all cores.
@@ -42,7 +42,7 @@ _READ_BYTES = 1 << 20
 
 
 def main(argv: list[str]) -> int:
-    """Run the comparison, or the checks asked for, and print a table, or JSON with `--json`."""
+    """Run the comparison, or the requested checks, and print a table, or JSON with `--json`."""
     options = _parser().parse_args(argv)
     if options.repeats < 1:
         raise InputError(f"--repeats: is {options.repeats}, must be at least 1.")
@@ -205,8 +205,8 @@ def _speed_lines(result: dict[str, Any]) -> Iterator[str]:
     names = {
         "prepare": "ours: prepare, raw file to shards",
         "datasets": "datasets: map of tokenizer and group_texts",
-        "tokenise": "ours: tokenising alone",
-        "tokenizers": "tokenizers: encode_batch_fast alone",
+        "tokenise": "ours: tokenising only",
+        "tokenizers": "tokenizers: encode_batch_fast only",
     }
     yield f"{'':44}{'MB/s':>8}{'spread':>16}{'seconds':>9}{'of MB':>8}{'tokens':>13}"
     for name, row in result["speed"].items():

@@ -155,7 +155,7 @@ _FORMER_ROWS = re.compile("peer to ids alone")
 def step_rows(result: dict[str, Any]) -> list[Comparison]:
     """Rows of `bench step --json`: ours against the fastest baseline without torch.compile and the fastest with it.
 
-    Their limit is the matmul peak measured beside the steps.
+    Their limit is the matmul peak measured with the steps.
     """
     return [
         _step_row(step, min(kinds, key=lambda kind: step["ratios"][kind][0]), suffix)

@@ -110,7 +110,7 @@ def _measure(specs: dict[str, TrainerSpec], count: int, precision: Precision) ->
                 timings.seconds_per_token[kind].append(report.seconds / report.tokens)
                 timings.losses[kind].append(report.loss)
         if number >= WARM_UP:
-            # The machine's speed varies, so its matmul peak is measured beside every step.
+            # The machine's speed varies, so its matmul peak is measured with every step.
             timings.matmul_peaks.append(measure_matmul(device, precision))
     for trainer in trainers.values():
         trainer.close()

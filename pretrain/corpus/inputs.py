@@ -1,7 +1,7 @@
 """What all kinds of sources share: inputs, the pieces they are cut into, and how a kind finds, cuts and reads them.
 
 A piece is what one process prepares in one go: a byte range of a plain file, a block of a decompressed stream, a
-row group, a handful of small files. The cuts depend on the files alone, so the corpus is the same whatever the
+row group, a handful of small files. The cuts depend on the files only, so the corpus is the same whatever the
 number of processes and however often the work was interrupted. A document is a string whose lines are its paragraphs.
 Faults in an input are counted in `Problems` with its path; the rest of the input is read.
 """
@@ -108,7 +108,7 @@ class SourceReader:
         return [Input((str(file),), file_size(file, where)) for file in self.find_files(where)]
 
     def cut(self, item: Input) -> Iterator[Span]:
-        """The spans of an input, at least one; they depend on the files alone."""
+        """The spans of an input, at least one; they depend on the files only."""
         yield Span(bytes=item.bytes)
 
     def is_stream(self, item: Input) -> bool:

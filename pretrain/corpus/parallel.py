@@ -25,7 +25,7 @@ from pretrain.corpus.inputs import Piece
 
 
 class Pool:
-    """Runs calls in several processes, or in this one if `processes` is 1. Results come in the order of the calls.
+    """Runs calls in several processes, or in this one if `processes` is 1. Results have the order of the calls.
 
     With `address` the processes are a Ray cluster's, as many as it has cores if `processes` is 0.
     """

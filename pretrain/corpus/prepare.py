@@ -192,7 +192,7 @@ class _Preparation:
 
     @contextlib.contextmanager
     def _locked_work(self) -> Iterator[None]:
-        """Hold the work folder for this run alone; make it if it is missing."""
+        """Lock the work folder for this run; create it if it is missing."""
         refusal = f"{self._folder}: another `prepare` is running in it. Wait for it, or stop it."
         with locked(self._work / stages.LOCK, refusal):
             settings = self._work / "settings.json"

@@ -52,7 +52,7 @@ def program_of_any_size(function: Callable[..., Any], axes: tuple[str, ...], fus
 
 @functools.cache
 def _configure() -> None:
-    """Set what holds for the whole process, once."""
+    """Apply the settings of the whole process, once."""
     # Sizes that happen to be equal in the first batch must not be taken for one size: that compiles again later.
     torch.fx.experimental._config.use_duck_shape = False  # pyright: ignore[reportAttributeAccessIssue]
     torch._dynamo.config.recompile_limit = 32

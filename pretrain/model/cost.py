@@ -60,7 +60,7 @@ def flops(
 ) -> float:
     """Useful floating-point operations of one forward and backward pass over sequences of `lengths` tokens.
 
-    Matrix products alone; no padding, no recomputation; the MLM head at `masked` rows. 6 FLOPs per weight and row,
+    Matrix products only; no padding, no recomputation; the MLM head at `masked` rows. 6 FLOPs per weight and row,
     12 L H len^2 per sequence in the attention. The last layer counts whole, as in every other system's figures, though
     ours skips the rows that no loss reads.
     """
@@ -87,7 +87,7 @@ def executed_flops(
 
 
 def encoder_flops(model: ModelConfig, lengths: Sequence[int], rows: int) -> float:
-    """Of the encoder alone, forward and backward, with `rows` query positions in the last layer (as `executed_flops`).
+    """FLOPs of the encoder, forward and backward, with `rows` query positions in the last layer (as `executed_flops`).
 
     They are assumed to be spread evenly over the tokens.
     """
@@ -131,7 +131,7 @@ def activation_bytes(
 
 
 def logits_bytes(model: ModelConfig, vocabulary_size: int, masked: int, *, itemsize: int, compiled: bool) -> int:
-    """One piece of the masked tokens' scores with its gradient, and the gradient of the decoder that waits."""
+    """One piece of the masked tokens' scores with its gradient, and the pending gradient of the decoder."""
     piece = min(masked * vocabulary_size, LOGITS_PER_PIECE)
     return piece * (2 * itemsize if compiled else 16 + itemsize) + itemsize * vocabulary_size * model.hidden
 

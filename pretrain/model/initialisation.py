@@ -1,7 +1,7 @@
 """Initial values of the parameters: BERT's, and optionally attention heads that attend to adjacent tokens.
 
 With BERT's values every head attends to all tokens equally. A small run then stays on a long plateau, where it
-guesses a masked token from word frequencies alone: first it must learn, position by position, where the adjacent tokens
+guesses a masked token only from word frequencies: first it must learn, position by position, where the adjacent tokens
 are. `attend_to_adjacent_tokens` gives each head one offset to attend to, as the heads of a trained BERT have (Clark et
 al. 2019, "What Does BERT Look At?", section 3.1). Only initial values differ; the architecture is BERT's, and all
 parameters are trained. Trockman & Kolter had the idea to start where trained attention ends (2023, "Mimetic
@@ -74,7 +74,7 @@ def attend_to_adjacent_tokens(position_PH: Tensor, qkv_weights: Iterable[Tensor]
     waves_PH = torch.stack([angle_PK.cos(), angle_PK.sin()], dim=-1).flatten(1)
     position_PH.copy_(waves_PH * (math.sqrt(2) * POSITION_SCALE * std))
 
-    # The norm makes the sum's variance 1. This is the positions' share, beside words and token types of 1 each.
+    # The norm makes the sum's variance 1. This is the positions' share; words and token types have 1 each.
     share = POSITION_SCALE**2 / (POSITION_SCALE**2 + 2)
     # A head's score at its offset is gain^2 * width * share / sqrt(width).
     gain = math.sqrt(PEAK / (math.sqrt(width) * share))

@@ -84,7 +84,7 @@ def read_state(engine: Engine, checkpoint: Path) -> dict[str, Any]:
 def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:
     """Bring `engine` to the state of a verified checkpoint; returns what `read_state` does."""
     state = read_state(engine, checkpoint)
-    return_freed_memory()  # the pages of the checkpoint's files come on top of it
+    return_freed_memory()  # the pages of the checkpoint's files need memory in addition
     with store.CheckpointReader(checkpoint) as reader:
         engine.load(reader, state["updates"])
     engine.load_scaler_state(state["scaler"])

@@ -61,7 +61,7 @@ def group_sequences(
 
 
 def _cheapest_cuts(lengths: np.ndarray, heads: int) -> list[tuple[int, int]]:
-    """(first, behind the last) sequence of each group, in order.
+    """(first, one past the last) sequence of each group, in order.
 
     A group of G sequences padded to L costs its calls and heads * G * L * (L + 128) scores: L for each of its G * L
     tokens, and as many as 128 for carrying a token of a head of 64 there and back. Exact, by dynamic programming.

@@ -82,7 +82,9 @@ PRIVATE_NAMES = (
     PrivateName(_STAGE_1_AND_2, "bit16_groups_flat", "their weights, one tensor for each group"),
     PrivateName(_STAGE_1_AND_2, "dtype", "the type that gradients are sent in"),
     PrivateName(_STAGE_1_AND_2, "cpu_offload", "whether gradients go to the host, which our sums do not"),
-    PrivateName(_STAGE_1_AND_2, "_use_compact_grad_partition_buffer", "whether fp32 sums are kept beside half weights"),
+    PrivateName(
+        _STAGE_1_AND_2, "_use_compact_grad_partition_buffer", "whether fp32 sums are kept in addition to half weights"
+    ),
     PrivateName(
         _STAGE_1_AND_2, "_build_compact_grad_partition_buffer", "replaced: the buffers become views of our sums"
     ),
@@ -92,7 +94,7 @@ PRIVATE_NAMES = (
     PrivateName(_STAGE_1_AND_2, "reduce_ipg_grads", "replaced: our sums are exchanged once a step"),
 )
 
-# Prefixes of modules in whose functions a rank waits for others. In ZeRO 3 the innermost frame alone is in the second,
+# Prefixes of modules in whose functions a rank waits for others. In ZeRO 3 only the innermost frame is in the second,
 # since handles of gathered parameters have a `wait` without a frame.
 COLLECTIVE_MODULES = "deepspeed.comm"
 GATHERING_MODULES = "deepspeed.runtime.zero.partition"
@@ -130,7 +132,7 @@ def deepspeed_ops() -> tuple[dict[str, bool], tuple[str, ...]]:
 def _choose_zero_for_bf16(module: Any) -> None:
     """Make DeepSpeed use its own ZeRO-1 also where weights are bf16 and gradients are summed in fp32.
 
-    In that case alone it uses `BF16_Optimizer`, which sends all gradients to every worker (1.5 times the bytes) and
+    Only in that case it uses `BF16_Optimizer`, which sends all gradients to every worker (1.5 times the bytes) and
     keeps them twice. The class that it uses for fp16 and fp32 does the same arithmetic.
     """
     choose = module.DeepSpeedEngine._do_optimizer_sanity_check

@@ -224,7 +224,7 @@ class Engine:
                     state[key].zero_()
                 else:
                     state[key] = torch.zeros_like(flat, requires_grad=False)
-            # torch's fused AdamW wants its step count beside the weights, as fp32.
+            # torch's fused AdamW needs its step count on the device of the weights, as fp32.
             state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
 
 
