@@ -52,7 +52,7 @@ def dry_run(config: PretrainConfig, on: str | None = None, mean_length: float | 
     """
     size = vocabulary_size(config)
     on = on or config.scheduling.cluster
-    config, why = settle_precision(config, on)
+    config, why = resolve_precision(config, on)
     cluster = parse_cluster(on, config) if on else None
     device: Device = cluster.device if cluster else "cuda" if Path("/proc/driver/nvidia").exists() else "cpu"
     parts = [
@@ -283,7 +283,7 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     return Cluster(f"{count} x {name}", count, "cuda", peak, ASSUMED_MFU["cuda"], how)
 
 
-def settle_precision(config: R, on: str = "") -> tuple[R, str]:
+def resolve_precision(config: R, on: str = "") -> tuple[R, str]:
     """(config with its precision chosen for the cluster `on`, or for this machine; the reason)."""
     address = config.scheduling.address
     if config.engine.precision != "auto" or not (address or on) or on == "here":

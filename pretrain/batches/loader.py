@@ -172,7 +172,7 @@ class Loader:
                 made = self._maker.make(step * sequences, sequences)
                 if not self._put(made.pinned() if self._pinned else made):
                     return
-        except BaseException as error:  # the consumer raises it, whatever it is
+        except BaseException as error:  # raised by the consumer, whatever its class
             last = error
         self._put(last)
 

@@ -37,7 +37,7 @@ _SAMPLES_MAPPED = 512
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """Where the tokens of B samples lie and how long the samples are; int64 [B] each, `key` uint64 [B].
+    """The locations of the tokens of B samples, and the lengths of the samples; int64 [B] each, `key` uint64 [B].
 
     Begins are token offsets within the shard. The lengths are final (truncated) and exclude special tokens;
     without next-sentence prediction `length_b` is 0 everywhere.

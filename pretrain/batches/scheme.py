@@ -11,7 +11,7 @@ from pretrain.batches.order import below, draw, uniform
 from pretrain.batches.pairs import Rows
 from pretrain.config import MaskingConfig
 
-_REPLACE, _CHOOSE = (1 << 32) + 1, (1 << 32) + 2  # counters apart from those of pairs.py and of `Masker`
+_REPLACE, _CHOOSE = (1 << 32) + 1, (1 << 32) + 2  # counters distinct from those of pairs.py and of `Masker`
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class MaskingVocabulary:
 class MaskingScheme:
     """How the tokens to predict are chosen, and what replaces them. Every scheme subclasses this as `Scheme`.
 
-    A result must depend on its arguments alone: `bits` are a function of (corpus fingerprint, seed, epoch, number of
+    A result must depend only on its arguments: `bits` are a function of (corpus fingerprint, seed, epoch, number of
     the sample, position). So all ranks, restarts and batch sizes see the same masks.
     """
 

@@ -331,7 +331,7 @@ _LIKE = {"xlm-roberta": ("roberta", "XLMRoberta"), "camembert": ("roberta", "Cam
 
 
 class ReleasedFacts(NamedTuple):
-    """The facts in a config.json about a model, apart from the names of its tensors."""
+    """The facts in a config.json about a model, besides the names of its tensors."""
 
     layout: KeyMapping
     model: ModelConfig
@@ -344,7 +344,7 @@ def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
 
     Raises:
         KeyError: a size is missing.
-        ValueError: a family, activation or the like that our encoder does not have, or sizes that do not fit.
+        ValueError: a family, activation or other property that our encoder does not have, or sizes that do not fit.
     """
     layout = LAYOUTS.get(_family(config))
     if layout is None:

@@ -21,7 +21,7 @@ from pretrain.common.errors import InputError
 
 
 class Variable(NamedTuple):
-    """Where one variable's values lie."""
+    """The location of one variable's values."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Variable(NamedTuple):
     offset: int
     size: int  # bytes
     checksum: int  # masked CRC-32C of the bytes
-    sliced: bool  # a partitioned variable, whose values lie under other keys
+    sliced: bool  # a partitioned variable, whose values have other keys
 
     @property
     def readable(self) -> bool:

@@ -154,7 +154,7 @@ _BYTE_PAIRS = ("Roberta", "GPT2", "Bart", "Deberta", "Longformer", "LED", "PreTr
 
 
 def _check_class(folder: Path, declared: dict[str, Any], known: tuple[str, ...]) -> None:
-    """Refuse other classes: some split words first, as Japanese ones do, so their files alone give different tokens."""
+    """Refuse other classes: some split words first, as Japanese ones do, so the files alone give other tokens."""
     name = declared.get("tokenizer_class", f"{known[0]}Tokenizer")
     stem = re.sub(r"(Tokenizer(Fast)?|Backend)$", "", str(name))
     if stem not in known:

@@ -148,7 +148,7 @@ def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
 
 
 def _check_manifest(path: Path) -> None:
-    """Refuse a file that differs from our manifest beside it; a manifest.json of another program is ignored."""
+    """Refuse a file that differs from our manifest in its folder; a manifest.json of another program is ignored."""
     if not path.with_name(MANIFEST).is_file():
         return
     manifest = read_json(path.with_name(MANIFEST))

@@ -123,7 +123,7 @@ class Documents:
         return plans
 
     def _numbers(self, chosen: np.ndarray) -> np.ndarray:
-        """Numbers of the documents where bool `chosen` is set, as narrow as they fit."""
+        """Numbers of the documents for which bool `chosen` is set, in the narrowest type."""
         return np.flatnonzero(chosen).astype(np.min_scalar_type(len(chosen)))
 
     def selections(self, documents: np.ndarray) -> list[tuple[str, np.ndarray]]:

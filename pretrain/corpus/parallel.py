@@ -102,7 +102,7 @@ class Pool:
 
 
 def _start_method() -> str:
-    """fork where that is safe: a forked process has everything imported, 0.3 s earlier than a spawned one.
+    """fork if that is safe: a forked process has everything imported, 0.3 s earlier than a spawned one.
 
     A fork keeps only its own thread, and a lock that another thread holds stays locked. The threads of numpy's
     OpenBLAS, of Arrow and of `tokenizers` handle that; those of Python, Ray or a hub's client do not, nor do

@@ -45,7 +45,7 @@ class Part:
         return cls(items, sentence_items, table, distinct)
 
     def select(self, keep: np.ndarray) -> Part:
-        """The documents where bool `keep` is set."""
+        """The documents for which bool `keep` is set."""
         if keep.all():
             return self
         sentences = np.repeat(keep, self.documents["sentences"])

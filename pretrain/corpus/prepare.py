@@ -80,7 +80,7 @@ def prepare(config: PretrainConfig, *, quiet: bool = False, bar: StageBar | None
 def describe(config: PretrainConfig) -> dict[str, Any]:
     """What `prepare` would read, for --dry-run: dir, state, processes, bytes, and the files of every source."""
     corpus, folder = config.corpus, Path(config.corpus.dir)
-    state = "finished" if (folder / MANIFEST).exists() else "begun" if (folder / WORK).exists() else "new"
+    state = "finished" if (folder / MANIFEST).exists() else "started" if (folder / WORK).exists() else "new"
     rows = [
         {
             "name": source_name(source),

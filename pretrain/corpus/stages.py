@@ -193,7 +193,7 @@ def _read_piece(piece: Piece) -> dict[str, Any]:
 
 
 def count_words(part: str, keep: np.ndarray) -> tuple[list[bytes], np.ndarray]:
-    """The distinct words of the documents where `keep` is set, and how often each occurs, int64."""
+    """The distinct words of the documents for which `keep` is set, and how often each occurs, int64."""
     chosen = Part.load(_state().work / part).select(keep)
     counts = np.bincount(chosen.items, minlength=len(chosen.distinct))
     used = np.flatnonzero(counts)

@@ -199,7 +199,7 @@ class WordPieces:
         self._whole_tokenizer = _WholeTokenizer(tokenizer)
         self._table = table
         self._words = self._pooled = 0  # how many words are known, and how many tokens they have together
-        self._heads = np.zeros(0, np.int32)  # first token of each word, 0 where it has none
+        self._heads = np.zeros(0, np.int32)  # first token of each word, 0 if it has none
         self._counts = np.zeros(0, np.int32)  # tokens of each word
         self._offsets = np.zeros(0, np.int32)  # offset of each word's tokens in the pool
         self._pool = np.zeros(0, np.int32)

@@ -118,7 +118,7 @@ def _check_specials(path: Path, vocabulary: dict[str, int]) -> None:
 def train_vocabulary(counts: dict[bytes, int], size: int, *, lowercase: bool, min_frequency: int) -> Tokenizer:
     """A WordPiece vocabulary of at most `size` entries from the counts of words cut at ASCII blanks and marks.
 
-    The same counts give the same vocabulary, id by id. `tokenizers` alone does not (it numbers "##" characters in
+    The same counts give the same vocabulary, id by id. `tokenizers` itself does not (it numbers "##" characters in
     the order of a randomly seeded hash map), so the alphabet is handed to it as fixed tokens.
     """
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)

@@ -35,7 +35,7 @@ class ParameterCount(NamedTuple):
 
     @property
     def total(self) -> int:
-        """As transformers counts BertForPreTraining (BertForMaskedLM without NSP)."""
+        """The count of transformers for BertForPreTraining (BertForMaskedLM without NSP)."""
         return sum(self)
 
 
@@ -75,7 +75,7 @@ def flops(
 def executed_flops(
     model: ModelConfig, vocabulary_size: int, lengths: Sequence[int], masked: int, next_sentence: bool = True
 ) -> float:
-    """As `flops`, without what the last layer skips: only [CLS] and the masked tokens are its query positions.
+    """As `flops`, without the rows that the last layer skips: only [CLS] and the masked tokens are its query positions.
 
     MFU counts these, so skipped work never counts as done. Masked tokens are assumed to be spread evenly over the
     sequences.

@@ -75,7 +75,7 @@ def fit(
             training.roll_back(failure)
     finally:
         with engine.allow(LONG_SECONDS):
-            training.saver.settle()
+            training.saver.join()
     training.saver.wait()
     training.log_storage_trouble()
 
@@ -114,7 +114,7 @@ class _Stopwatch:
 
     def __init__(self) -> None:
         self._began, self._away = time.perf_counter(), 0.0
-        self.apart = {"evaluation": 0.0, "checkpoint": 0.0}  # since the last record
+        self.excluded = {"evaluation": 0.0, "checkpoint": 0.0}  # since the last record
 
     def lap(self) -> float:
         """Seconds of training since the last lap."""
@@ -125,7 +125,7 @@ class _Stopwatch:
 
     def leave_out(self, what: str, seconds: float) -> None:
         """Count these seconds as `what` and not as training."""
-        self.apart[what] += seconds
+        self.excluded[what] += seconds
         self._away += seconds
 
 
@@ -324,14 +324,14 @@ class _Fit(Generic[S]):
                 "mfu": window.flops / seconds / self.plan.peak_flops,
                 "data_stall_fraction": window.stalled / seconds,
                 "seconds": progress.seconds,
-                **{f"{name}_seconds": apart for name, apart in self.stopwatch.apart.items()},
+                **{f"{name}_seconds": seconds for name, seconds in self.stopwatch.excluded.items()},
                 **self.stragglers.lap(self.recorder, progress.step),
                 "skipped_steps": progress.skipped_steps,
                 "memory_bytes": engine.peak_memory_bytes(),
             }
         )
         progress.window = Window()
-        self.stopwatch.apart = dict.fromkeys(self.stopwatch.apart, 0.0)
+        self.stopwatch.excluded = dict.fromkeys(self.stopwatch.excluded, 0.0)
 
     def evaluate(self) -> None:
         """Evaluate, record the means, and note whether they are the best so far."""

@@ -32,7 +32,7 @@ def rehearse(
     engine.module.train()
     step = task.largest()
     try:
-        # A second micro-batch needs memory beside the first one's gradients; a resumed run has tested that before.
+        # A second micro-batch needs memory besides the first one's gradients; a resumed run has tested that before.
         for last in (True,) if progress.step else (False, True):
             engine.backward(task.loss(engine.forward(step.micro_batches[0]), step), last=last)
         engine.step(learning_rate=0.0)

@@ -32,7 +32,7 @@ class Training(Generic[S]):
         card: facts about the data for the tracker.
         identity: facts about the data that each checkpoint keeps, for `check`.
         check: called with the state of a checkpoint and its folder before the run resumes from it; raises `InputError`
-            where the run is another one.
+            if it belongs to another run.
         finish: called on every rank when all steps are done.
     """
 

@@ -46,7 +46,7 @@ def started(config: R, worker: Worker) -> Iterator[tuple[R, torch.device, Watchd
 
 @contextlib.contextmanager
 def process_group(worker: Worker) -> Iterator[None]:
-    """The workers' process group if MASTER_ADDR is set; else one of this process alone.
+    """The workers' process group if MASTER_ADDR is set; else one of this process only.
 
     While it lasts, CPU kernels yield to other programs (`pretrain.common.thread_waits`).
     """
@@ -93,10 +93,10 @@ def choose_device(config: R, worker: Worker) -> tuple[R, torch.device]:
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        # A process that sees its own GPU alone has it as number 0.
+        # In a process that sees only its own GPU, that GPU has the number 0.
         device = torch.device("cuda", worker.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    config = _settle_precision(config, device, worker)
+    config = _resolve_precision(config, device, worker)
     _check_device(config, device)
     if precision.allow_tf32(config.engine.precision, device):
         logger.info("matrix products of fp32 use TF32 tensor cores")
@@ -126,7 +126,7 @@ def _check_device(config: RunConfig, device: torch.device) -> None:
         )
 
 
-def _settle_precision(config: R, device: torch.device, worker: Worker) -> R:
+def _resolve_precision(config: R, device: torch.device, worker: Worker) -> R:
     # Under torchrun only the first process has read the precision that an earlier start resolved.
     earlier = preflight.with_resolved_precision(config) if worker.rank == 0 else config
     resolved = gather_objects(earlier.engine.precision)[0]

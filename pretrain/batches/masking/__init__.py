@@ -1,6 +1,6 @@
 """Masked language modelling, Devlin et al. section 3.1, on sequences that lie end to end.
 
-Which tokens are masked and what replaces them depends on the sample's key and the position alone (invariant 1). Every
+Which tokens are masked and what replaces them depends only on the sample's key and the position (invariant 1). Every
 module of this package is a scheme, with a class `Scheme` that chooses the tokens; a config names a scheme by its
 module. docs/extend/add-a-masking-scheme.md shows how to add one.
 """
@@ -21,7 +21,7 @@ from pretrain.config import MaskingConfig
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.vocabulary import read_vocabulary
 
-_TOKENS = 1 << 32  # a counter apart from those of pairs.py and scheme.py
+_TOKENS = 1 << 32  # a counter distinct from those of pairs.py and scheme.py
 _UNUSED = re.compile(r"\[unused\d+\]")
 
 

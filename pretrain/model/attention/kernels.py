@@ -40,7 +40,7 @@ def kernels(fused: bool) -> Kernels:
 
 
 def heads_first(x_GQN: Tensor) -> Tensor:
-    """[G, Q, N, ...] -> [B, Q, ...], with the strides of its shape where Q is 1 as well."""
+    """[G, Q, N, ...] -> [B, Q, ...], with the strides of its shape also if Q is 1."""
     return x_GQN.transpose(1, 2).clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
 

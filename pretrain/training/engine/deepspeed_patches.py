@@ -57,11 +57,11 @@ PRIVATE_NAMES = (
     PrivateName(_STAGE_0, "fp32_groups", "master weights of stage 0 in half precision"),
     PrivateName(_STAGE_0, "loss_scale_config", "the loss scaler's state of stage 0"),
     PrivateName(_STAGE_1_AND_2, "single_partition_of_fp32_groups", "master weights of stages 1 and 2"),
-    PrivateName(_MAPPINGS, "_hp_mapping", "where a parameter's master weights lie, stages 1 and 2"),
+    PrivateName(_MAPPINGS, "_hp_mapping", "location of a parameter's master weights, stages 1 and 2"),
     PrivateName(_FRAGMENTS, "hp_fragment_address", "the same, within this rank's master weights"),
     PrivateName(_FRAGMENTS, "lp_fragment_address", "the same, within the parameter"),
     PrivateName(_STAGE_3, "fp32_partitioned_groups_flat", "master weights of stage 3"),
-    PrivateName(_STAGE_3, "get_local_fp32_param", "where a parameter's master weights lie, stage 3"),
+    PrivateName(_STAGE_3, "get_local_fp32_param", "location of a parameter's master weights, stage 3"),
     PrivateName(_PARTITIONS, "ds_tensor", "this rank's part of a parameter, stage 3"),
     PrivateName(_PARTITIONS, "ds_numel", "entries of that part, padding included, and of the whole parameter"),
     PrivateName(_STAGE_1_AND_2, "loss_scaler", "the loss scaler's state of stages 1 and 2"),
@@ -130,7 +130,7 @@ def deepspeed_ops() -> tuple[dict[str, bool], tuple[str, ...]]:
 
 
 def _choose_zero_for_bf16(module: Any) -> None:
-    """Make DeepSpeed use its own ZeRO-1 also where weights are bf16 and gradients are summed in fp32.
+    """Make DeepSpeed use its own ZeRO-1 also if weights are bf16 and gradients are summed in fp32.
 
     Only in that case it uses `BF16_Optimizer`, which sends all gradients to every worker (1.5 times the bytes) and
     keeps them twice. The class that it uses for fp16 and fp32 does the same arithmetic.
@@ -173,7 +173,7 @@ def masters_of_stage_3(wrapper: Any) -> list[Tensor]:
 
 
 class MasterPiece(NamedTuple):
-    """Where a rank holds a piece of a parameter's master weights."""
+    """The location of a piece of a parameter's master weights on a rank."""
 
     start: int  # of the piece, in the flattened parameter
     offset: int  # of the piece, in the rank's flat tensor
@@ -181,7 +181,7 @@ class MasterPiece(NamedTuple):
 
 
 def piece_of_stages_1_and_2(parameter: nn.Parameter) -> MasterPiece | None:
-    """The piece in this rank's tensor of the parameter's group; None where other ranks hold all of it."""
+    """The piece in this rank's tensor of the parameter's group; None if other ranks hold all of it."""
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is None:
         return None
@@ -190,7 +190,7 @@ def piece_of_stages_1_and_2(parameter: nn.Parameter) -> MasterPiece | None:
 
 
 def piece_of_stage_3(wrapper: Any, parameter: Any, rank: int, flats: list[Tensor]) -> tuple[Tensor, MasterPiece] | None:
-    """The flat tensor and the piece in it; None where this rank's part of the parameter is padding."""
+    """The flat tensor and the piece in it; None if this rank's part of the parameter is padding."""
     master = wrapper.get_local_fp32_param(parameter)
     start, held = part_of_stage_3(parameter, rank)
     if not held:
@@ -255,7 +255,7 @@ def replace_norm_of_stage_3(wrapper: Any, norm: Callable[[], Tensor]) -> None:
 
 
 def replace_scaling_of_stages_1_and_2(wrapper: Any, scale: Callable[[Any, Tensor], None]) -> None:
-    """Make ZeRO call `scale(gradients, norm)` where it would divide gradients by the loss scale and clip them."""
+    """Make ZeRO call `scale(gradients, norm)` instead of dividing gradients by the loss scale and clipping them."""
     _replace(wrapper, "unscale_and_clip_grads", scale)
 
 
@@ -263,7 +263,7 @@ def replace_scaling_of_stages_1_and_2(wrapper: Any, scale: Callable[[Any, Tensor
 
 
 def sums_in_fp32(wrapper: Any) -> bool:
-    """Whether ZeRO keeps fp32 sums of gradients beside half-precision weights, on the device."""
+    """Whether ZeRO keeps fp32 sums of gradients in addition to half-precision weights, on the device."""
     groups = range(len(wrapper.bit16_groups))
     return not wrapper.cpu_offload and all(map(wrapper._use_compact_grad_partition_buffer, groups))
 
