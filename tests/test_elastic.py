@@ -269,7 +269,7 @@ def test_a_crash_that_takes_its_node_along_does_not_come_back_for_ever(
 
     with pytest.raises(
         MachineError,
-        match=r"lost the node 10\.0\.0\.18 .* 11 crashes came with the loss of a node .* out of memory may lose Ray",
+        match=r"lost the node 10\.0\.0\.18 .* 11 crashes with the loss of a node .* out of memory may lose Ray",
     ):
         train(monkeypatch, request, nodes, run)
     assert nodes[0].id == "19", "eight crashes, a checkpoint, and eleven more"

@@ -227,7 +227,7 @@ class FakeGpu:
     ("chosen", "capability", "message"),
     [
         ("bf16", (7, 0), "bf16 needs compute capability 8.0; Tesla has 7.0"),
-        ("fp16", (7, 0), "needs compute capability 7.5, and Tesla has 7.0"),
+        ("fp16", (7, 0), "needs compute capability 7.5 or newer, but Tesla has 7.0"),
         ("fp16", (7, 5), ""),
         ("bf16", (9, 0), ""),
     ],

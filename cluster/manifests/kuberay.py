@@ -126,7 +126,7 @@ class KubeRaySettings(ManifestSettings):
         description="Secret whose key `password` holds the Redis password; empty if it has none.",
     )
     wandb_secret: _ObjectName = Field(
-        default="wandb", description="Secret whose key `api-key` holds the W&B key; without it, W&B stays offline."
+        default="wandb", description="Secret whose key `api-key` holds the W&B key; if missing, W&B is offline."
     )
     operator_namespace: str = Field(
         default="",

@@ -92,7 +92,7 @@ class RayUpSettings(ManifestSettings):
     netrc: LocalPath = Field(
         default="",
         pattern=r"^([/~].*)?$",
-        description="Your netrc file with the W&B key, copied to the nodes; if empty, W&B stays offline there.",
+        description="Your netrc file with the W&B key, copied to the nodes; if empty, W&B is offline there.",
     )
     image: str = Field(
         default="bertrain:latest",

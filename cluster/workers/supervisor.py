@@ -174,7 +174,7 @@ class _Supervisor:
         where = f" Workers crashed repeatedly on {bad}: check that machine." if bad else ""
         spent = f"all max_failures={self._request.max_failures} restarts without a new checkpoint are used up"
         if not self._crashes.exhausted:
-            spent = f"{self._crashes.losses} crashes came with the loss of a node, without a new checkpoint"
+            spent = f"there were {self._crashes.losses} crashes with the loss of a node and no new checkpoint"
             where += " A machine out of memory may lose Ray together with its workers: check its memory first."
         return MachineError(
             f"{log}: {reason}, and {spent}. The last line of the log: {last_line(log)!r}.{where} "
