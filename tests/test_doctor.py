@@ -436,7 +436,7 @@ def test_a_lock_of_one_node_must_be_seen_by_the_others(tmp_path: Path, monkeypat
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr("pretrain.common.files.fcntl.flock", refuse)
-    assert locks(group) == [("a", WARN, "/s: has no locks")]
+    assert locks(group) == [("a", WARN, "/s: does not support locks")]
 
 
 def test_locks_are_checked_among_nodes_that_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -283,7 +283,7 @@ def test_refusals(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="has no tokenizer: neither"):
         read_tokenizer(tmp_path)
     (tmp_path / "vocab.txt").write_text("[PAD]\na\na\n")
-    with pytest.raises(InputError, match="'a' appears twice"):
+    with pytest.raises(InputError, match="'a' occurs twice"):
         read_tokenizer(tmp_path)
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\na\n")
     with pytest.raises(InputError, match=r"\[SEP\], \[MASK\] missing"):

@@ -39,7 +39,7 @@ def judge_node(
     resources = f"{cpus} CPU, {gpus} GPU for Ray"
     if not answers:
         advice = "Check that machine, and whether its ports are open."
-        return Finding("node", f"{resources}; its raylet does not respond", FAIL, advice, name)
+        return Finding("node", f"{resources}; its raylet does not answer", FAIL, advice, name)
     if draining:
         return Finding(
             "node", f"{resources}; will leave the cluster soon", WARN, "Runs will continue without it.", name

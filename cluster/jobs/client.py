@@ -124,8 +124,8 @@ class Jobs:
         earlier = next((one for one in known if one.submission_id == job.name), None)
         if earlier is not None and earlier.status not in FINISHED:
             raise InputError(
-                f"{job.name}: is {earlier.status.lower()} already on {self.shown}. Follow it with `logs -f {job.name}`, "
-                f"stop it with `stop {job.name}`, or choose another name."
+                f"{job.name}: is already {earlier.status.lower()} on {self.shown}. "
+                f"Follow it with `logs -f {job.name}`, stop it with `stop {job.name}`, or choose another name."
             )
         nodes = nodes_of(self.address)
         _check_head(nodes, sum(one.status not in FINISHED for one in known), self.shown)
