@@ -1,7 +1,7 @@
 """The cost of a run, by arithmetic alone: parameters, memory per worker by ZeRO stage, FLOPs and time.
 
-`pretrain/model/cost.py` has the costs of an architecture; here they are added up for a run. No torch
-is needed, except to measure this machine.
+`pretrain/model/cost.py` has the costs of an architecture; here they are added up for a run. No torch is
+needed, except to measure this machine.
 """
 
 from __future__ import annotations

@@ -54,9 +54,8 @@ class Probe:
         """Write, flush, rename over and read back a file in `folder`; (seconds, error or empty)."""
         began = time.perf_counter()
         path = Path(folder) / name
-        if (
-            not path.parent.is_dir()
-        ):  # it would be created here otherwise, and runs would not write to the shared folder
+        # It would be created here otherwise, and runs would not write to the shared folder.
+        if not path.parent.is_dir():
             return 0.0, "is not a folder on this machine"
         try:
             for content in ("to be replaced", text):

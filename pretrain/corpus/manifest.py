@@ -95,7 +95,7 @@ def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) ->
         what = f"{key}: was {before.get(key)!r}, is {now.get(key)!r}"
     others = f" (and {len(changed) - 1} more)" if changed[1:] else ""
     raise InputError(
-        f"{folder}: prepared with other settings. {what}{others}.  "
+        f"{folder}: prepared with other settings. {what}{others}. "
         "Restore them, choose another corpus.dir, or delete this folder to prepare it again."
     )
 

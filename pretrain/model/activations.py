@@ -20,7 +20,7 @@ class Activation(NamedTuple):
 
     Attributes:
         function: any shape and dtype -> the same.
-        saves_input: whether torch keeps the input for the backward pass, not the output.
+        saves_input: true if torch keeps the input for the backward pass, false if it keeps the output.
         released_names: its names in config.json of released models; the first one is written.
     """
 
