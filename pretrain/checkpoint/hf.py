@@ -115,7 +115,7 @@ def _choose_checkpoint(folder: Path, name: str | None) -> Path:
         if path is None:
             raise InputError(
                 f"{folder}: no checkpoint was evaluated, so there is no best one. "
-                "Give a step, or leave --checkpoint out."
+                "Give a checkpoint such as step-00001000, or leave --checkpoint out."
             )
     else:
         path = folder / name
