@@ -86,7 +86,7 @@ def _submit(arguments: argparse.Namespace) -> int:
         )
     cluster.submit(job, wait_for_nodes=arguments.wait_for_nodes)
     if not arguments.follow:
-        print(f"{job.name}: submitted to {cluster.shown}. Watch it with {program()} logs -f {job.name}")
+        print(f"{job.name}: submitted to {cluster.shown}. Follow it with {program()} logs -f {job.name}")
         return 0
     return _follow(cluster, job.name)
 

@@ -1,6 +1,6 @@
 """A Ray cluster of several node processes on this machine, to try jobs, failures and elasticity.
 
-It is closed to everybody without its token, uses this machine alone, and is ended by the ids of its own processes.
+It is closed to everybody without its token, uses only this machine, and is stopped by the ids of its own processes.
 """
 
 from __future__ import annotations
@@ -79,13 +79,14 @@ def up(nodes: int, cpus_per_node: int, host: str = "") -> LocalCluster:
         host: this machine's address at which other machines reach its nodes; empty takes the one that Ray detects.
 
     Raises:
-        InputError: a cluster runs already.
+        InputError: a cluster is already running.
         MachineError: it did not start.
     """
     running = find()
     if running is not None:
         raise InputError(
-            f"up: a cluster of {len(running.nodes)} nodes runs already ({running.dashboard}). End it with `down` first."
+            f"up: a cluster of {len(running.nodes)} nodes is already running ({running.dashboard}). "
+            "Stop it with `down` first."
         )
     cores = len(os.sched_getaffinity(0))
     cpus = cpus_per_node or max(1, cores // nodes)
@@ -122,7 +123,7 @@ def join(cpus: int, host: str = "") -> LocalCluster:
     """Add a node process to the cluster that runs here; `cpus` 0 takes as many as its first. `host` as for `up`."""
     cluster = find()
     if cluster is None:
-        raise InputError("up --join: no cluster runs here. Start one with ./launch.sh up.")
+        raise InputError("up --join: no cluster is running on this machine. Start one with ./launch.sh up.")
     use_token(cluster)
     before = _alive_nodes(cluster)
     arguments, host = [f"--address={cluster.address}"], host or cluster.address.rpartition(":")[0]
@@ -132,7 +133,7 @@ def join(cpus: int, host: str = "") -> LocalCluster:
 
 
 def down() -> LocalCluster | None:
-    """End the local cluster's own processes and remove its folder; None if there is no cluster."""
+    """Stop the local cluster's own processes and remove its folder; None if there is no cluster."""
     cluster = _read()
     if cluster is None:
         return None
@@ -218,7 +219,7 @@ def _await(cluster: LocalCluster, ready: Callable[[], bool], nodes: Sequence[Nod
         if dead or time.monotonic() > deadline:
             why = "exited" if dead else f"did not start within {_UP_SECONDS:.0f} s"
             raise MachineError(
-                f"up: a node {why}; its last line: {last_line(log)!r}. ./launch.sh doctor checks the machine."
+                f"up: a node {why}; last line of its log: {last_line(log)!r}. ./launch.sh doctor checks the machine."
             )
         time.sleep(0.2)
 

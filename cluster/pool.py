@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 _MAX_RETRIES = 3  # of a job whose process died; Ray Data's own default is unlimited
 _LEAVE_SECONDS = 10.0  # for the child to leave the cluster when all is done
 
-# Set in the driver, which owns the tasks and so decides on their retries.
+# Set in the driver, which owns the tasks and therefore controls their retries.
 _RAY_ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_task_oom_retries": str(_MAX_RETRIES),  # counted apart from the others, and unlimited by default
+    "RAY_task_oom_retries": str(_MAX_RETRIES),  # counted separately, and unlimited by default
 }
 # Not `-m cluster.pool`: as `__main__` its functions could not be found by the tasks.
 _DRIVER = "import sys; from cluster.pool import main; main(int(sys.argv[1]))"
@@ -191,8 +191,8 @@ class RayPool(Executor):
     def _lost(self) -> MachineError:
         code = self._child.wait()
         return MachineError(
-            f"{self._log}: Ray's driver exited with code {code}; its last line: {last_line(self._log)!r}. "
-            "Run the same command again; it continues from there."
+            f"{self._log}: Ray's driver exited with code {code}; last line of its log: {last_line(self._log)!r}. "
+            "Run the same command again; it resumes."
         )
 
 
@@ -269,7 +269,7 @@ def _run(jobs: list[tuple[int, bytes]], request: PoolRequest) -> Iterator[tuple[
     )
     # A block at a time, as soon as it is there.
     batches: Iterable[Any] = dataset.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
-    again = "run the same command again; it continues from there."
+    again = "run the same command again; it resumes."
     try:
         for batch in batches:
             yield from zip(batch["number"].to_pylist(), batch["outcome"].to_pylist(), strict=True)
@@ -280,8 +280,8 @@ def _run(jobs: list[tuple[int, bytes]], request: PoolRequest) -> Iterator[tuple[
     ) as error:
         logger.exception("ray.data")
         raise MachineError(
-            f"A job's process on the cluster at {request.address} died {_MAX_RETRIES + 1} times, most likely for "
-            f"lack of memory ({type(error).__name__}). Set corpus.processes lower and {again}"
+            f"A job's process on the cluster at {request.address} died {_MAX_RETRIES + 1} times, most likely "
+            f"out of memory ({type(error).__name__}). Set corpus.processes lower and {again}"
         ) from None
     except exceptions.RayError as error:
         logger.exception("ray.data")

@@ -100,7 +100,7 @@ def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
         launch.say_finished(config)
         return
     plan = runs.plan(config, alone)
-    print(runs.describe(preflight.as_begun(config) if arguments.resume else config, plan))
+    print(runs.describe(preflight.with_resolved_precision(config) if arguments.resume else config, plan))
 
 
 def _finetune_seeds(config: FinetuneConfig, arguments: argparse.Namespace) -> None:

@@ -20,7 +20,7 @@ from pretrain.config import (
     PhaseConfig,
     RunConfig,
     SpikeConfig,
-    as_begun,
+    keep_precision,
 )
 
 TASKS = tuple(task.kind for task in registry.TASKS)
@@ -269,4 +269,4 @@ _FREE_ON_RESUME = (
 
 def changed_for_resume(before: FinetuneConfig, after: FinetuneConfig) -> list[str]:
     """Dotted names of the settings that differ although a resumed run must keep them, with both values."""
-    return settings.differences(before, as_begun(after, before), free=_FREE_ON_RESUME)
+    return settings.differences(before, keep_precision(after, before), free=_FREE_ON_RESUME)

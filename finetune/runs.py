@@ -179,9 +179,9 @@ def _read_start(config: FinetuneConfig) -> tuple[Released, TextEncoder]:
 def describe(config: FinetuneConfig, plan: FinetunePlan) -> str:
     """The dry run: the resolved config, its precision, the checkpoint and the data."""
     from pretrain.common.settings import dump
-    from pretrain.estimate import settle_precision
+    from pretrain.estimate import resolve_precision
 
-    config, why = settle_precision(config)
+    config, why = resolve_precision(config)
     settings = "\n".join(f"  {line}" for line in dump(config).splitlines())
     precision = f"Precision\n  {config.engine.precision}: {why}"
     return f"Resolved config\n{settings}\n\n{precision}\n\n{describe_start(config, plan)}"

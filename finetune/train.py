@@ -304,7 +304,7 @@ def _finish(
     if released.token_types == 1:
         # The second row got no gradient. It must not turn the model into one with two token types.
         weights["embeddings.token_type"][1] = weights["embeddings.token_type"][0]
-    model = inference_model(job.task, released, weights, engine.device, config.engine.settled_precision)
+    model = inference_model(job.task, released, weights, engine.device, config.engine.resolved_precision)
     predictions: dict[str, tuple[list[Any], list[dict[str, Any]]]] = {}
     for number, (split, examples) in enumerate(job.held_out.items()):
         predictions[split] = examples, job.predictions_of(model, examples, tune=number == 0)

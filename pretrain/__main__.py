@@ -33,7 +33,7 @@ BENCHMARKS = {
     "workers": "cost of Ray, DeepSpeed, tracking and a second worker",
     "quality": "held-out loss after equal training time against transformers",
     "checkpoint": "training time lost to a synchronous and to a background checkpoint",
-    "all": "step, loader and prepare in turn: one table, bench.json and bench.html",
+    "all": "step, loader and prepare, one after another: one table, bench.json and bench.html",
     "compare": "changes between two bench.json files written by `bench all`",
 }
 
@@ -81,13 +81,15 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         from pretrain import estimate, preflight
 
-        config = preflight.as_begun(config) if arguments.resume else config
+        config = preflight.with_resolved_precision(config) if arguments.resume else config
         print(estimate.dry_run(config, on=arguments.on, mean_length=arguments.mean_length))
         return
     from pretrain import launch, preflight
     from pretrain.config import changed_for_resume
+    from pretrain.model.cost import check_names
 
     def check(config: PretrainConfig, alone: bool) -> int:
+        check_names(config.model)
         preflight.check_corpus(config)
         launch.check_cores(config, alone)
         return config.total_steps
@@ -253,11 +255,11 @@ def _add_dashboard(commands: Any) -> None:
         "run",
         type=local_text,
         metavar="RUN|JOB",
-        help="run folder, folder of several runs, name of a run below runs/, or job",
+        help="run folder, folder of several runs, name of a run in runs/, or job",
     )
     add_address(parser, "dashboard URL of the cluster that runs the job")
     parser.add_argument("--out", type=local_path, metavar="FILE", help="page to write (default: RUN/dashboard.html)")
-    parser.add_argument("--follow", action="store_true", help="rewrite the page every 10 s until the run is over")
+    parser.add_argument("--follow", action="store_true", help="update the page every 10 s until the run finishes")
 
 
 def _add_demo(commands: Any) -> None:

@@ -1,4 +1,4 @@
-"""The parts that every command line of the project is made of. Imports nothing heavy."""
+"""The parts that all command lines of the project share. Imports nothing heavy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pretrain.common.files import check_local
 
 LAUNCHER = "./launch.sh"
 EXIT_CODES = (
-    "Exit codes: 0 done, 2 invalid input, 3 unfit machine or cluster, 4 training diverged, "
+    "Exit codes: 0 success, 2 invalid input, 3 unsuitable machine or cluster, 4 training diverged, "
     "75 stopped and resumable, 130 interrupted."
 )
 

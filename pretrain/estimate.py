@@ -1,7 +1,7 @@
-"""What a run costs, by arithmetic alone: parameters, memory per worker by ZeRO stage, FLOPs and time.
+"""The cost of a run, by arithmetic alone: parameters, memory per worker by ZeRO stage, FLOPs and time.
 
-What depends on the architecture is the model's own (`pretrain/model/cost.py`); here it is added up for a run. No torch
-is needed, except to measure this machine.
+`pretrain/model/cost.py` has the costs of an architecture; here they are added up for a run. No torch is
+needed, except to measure this machine.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.common.settings import dump
 from pretrain.config import PhaseConfig, Precision, PretrainConfig, R, with_precision
 from pretrain.model import cost
-from pretrain.model.precision import matmul_peak, settle_here
+from pretrain.model.precision import matmul_peak, resolve_here
 
 Device = Literal["cpu", "cuda"]
 
@@ -34,9 +34,9 @@ PEAK_FLOPS = {
     "H200": 989e12,
     "B200": 2250e12,
 }
-# MFU that is assumed. By this count NVIDIA's BERT-Large on 8 A100 had 0.44 at length 128 and 0.33 at 512
+# Assumed MFU. By this definition NVIDIA's BERT-Large on 8 A100 had 0.44 at length 128 and 0.33 at 512
 # (DeepLearningExamples README); our step on CPU has half of the measured matmul peak.
-ASSUMED_UTILISATION = {"cuda": 0.40, "cpu": 0.50}
+ASSUMED_MFU = {"cuda": 0.40, "cpu": 0.50}
 
 
 def dry_run(config: PretrainConfig, on: str | None = None, mean_length: float | None = None) -> str:
@@ -44,7 +44,7 @@ def dry_run(config: PretrainConfig, on: str | None = None, mean_length: float | 
 
     Args:
         on: cluster to estimate the time for, such as "8xH100"; "here" measures this machine.
-        mean_length: mean tokens per sequence, for every phase; otherwise `expected_length`.
+        mean_length: mean tokens per sequence, for every phase; by default `expected_length`.
 
     Raises:
         InputError: `on` is not a known cluster, the model has no such norm or activation, or the prepared corpus is
@@ -52,7 +52,7 @@ def dry_run(config: PretrainConfig, on: str | None = None, mean_length: float | 
     """
     size = vocabulary_size(config)
     on = on or config.scheduling.cluster
-    config, why = settle_precision(config, on)
+    config, why = resolve_precision(config, on)
     cluster = parse_cluster(on, config) if on else None
     device: Device = cluster.device if cluster else "cuda" if Path("/proc/driver/nvidia").exists() else "cpu"
     parts = [
@@ -74,10 +74,11 @@ def vocabulary_size(config: PretrainConfig) -> int:
         return int(read_manifest(manifest.parent)["vocabulary_size"])
     given = Path(config.corpus.vocabulary.path)
     if config.corpus.vocabulary.path and given.is_file():
+        from pretrain.corpus.vocabulary import split_entries
+
         try:
             text = given.read_text(encoding="utf-8")
-            entries = json.loads(text)["model"]["vocab"] if given.suffix == ".json" else text.splitlines()
-            return len(entries)
+            return len(json.loads(text)["model"]["vocab"] if given.suffix == ".json" else split_entries(text))
         except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
             raise InputError(f"{given}: cannot be read as a vocabulary ({error}).") from None
     return config.corpus.vocabulary.size
@@ -97,7 +98,7 @@ _COMPILER_BYTES = 200 << 20  # what torch.compile adds to it
 
 
 def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Device = "cpu") -> dict[str, int]:
-    """Peak memory of one worker in bytes, by what holds it; the values add up to the whole.
+    """Peak memory of one worker in bytes, by its use; the values add up to the total.
 
     On CUDA this is what torch allocates. Tensors that are not needed at the same time share memory: activations are
     freed before the optimizer steps. On CPU it is the resident set of the process, which keeps freed memory and cannot
@@ -149,7 +150,7 @@ def _zero_states(
         sums: whether the engine adds gradients in its own buffer, if the stage allows it.
 
     Returns:
-        (bytes by what holds them, copies during the backward pass, copies after it).
+        (bytes by use, copies during the backward pass, copies after it).
     """
     b = 2 if half else 4  # bytes of a weight in the forward pass, and of its gradient
     if stage == 0:
@@ -238,7 +239,7 @@ class Work:
 
 
 def phase_work(config: PretrainConfig, phase: PhaseConfig, vocabulary: int, mean_length: float | None = None) -> Work:
-    """Sequences, tokens and useful FLOPs of a phase; lengths are taken as all equal to the mean."""
+    """Sequences, tokens and useful FLOPs of a phase; all lengths are assumed to equal the mean."""
     mean = min(mean_length or expected_length(config, phase), phase.sequence_length)
     most = phase.max_predictions or round(config.masking.probability * phase.sequence_length)
     masked = min(config.masking.probability * mean, most)
@@ -252,22 +253,22 @@ def phase_work(config: PretrainConfig, phase: PhaseConfig, vocabulary: int, mean
 
 @dataclass(frozen=True)
 class Cluster:
-    """The machines that the time is estimated for."""
+    """The machines for which the time is estimated."""
 
     name: str
     workers: int
     device: Device
     peak_flops: float  # of all workers together, FLOP/s
-    utilisation: float
+    mfu: float
     how: str
 
 
 def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     """`8xH100`, `H100`, or `here`, which measures this machine's matmul peak for half a second."""
     if text == "here":
-        device, peak = _measure_peak(config.engine.settled_precision)
+        device, peak = _measure_peak(config.engine.resolved_precision)
         how = f"measured {config.engine.precision} matmul peak"
-        share = ASSUMED_UTILISATION[device]
+        share = ASSUMED_MFU[device]
         return Cluster("this machine", config.scheduling.workers, device, peak, share, how)
     match = re.fullmatch(r"(?:(\d{1,9})\s*[xX]\s*)?([A-Za-z0-9]+)", text.strip())
     names = {name.upper(): name for name in PEAK_FLOPS}
@@ -279,14 +280,14 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
         raise InputError(f"--on {text}: its figures are for bf16 and fp16; engine.precision is fp32.")
     how = "dense bf16 peak of the data sheet"
     peak = count * PEAK_FLOPS[name]
-    return Cluster(f"{count} x {name}", count, "cuda", peak, ASSUMED_UTILISATION["cuda"], how)
+    return Cluster(f"{count} x {name}", count, "cuda", peak, ASSUMED_MFU["cuda"], how)
 
 
-def settle_precision(config: R, on: str = "") -> tuple[R, str]:
+def resolve_precision(config: R, on: str = "") -> tuple[R, str]:
     """(config with its precision chosen for the cluster `on`, or for this machine; the reason)."""
     address = config.scheduling.address
     if config.engine.precision != "auto" or not (address or on) or on == "here":
-        return settle_here(config)
+        return resolve_here(config)
     if not on:
         return with_precision(config, "bf16"), f"assumed; the nodes of {address} decide when the run starts"
     choice: Precision = "fp16" if on.upper().endswith("V100") else "bf16"
@@ -381,8 +382,8 @@ def _work_lines(config: PretrainConfig, size: int, mean_length: float | None) ->
 
 def _time_lines(config: PretrainConfig, size: int, mean_length: float | None, cluster: Cluster | None) -> str:
     if cluster is None:
-        return "  name a cluster with --on 8xH100, or measure this machine with --on here"
-    rate = cluster.peak_flops * cluster.utilisation
+        return "  give a cluster with --on 8xH100, or measure this machine with --on here"
+    rate = cluster.peak_flops * cluster.mfu
     work = [phase_work(config, phase, size, mean_length) for phase in config.phases]
     lines = [
         f"  phase {number}: {_duration(w.flops / rate)}, {w.sequences / (w.flops / rate):,.0f} sequences/s, "
@@ -391,7 +392,7 @@ def _time_lines(config: PretrainConfig, size: int, mean_length: float | None, cl
     ]
     lines.append(
         f"  total:   {_duration(sum(w.flops for w in work) / rate)} on {cluster.name}, assuming "
-        f"{cluster.utilisation:.0%} of {cluster.peak_flops / 1e12:,.4g} TFLOP/s ({cluster.how})"
+        f"an MFU of {cluster.mfu:.0%} at a peak of {cluster.peak_flops / 1e12:,.4g} TFLOP/s ({cluster.how})"
     )
     return "\n".join(lines)
 

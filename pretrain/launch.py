@@ -53,7 +53,7 @@ def start_run(
         return say_finished(config)
     with preflight.only_run(config.folder):
         preflight.check_run_folder(config, resume, changed)
-        config = preflight.as_begun(config) if resume else config
+        config = preflight.with_resolved_precision(config) if resume else config
         if is_finished(config):
             return say_finished(config)
         preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])

@@ -19,8 +19,7 @@ from typing import Any
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, atomic_open, disk_errors, locked, verify_manifest, write_json
 from pretrain.common.settings import dump, load
-from pretrain.config import PretrainConfig, R, RunConfig, VocabularyConfig
-from pretrain.config import as_begun as config_as_begun
+from pretrain.config import PretrainConfig, R, RunConfig, VocabularyConfig, keep_precision
 
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
@@ -118,10 +117,10 @@ def is_finished(config: PretrainConfig) -> bool:
     return False
 
 
-def as_begun(config: R) -> R:
-    """`config` with what an earlier start in its run folder resolved (`pretrain.config.as_begun`)."""
+def with_resolved_precision(config: R) -> R:
+    """`config` with what an earlier start in its run folder resolved (`pretrain.config.keep_precision`)."""
     before = config.folder / CONFIG_FILE
-    return config_as_begun(config, load(before, type(config))) if before.is_file() else config
+    return keep_precision(config, load(before, type(config))) if before.is_file() else config
 
 
 def record_config(config: RunConfig) -> None:

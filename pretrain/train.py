@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from pretrain.batches.loader import BatchMaker, Loader, MicroBatch, StepBatch, validation_batches
 from pretrain.checkpoint import hf
+from pretrain.checkpoint.layouts import BERT
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
@@ -28,6 +30,8 @@ from pretrain.training.loop import TrainingPlan
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
 from pretrain.training.run import Training, run
 from pretrain.training.session import started
+
+logger = logging.getLogger(__name__)
 
 
 def main(payload: dict[str, Any], worker: Worker) -> None:
@@ -76,10 +80,14 @@ def _plan(config: PretrainConfig) -> TrainingPlan:
 
 
 def _export(config: PretrainConfig, tracker: Tracker) -> None:
-    """Rank 0, where W&B mirrors the run: export the run's last checkpoint as an artifact."""
-    if tracker.mirrored:
-        hf.export_run(config.folder, config.folder / "export")
-        tracker.log_artifact(config.folder / "export")
+    """Rank 0, if W&B mirrors the run: export the run's last checkpoint as an artifact."""
+    if not tracker.mirrored:
+        return
+    if reason := BERT.without_counterpart(config.model):
+        logger.warning("no export to W&B: the released layout of BERT cannot hold this model: %s", reason)
+        return
+    hf.export_run(config.folder, config.folder / "export")
+    tracker.log_artifact(config.folder / "export")
 
 
 class Pretraining:
@@ -99,7 +107,7 @@ class Pretraining:
         self._stalled_before = 0.0
         self._phase = 0
         self._validation: dict[int, list[StepBatch]] = {}
-        for number in range(len(config.phases)):  # a later phase must not fail after hours
+        for number in range(len(config.phases)):  # report errors of later phases now, not after hours of training
             BatchMaker(
                 shards, config, number, seed=config.seed, rank=engine.rank, world_size=engine.world_size
             ).check_batch()
@@ -109,7 +117,7 @@ class Pretraining:
 
     def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[StepBatch]:
         first_phase, phase_step = self._config.phase_at(start_step)
-        # Data that a phase skipped shift its later data, and no other phase's.
+        # Data that a phase skipped shifts only the later data of the same phase.
         behind = [0] * len(self._config.phases)
         for step, count in passed_over:
             behind[self._config.phase_at(step)[0]] += count

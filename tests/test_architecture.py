@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pretrain import train
 from pretrain.checkpoint import hf
 from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.layouts import BERT, LAYOUTS, ReleasedFacts, read_config, write_config
@@ -274,6 +276,21 @@ def test_an_export_of_such_a_model_writes_nothing(swapped: ModelConfig, tmp_path
     with pytest.raises(InputError, match="cannot hold this model"):
         hf.export(state, swapped, tmp_path / "tokenizer", tmp_path / "out", next_sentence=True, card="")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer"]
+
+
+def test_a_mirrored_run_of_such_a_model_ends_without_an_export(
+    swapped: ModelConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    phase = PhaseConfig(sequence_length=64, global_sequences=8, steps=10, peak_learning_rate=1e-4)
+    config = PretrainConfig(
+        name="x", run_dir=str(tmp_path), corpus=CorpusConfig(dir="c"), model=swapped, phases=(phase,)
+    )
+    logged: list[Path] = []
+    tracker: Any = SimpleNamespace(mirrored=True, log_artifact=logged.append)
+    train._export(config, tracker)
+    assert logged == []
+    assert list(tmp_path.iterdir()) == []
+    assert "cannot hold this model: model.norm is rms_norm" in caplog.text
 
 
 def test_a_parameter_without_a_place_in_a_layout_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

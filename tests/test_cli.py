@@ -310,6 +310,19 @@ def test_several_workers_need_ray_or_torchrun(config_file: Path, calls: Calls, c
     assert calls == []
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "nearest"), [("norm", "layernorm", "layer_norm"), ("activation", "geluu", "gelu")]
+)
+def test_an_unknown_part_of_the_model_is_refused_before_workers_start(
+    field: str, value: str, nearest: str, config_file: Path, calls: Calls, capsys
+):
+    assert cli("pretrain", config_file, "--set", f"model.{field}={value}") == 2
+    message = error_of(capsys)
+    assert message.startswith(f"error: model.{field}: '{value}' is not a")
+    assert f"did you mean {nearest}? Choose one of: " in message
+    assert calls == []
+
+
 def test_report_writes_beside_the_run_unless_told(monkeypatch: pytest.MonkeyPatch, capsys):
     from pretrain.reporting import report
 

@@ -158,7 +158,7 @@ def test_second_interrupt_ends_at_once(folder: Path) -> None:
     launched.process.send_signal(signal.SIGINT)
     code, output = launched.end(10)
     assert code == 75
-    assert "without a last checkpoint" in output
+    assert "without a final checkpoint" in output
 
 
 @pytest.mark.slow

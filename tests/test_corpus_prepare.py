@@ -250,7 +250,7 @@ def test_faults_of_the_input_are_counted_not_skipped(sources: Path, tmp_path: Pa
 
 
 def test_nothing_left_is_an_error(sources: Path, tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"none of 94 documents is left"):
+    with pytest.raises(InputError, match=r"none of 94 documents remains"):
         prepare(config(sources, tmp_path / "none", min_document_words=10_000), quiet=True)
     assert not (tmp_path / "none" / "manifest.json").exists()
 

@@ -200,7 +200,7 @@ def test_stopped_or_killed_it_goes_on_here_or_there(folder: Path, address: str) 
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 75
-    assert "error: out: stopped. Run the same command again; it continues from there." in errors
+    assert "error: out: stopped. Run the same command again; it resumes." in errors
     stopped = written("000-*.json")
     # Ray's driver is killed.
     process, condition = start(there, "corpus.processes=1"), more("000-*.json")
@@ -208,7 +208,7 @@ def test_stopped_or_killed_it_goes_on_here_or_there(folder: Path, address: str) 
     _driver(process.pid).kill()
     _, errors = process.communicate(timeout=20)
     assert process.returncode == 3
-    assert re.search(r"error: .*ray\.log: Ray's driver exited with code -9; .* it continues from there\.\n$", errors)
+    assert re.search(r"error: .*ray\.log: Ray's driver exited with code -9; .* it resumes\.\n$", errors)
     # The command is killed; the driver does not outlive it.
     process, condition = start(there, "corpus.processes=1"), more("*.tokens")
     _wait_for(condition)

@@ -153,7 +153,7 @@ def test_what_is_no_bert_vocabulary_is_refused(tmp_path: Path) -> None:
         load_vocabulary(tmp_path / "nowhere.txt", lowercase=True)
     with pytest.raises(InputError, match=r"\[CLS\], \[MASK\] missing"):
         load_vocabulary(_write(tmp_path / "v.txt", ["[PAD]", "[UNK]", "[SEP]", "a"]), lowercase=True)
-    with pytest.raises(InputError, match="'a' appears twice"):
+    with pytest.raises(InputError, match="'a' occurs twice"):
         load_vocabulary(_write(tmp_path / "v.txt", [*SPECIAL_TOKENS, "a", "a"]), lowercase=True)
     (tmp_path / "v.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(InputError, match="cannot be read"):

@@ -274,7 +274,7 @@ def test_the_table_fits_and_shows_once_what_all_nodes_report() -> None:
     ("changes", "mark", "expected"),
     [
         ({}, PASS, "8 CPU, 0 GPU"),
-        ({"cpus": 0}, PASS, "holds no workers"),
+        ({"cpus": 0}, PASS, "runs no workers"),
         ({"cpus": 9}, WARN, "8 cores"),
         ({"gpus": 1}, FAIL, "torch sees 0"),
         ({"draining": True}, WARN, "leave"),
@@ -396,7 +396,9 @@ def test_storage_that_is_shared_and_not(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
-    assert Probe("127.0.0.1", 1, True).write_probe(str(tmp_path / "no"), "x", "a")[1] == "is not a folder here"
+    assert (
+        Probe("127.0.0.1", 1, True).write_probe(str(tmp_path / "no"), "x", "a")[1] == "is not a folder on this machine"
+    )
     assert not list(tmp_path.iterdir())
 
 
@@ -434,7 +436,7 @@ def test_a_lock_of_one_node_must_be_seen_by_the_others(tmp_path: Path, monkeypat
         raise OSError(37, "No locks available")
 
     monkeypatch.setattr("pretrain.common.files.fcntl.flock", refuse)
-    assert locks(group) == [("a", WARN, "/s: has no locks")]
+    assert locks(group) == [("a", WARN, "/s: does not support locks")]
 
 
 def test_locks_are_checked_among_nodes_that_share_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

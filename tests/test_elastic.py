@@ -166,7 +166,7 @@ def test_a_stop_ends_a_wait(request_: LaunchRequest, groups: PlacementGroups, mo
         return [node("a", 3)]
 
     show(monkeypatch, nodes)
-    with pytest.raises(StoppedError, match="stopped while it waited for nodes"):
+    with pytest.raises(StoppedError, match="stopped while waiting for nodes"):
         wait_for_capacity(request_)
     assert groups.removed == 1
 
@@ -245,7 +245,7 @@ def test_a_crash_on_nodes_that_stay_is_a_failure(
         raise _Crash(1, "killed")
 
     with pytest.raises(
-        MachineError, match=r"max_failures=3 restarts .* Workers crashed more than once on 10\.0\.0\.b: check"
+        MachineError, match=r"max_failures=3 restarts .* Workers crashed repeatedly on 10\.0\.0\.b: check"
     ):
         train(monkeypatch, request_, [node("a"), node("b")], run)
     assert seen == [0, 1, 2, 3], "a bad node that the run needs is not left out"

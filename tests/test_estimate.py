@@ -232,7 +232,7 @@ def test_time_is_work_over_rate():
     text = estimate.dry_run(config, on="8xH100", mean_length=128)
     flops = sum(estimate.phase_work(config, phase, 30522, 128).flops for phase in config.phases)
     hours = flops / (8 * 989e12 * 0.40) / 3600
-    assert f"total:   {hours:.1f} h on 8 x H100, assuming 40% of 7,912 TFLOP/s" in text
+    assert f"total:   {hours:.1f} h on 8 x H100, assuming an MFU of 40% at a peak of 7,912 TFLOP/s" in text
     assert "336,226,108" in text
     assert "ZeRO 1*" in text
 
@@ -259,6 +259,9 @@ def test_vocabulary_size_of_a_given_file(tmp_path: Path):
     (tmp_path / "vocab.txt").write_text("a\nb\nc\n")
     corpus = CorpusConfig(dir=str(tmp_path / "none"), vocabulary=VocabularyConfig(path=str(tmp_path / "vocab.txt")))
     assert estimate.vocabulary_size(make_config(corpus=corpus)) == 3
+    # Only line feeds end an entry: a vocabulary may have other line ends as tokens.
+    (tmp_path / "vocab.txt").write_text("a\n\u2028\n\x85\nb\n", encoding="utf-8")
+    assert estimate.vocabulary_size(make_config(corpus=corpus)) == 4
 
 
 def test_a_rehearsal_masks_a_token_however_rarely_training_does():

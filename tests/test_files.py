@@ -173,7 +173,7 @@ def test_more_shards_than_the_soft_limit_are_opened(many_shards: Path) -> None:
 def test_more_shards_than_the_hard_limit_are_no_damage(many_shards: Path) -> None:
     said = opened(many_shards, 64, 64)
     assert said.startswith(f"MachineError {many_shards}/")
-    assert "this process may have 64 open files. Raise the limit (ulimit -n)" in said
+    assert "the limit of open files is 64. Raise the limit (ulimit -n)" in said
 
 
 def test_storage_that_fails_is_no_damage(many_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:

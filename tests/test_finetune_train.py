@@ -286,7 +286,7 @@ def test_a_fine_tuned_run_can_be_begun_from(root: Path) -> None:
     plan = runs.plan(FinetuneConfig.model_validate(settings(root, "next", start_from=str(root / "whole"))), alone=True)
     assert plan.family == "bert"
     (root / "edited/config.yaml").write_text(dump(FinetuneConfig.model_validate(settings(root, "edited"))))
-    with pytest.raises(InputError, match="edited: a fine-tuning that is not finished"):
+    with pytest.raises(InputError, match="edited: an unfinished fine-tuning"):
         runs.plan(FinetuneConfig.model_validate(settings(root, "next", start_from=str(root / "edited"))), alone=True)
 
 

@@ -214,7 +214,7 @@ def test_a_failure_leaves_the_earlier_export(
 
 def test_a_tokenizer_of_another_size_is_refused(model: PretrainingModel, tmp_path: Path) -> None:
     write_tokenizer(tmp_path, VOCABULARY[:-1])
-    with pytest.raises(InputError, match="44 entries where the model has 45"):
+    with pytest.raises(InputError, match="44 entries, but the model has 45"):
         hf.export(model.state_dict(), SHAPE, tmp_path, tmp_path / "out", next_sentence=True, card="")
     (tmp_path / "vocab.txt").unlink()
     with pytest.raises(InputError, match=r"vocab\.txt: not found"):
@@ -287,7 +287,7 @@ class TestExportRun:
         assert "global_sequences: 4" in card
 
     def test_refusals(self, run: Path, tmp_path: Path) -> None:
-        with pytest.raises(InputError, match=r"no such checkpoint\. The folder has: step-00001000, step-00002000"):
+        with pytest.raises(InputError, match=r"no such checkpoint\. Available: step-00001000, step-00002000"):
             hf.export_run(run, run / "export", "step-00000001")
         (run / "checkpoints" / "step-00001000" / "state.json").write_text("{}")
         with pytest.raises(InputError, match=r"step-00001000/state\.json"):

@@ -793,7 +793,7 @@ def test_the_environment_may_have_several_shell_lines(config: Path) -> None:
 def test_a_finetuning_needs_its_checkpoint(finetuning: Path) -> None:
     with pytest.raises(InputError, match="start_from is empty"):
         render("slurm", finetuning, ["start_from="])
-    with pytest.raises(InputError, match="only pretraining has a corpus"):
+    with pytest.raises(InputError, match="only pretraining prepares a corpus"):
         render("slurm", finetuning, ["place.prepare=true"])
 
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from pretrain import preflight
 from pretrain.common.errors import MachineError
 from pretrain.common.worker import Worker
-from pretrain.config import EngineConfig, PretrainConfig, as_begun, changed_for_resume
+from pretrain.config import EngineConfig, PretrainConfig, changed_for_resume, keep_precision
 from pretrain.model import precision
 from pretrain.model.precision import Choice, Offer, choose
 from pretrain.training import session
@@ -93,14 +93,14 @@ def test_products_that_others_hold_up_do_not_count(monkeypatch: pytest.MonkeyPat
 
 def test_the_choice_of_a_run_is_not_a_change_of_its_settings() -> None:
     before = run_config(chosen="fp32")
-    assert as_begun(run_config(), before).engine.precision == "fp32"
+    assert keep_precision(run_config(), before).engine.precision == "fp32"
     assert changed_for_resume(before, run_config()) == []
     assert changed_for_resume(before, run_config(chosen="bf16")) == ["engine.precision (fp32 -> bf16)"]
 
 
 def test_what_is_not_settled_cannot_be_used() -> None:
     with pytest.raises(ValueError, match="not resolved"):
-        _ = EngineConfig().settled_precision
+        _ = EngineConfig().resolved_precision
 
 
 def settle(folder: str, given: list[str]) -> list[str]:
@@ -110,7 +110,7 @@ def settle(folder: str, given: list[str]) -> list[str]:
     found = []
     for number, chosen in enumerate(given):
         session.precision.offer = lambda _: made if number == 0 else pytest.fail("measured again")  # noqa: B023
-        config, _ = session.settle_device(run_config(folder, chosen), worker)
+        config, _ = session.choose_device(run_config(folder, chosen), worker)
         found.append(config.engine.precision)
     return found
 
@@ -132,7 +132,7 @@ def first_knows(folder: str) -> list[str]:
     if worker.rank == 0:
         preflight.record_config(run_config(folder, "fp16"))
     try:
-        session.settle_device(run_config(folder, "auto"), worker)
+        session.choose_device(run_config(folder, "auto"), worker)
     except MachineError as error:  # the choice was taken over, and a CPU refuses this one
         return [str(error).split(":")[1].split()[0]]
     return []
@@ -227,7 +227,7 @@ class FakeGpu:
     ("chosen", "capability", "message"),
     [
         ("bf16", (7, 0), "bf16 needs compute capability 8.0; Tesla has 7.0"),
-        ("fp16", (7, 0), "needs compute capability 7.5, and Tesla has 7.0"),
+        ("fp16", (7, 0), "needs compute capability 7.5 or newer, but Tesla has 7.0"),
         ("fp16", (7, 5), ""),
         ("bf16", (9, 0), ""),
     ],
@@ -258,6 +258,6 @@ def test_tf32_is_for_runs_in_fp32_alone(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_a_begun_run_keeps_its_precision_in_config_yaml(tmp_path: Path) -> None:
     preflight.record_config(run_config(tmp_path, "fp32"))
-    assert preflight.as_begun(run_config(tmp_path)).engine.precision == "fp32"
-    assert preflight.as_begun(run_config(tmp_path, "bf16")).engine.precision == "bf16"
-    assert json.dumps(preflight.as_begun(run_config(tmp_path / "new")).engine.precision) == '"auto"'
+    assert preflight.with_resolved_precision(run_config(tmp_path)).engine.precision == "fp32"
+    assert preflight.with_resolved_precision(run_config(tmp_path, "bf16")).engine.precision == "bf16"
+    assert json.dumps(preflight.with_resolved_precision(run_config(tmp_path / "new")).engine.precision) == '"auto"'

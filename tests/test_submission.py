@@ -60,7 +60,7 @@ def test_workers(config: Path, given: str | None, expected: tuple[int, int]) -> 
 
 @pytest.mark.parametrize("given", ["0", "4-2", "two", "1-", "-3", ""])
 def test_workers_that_are_none(config: Path, given: str) -> None:
-    with pytest.raises(InputError, match="neither a number from 1 nor a range"):
+    with pytest.raises(InputError, match="expected a number of at least 1, or a range"):
         read(config, workers=given)
 
 
@@ -358,7 +358,7 @@ def test_no_cluster(tmp_path: Path, config: Path) -> None:
     code, output, _ = run(tmp_path, "submit", "--", "pretrain", str(config))
     assert (code, output) == (
         2,
-        "error: No cluster: name one with --address URL, or start one here with ./launch.sh up.\n",
+        "error: No cluster is running on this machine. Give --address URL, or start one with ./launch.sh up.\n",
     )
 
 
@@ -381,7 +381,7 @@ def test_somebody_there_who_says_nothing(tmp_path: Path, config: Path) -> None:
 def test_a_wrong_token(tmp_path: Path, config: Path, refusing: str) -> None:
     code, output, _ = run(tmp_path, "submit", "--address", refusing, "--", "pretrain", str(config))
     assert code == 2
-    assert output.startswith(f"error: {refusing}: the cluster refuses this token.")
+    assert output.startswith(f"error: {refusing}: the cluster rejects this token.")
     assert output.count("\n") == 1
 
 
@@ -399,7 +399,7 @@ def test_a_wrong_token(tmp_path: Path, config: Path, refusing: str) -> None:
         ),
         (
             ["submit", "--workers", "1" * 5000, "--", "pretrain", "{config}"],
-            "neither a number from 1 nor a range",
+            "expected a number of at least 1, or a range",
         ),
         (["submit", "--", "finetune", "{config}", "--from", "s3://b/m"], "is a remote address"),
         (["submit", "--dir", "s3://b/f", "--", "pretrain", "{config}"], "is a remote address"),
@@ -467,6 +467,6 @@ def test_a_head_is_not_filled_with_jobs_that_wait() -> None:
     client._check_head(nodes, 50, "http://head:8265")
     with pytest.raises(
         MachineError,
-        match=r"holds 60 jobs, as many as the memory of its head allows \(5\.0 GiB, 90 MiB each\)",
+        match=r"has 60 running or queued jobs, the most that its head node's memory allows \(5\.0 GiB, 90 MiB each\)",
     ):
         client._check_head(nodes, 60, "http://head:8265")

@@ -152,7 +152,7 @@ def test_damage_is_found(folder: Path) -> None:
     refused(index, whole[index][:20], r"damaged \(it does not end")
     refused(index, whole[index][middle:], r"damaged \(")
     data.rename(folder / "elsewhere")
-    with pytest.raises(InputError, match=r"data-00000-of-00001: not found, though bert_model\.ckpt\.index names it"):
+    with pytest.raises(InputError, match=r"data-00000-of-00001: not found, but listed in bert_model\.ckpt\.index"):
         read_released(folder)
 
 

@@ -176,7 +176,7 @@ def test_what_is_refused_when_training_starts(corpus: Path, tmp_path: Path) -> N
         Start(wild),
     ]
     ended, refused, reshaped, small, small_later, diverged = run_workers(1, starts, given)[0]
-    assert "embeddings.position is [64, 32], this config makes it [32, 32]" in reshaped
+    assert "embeddings.position is [64, 32], but this config gives [32, 32]" in reshaped
     assert small_later.startswith("InputError: phases.1.global_sequences: 1000000, but")
     assert not (tmp_path / "later/metrics.jsonl").exists() or not records(tmp_path / "later"), "before any step"
     assert ended.startswith("StoppedError")

@@ -26,12 +26,12 @@ def main(
     Args:
         cluster: check a cluster rather than this machine.
         address: URL of its dashboard; empty uses the local one of `up`.
-        folder: the folder that all machines of the cluster should share; otherwise the current one.
+        folder: the folder that all machines of the cluster should share (default: the current one).
         as_json: print the rows as JSON rather than as a table.
         plain_http: send the token over http to other machines, too.
 
     Returns:
-        0 if no check fails, else the exit code of an unfit machine. A warning is not a failure.
+        0 if no check fails, else the exit code of an unsuitable machine. A warning is not a failure.
 
     Raises:
         RunError: the cluster is unreachable, refuses this client, or does not run the checks.

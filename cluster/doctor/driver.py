@@ -102,7 +102,7 @@ class ProbeGroup:
 
 
 def main() -> int:
-    """Check the cluster that this job runs on; 0 whatever the findings."""
+    """Check the cluster that this job runs on; returns 0 for any findings."""
     job = json.loads(os.environ["RAY_JOB_CONFIG_JSON_ENV_VAR"])["metadata"]
     return exit_code(lambda: _check(job["folder"]))
 
@@ -215,13 +215,13 @@ def _machines(probes: ProbeGroup, folder: str) -> list[Finding]:
 
 
 def _reduce(probes: ProbeGroup) -> list[Finding]:
-    """All-reduce among the nodes that hold workers: NCCL if any of them has GPUs."""
+    """All-reduce among the nodes that run workers: NCCL if any of them has GPUs."""
     with_gpus = [name for name, node in probes.checked.items() if node.gpus]
     names = with_gpus or [name for name, node in probes.checked.items() if node.works]
     backend = "nccl" if with_gpus else "gloo"
     if len(names) < 2:
         return [
-            Finding(reduce.WHAT, f"not measured: {len(names)} node holds workers, so there is no traffic between nodes")
+            Finding(reduce.WHAT, f"not measured: {len(names)} node runs workers, so there is no traffic between nodes")
         ]
     host = probes.checked[names[0]].address
     port = probes.call("listen", among=names[:1]).get(names[0])

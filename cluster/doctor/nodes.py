@@ -25,7 +25,9 @@ Versions = Mapping[str, str]
 def judge_access(is_open: bool) -> Finding:
     """Whether a cluster requires a token."""
     if is_open:
-        advice = "Anybody who reaches it can run code there. Restart Ray with RAY_AUTH_MODE=token; see SECURITY.md."
+        advice = (
+            "Anyone who can connect to it can run code there. Restart Ray with RAY_AUTH_MODE=token; see SECURITY.md."
+        )
         return Finding("access", "answers without a token", WARN, advice)
     return Finding("access", "requires a token")
 
@@ -39,14 +41,16 @@ def judge_node(
         advice = "Check that machine, and whether its ports are open."
         return Finding("node", f"{resources}; its raylet does not answer", FAIL, advice, name)
     if draining:
-        return Finding("node", f"{resources}; leaves the cluster soon", WARN, "Runs will continue without it.", name)
+        return Finding(
+            "node", f"{resources}; will leave the cluster soon", WARN, "Runs will continue without it.", name
+        )
     if about is not None and cpus > about["cores"]:
         advice = f"Start it with --num-cpus={about['cores']}: workers that share a core slow down all others."
         return Finding("node", f"{resources}, but {about['cores']} cores", WARN, advice, name)
     if about is not None and gpus != about["gpus"]:
         advice = f"Start it with --num-gpus={about['gpus']}, or find out why torch sees another number."
         return Finding("node", f"{resources}, but torch sees {about['gpus']} GPUs", FAIL, advice, name)
-    return Finding("node", resources if cpus or gpus else f"{resources}: holds no workers", where=name)
+    return Finding("node", resources if cpus or gpus else f"{resources}: runs no workers", where=name)
 
 
 def judge_versions(by_node: Mapping[str, Versions], head: Versions) -> list[Finding]:
@@ -72,7 +76,7 @@ def judge_client(mine: Versions, head: Versions) -> Finding:
     if not different:
         return Finding("client", f"{here}: as the head", where="here")
     there = ", ".join(f"{name} {head[name]}" for name in different)
-    advice = "A submitted config may mean something else there, or be refused. Use the same version."
+    advice = "A submitted config may have another meaning there, or be refused. Use the same version."
     return Finding("client", f"{here}; the head has {there}", WARN, advice, "here")
 
 
@@ -115,7 +119,7 @@ def judge_skew(node: str, offset: float, uncertainty: float) -> Finding:
 def judge_write(node: str, folder: str, seconds: float, error: str) -> Finding:
     """The outcome of writing a probe file."""
     if error:
-        advice = "Allow all nodes to write and rename there, or name another shared folder with --dir."
+        advice = "Allow all nodes to write and rename there, or give another shared folder with --dir."
         return Finding("storage, write", f"{folder}: {error}", FAIL, advice, node)
     mark = WARN if seconds > _PROBE_SLOW_SECONDS else PASS
     advice = "Two files of a few bytes should be faster: checkpoints will be slow."
@@ -126,7 +130,7 @@ def judge_seen(node: str, folder: str, seconds: float, missing: Sequence[str], o
     """Which of the nodes' probe files a node saw; `missing` are the names of the other nodes."""
     if missing:
         text = f"{folder}: the files of {listed(missing)} were not seen within {seconds:.0f} s"
-        advice = "Mount one network folder at this path on all nodes, or name one with --dir."
+        advice = "Mount one network folder at this path on all nodes, or give one with --dir."
         return Finding("storage, shared", text, FAIL, advice, node)
     return Finding("storage, shared", f"{folder}: all {of} nodes' files seen after {seconds:.2f} s", where=node)
 
@@ -135,10 +139,10 @@ def judge_lock(node: str, folder: str, holder: str, outcome: str) -> Finding:
     """The outcome of `node` trying to lock a file that `holder` holds: `TAKEN` is correct."""
     if outcome == TAKEN:
         return Finding(_LOCKS, f"{folder}: a lock of {holder} is seen", where=node)
-    text = {HELD: f"a lock of {holder} is not seen", NO_LOCKS: "has no locks"}.get(outcome, outcome)
+    text = {HELD: f"a lock of {holder} is not seen", NO_LOCKS: "does not support locks"}.get(outcome, outcome)
     advice = (
         "Mount it with locks that all nodes share (NFS: without nolock and local_lock; Lustre: -o flock). Without them "
-        "nothing refuses a second start of a run that is still going, which would damage its folder."
+        "a second start of a run that is still running is not refused and would damage its folder."
     )
     return Finding(_LOCKS, f"{folder}: {text}", WARN, advice, node)
 

@@ -48,7 +48,7 @@ def judge(backend: str, world: int, outcome: tuple[float, int] | str) -> Finding
     """The row for the result of `measure` among nodes, or for its error."""
     if isinstance(outcome, str):
         advice = (
-            "Open all ports between the nodes; if they have several networks, name the common one in "
+            "Open all ports between the nodes; if they have several networks, set the common one in "
             f"{_interface(backend)} on each."
         )
         return Finding(WHAT, f"{backend} among {world} nodes: {outcome}", FAIL, advice)

@@ -54,5 +54,5 @@ def _result(log: str, name: str, job: Any) -> dict[str, Any]:
             return json.loads(line.removeprefix(MARK))
     last = lines[-1].removeprefix("error: ") if lines else client.state(job)
     raise MachineError(
-        f"{name}: the checks did not run: {last} Its head needs the same .venv and files as this machine."
+        f"{name}: the checks did not run: {last} The head node needs the same .venv and files as this machine."
     )

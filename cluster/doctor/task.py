@@ -54,8 +54,9 @@ class Probe:
         """Write, flush, rename over and read back a file in `folder`; (seconds, error or empty)."""
         began = time.perf_counter()
         path = Path(folder) / name
-        if not path.parent.is_dir():  # otherwise it would be made here, and runs would write beside the shared folder
-            return 0.0, "is not a folder here"
+        # It would be created here otherwise, and runs would not write to the shared folder.
+        if not path.parent.is_dir():
+            return 0.0, "is not a folder on this machine"
         try:
             for content in ("to be replaced", text):
                 with atomic_open(path, "w") as file:
@@ -107,7 +108,7 @@ class Probe:
         return machine.inspect(Path(folder), self._threads, self._works)
 
     def listen(self) -> int:
-        """Open a port, on this node's address alone, at which the members of a process group find each other."""
+        """Open a port, on this node's address only, at which the members of a process group find each other."""
         family = socket.AF_INET6 if ":" in self._address else socket.AF_INET
         self._listener = socket.create_server((self._address, 0), family=family)
         return self._listener.getsockname()[1]

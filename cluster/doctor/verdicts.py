@@ -15,7 +15,7 @@ _NEEDED = ("torch", "gloo", "DeepSpeed", "Ray", "bertrain")
 
 
 def rows_here(facts: MachineFacts) -> list[Finding]:
-    """The rows of this machine alone, in the order of the table."""
+    """The rows of this machine only, in the order of the table."""
     return [Finding("system", facts.system), *judge_versions(facts.versions), *rows(facts)]
 
 
@@ -55,7 +55,7 @@ def judge_cores(cores: int, busy: float) -> Finding:
 
 def judge_memory(total: int, free: int) -> Finding:
     mark = below(free, 4 * GIB, GIB)
-    advice = "Less than 4 GiB is scarce even for a small model; close other programs."
+    advice = "Less than 4 GiB is too little even for a small model; close other programs."
     return Finding("memory", f"{total / GIB:.0f} GiB, {free / GIB:.1f} free", mark, advice)
 
 
@@ -78,7 +78,7 @@ def judge_compiler(compiler: str, headers: str, error: str) -> Finding:
         advice = f"torch.compile needs Python.h (apt-get install python3-dev){rest}"
         return Finding("C++ compiler", f"{compiler}, but no Python.h", FAIL, advice)
     if error:
-        return Finding("C++ compiler", f"{compiler} compiles no extension: {error}", FAIL, f"Fix it{rest}")
+        return Finding("C++ compiler", f"{compiler} cannot compile an extension: {error}", FAIL, f"Fix it{rest}")
     return Finding("C++ compiler", f"{compiler} compiles an extension for Python")
 
 

@@ -37,7 +37,7 @@ _MONITOR_SECONDS = 2.5  # within which Ray's own monitor of a job notices its en
 _AGENT_SECONDS = 20.0
 _MEANING = {
     InputError.exit_code: "your input is wrong; see its log",
-    MachineError.exit_code: "the machine or cluster was not fit; see its log",
+    MachineError.exit_code: "the machine or cluster was unsuitable; see its log",
     DivergedError.exit_code: "training diverged; see its log",
     StoppedError.exit_code: "stopped, its state is saved; submit it again to continue",
 }
@@ -89,7 +89,9 @@ class Jobs:
         wait = {"env_vars": {"RAY_JOB_STOP_WAIT_TIME_S": str(local.STOP_SECONDS)}}
         self._runtime_env = {} if cluster else wait
         if not address and cluster is None:
-            raise InputError("No cluster: name one with --address URL, or start one here with ./launch.sh up.")
+            raise InputError(
+                "No cluster is running on this machine. Give --address URL, or start one with ./launch.sh up."
+            )
         self.address = address or (cluster.dashboard if cluster else "")
         self.shown = without_password(self.address)
         if cluster is not None and "RAY_AUTH_TOKEN" not in os.environ:
@@ -122,8 +124,8 @@ class Jobs:
         earlier = next((one for one in known if one.submission_id == job.name), None)
         if earlier is not None and earlier.status not in FINISHED:
             raise InputError(
-                f"{job.name}: is {earlier.status.lower()} already on {self.shown}. Watch it with `logs -f {job.name}`, "
-                f"stop it with `stop {job.name}`, or choose another name."
+                f"{job.name}: is already {earlier.status.lower()} on {self.shown}. "
+                f"Follow it with `logs -f {job.name}`, stop it with `stop {job.name}`, or choose another name."
             )
         nodes = nodes_of(self.address)
         _check_head(nodes, sum(one.status not in FINISHED for one in known), self.shown)
@@ -148,7 +150,9 @@ class Jobs:
                     return
                 except RuntimeError as error:
                     if "already exists" in str(error):
-                        raise InputError(f"{name}: was submitted by another process at this moment.") from None
+                        raise InputError(
+                            f"{name}: another process is submitting this job right now. Check it with `status`."
+                        ) from None
                     # A cluster that has just started has no agent for jobs yet.
                     if "No available agent" not in str(error) or time.monotonic() > deadline:
                         raise
@@ -163,7 +167,7 @@ class Jobs:
         job = self.find(name)
         if job is None:
             known = ", ".join(str(job.submission_id) for job in self.all()) or "none"
-            raise InputError(f"{name}: no such job on {self.shown}. Its jobs: {known}.")
+            raise InputError(f"{name}: no such job on {self.shown}. Known jobs: {known}.")
         return job
 
     def all(self) -> list[JobDetails]:
@@ -208,7 +212,7 @@ class Jobs:
         while (job := self.get(name)).status not in FINISHED:
             if time.monotonic() > deadline:
                 raise MachineError(
-                    f"{name}: is still {job.status.lower()} after {seconds:.0f} s. Check its `status` again."
+                    f"{name}: is still {job.status.lower()} after {seconds:.0f} s. Check its `status` again later."
                 )
             time.sleep(_POLL_SECONDS)
         return job
@@ -236,14 +240,15 @@ class Jobs:
             yield
         except AuthenticationError:
             raise InputError(
-                f"{self.shown}: the cluster refuses this token. Put the cluster's own into RAY_AUTH_TOKEN_PATH (a file "
-                "of mode 0600) or ~/.ray/auth_token."
+                f"{self.shown}: the cluster rejects this token. Put the cluster's token into RAY_AUTH_TOKEN_PATH "
+                "(a file of mode 0600) or ~/.ray/auth_token."
             ) from None
         except RunError:
             raise
         except Exception as error:
             raise MachineError(
-                f"{self.shown}: the cluster did not answer as Ray does ({redacted(error, self.address)})."
+                f"{self.shown}: unexpected answer; this does not look like a Ray dashboard "
+                f"({redacted(error, self.address)})."
             ) from None
 
 
@@ -261,7 +266,7 @@ def _check_head(nodes: list[dict[str, Any]], jobs: int, address: str) -> None:
     memory = next((node["resources_total"].get("memory", 0) for node in nodes if node["is_head_node"]), 0)
     if memory and (jobs + 1) * _JOB_BYTES > memory:
         raise MachineError(
-            f"the cluster at {address} runs or holds {jobs} jobs, as many as the memory of its head allows "
+            f"the cluster at {address} has {jobs} running or queued jobs, the most that its head node's memory allows "
             f"({memory / 2**30:.1f} GiB, {_JOB_BYTES >> 20} MiB each). Submit again when some have finished."
         )
 

@@ -85,7 +85,7 @@ def _wait(name: str, dashboard: Dashboard, stopped: Callable[[], bool]) -> None:
                 raise
         if stopped():
             behind = f" behind {shown}" if shown else ""
-            raise StoppedError(f"{name}: stopped while it waited in the queue{behind}; nothing was started.")
+            raise StoppedError(f"{name}: stopped while waiting in the queue{behind}; nothing was started.")
         if may_start:
             return
         if queue and shown != (shown := _few(queue.ahead)):
@@ -240,7 +240,7 @@ def _dashboard() -> str:
     url = (done.stdout.split() or [""])[-1]
     if done.returncode or not url.startswith("http"):
         reason = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise MachineError(f"{os.environ['RAY_ADDRESS']}: Ray did not report its dashboard ({reason}).")
+        raise MachineError(f"{os.environ['RAY_ADDRESS']}: Ray did not report the address of its dashboard ({reason}).")
     return url
 
 

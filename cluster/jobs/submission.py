@@ -63,7 +63,7 @@ def _workers(text: str) -> list[str]:
     match = _RANGE.fullmatch(text)
     low, high = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
     if not 1 <= low <= high:
-        raise InputError(f"--workers: {text!r} is neither a number from 1 nor a range such as 2-4.")
+        raise InputError(f"--workers: is {text!r}; expected a number of at least 1, or a range such as 2-4.")
     return [f"scheduling.workers={high}", f"scheduling.min_workers={low if low < high else 0}"]
 
 

@@ -38,7 +38,7 @@ class ManifestSettings(Section):
     grace_seconds: int = Field(
         default=300,
         ge=30,
-        description="Time for the last step and its checkpoint before nodes are taken away, in seconds.",
+        description="Seconds to finish the step and write a checkpoint when nodes are preempted.",
     )
 
 
@@ -100,10 +100,10 @@ def _job(path: Path | str, config: RunConfig, settings: ManifestSettings) -> Man
     finetunes = isinstance(config, FinetuneConfig)
     if finetunes and not config.start_from:
         raise InputError(
-            f"{path}: start_from is empty. Name the checkpoint's folder on the cluster: --set start_from=DIR."
+            f"{path}: start_from is empty. Give the checkpoint's folder on the cluster: --set start_from=DIR."
         )
     if finetunes and settings.prepare:
-        raise InputError("place.prepare: only pretraining has a corpus to prepare. Leave it false.")
+        raise InputError("place.prepare: only pretraining prepares a corpus. Set it to false.")
     cpus = scheduling.cpus_per_worker or settings.cpus_per_worker
     resolved = config.model_copy(
         update={"scheduling": scheduling.model_copy(update={"cpus_per_worker": cpus, "address": ""})}
@@ -126,7 +126,7 @@ def _nodes(workers: int, per_node: int) -> int:
     if workers % per_node:
         lower = workers // per_node * per_node
         raise InputError(
-            f"scheduling.workers ({workers}) must be a multiple of place.workers_per_node ({per_node}), "
-            f"or GPUs stay idle; nearest: {lower} and {lower + per_node}."
+            f"scheduling.workers ({workers}) must be a multiple of place.workers_per_node ({per_node}); "
+            f"otherwise GPUs stay idle. The nearest multiples are {lower} and {lower + per_node}."
         )
     return workers // per_node

@@ -30,7 +30,7 @@ The settings below place. say where it runs; cluster/manifests/{kuberay,rayup,sl
     parser.add_argument(
         "config", type=local_path, metavar="CONFIG", help="YAML file of a pretraining or fine-tuning run"
     )
-    parser.add_argument("--out", type=local_path, metavar="FILE", help="file to write; otherwise standard output")
+    parser.add_argument("--out", type=local_path, metavar="FILE", help="file to write (default: standard output)")
     parser.add_argument(
         "--set",
         action="append",

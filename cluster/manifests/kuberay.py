@@ -52,7 +52,7 @@ _COUNTED = {
 
 
 class KubeRaySettings(ManifestSettings):
-    """Where a run goes on Kubernetes, and how it behaves there."""
+    """Where and how a run is placed on Kubernetes."""
 
     kind: Literal["RayJob", "RayCluster"] = Field(
         default="RayJob", description="RayJob runs the config and cleans up; RayCluster waits for `submit`."
@@ -126,7 +126,7 @@ class KubeRaySettings(ManifestSettings):
         description="Secret whose key `password` holds the Redis password; empty if it has none.",
     )
     wandb_secret: _ObjectName = Field(
-        default="wandb", description="Secret whose key `api-key` holds the W&B key; without it, W&B stays offline."
+        default="wandb", description="Secret whose key `api-key` holds the W&B key; if missing, W&B is offline."
     )
     operator_namespace: str = Field(
         default="",
@@ -134,7 +134,7 @@ class KubeRaySettings(ManifestSettings):
         description="Namespace of the KubeRay operator; empty admits it from any namespace.",
     )
     retries: int = Field(
-        default=3, ge=0, description="How often a RayJob gets a new cluster, on which it resumes, before it fails."
+        default=3, ge=0, description="Retries with a new cluster, each resuming the run, before the RayJob fails."
     )
     start_limit_seconds: int = Field(
         default=1800, ge=0, description="Seconds within which all pods of a RayJob must start; 0 has no limit."
@@ -142,14 +142,14 @@ class KubeRaySettings(ManifestSettings):
     time_limit_seconds: int = Field(
         default=0, ge=0, description="Longest duration of a RayJob in seconds; 0 has no limit."
     )
-    keep_seconds: int = Field(default=600, ge=0, description="How many seconds the pods of a finished RayJob stay.")
+    keep_seconds: int = Field(default=600, ge=0, description="Seconds that the pods of a finished RayJob are kept.")
 
     @field_validator("worker_resources")
     @classmethod
     def _check_resources(cls, amounts: dict[str, str]) -> dict[str, str]:
         for name in amounts:
             if name in _COUNTED:
-                raise ValueError(f"{name} is set by {_COUNTED[name]}; leave it out here")
+                raise ValueError(f"{name} is set by {_COUNTED[name]}; remove it here")
         return amounts
 
     @field_validator("worker_environment")
@@ -157,7 +157,7 @@ class KubeRaySettings(ManifestSettings):
     def _check_environment(cls, variables: dict[str, str]) -> dict[str, str]:
         for name in variables:
             if name.startswith("RAY_"):
-                raise ValueError(f"{name} belongs to Ray and is set by the manifest; leave it out here")
+                raise ValueError(f"{name} belongs to Ray and is set by the manifest; remove it here")
         return variables
 
 

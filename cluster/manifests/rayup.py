@@ -28,7 +28,7 @@ _INSTANCE = r"^[a-z0-9-]+\.[a-z0-9-]+$"
 
 
 class RayUpSettings(ManifestSettings):
-    """Where a run goes on AWS."""
+    """Where and how a run is placed on AWS."""
 
     file_system: str = Field(
         pattern=r"^fs-[0-9a-f]+$",
@@ -92,7 +92,7 @@ class RayUpSettings(ManifestSettings):
     netrc: LocalPath = Field(
         default="",
         pattern=r"^([/~].*)?$",
-        description="Your netrc file with the W&B key, copied to the nodes; if empty, W&B stays offline there.",
+        description="Your netrc file with the W&B key, copied to the nodes; if empty, W&B is offline there.",
     )
     image: str = Field(
         default="bertrain:latest",

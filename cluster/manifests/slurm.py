@@ -15,7 +15,7 @@ _CONSTRAINT = r"^[A-Za-z0-9_.,:@/+&|*()\[\]-]*$"  # with sbatch's operators
 
 
 class SlurmSettings(ManifestSettings):
-    """Where a run goes on SLURM."""
+    """Where and how a run is placed on SLURM."""
 
     partition: str = Field(default="", pattern=_WORD, description="Partition; empty uses SLURM's default.")
     account: str = Field(default="", pattern=_WORD, description="Account to charge; empty uses your default.")
@@ -28,7 +28,7 @@ class SlurmSettings(ManifestSettings):
     time_limit: str = Field(
         default="24:00:00",
         pattern=r"^(\d+-)?\d+(:\d\d){0,2}$",
-        description="Time limit of one start, as for sbatch --time. At its end the run saves a checkpoint "
+        description="Time limit of one job, as for sbatch --time. Shortly before it ends, the run saves a checkpoint "
         "and is requeued.",
     )
     storage: LocalPath = Field(
@@ -39,7 +39,7 @@ class SlurmSettings(ManifestSettings):
     environment: str = Field(
         default="source .venv/bin/activate",
         json_schema_extra=SEVERAL_LINES,
-        description="Shell lines that put this project's python on the path. They are executed as given.",
+        description="Shell lines that put this project's python on the path. They are executed unchanged.",
     )
 
 

@@ -18,7 +18,7 @@ from cluster.workers.outcomes import WorkerError, one_line
 from cluster.workers.request import Attempt
 from cluster.workers.target import RankAssignment, run_worker
 
-_LAST_LINES_SECONDS = 2.0  # after the first failure, for the other workers to report theirs
+_LAST_LINES_SECONDS = 2.0  # after the first failure, in which the other workers can report theirs
 _START_SECONDS = 120.0  # for a process to start on the node where Ray has placed it
 _NODE_LABEL = "ray.io/node-id"
 _MIG = "MIG-"
@@ -103,7 +103,7 @@ class WorkerGroup:
             except RayError as error:
                 failures[rank] = error
             if any(not isinstance(error, WorkerError) for error in failures.values()):
-                break  # a dead process is the cause, whatever the others report
+                break  # a dead process is the cause, regardless of what the others report
             if failures and deadline is None:
                 deadline = time.monotonic() + _LAST_LINES_SECONDS
         if failures:

@@ -53,7 +53,7 @@ def check_dashboard(address: str, *, plain_http: bool = False) -> None:
     except (requests.RequestException, ValueError) as error:
         raise MachineError(
             f"No cluster answers at {without_password(address)} ({redacted(error, address)}). Check --address, "
-            "and that the cluster accepts this machine."
+            "and that this machine has access."
         ) from None
 
 
@@ -92,12 +92,12 @@ def _check_local(address: str, host: str) -> None:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except (OSError, UnicodeError) as error:
         raise MachineError(
-            f"{without_password(address)}: {host} cannot be resolved here ({one_line(error)}). Check --address."
+            f"{without_password(address)}: cannot resolve {host} ({one_line(error)}). Check --address."
         ) from None
     if not all(ipaddress.ip_address(one.partition("%")[0]).is_loopback for one in addresses):
         raise InputError(
             f"{without_password(address)}: over http the token, or the password, would leave this machine unencrypted, "
-            "and anybody who reads it may run code on the cluster. Use https, or a tunnel "
+            "and anyone who reads it can run code on the cluster. Use https, or a tunnel "
             "(ssh -L 8265:127.0.0.1:8265 HEAD, then "
             "--address http://127.0.0.1:8265), or allow it with --allow-plain-http."
         )

@@ -104,7 +104,8 @@ def wait_for_capacity(
     it.
 
     Args:
-        crowded: subtract the resources that others use. After a crash Ray learns later than we do what has become free.
+        crowded: subtract the resources that others use. After a crash Ray learns later than this process which
+            resources are free.
         avoid: ids of nodes to leave out.
         deadline: by `time.monotonic`, instead of the request's wait from now on.
 
@@ -121,7 +122,7 @@ def wait_for_capacity(
             if capacity.workers or time.monotonic() > deadline:
                 return replace(capacity, waited_seconds=waited)
             if stop.is_set():
-                raise StoppedError(f"{request.launch.run_dir}: stopped while it waited for nodes. --resume continues.")
+                raise StoppedError(f"{request.launch.run_dir}: stopped while waiting for nodes. --resume continues.")
             if waited > POLL_SECONDS:  # most waits are over at the second check
                 notice.show(missing)
                 demand.make(capacity.nodes)
@@ -178,7 +179,7 @@ def _check(request: LaunchRequest, crowded: bool, avoid: Collection[str], demand
     except Exception as error:  # a head that is away for a while
         logger.warning("the nodes are unknown: %s", one_line(error))
         return Capacity([], 0), f"waiting for the cluster's head, which does not answer ({one_line(error)})"
-    if placed >= needed:  # Ray holds these resources for us
+    if placed >= needed:  # Ray has reserved these resources for us
         return replace(capacity, workers=max(placed, capacity.workers)), ""
     fitting = find_capacity(nodes, request, held=held, avoid=avoid, fewest=1).workers
     what = "free capacity" if crowded else "capacity"

@@ -48,7 +48,7 @@ _RAY_ENVIRONMENT = {
 
 
 def main(request_path: str, kind: type[R], work: Callable[[R], None]) -> None:
-    """Do `work` with the request of class `kind` at this path, and write its outcome where the request says."""
+    """Do `work` with the request of class `kind` at this path, and write its outcome to the request's file."""
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     request = kind.from_json(Path(request_path).read_text(encoding="utf-8"))
     die_with(os.getppid(), request.launch.ray_dir)
@@ -142,8 +142,8 @@ def _start_ray(request: DriverRequest) -> None:
         logger.exception("ray.init")
         _keep_ray_logs(request.launch)
         raise MachineError(
-            f"{request.launch.run_dir / LOGS / RAY_LOG}: Ray did not start here ({one_line(error)}). "
-            "Its own logs are beside this file; ./launch.sh doctor checks the machine."
+            f"{request.launch.run_dir / LOGS / RAY_LOG}: Ray did not start on this machine ({one_line(error)}). "
+            "Ray's own logs are in the same folder; ./launch.sh doctor checks the machine."
         ) from None
 
 
@@ -203,7 +203,7 @@ def _write_outcome(launch: Launch, error: RunError | None) -> None:
 
 
 def _keep_ray_logs(launch: Launch) -> None:
-    """Copy our own Ray's logs beside the run's, where they outlive it."""
+    """Copy the logs of our own Ray to the run's logs, where they are kept after it exits."""
     source = launch.ray_dir / RAY_FOLDER / "session_latest" / LOGS
     kept = launch.run_dir / LOGS / "ray"
     with contextlib.suppress(OSError, shutil.Error):
@@ -229,7 +229,7 @@ def _here() -> str:
 
 
 def die_with(parent: int, folder: Path | None = None) -> None:
-    """End this session and remove `folder` once `parent` is gone: a killed launcher leaves nothing behind."""
+    """End this session and remove `folder` once `parent` is gone: a killed launcher leaves no processes and files."""
 
     def watch() -> None:
         while os.getppid() == parent:

@@ -1,7 +1,7 @@
 """Run a function in worker processes through Ray, and return how it finished: done, a `RunError`, or a crash.
 
 Ray lives in a child process (`cluster.workers.driver`) in a session of its own. So this process keeps its signal
-handlers and its terminal, Ctrl-C reaches this process alone, an unreachable cluster cannot hang it, and every process
+handlers and its terminal, Ctrl-C reaches only this process, an unreachable cluster cannot hang it, and every process
 that was started belongs to that session and can be ended by id.
 """
 
@@ -61,7 +61,7 @@ def run(
 ) -> None:
     """Call `target` ("package.module:function") with (payload, Worker) in `workers` processes until they finish.
 
-    Workers run in this process's working directory, so relative paths mean the same there. Their output goes to
+    Workers run in this process's working directory, so relative paths have the same meaning there. Their output goes to
     `run_dir`/logs/worker-<rank>.log and Ray's to `run_dir`/logs/ray.log.
 
     A `RunError` raised in a worker is raised here, same class and message, and never retried. Any other exit of a
@@ -188,7 +188,7 @@ def check_address(address: str) -> None:
     if address == "auto" or "://" in address or "@" in address:
         raise InputError(
             f"scheduling.address: {without_password(address)!r} is not host:port. "
-            "Name the head node's own address, such as 10.0.0.5:6379."
+            "Give the head node's own address, such as 10.0.0.5:6379."
         )
 
 
@@ -281,14 +281,15 @@ def _raise_outcome(launch: Launch, exit_code: int | None, ended_at_once: bool) -
     """Return if the run is done, else raise its error."""
     if ended_at_once:
         raise StoppedError(
-            f"{launch.run_dir}: ended at once, without a last checkpoint. --resume continues from the newest one."
+            f"{launch.run_dir}: stopped immediately, without a final checkpoint. "
+            "--resume continues from the newest one."
         )
     try:
         outcome = json.loads(launch.outcome.read_text(encoding="utf-8"))
     except FileNotFoundError:
         log = launch.run_dir / LOGS / RAY_LOG
         raise MachineError(
-            f"{log}: Ray's driver exited with code {exit_code}; its last line: {last_line(log)!r}. "
+            f"{log}: Ray's driver exited with code {exit_code}; last line of its log: {last_line(log)!r}. "
             "Run the same command with --resume to continue."
         ) from None
     if outcome["error"] is not None:

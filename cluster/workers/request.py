@@ -1,4 +1,4 @@
-"""What a launcher requests of its Ray driver, and a driver of its workers: immutable; JSON is handled here alone."""
+"""What a launcher requests of its Ray driver, and a driver of its workers: immutable; only this module handles JSON."""
 
 from __future__ import annotations
 

@@ -125,7 +125,7 @@ class _Supervisor:
         return capacity.workers
 
     def _after_crash(self, crash: _Crash, attempt: Attempt, monitor: _NodeMonitor) -> dict[str, Any]:
-        """The event of the restart; raises if there is to be none."""
+        """The event of the restart; raises if there is none."""
         hang = _hang(self._run_dir, since=monitor.began)
         kind, rank, reason = hang or ("restart", crash.rank, f"worker {crash.rank}: {crash.reason}")
         logger.warning("start %d crashed, %s", attempt.number + 1, reason)
@@ -145,7 +145,7 @@ class _Supervisor:
         return new_event(kind, reason)
 
     def _after_failed_start(self, reason: str, attempt: Attempt) -> dict[str, Any]:
-        """The event of the restart; raises if there is to be none. An empty reason is a lack of capacity."""
+        """The event of the restart; raises if there is none. An empty reason is a lack of capacity."""
         request = self._request
         self._crowded_until = self._crowded_until or time.monotonic() + waiting_seconds(request)
         if reason:
@@ -171,7 +171,7 @@ class _Supervisor:
     def _gives_up(self, rank: int, reason: str) -> MachineError:
         log = self._run_dir / LOGS / f"worker-{rank}.log"
         bad = ", ".join(self._crashes.bad_nodes().values()) if self._request.address else ""
-        where = f" Workers crashed more than once on {bad}: check that machine." if bad else ""
+        where = f" Workers crashed repeatedly on {bad}: check that machine." if bad else ""
         spent = f"all max_failures={self._request.max_failures} restarts without a new checkpoint are used up"
         if not self._crashes.exhausted:
             spent = f"there were {self._crashes.losses} crashes with the loss of a node and no new checkpoint"
@@ -186,7 +186,7 @@ class _NodeMonitor:
     """While workers run: asks them to save and finish if one of their nodes drains, or if more workers would fit.
 
     Attributes:
-        reason: why they were asked to finish; None if they were not.
+        reason: why they were requested to finish; None if they were not.
         began: when the attempt began, by `time.time`.
     """
 
@@ -240,7 +240,7 @@ class _NodeMonitor:
                 return
 
     def _reason(self, nodes: Sequence[Node], held: Mapping[str, int], scale_up: ScaleUp) -> str:
-        """Why the workers are to finish now; empty if they are not."""
+        """Why the workers must finish now; empty if they need not."""
         if any(node.draining and node.id in held for node in nodes):
             return "a node is drained"
         request = self._attempt.request
@@ -256,7 +256,7 @@ class _NodeMonitor:
             self._attempt.restart_flag().set()
         except OSError as error:
             self.reason = None
-            logger.warning("%s, but the workers cannot be asked to finish: %s", reason, one_line(error))
+            logger.warning("%s, but the workers cannot be requested to finish: %s", reason, one_line(error))
             return False
         logger.info("%s: the workers save and finish", reason)
         return True
@@ -324,7 +324,7 @@ def _hang(run_dir: Path, *, since: float) -> tuple[str, int, str] | None:
 
 def _not_started(request: LaunchRequest, workers: int, why: str) -> MachineError:
     if why:
-        return MachineError(f"{workers} workers were to start, but {why}. See its log on the cluster.")
+        return MachineError(f"starting {workers} workers failed: {why}. See the log on the cluster.")
     return MachineError(
         f"The cluster had no capacity for {workers} workers of {request.cpus_per_worker} CPUs within "
         f"{PLACEMENT_SECONDS} s. Wait until it is less busy, or set scheduling.workers lower."

@@ -59,7 +59,7 @@ def run_worker(attempt: Attempt, assignment: RankAssignment) -> dict[str, str] |
     with crashes_as_data():
         try:
             if worker.stop_requested():
-                # Seen by this rank alone: raised, so that Ray ends the others too.
+                # Seen only by this rank: raised, so that Ray ends the others too.
                 raise WorkerError(
                     "StoppedError", f"{launch.run_dir}: stopped before the first step. --resume continues."
                 )

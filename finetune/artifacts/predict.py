@@ -149,7 +149,7 @@ def _settle(requested: RequestedPrecision, trained: EngineConfig, device: torch.
     elif trained.precision == "auto":  # a config that no run has settled
         choice = choose([offer(device)])
     else:
-        choice = run_precision(trained.settled_precision, device)
+        choice = run_precision(trained.resolved_precision, device)
     if allow_tf32(choice.precision, device):
         logger.info("matrix products of fp32 use TF32 tensor cores")
     return choice

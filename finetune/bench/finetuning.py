@@ -26,7 +26,7 @@ from finetune.config import FinetuneConfig, load_config
 from pretrain.commands import local_path, local_text
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
-from pretrain.model.precision import settle_here
+from pretrain.model.precision import resolve_here
 from pretrain.tracking.records import is_training, read_records
 
 OURS, BASELINE = "ours", "trainer"
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         *options.set,
         *([f"start_from={json.dumps(options.start_from)}"] if options.start_from else []),
     ]
-    config, _ = settle_here(load_config(options.config, overrides))
+    config, _ = resolve_here(load_config(options.config, overrides))
     if options.peer:
         Path(options.peer).write_text(json.dumps(_train_baseline(config)))
         return 0

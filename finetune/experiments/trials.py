@@ -108,12 +108,12 @@ def _with_one_precision(config: FinetuneConfig, trials: Sequence[Trial]) -> list
 
     On a cluster, whose nodes may differ, the first trial that starts decides for those of a later call.
     """
-    begun = [replace(trial, config=preflight.as_begun(trial.config)) for trial in trials]
+    begun = [replace(trial, config=preflight.with_resolved_precision(trial.config)) for trial in trials]
     left = [trial.config.engine.precision == "auto" for trial in begun]
     if not any(left):
         return begun
     settled: Iterator[Precision] = (
-        one.config.engine.settled_precision
+        one.config.engine.resolved_precision
         for one, before in zip(begun, trials, strict=True)
         if one.config.engine.precision != before.config.engine.precision
     )

@@ -36,7 +36,7 @@ _EVALUATION_SEQUENCES = 1024  # per StepBatch of an evaluation
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass of one rank sees: S sequences end to end in T tokens, K of them masked.
+    """The input of one forward pass of one rank: S sequences end to end in T tokens, K of them masked.
 
     Sequences lie in ascending length order, without padding (invariant 2).
     """
@@ -97,7 +97,7 @@ class StepBatch:
 
 
 class Loader:
-    """The batches of one phase, made ahead by a background thread.
+    """The batches of one phase, prefetched by a background thread.
 
     Iterating gives one `StepBatch` per optimizer step until the phase ends. `stall_seconds` is the time that the
     consumer has waited so far.
@@ -172,7 +172,7 @@ class Loader:
                 made = self._maker.make(step * sequences, sequences)
                 if not self._put(made.pinned() if self._pinned else made):
                     return
-        except BaseException as error:  # the consumer raises it, whatever it is
+        except BaseException as error:  # raised by the consumer, whatever its class
             last = error
         self._put(last)
 
@@ -314,5 +314,5 @@ def _longest_first(descending: list[int], count: int, budget: int) -> list[list[
 
 
 def _check_balance(config: PretrainConfig, phase: int, where: str, sequences: int, world_size: int) -> None:
-    if why := config.why_not_dealt(phase, sequences, world_size):
+    if why := config.why_not_balanced(phase, sequences, world_size):
         raise InputError(f"{where} ({sequences}) {why}.")

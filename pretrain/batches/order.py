@@ -1,4 +1,4 @@
-"""Which sample comes when: counter-based randomness and the order of an epoch (invariant 1).
+"""The order of samples: counter-based randomness and the order of an epoch (invariant 1).
 
 Nothing here has state. Every random number is a hash of a key and a counter, and an epoch's order is a keyed
 permutation evaluated point by point, so sample 150,000,000 costs as much as sample 0.
@@ -78,7 +78,7 @@ def permute(index: np.ndarray, size: int, key: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class EpochPosition:
-    """Where samples come from; int64 [B] each."""
+    """The sources of samples; int64 [B] each."""
 
     source: np.ndarray
     epoch: np.ndarray  # of the source: how often it was read before
@@ -127,7 +127,7 @@ def _mix(bits: np.ndarray) -> np.ndarray:
 
 
 def _feistel(value: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
-    """One evaluation of the network over `bits` bits: each half in turn is changed by a hash of the other."""
+    """One evaluation of the network over `bits` bits: each half is changed by a hash of the other."""
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)

@@ -1,7 +1,7 @@
 """Samples cut from documents: sentence pairs for next-sentence prediction, or full sentences in one segment.
 
 After Devlin et al., appendix A.2, and google-research/bert create_pretraining_data.py, but addressed by number: a
-sample's beginning is computed, without a walk through the corpus (invariant 1). Everything is vectorised over samples.
+sample's beginning is computed, without a pass over the corpus (invariant 1). Everything is vectorised over samples.
 
 A sample reads on average R tokens from where it begins (a true pair reads the whole target, a random one only
 its first segment), so a document of n tokens gets max(1, round(n / R)) samples: each token is read about once
@@ -37,7 +37,7 @@ _SAMPLES_MAPPED = 512
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """Where the tokens of B samples lie and how long the samples are; int64 [B] each, `key` uint64 [B].
+    """The locations of the tokens of B samples, and the lengths of the samples; int64 [B] each, `key` uint64 [B].
 
     Begins are token offsets within the shard. The lengths are final (truncated) and exclude special tokens;
     without next-sentence prediction `length_b` is 0 everywhere.
@@ -92,8 +92,8 @@ class Sampler:
         self._corpus = _Corpus(shards, self.reach, least_sentences=2 if pairs.next_sentence else 1)
         if pairs.next_sentence and self._corpus.documents < 2:
             raise InputError(
-                f"{shards.folder}: {self._corpus.documents} documents, but pairs need a second one for "
-                "random next sentences. Add documents or set pairs.next_sentence: false."
+                f"{shards.folder}: {self._corpus.documents} documents, but "
+                "random next sentences need at least two. Add documents or set pairs.next_sentence: false."
             )
         key = root_key(shards.fingerprint, seed, phase)
         order_key, self._sample_key, self._anchor_key = draw(key, np.arange(3))

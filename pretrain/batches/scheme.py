@@ -1,4 +1,4 @@
-"""What all masking schemes share: the class they subclass, and choices within sequences that lie end to end."""
+"""The common parts of all masking schemes: their base class, and choices within sequences that lie end to end."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pretrain.batches.order import below, draw, uniform
 from pretrain.batches.pairs import Rows
 from pretrain.config import MaskingConfig
 
-_REPLACE, _CHOOSE = (1 << 32) + 1, (1 << 32) + 2  # counters apart from those of pairs.py and of `Masker`
+_REPLACE, _CHOOSE = (1 << 32) + 1, (1 << 32) + 2  # counters distinct from those of pairs.py and of `Masker`
 
 
 @dataclass(frozen=True)
 class MaskingVocabulary:
-    """What masking needs to know of a vocabulary of V entries."""
+    """The properties of a vocabulary of V entries that masking needs."""
 
     mask_id: int
     ordinary: np.ndarray  # int64, ascending ids of the entries that may replace a token: no special, no [unused]
@@ -26,7 +26,7 @@ class MaskingVocabulary:
 class MaskingScheme:
     """How the tokens to predict are chosen, and what replaces them. Every scheme subclasses this as `Scheme`.
 
-    A result must depend on its arguments alone: `bits` are a function of (corpus fingerprint, seed, epoch, number of
+    A result must depend only on its arguments: `bits` are a function of (corpus fingerprint, seed, epoch, number of
     the sample, position). So all ranks, restarts and batch sizes see the same masks.
     """
 
@@ -54,7 +54,7 @@ class MaskingScheme:
         raise NotImplementedError
 
     def replace(self, labels: np.ndarray, bits: np.ndarray) -> np.ndarray:
-        """What stands in the place of the chosen tokens: [MASK], a random ordinary token or the token itself.
+        """The replacements of the chosen tokens: [MASK], a random ordinary token or the token itself.
 
         Args:
             labels: the chosen tokens, int64 [K].

@@ -1,4 +1,4 @@
-"""What the step benchmarks compare: this project's engine and its baselines, behind one interface.
+"""The programs that the step benchmarks compare: this project's engine and its baselines, with one interface.
 
 The baselines are transformers' BertForPreTraining in several variants, and this project's model in a plain torch loop.
 Each trainer runs in its own process, as its user would run it. So settings of one process do not affect another; for
@@ -24,7 +24,7 @@ from pretrain.common.memory import hold_freed_memory
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.model.heads import PretrainingModel
-from pretrain.model.precision import settle_here, torch_dtype
+from pretrain.model.precision import resolve_here, torch_dtype
 from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
 
@@ -78,7 +78,7 @@ def bench_config(
             "evaluation": {"sequences": 512},
         }
     )
-    return settle_here(config)[0]
+    return resolve_here(config)[0]
 
 
 class StepReport(NamedTuple):

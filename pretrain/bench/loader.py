@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--corpus", type=local_path, help="prepared corpus folder (default: a synthetic one)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512], help="sequence lengths")
     parser.add_argument("--sequences", type=int, default=256, help="sequences per batch")
-    parser.add_argument("--repeats", type=int, default=5, help="alternations; the median is reported")
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions; the median is reported")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     parser.add_argument("--resume-only", type=local_path, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
@@ -78,7 +78,7 @@ def compare(shards: TokenShards, length: int, sequences: int, repeats: int) -> d
     rates: dict[str, list[float]] = {name: [] for name in loaders}
     for number in range(repeats + 1):
         for name, make in loaders.items():
-            # Processor time: both work in this thread alone, and other programs may share the machine.
+            # Processor time: both work only in this thread, and other programs may share the machine.
             start = time.process_time()
             made = 0
             while (seconds := time.process_time() - start) < 0.5:
@@ -166,7 +166,7 @@ def _synthetic(folder: Path) -> TokenShards:
 def _one_source(
     folder: Path, tokens: np.ndarray, sentences: np.ndarray, documents: np.ndarray, *, count: int
 ) -> TokenShards:
-    """`count` shards with the same given arrays, beside a vocabulary in `folder`."""
+    """`count` shards with the same given arrays, and a vocabulary, in `folder`."""
     _write_vocabulary(folder)
     table = np.stack((documents, sentences[documents]), axis=1).astype(np.uint64)
     shard = Shard("train-00000", "train", 0, tokens, sentences.astype(np.uint64), table)

@@ -6,7 +6,7 @@ Two comparisons over the same WikiExtractor file, with the same vocabulary for a
   its processes. The baseline is run_mlm of transformers: `datasets.map` of its fast tokenizer, then of group_texts,
   caching off. It starts from documents that are already extracted and in Arrow, and makes no sentences, no duplicate
   check and no hashes.
-- Tokenising alone, in MB/s of sentences that are already split and in memory. Ours starts each time with an empty
+- Tokenising only, in MB/s of sentences that are already split and in memory. Ours starts each time with an empty
   table of words. The baseline is `tokenizers.Tokenizer.encode_batch_fast`; its ids are not even copied out.
 
 The upper bound is measured, too: reading the file from the page cache on all cores.
@@ -42,7 +42,7 @@ _READ_BYTES = 1 << 20
 
 
 def main(argv: list[str]) -> int:
-    """Run the comparison, or the checks asked for, and print a table, or JSON with `--json`."""
+    """Run the comparison, or the requested checks, and print a table, or JSON with `--json`."""
     options = _parser().parse_args(argv)
     if options.repeats < 1:
         raise InputError(f"--repeats: is {options.repeats}, must be at least 1.")
@@ -68,15 +68,15 @@ def main(argv: list[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="./launch.sh bench prepare", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--file", type=local_path, help="WikiExtractor file (default: the installed docstrings)")
-    parser.add_argument("--limit-mb", type=float, default=0, help="only the first MB of it; 0 takes all")
+    parser.add_argument("--limit-mb", type=float, default=0, help="only the first MB of it; 0 uses all")
     parser.add_argument(
         "--vocabulary",
         type=local_path,
         help="folder with a tokenizer.json (default: one trained on the file)",
     )
-    parser.add_argument("--repeats", type=int, default=5, help="alternations; the median is reported")
+    parser.add_argument("--repeats", type=int, default=5, help="repetitions; the median is reported")
     parser.add_argument("--check-ids", action="store_true", help="compare every sentence's ids instead")
-    parser.add_argument("--memory", action="store_true", help="measure the peak memory of ours instead")
+    parser.add_argument("--memory", action="store_true", help="measure the peak memory of our preparation instead")
     parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
     return parser
 
@@ -89,7 +89,7 @@ def _versions() -> dict[str, str]:
 def _need_transformers() -> None:
     if importlib.util.find_spec("transformers") is None:
         raise MachineError(
-            "bench prepare: transformers, with which it compares, is not installed. "
+            "bench prepare: the baseline, transformers, is not installed. "
             "Install it with: pip install 'bertrain[bench]'"
         )
 
@@ -162,7 +162,7 @@ def _reading_seconds(file: Path, repeats: int) -> float:
 def _alternate(
     programs: dict[str, Program], output: Path, repeats: int
 ) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Seconds of every repeat and tokens of each contestant. The first round warms up and does not count."""
+    """Seconds of every repetition and tokens of each program. The first round warms up and does not count."""
     seconds: dict[str, list[float]] = {name: [] for name in programs}
     tokens: dict[str, int] = {}
     for number in range(repeats + 1):
@@ -177,7 +177,7 @@ def _alternate(
 
 
 def _ratio(ours: list[float], theirs: list[float]) -> dict[str, Any]:
-    """How many times as fast ours is, repeat by repeat."""
+    """Ratio of our speed to the baseline's, for each repetition."""
     ratios = [their / our for our, their in zip(ours, theirs, strict=True)]
     return {"median": statistics.median(ratios), "spread": [min(ratios), max(ratios)]}
 
@@ -205,8 +205,8 @@ def _speed_lines(result: dict[str, Any]) -> Iterator[str]:
     names = {
         "prepare": "ours: prepare, raw file to shards",
         "datasets": "datasets: map of tokenizer and group_texts",
-        "tokenise": "ours: tokenising alone",
-        "tokenizers": "tokenizers: encode_batch_fast alone",
+        "tokenise": "ours: tokenising only",
+        "tokenizers": "tokenizers: encode_batch_fast only",
     }
     yield f"{'':44}{'MB/s':>8}{'spread':>16}{'seconds':>9}{'of MB':>8}{'tokens':>13}"
     for name, row in result["speed"].items():

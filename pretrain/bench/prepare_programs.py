@@ -188,7 +188,7 @@ def _load_dataset(folder: Path, vocabulary: Vocabulary) -> None:
     global _held
     import datasets
 
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # num_proc is the parallelism; threads beside it only hinder
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # num_proc is the parallelism; further threads would slow it down
     datasets.disable_progress_bars()
     datasets.disable_caching()
     _held = datasets.load_from_disk(folder), vocabulary.transformers_tokenizer()

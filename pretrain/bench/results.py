@@ -2,7 +2,7 @@
 
 Every value is a rate, so higher is always better. A range spans the lowest to the highest repetition.
 
-JSON keys keep their first names: a row's `peer` and `peer_name` describe the baseline.
+JSON keys keep their original names: a row's `peer` and `peer_name` describe the baseline.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ _FORMER_ROWS = re.compile("peer to ids alone")
 def step_rows(result: dict[str, Any]) -> list[Comparison]:
     """Rows of `bench step --json`: ours against the fastest baseline without torch.compile and the fastest with it.
 
-    Their limit is the matmul peak measured beside the steps.
+    Their limit is the matmul peak measured with the steps.
     """
     return [
         _step_row(step, min(kinds, key=lambda kind: step["ratios"][kind][0]), suffix)
@@ -227,7 +227,7 @@ def _prepare_row(result: dict[str, Any], ours: str, baseline: str, what: str, ba
         ratio=_figure(ratio["median"], ratio["spread"]),
         limit=Limit(
             name="reading the file",
-            meaning="all cores only copy the file from the page cache; no preparation comes close",
+            meaning="upper bound: all cores only copy the file from the page cache",
             value=reading,
             share=rate / reading,
         ),

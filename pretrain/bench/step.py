@@ -58,7 +58,7 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
     config = bench_config(
         options.corpus, size, length, sequences, precision=options.precision, hidden_dropout=options.dropout
     )
-    precision = config.engine.settled_precision
+    precision = config.engine.resolved_precision
     count = options.repeats + WARM_UP
     kinds = (OURS, *options.peers)
     specs = {kind: TrainerSpec(kind, config, device.type, options.threads, count) for kind in kinds}
@@ -110,7 +110,7 @@ def _measure(specs: dict[str, TrainerSpec], count: int, precision: Precision) ->
                 timings.seconds_per_token[kind].append(report.seconds / report.tokens)
                 timings.losses[kind].append(report.loss)
         if number >= WARM_UP:
-            # The machine's speed varies, so its matmul peak is measured beside every step.
+            # The machine's speed varies, so its matmul peak is measured with every step.
             timings.matmul_peaks.append(measure_matmul(device, precision))
     for trainer in trainers.values():
         trainer.close()

@@ -170,11 +170,13 @@ def _gather(
         tensor = tensors[name]
         if tensor.shape != meta.shape:
             raise InputError(
-                f"{where}: {name} is {list(tensor.shape)} where {list(meta.shape)} is needed. "
+                f"{where}: {name} has the shape {list(tensor.shape)}; expected {list(meta.shape)}. "
                 "The weights do not belong to this config."
             )
         if not tensor.is_floating_point():
-            raise InputError(f"{where}: {name} is {tensor.dtype}; quantised weights are not read. Give those in fp32.")
+            raise InputError(
+                f"{where}: {name} is {tensor.dtype}; quantised weights are not supported. Give the weights in fp32."
+            )
         parts.append(tensor.float())
     return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
@@ -210,7 +212,7 @@ def _why_no_head(
         if len(actual) != len(shape) or any(b is not None and a != b for a, b in zip(actual, shape, strict=True)):
             return f"{ours} would be {list(actual)}"
     if "head.out_weight" in head and len(head["head.out_weight"]) != len(head["head.out_bias"]):
-        return "as many rows as biases are needed"
+        return "its rows and biases differ in number"
     if "heads.mlm_bias" in head:
         for name, tensor in tensors.items():
             tied = layout.tied(name)

@@ -35,7 +35,7 @@ def find_checkpoint(folder: Path) -> Path | None:
         prefixes = [path for path in prefixes if newest and path.name == newest[1]] or prefixes
     if len(prefixes) > 1:
         names = ", ".join(path.name for path in prefixes)
-        raise InputError(f"{folder}: has several TensorFlow checkpoints ({names}). Leave the one to read.")
+        raise InputError(f"{folder}: has several TensorFlow checkpoints ({names}). Keep only the one to read.")
     return prefixes[0] if prefixes else None
 
 

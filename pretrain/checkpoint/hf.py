@@ -66,14 +66,14 @@ def export(
 
 
 def export_run(run_dir: Path, out: Path, checkpoint: str | None = None) -> None:
-    """Export a run's checkpoint with its model card: the one named, the "best", or the newest that verifies.
+    """Export a run's checkpoint with its model card: the one named, the "best", or the newest intact one.
 
     Raises:
         InputError: the run, the checkpoint or the corpus's tokenizer is missing or damaged, or BERT's layout cannot
             hold the model.
     """
     if not (run_dir / "config.yaml").is_file():
-        raise InputError(f"{run_dir}: has no config.yaml, so it is not a run folder. Give one such as runs/bert-mini.")
+        raise InputError(f"{run_dir}: not a run folder (no config.yaml). Give one such as runs/bert-mini.")
     config = load_config(run_dir / "config.yaml")
     path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
     state = store.read_weights(path)
@@ -108,17 +108,20 @@ def _choose_checkpoint(folder: Path, name: str | None) -> Path:
     if name is None:
         path = store.newest(folder)
         if path is None:
-            raise InputError(f"{folder}: holds no complete checkpoint. Train first.")
+            raise InputError(f"{folder}: has no complete checkpoint. Train first.")
         return path
     if name == "best":
         path = store.best(folder)
         if path is None:
-            raise InputError(f"{folder}: no checkpoint was evaluated, so none is the best. Name one, or none.")
+            raise InputError(
+                f"{folder}: no checkpoint was evaluated, so there is no best one. "
+                "Give a checkpoint such as step-00001000, or leave --checkpoint out."
+            )
     else:
         path = folder / name
         if path not in store.list_checkpoints(folder):
             existing = ", ".join(p.name for p in store.list_checkpoints(folder)) or "none"
-            raise InputError(f"{path}: no such checkpoint. The folder has: {existing}.")
+            raise InputError(f"{path}: no such checkpoint. Available: {existing}.")
     verify_manifest(path)
     return path
 
@@ -195,7 +198,7 @@ def _read_vocabulary(folder: Path, size: int) -> list[str]:
     vocabulary = read_vocabulary(folder / "vocab.txt")
     if len(vocabulary) != size:
         raise InputError(
-            f"{folder / 'vocab.txt'}: {len(vocabulary)} entries where the model has {size}. "
+            f"{folder / 'vocab.txt'}: {len(vocabulary)} entries, but the model has {size}. "
             "Use the corpus that the model was trained on."
         )
     if "[PAD]" not in vocabulary:

@@ -31,14 +31,14 @@ HEAD_ACTIVATION: dict[str, str] = {"bert": "tanh", "distilbert": "relu", "robert
 
 
 class HeadDropout(NamedTuple):
-    """Shares that a task's head drops in training; a head without head.dense has the second alone."""
+    """Dropout rates of a task's head in training; a head without head.dense has only the second."""
 
     before_dense: float = 0.0
     before_out: float = 0.0
 
 
 def head_dropout(family: str, config: Mapping[str, Any], model: ModelConfig, purpose: str) -> HeadDropout:
-    """What transformers' class of a family drops in its head.
+    """The dropout rates of a family's head in transformers.
 
     Args:
         family: a key of `LAYOUTS`.
@@ -159,12 +159,12 @@ class KeyMapping:
         return self._prefix + name if name.startswith(bare) else name
 
     def without_counterpart(self, model: ModelConfig) -> str:
-        """What of a model this layout cannot hold; "" if it can hold all of it."""
+        """The parts of a model that this layout cannot hold; "" if it can hold all of it."""
         activation, reasons = get_activation(model.activation), []
         if model.norm != self.norm:
-            reasons.append(f"model.norm is {model.norm}, and {self.family} has {self.norm} alone")
+            reasons.append(f"model.norm is {model.norm}, and {self.family} supports only {self.norm}")
         if not activation.released_names:
-            reasons.append(f"model.activation is {model.activation}, for which transformers has no name")
+            reasons.append(f"model.activation is {model.activation}, which transformers does not have")
         if self.mlm_activation not in ("", model.activation):
             reasons.append(
                 f"model.activation is {model.activation}, and {self.family}'s head has {self.mlm_activation}"
@@ -194,7 +194,7 @@ class KeyMapping:
         for beginning, reason in self.unused.items():
             if name.startswith(beginning):
                 return reason
-        return "nothing that the encoder or its heads have"
+        return "not a parameter of the encoder or its heads"
 
     @property
     def _prefix(self) -> str:
@@ -331,7 +331,7 @@ _LIKE = {"xlm-roberta": ("roberta", "XLMRoberta"), "camembert": ("roberta", "Cam
 
 
 class ReleasedFacts(NamedTuple):
-    """What a config.json says about a model, apart from the names of its tensors."""
+    """The facts in a config.json about a model, besides the names of its tensors."""
 
     layout: KeyMapping
     model: ModelConfig
@@ -344,7 +344,7 @@ def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
 
     Raises:
         KeyError: a size is missing.
-        ValueError: a family, activation or the like that our encoder does not have, or sizes that do not fit.
+        ValueError: a family, activation or other property that our encoder does not have, or sizes that do not fit.
     """
     layout = LAYOUTS.get(_family(config))
     if layout is None:

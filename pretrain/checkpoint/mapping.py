@@ -1,4 +1,4 @@
-"""How each tensor of a file was mapped to a parameter of ours, and the table of it that a person reads."""
+"""How each tensor of a file was mapped to a parameter of ours, and the table of this mapping for the user."""
 
 from __future__ import annotations
 

@@ -56,18 +56,18 @@ def _facts(config: dict[str, Any], path: Path) -> ReleasedFacts:
         raise InputError(f"{path}: {error} is missing. Give the config.json of a BERT model.") from None
     except (ValueError, AttributeError, TypeError) as error:  # pydantic's errors are ValueErrors
         reason = " ".join(str(error).split())
-        raise InputError(f"{path}: not the config of a model that our encoder is ({reason}).") from None
+        raise InputError(f"{path}: not a model that our encoder supports ({reason}).") from None
 
 
 def _read_run(folder: Path) -> Released:
     checkpoint = store.newest(folder / "checkpoints")
     if checkpoint is None:
-        raise InputError(f"{folder / 'checkpoints'}: holds no complete checkpoint. Train first.")
+        raise InputError(f"{folder / 'checkpoints'}: has no complete checkpoint. Train first.")
     state = store.read_weights(checkpoint)
     pretraining = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
     return Released(
         family=BERT.family,
-        # What is re-initialised gets BERT's values, as from an export, which does not say how its run was initialised.
+        # Re-initialised parameters get BERT's values, as from an export, which does not record the initialisation.
         model=load_config(folder / "config.yaml").model.model_copy(update={"attention_init": "normal"}),
         backbone={name: tensor for name, tensor in state.items() if name not in pretraining},
         head={

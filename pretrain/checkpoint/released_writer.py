@@ -128,7 +128,7 @@ def _labels(config: Mapping[str, Any], count: int, purpose: str) -> dict[str, An
         return {}
     id2label = config.get("id2label") or {number: f"LABEL_{number}" for number in range(count)}
     if len(id2label) != count:
-        raise ValueError(f"id2label names {len(id2label)} labels where the head has {count}")
+        raise ValueError(f"id2label names {len(id2label)} labels, but the head has {count}")
     id2label = {str(number): label for number, label in id2label.items()}
     return {"id2label": id2label, "label2id": {label: int(number) for number, label in id2label.items()}}
 

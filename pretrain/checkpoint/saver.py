@@ -63,10 +63,10 @@ class Saver:
 
     def wait(self) -> None:
         """Wait until the save in progress ends. Raises its error, on every rank."""
-        self.settle()
+        self.join()
         self._raise()
 
-    def settle(self) -> None:
+    def join(self) -> None:
         """Wait until the save in progress ends, without raising its error."""
         if self._thread is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Checkpoints on disk (invariant 5): sharded, atomic, verified. A run resumes from the newest one that verifies.
+"""Checkpoints on disk (invariant 5): sharded, atomic, verified. A run resumes from the newest one that is intact.
 
     checkpoints/step-00001000/
         state.json                        step, data position, optimizer updates, config, W&B run id, losses
@@ -53,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 
 class HeldFragment(Protocol):
-    """What `save` needs of a fragment (`pretrain.training.engine.Fragment`)."""
+    """The attributes of a fragment that `save` needs (`pretrain.training.engine.Fragment`)."""
 
     @property
     def name(self) -> str: ...
@@ -155,7 +155,7 @@ def write(folder: Path, step: int, shard: CheckpointShard, state: dict[str, Any]
 
 
 def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
-    """The newest checkpoint in `folder` that verifies; None if there is none.
+    """The newest intact checkpoint in `folder`; None if there is none.
 
     Newer checkpoints that are damaged or unreadable are skipped and logged. `set_aside` also renames damaged ones to
     `damaged-…`; only the run that owns the folder may do that.
@@ -198,7 +198,7 @@ def _named_as_checkpoints(folder: Path) -> list[Path]:
 
 
 def best(folder: Path) -> Path | None:
-    """The checkpoint with the lowest validation loss, the newest one of equals; None if none was evaluated.
+    """The checkpoint with the lowest validation loss, on ties the newest one; None if none was evaluated.
 
     Losses are comparable only on the same held-out samples (`validation_set`). So checkpoints of an earlier phase do
     not count once a later phase was evaluated. A checkpoint with an unreadable state counts as not evaluated.

@@ -21,7 +21,7 @@ from pretrain.common.errors import InputError
 
 
 class Variable(NamedTuple):
-    """Where one variable's values lie."""
+    """The location of one variable's values."""
 
     name: str
     shape: tuple[int, ...]
@@ -30,7 +30,7 @@ class Variable(NamedTuple):
     offset: int
     size: int  # bytes
     checksum: int  # masked CRC-32C of the bytes
-    sliced: bool  # a partitioned variable, whose values lie under other keys
+    sliced: bool  # a partitioned variable, whose values have other keys
 
     @property
     def readable(self) -> bool:
@@ -38,7 +38,7 @@ class Variable(NamedTuple):
 
 
 class Checkpoint:
-    """A checkpoint's variables by name; values are read when asked for.
+    """A checkpoint's variables by name; values are read on demand.
 
     Args:
         prefix: the path without `.index`, such as bert_model.ckpt.
@@ -67,7 +67,7 @@ class Checkpoint:
                 file.seek(variable.offset)
                 content = file.read(variable.size)
         except FileNotFoundError:
-            raise InputError(f"{path}: not found, though {self._index.name} names it.") from None
+            raise InputError(f"{path}: not found, but listed in {self._index.name}.") from None
         dtype = _DTYPES[variable.dtype]
         numel = int(np.prod(variable.shape, dtype=np.int64))
         if len(content) != variable.size or variable.size != numel * dtype.itemsize:
@@ -85,7 +85,8 @@ class Checkpoint:
                 self._shards = _first(header, 1, 1)
                 if _first(header, 2, 0) != 0:
                     raise InputError(
-                        f"{self._index}: big-endian, which is not supported. Write it again with TensorFlow."
+                        f"{self._index}: big-endian files are not supported. "
+                        "Save the checkpoint again with TensorFlow on a little-endian machine."
                     )
 
     def _damaged(self, path: Path, reason: str) -> InputError:

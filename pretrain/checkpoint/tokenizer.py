@@ -1,4 +1,4 @@
-"""The tokenizer of a released model, from whichever of its files exist."""
+"""The tokenizer of a released model, from those of its files that exist."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ def read_tokenizer(folder: Path, rows: int | None = None) -> Tokenizer:
     else:
         raise InputError(
             f"{folder}: has no tokenizer: neither tokenizer.json, nor vocab.txt, nor vocab.json with merges.txt. "
-            "Put the model's own beside it."
+            "Add the model's own tokenizer files to the folder."
         )
     last = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0)
     if rows is not None and last >= rows:
         raise InputError(
-            f"{folder}: the tokenizer has ids up to {last}, but the model's word embeddings have {rows} rows. Put the "
-            "tokenizer that it was trained with beside it."
+            f"{folder}: the tokenizer has ids up to {last}, but the model's word embeddings have {rows} rows. Add the "
+            "tokenizer that it was trained with to the folder."
         )
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -80,7 +80,7 @@ def released_folder(folder: Path) -> Path:
     if (folder / "model" / "finetune.json").is_file():
         return folder / "model"
     if is_run(folder) and "training" in settings.names(folder / "config.yaml"):
-        raise InputError(f"{folder}: a fine-tuning that is not finished, so it has no model yet. Resume it first.")
+        raise InputError(f"{folder}: an unfinished fine-tuning has no model yet. Resume it first.")
     return folder
 
 
@@ -154,13 +154,13 @@ _BYTE_PAIRS = ("Roberta", "GPT2", "Bart", "Deberta", "Longformer", "LED", "PreTr
 
 
 def _check_class(folder: Path, declared: dict[str, Any], known: tuple[str, ...]) -> None:
-    """Refuse other classes: some cut words first, as Japanese ones do, so their files alone give other tokens."""
+    """Refuse other classes: some split words first, as Japanese ones do, so the files alone give other tokens."""
     name = declared.get("tokenizer_class", f"{known[0]}Tokenizer")
     stem = re.sub(r"(Tokenizer(Fast)?|Backend)$", "", str(name))
     if stem not in known:
         raise InputError(
-            f"{folder / 'tokenizer_config.json'}: tokenizer_class is {name}, which cuts text differently from BERT, "
-            "and there is no tokenizer.json that describes it. Write one with transformers (save_pretrained of a fast "
+            f"{folder / 'tokenizer_config.json'}: tokenizer_class is {name}, which does not tokenise like BERT, "
+            "and there is no tokenizer.json. Write one with transformers (save_pretrained of a fast "
             "tokenizer)."
         )
 
@@ -208,7 +208,7 @@ def _add_tokens(tokenizer: Tokenizer, folder: Path, declared: dict[str, Any]) ->
         if int(number) != tokenizer.get_vocab_size():
             raise InputError(
                 f"{folder}: the added token {token!r} has the id {number}, but the next free one is "
-                f"{tokenizer.get_vocab_size()}. Put the model's own tokenizer files beside it."
+                f"{tokenizer.get_vocab_size()}. Add the model's own tokenizer files to the folder."
             )
         added = AddedToken(token, special=token in specials, normalized=token not in specials)
         (tokenizer.add_special_tokens if token in specials else tokenizer.add_tokens)([added])

@@ -1,4 +1,4 @@
-"""The files that hold a released model's tensors, read without unpickling anything else; and folders made whole."""
+"""The files that hold a released model's tensors, read without unpickling anything else; and atomic folders."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise InputError(f"{path}: cannot be read as JSON ({error}). Download it again.") from None
     if not isinstance(value, dict):
-        raise InputError(f"{path}: holds no JSON object. Download it again.")
+        raise InputError(f"{path}: is not a JSON object. Download it again.")
     return value
 
 
@@ -104,15 +104,15 @@ def _read_shards(index: Path) -> dict[str, Tensor]:
     for name, file in weight_map.items():
         # An untrusted index must not lead out of its folder.
         if not isinstance(file, str) or Path(file).name != file:
-            raise InputError(f"{index}: names the file {file!r}; only files beside it are read.")
+            raise InputError(f"{index}: names the file {file!r}; only files in the same folder are read.")
         shards.setdefault(file, set()).add(name)
     tensors: dict[str, Tensor] = {}
     for file, names in sorted(shards.items()):
         if not (index.parent / file).is_file():
-            raise InputError(f"{index.parent / file}: not found, though {index.name} names it. Download it too.")
+            raise InputError(f"{index.parent / file}: not found, but listed in {index.name}. Download it too.")
         shard = _read_file(index.parent / file)
         if absent := sorted(names - shard.keys()):
-            raise InputError(f"{index.parent / file}: has no {absent[0]}, though {index.name} says so.")
+            raise InputError(f"{index.parent / file}: has no {absent[0]}, but {index.name} lists it.")
         tensors |= shard
     return tensors
 
@@ -143,12 +143,12 @@ def _unwrapped(content: Any, path: Path) -> dict[str, Tensor]:
     tensors = content.items() if isinstance(content, Mapping) else ()
     named = {name: tensor for name, tensor in tensors if isinstance(name, str) and isinstance(tensor, Tensor)}
     if not named:
-        raise InputError(f"{path}: holds no tensors by name. Give the weights of a model.")
+        raise InputError(f"{path}: is not a mapping of names to tensors. Give the weights of a model.")
     return named
 
 
 def _check_manifest(path: Path) -> None:
-    """Refuse a file that differs from our manifest beside it; a manifest.json of another program is ignored."""
+    """Refuse a file that differs from our manifest in its folder; a manifest.json of another program is ignored."""
     if not path.with_name(MANIFEST).is_file():
         return
     manifest = read_json(path.with_name(MANIFEST))
@@ -156,7 +156,7 @@ def _check_manifest(path: Path) -> None:
     if "format" not in manifest or not isinstance(files, dict):
         return
     if sha256_file(path) != files.get(path.name, {}).get("sha256"):
-        raise InputError(f"{path}: its SHA-256 differs from the manifest's, so the file was altered. Export again.")
+        raise InputError(f"{path}: its SHA-256 differs from the manifest's, so the file was changed. Export again.")
 
 
 def _fsync_file(path: Path) -> None:

@@ -10,6 +10,7 @@ import difflib
 import importlib
 import importlib.util
 import pkgutil
+from collections.abc import Iterable
 from types import ModuleType
 
 
@@ -25,9 +26,13 @@ def check_kind(package: str, name: str) -> None:
     names = kind_names(package)
     if name in names:
         return
-    nearest = difflib.get_close_matches(name, names, n=1)
-    advice = f"did you mean {nearest[0]}?" if nearest else "choose one."
-    raise ValueError(f"{name!r} is not one of {', '.join(names)}; {advice}")
+    raise ValueError(f"{name!r} is not one of {', '.join(names)}; {did_you_mean(name, names) or 'choose one.'}")
+
+
+def did_you_mean(name: str, names: Iterable[str]) -> str:
+    """The question "did you mean X?" with the nearest of `names`; "" if none is similar."""
+    nearest = difflib.get_close_matches(name, list(names), n=1)
+    return f"did you mean {nearest[0]}?" if nearest else ""
 
 
 def load_kind(package: str, name: str) -> ModuleType:

@@ -101,7 +101,7 @@ def _last_word(name: str) -> str:
 
 
 def _is_secret_text(text: str) -> bool:
-    """Whether a text contains a secret, judged by the text alone."""
+    """Whether a text contains a secret, judged only by the text."""
     if _BEARER.fullmatch(text) or _URL_PASSWORD.search(text):
         return True
     assignment = _ASSIGNMENT.match(text)

@@ -93,7 +93,7 @@ def differences(before: Section, after: Section, *, free: Sequence[str]) -> list
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every leaf below `value`: whatever is not a section or a list."""
+    """(dotted name, value) of every leaf below `value`, that is, everything but sections and lists."""
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, tuple) else None
     if items is None:
         yield name, value

@@ -15,7 +15,7 @@ from pretrain.config.data import (
 )
 from pretrain.config.engine import CheckpointConfig, EngineConfig, Precision, SpikeConfig
 from pretrain.config.model import MAX_WIDTH, ModelConfig
-from pretrain.config.resume import FREE_ON_RESUME, as_begun, changed_for_resume, with_precision
+from pretrain.config.resume import FREE_ON_RESUME, changed_for_resume, keep_precision, with_precision
 from pretrain.config.run import PretrainConfig, R, RunConfig, SchedulingConfig, TrackingConfig, load_config
 from pretrain.config.schedule import EvaluationConfig, OptimizerConfig, PhaseConfig
 
@@ -42,8 +42,8 @@ __all__ = [
     "SpikeConfig",
     "TrackingConfig",
     "VocabularyConfig",
-    "as_begun",
     "changed_for_resume",
+    "keep_precision",
     "load_config",
     "with_precision",
 ]

@@ -16,7 +16,7 @@ class SourceConfig(Section):
     """One source of text. `kind` decides whether `path` or `dataset` is required."""
 
     kind: str = Field(
-        description="Format of the text: mediawiki, wikiextractor, books, jsonl, parquet, csv, huggingface or docstrings."
+        description="Text format: mediawiki, wikiextractor, books, jsonl, parquet, csv, huggingface or docstrings."
     )
     name: str = Field(default="", description="Name on the corpus card. Empty uses the kind and the file name.")
     path: LocalPath = Field(
@@ -137,7 +137,7 @@ class MaskingConfig(Section):
                 f"mask_share ({self.mask_share}) and random_share ({self.random_share}) add up to more than 1"
             )
         if self.whole_word and self.chosen_scheme != "whole_words":
-            raise ValueError(f"whole_word: true contradicts scheme: {self.scheme}; leave one of them out")
+            raise ValueError(f"whole_word: true contradicts scheme: {self.scheme}; set only one of them")
         return self
 
 

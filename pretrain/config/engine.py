@@ -60,7 +60,7 @@ class EngineConfig(Section):
     )
 
     @property
-    def settled_precision(self) -> Precision:
+    def resolved_precision(self) -> Precision:
         """`precision` after auto is resolved (`pretrain.model.precision`)."""
         if self.precision == "auto":
             raise ValueError("engine.precision: auto is not resolved yet")
@@ -74,7 +74,7 @@ class EngineConfig(Section):
             for part in key.split("."):
                 section = section.get(part) if isinstance(section, dict) else None
             if section is not None:
-                raise ValueError(f"{key} is set by {ours}; leave it out here")
+                raise ValueError(f"{key} is set by {ours}; remove it here")
         return values
 
 

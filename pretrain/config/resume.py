@@ -36,10 +36,10 @@ _FREE_ON_RESUME = (
 
 def changed_for_resume(before: PretrainConfig, after: PretrainConfig) -> list[str]:
     """Dotted names, with both values, of changed settings that a resumed run must keep."""
-    return settings.differences(before, as_begun(after, before), free=_FREE_ON_RESUME)
+    return settings.differences(before, keep_precision(after, before), free=_FREE_ON_RESUME)
 
 
-def as_begun(config: R, before: RunConfig) -> R:
+def keep_precision(config: R, before: RunConfig) -> R:
     """`config`, where precision auto is replaced by the precision that an earlier start of the run resolved."""
     if config.engine.precision != "auto" or before.engine.precision == "auto":
         return config

@@ -82,7 +82,8 @@ class SchedulingConfig(Section):
         default=1800.0,
         ge=0,
         description="Seconds to wait for nodes of a cluster (address) at the start and after a loss. The autoscaler "
-        "is asked for the missing nodes. Not used by sweep, glue and --seeds, which use the nodes that are available.",
+        "is requested to start the missing nodes. Not used by sweep, glue and --seeds, which use the "
+        "available nodes.",
     )
     max_failures: int = Field(
         default=3,
@@ -154,12 +155,12 @@ class PretrainConfig(RunConfig):
                 )
             fewest = self.scheduling.min_workers or self.scheduling.workers
             for workers in range(fewest, self.scheduling.workers + 1):
-                if why := self.why_not_dealt(number, phase.global_sequences, workers):
+                if why := self.why_not_balanced(number, phase.global_sequences, workers):
                     raise ValueError(f"phases.{number}.global_sequences ({phase.global_sequences}) {why}")
         return self
 
-    def why_not_dealt(self, phase: int, sequences: int, workers: int) -> str:
-        """Why a batch of `sequences` cannot be balanced across `workers` (`batches.loader.deal`); "" if it can."""
+    def why_not_balanced(self, phase: int, sequences: int, workers: int) -> str:
+        """Why a batch of `sequences` cannot be balanced across `workers` (`batches.loader.balance`); "" if it can."""
         if sequences < workers:
             return f"is less than the number of workers ({workers}); every worker needs a sequence"
         length, budget = self.phases[phase].sequence_length, self.engine.micro_batch_tokens

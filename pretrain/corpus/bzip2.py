@@ -36,7 +36,7 @@ def read_records(text: mmap.mmap, piece: Piece, record_start: bytes, problems: P
 
 
 def _rest_of_record(text: mmap.mmap, position: int, piece: Piece, record_start: bytes, problems: Problems) -> bytes:
-    """What the streams from `position` on hold before the first record that begins in them."""
+    """The bytes of the streams from `position` on, before the first record that begins in them."""
     rest = b""
     while position < len(text):
         stream, position = _next_stream(text, position, piece, problems)
@@ -58,7 +58,7 @@ def _next_stream(text: mmap.mmap, position: int, piece: Piece, problems: Problem
 
 
 def _read_stream(text: mmap.mmap, position: int) -> tuple[bytes, int]:
-    """One whole stream and the position behind it."""
+    """One whole stream and the position after it."""
     decompressor = bz2.BZ2Decompressor()
     parts = []
     while not decompressor.eof:

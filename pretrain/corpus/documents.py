@@ -1,4 +1,4 @@
-"""Which documents of a corpus stay, which are held out, and which shard each goes to."""
+"""Which documents of a corpus are kept, which are held out, and which shard each belongs to."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Documents:
 
     @classmethod
     def load(cls, work: Path, summaries: list[PieceSummary], validation_fraction: float) -> Documents:
-        """Read the tables of all part files and decide which documents stay and which are held out."""
+        """Read the tables of all part files and decide which documents are kept and which are held out."""
         parts = [part for summary in summaries for part in summary.parts]
         of_part = [summary.source for summary in summaries for _ in summary.parts]
         sizes = [count_documents(work / part) for part in parts]
@@ -75,8 +75,8 @@ class Documents:
         if not self.stays.any():
             read = sum(summary.documents for summary in self._read)
             raise InputError(
-                f"corpus.sources: none of {read} documents is left. "
-                "Check that the kinds fit the files, or lower corpus.min_document_words."
+                f"corpus.sources: none of {read} documents remains. "
+                "Check that each kind matches its files, or lower corpus.min_document_words."
             )
         held_out = first < np.uint64(validation_fraction * 2**64)
         if validation_fraction > 0 and (held_out & self.stays).sum() < _MIN_VALIDATION_DOCUMENTS:
@@ -123,7 +123,7 @@ class Documents:
         return plans
 
     def _numbers(self, chosen: np.ndarray) -> np.ndarray:
-        """Numbers of the documents where bool `chosen` is set, as narrow as they fit."""
+        """Numbers of the documents for which bool `chosen` is set, in the narrowest type."""
         return np.flatnonzero(chosen).astype(np.min_scalar_type(len(chosen)))
 
     def selections(self, documents: np.ndarray) -> list[tuple[str, np.ndarray]]:

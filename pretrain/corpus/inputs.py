@@ -1,7 +1,7 @@
 """What all kinds of sources share: inputs, the pieces they are cut into, and how a kind finds, cuts and reads them.
 
 A piece is what one process prepares in one go: a byte range of a plain file, a block of a decompressed stream, a
-row group, a handful of small files. The cuts depend on the files alone, so the corpus is the same whatever the
+row group, a handful of small files. The cuts depend on the files only, so the corpus is the same whatever the
 number of processes and however often the work was interrupted. A document is a string whose lines are its paragraphs.
 Faults in an input are counted in `Problems` with its path; the rest of the input is read.
 """
@@ -25,7 +25,7 @@ PIECE_BYTES = 8 << 20  # least text per piece
 
 COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 BROKEN = (OSError, EOFError, lzma.LZMAError, zlib.error)
-"""What reading a broken file raises, compressed or not."""
+"""The errors that reading a broken file raises, compressed or not."""
 
 
 class Problems:
@@ -92,7 +92,7 @@ class Piece(Span):
 
 
 class SourceReader:
-    """One source. Every kind subclasses this as `Reader`; as it stands, an input is a file, read in one piece."""
+    """One source. Every kind subclasses this as `Reader`; by default, an input is a file, read in one piece."""
 
     suffixes: ClassVar[tuple[str, ...]] = ()  # of the files to take from a folder; () takes all
 
@@ -103,12 +103,12 @@ class SourceReader:
         """The inputs in a fixed order. `where` is the source's place in the config, for errors.
 
         Raises:
-            InputError: nothing is there, or it cannot be read.
+            InputError: nothing is found, or it cannot be read.
         """
         return [Input((str(file),), file_size(file, where)) for file in self.find_files(where)]
 
     def cut(self, item: Input) -> Iterator[Span]:
-        """The spans of an input, at least one; they depend on the files alone."""
+        """The spans of an input, at least one; they depend on the files only."""
         yield Span(bytes=item.bytes)
 
     def is_stream(self, item: Input) -> bool:
@@ -132,7 +132,7 @@ class SourceReader:
             files = [Path(name) for name in glob.glob(str(path), recursive=True)]  # noqa: PTH207 (absolute patterns)
             files = [file for file in files if file.is_file()]
         if not files:
-            raise InputError(f"{where}.path: {self.config.path}: no {self.config.kind} file there. Check the path.")
+            raise InputError(f"{where}.path: {self.config.path}: no {self.config.kind} file found. Check the path.")
         return sorted(files)
 
 
@@ -153,9 +153,9 @@ def grouped(files: Iterable[Path], where: str) -> list[Input]:
 
 
 def check_column(config: SourceConfig, where: str, file: Path, names: Callable[[Path], list[str] | None]) -> None:
-    """Raise `InputError` now, not in an hour, if `names(file)` lacks the text column.
+    """Raise `InputError` before the work starts if `names(file)` lacks the text column.
 
-    A file whose names cannot be read is left to the reading, which counts the fault.
+    If the names cannot be read, no error is raised here; reading the file counts the fault.
     """
     import pyarrow as pa
 

@@ -1,4 +1,4 @@
-"""A hash table over whole columns of keys: the look-ups of a dict, in a few numpy operations for all keys."""
+"""A hash table over whole columns of keys: dict look-ups for all keys in a few numpy operations."""
 
 from __future__ import annotations
 

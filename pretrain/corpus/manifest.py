@@ -84,7 +84,7 @@ def deciding_settings(corpus: CorpusConfig, inputs: list[list[Input]], tokenizer
 
 
 def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    """Raise `InputError` if the deciding settings of the corpus in `folder` differ from those asked for now."""
+    """Raise `InputError` if the deciding settings of the corpus in `folder` differ from those requested now."""
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
     if not changed:
         return
@@ -101,7 +101,7 @@ def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) ->
 
 
 def accept_copies(manifest: dict[str, Any], inputs: list[list[Input]], now: dict[str, Any]) -> None:
-    """Take over the state of files from `now` into the manifest if their content is the same: copies have new times."""
+    """Copy the state of files from `now` into the manifest if their content is the same: copies have new times."""
     before = manifest["settings"]
     for number, its_inputs in enumerate(inputs):
         key = f"corpus.sources.{number}.path"
@@ -115,7 +115,7 @@ def accept_copies(manifest: dict[str, Any], inputs: list[list[Input]], now: dict
 
 
 def source_facts(source: SourceConfig) -> dict[str, Any]:
-    """What the manifest and the card say of a source and may change later."""
+    """The fields of a source in the manifest and the card that may change later."""
     return {
         "name": source_name(source),
         "kind": source.kind,

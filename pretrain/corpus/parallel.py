@@ -25,7 +25,7 @@ from pretrain.corpus.inputs import Piece
 
 
 class Pool:
-    """Runs calls in several processes, or in this one if `processes` is 1. Results come in the order of the calls.
+    """Runs calls in several processes, or in this one if `processes` is 1. Results have the order of the calls.
 
     With `address` the processes are a Ray cluster's, as many as it has cores if `processes` is 0.
     """
@@ -70,13 +70,13 @@ class Pool:
             self._executor.shutdown(cancel_futures=True)
 
     def finish(self) -> None:
-        """End the processes in the background: no more calls follow."""
+        """Stop the processes in the background, since no more calls follow."""
         if self._executor is not None:
             self._ending = threading.Thread(target=self._executor.shutdown)
             self._ending.start()
 
     def submit(self, function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
-        """Start a call; `result_of` waits for its result. Without other processes it is made only there."""
+        """Start a call; `result_of` waits for its result. Without other processes it is executed only there."""
         with _report_killed():
             if self._executor is None:
                 return functools.partial(function, *arguments)
@@ -102,7 +102,7 @@ class Pool:
 
 
 def _start_method() -> str:
-    """fork where that is safe: a forked process has everything imported, 0.3 s earlier than a spawned one.
+    """fork if that is safe: a forked process has everything imported, 0.3 s earlier than a spawned one.
 
     A fork keeps only its own thread, and a lock that another thread holds stays locked. The threads of numpy's
     OpenBLAS, of Arrow and of `tokenizers` handle that; those of Python, Ray or a hub's client do not, nor do
@@ -139,8 +139,8 @@ def _report_killed() -> Iterator[None]:
         yield
     except BrokenProcessPool:
         raise MachineError(
-            "prepare: a preparation process was killed, most likely for lack of memory. "
-            "Set corpus.processes lower and run the same command again; it continues from there."
+            "prepare: a preparation process was killed, most likely out of memory. "
+            "Set corpus.processes lower and run the same command again; it resumes."
         ) from None
 
 

@@ -1,6 +1,6 @@
-"""Part files: what lies between the stages of preparation, a few megabytes of documents as flat arrays.
+"""Part files: the data between the stages of preparation, a few megabytes of documents as flat arrays.
 
-Every part is one file, written atomically: a part file that exists is whole.
+Every part is one file, written atomically: a part file that exists is complete.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Part:
         return cls(items, sentence_items, table, distinct)
 
     def select(self, keep: np.ndarray) -> Part:
-        """The documents where bool `keep` is set."""
+        """The documents for which bool `keep` is set."""
         if keep.all():
             return self
         sentences = np.repeat(keep, self.documents["sentences"])

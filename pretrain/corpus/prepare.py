@@ -1,4 +1,4 @@
-"""`prepare`: raw text to vocabulary, token shards and corpus card, in stages that each continue where they stopped.
+"""`prepare`: raw text to vocabulary, token shards and corpus card, in stages that can each be resumed.
 
     read        pieces of the sources -> part files
     vocabulary  counts of the words of the documents that stay -> WordPiece, unless a vocabulary is given
@@ -54,7 +54,7 @@ from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.vocabulary import load_vocabulary, save_tokenizer, train_vocabulary
 
 WORK = ".work"
-_MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; the rarest give way
+_MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; above it the rarest are dropped
 
 
 def prepare(config: PretrainConfig, *, quiet: bool = False, bar: StageBar | None = None) -> str:
@@ -74,13 +74,13 @@ def prepare(config: PretrainConfig, *, quiet: bool = False, bar: StageBar | None
         return _Preparation(config, bar or StageBar(quiet=quiet)).run()
     if (folder / MANIFEST).exists():
         return card.summary_line(folder, "already prepared")
-    raise InputError(f"corpus.sources: empty, and {folder} is not prepared. Name at least one source.")
+    raise InputError(f"corpus.sources: empty, and {folder} is not prepared. Give at least one source.")
 
 
 def describe(config: PretrainConfig) -> dict[str, Any]:
     """What `prepare` would read, for --dry-run: dir, state, processes, bytes, and the files of every source."""
     corpus, folder = config.corpus, Path(config.corpus.dir)
-    state = "finished" if (folder / MANIFEST).exists() else "begun" if (folder / WORK).exists() else "new"
+    state = "finished" if (folder / MANIFEST).exists() else "started" if (folder / WORK).exists() else "new"
     rows = [
         {
             "name": source_name(source),
@@ -192,8 +192,8 @@ class _Preparation:
 
     @contextlib.contextmanager
     def _locked_work(self) -> Iterator[None]:
-        """Hold the work folder for this run alone; make it if it is missing."""
-        refusal = f"{self._folder}: another prepare works there. Wait for it, or stop it."
+        """Lock the work folder for this run; create it if it is missing."""
+        refusal = f"{self._folder}: another `prepare` is running in it. Wait for it, or stop it."
         with locked(self._work / stages.LOCK, refusal):
             settings = self._work / "settings.json"
             if settings.exists():
@@ -347,7 +347,7 @@ class _Preparation:
         results: list[dict[str, Any]],
         hashes: list[dict[str, str]],
     ) -> list[dict[str, Any]]:
-        """What the manifest and the card say of each source."""
+        """The fields of each source in the manifest and the card."""
         figures = documents.figures(len(self._corpus.sources))
         entries = []
         for number, (source, inputs) in enumerate(zip(self._corpus.sources, self._inputs, strict=True)):
@@ -390,7 +390,7 @@ def _stoppable(folder: Path) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        raise StoppedError(f"{folder}: stopped. Run the same command again; it continues from there.") from None
+        raise StoppedError(f"{folder}: stopped. Run the same command again; it resumes.") from None
     finally:
         if in_main:
             signal.signal(signal.SIGTERM, previous)

@@ -18,7 +18,7 @@ STREAM_READ_BYTES = 1 << 18  # what a broken stream loses at most before the fau
 
 
 class RecordReader(SourceReader):
-    """A source of files that hold one record after another. A kind says how a record begins."""
+    """A source of files that hold one record after another. A kind defines how a record begins."""
 
     record_start: ClassVar[bytes]
     previous_bytes: ClassVar[int] = 0  # leading bytes of `record_start` that belong to the record before

@@ -1,4 +1,4 @@
-"""Documents to sentences with `sentencex` (Wikimedia): paragraphs are boundaries, long quotations are split, too."""
+"""Documents to sentences with `sentencex` (Wikimedia): paragraphs are boundaries; long quotations are split too."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _QUOTATION_MARKS = '"“”„«»‘’'
 
 
 def split_sentences(document: str, language: str) -> list[str]:
-    """The sentences of `document`, whose paragraphs are lines. Joined, they are the document again, blanks apart.
+    """The sentences of `document`, whose paragraphs are lines. Joined, they are the document again, except for blanks.
 
     `language` is an ISO 639-1 code; it decides abbreviations ("Dr.", "z.B."), unknown codes fall back to general rules.
     sentencex never cuts inside quotation marks, which in novels makes sentences of several hundred words; long

@@ -4,7 +4,7 @@
     <shard>.sentences.npy  uint64 [sentences + 1]         token offset of each sentence
     <shard>.documents.npy  uint64 [documents + 1, 2]      (sentence offset, token offset) of each document
 
-A shard holds documents of one source and one split. `manifest.json` lists them and comes last.
+A shard holds documents of one source and one split. `manifest.json` lists them and is written last.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def open_shards(folder: Path, split: str) -> TokenShards:
 def verify_shards(folder: Path) -> None:
     """Compare every file's SHA-256 with the manifest; `InputError` names the first that differs.
 
-    A file that was verified once is read again only if its size, time or inode has changed. `.proven.json` beside the
+    A file that was verified once is read again only if its size, time or inode has changed. `.proven.json` next to the
     files keeps what was verified, if the folder can be written.
     """
     folder = Path(folder)
@@ -107,7 +107,7 @@ def verify_shards(folder: Path) -> None:
     for name, proof in proofs.items():
         if proven.get(name) != proof and sha256_file(folder / name) != proof[0]:
             raise InputError(
-                f"{folder / name}: its SHA-256 differs from the manifest's; it was altered or damaged on disk. "
+                f"{folder / name}: its SHA-256 differs from the manifest's; it was changed or damaged on disk. "
                 "Restore it or prepare the corpus again."
             )
     if proven != proofs:
@@ -123,7 +123,7 @@ def _state_of(path: Path) -> list[int]:
 def _check_format(folder: Path, manifest: dict[str, Any]) -> dict[str, Any]:
     if manifest.get("format") != FORMAT or "shards" not in manifest:
         raise InputError(
-            f"{folder / MANIFEST}: format {manifest.get('format')}, this version reads {FORMAT}. "
+            f"{folder / MANIFEST}: has format {manifest.get('format')}, but this version reads {FORMAT}. "
             "Prepare the corpus again."
         )
     return manifest
@@ -163,7 +163,7 @@ def _mapped(path: Path) -> np.ndarray:
             most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
             advice = "Raise the limit (ulimit -n), or prepare the corpus with larger shards (corpus.shard_tokens)."
             raise MachineError(
-                f"{path}: cannot be opened beside the other shards: this process may have {most} open files. {advice}"
+                f"{path}: cannot be opened in addition to the other shards: the limit of open files is {most}. {advice}"
             ) from None
         advice = "Check the storage that holds it, and its permissions."
         raise MachineError(f"{path}: cannot be read ({error.strerror}). {advice}") from None

@@ -85,7 +85,7 @@ _process: _Process | None = None
 
 
 def start_process(settings: PreparationSettings, tokenizer: Tokenizer | None, *, child: bool = True) -> None:
-    """Make this process ready for calls, with the tokenizer of the vocabulary if that is given.
+    """Initialise this process for calls, with the tokenizer of the vocabulary if that is given.
 
     A child leaves Ctrl-C to its parent and never outlives it.
     """
@@ -99,7 +99,7 @@ def start_process(settings: PreparationSettings, tokenizer: Tokenizer | None, *,
 
 
 def start_task(settings: PreparationSettings, tokenizer: Tokenizer | None) -> None:
-    """Make a worker process of a Ray cluster ready for calls; Ray handles its signals and its end.
+    """Initialise a worker process of a Ray cluster for calls; Ray handles its signals and its exit.
 
     Raises `MachineError` if the work folder is not visible: nothing may be written to another folder of that name.
     """
@@ -116,7 +116,7 @@ def _share_the_machine() -> None:
 
 
 def _check_seen(paths: Sequence[str]) -> None:
-    """Raise `MachineError` if this machine lacks a file that the coordinating process has: no fault of the input."""
+    """Raise `MachineError` if the coordinating process has a file that this machine lacks: no fault of the input."""
     if not _state().is_remote:
         return
     for path in paths:
@@ -193,7 +193,7 @@ def _read_piece(piece: Piece) -> dict[str, Any]:
 
 
 def count_words(part: str, keep: np.ndarray) -> tuple[list[bytes], np.ndarray]:
-    """The distinct words of the documents where `keep` is set, and how often each occurs, int64."""
+    """The distinct words of the documents for which `keep` is set, and how often each occurs, int64."""
     chosen = Part.load(_state().work / part).select(keep)
     counts = np.bincount(chosen.items, minlength=len(chosen.distinct))
     used = np.flatnonzero(counts)

@@ -11,7 +11,7 @@ ROWS_PER_READ = 1000
 
 
 class ColumnReader(SourceReader):
-    """A source of rows. A kind says how the values of the text column are read."""
+    """A source of rows. A kind defines how the values of the text column are read."""
 
     def values(self, piece: Piece) -> Iterable[Any]:
         """The text column of a piece, in order: str, or bytes that may not be UTF-8."""

@@ -1,6 +1,6 @@
 """WordPiece as a column operation over distinct words.
 
-WordPiece is a function of the word alone, so a batch of text is cut into words by numpy, every word is looked
+WordPiece is a function of the word only, so a batch of text is cut into words by numpy, every word is looked
 up in a hash table that lives as long as the process, only words never seen before are tokenised, and the ids are
 gathered. The cuts (ASCII blanks, ASCII punctuation, around ideographs) are places where BERT's own tokeniser always
 cuts. Plain ASCII between them is matched in `trie`. Everything else - accents, ideographs, control characters - goes to
@@ -28,7 +28,7 @@ END_OF_DOCUMENT = "\0"
 
 # Classes of bytes. An ideograph's first byte is inside a word, too: so are all classes from _WORD on.
 _BLANK, _SENTENCE_END, _DOCUMENT_END, _PUNCTUATION, _WORD, _IDEOGRAPH = range(6)
-_PADDING = 16  # zero bytes behind the text, so that 16 bytes can be loaded at any word
+_PADDING = 16  # zero bytes after the text, so that 16 bytes can be loaded at any word
 
 
 def _character_classes() -> bytes:
@@ -155,14 +155,14 @@ class WordTable:
         return self.intern(buffer, np.cumsum(lengths) - lengths, lengths)
 
     def words(self, numbers: np.ndarray) -> list[bytes]:
-        """The words behind `numbers`."""
+        """The words that have `numbers`."""
         words = self._words[numbers].tolist()
         if self._long_words:
             words = [self._long_words.get(n, word) for n, word in zip(numbers.tolist(), words, strict=True)]
         return words  # pyright: ignore[reportReturnType]
 
     def letters(self, numbers: np.ndarray) -> np.ndarray:
-        """uint8 [words, 16]: the words behind `numbers`, padded with zeros; longer words are all zero."""
+        """uint8 [words, 16]: the words that have `numbers`, padded with zeros; longer words are all zero."""
         return self._words[numbers].view(np.uint8).reshape(-1, 16)
 
     def _lookup(self, table: KeyTable, keys: list[np.ndarray]) -> np.ndarray:
@@ -199,7 +199,7 @@ class WordPieces:
         self._whole_tokenizer = _WholeTokenizer(tokenizer)
         self._table = table
         self._words = self._pooled = 0  # how many words are known, and how many tokens they have together
-        self._heads = np.zeros(0, np.int32)  # first token of each word, 0 where it has none
+        self._heads = np.zeros(0, np.int32)  # first token of each word, 0 if it has none
         self._counts = np.zeros(0, np.int32)  # tokens of each word
         self._offsets = np.zeros(0, np.int32)  # offset of each word's tokens in the pool
         self._pool = np.zeros(0, np.int32)
@@ -238,8 +238,8 @@ class WordPieces:
     def _pieces(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(tokens per word, tokens end to end) of words of the table.
 
-        Printable ASCII is left as it is by BERT's normaliser, and its marks stand alone already: such words can walk
-        the trie at once. All others, one in nine, go through the whole tokenizer.
+        Printable ASCII is left as it is by BERT's normaliser, and its marks are single words already: such words can
+        walk the trie at once. All others, one in nine, go through the whole tokenizer.
         """
         letters = self._table.letters(numbers)
         plain = (letters[:, 0] != 0) & (((letters > 32) & (letters < 127)) | (letters == 0)).all(1)
@@ -261,7 +261,7 @@ def _appended(array: np.ndarray, size: int, new: np.ndarray) -> np.ndarray:
 
 
 class _WholeTokenizer:
-    """Words through the tokenizer itself, many in one text: alone each would cost three times as much.
+    """Words through the tokenizer itself, many in one text: one by one they would cost three times as much.
 
     They are separated by "|": BERT's normaliser turns no other character into it, and it is a token of its own.
     """

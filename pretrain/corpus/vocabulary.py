@@ -1,4 +1,4 @@
-"""WordPiece vocabularies: trained on word counts, or taken over; written as files that `transformers` loads."""
+"""WordPiece vocabularies: trained on word counts, or given; written as files that `transformers` loads."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def numbered(path: Path, entries: Sequence[str]) -> dict[str, int]:
     """{entry: id} of the `entries` of the vocab.txt at `path`; `InputError` if one repeats or a special is missing."""
     repeated = [entry for entry, count in Counter(entries).items() if count > 1]
     if repeated:
-        raise InputError(f"{path}: token {repeated[0]!r} appears twice. Every line must be a token of its own.")
+        raise InputError(f"{path}: token {repeated[0]!r} occurs twice. Every line must be a distinct token.")
     vocabulary = {entry: number for number, entry in enumerate(entries)}
     _check_specials(path, vocabulary)
     return vocabulary
@@ -65,7 +65,7 @@ def numbered(path: Path, entries: Sequence[str]) -> dict[str, int]:
 def load_vocabulary(path: Path, *, lowercase: bool) -> Tokenizer:
     """The tokenizer of a vocab.txt or a BERT tokenizer.json, or of a folder that holds one.
 
-    Raises `InputError` if it is missing, damaged, not a BERT WordPiece, or cased against `lowercase`.
+    Raises `InputError` if it is missing, damaged, not a BERT WordPiece, or its casing contradicts `lowercase`.
     """
     path = path.expanduser()
     if path.is_dir():
@@ -91,7 +91,7 @@ def _from_json(path: Path, text: str, *, lowercase: bool) -> Tokenizer:
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"{path}: not a tokenizer.json of a BERT model ({error}).") from None
     if parts != ["WordPiece", "BertNormalizer", "BertPreTokenizer"]:
-        raise InputError(f"{path}: made of {', '.join(parts)}; BERT's WordPiece with BertNormalizer is needed.")
+        raise InputError(f"{path}: uses {', '.join(parts)}; expected BERT's WordPiece with BertNormalizer.")
     if (model["continuing_subword_prefix"], model["max_input_chars_per_word"]) != ("##", MAX_WORD_CHARACTERS):
         raise InputError(f"{path}: its WordPiece is not BERT's (prefix '##', words of at most 100 characters).")
     settings.pop("type")
@@ -118,7 +118,7 @@ def _check_specials(path: Path, vocabulary: dict[str, int]) -> None:
 def train_vocabulary(counts: dict[bytes, int], size: int, *, lowercase: bool, min_frequency: int) -> Tokenizer:
     """A WordPiece vocabulary of at most `size` entries from the counts of words cut at ASCII blanks and marks.
 
-    The same counts give the same vocabulary, id by id. `tokenizers` alone does not (it numbers "##" characters in
+    The same counts give the same vocabulary, id by id. `tokenizers` itself does not (it numbers "##" characters in
     the order of a randomly seeded hash map), so the alphabet is handed to it as fixed tokens.
     """
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)
@@ -169,7 +169,7 @@ def _alphabet(words: dict[str, int]) -> list[str]:
 
 
 def _training_text(words: dict[str, int]) -> Iterator[str]:
-    """Every word as often as it was counted: the trainer's Python face takes text, not counts."""
+    """Every word as often as it was counted: the trainer's Python interface takes text, not counts."""
     chunk: list[str] = []
     room = _TRAINING_CHUNK
     for word, count in words.items():

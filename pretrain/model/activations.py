@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from pretrain.common.errors import InputError
+from pretrain.common.kinds import did_you_mean
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -19,8 +20,8 @@ class Activation(NamedTuple):
 
     Attributes:
         function: any shape and dtype -> the same.
-        saves_input: whether torch keeps the input for the backward pass; otherwise it keeps the output.
-        released_names: what config.json of a released model calls it; the first name is the one that is written.
+        saves_input: true if torch keeps the input for the backward pass, false if it keeps the output.
+        released_names: its names in config.json of released models; the first one is written.
     """
 
     function: Callable[[Tensor], Tensor]
@@ -54,6 +55,9 @@ ACTIVATIONS: dict[str, Activation] = {
 def get_activation(name: str) -> Activation:
     """The activation of a `model.activation`. Raises `InputError` for an unknown name."""
     if name not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise InputError(f"model.activation: {name!r} is not an activation of this model. Choose one of: {known}.")
+        suggestion = did_you_mean(name, ACTIVATIONS)
+        raise InputError(
+            f"model.activation: {name!r} is not an activation of this model{'; ' + suggestion if suggestion else '.'} "
+            f"Choose one of: {', '.join(ACTIVATIONS)}."
+        )
     return ACTIVATIONS[name]

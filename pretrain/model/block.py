@@ -1,6 +1,6 @@
 """The arithmetic of the embeddings and of a Transformer layer past its attention, as pure functions.
 
-The encoder calls them over unpadded batches, its padded twin (`padded.py`) over padded ones; nothing else spells out a
+The encoder calls them over unpadded batches, its padded twin (`padded.py`) over padded ones; nothing else defines a
 layer. Shape letters: T tokens (the padded twin has sequences times tokens), E width of the embeddings, H hidden width,
 F feed-forward width.
 """

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Whether this torch can be told not to rely on a size; older ones were not tried.
+# Whether this torch supports axes whose size the compiler must not rely on; older versions were not tested.
 MARKS_UNKNOWN_SIZES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
-# Sizes that the compiler assumes for such axes: it decides by them what to fuse.
+# Sizes that the compiler assumes for such axes; its fusion decisions depend on them.
 _TYPICAL = {"C": 2, "G": 8, "B": 64, "Q": 128, "L": 128, "T": 1024}
 
 
@@ -36,7 +36,7 @@ def program_of_any_size(function: Callable[..., Any], axes: tuple[str, ...], fus
     compiled = program(function, fused)
     if not fused or not MARKS_UNKNOWN_SIZES:
         return compiled
-    known = set()  # what it was compiled for: only then do marks count, and they cost as much as a small kernel
+    known = set()  # sizes compiled so far: marks matter only at compilation, and cost as much as a small kernel
 
     def call(*arguments: Any) -> Any:
         variant = tuple(x.dtype if isinstance(x, Tensor) else x for x in arguments)
@@ -52,12 +52,12 @@ def program_of_any_size(function: Callable[..., Any], axes: tuple[str, ...], fus
 
 @functools.cache
 def _configure() -> None:
-    """Set what holds for the whole process, once."""
+    """Apply the settings of the whole process, once."""
     # Sizes that happen to be equal in the first batch must not be taken for one size: that compiles again later.
     torch.fx.experimental._config.use_duck_shape = False  # pyright: ignore[reportAttributeAccessIssue]
     torch._dynamo.config.recompile_limit = 32
     torch._dynamo.config.specialize_float = True
-    # What a pass over memory can make again is made again in the backward pass: faster, and half the memory.
+    # Results of cheap elementwise operations are recomputed in the backward pass: faster, and half the memory.
     torch._functorch.config.aggressive_recomputation = True  # pyright: ignore[reportAttributeAccessIssue]
 
 

@@ -1,4 +1,4 @@
-"""What the model costs by its shape alone: parameters, FLOPs, and what it keeps in memory. No torch is needed.
+"""The cost of a model, from its shape alone: parameters, FLOPs, and memory. No torch is needed.
 
 Letters: H hidden width, F feed-forward width, V vocabulary, L layers, T tokens and K masked tokens of a micro-batch.
 """
@@ -19,7 +19,7 @@ from pretrain.model.parameters import (
     total,
 )
 
-# Scores of the vocabulary that the model makes at a time: 2^26 bf16 entries are 128 MiB. Smaller pieces would add up
+# Scores of the vocabulary that the model computes at a time: 2^26 bf16 entries are 128 MiB. Smaller pieces would add up
 # the decoder's gradient more often.
 LOGITS_PER_PIECE = 1 << 26
 # 2 FLOPs for each multiply-add; the backward pass has twice the products of the forward pass.
@@ -35,7 +35,7 @@ class ParameterCount(NamedTuple):
 
     @property
     def total(self) -> int:
-        """As transformers counts BertForPreTraining (BertForMaskedLM without NSP)."""
+        """The count of transformers for BertForPreTraining (BertForMaskedLM without NSP)."""
         return sum(self)
 
 
@@ -60,7 +60,7 @@ def flops(
 ) -> float:
     """Useful floating-point operations of one forward and backward pass over sequences of `lengths` tokens.
 
-    Matrix products alone; no padding, no recomputation; the MLM head at `masked` rows. 6 FLOPs per weight and row,
+    Matrix products only; no padding, no recomputation; the MLM head at `masked` rows. 6 FLOPs per weight and row,
     12 L H len^2 per sequence in the attention. The last layer counts whole, as in every other system's figures, though
     ours skips the rows that no loss reads.
     """
@@ -75,9 +75,10 @@ def flops(
 def executed_flops(
     model: ModelConfig, vocabulary_size: int, lengths: Sequence[int], masked: int, next_sentence: bool = True
 ) -> float:
-    """As `flops`, without what the last layer skips: only [CLS] and the masked tokens are its query positions.
+    """As `flops`, without the rows that the last layer skips: only [CLS] and the masked tokens are its query positions.
 
-    MFU counts these, so skipped work never counts as done. Masked tokens are taken as spread evenly over the sequences.
+    MFU counts these, so skipped work never counts as done. Masked tokens are assumed to be spread evenly over the
+    sequences.
     """
     tokens = sum(lengths)
     linear = _after_attention(model) * (tokens - masked - len(lengths))
@@ -86,9 +87,9 @@ def executed_flops(
 
 
 def encoder_flops(model: ModelConfig, lengths: Sequence[int], rows: int) -> float:
-    """Of the encoder alone, forward and backward, with `rows` query positions in the last layer (as `executed_flops`).
+    """FLOPs of the encoder, forward and backward, with `rows` query positions in the last layer (as `executed_flops`).
 
-    They are taken as spread evenly over the tokens.
+    They are assumed to be spread evenly over the tokens.
     """
     tokens, squares = sum(lengths), sum(length * length for length in lengths)
     skipped = _after_attention(model) * (tokens - rows) + 12 * model.hidden * squares * (1 - rows / tokens)
@@ -110,7 +111,7 @@ def activation_bytes(
         rows: query positions of the last layer.
         itemsize: bytes of a number in the model's precision.
         compiled: whether torch.compile fuses the layers.
-        checkpointing: whether a layer keeps its input alone.
+        checkpointing: whether a layer keeps only its input.
     """
     h, f, b = model.hidden, model.intermediate, itemsize
     log_sums = 4 * model.heads
@@ -130,7 +131,7 @@ def activation_bytes(
 
 
 def logits_bytes(model: ModelConfig, vocabulary_size: int, masked: int, *, itemsize: int, compiled: bool) -> int:
-    """One piece of the masked tokens' scores with its gradient, and the gradient of the decoder that waits."""
+    """One piece of the masked tokens' scores with its gradient, and the pending gradient of the decoder."""
     piece = min(masked * vocabulary_size, LOGITS_PER_PIECE)
     return piece * (2 * itemsize if compiled else 16 + itemsize) + itemsize * vocabulary_size * model.hidden
 

@@ -26,7 +26,7 @@ from pretrain.model.parameters import embedding_parameters, layer_parameters
 
 
 class UnpaddedBatch(Protocol):
-    """What the encoder reads of a batch; `pretrain.batches.loader.MicroBatch` is one."""
+    """The fields of a batch that the encoder reads; `pretrain.batches.loader.MicroBatch` is one."""
 
     @property
     def input_ids(self) -> Tensor: ...  # int64 [T]
@@ -79,7 +79,7 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(layers)
 
     def encode(self, batch: UnpaddedBatch, rows_R: Tensor | None = None) -> Tensor:
-        """Last hidden states [T, H], or [R, H] at the query positions `rows_R` (int64, ascending) alone.
+        """Last hidden states [T, H], or [R, H] only at the query positions `rows_R` (int64, ascending).
 
         In the last layer, all other tokens only serve as keys and values.
         """
@@ -92,7 +92,7 @@ class Encoder(nn.Module):
             rows = rows_R if number == len(self.layers) - 1 else None
             arguments = (hidden_TH, keys_T, batch.cu_seqlens, max_seqlen, rows)
             if self.activation_checkpointing and self.training:
-                # Only CUDA's attention kernel draws from the generator; all other dropout is a hash.
+                # Only CUDA's attention kernel uses the generator; all other dropout is a hash.
                 hidden_TH = checkpoint(
                     layer,
                     *arguments,
@@ -182,7 +182,7 @@ def look_up(table: Tensor, ids: Tensor, *, sparse: bool = False) -> Tensor:
     """The rows `ids` (int64 [T]) of `table` [V, E], whose gradient is summed in fp32 and rounded once: [T, E].
 
     Args:
-        sparse: give the gradient as the rows alone, uncoalesced, for a caller that sums them itself.
+        sparse: give the gradient as those rows only, uncoalesced, for a caller that sums them itself.
     """
     # On CPU torch sums a gradient in the table's own precision: a row that is read a thousand times, such as that of
     # [MASK], would be off by several percent in bf16. Its CUDA kernels sum in fp32; up to 3,072 tokens, they sum short

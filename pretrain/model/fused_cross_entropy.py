@@ -30,7 +30,7 @@ def vocabulary_losses(hidden: Tensor, word: Tensor, bias: Tensor, labels: Tensor
         fused: let torch.compile fuse what lies between the matmuls.
 
     Returns:
-        (sum of cross-entropies in nats, expected number of right answers with ties broken by chance), fp32
+        (sum of cross-entropies in nats, expected number of correct predictions, with ties broken at random), fp32
         scalars; the first is differentiable, once.
     """
     needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or word.requires_grad)
@@ -84,7 +84,7 @@ def _add(total: Tensor | None, piece: Tensor) -> Tensor:
 
 
 def _losses(logits_CV: Tensor, bias_V: Tensor, labels_C: Tensor) -> Tensor:
-    """fp32 [2]: summed cross-entropy, and right answers; `logits_CV` come without their bias."""
+    """fp32 [2]: summed cross-entropy, and correct predictions; `logits_CV` come without their bias."""
     return _totals(labels_C, *_normalise(logits_CV, bias_V))
 
 

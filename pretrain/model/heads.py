@@ -21,7 +21,7 @@ from pretrain.model.parameters import head_parameters
 
 
 class PretrainingBatch(UnpaddedBatch, Protocol):
-    """What pretraining reads of a batch in addition; `pretrain.batches.loader.MicroBatch` is one."""
+    """The further fields of a batch that pretraining reads; `pretrain.batches.loader.MicroBatch` is one."""
 
     @property
     def masked_rows(self) -> Tensor: ...  # int64 [K]
@@ -56,7 +56,7 @@ class PretrainingModel(Encoder):
         self.heads = Heads(shape, vocabulary_size, next_sentence, compile)
 
     def forward(self, batch: PretrainingBatch) -> Losses:
-        """Losses and right answers of one micro-batch; only rows that a loss reads reach the heads."""
+        """Losses and correct predictions of one micro-batch; the heads compute only the rows that a loss reads."""
         rows_R, order_R = torch.cat([batch.cu_seqlens[:-1].long(), batch.masked_rows]).sort()
         hidden_RH = self.encode(batch, rows_R)[order_R.argsort()]
         return self.heads(hidden_RH, self.embeddings.word, batch.masked_labels, batch.nsp_labels)

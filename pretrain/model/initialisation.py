@@ -1,10 +1,11 @@
-"""Initial values of the parameters: BERT's, and on request attention heads that look at adjacent tokens.
+"""Initial values of the parameters: BERT's, and optionally attention heads that attend to adjacent tokens.
 
-With BERT's values every head attends to all tokens alike. A small run then spends its days on a plateau, where it
-guesses a masked token from word frequencies alone: first it must learn, position by position, where the adjacent tokens
+With BERT's values every head attends to all tokens equally. A small run then stays on a long plateau, where it
+guesses a masked token only from word frequencies: first it must learn, position by position, where the adjacent tokens
 are. `attend_to_adjacent_tokens` gives each head one offset to attend to, as the heads of a trained BERT have (Clark et
-al. 2019, "What Does BERT Look At?", section 3.1). Only initial values differ; the model is BERT's, and learns. Trockman
-& Kolter had the idea to start where trained attention ends (2023, "Mimetic Initialization of Self-Attention Layers").
+al. 2019, "What Does BERT Look At?", section 3.1). Only initial values differ; the architecture is BERT's, and all
+parameters are trained. Trockman & Kolter had the idea to start where trained attention ends (2023, "Mimetic
+Initialization of Self-Attention Layers").
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from torch import Tensor, nn
 
 from pretrain.model.parameters import Parameter
 
-# Position embeddings start larger than words and token types, which are noise to them: they have two thirds of an
-# embedding's squared norm.
+# Position embeddings start larger than words and token types, which are noise relative to them: they have two thirds of
+# an embedding's squared norm.
 POSITION_SCALE = 2.0
 # The score at a head's offset, above a mean of zero: about half of the attention among 128 tokens.
 PEAK = 5.0
@@ -73,7 +74,7 @@ def attend_to_adjacent_tokens(position_PH: Tensor, qkv_weights: Iterable[Tensor]
     waves_PH = torch.stack([angle_PK.cos(), angle_PK.sin()], dim=-1).flatten(1)
     position_PH.copy_(waves_PH * (math.sqrt(2) * POSITION_SCALE * std))
 
-    # The norm makes the sum's variance 1. This is the positions' share, beside words and token types of 1 each.
+    # The norm makes the sum's variance 1. This is the positions' share; words and token types have 1 each.
     share = POSITION_SCALE**2 / (POSITION_SCALE**2 + 2)
     # A head's score at its offset is gain^2 * width * share / sqrt(width).
     gain = math.sqrt(PEAK / (math.sqrt(width) * share))

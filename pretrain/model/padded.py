@@ -41,7 +41,7 @@ class PaddedEncoder(nn.Module):
             token_type_ids: int64 [B, L]; without them every token has type 0.
         """
         hidden_BLH = self._embed(input_ids, token_type_ids)
-        # Not -inf: a sequence of nothing but padding would become NaN.
+        # Not -inf: a sequence that is all padding would become NaN.
         lowest = torch.finfo(hidden_BLH.dtype).min
         mask_B11L = (1 - attention_mask[:, None, None].to(hidden_BLH.dtype)) * lowest
         for layer in self.layers:

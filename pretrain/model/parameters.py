@@ -35,7 +35,7 @@ class Parameter(NamedTuple):
 
 
 def embedding_parameters(model: ModelConfig, vocabulary_size: int) -> tuple[Parameter, ...]:
-    """Of `encoder.Embeddings`: three tables, their norm, and a projection where their width is not the hidden width."""
+    """The parameters of `encoder.Embeddings`: three tables, their norm, and a projection if the widths differ."""
     width = model.embedding or model.hidden
     return (
         Parameter("word", (vocabulary_size, width), "normal"),
@@ -47,7 +47,7 @@ def embedding_parameters(model: ModelConfig, vocabulary_size: int) -> tuple[Para
 
 
 def layer_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
-    """Of one `encoder.Layer`, in the order of its arithmetic."""
+    """The parameters of one `encoder.Layer`, in the order of the computation."""
     hidden, ffn = model.hidden, model.intermediate
     return (
         *linear_parameters("qkv", STACKED["qkv"] * hidden, hidden),
@@ -60,7 +60,7 @@ def layer_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
 
 
 def head_parameters(model: ModelConfig, vocabulary_size: int, next_sentence: bool) -> tuple[Parameter, ...]:
-    """Of `heads.Heads`; the decoder of the masked-language-modelling head is the table of words and not listed."""
+    """The parameters of `heads.Heads`. The decoder is not listed: it is tied to the word embeddings."""
     hidden, width = model.hidden, model.embedding or model.hidden
     pair = (*linear_parameters("pooler", hidden, hidden), *linear_parameters("nsp", 2, hidden)) if next_sentence else ()
     return (
@@ -72,7 +72,7 @@ def head_parameters(model: ModelConfig, vocabulary_size: int, next_sentence: boo
 
 
 def linear_parameters(name: str, outputs: int, inputs: int) -> tuple[Parameter, Parameter]:
-    """Of a linear layer: weight [outputs, inputs] and bias."""
+    """The parameters of a linear layer: weight [outputs, inputs] and bias."""
     return Parameter(f"{name}_weight", (outputs, inputs), "normal"), Parameter(f"{name}_bias", (outputs,), "zeros")
 
 

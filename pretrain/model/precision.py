@@ -26,7 +26,7 @@ _USABLE = 0.5  # of the rate in fp32: from here on, a model that was trained in 
 
 
 class Offer(NamedTuple):
-    """What one device can do."""
+    """The capabilities of one device."""
 
     name: str
     capability: tuple[int, int] | None = None  # CUDA's compute capability; None on CPU
@@ -42,7 +42,7 @@ class Choice(NamedTuple):
 
 
 def torch_dtype(precision: str) -> torch.dtype:
-    """The torch type of a settled `engine.precision`."""
+    """The torch dtype of a resolved `engine.precision`."""
     import torch
 
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[precision]
@@ -51,11 +51,11 @@ def torch_dtype(precision: str) -> torch.dtype:
 def measure_matmul(device: str, precision: Precision, seconds: float = SECONDS, threads: int = 0) -> float:
     """Rate of square matrix products on one device in FLOP/s: the fastest product of about `seconds`.
 
-    Programs that share the cores may delay the other products by a time slice each. The size doubles until a product
+    Other programs on the same cores may delay the other products by a time slice each. The size doubles until a product
     takes milliseconds on one thread, so a device that is slow in this type is measured as quickly as a fast one.
 
     Args:
-        threads: of the CPU; 0 means torch's number. One thread waits for no other, so busy cores disturb it least.
+        threads: of the CPU; 0 means torch's number. One thread waits for no other, so busy cores affect it least.
     """
     import torch
 
@@ -103,7 +103,7 @@ def is_faster_in_fp32(bf16: float, fp32: float) -> bool:
 
 
 def offer(device: torch.device) -> Offer:
-    """What this process's device can do. On CPU both rates are measured, about half a second together."""
+    """The capabilities of this process's device. On CPU both rates are measured, about half a second together."""
     import torch
 
     if device.type == "cuda":
@@ -156,7 +156,7 @@ def choose_here() -> Choice:
     return choose([offer(torch.device("cuda", number)) for number in range(torch.cuda.device_count())])
 
 
-def settle_here(config: R) -> tuple[R, str]:
+def resolve_here(config: R) -> tuple[R, str]:
     """(config with its precision chosen for this machine, the reason)."""
     if config.engine.precision != "auto":
         return config, "as configured"

@@ -1,4 +1,4 @@
-"""Masked held-out sentences and the predictions of an exported model: a direct look at what it learned."""
+"""Masked held-out sentences and the predictions of an exported model: a direct view of what it learned."""
 
 from __future__ import annotations
 

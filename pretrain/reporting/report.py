@@ -43,7 +43,7 @@ def write_report(run_dir: Path, out: Path) -> Path:
         model=_model_line(run.config),
         tiles=_tiles(run),
         charts=list(_charts(run)),
-        fillings=_fillings(run),
+        fillings=_predictions(run),
         finetuned=_finetuned(run),
         card=_card(run.card),
         config_yaml=dump(run.config),
@@ -349,7 +349,7 @@ def _cell(key: str, value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
-def _fillings(run: _ReportData) -> list[Filling]:
+def _predictions(run: _ReportData) -> list[Filling]:
     """The predictions shown on the page; [] if the run has no export or its corpus is missing."""
     export_dir, corpus = run.folder / "export", Path(run.config.corpus.dir)
     if not export_dir.is_dir() or not corpus.is_dir():

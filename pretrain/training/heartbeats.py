@@ -1,4 +1,4 @@
-"""Heartbeats: what each rank reports of itself, how rank 0 gathers it, and what follows from it.
+"""Heartbeats: what each rank reports, how rank 0 gathers it, and how hangs are detected from it.
 
 A round costs O(ranks). Each rank sets one key. Rank 0 reads all of them with one request and sets a summary of constant
 size, which the others read. `Ranks` and `Follower` judge heartbeats without a store or a clock.
@@ -20,7 +20,7 @@ _starts = itertools.count()  # every rank makes its exchanges in the same order
 
 
 class Heartbeat(NamedTuple):
-    """What a rank reports of itself in each round."""
+    """The report of one rank in each round."""
 
     count: int  # rounds so far; a rank whose count stays the same is silent
     pulses: int  # signs of progress so far
@@ -34,7 +34,7 @@ class Heartbeat(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """Which rank holds up the others, and why."""
+    """The rank that blocks the others, and why."""
 
     event: str  # HANG or DATA_STALL
     rank: int
@@ -84,7 +84,7 @@ class Exchange:
         self._store = store
 
     def detach(self) -> None:
-        """Use the store no longer."""
+        """Stop using the store."""
         self._store = None
 
     def gather(self, mine: Heartbeat, finding: Finding | None) -> list[Heartbeat | None]:
@@ -110,7 +110,7 @@ def _heartbeat(value: list[Any] | None) -> Heartbeat | None:
 
 
 class Ranks:
-    """What rank 0 knows of all ranks. Times are seconds of any clock that stops while this process is stopped.
+    """Rank 0's view of all ranks. Times are seconds of any clock that stops while this process is stopped.
 
     Args:
         world_size: the number of ranks.
@@ -134,13 +134,13 @@ class Ranks:
         self._heard_at = now
 
     def unheard(self, now: float, limit: float) -> float:
-        """Seconds since the last round if they exceed `limit`, or at a start what a start takes; else 0."""
+        """Seconds since the last round if they exceed `limit`, or at a start the time that a start takes; else 0."""
         started = any(heartbeat is not None for heartbeat in self._newest)
         seconds = now - self._heard_at
         return seconds if seconds > (limit if started else max(limit, START_SECONDS)) else 0.0
 
     def find(self) -> Finding | None:
-        """The rank that holds up the others; None while all is well."""
+        """The rank that blocks the others; None if there is none."""
         return self._silent() or self._stuck()
 
     def _silent(self) -> Finding | None:
@@ -188,7 +188,7 @@ class Ranks:
         return Finding(
             HANG,
             rank,
-            f"is the first of those furthest behind, and all ranks have waited {still:.0f} s in collectives: "
+            f"is the first of the ranks furthest behind, and all ranks have waited {still:.0f} s in collectives: "
             "the network, or collectives that differ between ranks",
             heartbeat.host,
             heartbeat.pid,
@@ -196,7 +196,7 @@ class Ranks:
 
 
 class Follower:
-    """What any other rank knows of rank 0. Times are as in `Ranks`, from 0 on.
+    """The view of rank 0 that another rank has. Times are as in `Ranks`, from 0 on.
 
     Args:
         rank: the rank that follows.
@@ -231,7 +231,7 @@ class Follower:
 
 
 def _silent(rank: int, heartbeat: Heartbeat, seconds: float) -> Finding:
-    why = f"was silent for {seconds:.0f} s: its process is stopped, starved of its processor or cut off"
+    why = f"was silent for {seconds:.0f} s: its process is stopped, without CPU time, or disconnected"
     return Finding(HANG, rank, why, heartbeat.host, heartbeat.pid)
 
 

@@ -1,7 +1,7 @@
 """The training loop, the same for every task and any number of workers.
 
 `fit` knows steps, logging, evaluation, checkpoints and stops. A `TrainingTask` knows what a batch is, what its loss is
-and what its numbers are called.
+and the names of its metrics.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _STORAGE = "the run folder's storage"
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """How long, how fast and how often."""
+    """The schedule of a training: steps, learning rate, evaluations and checkpoints."""
 
     config: RunConfig  # tracking, checkpoint, guard and engine
     total_steps: int
@@ -45,7 +45,9 @@ class TrainingPlan:
     evaluate_every_steps: int
     checkpoint_every_steps: int
     keep_best: bool = False  # save when an evaluation is the best so far, for a task that returns to it at the end
-    patience: int = 0  # evaluations in a row without a gain after which training ends; 0 never ends it early
+    patience: int = (
+        0  # consecutive evaluations without a better score after which training ends; 0 disables early stopping
+    )
     peak_flops: float = math.nan  # matmul peak of all workers together, FLOP/s, measured when training starts
 
 
@@ -73,20 +75,20 @@ def fit(
             training.roll_back(failure)
     finally:
         with engine.allow(LONG_SECONDS):
-            training.saver.settle()
+            training.saver.join()
     training.saver.wait()
     training.log_storage_trouble()
 
 
 @dataclass(frozen=True)
 class Failure:
-    """The last steps did harm, and training must go back to a checkpoint."""
+    """The last steps were harmful, and training must go back to a checkpoint."""
 
     reason: str  # one clause, for messages
 
 
 class StepOutcome(NamedTuple):
-    """What became of one step, the same on all ranks."""
+    """The outcome of one step, the same on all ranks."""
 
     stop: bool  # a stop was requested on some rank
     failure: Failure | None
@@ -108,11 +110,11 @@ class _PatientRecorder:
 
 
 class _Stopwatch:
-    """Seconds of training; evaluation and checkpoints are counted apart."""
+    """Seconds of training; evaluation and checkpoints are counted separately."""
 
     def __init__(self) -> None:
         self._began, self._away = time.perf_counter(), 0.0
-        self.apart = {"evaluation": 0.0, "checkpoint": 0.0}  # since the last record
+        self.excluded = {"evaluation": 0.0, "checkpoint": 0.0}  # since the last record
 
     def lap(self) -> float:
         """Seconds of training since the last lap."""
@@ -123,18 +125,18 @@ class _Stopwatch:
 
     def leave_out(self, what: str, seconds: float) -> None:
         """Count these seconds as `what` and not as training."""
-        self.apart[what] += seconds
+        self.excluded[what] += seconds
         self._away += seconds
 
 
 class _LossScaleSearch:
-    """Tells steps that fp16's loss scaler skips to find a lower scale from steps that stay bad."""
+    """Distinguishes steps that fp16's loss scaler skips to find a lower scale from steps that remain bad."""
 
     def __init__(self) -> None:
         self._skips, self._scale = 0, 0.0  # steps in a row that were skipped at this loss scale
 
     def skipped(self, scale: float) -> bool:
-        """A step was skipped at this scale: whether no lower one will come."""
+        """Record a step skipped at this scale; returns whether the scale will not be lowered further."""
         self._skips = self._skips + 1 if scale == self._scale else 1
         self._scale = scale
         return scale <= 1 or self._skips > _SKIPS_AT_ONE_SCALE
@@ -262,7 +264,7 @@ class _Fit(Generic[S]):
         return StepOutcome(stop > 0, failure)
 
     def _count(self, step: S, result: StepResult, sums: list[float]) -> Failure | None:
-        """Add a step to the progress; the failure that it is, or ends."""
+        """Add a step to the progress; returns the failure that the step is or completes, if any."""
         progress = self.progress
         progress.samples += step.sequences
         progress.tokens += step.tokens
@@ -297,14 +299,14 @@ class _Fit(Generic[S]):
         return self.scale_search.skipped(self.engine.scaler_state().get("cur_scale", 1))
 
     def _enter_part(self) -> None:
-        """Forget the losses of another phase: longer sequences have higher ones at first."""
+        """Drop the losses of another phase: longer sequences have higher losses at first."""
         progress, part = self.progress, self.task.validation_set()
         if progress.part not in ("", part):
             progress.recent, progress.lowest, progress.evaluations_without_gain = [], None, 0
         progress.part = part
 
     def log(self) -> None:
-        """Record the window, and begin a new one."""
+        """Record the window, and start a new one."""
         progress, engine, window = self.progress, self.engine, self.progress.window
         seconds = window.seconds + self.stopwatch.lap()
         progress.seconds += seconds
@@ -322,14 +324,14 @@ class _Fit(Generic[S]):
                 "mfu": window.flops / seconds / self.plan.peak_flops,
                 "data_stall_fraction": window.stalled / seconds,
                 "seconds": progress.seconds,
-                **{f"{name}_seconds": apart for name, apart in self.stopwatch.apart.items()},
+                **{f"{name}_seconds": seconds for name, seconds in self.stopwatch.excluded.items()},
                 **self.stragglers.lap(self.recorder, progress.step),
                 "skipped_steps": progress.skipped_steps,
                 "memory_bytes": engine.peak_memory_bytes(),
             }
         )
         progress.window = Window()
-        self.stopwatch.apart = dict.fromkeys(self.stopwatch.apart, 0.0)
+        self.stopwatch.excluded = dict.fromkeys(self.stopwatch.excluded, 0.0)
 
     def evaluate(self) -> None:
         """Evaluate, record the means, and note whether they are the best so far."""
@@ -356,7 +358,7 @@ class _Fit(Generic[S]):
             progress.evaluations_without_gain += 1
 
     def save(self) -> None:
-        """Save a checkpoint of this step, in the background where the config says so."""
+        """Save a checkpoint of this step, in the background if the config says so."""
         began = time.perf_counter()
         self.progress.window.seconds += self.stopwatch.lap()
         current = self.validation is not None and self.validation[0] == self.progress.step

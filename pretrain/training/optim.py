@@ -1,4 +1,4 @@
-"""Optimizers and the learning-rate schedule: AdamW, and a LAMB that stays right when ZeRO shards it.
+"""Optimizers and the learning-rate schedule: AdamW, and a LAMB that stays correct when ZeRO shards it.
 
 LAMB scales each tensor's step by |weight| / |update|. ZeRO hands an optimizer flat shards that hold pieces of many
 tensors. So `Lamb` takes a table of which piece belongs to which tensor, adds up squared norms by tensor, and sums them
@@ -163,7 +163,7 @@ class Lamb(torch.optim.Optimizer):
 
         Args:
             segments: for each flat parameter of an adapted group, its pieces in ascending order. Entries
-                in no piece are padding and left alone.
+                in no piece are padding and are not changed.
             tensor_count: how many tensors there are over all workers; ids are below it.
             reduce: sums an fp64 vector [2 * tensor_count] over the workers, in place. `step` calls it once
                 if any of its groups is adapted, so all workers must step the same groups in the same order.

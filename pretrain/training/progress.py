@@ -1,4 +1,4 @@
-"""How far a training is, and the state of it that a checkpoint keeps beside weights and moments."""
+"""The progress of a training, and the state that a checkpoint keeps besides weights and moments."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Window:
 
 @dataclass
 class Progress:
-    """What a checkpoint knows of the training so far."""
+    """The progress that a checkpoint stores."""
 
     step: int = 0  # optimizer steps done, skipped ones included
     samples: int = 0
@@ -40,7 +40,7 @@ class Progress:
     skipped_steps: int = 0
     bad_in_a_row: int = 0
     seconds: float = 0.0  # of training, over all starts, up to the last record
-    part: str = ""  # the validation set of the phase; losses of different ones do not compare
+    part: str = ""  # the validation set of the phase; losses on different sets are not comparable
     lowest: float | None = None  # of what the task minimises, over the evaluations of this part
     evaluations_without_gain: int = 0
     stopped_early: bool = False
@@ -75,8 +75,8 @@ def read_state(engine: Engine, checkpoint: Path) -> dict[str, Any]:
     for name in {**wanted, **saved}:
         if saved.get(name) != wanted.get(name):
             raise InputError(
-                f"{checkpoint}: {name} is {saved.get(name)}, this config makes it {wanted.get(name)}. "
-                "Resume with the config that it was written with."
+                f"{checkpoint}: {name} is {saved.get(name)}, but this config gives {wanted.get(name)}. "
+                "Resume with the config with which it was written."
             )
     return state
 
@@ -84,7 +84,7 @@ def read_state(engine: Engine, checkpoint: Path) -> dict[str, Any]:
 def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:
     """Bring `engine` to the state of a verified checkpoint; returns what `read_state` does."""
     state = read_state(engine, checkpoint)
-    return_freed_memory()  # the pages of the checkpoint's files come on top of it
+    return_freed_memory()  # the pages of the checkpoint's files need memory in addition
     with store.CheckpointReader(checkpoint) as reader:
         engine.load(reader, state["updates"])
     engine.load_scaler_state(state["scaler"])

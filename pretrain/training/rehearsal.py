@@ -1,4 +1,4 @@
-"""The trial step of the largest batch, before training: what does not fit fails in minute one."""
+"""The trial step of the largest batch, before training: too large a batch fails in the first minute."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def rehearse(
     engine.module.train()
     step = task.largest()
     try:
-        # A second micro-batch meets the first one's gradients in memory; a resumed run has met that before.
+        # A second micro-batch needs memory besides the first one's gradients; a resumed run has tested that before.
         for last in (True,) if progress.step else (False, True):
             engine.backward(task.loss(engine.forward(step.micro_batches[0]), step), last=last)
         engine.step(learning_rate=0.0)
     except torch.OutOfMemoryError as error:
         raise MachineError(
-            "engine.micro_batch_tokens: the largest micro-batch does not fit the device. Lower it, or take a higher "
+            "engine.micro_batch_tokens: the largest micro-batch does not fit the device. Lower it, or use a higher "
             "engine.zero_stage or engine.activation_checkpointing."
         ) from error
     restore(engine, checkpoint)

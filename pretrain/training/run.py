@@ -23,16 +23,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Training(Generic[S]):
-    """What one kind of training brings to `run`.
+    """The parts of `run` that depend on the kind of training.
 
     Attributes:
         task: what is trained; `run` closes it.
-        plan: how long, how fast and how often; `run` measures its `peak_flops`.
+        plan: the schedule; `run` measures its `peak_flops`.
         job_type: the tracker's name for runs of this kind.
-        card: what the tracker is told of the data.
-        identity: what each checkpoint keeps of the data, for `check`.
+        card: facts about the data for the tracker.
+        identity: facts about the data that each checkpoint keeps, for `check`.
         check: called with the state of a checkpoint and its folder before the run resumes from it; raises `InputError`
-            where the run is another one.
+            if it belongs to another run.
         finish: called on every rank when all steps are done.
     """
 

@@ -1,4 +1,4 @@
-"""What every worker does around its training: process group, watchdog, device, newest checkpoint, matmul peak."""
+"""The setup of every worker around its training: process group, watchdog, device, newest checkpoint, matmul peak."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ def started(config: R, worker: Worker) -> Iterator[tuple[R, torch.device, Watchd
     """A worker ready to train: logging, process group, watchdog, device and seed.
 
     Yields:
-        (the config with its precision settled, this worker's device, the watchdog, which the engine is to tell of its
+        (the config with its precision resolved, this worker's device, the watchdog, to which the engine must report its
         progress).
     """
     quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
     with process_group(worker), watched(config, worker) as watchdog:
-        config, device = settle_device(config, worker)
+        config, device = choose_device(config, worker)
         torch.manual_seed(config.seed)
         yield config, device, watchdog
 
 
 @contextlib.contextmanager
 def process_group(worker: Worker) -> Iterator[None]:
-    """The workers' process group if MASTER_ADDR is set; else one of this process alone.
+    """The workers' process group if MASTER_ADDR is set; else one of this process only.
 
     While it lasts, CPU kernels yield to other programs (`pretrain.common.thread_waits`).
     """
@@ -76,13 +76,14 @@ def _check_open_files(worker: Worker) -> None:
     allowed = allow_open_files(connections)
     if worker.rank == 0 < worker.world_size - 1 and allowed < connections + _OTHER_FILES:
         raise MachineError(
-            f"worker 0: may open {allowed} files, and {worker.world_size} workers need {connections + _OTHER_FILES}. "
+            f"worker 0: the limit of open files is {allowed}, but {worker.world_size} workers need "
+            f"{connections + _OTHER_FILES}. "
             "Raise the hard limit of its machine (ulimit -Hn; LimitNOFILE of its service)."
         )
 
 
-def settle_device(config: R, worker: Worker) -> tuple[R, torch.device]:
-    """(the config with its precision settled, this worker's device).
+def choose_device(config: R, worker: Worker) -> tuple[R, torch.device]:
+    """(the config with its precision resolved, this worker's device).
 
     `engine.precision: auto` becomes the same precision in all workers. The first start of a run decides, and writes it
     into the run's config.yaml, where restarts read it.
@@ -92,10 +93,10 @@ def settle_device(config: R, worker: Worker) -> tuple[R, torch.device]:
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        # A process that sees its own GPU alone has it as number 0.
+        # In a process that sees only its own GPU, that GPU has the number 0.
         device = torch.device("cuda", worker.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    config = _settle_precision(config, device, worker)
+    config = _resolve_precision(config, device, worker)
     _check_device(config, device)
     if precision.allow_tf32(config.engine.precision, device):
         logger.info("matrix products of fp32 use TF32 tensor cores")
@@ -103,7 +104,7 @@ def settle_device(config: R, worker: Worker) -> tuple[R, torch.device]:
 
 
 def _check_device(config: RunConfig, device: torch.device) -> None:
-    """Raise `MachineError` if the device cannot compute in the run's precision, or torch has no code for it."""
+    """Raise `MachineError` if the device cannot compute in the run's precision, or torch does not support it."""
     chosen = config.engine.precision
     advice = (
         "Continue a run on the kind of device that it was started on; for a new run, engine.precision: auto chooses "
@@ -111,7 +112,7 @@ def _check_device(config: RunConfig, device: torch.device) -> None:
     )
     if device.type == "cpu":
         if chosen == "fp16":
-            raise MachineError(f"engine.precision: fp16 needs a GPU (DeepSpeed has none of it on CPU). {advice}")
+            raise MachineError(f"engine.precision: fp16 needs a GPU (DeepSpeed does not support it on CPU). {advice}")
         return
     name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
     has = f"{name} has {capability[0]}.{capability[1]}"
@@ -120,17 +121,17 @@ def _check_device(config: RunConfig, device: torch.device) -> None:
     known = [int(one[3:]) for one in torch.cuda.get_arch_list() if one[3:].isdigit()]
     if known and 10 * capability[0] + capability[1] < min(known):
         raise MachineError(
-            f"This torch ({torch.__version__}) has no code for the GPU: it needs compute capability {min(known) / 10}, "
-            f"and {has}. Install a build of it for an earlier CUDA."
+            f"This torch ({torch.__version__}) does not support this GPU: it needs compute capability "
+            f"{min(known) / 10} or newer, but {has}. Install a build of it for an earlier CUDA."
         )
 
 
-def _settle_precision(config: R, device: torch.device, worker: Worker) -> R:
-    # Under torchrun the first process alone has read what an earlier start settled.
-    earlier = preflight.as_begun(config) if worker.rank == 0 else config
-    settled = gather_objects(earlier.engine.precision)[0]
-    if settled != "auto":
-        return with_precision(config, settled)
+def _resolve_precision(config: R, device: torch.device, worker: Worker) -> R:
+    # Under torchrun only the first process has read the precision that an earlier start resolved.
+    earlier = preflight.with_resolved_precision(config) if worker.rank == 0 else config
+    resolved = gather_objects(earlier.engine.precision)[0]
+    if resolved != "auto":
+        return with_precision(config, resolved)
     choice = precision.choose(gather_objects(precision.offer(device)))
     config = with_precision(config, choice.precision)
     if worker.rank == 0:
@@ -140,7 +141,7 @@ def _settle_precision(config: R, device: torch.device, worker: Worker) -> R:
 
 
 def newest_checkpoint(checkpoints: Path, engine: Engine) -> Path | None:
-    """The checkpoint to resume from. Rank 0 verifies and decides, so that all ranks take the same."""
+    """The checkpoint to resume from. Rank 0 verifies and decides, so that all ranks use the same one."""
     newest = None
     if engine.rank == 0:
         store.remove_leftovers(checkpoints)
@@ -166,5 +167,5 @@ def watched(config: RunConfig, worker: Worker) -> Iterator[Watchdog]:
 def matmul_peak(engine: Engine) -> float:
     """Measured matmul peak of all workers together at the engine's precision, FLOP/s."""
     engine.barrier()  # all measure at once, as they train
-    mine = precision.matmul_peak(str(engine.device), engine.settings.settled_precision)
+    mine = precision.matmul_peak(str(engine.device), engine.settings.resolved_precision)
     return engine.sum_over_workers(torch.tensor([mine], dtype=torch.float64, device=engine.device)).item()

@@ -1,4 +1,4 @@
-"""Loss spikes: when a loss is one, judged by the losses before it."""
+"""Loss spikes: detected by comparison with the losses before."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Sequence
 from pretrain.config import SpikeConfig
 
 REMEMBERED = 64  # steps whose losses define the usual loss
-_ENOUGH = 32  # losses from which on a spike can be told
+_ENOUGH = 32  # fewest losses with which a spike can be detected
 _SIGMA = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
 
 
 def is_spike(before: Sequence[float], loss: float, settings: SpikeConfig) -> bool:
     """Whether `loss` is a spike above the losses of the steps before it; never while these are too few.
 
-    The bound uses their median and median absolute deviation, which one odd loss among them hardly moves.
+    The bound uses their median and median absolute deviation, which a single outlier hardly changes.
     """
     if not settings.spike_sigmas or len(before) < _ENOUGH:
         return False

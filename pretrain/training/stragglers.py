@@ -21,7 +21,7 @@ from pretrain.training.task import Recorder
 
 logger = logging.getLogger(__name__)
 
-# A straggler is named when it was slow in every record for so long, at least in so many.
+# A straggler is reported if it was slow in every record of this time span, and of at least this many records.
 _RECORDS = 3
 _SECONDS = 10.0
 _NOISE_SECONDS = 0.005  # of a forward pass
@@ -66,7 +66,7 @@ class RankTimes:
     def lap(self, recorder: Recorder, step: int) -> dict[str, list[float]]:
         """Seconds of each rank since the last record: the mean of a forward pass, and those waited for data.
 
-        A rank that is a straggler in all records for a while is named in the log and by an event. A long wait for a
+        A rank that is a straggler in all records for a while is reported in the log and by an event. A long wait for a
         batch is an event too, with the rank that waited longest. Every rank calls this.
 
         Args:

@@ -1,4 +1,4 @@
-"""What the training loop asks of others: the task that is trained, its steps, and the recorder of numbers."""
+"""The interfaces that the training loop uses: the task that is trained, its steps, and the recorder of metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ S = TypeVar("S", bound=Step)
 
 
 class TrainingTask(Protocol[S]):
-    """What is trained.
+    """The task that is trained.
 
     Losses are normalised globally: a total is a sum over micro-batches and ranks, and `metrics` divides it by a count
     over micro-batches and ranks.
@@ -41,7 +41,7 @@ class TrainingTask(Protocol[S]):
         ...
 
     def pass_over(self, step: int, count: int) -> list[tuple[int, int]]:
-        """What `passed_over` must have in addition, so that the data of `count` steps from `step` on are skipped."""
+        """The further entries of `passed_over` that skip the data of `count` steps from `step` on."""
         ...
 
     def largest(self) -> S:
@@ -77,7 +77,7 @@ class TrainingTask(Protocol[S]):
         ...
 
     def validation_set(self) -> str:
-        """Which held-out samples `evaluate` uses now. Numbers of different sets do not compare."""
+        """Which held-out samples `evaluate` uses now. Results on different sets are not comparable."""
         ...
 
     def stalled_seconds(self) -> float:
@@ -90,7 +90,7 @@ class TrainingTask(Protocol[S]):
 
 
 class Recorder(Protocol):
-    """Where numbers go; `pretrain.tracking.tracker.Tracker` is one."""
+    """Records metrics; `pretrain.tracking.tracker.Tracker` is one."""
 
     def log(self, record: dict[str, Any]) -> None:
         """Append one record."""

@@ -44,13 +44,13 @@ from pretrain.training.heartbeats import (
 )
 
 _ROUND_SECONDS = (0.2, 2.0)  # between heartbeats: a sixteenth of the limit, within these bounds
-_LINGER_ROUNDS = 2.5  # between a finding and the end, so that every rank learns of it before a collective breaks
+_LINGER_ROUNDS = 2.5  # between a finding and the exit, so that every rank learns of it before a collective fails
 _STORE_SECONDS = 30.0  # timeout of a request to the store
 _GOODBYE_SECONDS = 4.0  # the most that the end waits until the last heartbeat is published
 _ANNOUNCE_SECONDS = 1.0  # the most that a rank waits until its announcement is published
 _COMPILE_SECONDS = 1800.0
 _FIRST_BEATS = 20  # the first beats may be slow for good reasons
-_PATIENCE = 10  # no progress is allowed for so many times the longest recent beat, exceptions left out
+_PATIENCE = 10  # no progress is allowed for this multiple of the longest recent beat, outliers excluded
 _EXCEPTIONS = 2  # longest recent beats that are left out: another rank may have stalled
 _DUMP_SECONDS = 4.0
 _WRITE_SECONDS = 10.0  # for stacks and hang.json; the storage may be what hangs
@@ -164,7 +164,7 @@ class Watchdog:
             self._exchange.end()
 
     def heartbeat(self, *, ended: bool = False) -> Heartbeat:
-        """This rank's heartbeat, numbered anew by each call."""
+        """This rank's heartbeat, with a new number at each call."""
         self._count += 1
         return Heartbeat(
             count=self._count,
@@ -194,7 +194,7 @@ class Watchdog:
         self._pulses, self._last = self._pulses + 1, time.monotonic()
 
     def _allowed(self) -> float:
-        """How many seconds without progress are no hang of this rank now."""
+        """Seconds without progress that do not count as a hang of this rank now."""
         long = sorted(self._lengths)[-_EXCEPTIONS - 1 : -_EXCEPTIONS]
         usual = max(self._limit, *(_PATIENCE * one for one in long), 0.0)
         first = START_SECONDS if self._position < _FIRST_BEATS else 0.0
@@ -234,7 +234,7 @@ class Watchdog:
             if heartbeats is not None:
                 ranks.hear(heartbeats, now)
             if unheard := ranks.unheard(now, self._limit):
-                why = f"has had no answer from the store of the heartbeats for {unheard:.0f} s"
+                why = f"got no answer from the heartbeat store for {unheard:.0f} s"
                 return Finding(HANG, self._rank, why, self._host, self._pid)
             return ranks.find()
 
@@ -273,7 +273,7 @@ class Watchdog:
             self._dump_other(finding)
 
     def _write_finding(self, finding: Finding) -> None:
-        """Write hang.json, unless another rank of this start has: a rank that was cut off blames those it misses."""
+        """Write hang.json unless another rank has: a disconnected rank would blame those it cannot see."""
         path = self._logs / HANG_FILE
         with contextlib.suppress(OSError, ValueError):
             if json.loads(path.read_text(encoding="utf-8"))["time"] >= self._began:

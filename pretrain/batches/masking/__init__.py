@@ -1,6 +1,6 @@
 """Masked language modelling, Devlin et al. section 3.1, on sequences that lie end to end.
 
-Which tokens are masked and what replaces them depends on the sample's key and the position alone (invariant 1). Every
+Which tokens are masked and what replaces them depends only on the sample's key and the position (invariant 1). Every
 module of this package is a scheme, with a class `Scheme` that chooses the tokens; a config names a scheme by its
 module. docs/extend/add-a-masking-scheme.md shows how to add one.
 """
@@ -21,13 +21,13 @@ from pretrain.config import MaskingConfig
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.vocabulary import read_vocabulary
 
-_TOKENS = 1 << 32  # a counter apart from those of pairs.py and scheme.py
+_TOKENS = 1 << 32  # a counter distinct from those of pairs.py and scheme.py
 _UNUSED = re.compile(r"\[unused\d+\]")
 
 
 @dataclass(frozen=True)
 class Masked:
-    """What masking makes of S sequences of T tokens, K of them masked."""
+    """The result of masking S sequences of T tokens, K of them masked."""
 
     input_ids: np.ndarray  # int64 [T]
     rows: np.ndarray  # int64 [K], ascending
@@ -90,6 +90,6 @@ def _vocabulary(shards: TokenShards) -> MaskingVocabulary:
     special = set(shards.special_ids.values())
     ordinary = [i for i, entry in enumerate(entries) if i not in special and not _UNUSED.fullmatch(entry)]
     if not ordinary:
-        raise InputError(f"{path}: no ordinary token. Prepare the corpus again.")
+        raise InputError(f"{path}: no token besides special and unused ones. Prepare the corpus again.")
     continues = np.array([entry.startswith("##") for entry in entries])
     return MaskingVocabulary(shards.special_ids["mask"], np.array(ordinary), continues)

@@ -1,4 +1,4 @@
-"""Single tokens at random, as BERT was first trained: Devlin et al. section 3.1."""
+"""Single tokens at random, as BERT was originally trained: Devlin et al. section 3.1."""
 
 from __future__ import annotations
 

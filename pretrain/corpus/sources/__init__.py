@@ -21,7 +21,7 @@ def find_inputs(config: SourceConfig, where: str) -> list[Input]:
     """The inputs of a source, in a fixed order. `where` is its place in the config, for errors.
 
     Raises:
-        InputError: nothing is there, it cannot be read, or the text column does not exist.
+        InputError: nothing is found, it cannot be read, or the text column does not exist.
     """
     return reader(config).find(where)
 

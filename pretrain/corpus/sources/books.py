@@ -80,7 +80,7 @@ def paragraphs(text: str) -> str:
 
 
 def _body(text: str) -> str:
-    """What stands between Project Gutenberg's header and its licence."""
+    """The text between Project Gutenberg's header and its licence."""
     start = _START.search(text) or _OLD_START.search(text)
     if start:
         text = text[start.end() :].lstrip()

@@ -47,7 +47,7 @@ class Reader(ColumnReader):
 
 
 def _open_csv(path: Path, raw: IO[bytes], column: str, bad_rows: list[str]) -> Any:
-    """A reader of record batches with the text column alone, as bytes. Rows of another width go to `bad_rows`."""
+    """A reader of record batches with only the text column, as bytes. Rows of another width go to `bad_rows`."""
     import pyarrow as pa
     from pyarrow import csv as arrow_csv
 

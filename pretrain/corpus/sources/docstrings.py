@@ -73,9 +73,9 @@ def _is_test(parts: tuple[str, ...]) -> bool:
 
 
 def documents(paths: tuple[str, ...], report: Callable[[str, str], None]) -> Iterator[str]:
-    """The modules' running text, one paragraph per line. A paragraph comes once within `paths`.
+    """The modules' running text, one paragraph per line. A repeated paragraph within `paths` is kept once.
 
-    `report(path, fault)` hears of files that cannot be read or parsed.
+    `report(path, fault)` is called for files that cannot be read or parsed.
     """
     seen: set[str] = set()
     for path in paths:
@@ -191,7 +191,7 @@ def _clean(block: str) -> str:
 
 
 def _is_prose(paragraph: str) -> bool:
-    """Whether it reads as sentences: enough words, an end, few signs of code."""
+    """Whether it looks like sentences: enough words, a final punctuation mark, few signs of code."""
     words = paragraph.split()
     if len(words) < _MIN_WORDS or not paragraph.endswith((*_END, ":")) or not paragraph[0].isalnum():
         return False

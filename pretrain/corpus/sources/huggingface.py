@@ -75,7 +75,7 @@ def hub_dataset(source: SourceConfig, where: str) -> Any:
             revision=source.revision,
             streaming=True,
         )
-    except Exception as error:  # whatever the hub's client raises: no network, no such name, commit or split
+    except Exception as error:  # any error of the hub's client: no network, no such name, commit or split
         raise InputError(
             f"{where}.dataset: {source.dataset}@{source.revision}: {type(error).__name__}: {str(error).splitlines()[0]}"
         ) from None

@@ -46,7 +46,7 @@ class Reader(ColumnReader):
                 raise InputError(f"{piece.paths[0]}: no column {column!r}; it has {', '.join(names)}.")
             for batch in file.iter_batches(ROWS_PER_READ, row_groups=[piece.start], columns=[column]):
                 texts = batch.column(0)
-                # Not validated by Arrow: as bytes, a bad one is ours to report.
+                # Not validated by Arrow: as bytes, this reader reports bad bytes itself.
                 yield from (texts.cast(pa.binary()) if pa.types.is_string(texts.type) else texts).to_pylist()
 
 

@@ -1,7 +1,7 @@
-"""Self-attention over an unpadded batch: the one place that knows where sequences begin and end (invariant 2).
+"""Self-attention over an unpadded batch: the only module that knows where sequences begin and end (invariant 2).
 
 CUDA in half precision: torch's varlen flash kernel. Everywhere else (CPU, fp32): batched matmuls over groups of
-sequences of like lengths, with what lies between the matmuls fused by torch.compile. On CPU that is
+sequences of similar lengths, with the operations between the matmuls fused by torch.compile. On CPU that is
 2 to 6 times faster than torch's own fused CPU kernel (docs/benchmarks/lab-notes.md), and it has attention dropout.
 """
 

@@ -1,4 +1,4 @@
-"""Attention by batched matmuls over groups of sequences of like lengths, as an operator of torch with its gradient.
+"""Attention by batched matmuls over groups of sequences of similar lengths, as an operator of torch with its gradient.
 
 Shape letters: T tokens of the micro-batch, R query positions, N heads of width D, H = N * D; inside a group of G
 sequences L tokens and Q queries each, B = G * N.

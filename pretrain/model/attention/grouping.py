@@ -1,4 +1,4 @@
-"""Which sequences are attended together: groups of like lengths, padded to the longest, at the least cost.
+"""Which sequences are attended together: groups of similar lengths, padded to the longest, at the lowest cost.
 
 Shape letters: T tokens of the micro-batch, S sequences, inside a group of G sequences L tokens and Q queries each.
 """
@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-# What calling the kernels of one more group costs, in scores that they make in that time (docs/benchmarks/lab-notes.md).
+# Cost of launching the kernels of one more group, as the attention scores computed in that time
+# (docs/benchmarks/lab-notes.md).
 SCORES_PER_GROUP = 400_000
 
 
@@ -38,10 +39,10 @@ class Padded(NamedTuple):
 def group_sequences(
     boundaries: tuple[int, ...], queries: tuple[int, ...] | None, heads: int, device: torch.device
 ) -> tuple[SequenceGroup, ...]:
-    """Cut the sequences between `boundaries` (S + 1 token offsets) into the groups that cost least.
+    """Cut the sequences between `boundaries` (S + 1 token offsets) into the groups with the lowest cost.
 
-    Any order of the sequences is right; the ascending order of the loader's batches makes the cheapest groups. A group
-    without queries is left out.
+    Any order of the sequences is correct; the ascending order of the loader's batches makes the cheapest groups. A
+    group without queries is left out.
 
     Args:
         boundaries: where the sequences begin on the token axis, and the end of the last.
@@ -60,7 +61,7 @@ def group_sequences(
 
 
 def _cheapest_cuts(lengths: np.ndarray, heads: int) -> list[tuple[int, int]]:
-    """(first, behind the last) sequence of each group, in order.
+    """(first, one past the last) sequence of each group, in order.
 
     A group of G sequences padded to L costs its calls and heads * G * L * (L + 128) scores: L for each of its G * L
     tokens, and as many as 128 for carrying a token of a head of 64 there and back. Exact, by dynamic programming.
@@ -84,7 +85,7 @@ def _pad(boundaries: tuple[int, ...], device: torch.device) -> Padded:
     offsets = torch.tensor(boundaries)
     lengths_G1, place_L = offsets.diff()[:, None], torch.arange(int(offsets.diff().max()))
     real_GL = place_L < lengths_G1
-    # An empty range repeats a neighbour's number: what is computed there goes nowhere.
+    # An empty range repeats a neighbour's number: its result is not used.
     last_G1 = (offsets[1:, None] - 1).clamp_min(boundaries[0])
     number_GL = torch.minimum(offsets[:-1, None] + place_L, last_G1)
     place_T = torch.arange(real_GL.numel()).view_as(real_GL)[real_GL]

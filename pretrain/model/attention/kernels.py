@@ -1,4 +1,4 @@
-"""What lies between the matmuls of the grouped attention: plain functions, each fused into one pass by torch.compile.
+"""The operations between the matmuls of the grouped attention: plain functions, each fused by torch.compile.
 
 Shape letters: T tokens of the micro-batch, R query positions, N heads of width D, H = N * D; inside a group of G
 sequences L tokens and Q queries each, B = G * N.
@@ -40,7 +40,7 @@ def kernels(fused: bool) -> Kernels:
 
 
 def heads_first(x_GQN: Tensor) -> Tensor:
-    """[G, Q, N, ...] -> [B, Q, ...], with the strides of its shape where Q is 1 as well."""
+    """[G, Q, N, ...] -> [B, Q, ...], with the strides of its shape also if Q is 1."""
     return x_GQN.transpose(1, 2).clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
 

@@ -1,4 +1,4 @@
-"""What attention needs to know besides the numbers: which tokens attend to which, and how."""
+"""The arguments of attention besides the tensors: which tokens attend to which, and how."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 class TokenLayout(NamedTuple):
-    """The sequences of an unpadded micro-batch of T tokens, and who attends in them."""
+    """The sequences of an unpadded micro-batch of T tokens, and its query positions."""
 
     cu_seqlens: Tensor  # int32 [S + 1], where the sequences begin on the token axis; the first is 0, the last T
     max_seqlen: int  # length of the longest sequence

@@ -21,7 +21,7 @@ _DIGITS = 6
 
 @dataclass(frozen=True)
 class Curve:
-    """Points in ascending order of step; `y` is None where a value is not finite.
+    """Points in ascending order of step; `y` is None if a value is not finite.
 
     `low` and `high` are the minimum and maximum of each interval; they are empty if every point is one record.
     """

@@ -19,7 +19,7 @@ from pretrain.reporting.report import short
 from pretrain.tracking.live import clock
 
 _SEVERE = ("rollback", "hang")
-_MOST_SCORES = 5  # shown beside the main metric of a fine-tuning
+_MOST_SCORES = 5  # shown next to the main metric of a fine-tuning
 
 
 def write(folder: Path, runs: Sequence[RunRecords], out: Path, *, refresh_seconds: int = 0) -> Path:

@@ -1,4 +1,4 @@
-"""The engine: all that knows DeepSpeed."""
+"""The engine: the only code that uses DeepSpeed."""
 
 from pretrain.training.engine.deepspeed_config import deepspeed_config
 from pretrain.training.engine.deepspeed_patches import deepspeed_ops

@@ -24,7 +24,7 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "steps_per_print": _STEPS_NEVER,
-        # Where the layout clips, clipping again would cost a collective.
+        # If the layout clips, clipping again would cost a collective.
         "gradient_clipping": settings.gradient_clip_norm if layout.deepspeed_clips else 0.0,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": {
@@ -33,7 +33,7 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
             "overlap_comm": torch.cuda.is_available(),
             "reduce_bucket_size": BUCKET_ENTRIES,
             "allgather_bucket_size": 5 * BUCKET_ENTRIES,
-            # Stages 1 and 2: a gradient goes to its owner alone, half the bytes of telling all workers.
+            # Stages 1 and 2: a gradient is sent to its owner only, half the bytes of an all-reduce.
             "use_multi_rank_bucket_allreduce": False,
             # Stage 3: small parameters are gathered together with the others, not one by one.
             "stage3_param_persistence_threshold": 0,
@@ -46,7 +46,7 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
     if settings.precision == "fp16":
         config["fp16"] |= {"loss_scale": 0, "initial_scale_power": 16, "hysteresis": 2}
     if half and layout.sums_apart:
-        # Summing many micro-batches in 8 bits of mantissa loses the later ones.
+        # A sum of many micro-batches with 8 bits of mantissa loses the later ones.
         config["data_types"] = {"grad_accum_dtype": "fp32"}
     return _merge(config, settings.deepspeed)
 

@@ -1,7 +1,7 @@
 """Every private name of DeepSpeed that we read or replace, and the functions that do so.
 
 DeepSpeed's public interface hides the master weights, the norm of the gradients and the sums of the gradients. The rest
-of this folder asks the functions below for them and never touches such a name itself. When DeepSpeed is upgraded, the
+of this folder calls the functions below and never uses such a name itself. When DeepSpeed is upgraded, the
 tests report the names in `PRIVATE_NAMES` that are gone; read the others again in its source and raise `CHECKED`.
 """
 
@@ -48,20 +48,20 @@ PRIVATE_NAMES = (
     PrivateName(
         "deepspeed.ops", "__compatible_ops__", "turn off an op that takes 18 to 25 s to compile; doctor lists it"
     ),
-    PrivateName("deepspeed.git_version_info", "installed_ops", "doctor lists the ops that came compiled"),
+    PrivateName("deepspeed.git_version_info", "installed_ops", "doctor lists the ops that were installed compiled"),
     PrivateName(
         f"{_ENGINE}:DeepSpeedEngine", "_do_optimizer_sanity_check", "choose ZeRO's own stage 1 for bf16 weights"
     ),
     PrivateName(_ENGINE, "BFLOAT16", "the choice that we replace"),
-    PrivateName(_ENGINE, "ZERO_OPTIMIZATION", "the choice that we make instead"),
+    PrivateName(_ENGINE, "ZERO_OPTIMIZATION", "the class that we choose instead"),
     PrivateName(_STAGE_0, "fp32_groups", "master weights of stage 0 in half precision"),
     PrivateName(_STAGE_0, "loss_scale_config", "the loss scaler's state of stage 0"),
     PrivateName(_STAGE_1_AND_2, "single_partition_of_fp32_groups", "master weights of stages 1 and 2"),
-    PrivateName(_MAPPINGS, "_hp_mapping", "where a parameter's master weights lie, stages 1 and 2"),
+    PrivateName(_MAPPINGS, "_hp_mapping", "location of a parameter's master weights, stages 1 and 2"),
     PrivateName(_FRAGMENTS, "hp_fragment_address", "the same, within this rank's master weights"),
     PrivateName(_FRAGMENTS, "lp_fragment_address", "the same, within the parameter"),
     PrivateName(_STAGE_3, "fp32_partitioned_groups_flat", "master weights of stage 3"),
-    PrivateName(_STAGE_3, "get_local_fp32_param", "where a parameter's master weights lie, stage 3"),
+    PrivateName(_STAGE_3, "get_local_fp32_param", "location of a parameter's master weights, stage 3"),
     PrivateName(_PARTITIONS, "ds_tensor", "this rank's part of a parameter, stage 3"),
     PrivateName(_PARTITIONS, "ds_numel", "entries of that part, padding included, and of the whole parameter"),
     PrivateName(_STAGE_1_AND_2, "loss_scaler", "the loss scaler's state of stages 1 and 2"),
@@ -73,16 +73,18 @@ PRIVATE_NAMES = (
     ),
     PrivateName(_STAGE_1_AND_2, "averaged_gradients", "gradients that the norm is taken of"),
     PrivateName(_STAGE_1_AND_2, "scaled_global_norm", "replaced by our norm"),
-    PrivateName(_STAGE_1_AND_2, "has_overflow", "replaced: our norm says whether all gradients are finite"),
+    PrivateName(_STAGE_1_AND_2, "has_overflow", "replaced: our norm shows whether all gradients are finite"),
     PrivateName(_STAGE_1_AND_2, "unscale_and_clip_grads", "replaced: the fused AdamW scales as it reads a gradient"),
     PrivateName(_STAGE_3, "averaged_gradients", "gradients that the norm is taken of"),
     PrivateName(_STAGE_3, "_get_norm_groups", "replaced by our norm"),
-    PrivateName(_STAGE_3, "has_overflow", "replaced: our norm says whether all gradients are finite"),
+    PrivateName(_STAGE_3, "has_overflow", "replaced: our norm shows whether all gradients are finite"),
     PrivateName(_STAGE_1_AND_2, "bit16_groups", "parameters, by optimizer group"),
     PrivateName(_STAGE_1_AND_2, "bit16_groups_flat", "their weights, one tensor for each group"),
     PrivateName(_STAGE_1_AND_2, "dtype", "the type that gradients are sent in"),
     PrivateName(_STAGE_1_AND_2, "cpu_offload", "whether gradients go to the host, which our sums do not"),
-    PrivateName(_STAGE_1_AND_2, "_use_compact_grad_partition_buffer", "whether fp32 sums are kept beside half weights"),
+    PrivateName(
+        _STAGE_1_AND_2, "_use_compact_grad_partition_buffer", "whether fp32 sums are kept in addition to half weights"
+    ),
     PrivateName(
         _STAGE_1_AND_2, "_build_compact_grad_partition_buffer", "replaced: the buffers become views of our sums"
     ),
@@ -92,7 +94,7 @@ PRIVATE_NAMES = (
     PrivateName(_STAGE_1_AND_2, "reduce_ipg_grads", "replaced: our sums are exchanged once a step"),
 )
 
-# Prefixes of modules in whose functions a rank waits for others. In ZeRO 3 the innermost frame alone is in the second,
+# Prefixes of modules in whose functions a rank waits for others. In ZeRO 3 only the innermost frame is in the second,
 # since handles of gathered parameters have a `wait` without a frame.
 COLLECTIVE_MODULES = "deepspeed.comm"
 GATHERING_MODULES = "deepspeed.runtime.zero.partition"
@@ -104,8 +106,8 @@ _SCALER_FIELDS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis
 
 
 def import_deepspeed() -> Any:
-    """DeepSpeed, set up to do without what it would have to compile first."""
-    os.environ.setdefault("LOCAL_RANK", "0")  # it insists on the variable even for one process
+    """DeepSpeed, configured not to use the ops that it would have to compile first."""
+    os.environ.setdefault("LOCAL_RANK", "0")  # it requires the variable even for one process
     if not torch.cuda.is_available():
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
     import deepspeed
@@ -119,7 +121,7 @@ def import_deepspeed() -> Any:
 
 
 def deepspeed_ops() -> tuple[dict[str, bool], tuple[str, ...]]:
-    """DeepSpeed's compiled ops, each with whether it could be compiled here, and those that came built."""
+    """DeepSpeed's compiled ops, each with whether it could be compiled here, and those that were installed compiled."""
     deepspeed = import_deepspeed()
     from deepspeed.git_version_info import installed_ops
 
@@ -128,9 +130,9 @@ def deepspeed_ops() -> tuple[dict[str, bool], tuple[str, ...]]:
 
 
 def _choose_zero_for_bf16(module: Any) -> None:
-    """Make DeepSpeed use its own ZeRO-1 also where weights are bf16 and gradients are summed in fp32.
+    """Make DeepSpeed use its own ZeRO-1 also if weights are bf16 and gradients are summed in fp32.
 
-    In that case alone it uses `BF16_Optimizer`, which sends all gradients to every worker (1.5 times the bytes) and
+    Only in that case it uses `BF16_Optimizer`, which sends all gradients to every worker (1.5 times the bytes) and
     keeps them twice. The class that it uses for fp16 and fp32 does the same arithmetic.
     """
     choose = module.DeepSpeedEngine._do_optimizer_sanity_check
@@ -146,7 +148,7 @@ def _choose_zero_for_bf16(module: Any) -> None:
 
 
 def _replace(wrapper: Any, name: str, value: Callable[..., Any]) -> None:
-    """Replace a method of DeepSpeed's optimizer; a name that it lacks would be set without any effect."""
+    """Replace a method of DeepSpeed's optimizer; setting a missing name would have no effect."""
     if not hasattr(wrapper, name):
         raise RuntimeError(f"{type(wrapper).__name__} of DeepSpeed has no {name}, which {CHECKED} has")
     setattr(wrapper, name, value)
@@ -171,7 +173,7 @@ def masters_of_stage_3(wrapper: Any) -> list[Tensor]:
 
 
 class MasterPiece(NamedTuple):
-    """Where a rank holds a piece of a parameter's master weights."""
+    """The location of a piece of a parameter's master weights on a rank."""
 
     start: int  # of the piece, in the flattened parameter
     offset: int  # of the piece, in the rank's flat tensor
@@ -179,7 +181,7 @@ class MasterPiece(NamedTuple):
 
 
 def piece_of_stages_1_and_2(parameter: nn.Parameter) -> MasterPiece | None:
-    """The piece in this rank's tensor of the parameter's group; None where other ranks hold all of it."""
+    """The piece in this rank's tensor of the parameter's group; None if other ranks hold all of it."""
     mapping = getattr(parameter, "_hp_mapping", None)
     if mapping is None:
         return None
@@ -188,7 +190,7 @@ def piece_of_stages_1_and_2(parameter: nn.Parameter) -> MasterPiece | None:
 
 
 def piece_of_stage_3(wrapper: Any, parameter: Any, rank: int, flats: list[Tensor]) -> tuple[Tensor, MasterPiece] | None:
-    """The flat tensor and the piece in it; None where this rank's part of the parameter is padding."""
+    """The flat tensor and the piece in it; None if this rank's part of the parameter is padding."""
     master = wrapper.get_local_fp32_param(parameter)
     start, held = part_of_stage_3(parameter, rank)
     if not held:
@@ -226,7 +228,7 @@ class LossScaler:
         return {key: getattr(self._scaler, key) for key in _SCALER_FIELDS if hasattr(self._scaler, key)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned."""
+        """Restore what `state` returned."""
         for key, value in state.items():
             if key in _SCALER_FIELDS:
                 setattr(self._scaler, key, value)
@@ -253,7 +255,7 @@ def replace_norm_of_stage_3(wrapper: Any, norm: Callable[[], Tensor]) -> None:
 
 
 def replace_scaling_of_stages_1_and_2(wrapper: Any, scale: Callable[[Any, Tensor], None]) -> None:
-    """Make ZeRO call `scale(gradients, norm)` where it would divide gradients by the loss scale and clip them."""
+    """Make ZeRO call `scale(gradients, norm)` instead of dividing gradients by the loss scale and clipping them."""
     _replace(wrapper, "unscale_and_clip_grads", scale)
 
 
@@ -261,7 +263,7 @@ def replace_scaling_of_stages_1_and_2(wrapper: Any, scale: Callable[[Any, Tensor
 
 
 def sums_in_fp32(wrapper: Any) -> bool:
-    """Whether ZeRO keeps fp32 sums of gradients beside half-precision weights, on the device."""
+    """Whether ZeRO keeps fp32 sums of gradients in addition to half-precision weights, on the device."""
     groups = range(len(wrapper.bit16_groups))
     return not wrapper.cpu_offload and all(map(wrapper._use_compact_grad_partition_buffer, groups))
 

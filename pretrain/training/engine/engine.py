@@ -1,7 +1,7 @@
 """A model under DeepSpeed: forward, backward, step, and the optimizer's state as named fragments.
 
-DeepSpeed averages gradients over workers and over accumulation steps. Here a loss comes in already divided by its
-count over all ranks and micro-batches. So the engine undoes the average over workers and asks for none over steps.
+DeepSpeed averages gradients over workers and over accumulation steps. Here a loss is already divided by its
+count over all ranks and micro-batches. So the engine undoes the average over workers and disables that over steps.
 """
 
 from __future__ import annotations
@@ -31,29 +31,29 @@ from pretrain.training.optim import Lamb
 
 
 class StepResult(NamedTuple):
-    """What became of one optimizer step."""
+    """The outcome of one optimizer step."""
 
-    applied: bool  # false when NaN or inf in the gradients made DeepSpeed or us leave the weights alone
+    applied: bool  # false if the weights were not changed because of NaN or inf in the gradients
     gradient_norm: float  # global, before clipping; inf when not applied
 
 
 class ProgressWatch(Protocol):
-    """Who watches over a run's progress; `pretrain.training.watchdog.Watchdog` is one."""
+    """Observes a run's progress; `pretrain.training.watchdog.Watchdog` is one."""
 
     def beat(self) -> None:
         """Called whenever the engine makes progress."""
 
     def allow(self, seconds: float) -> contextlib.AbstractContextManager[None]:
-        """Around work without progress that may take so long."""
+        """Wraps work without progress that may take `seconds`."""
         ...
 
     def awaiting(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Around waits for data or storage, with what is waited for."""
+        """Wraps waits for data or storage; `what` names them."""
         ...
 
 
 class Unwatched:
-    """Nobody watches."""
+    """No watchdog."""
 
     def beat(self) -> None:
         pass
@@ -73,7 +73,7 @@ class Engine:
         make_optimizer: from (name, parameter) pairs to an optimizer whose groups carry `names`, and `rate_share`
             where a group's learning rate is a share of the run's.
         settings: stage, precision, clipping and DeepSpeed's own section.
-        watch: is told of progress and of waits.
+        watch: called with progress and waits.
 
     Attributes:
         shapes: of the parameters, by name.
@@ -107,7 +107,7 @@ class Engine:
             self._deepspeed, *_ = deepspeed.initialize(
                 model=model, optimizer=self._optimizer, config=deepspeed_config(settings, self.world_size)
             )
-        return_freed_memory()  # of the whole fp32 model, which ZeRO has cut up by now
+        return_freed_memory()  # of the whole fp32 model, which ZeRO has partitioned by now
         self.module = self._deepspeed.module
         self.device = torch.device(self._deepspeed.device)
         self._scaler = LossScaler(self._deepspeed.optimizer) if settings.precision == "fp16" else None
@@ -172,7 +172,7 @@ class Engine:
         return self._scaler.state() if self._scaler else {}
 
     def load_scaler_state(self, state: Mapping[str, Any]) -> None:
-        """Take over what `scaler_state` returned; nothing in other precisions than fp16."""
+        """Restore what `scaler_state` returned; nothing in other precisions than fp16."""
         if self._scaler:
             self._scaler.load(state)
 
@@ -186,7 +186,7 @@ class Engine:
         return values
 
     def barrier(self) -> None:
-        """Wait until every rank is here."""
+        """Wait until every rank has called this."""
         if self.world_size > 1:
             dist.barrier()
 
@@ -195,23 +195,23 @@ class Engine:
         return gather_objects(value)
 
     def side_group(self) -> SideGroup:
-        """The same ranks for another thread: its collectives do not meet those of training."""
+        """The same ranks for another thread: its collectives are separate from those of training."""
         return SideGroup(self.rank, self.world_size, dist.new_group(backend="gloo") if self.world_size > 1 else None)
 
     def seed_device(self, seed: int, start: int) -> None:
-        """Seed the device's generator, which flash attention's dropout draws from: apart for each rank and start."""
+        """Seed the device's generator, for the dropout of flash attention: differently for each rank and start."""
         if self.device.type == "cuda":
             state = np.random.SeedSequence([seed, self.rank, start]).generate_state(1, np.uint64)
             torch.cuda.manual_seed(int(state[0]) >> 1)
 
     def peak_memory_bytes(self) -> int:
-        """The most memory this worker has held: device memory on CUDA, resident set elsewhere."""
+        """Peak memory of this worker: device memory on CUDA, resident set elsewhere."""
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device)
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def close(self) -> None:
-        """Let go of DeepSpeed's hooks and buffers."""
+        """Release DeepSpeed's hooks and buffers."""
         self._deepspeed.destroy()
         gc.collect()
 
@@ -224,7 +224,7 @@ class Engine:
                     state[key].zero_()
                 else:
                     state[key] = torch.zeros_like(flat, requires_grad=False)
-            # torch's fused AdamW wants its step count beside the weights, as fp32.
+            # torch's fused AdamW needs its step count on the device of the weights, as fp32.
             state["step"] = torch.zeros((), dtype=torch.float32, device=flat.device)
 
 
@@ -252,7 +252,7 @@ def gather_objects(value: Any, group: Any = None) -> list[Any]:
 
 
 def end_process_group() -> None:
-    """Destroy the process group with what DeepSpeed remembers of it, so that another run may follow in this process."""
+    """Destroy the process group and DeepSpeed's state of it, so that this process can start another run."""
     if "deepspeed" in sys.modules and sys.modules["deepspeed"].comm.is_initialized():
         sys.modules["deepspeed"].comm.destroy_process_group()
     else:

@@ -13,18 +13,18 @@ from pretrain.model.encoder import Embeddings
 from pretrain.training.engine import deepspeed_patches
 from pretrain.training.optim import square_sum
 
-# Gradients on their way between workers. Bigger ones save no time and are copied three times on that way.
+# Size of the gradient pieces sent between workers. Larger ones save no time and are copied three times in the process.
 BUCKET_ENTRIES = 10_000_000
 _SUM_ENTRIES = 1 << 20  # of gradients that are added at once
 
 
 class GradientSums:
-    """The fp32 sums of gradients. Each gradient is added as it comes; the step brings the sums to their owners.
+    """The fp32 sums of gradients. Each gradient is added when it is computed; the step sends the sums to their owners.
 
     DeepSpeed copies every gradient to fp32 and to a bucket, divides it by the number of workers, flattens it, copies it
     back and adds it to zeros: some 50 bytes of memory traffic for each entry. Its stage 1 also rounds the sums to half
-    precision on that way, and gloo rounds after adding each worker's part. Here each worker's part is rounded once, to
-    be sent, and the owner's part is not rounded.
+    precision in the process, and gloo rounds after adding each worker's part. Here each worker's part is rounded
+    once, before it is sent, and the owner's part is not rounded.
 
     For several workers these are whole sums, as DeepSpeed's stage 1 has them, cut into the owners' equal parts.
     """
@@ -50,7 +50,7 @@ class GradientSums:
         deepspeed_patches.replace_gradient_sums(wrapper, own_G, self._add)
 
     def finish(self) -> None:
-        """End the step's sums: gradients that did not come are zero, and every worker gets the sums of its part."""
+        """Finish the step's sums: missing gradients are zero, and every worker gets the sums of its part."""
         for key, view in self._views.items():
             if key not in self._filled:
                 view.zero_()
@@ -100,9 +100,9 @@ def add_rows(sums: Tensor, gradient: Tensor, first: bool) -> None:
 
 
 def use_sparse_embedding_gradients(model: nn.Module) -> None:
-    """Make embeddings return gradients of the rows that were looked up alone, where nothing else uses the table.
+    """Make embeddings return gradients of only the rows that were looked up, if nothing else uses the table.
 
-    A fine-tuning step of 400 tokens would otherwise clear, carry and add up 23 MB for them.
+    A fine-tuning step of 400 tokens would otherwise clear, send and add 23 MB for them.
     """
     for part in model.modules():
         if isinstance(part, Embeddings):

@@ -26,7 +26,7 @@ from pretrain.training.optim import Segment, cut_segments, number_tensors
 class Fragment:
     """Entries [start, start + numel) of the flattened parameter `name`, as this rank holds them.
 
-    `tensors` are 1-D fp32 views into the optimizer: "weight", "exp_avg", "exp_avg_sq". `shared` is true where every
+    `tensors` are 1-D fp32 views into the optimizer: "weight", "exp_avg", "exp_avg_sq". `shared` is true if every
     rank holds the same entries.
     """
 
@@ -41,14 +41,14 @@ class Fragment:
 
 
 class FragmentReader(Protocol):
-    """Where `Engine.load` finds what was saved; `pretrain.checkpoint.store.CheckpointReader` is one."""
+    """The source from which `Engine.load` reads saved state; `pretrain.checkpoint.store.CheckpointReader` is one."""
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor: ...  # fp32 [numel]
 
 
 @dataclass(frozen=True)
 class Parts:
-    """What a layout works with, once DeepSpeed has wrapped model and optimizer."""
+    """The objects that a layout uses, once DeepSpeed has wrapped model and optimizer."""
 
     deepspeed: Any  # DeepSpeed's engine
     optimizer: torch.optim.Optimizer  # the one that DeepSpeed's wrapper steps
@@ -67,13 +67,13 @@ class Parts:
 
 
 class StateLayout(ABC):
-    """Where one ZeRO stage keeps master weights and moments, and how it steps them.
+    """The storage of master weights and moments in one ZeRO stage, and its optimizer step.
 
     Attributes:
         deepspeed_clips: DeepSpeed clips gradients; else `step` does.
-        sums_apart: DeepSpeed sums gradients in a buffer apart from the gradients, whose type can be chosen.
+        sums_apart: DeepSpeed sums gradients in a separate buffer, whose type can be chosen.
         shared: every rank holds the whole state.
-        sums: the sums of gradients that replace DeepSpeed's; None where its own are used.
+        sums: the sums of gradients that replace DeepSpeed's; None if its own are used.
     """
 
     deepspeed_clips = True
@@ -121,7 +121,7 @@ class StateLayout(ABC):
 
 
 def layout_class(settings: EngineConfig) -> type[StateLayout]:
-    """The layout of a stage and precision. Nothing else asks for the stage."""
+    """The layout of a stage and precision. Nothing else depends on the stage."""
     if settings.zero_stage == 0:
         return Stage0Fp32Layout if settings.precision == "fp32" else Stage0HalfLayout
     return {1: Stage1Layout, 2: Stage2Layout, 3: Stage3Layout}[settings.zero_stage]
@@ -152,7 +152,7 @@ class Stage0Fp32Layout(_Stage0Layout):
         return [parameter for group in self._parts.optimizer.param_groups for parameter in group["params"]]
 
     def refresh(self, reader: FragmentReader) -> None:
-        """Nothing: the model computes with the master weights."""
+        """Does nothing: the model computes with the master weights."""
 
     def step(self, loss_scale: float) -> tuple[bool, float]:
         norm = float(nn.utils.clip_grad_norm_(list(self._parts.parameters.values()), self._parts.clip_norm or math.inf))
@@ -164,13 +164,13 @@ class Stage0Fp32Layout(_Stage0Layout):
 
 
 class Stage0HalfLayout(_Stage0Layout):
-    """fp32 master weights beside the model's, one tensor for each parameter."""
+    """fp32 master weights in addition to the model's, one tensor for each parameter."""
 
     def flats(self) -> list[Tensor]:
         return deepspeed_patches.masters_of_stage_0(self._parts.wrapper)
 
     def step(self, loss_scale: float) -> tuple[bool, float]:
-        return self._deepspeed_step(loss_scale)  # FP16_UnfusedOptimizer alone reports the norm of scaled gradients
+        return self._deepspeed_step(loss_scale)  # only FP16_UnfusedOptimizer reports the norm of scaled gradients
 
 
 class Stage1Layout(StateLayout):
@@ -211,14 +211,14 @@ class Stage1Layout(StateLayout):
 
 
 class Stage2Layout(Stage1Layout):
-    """Each rank also has a part of the gradients' sums alone."""
+    """Each rank also has only a part of the gradients' sums."""
 
     def _whole_sums_fit(self) -> bool:
         return self._parts.world_size == 1
 
 
 class Stage3Layout(StateLayout):
-    """Each rank also has a part of every parameter alone."""
+    """Each rank also has only a part of every parameter."""
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
