@@ -394,7 +394,8 @@ ARTICLE = """{{Infobox
 | name = {{nowrap|X}}
 }}
 [[File:Foo.jpg|thumb|A [[caption]] of it]]
-'''Anarchism''' is a ''[[political philosophy]]''<ref name="a">{{cite|x}}</ref> of [[self-governance|self-governed]] groups.<ref name="a" /> <!-- hidden -->
+'''Anarchism''' is a ''[[political philosophy]]''<ref name="a">{{cite|x}}</ref> of [[self-governance|self-governed]]\
+ groups.<ref name="a" /> <!-- hidden -->
 It spans (; ) two lines&nbsp;here.
 
 == Etymology ==

@@ -112,7 +112,8 @@ def test_a_pipe_in_the_place_of_a_log_does_not_hang(tmp_path: Path) -> None:
 
 def test_a_workers_log_follows_no_link(tmp_path: Path, precious: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from cluster.workers.outcomes import WorkerError; from cluster.workers.target import log_to\n"
+        "import sys; from pathlib import Path\n"
+        "from cluster.workers.outcomes import WorkerError; from cluster.workers.target import log_to\n"
         "try: log_to(Path(sys.argv[1]), 0)\n"
         "except WorkerError as error: print(error.kind)\n"
     )

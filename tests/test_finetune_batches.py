@@ -73,9 +73,9 @@ def test_rows_labels_and_owners_are_in_their_places(lengths: list[list[int]], as
         assert (
             (batch.input_ids[batch.rows] - 1000).tolist()
             == (batch.labels // 3).tolist()
-            == windows.queries[batch.asked].tolist()
+            == windows.queries[batch.query_rows].tolist()
         )
-        assert batch.weights.tolist() == windows.weights[batch.asked].tolist()
+        assert batch.weights.tolist() == windows.weights[batch.query_rows].tolist()
         for row, sequence in zip(rows, batch.sequence.tolist(), strict=True):
             assert starts[sequence] <= row < starts[sequence + 1]
         for number, (begin, end) in enumerate(itertools.pairwise(starts)):
@@ -120,7 +120,7 @@ def test_prediction_sees_every_row_on_some_rank(lengths: list[list[int]], world_
     windows = make_windows(lengths)
     by_rank = [list(make_batches(windows, rank, world_size).every_window()) for rank in range(world_size)]
     assert len({len(found) for found in by_rank}) == 1
-    seen = np.concatenate([batch.asked for found in by_rank for batch in found])
+    seen = np.concatenate([batch.query_rows for batches in by_rank for batch in batches])
     assert np.unique(seen).tolist() == list(range(len(windows.queries)))
     if world_size == 1:
         assert len(seen) == len(windows.queries)
@@ -136,6 +136,6 @@ def test_the_largest_step_is_full() -> None:
 def test_an_example_larger_than_a_micro_batch_is_refused() -> None:
     make_batches(make_windows([[30, 34]])).check("classification")
     with pytest.raises(
-        InputError, match=r"classification: an example has 65 tokens in all its windows, but .* place for 64"
+        InputError, match=r"classification: an example has 65 tokens in all its windows, but a micro-batch fits 64"
     ):
         make_batches(make_windows([[30, 35]])).check("classification")

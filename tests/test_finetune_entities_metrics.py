@@ -169,7 +169,7 @@ def test_nothing_to_find_scores_zero(rule):
 
 
 def test_what_cannot_be_scored_is_refused():
-    with pytest.raises(ValueError, match="not of the same sentences"):
+    with pytest.raises(ValueError, match="have different sentences"):
         compare([["O", "O"]], [["O"], ["O"]])
     with pytest.raises(ValueError, match="'X-PER' is not a tag"):
         tagged([["X-PER"]])
@@ -177,7 +177,7 @@ def test_what_cannot_be_scored_is_refused():
         tagged([[""]])
     with pytest.raises(ValueError, match="'Org' is not a tag"):
         tagged([["Org"]])
-    with pytest.raises(ValueError, match="which iob2 has not"):
+    with pytest.raises(ValueError, match="which iob2 does not have"):
         find(tagged([["S-PER"]]), "iob2")
 
 

@@ -189,7 +189,7 @@ def test_onnxruntime_gives_our_logits(family: str, head: Head, tmp_path: Path) -
     onnx.checker.check_model(tmp_path / "model.onnx", full_check=True)
     assert str(Path(export.__file__).parent).encode() not in (tmp_path / "model.onnx").read_bytes()
     model.out.out_bias += torch.nn.functional.one_hot(torch.tensor(1), len(model.out.out_bias))
-    with pytest.raises(MachineError, match=r"gives logits that are 1\.0e\+00 away from torch's"):
+    with pytest.raises(MachineError, match=r"computes logits that differ from torch's by 1\.0e\+00"):
         export._difference(model, tmp_path / "model.onnx")
 
 
@@ -424,7 +424,7 @@ def test_the_card_says_which_scores_chose_the_model(tmp_path: Path) -> None:
     # A set that is another one once more is no independent one.
     same = render({"classification": {**files, **sets, "test": files["dev"]}}, chances)
     assert "took no part" not in same
-    assert "Remark: test is the same file as dev: it holds examples that chose the checkpoint" in same
+    assert "Remark: test is the same file as dev: its examples selected the checkpoint" in same
     alone = render({"classification": {**files, **sets}}, chances, chosen_on="")
     assert "the last one: there was no dev set to choose another by." in alone
     assert "optimistic" not in alone

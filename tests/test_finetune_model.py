@@ -188,7 +188,7 @@ DISTILBERT = {
 def test_heads_drop_where_and_as_much_as_transformers(
     family: str, values: dict[str, Any], head: Head, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In training, with dropout made to multiply all that it is given by its share: place and share show in the logits."""
+    """Here dropout multiplies its input by its probability, so its position and probability show in the logits."""
     import transformers
 
     monkeypatch.setattr(torch.nn.Dropout, "forward", lambda self, x: x * (1 - self.p) if self.training else x)
@@ -258,7 +258,7 @@ def test_windows_of_an_example_are_averaged_before_the_loss(checkpoint: Path) ->
     batches = Batches(windows, seed=0, budget=100, rank=0, world_size=1)
     (each,) = batches.every_window()
     with torch.no_grad():
-        logits = model(each).logits[np.argsort(each.asked)]
+        logits = model(each).logits[np.argsort(each.query_rows)]
         loss = sum(model(batch).loss for batch in batches.step(0, 2).micro_batches)
     means = torch.stack([(logits[0] + logits[1]) / 2, logits[2]])
     expected = torch.nn.functional.cross_entropy(means, torch.tensor([2, 0]), reduction="none")

@@ -394,7 +394,7 @@ def test_sets_that_are_one_file_are_remarked(folder: Path) -> None:
     config = FinetuneConfig.model_validate({**values, "classification": section})
     assert config.repeated_sets() == [("dev", "train")]
     said = runs.describe_start(config, runs.plan(config, alone=True))
-    assert "note: dev is the same file as train: it holds examples that the model was trained on" in said
+    assert "note: dev is the same file as train: its examples trained the model" in said
     others = {**section, "dev": str(folder / "dev.jsonl"), "test": str(folder / "dev.jsonl")}
     config = FinetuneConfig.model_validate({**values, "classification": others})
     assert config.repeated_sets() == [("test", "dev")]

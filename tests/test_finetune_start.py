@@ -89,7 +89,7 @@ def test_the_table_tells_what_is_not_taken(layers: int) -> None:
 def test_a_head_without_a_pooler_and_random_weights_are_told() -> None:
     config = FinetuneConfig.model_validate({"name": "x", "entities": {"train": "x"}})
     text = start_table(config, make_task("tokens"), make_released())
-    assert "bert.pooler.dense.bias: 2 tensors left out: the head of entities has one layer alone" in text
+    assert "bert.pooler.dense.bias: 2 tensors left out: the head of entities has only one layer" in text
     assert text.endswith("\ninitialised at random: head.out.*")
     text = start_table(make_config(random_weights=True), make_task(), make_released())
     assert " -> " not in text

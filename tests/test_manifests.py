@@ -192,7 +192,7 @@ def test_kuberay_follows_the_config(config: Path) -> None:
 
 
 def test_what_a_cluster_asks_of_pods(config: Path) -> None:
-    """All pods have account, priority, pull secrets and annotations; RDMA and NCCL's settings are the workers' alone."""
+    """All pods have account, priority, pull secrets and annotations. Only workers have RDMA and NCCL settings."""
     documents = kuberay(
         config,
         "place.service_account=trainer",

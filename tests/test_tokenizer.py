@@ -1,4 +1,4 @@
-"""A released model's tokenizer, from each of its kinds of files, gives the ids that transformers' AutoTokenizer gives."""
+"""A released model's tokenizer, read from each kind of file, gives the same ids as transformers' AutoTokenizer."""
 
 from __future__ import annotations
 

@@ -63,8 +63,8 @@ def run_all(
 ) -> TrialRuns:
     """Run the trials that are not finished, with progress on the terminal; `config.folder` is their common folder.
 
-    `ended` is called with all outcomes whenever a trial finishes. `config.scheduling` sets retries, CPUs and the cluster;
-    `parallel` is as in `cluster.trials.launch.run_trials`.
+    `ended` is called with all outcomes whenever a trial finishes. `config.scheduling` sets retries, CPUs and the
+    cluster. `parallel` is as in `cluster.trials.launch.run_trials`.
 
     Raises:
         InputError: a run folder holds a run with other settings or data, or another process uses the folders.

@@ -136,8 +136,8 @@ class SentenceSource:
             return
         word = int(np.flatnonzero(unknown[tags.types])[0])
         raise InputError(
-            f"{_place(sentences, tags, word)}: the type {tags.names[tags.types[word]]!r} is not among those "
-            f"{'set in labels' if self._settings.labels else 'of the training set'} ({', '.join(self.types)}). "
+            f"{_place(sentences, tags, word)}: the type {tags.names[tags.types[word]]!r} is not in "
+            f"{'labels' if self._settings.labels else 'the training set'} ({', '.join(self.types)}). "
             f"Correct it, or train with `labels` set to all types."
         )
 
