@@ -17,9 +17,10 @@ from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune import config as finetune_config
 from finetune.artifacts import saved
+from finetune.config import TASKS, FinetuneConfig
 from finetune.experiments import trials
+from finetune.tasks import registry
 from pretrain import __main__ as command_line
 from pretrain import train
 from pretrain.common.errors import InputError
@@ -27,7 +28,7 @@ from pretrain.reporting import dashboard
 from pretrain.reporting.dashboard import curves, workspace
 from pretrain.reporting.dashboard.panels import PANELS, panels_for
 from pretrain.reporting.dashboard.runs import FAILED, SCORES, find_folder, read_runs
-from pretrain.reporting.dashboard.subjects import TASKS
+from pretrain.reporting.dashboard.subjects import subject
 from pretrain.tracking.metrics import TRAINING_METRICS
 from pretrain.tracking.records import is_training, note_end, read_records
 from pretrain.training import loop
@@ -188,7 +189,16 @@ class TestPanels:
 
     def test_files_of_a_fine_tuning_are_named_as_there(self) -> None:
         assert (SCORES, FAILED) == (saved.SCORES, trials.FAILED)
-        assert TASKS == finetune_config.TASKS
+
+    @pytest.mark.parametrize("task", registry.TASKS)
+    def test_a_task_is_recognised_by_its_training_file(self, task: type[registry.Task[Any]]) -> None:
+        """So a task of the registry needs no entry in the dashboard."""
+        assert "train" in task.settings_type.model_fields
+        other_sections = FinetuneConfig.model_construct(name="a").model_dump(mode="json", exclude=set(TASKS))
+        assert subject(other_sections) is None
+        recognised = subject({**other_sections, task.kind: {"train": "data/a.tsv"}})
+        assert recognised is not None
+        assert (recognised.data_key, recognised.data) == (f"{task.kind}.train", f"{task.kind}: a.tsv")
 
 
 class TestCurves:
