@@ -98,7 +98,7 @@ def test_epochs_go_through_every_source_in_turn(sources, key):
         assert [epochs[number] for number in range(full)] == [size] * full
 
 
-def test_epochs_mix_sources_and_texts_anew():
+def test_every_epoch_has_a_new_order_of_sources_and_texts():
     order = Order([400, 600], [1.0, 0.5], KEY)
     first, second = (order.locate(np.arange(700) + start) for start in (0, 700))
     assert 0.4 < (first.source == second.source).mean() < 0.6

@@ -99,7 +99,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("kind", ["wikiextractor", "jsonl", "mediawiki"])
-def test_every_document_comes_once(tmp_path: Path, piece_bytes: int, suffix: str, kind: str) -> None:
+def test_every_document_is_read_once(tmp_path: Path, piece_bytes: int, suffix: str, kind: str) -> None:
     data = {"wikiextractor": wiki_bytes, "jsonl": jsonl_bytes, "mediawiki": dump_bytes}[kind]()
     path = tmp_path / f"file{suffix}"
     path.write_bytes(COMPRESS[suffix](data))

@@ -248,7 +248,7 @@ class TestCurves:
 
 
 class TestPage:
-    def test_stands_alone_and_says_nothing_but_the_records(self, run: Path) -> None:
+    def test_is_self_contained_and_shows_only_the_records(self, run: Path) -> None:
         dashboard.write_dashboard(str(run))
         page = run / "dashboard.html"
         Page(page.read_text()).assert_stands_alone()
@@ -295,7 +295,7 @@ class TestPage:
         ]
         assert filtered["value"] == [HOSTILE]
 
-    def test_what_a_rollback_takes_back_is_not_drawn(self, tmp_path: Path) -> None:
+    def test_steps_undone_by_a_rollback_are_not_plotted(self, tmp_path: Path) -> None:
         records = [
             training(10),
             training(20, loss=99.0),
@@ -538,7 +538,9 @@ class TestWorkspace:
         for name in ("dashboard.json", "dashboard.html"):
             assert KEY not in (run / name).read_text()
 
-    def test_a_refusal_leaves_the_file_and_tells_no_key(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_refusal_keeps_the_file_and_does_not_print_the_key(
+        self, run: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def refuse() -> str:
             raise ConnectionError(f"401 for {KEY}")
 

@@ -48,7 +48,7 @@ EXAMPLES = st.lists(st.lists(st.integers(2, 10), min_size=1, max_size=3), min_si
 
 @settings(max_examples=40, deadline=None)
 @given(EXAMPLES, st.integers(1, 3), st.integers(0, 50))
-def test_a_step_is_the_same_whoever_computes_it(lengths: list[list[int]], world_size: int, first: int) -> None:
+def test_a_step_does_not_depend_on_the_number_of_ranks(lengths: list[list[int]], world_size: int, first: int) -> None:
     windows, count = make_windows(lengths), 4
     alone = make_batches(windows).step(first, count)
     parts = [make_batches(windows, rank, world_size).step(first, count) for rank in range(world_size)]
@@ -94,7 +94,7 @@ def test_rows_labels_and_owners_are_in_their_places(lengths: list[list[int]], as
             assert owner_examples == {int(windows.examples[place])}
 
 
-def test_every_example_comes_once_a_pass_in_another_order() -> None:
+def test_every_epoch_has_each_example_once_in_another_order() -> None:
     windows = make_windows([[3]] * 10)
     batches = make_batches(windows)
 
@@ -107,7 +107,7 @@ def test_every_example_comes_once_a_pass_in_another_order() -> None:
     assert passes[0] != passes[1] != passes[2]
 
 
-def test_passes_and_windows_draw_dropout_anew() -> None:
+def test_epochs_and_windows_have_different_dropout() -> None:
     batches = make_batches(make_windows([[6, 6]]))
     (one,), (other,) = (batches.step(n, 1).micro_batches for n in (0, 1))
     keys = [*one.token_keys.tolist(), *other.token_keys.tolist()]

@@ -552,7 +552,7 @@ def test_windows_of_one_example_share_its_label_and_weight(tokenizer: Tokenizer,
     assert set(tokens) == {tokenizer.token_to_id(word) for word in WORDS}
 
 
-def test_a_class_without_examples_weighs_one_and_is_said(write: Callable[..., str], caplog: Any) -> None:
+def test_a_class_without_examples_has_weight_one_and_a_warning(write: Callable[..., str], caplog: Any) -> None:
     absent = task(train=write("a.jsonl", sayings("a", "a", "c")), labels=("a", "b", "c"), class_weights="balanced")
     absent.read_train()
     assert absent._source.class_weights is not None
@@ -560,7 +560,7 @@ def test_a_class_without_examples_weighs_one_and_is_said(write: Callable[..., st
     assert "no example of b" in caplog.text
 
 
-def test_a_text_of_a_megabyte_works_and_training_says_what_it_leaves_out(tokenizer: Tokenizer, caplog: Any) -> None:
+def test_a_text_of_a_megabyte_works_and_training_reports_skipped_windows(tokenizer: Tokenizer, caplog: Any) -> None:
     rng = np.random.default_rng(0)
     text = " ".join(rng.choice(WORDS, 1_000_000 // 7 + 1))
     assert len(text) > 1_000_000
@@ -734,7 +734,7 @@ def test_a_threshold_among_many_rare_labels_is_found() -> None:
     assert multi.score(examples, [{"scores": {"a": a, "b": b}} for a, b in chances.tolist()])["micro_f1"] > 0.97
 
 
-def test_values_far_from_one_are_said(write: Callable[..., str], caplog: Any) -> None:
+def test_values_far_from_one_are_reported(write: Callable[..., str], caplog: Any) -> None:
     task(train=write("a.jsonl", sayings(1000, 250000)), problem_type="regression").read_train()
     assert "values have a standard deviation of 1.24e+05" in caplog.text
     caplog.clear()

@@ -135,7 +135,7 @@ def test_compressed_files_are_read(tmp_path):
         assert read(str(tmp_path / name))[0].tags == ["B-PER"]
 
 
-def test_wikianns_language_is_taken_off_and_told(tmp_path):
+def test_wikianns_language_prefix_is_removed_with_a_remark(tmp_path):
     task = Entities(EntitiesSettings(train=write(tmp_path / "a.txt", "en:Ann\tB-PER\nen::\tO\n\nen:it\tO\n")))
     assert [one.words for one in task.read_train()] == [["Ann", ":"], ["it"]]
     assert len(task.remarks) == 1
@@ -143,7 +143,7 @@ def test_wikianns_language_is_taken_off_and_told(tmp_path):
     assert read(write(tmp_path / "b.txt", "re:Ann\tB-PER\nleft\tO\n"))[0].words == ["re:Ann", "left"]
 
 
-def test_gold_that_breaks_its_scheme_is_read_as_conlleval_does_and_told(tmp_path):
+def test_gold_that_violates_its_scheme_is_read_as_conlleval_does_with_a_remark(tmp_path):
     text = "a B-PER\nb O\nc I-PER\nd I-LOC\n\ne B-LOC\nf I-LOC\n\ng B-LOC\nh B-PER\n"
     task = Entities(EntitiesSettings(train=write(tmp_path / "a.conll", text)))
     assert task.read_train()[0].tags == ["B-PER", "O", "B-PER", "B-LOC"]
@@ -163,7 +163,7 @@ def test_gold_that_breaks_its_scheme_is_read_as_conlleval_does_and_told(tmp_path
         "Ann _ _ B-PER\n# _ _ O\n\n# id 3 _ x\n# _ _ O\nBob _ _ B-PER\n",
     ],
 )
-def test_comments_are_no_words_and_signs_are(tmp_path, text):
+def test_comments_are_not_words_and_symbols_are(tmp_path, text):
     text = text.replace("#end of it\n", "\n#end of it\n")
     sentences = read(write(tmp_path / "a.conll", text))
     assert [one.words for one in sentences] == [["Ann", "#"], ["#", "Bob"]]
@@ -419,7 +419,7 @@ def test_bad_records(tmp_path, record, message):
     assert "\n" not in str(caught.value)
 
 
-def test_tokens_given_with_their_text_stand_in_it(tmp_path):
+def test_tokens_with_a_text_get_its_offsets(tmp_path):
     record = {
         "text": "Ann  left,U.S. Bob.",
         "tokens": ["Ann", "left", ",", "U.S.", "Bob", "."],
@@ -586,7 +586,7 @@ def laid_out(draw: st.DrawFn) -> tuple[list[Sentence], int, Any, int]:
 
 @settings(deadline=None, max_examples=300)
 @given(laid_out())
-def test_every_word_is_asked_once_at_its_first_token(case):
+def test_every_word_has_one_query_position_at_its_first_token(case):
     sentences, max_length, context, overlap = case
     task, encoder = make_task(document_context=context, overlap=overlap), make_encoder(max_length)
     windows = task.windows(sentences, encoder, training=False)
@@ -759,7 +759,7 @@ def test_a_sentence_waits_for_the_end_of_its_document_alone():
     assert len(list(made)) == 3
 
 
-def test_what_ends_the_records_is_told_after_those_that_wait():
+def test_an_error_in_reading_comes_after_the_waiting_records():
     predictor = Shower(make_task(document_context=True), make_encoder(64))
 
     def records():
@@ -772,7 +772,7 @@ def test_what_ends_the_records_is_told_after_those_that_wait():
         next(made)
 
 
-def test_a_sentence_given_twice_is_asked_twice():
+def test_a_repeated_sentence_is_predicted_twice():
     task, encoder = make_task(document_context=True), make_encoder(3)
     one = Sentence(["ab"], None, "it")  # two tokens, so two windows
     windows = task.windows([one, one], encoder, training=False)

@@ -81,7 +81,7 @@ def test_strict_modes_are_seqevals(case):
         assert_equal_to_seqeval(counts, seqeval_report(gold, predicted, mode="strict", scheme=scheme))
 
 
-def test_the_modes_differ_where_seqevals_readme_says_so():
+def test_the_modes_differ_as_in_seqevals_readme():
     gold, predicted = [["B-NP", "I-NP", "O"]], [["I-NP", "I-NP", "O"]]
     assert compare(gold, predicted).overall["f1"] == 1.0
     assert compare(gold, predicted, "iob2").overall["f1"] == 0.0

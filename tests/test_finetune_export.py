@@ -251,7 +251,7 @@ def test_an_export_is_the_model_whole(run: Path, tmp_path: Path, capsys: pytest.
     assert main(["export", str(run), str(tmp_path / "again")]) == 0  # an earlier one is replaced
 
 
-def test_an_export_with_onnx_says_so_in_its_card(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_card_of_an_onnx_export_mentions_onnx(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(run / "model"), str(tmp_path / "out"), "--onnx"]) == 0
     said = capfd.readouterr()
     assert said.err == ""  # torch.onnx is silent
@@ -407,7 +407,7 @@ def test_the_card_of_a_classifier(tmp_path: Path) -> None:
     assert {"type": "accuracy", "name": "accuracy", "value": 0.6} in result["metrics"]
 
 
-def test_the_card_says_which_scores_chose_the_model(tmp_path: Path) -> None:
+def test_the_card_names_the_set_that_selected_the_model(tmp_path: Path) -> None:
     files = {name: labelled(tmp_path / f"{name}.jsonl", [["x"], ["y"]]) for name in ("train", "dev", "test")}
     chances = [{"scores": {"x": 0.9, "y": 0.2}}, {"scores": {"x": 0.7, "y": 0.8}}]
     sets = {"problem_type": "multi_label", "format": "jsonl"}

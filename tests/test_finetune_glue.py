@@ -152,7 +152,7 @@ def test_labels_have_the_order_of_released_checkpoints(downloads: Path) -> None:
     assert (task("stsb", downloads).outputs, task("stsb", downloads).objective) == (1, "value")
 
 
-def test_torn_rows_are_left_out_of_qqp_alone_and_said(downloads: Path, caplog: Any) -> None:
+def test_broken_rows_are_skipped_with_a_warning_only_in_qqp(downloads: Path, caplog: Any) -> None:
     task("qqp", downloads).read_train()
     assert "QQP/train.tsv: skipped 1 broken rows; the first is" in caplog.text
     assert "train.tsv:3" in caplog.text

@@ -422,7 +422,7 @@ def test_answers_longer_than_the_overlap(encoder, caplog):
     assert not caplog.text
 
 
-def test_long_questions_are_cut_and_that_is_said(encoder, caplog):
+def test_long_questions_are_truncated_with_a_warning(encoder, caplog):
     made = [
         ask("cat", "cat", text="abcdefghijkl", id="long"),
         ask("cat", "cat", text="  abcdefgh ", id="just"),
@@ -436,7 +436,7 @@ def test_long_questions_are_cut_and_that_is_said(encoder, caplog):
     )
 
 
-def test_blanks_around_a_question_are_no_tokens(bytewise):
+def test_spaces_around_a_question_are_not_tokens(bytewise):
     windows = task().windows(
         [ask("cat", text=" who\n"), ask("cat", text="who")], TextEncoder(bytewise, 32), training=True
     )
@@ -547,7 +547,7 @@ def test_offsets_in_any_text(tokenizer, cased, bytewise, context, start, length,
     assert all(unicodedata.category(character)[0] == "M" for character in context[end : found["end"]])
 
 
-def test_blanks_that_belong_to_a_token_are_no_part_of_answers():
+def test_spaces_within_a_token_are_not_part_of_answers():
     words = ["<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet()), "Ġc"]
     model = models.BPE({word: n for n, word in enumerate(words)}, [("Ġ", "c")])
     tokenizer = Tokenizer(model)
@@ -734,7 +734,7 @@ def test_one_best_still_knows_the_best_answer(encoder):
     assert [entry["text"] for entry in found["nbest"]] == ["", "a"]
 
 
-def test_nothing_asked(encoder):
+def test_no_questions(encoder):
     one = task(unanswerable=True)
     windows = one.windows([], encoder, training=False)
     assert len(windows) == 0

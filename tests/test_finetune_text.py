@@ -82,7 +82,7 @@ def test_special_tokens_are_found_around_texts_of_several_tokens() -> None:
 @pytest.mark.parametrize(
     "added", [AddedToken("new york"), AddedToken("<x>", lstrip=True), AddedToken("<x>", rstrip=True)]
 )
-def test_a_token_that_reaches_over_a_space_is_left_to_the_tokenizer(added: AddedToken) -> None:
+def test_a_token_with_spaces_is_left_to_the_tokenizer(added: AddedToken) -> None:
     encoder = TextEncoder(make_tokenizer(lowercase=True, added=added), 32)
     texts = ["in new york a", "a <x> b"]
     assert not encoder._by_word

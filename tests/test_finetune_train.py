@@ -175,7 +175,7 @@ def test_records_that_are_there_are_predicted_before_others_come(root: Path) -> 
     assert len(answered) == 4
 
 
-def test_what_ends_the_records_is_told_after_those_before_it(root: Path) -> None:
+def test_an_error_in_reading_comes_after_earlier_predictions(root: Path) -> None:
     model = finetune.load(root / "whole", precision="fp32")
 
     def two_and_an_error() -> Iterator[str]:
@@ -267,7 +267,7 @@ def test_standard_input_is_utf8_whatever_the_locale(root: Path) -> None:
     assert b"standard input: not UTF-8" in told.stderr
 
 
-def test_a_test_set_that_is_wrong_is_told_before_training(root: Path, tmp_path: Path) -> None:
+def test_a_bad_test_set_is_reported_before_training(root: Path, tmp_path: Path) -> None:
     config = settings(root, "test", classification__test=str(tmp_path / "typo.jsonl"))
     with pytest.raises(InputError, match="typo"):
         runs.plan(FinetuneConfig.model_validate(config), alone=True)
@@ -282,7 +282,7 @@ def test_torchruns_other_processes_end_with_the_first(
     assert main(["finetune", str(tmp_path / "task.yaml"), *arguments]) == 0
 
 
-def test_a_fine_tuned_run_can_be_begun_from(root: Path) -> None:
+def test_a_fine_tuned_run_can_be_the_initial_checkpoint(root: Path) -> None:
     plan = runs.plan(FinetuneConfig.model_validate(settings(root, "next", start_from=str(root / "whole"))), alone=True)
     assert plan.family == "bert"
     (root / "edited/config.yaml").write_text(dump(FinetuneConfig.model_validate(settings(root, "edited"))))
@@ -336,7 +336,7 @@ def test_evaluate_writes_the_scores_of_training(root: Path, capsys: pytest.Captu
         (["finetune", "{config}", "--workers", "17"], "every worker needs an example"),
     ],
 )
-def test_mistakes_are_told_in_a_line(
+def test_mistakes_are_reported_in_one_line(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     import yaml

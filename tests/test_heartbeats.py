@@ -55,7 +55,7 @@ def test_the_rank_that_is_in_no_collective_is_named(guilty: int) -> None:
     assert (finding.event, finding.rank) == ("hang", guilty)
 
 
-def test_the_furthest_behind_is_named_where_frames_do_not_tell() -> None:
+def test_the_slowest_rank_is_named_if_stack_frames_do_not_differ() -> None:
     finding = find({"position": 8}, {"position": 7}, {"position": 8})
     assert finding is not None
     assert finding.rank == 1

@@ -151,7 +151,7 @@ def _circles(arrows: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
     return [sorted(left)] if left else []
 
 
-def test_rooms_import_only_what_stands_below() -> None:
+def test_packages_import_only_lower_packages() -> None:
     allowed = {room: set(rooms.split()) for room, rooms in MAY_IMPORT.items()}
     wrong = [
         f"{module.replace('.', '/')}, line {line}: {_room(module)} may not import {name}"

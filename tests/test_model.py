@@ -249,7 +249,7 @@ def test_dropout_is_independent_between_layers_features_and_tokens() -> None:
     assert (masks[0].float().mean(0) - 0.5).abs().max() < 0.06
 
 
-def test_only_the_rows_asked_for() -> None:
+def test_only_the_requested_rows() -> None:
     model, batch = make_model().eval(), make_batch(LENGTHS)
     rows = torch.tensor([0, 5, 30, 100])
     with torch.no_grad():
@@ -265,7 +265,7 @@ def test_activation_checkpointing_and_compilation_change_nothing() -> None:
             torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-3, msg=f"{options} {name}")
 
 
-def test_without_next_sentence_prediction_there_is_no_pooler() -> None:
+def test_no_pooler_without_next_sentence_prediction() -> None:
     model, batch = make_model(next_sentence=False), make_batch(LENGTHS)
     names = {name for name, _ in model.named_parameters()}
     assert not {name for name in names if "pooler" in name or "nsp" in name}
@@ -373,7 +373,7 @@ def test_the_stride_of_dropout_seeds_stays_within_int32() -> None:
         ModelConfig(size="custom", layers=1, hidden=MAX_WIDTH + 64, heads=1)
 
 
-def test_every_head_of_every_layer_drops_by_a_mask_of_its_own() -> None:
+def test_every_head_of_every_layer_has_its_own_dropout_mask() -> None:
     keys_T, rows_GL = torch.arange(64, dtype=torch.int32), torch.arange(64)[None]
     masks = []
     for _ in range(4):

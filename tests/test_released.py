@@ -386,7 +386,7 @@ def test_the_mapping_table_is_short_and_names_what_is_left_out(theirs: Any, tmp_
     )
 
 
-def test_many_names_are_cut_and_none_is_no_table() -> None:
+def test_many_names_are_shortened_and_no_names_give_no_table() -> None:
     mapping = [MappedTensor(f"part{letter}", (1,), "left out: why") for letter in "abcdefgh"]
     assert mapping_table(mapping) == ("parta, partb, partc, partd, parte, partf and 2 more: 8 tensors left out: why")
     assert mapping_table([]) == ""

@@ -145,7 +145,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, da
 
 
 @pytest.mark.parametrize("failures", [1, 99])
-def test_a_checkpoint_that_cannot_be_read_is_asked_for_again_then_passed_over(
+def test_an_unreadable_checkpoint_is_retried_then_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     monkeypatch.setattr(store, "_READ_WAIT_SECONDS", 0.0)
