@@ -1,4 +1,4 @@
-"""The order of samples and the hash it rests on (law 1)."""
+"""The order of samples and its hash function (invariant 1)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEY = root_key("test", 0)
 
 
 def chi_square(counts: np.ndarray) -> float:
-    """Standard deviations by which the chi-square statistic of `counts` is off what a flat law gives."""
+    """Standard deviations by which the chi-square statistic of `counts` differs from that of a uniform distribution."""
     expected = counts.sum() / len(counts)
     freedom = len(counts) - 1
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))

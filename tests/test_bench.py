@@ -397,7 +397,7 @@ class TestPage:
 class TestBarChart:
     bars = (Bar("ours", 50, 40, 80), Bar("a<b>", 20, 10, 25, "baseline"))
 
-    def drawn(self, limit: tuple[str, float] | None) -> str:
+    def chart(self, limit: tuple[str, float] | None) -> str:
         chart = bar_chart("t & u", "things/s", self.bars, form=str, limit=limit)
         assert not Page(chart).open
         return chart
@@ -406,7 +406,7 @@ class TestBarChart:
         return [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', chart)]
 
     def test_bars_are_as_long_as_their_values_and_the_range_fits(self) -> None:
-        chart = self.drawn(None)
+        chart = self.chart(None)
         assert self.widths(chart) == [
             pytest.approx(388 * 50 / 80, abs=0.1),
             pytest.approx(388 * 20 / 80, abs=0.1),
@@ -417,7 +417,7 @@ class TestBarChart:
         assert "class=limit" not in chart
 
     def test_a_near_limit_is_a_mark_on_each_bar(self) -> None:
-        chart = self.drawn(("peak", 160))
+        chart = self.chart(("peak", 160))
         assert self.widths(chart) == [
             pytest.approx(388 * 50 / 160, abs=0.1),
             pytest.approx(388 * 20 / 160, abs=0.1),
@@ -426,8 +426,8 @@ class TestBarChart:
         assert "peak: 160" in chart
 
     def test_a_far_limit_is_written_as_text(self) -> None:
-        chart = self.drawn(("reading", 100_000))
-        assert self.widths(chart) == self.widths(self.drawn(None))
+        chart = self.chart(("reading", 100_000))
+        assert self.widths(chart) == self.widths(self.chart(None))
         assert "class=limit" not in chart
         assert "reading: 100000, out of range" in chart
 

@@ -102,7 +102,7 @@ def prepared(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """All files; of the manifest only what tells of the text (its settings name the folder's own paths)."""
+    """All files; of the manifest only what describes the text (its settings contain the folder's paths)."""
     found = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name[0] != "."}
     found["manifest.json"] = json.loads(found["manifest.json"])["fingerprint"].encode()
     return found
@@ -326,7 +326,7 @@ def test_an_altered_or_truncated_shard_is_refused(sources: Path, tmp_path: Path)
     with pytest.raises(InputError, match=rf"{path.name}: its SHA-256 differs"):
         verify_shards(target)
     prepare(config(sources, target), quiet=True)
-    assert path.read_bytes() == whole, "preparing again mends it"
+    assert path.read_bytes() == whole, "preparing again repairs it"
 
 
 def test_a_proven_file_is_not_read_again(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

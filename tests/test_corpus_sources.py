@@ -1,4 +1,4 @@
-"""Every kind of source: each document comes once however the files are cut, and every fault is counted."""
+"""Every kind of source: each document is read once however the files are split, and every fault is counted."""
 
 from __future__ import annotations
 

@@ -158,7 +158,7 @@ def _plain_pieces(word: str, vocabulary: dict[str, int]) -> list[int]:
 
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_no_character_becomes_the_mark_that_separates_words(lowercase: bool) -> None:
-    """Words that take the tokenizer's whole way are told apart by it."""
+    """The full tokenizer distinguishes the words that take its slow path."""
     from tokenizers.normalizers import BertNormalizer
 
     others = "".join(chr(c) for c in range(0x110000) if chr(c) != "|" and not 0xD800 <= c < 0xE000)

@@ -56,7 +56,7 @@ ENCODERS = {lowercase: TextEncoder(make_tokenizer(lowercase=lowercase), 32) for 
         "a" * 120 + " " + "b" * 99,
     ]
 )
-@example(texts=[" ".join(f"w{n}" for n in range(1000))])  # more distinct words than go on one line
+@example(texts=[" ".join(f"w{n}" for n in range(1000))])  # more distinct words than fit one line
 def test_words_give_what_the_whole_text_gives(lowercase: bool, texts: list[str]) -> None:
     encoder = ENCODERS[lowercase]
     assert encoder._by_word

@@ -1,4 +1,4 @@
-"""Export of pretraining runs to the Hugging Face layout: equal logits, exact round trips, refusals (law 6)."""
+"""Export of pretraining runs to the Hugging Face layout: equal logits, exact round trips, refusals (invariant 6)."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def gradients(model: PretrainingModel, batch: MicroBatch) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def peer():
+def baseline():
     """transformers' BertForPreTraining with our weights, evaluation mode."""
     transformers = pytest.importorskip("transformers")
     model = make_model()
@@ -78,11 +78,11 @@ def peer():
     return theirs
 
 
-def test_logits_and_losses_equal_transformers(peer) -> None:
+def test_logits_and_losses_equal_transformers(baseline) -> None:
     model, batch = make_model().eval(), make_batch(LENGTHS)
     inputs = pad(batch)
     with torch.no_grad():
-        theirs = peer(**inputs)
+        theirs = baseline(**inputs)
         rows = theirs.prediction_logits[inputs["attention_mask"].bool()][batch.masked_rows]
         torch.testing.assert_close(model.masked_logits(batch), rows, atol=1e-4, rtol=0)
         nsp = theirs.seq_relationship_logits
@@ -93,13 +93,13 @@ def test_logits_and_losses_equal_transformers(peer) -> None:
     assert losses.nsp_correct == (nsp.argmax(-1) == batch.nsp_labels).sum()
 
 
-def test_gradients_equal_transformers_and_reach_every_parameter(peer) -> None:
+def test_gradients_equal_transformers_and_reach_every_parameter(baseline) -> None:
     model, batch = make_model().eval(), make_batch(LENGTHS)
     ours = gradients(model, batch)
     assert set(ours) == {name for name, _ in model.named_parameters()}
-    peer.zero_grad()
-    peer(**pad(batch)).loss.backward()
-    theirs = {name: p.grad for name, p in peer.named_parameters()}
+    baseline.zero_grad()
+    baseline(**pad(batch)).loss.backward()
+    theirs = {name: p.grad for name, p in baseline.named_parameters()}
     expected = to_hf(ours)
     for name, gradient in expected.items():
         assert gradient.abs().max() > 0, name
@@ -214,7 +214,7 @@ def cost(sequences: int, longest: int, heads: int) -> int:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_sequence_does_not_see_its_neighbours(training: bool) -> None:
-    """Law 2; and in training law 1: dropout too belongs to the sample, not to its place in a batch."""
+    """Invariant 2, and invariant 1 in training: dropout depends on the sample, not on its place in a batch."""
     model, batch = make_model().train(training), make_batch(LENGTHS)
     with torch.no_grad():
         together = model.encode(batch)
@@ -434,10 +434,10 @@ def test_a_group_of_one_sequence_or_one_query_compiles_nothing_new() -> None:
 
 def test_weights_begin_as_a_normal_distribution_cut_at_two_deviations() -> None:
     torch.manual_seed(0)
-    drawn = normal(0.02, 300, 1000).detach().flatten().double()
-    assert drawn.abs().max() <= 0.04 + 1e-9
+    weights = normal(0.02, 300, 1000).detach().flatten().double()
+    assert weights.abs().max() <= 0.04 + 1e-9
     cut = torch.distributions.Normal(0.0, 0.02)
     quantiles = torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
     within = cut.cdf(torch.tensor(0.04)).double() - cut.cdf(torch.tensor(-0.04)).double()
     expected = cut.icdf(cut.cdf(torch.tensor(-0.04)).double() + quantiles * within)
-    torch.testing.assert_close(drawn.quantile(quantiles), expected, rtol=0, atol=2e-4)
+    torch.testing.assert_close(weights.quantile(quantiles), expected, rtol=0, atol=2e-4)

@@ -194,7 +194,7 @@ def test_all_runs_of_one_command_have_one_precision(monkeypatch: pytest.MonkeyPa
     assert [one.config.engine.precision for one in made] == ["fp32"] * 3
     preflight.record_config(made[1].config) if made[1].config.folder.mkdir() is None else None
     again = trials._with_one_precision(config, members)
-    assert [one.config.engine.precision for one in again] == ["fp32"] * 3, "that of the run which has begun"
+    assert [one.config.engine.precision for one in again] == ["fp32"] * 3, "that of the started run"
 
 
 def test_started_runs_keep_their_own_precision(tmp_path: Path) -> None:

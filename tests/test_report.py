@@ -356,15 +356,15 @@ class TestCharts:
         assert curve["points"][1][:2] == [390.0, 12.0]
 
     def test_a_noisy_curve_is_smoothed_only_where_there_is_enough_of_it(self) -> None:
-        def drawn(count: int) -> tuple[set[str], str]:
+        def plot(count: int) -> tuple[set[str], str]:
             points = [(float(i), float(i % 2)) for i in range(count)]
             html = charts.line_chart("t", [charts.Series("a", points, smooth=True)], form=str, form_x=str)
             return {text for *_, text in Page(html).charts[0][0]["points"]}, html
 
-        few, html = drawn(40)
+        few, html = plot(40)
         assert few == {"0.0", "1.0"}
         assert html.count("<circle") == 40
-        many, html = drawn(200)
+        many, html = plot(200)
         assert not few & set(sorted(many)[1:-1])
         assert 'class="train raw"' in html
 

@@ -1,4 +1,4 @@
-"""The watchdog in real processes: one that hangs ends them and is named, work that is slow for good reasons goes on."""
+"""The watchdog in real processes: it ends a run that hangs and names the rank; announced slow work continues."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def found(logs: Path) -> dict[str, Any]:
 
 
 def test_one_that_sleeps_ends_all_and_every_stack_is_written(tmp_path: Path) -> None:
-    """Both have begun the same micro-batch: one is in a collective, the other is not."""
+    """Both have started the same micro-batch: one is in a collective, the other is not."""
     ends = end(start(tmp_path, 1, "sleeps"))
     assert [code for code, _ in ends] == [3, 3], ends
     assert (found(tmp_path)["event"], found(tmp_path)["rank"]) == ("hang", 1)
@@ -211,7 +211,7 @@ def test_blocks_state_their_needs(tmp_path: Path) -> None:
 
 
 def test_a_failed_exchange_is_tried_again_and_written_with_the_stacks(tmp_path: Path) -> None:
-    """Whatever the store's client raises, the thread that carries heartbeats goes on."""
+    """Whatever the store's client raises, the heartbeat thread continues."""
     answers: list[Any] = [ValueError("garbled"), None, None]
 
     class Store:
