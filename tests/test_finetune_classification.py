@@ -364,7 +364,7 @@ def test_sets_of_labels(write: Callable[..., str], values: dict[str, str]) -> No
         (sayings(1, "nan"), None, {"problem_type": "regression"}, "train.jsonl:2: label is 'nan', not a number"),
         (sayings(True), None, {"problem_type": "regression"}, "train.jsonl:1: label is True, not a number"),
         (sayings(2, 2), None, {"problem_type": "regression"}, "every example has the label 2.0. Give"),
-        (sayings("a", "b"), None, {"dev_share": 1e-9}, "of 2 examples holds none out. Raise it"),
+        (sayings("a", "b"), None, {"dev_share": 1e-9}, "of 2 examples leaves the dev set empty. Raise it"),
         (sayings("a", "b"), None, {"dev_share": 1 - 1e-9}, "leaves no training examples. Lower it"),
     ],
 )

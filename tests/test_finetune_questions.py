@@ -232,7 +232,7 @@ def test_files_that_are_not_there(tmp_path):
     packed = gzip.compress(json.dumps(nested(CAT)).encode())
     with pytest.raises(InputError, match=r"cannot be read .* Fetch it again"):
         read(write(tmp_path / "cut.json.gz", packed[:-9]), labelled=True)
-    with pytest.raises(InputError, match=r"questions.train: empty. Name a file"):
+    with pytest.raises(InputError, match=r"questions.train: empty. Give a file"):
         task().read_train()
     assert task().read_held_out() == task().read_test() == {}
 
