@@ -120,9 +120,9 @@ def test_the_global_batch_is_the_same_for_any_world_micro_batch_and_restart(shar
         for step, batches in enumerate(zip(*ranks, strict=True), start):
             assert len({len(batch.micro_batches) for batch in batches}) == 1
             for batch in batches:
-                expected = reference[0][step]
-                assert (batch.sequences, batch.tokens, batch.masked) == (24, expected.tokens, expected.masked)
-                assert (batch.epoch, batch.first_sample) == (expected.epoch, expected.first_sample)
+                alone = reference[0][step]
+                assert (batch.sequences, batch.tokens, batch.masked) == (24, alone.tokens, alone.masked)
+                assert (batch.epoch, batch.first_sample) == (alone.epoch, alone.first_sample)
 
 
 @pytest.mark.parametrize("whole_word", [False, True])
