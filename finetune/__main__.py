@@ -78,7 +78,7 @@ def _finetune(arguments: argparse.Namespace) -> None:
         _finetune_seeds(config, arguments)
         return
     if arguments.parallel:
-        raise InputError("--parallel: limits how many of several runs train at a time. Add --seeds N.")
+        raise InputError("--parallel: limits how many runs train at once, so it needs --seeds N.")
     if arguments.dry_run:
         _dry_run(config, arguments)
         return
@@ -381,7 +381,7 @@ def _add_several(parser: argparse.ArgumentParser) -> None:
         type=positive_int,
         default=0,
         metavar="N",
-        help="runs that train at a time (default: one per GPU, or one per machine without GPUs)",
+        help="concurrent runs (default: one per GPU, or one per machine without GPUs)",
     )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, then exit")
 
@@ -392,7 +392,7 @@ def _add_model(parser: argparse.ArgumentParser) -> None:
         "--precision",
         choices=("auto", "bf16", "fp16", "fp32"),
         default="auto",
-        help="precision of the computation; auto takes that of training unless it is slow here (default: auto)",
+        help="precision of the computation; auto: that of training, unless it is slow on this machine (default: auto)",
     )
 
 

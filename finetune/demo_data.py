@@ -2,7 +2,7 @@
 
 packages  the package that a passage of documentation comes from
 names     code names in prose: what the author set between backticks, which are removed
-returns   the phrase that says what a function returns
+returns   the phrase that describes a function's return value
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _without_backticks(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _returns(docstrings: list[_Docstring]) -> list[dict[str, Any]]:
-    """Functions whose documentation says in one phrase what they return."""
+    """Functions whose docstring describes the return value in one phrase."""
     records: dict[str, dict[str, Any]] = {}
     for one in docstrings:
         if not one.name or one.name.startswith("_"):

@@ -112,7 +112,7 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Fine
         MachineError: the workers do not fit on this machine.
     """
     if not config.start_from:
-        raise InputError("--from: missing. Name the folder of a checkpoint, or set start_from in the config.")
+        raise InputError("--from: missing. Give the folder of the initial checkpoint, or set start_from in the config.")
     task = make_task(config.task_settings)
     examples = task.read_train()
     held_out = task.read_held_out()

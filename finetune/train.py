@@ -298,7 +298,7 @@ def _finish(
     best = store.best(checkpoints) or store.newest(checkpoints) if engine.rank == 0 else None
     name = engine.gather_objects(best and best.name)[0]
     if name is None:
-        raise InputError(f"{checkpoints}: holds no complete checkpoint. Start the run again.")
+        raise InputError(f"{checkpoints}: has no complete checkpoint. Start the run again.")
     state = read_state(engine, checkpoints / name)
     weights = store.read_weights(checkpoints / name)
     if released.token_types == 1:

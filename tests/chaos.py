@@ -183,7 +183,7 @@ def newest_checkpoint(run_dir: Path) -> int:
 
 
 def fingerprint(run_dir: Path) -> str:
-    """Hash of the weights and moments of the newest checkpoint, whoever wrote which part."""
+    """Hash of the weights and moments of the newest checkpoint, whichever rank wrote which part."""
     from pretrain.checkpoint.store import CheckpointReader, read_manifest
 
     checkpoint = run_dir / f"checkpoints/step-{newest_checkpoint(run_dir):08d}"

@@ -1,4 +1,4 @@
-"""What holds for every test: no network, no one's keys, no cluster but our own, one thread; and in how many processes."""
+"""Settings of all tests: no network, no API keys, no cluster but their own, one thread; the number of processes."""
 
 from __future__ import annotations
 

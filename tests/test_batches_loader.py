@@ -1,4 +1,4 @@
-"""Dealing and loading: the same global batch for everybody (laws 1, 2 and 3)."""
+"""Balancing and loading: the same global batch for any number of ranks (invariants 1, 2 and 3)."""
 
 from __future__ import annotations
 
@@ -120,9 +120,9 @@ def test_the_global_batch_is_the_same_for_any_world_micro_batch_and_restart(shar
         for step, batches in enumerate(zip(*ranks, strict=True), start):
             assert len({len(batch.micro_batches) for batch in batches}) == 1
             for batch in batches:
-                told = reference[0][step]
-                assert (batch.sequences, batch.tokens, batch.masked) == (24, told.tokens, told.masked)
-                assert (batch.epoch, batch.first_sample) == (told.epoch, told.first_sample)
+                alone = reference[0][step]
+                assert (batch.sequences, batch.tokens, batch.masked) == (24, alone.tokens, alone.masked)
+                assert (batch.epoch, batch.first_sample) == (alone.epoch, alone.first_sample)
 
 
 @pytest.mark.parametrize("whole_word", [False, True])
@@ -144,7 +144,7 @@ def test_every_sample_of_an_epoch_exactly_once_at_any_number_of_workers(shards):
     three = global_batches(load(shards, config, world_size=3))
     assert Counter(one) == sum(three, Counter())
     assert len(one) == 24 * steps
-    # Token keys tell samples apart: none comes twice, in this epoch or the next.
+    # Token keys are unique to samples: none repeats in this epoch or the next.
     assert len({sample[3] for sample in one}) == len(one)
     batches = load(shards, config)[0]
     assert [batch.epoch for batch in batches] == [24 * step // per_epoch for step in range(steps)]

@@ -1,4 +1,4 @@
-"""Masking: how many tokens, which ones, what stands in their place (law 1)."""
+"""Masking: how many tokens, which ones, and their replacements (invariant 1)."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def test_shares_of_replacements(shards):
     random = made[(made != 4) & (made != masked.labels)]
     counts = np.bincount(random, minlength=300)
     assert set(np.flatnonzero(counts)) == set(ordinary) == set(range(5, 298))  # no special, no [unused]
-    # Chi-square against what remains of a uniform law when the label itself is left out.
+    # Chi-square against a uniform distribution over all tokens except the label.
     labels = np.bincount(masked.labels, minlength=300)[ordinary]
     expected = (labels.sum() - labels) / (labels.sum() - labels).sum() * len(random)
     chi = ((counts[ordinary] - expected) ** 2 / expected).sum()

@@ -1,4 +1,4 @@
-"""The order of samples and the hash it rests on (law 1)."""
+"""The order of samples and its hash function (invariant 1)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ KEY = root_key("test", 0)
 
 
 def chi_square(counts: np.ndarray) -> float:
-    """Standard deviations by which the chi-square statistic of `counts` is off what a flat law gives."""
+    """Standard deviations by which the chi-square statistic of `counts` differs from that of a uniform distribution."""
     expected = counts.sum() / len(counts)
     freedom = len(counts) - 1
     return float((((counts - expected) ** 2 / expected).sum() - freedom) / np.sqrt(2 * freedom))
@@ -98,7 +98,7 @@ def test_epochs_go_through_every_source_in_turn(sources, key):
         assert [epochs[number] for number in range(full)] == [size] * full
 
 
-def test_epochs_mix_sources_and_texts_anew():
+def test_every_epoch_has_a_new_order_of_sources_and_texts():
     order = Order([400, 600], [1.0, 0.5], KEY)
     first, second = (order.locate(np.arange(700) + start) for start in (0, 700))
     assert 0.4 < (first.source == second.source).mean() < 0.6

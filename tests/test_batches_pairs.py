@@ -1,4 +1,4 @@
-"""Samples: what is cut from which document (laws 1 and 4).
+"""Samples: what is cut from which document (invariants 1 and 4).
 
 The corpora here number their tokens, so every token of a sample says where it came from.
 """

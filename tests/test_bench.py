@@ -276,7 +276,7 @@ class TestCommand:
         assert "no compiler" in Path("here/bench.html").read_text()
 
     @pytest.mark.parametrize("missing", ["--corpus", "--text"])
-    def test_missing_input_is_told_before_anything_runs(
+    def test_missing_input_is_reported_before_anything_runs(
         self, arguments: list[str], missing: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         arguments[arguments.index(missing) + 1] = "nowhere"
@@ -319,7 +319,7 @@ class TestCommand:
 
 
 class TestWritingOut:
-    def test_the_table_is_aligned_and_tells_all(self, found: Results) -> None:
+    def test_the_table_is_aligned_and_complete(self, found: Results) -> None:
         lines = results.table(found).splitlines()
         table, rest = lines[:6], lines[6:]
         assert len({line.index("transformers") for line in table if "transformers" in line}) == 1
@@ -368,7 +368,7 @@ class TestWritingOut:
 
 
 class TestPage:
-    def test_stands_alone_and_has_every_figure(self, found: Results, tmp_path: Path) -> None:
+    def test_is_self_contained_and_has_every_figure(self, found: Results, tmp_path: Path) -> None:
         shown = Page(page.write(found, tmp_path / "bench.html").read_text())
         shown.assert_stands_alone()
         for row in found.measured.values():
@@ -397,7 +397,7 @@ class TestPage:
 class TestBarChart:
     bars = (Bar("ours", 50, 40, 80), Bar("a<b>", 20, 10, 25, "baseline"))
 
-    def drawn(self, limit: tuple[str, float] | None) -> str:
+    def chart(self, limit: tuple[str, float] | None) -> str:
         chart = bar_chart("t & u", "things/s", self.bars, form=str, limit=limit)
         assert not Page(chart).open
         return chart
@@ -406,7 +406,7 @@ class TestBarChart:
         return [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', chart)]
 
     def test_bars_are_as_long_as_their_values_and_the_range_fits(self) -> None:
-        chart = self.drawn(None)
+        chart = self.chart(None)
         assert self.widths(chart) == [
             pytest.approx(388 * 50 / 80, abs=0.1),
             pytest.approx(388 * 20 / 80, abs=0.1),
@@ -417,7 +417,7 @@ class TestBarChart:
         assert "class=limit" not in chart
 
     def test_a_near_limit_is_a_mark_on_each_bar(self) -> None:
-        chart = self.drawn(("peak", 160))
+        chart = self.chart(("peak", 160))
         assert self.widths(chart) == [
             pytest.approx(388 * 50 / 160, abs=0.1),
             pytest.approx(388 * 20 / 160, abs=0.1),
@@ -426,8 +426,8 @@ class TestBarChart:
         assert "peak: 160" in chart
 
     def test_a_far_limit_is_written_as_text(self) -> None:
-        chart = self.drawn(("reading", 100_000))
-        assert self.widths(chart) == self.widths(self.drawn(None))
+        chart = self.chart(("reading", 100_000))
+        assert self.widths(chart) == self.widths(self.chart(None))
         assert "class=limit" not in chart
         assert "reading: 100000, out of range" in chart
 
@@ -552,13 +552,13 @@ class TestCompare:
         )
         assert re.search(r"\+0\.0%  *differs  differs  ranges overlap", compared(a, b)[1])
 
-    def test_a_slower_machine_is_no_slow_down(self, compared: Compare) -> None:
+    def test_a_slower_machine_is_not_a_slow_down(self, compared: Compare) -> None:
         """If both rates halve, the ratio stays. If only ours halves, that is a regression."""
         a, b = measured(row("step", of(95, 100, 105))), measured(row("step", of(47, 50, 53), baseline=5))
         assert compared(a, b)[0] == 0
         assert compared(a, measured(row("step", of(47, 50, 53))))[0] == 1
 
-    def test_unlike_machines_and_inputs_are_told_in_a_line_each(self, compared: Compare) -> None:
+    def test_different_machines_and_inputs_are_reported_in_one_line_each(self, compared: Compare) -> None:
         a = measured(row("step", of(1, 2, 3)))
         b = measured(row("step", of(1, 2, 3)), cpu="B", threads=4, inputs={**INPUTS, "text": "ef56"})
         code, out = compared(a, b)
@@ -580,7 +580,7 @@ class TestCompare:
             ("median", "ours.median"),
         ],
     )
-    def test_what_is_no_result_is_refused_in_a_line_that_names_the_file(
+    def test_files_that_are_not_results_are_refused_in_one_line(
         self, tmp_path: Path, capsys: pytest.CaptureFixture[str], content: bytes | str | None, fault: str
     ) -> None:
         good, bad = tmp_path / "good.json", tmp_path / "bad.json"

@@ -307,9 +307,9 @@ def test_ten_jobs_run_in_order(corpus: Path, one_node: Cluster, tmp_path: Path) 
     assert one_node.state_of("queued-9") == "stopped"
     for run_dir in runs[:9]:
         assert one_node.wait_end(run_dir.name, 300) == "succeeded"
-    begun = [(run_dir / "environment.json").stat().st_mtime for run_dir in runs[:9]]
+    begins = [(run_dir / "environment.json").stat().st_mtime for run_dir in runs[:9]]
     ended = [(run_dir / "metrics.jsonl").stat().st_mtime for run_dir in runs[:9]]
-    assert all(end <= next_begin + 2 for end, next_begin in zip(ended, begun[1:], strict=False))
+    assert all(end <= next_begin + 2 for end, next_begin in zip(ended, begins[1:], strict=False))
     assert not (runs[9] / "metrics.jsonl").exists()
 
 
@@ -429,7 +429,7 @@ def test_a_kill_while_a_checkpoint_is_written_costs_that_one_only(corpus: Path, 
     values["scheduling"]["workers"] = 1
     path = tmp_path / "saving.yaml"
     path.write_text(yaml.safe_dump(values))
-    run_dir, drawn = Path(values["run_dir"]), random.Random(0)
+    run_dir, rng = Path(values["run_dir"]), random.Random(0)
     for number in range(10):
         started = subprocess.Popen(
             [sys.executable, "-m", "pretrain", "pretrain", str(path), "--no-ray", *(["--resume"] if number else [])],
@@ -443,7 +443,7 @@ def test_a_kill_while_a_checkpoint_is_written_costs_that_one_only(corpus: Path, 
         deadline = time.monotonic() + 10
         while not list(run_dir.glob("checkpoints/.step-*.tmp")) and time.monotonic() < deadline:
             pass
-        time.sleep(drawn.uniform(0, 0.02))
+        time.sleep(rng.uniform(0, 0.02))
         started.kill()
         said = started.communicate()[0]
         newest = newest_checkpoint(run_dir)

@@ -122,7 +122,7 @@ def test_under_torchrun_only_the_first_worker_checks_and_draws(
     assert Path("runs/trial/config.yaml").exists() == (rank == "0")
 
 
-def test_a_run_with_checkpoints_is_not_begun_anew(config_file: Path, calls: Calls, capsys):
+def test_a_run_with_checkpoints_is_not_restarted_without_resume(config_file: Path, calls: Calls, capsys):
     add_checkpoint(Path("runs/trial"))
     assert cli("pretrain", config_file) == 2
     assert error_of(capsys) == (
@@ -323,7 +323,7 @@ def test_an_unknown_part_of_the_model_is_refused_before_workers_start(
     assert calls == []
 
 
-def test_report_writes_beside_the_run_unless_told(monkeypatch: pytest.MonkeyPatch, capsys):
+def test_report_writes_into_the_run_folder_by_default(monkeypatch: pytest.MonkeyPatch, capsys):
     from pretrain.reporting import report
 
     seen = []

@@ -157,7 +157,7 @@ def test_whole_numbers(write, written: str, read: int):
         (("zero_stage: 1", "zero_stage: *x"), "run.yaml:17: not valid YAML: found undefined alias 'x'."),
     ],
 )
-def test_mistakes_are_told_with_their_line(write, change: tuple[str, str], expected: str):
+def test_mistakes_are_reported_with_their_line(write, change: tuple[str, str], expected: str):
     assert change[0] in GOOD
     assert problems(write(GOOD.replace(*change, 1))) == [expected]
 
@@ -202,7 +202,7 @@ def test_every_number_of_workers_that_there_may_be_must_be_able_to_deal(write):
         ("7: x\n" + GOOD, "run.yaml:1: 7 is not a known setting"),
     ],
 )
-def test_files_that_are_no_config(write, text: str, start: str):
+def test_files_that_are_not_configs(write, text: str, start: str):
     [line] = problems(write(text))
     assert line.startswith(start)
 

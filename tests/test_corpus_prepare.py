@@ -102,7 +102,7 @@ def prepared(sources: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def content(folder: Path) -> dict[str, bytes]:
-    """All files; of the manifest only what tells of the text (its settings name the folder's own paths)."""
+    """All files; of the manifest only what describes the text (its settings contain the folder's paths)."""
     found = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file() and path.name[0] != "."}
     found["manifest.json"] = json.loads(found["manifest.json"])["fingerprint"].encode()
     return found
@@ -255,7 +255,7 @@ def test_nothing_left_is_an_error(sources: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "none" / "manifest.json").exists()
 
 
-def test_a_preparation_killed_goes_on_and_ends_with_the_same_bytes(tmp_path: Path) -> None:
+def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path: Path) -> None:
     for number in range(8):
         write_wiki(tmp_path / f"wiki{number}.txt", [text(1000 * number + seed, 40) for seed in range(400)])
     source = f"[{{kind: wikiextractor, path: '{tmp_path}/wiki*.txt'}}]"
@@ -326,7 +326,7 @@ def test_an_altered_or_truncated_shard_is_refused(sources: Path, tmp_path: Path)
     with pytest.raises(InputError, match=rf"{path.name}: its SHA-256 differs"):
         verify_shards(target)
     prepare(config(sources, target), quiet=True)
-    assert path.read_bytes() == whole, "preparing again mends it"
+    assert path.read_bytes() == whole, "preparing again repairs it"
 
 
 def test_a_proven_file_is_not_read_again(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -335,7 +335,7 @@ def test_a_proven_file_is_not_read_again(prepared: Path, monkeypatch: pytest.Mon
     verify_shards(prepared)
 
 
-def test_the_table_of_documents_takes_the_memory_that_is_said(tmp_path: Path) -> None:
+def test_the_table_of_documents_uses_the_stated_memory(tmp_path: Path) -> None:
     """The coordinating process's memory is a number of bytes for each document, whatever the documents hold."""
     count, parts = 40_000, 8
     generator = np.random.default_rng(0)

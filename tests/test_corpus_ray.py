@@ -166,7 +166,7 @@ def test_the_users_mistake_is_reported_as_on_this_machine(folder: Path, address:
 
 
 @pytest.mark.slow
-def test_stopped_or_killed_it_goes_on_here_or_there(folder: Path, address: str) -> None:
+def test_a_stopped_or_killed_preparation_resumes_here_or_on_a_cluster(folder: Path, address: str) -> None:
     for number in range(12):
         write_wiki(folder / f"wiki{number}.txt", [text(1000 * number + seed, 40) for seed in range(400)])
     phase = "[{sequence_length: 32, global_sequences: 2, steps: 1, peak_learning_rate: 1e-3}]"
@@ -246,7 +246,7 @@ def test_an_unreachable_cluster_is_reported_at_once(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_answers_but_is_no_ray_is_given_up(folder: Path) -> None:
+def test_a_server_that_is_not_ray_is_refused(folder: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         began = time.monotonic()
         with pytest.raises(MachineError, match=r"^The server at 127\.0\.0\.1:\d+ did not answer as Ray within 6 s"):
@@ -272,7 +272,7 @@ def test_a_killed_command_takes_its_driver_along(folder: Path) -> None:
         driver.wait(4)  # it would give up by itself after 6 s
 
 
-def test_a_node_without_the_files_is_no_fault_of_theirs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_files_of_a_node_are_not_faults_of_the_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stages, "_process", None)
     monkeypatch.setattr(stages, "hold_freed_memory", lambda at_most: None)
     monkeypatch.setenv("TOKENIZERS_PARALLELISM", "false")

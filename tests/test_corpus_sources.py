@@ -1,4 +1,4 @@
-"""Every kind of source: each document comes once however the files are cut, and every fault is counted."""
+"""Every kind of source: each document is read once however the files are split, and every fault is counted."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ COMPRESS: dict[str, Callable[[bytes], bytes]] = {
 
 @pytest.mark.parametrize("suffix", COMPRESS)
 @pytest.mark.parametrize("kind", ["wikiextractor", "jsonl", "mediawiki"])
-def test_every_document_comes_once(tmp_path: Path, piece_bytes: int, suffix: str, kind: str) -> None:
+def test_every_document_is_read_once(tmp_path: Path, piece_bytes: int, suffix: str, kind: str) -> None:
     data = {"wikiextractor": wiki_bytes, "jsonl": jsonl_bytes, "mediawiki": dump_bytes}[kind]()
     path = tmp_path / f"file{suffix}"
     path.write_bytes(COMPRESS[suffix](data))
@@ -394,7 +394,8 @@ ARTICLE = """{{Infobox
 | name = {{nowrap|X}}
 }}
 [[File:Foo.jpg|thumb|A [[caption]] of it]]
-'''Anarchism''' is a ''[[political philosophy]]''<ref name="a">{{cite|x}}</ref> of [[self-governance|self-governed]] groups.<ref name="a" /> <!-- hidden -->
+'''Anarchism''' is a ''[[political philosophy]]''<ref name="a">{{cite|x}}</ref> of [[self-governance|self-governed]]\
+ groups.<ref name="a" /> <!-- hidden -->
 It spans (; ) two lines&nbsp;here.
 
 == Etymology ==

@@ -22,7 +22,10 @@ ENGLISH = (
     "naïve façade résumé Ελληνικά русский язык don t stop 1999 2024 re-entry Zürich İstanbul 漢字 かな"
 )
 # What BERT's normaliser and pre-tokeniser treat specially, mixed with ordinary letters.
-ODD = "\t\r\x01\x0b\x7f\x85\xa0\xad\u0301\u0338\u1680\u200b\u200d\u2028\u3000\ufeff\ufffd漢字㐀𠀀䶿䷀䷿一鿿ꀀßİıſΣςéÅñŉǆ≮½²–—“”。、！١कि"
+ODD = (
+    "\t\r\x01\x0b\x7f\x85\xa0\xad\u0301\u0338\u1680\u200b\u200d\u2028\u3000\ufeff\ufffd"
+    "漢字㐀𠀀䶿䷀䷿一鿿ꀀßİıſΣςéÅñŉǆ≮½²–—“”。、！١कि"
+)
 TEXT = st.text(
     st.one_of(
         st.sampled_from(ODD),
@@ -155,7 +158,7 @@ def _plain_pieces(word: str, vocabulary: dict[str, int]) -> list[int]:
 
 @pytest.mark.parametrize("lowercase", [True, False])
 def test_no_character_becomes_the_mark_that_separates_words(lowercase: bool) -> None:
-    """Words that take the tokenizer's whole way are told apart by it."""
+    """The full tokenizer distinguishes the words that take its slow path."""
     from tokenizers.normalizers import BertNormalizer
 
     others = "".join(chr(c) for c in range(0x110000) if chr(c) != "|" and not 0xD800 <= c < 0xE000)

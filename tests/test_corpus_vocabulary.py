@@ -148,7 +148,7 @@ def test_only_a_newline_ends_a_token(tmp_path: Path) -> None:
     assert load_vocabulary(_write(tmp_path / "vocab.txt", tokens), lowercase=True).get_vocab()["b"] == 8
 
 
-def test_what_is_no_bert_vocabulary_is_refused(tmp_path: Path) -> None:
+def test_vocabularies_other_than_berts_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"nowhere\.txt: not found"):
         load_vocabulary(tmp_path / "nowhere.txt", lowercase=True)
     with pytest.raises(InputError, match=r"\[CLS\], \[MASK\] missing"):

@@ -17,9 +17,10 @@ from html_page import Page
 from hypothesis import given
 from hypothesis import strategies as st
 
-from finetune import config as finetune_config
 from finetune.artifacts import saved
+from finetune.config import TASKS, FinetuneConfig
 from finetune.experiments import trials
+from finetune.tasks import registry
 from pretrain import __main__ as command_line
 from pretrain import train
 from pretrain.common.errors import InputError
@@ -27,7 +28,7 @@ from pretrain.reporting import dashboard
 from pretrain.reporting.dashboard import curves, workspace
 from pretrain.reporting.dashboard.panels import PANELS, panels_for
 from pretrain.reporting.dashboard.runs import FAILED, SCORES, find_folder, read_runs
-from pretrain.reporting.dashboard.subjects import TASKS
+from pretrain.reporting.dashboard.subjects import subject
 from pretrain.tracking.metrics import TRAINING_METRICS
 from pretrain.tracking.records import is_training, note_end, read_records
 from pretrain.training import loop
@@ -188,7 +189,16 @@ class TestPanels:
 
     def test_files_of_a_fine_tuning_are_named_as_there(self) -> None:
         assert (SCORES, FAILED) == (saved.SCORES, trials.FAILED)
-        assert TASKS == finetune_config.TASKS
+
+    @pytest.mark.parametrize("task", registry.TASKS)
+    def test_a_task_is_recognised_by_its_training_file(self, task: type[registry.Task[Any]]) -> None:
+        """So a task of the registry needs no entry in the dashboard."""
+        assert "train" in task.settings_type.model_fields
+        other_sections = FinetuneConfig.model_construct(name="a").model_dump(mode="json", exclude=set(TASKS))
+        assert subject(other_sections) is None
+        recognised = subject({**other_sections, task.kind: {"train": "data/a.tsv"}})
+        assert recognised is not None
+        assert (recognised.data_key, recognised.data) == (f"{task.kind}.train", f"{task.kind}: a.tsv")
 
 
 class TestCurves:
@@ -238,7 +248,7 @@ class TestCurves:
 
 
 class TestPage:
-    def test_stands_alone_and_says_nothing_but_the_records(self, run: Path) -> None:
+    def test_is_self_contained_and_shows_only_the_records(self, run: Path) -> None:
         dashboard.write_dashboard(str(run))
         page = run / "dashboard.html"
         Page(page.read_text()).assert_stands_alone()
@@ -285,7 +295,7 @@ class TestPage:
         ]
         assert filtered["value"] == [HOSTILE]
 
-    def test_what_a_rollback_takes_back_is_not_drawn(self, tmp_path: Path) -> None:
+    def test_steps_undone_by_a_rollback_are_not_plotted(self, tmp_path: Path) -> None:
         records = [
             training(10),
             training(20, loss=99.0),
@@ -528,7 +538,9 @@ class TestWorkspace:
         for name in ("dashboard.json", "dashboard.html"):
             assert KEY not in (run / name).read_text()
 
-    def test_a_refusal_leaves_the_file_and_tells_no_key(self, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_refusal_keeps_the_file_and_does_not_print_the_key(
+        self, run: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def refuse() -> str:
             raise ConnectionError(f"401 for {KEY}")
 

@@ -237,7 +237,7 @@ def test_time_is_work_over_rate():
     assert "ZeRO 1*" in text
 
 
-def test_dry_run_tells_what_is_not_prepared(tmp_path: Path):
+def test_dry_run_reports_a_missing_corpus(tmp_path: Path):
     (tmp_path / "a.txt").write_text("x" * 2_000_000)
     corpus = CorpusConfig(dir=str(tmp_path / "c"), sources=(SourceConfig(kind="books", path=str(tmp_path / "*.txt")),))
     text = estimate.dry_run(make_config(corpus=corpus))
@@ -246,7 +246,7 @@ def test_dry_run_tells_what_is_not_prepared(tmp_path: Path):
     assert "not prepared, and cannot be prepared yet" in estimate.dry_run(make_config(corpus=missing))
 
 
-def test_dry_run_tells_the_prepared_corpus(tmp_path: Path):
+def test_dry_run_reports_the_prepared_corpus(tmp_path: Path):
     folder = make_corpus(tmp_path / "corpus", documents=30, vocabulary_size=700)
     config = make_config(folder)
     assert estimate.vocabulary_size(config) == 700  # the corpus decides, not the 30,522 to train

@@ -38,7 +38,7 @@ def test_a_lock_is_held_against_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP])
-def test_without_locks_the_work_goes_on_with_a_warning(
+def test_without_locks_the_work_continues_with_a_warning(
     tmp_path: Path, error: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def flock(*arguments: object) -> None:
@@ -112,7 +112,8 @@ def test_a_pipe_in_the_place_of_a_log_does_not_hang(tmp_path: Path) -> None:
 
 def test_a_workers_log_follows_no_link(tmp_path: Path, precious: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from cluster.workers.outcomes import WorkerError; from cluster.workers.target import log_to\n"
+        "import sys; from pathlib import Path\n"
+        "from cluster.workers.outcomes import WorkerError; from cluster.workers.target import log_to\n"
         "try: log_to(Path(sys.argv[1]), 0)\n"
         "except WorkerError as error: print(error.kind)\n"
     )
@@ -170,13 +171,13 @@ def test_more_shards_than_the_soft_limit_are_opened(many_shards: Path) -> None:
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="a mapping keeps no descriptor there")
-def test_more_shards_than_the_hard_limit_are_no_damage(many_shards: Path) -> None:
+def test_more_shards_than_the_hard_limit_are_not_damage(many_shards: Path) -> None:
     said = opened(many_shards, 64, 64)
     assert said.startswith(f"MachineError {many_shards}/")
     assert "the limit of open files is 64. Raise the limit (ulimit -n)" in said
 
 
-def test_storage_that_fails_is_no_damage(many_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failing_storage_is_not_damage(many_shards: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def mmap(*arguments: object, **named: object) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 

@@ -48,7 +48,7 @@ EXAMPLES = st.lists(st.lists(st.integers(2, 10), min_size=1, max_size=3), min_si
 
 @settings(max_examples=40, deadline=None)
 @given(EXAMPLES, st.integers(1, 3), st.integers(0, 50))
-def test_a_step_is_the_same_whoever_computes_it(lengths: list[list[int]], world_size: int, first: int) -> None:
+def test_a_step_does_not_depend_on_the_number_of_ranks(lengths: list[list[int]], world_size: int, first: int) -> None:
     windows, count = make_windows(lengths), 4
     alone = make_batches(windows).step(first, count)
     parts = [make_batches(windows, rank, world_size).step(first, count) for rank in range(world_size)]
@@ -73,9 +73,9 @@ def test_rows_labels_and_owners_are_in_their_places(lengths: list[list[int]], as
         assert (
             (batch.input_ids[batch.rows] - 1000).tolist()
             == (batch.labels // 3).tolist()
-            == windows.queries[batch.asked].tolist()
+            == windows.queries[batch.query_rows].tolist()
         )
-        assert batch.weights.tolist() == windows.weights[batch.asked].tolist()
+        assert batch.weights.tolist() == windows.weights[batch.query_rows].tolist()
         for row, sequence in zip(rows, batch.sequence.tolist(), strict=True):
             assert starts[sequence] <= row < starts[sequence + 1]
         for number, (begin, end) in enumerate(itertools.pairwise(starts)):
@@ -94,7 +94,7 @@ def test_rows_labels_and_owners_are_in_their_places(lengths: list[list[int]], as
             assert owner_examples == {int(windows.examples[place])}
 
 
-def test_every_example_comes_once_a_pass_in_another_order() -> None:
+def test_every_epoch_has_each_example_once_in_another_order() -> None:
     windows = make_windows([[3]] * 10)
     batches = make_batches(windows)
 
@@ -107,7 +107,7 @@ def test_every_example_comes_once_a_pass_in_another_order() -> None:
     assert passes[0] != passes[1] != passes[2]
 
 
-def test_passes_and_windows_draw_dropout_anew() -> None:
+def test_epochs_and_windows_have_different_dropout() -> None:
     batches = make_batches(make_windows([[6, 6]]))
     (one,), (other,) = (batches.step(n, 1).micro_batches for n in (0, 1))
     keys = [*one.token_keys.tolist(), *other.token_keys.tolist()]
@@ -120,7 +120,7 @@ def test_prediction_sees_every_row_on_some_rank(lengths: list[list[int]], world_
     windows = make_windows(lengths)
     by_rank = [list(make_batches(windows, rank, world_size).every_window()) for rank in range(world_size)]
     assert len({len(found) for found in by_rank}) == 1
-    seen = np.concatenate([batch.asked for found in by_rank for batch in found])
+    seen = np.concatenate([batch.query_rows for batches in by_rank for batch in batches])
     assert np.unique(seen).tolist() == list(range(len(windows.queries)))
     if world_size == 1:
         assert len(seen) == len(windows.queries)
@@ -136,6 +136,6 @@ def test_the_largest_step_is_full() -> None:
 def test_an_example_larger_than_a_micro_batch_is_refused() -> None:
     make_batches(make_windows([[30, 34]])).check("classification")
     with pytest.raises(
-        InputError, match=r"classification: an example has 65 tokens in all its windows, but .* place for 64"
+        InputError, match=r"classification: an example has 65 tokens in all its windows, but a micro-batch fits 64"
     ):
         make_batches(make_windows([[30, 35]])).check("classification")

@@ -65,13 +65,14 @@ def test_the_trainer_learns_from_every_family(tmp_path: Path, family: str) -> No
         classification=write_reviews(tmp_path, train=160, dev=40),
         training={"examples_per_step": 16, "learning_rate": 3e-3, "epochs": 12.0},
     )
-    result = tmp_path / "result.json"
-    command = [sys.executable, "-m", "finetune", "bench", str(path), "--peer", str(result)]
-    # LOCAL_RANK stays behind trainings in this process (pretrain/training/session.py) and would make accelerate wait for others.
+    output = tmp_path / "result.json"
+    command = [sys.executable, "-m", "finetune", "bench", str(path), "--peer", str(output)]
+    # Earlier trainings in this process leave LOCAL_RANK set (pretrain/training/session.py). accelerate would then wait
+    # for other ranks.
     alone = {name: value for name, value in os.environ.items() if name not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     done = subprocess.run(command, cwd=ROOT, env=alone, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    told = json.loads(result.read_text())
-    assert told["metric"] == "accuracy"
-    assert told["score"] > 0.6, "better than guessing"
-    assert told["examples_per_second"] > 0
+    scores = json.loads(output.read_text())
+    assert scores["metric"] == "accuracy"
+    assert scores["score"] > 0.6, "better than guessing"
+    assert scores["examples_per_second"] > 0

@@ -335,12 +335,12 @@ def test_sets_of_labels(write: Callable[..., str], values: dict[str, str]) -> No
 @pytest.mark.parametrize(
     ("train", "dev", "values", "message"),
     [
-        (sayings("a", "b"), sayings("b", "c"), {}, "dev.jsonl:2: label 'c' is not among those of the training set"),
+        (sayings("a", "b"), sayings("b", "c"), {}, "dev.jsonl:2: label 'c' is not in the training set"),
         (sayings("positive", "b"), sayings("positiv"), {}, "did you mean 'positive'?"),
         (sayings("a", "b"), [], {}, "dev.jsonl: empty file"),
         (sayings("a", "a"), None, {}, "train.jsonl: every example has the label 'a'"),
         (sayings("a", "a"), None, {"labels": ("a", "b")}, "train.jsonl: every example has the label 'a'"),
-        (sayings("a", "b", "d"), None, {"labels": ("a", "b")}, "train.jsonl:3: label 'd' is not among"),
+        (sayings("a", "b", "d"), None, {"labels": ("a", "b")}, "train.jsonl:3: label 'd' is not in"),
         (sayings("a", None), None, {}, "train.jsonl:2: label is empty"),
         (sayings("a", " "), None, {}, "train.jsonl:2: label is ' '"),
         (sayings("a", ["b"]), None, {}, "train.jsonl:2: label is ['b']"),
@@ -357,14 +357,14 @@ def test_sets_of_labels(write: Callable[..., str], values: dict[str, str]) -> No
         ),
         (sayings("a", "b", pair=None), None, {"pair_column": "pair"}, "train.jsonl:1: the second text is empty"),
         (sayings("a", "b"), None, {"pair_column": "pair"}, "train.jsonl:1: no 'pair'; it has text, label"),
-        (sayings("a,b"), None, {"problem_type": "multi_label"}, "labels 'a,b': not a JSON list. Write one, or set"),
-        (sayings(3), None, {"problem_type": "multi_label"}, "train.jsonl:1: labels 3: not a JSON list"),
+        (sayings("a,b"), None, {"problem_type": "multi_label"}, "labels is 'a,b', not a JSON list. Write one, or set"),
+        (sayings(3), None, {"problem_type": "multi_label"}, "train.jsonl:1: labels is 3, not a JSON list"),
         (sayings([]), None, {"problem_type": "multi_label"}, "no example has a label"),
         (sayings(1, "x"), None, {"problem_type": "regression"}, "train.jsonl:2: label is 'x', not a number"),
         (sayings(1, "nan"), None, {"problem_type": "regression"}, "train.jsonl:2: label is 'nan', not a number"),
         (sayings(True), None, {"problem_type": "regression"}, "train.jsonl:1: label is True, not a number"),
         (sayings(2, 2), None, {"problem_type": "regression"}, "every example has the label 2.0. Give"),
-        (sayings("a", "b"), None, {"dev_share": 1e-9}, "of 2 examples holds none out. Raise it"),
+        (sayings("a", "b"), None, {"dev_share": 1e-9}, "of 2 examples leaves the dev set empty. Raise it"),
         (sayings("a", "b"), None, {"dev_share": 1 - 1e-9}, "leaves no training examples. Lower it"),
     ],
 )
@@ -435,7 +435,7 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
             "train: '~nosuchuser/x.csv' starts with a user who does not exist on this machine",
         ),
         ("{train: x, header: false}", "text_column: 'text', but without a header"),
-        ("{train: x, labels: [a, a]}", "labels: one stands there twice"),
+        ("{train: x, labels: [a, a]}", "labels: one occurs twice"),
         ("{train: x, labels: [a]}", "labels: one class alone"),
         ("{train: x, labels: [a, b], label_names: [c]}", "label_names: 1 names for 2 labels"),
         ("{train: x, labels: [a, b], problem_type: regression}", "labels: regression has none"),
@@ -552,7 +552,7 @@ def test_windows_of_one_example_share_its_label_and_weight(tokenizer: Tokenizer,
     assert set(tokens) == {tokenizer.token_to_id(word) for word in WORDS}
 
 
-def test_a_class_without_examples_weighs_one_and_is_said(write: Callable[..., str], caplog: Any) -> None:
+def test_a_class_without_examples_has_weight_one_and_a_warning(write: Callable[..., str], caplog: Any) -> None:
     absent = task(train=write("a.jsonl", sayings("a", "a", "c")), labels=("a", "b", "c"), class_weights="balanced")
     absent.read_train()
     assert absent._source.class_weights is not None
@@ -560,7 +560,7 @@ def test_a_class_without_examples_weighs_one_and_is_said(write: Callable[..., st
     assert "no example of b" in caplog.text
 
 
-def test_a_text_of_a_megabyte_works_and_training_says_what_it_leaves_out(tokenizer: Tokenizer, caplog: Any) -> None:
+def test_a_text_of_a_megabyte_works_and_training_reports_skipped_windows(tokenizer: Tokenizer, caplog: Any) -> None:
     rng = np.random.default_rng(0)
     text = " ".join(rng.choice(WORDS, 1_000_000 // 7 + 1))
     assert len(text) > 1_000_000
@@ -734,7 +734,7 @@ def test_a_threshold_among_many_rare_labels_is_found() -> None:
     assert multi.score(examples, [{"scores": {"a": a, "b": b}} for a, b in chances.tolist()])["micro_f1"] > 0.97
 
 
-def test_values_far_from_one_are_said(write: Callable[..., str], caplog: Any) -> None:
+def test_values_far_from_one_are_reported(write: Callable[..., str], caplog: Any) -> None:
     task(train=write("a.jsonl", sayings(1000, 250000)), problem_type="regression").read_train()
     assert "values have a standard deviation of 1.24e+05" in caplog.text
     caplog.clear()

@@ -108,7 +108,7 @@ def test_each_task_is_trained_from_pretrained_and_from_random_weights(
     ]
 
 
-def test_a_demo_that_failed_goes_on_with_the_unfinished_models(arguments: argparse.Namespace) -> None:
+def test_a_failed_demo_continues_with_the_unfinished_models(arguments: argparse.Namespace) -> None:
     assert demo.run(arguments, Commands(), Commands(fails_at="demo-names-random")) == 4
     assert not (Path("runs/demo") / FINETUNED).exists()
     again = Commands()

@@ -135,7 +135,7 @@ def test_compressed_files_are_read(tmp_path):
         assert read(str(tmp_path / name))[0].tags == ["B-PER"]
 
 
-def test_wikianns_language_is_taken_off_and_told(tmp_path):
+def test_wikianns_language_prefix_is_removed_with_a_remark(tmp_path):
     task = Entities(EntitiesSettings(train=write(tmp_path / "a.txt", "en:Ann\tB-PER\nen::\tO\n\nen:it\tO\n")))
     assert [one.words for one in task.read_train()] == [["Ann", ":"], ["it"]]
     assert len(task.remarks) == 1
@@ -143,12 +143,13 @@ def test_wikianns_language_is_taken_off_and_told(tmp_path):
     assert read(write(tmp_path / "b.txt", "re:Ann\tB-PER\nleft\tO\n"))[0].words == ["re:Ann", "left"]
 
 
-def test_gold_that_breaks_its_scheme_is_read_as_conlleval_does_and_told(tmp_path):
+def test_gold_that_violates_its_scheme_is_read_as_conlleval_does_with_a_remark(tmp_path):
     text = "a B-PER\nb O\nc I-PER\nd I-LOC\n\ne B-LOC\nf I-LOC\n\ng B-LOC\nh B-PER\n"
     task = Entities(EntitiesSettings(train=write(tmp_path / "a.conll", text)))
     assert task.read_train()[0].tags == ["B-PER", "O", "B-PER", "B-LOC"]
     assert task.remarks == [
-        f"{tmp_path}/a.conll:3: a tag that does not follow iob2; it is read as conlleval reads it; 2 in all, this is the first"
+        f"{tmp_path}/a.conll:3: a tag that does not follow iob2; it is read as conlleval reads it; 2 in all, "
+        "this is the first"
     ]
 
 
@@ -157,11 +158,12 @@ def test_gold_that_breaks_its_scheme_is_read_as_conlleval_does_and_told(tmp_path
     [
         "# id 0c6f\tdomain=en\nAnn\tB-PER\n#\tO\n\n# id 0c70\tdomain=en\n#\tO\nBob\tB-PER\n",
         "# id 1\nAnn B-PER\n# O\n\n# a comment\n#2\n# O\nBob B-PER\n#end of it\n",
-        "# global.columns = FORM NER\n\n# sent_id = 1\nAnn\tB-PER\n#\tO\n\n# sent_id = 2\n# text = # Bob\n#\tO\nBob\tB-PER\n",
+        "# global.columns = FORM NER\n\n# sent_id = 1\nAnn\tB-PER\n#\tO\n\n"
+        "# sent_id = 2\n# text = # Bob\n#\tO\nBob\tB-PER\n",
         "Ann _ _ B-PER\n# _ _ O\n\n# id 3 _ x\n# _ _ O\nBob _ _ B-PER\n",
     ],
 )
-def test_comments_are_no_words_and_signs_are(tmp_path, text):
+def test_comments_are_not_words_and_symbols_are(tmp_path, text):
     text = text.replace("#end of it\n", "\n#end of it\n")
     sentences = read(write(tmp_path / "a.conll", text))
     assert [one.words for one in sentences] == [["Ann", "#"], ["#", "Bob"]]
@@ -288,9 +290,7 @@ def test_parquet_has_records(tmp_path):
     table = pa.Table.from_pylist(rows)
     path = tmp_path / "a.parquet"
     pq.write_table(table, path)
-    with pytest.raises(
-        InputError, match=r"a.parquet: row 1: tags is \[1, 2, 0\]; .* Write the names where there are numbers"
-    ):
+    with pytest.raises(InputError, match=r"a.parquet: row 1: tags is \[1, 2, 0\]; .* Write tag names, not numbers"):
         read(str(path))
     features = {
         "info": {"features": {"ner_tags": {"feature": {"names": names, "_type": "ClassLabel"}, "_type": "Sequence"}}}
@@ -304,7 +304,7 @@ def test_parquet_has_records(tmp_path):
     pq.write_table(pa.Table.from_pylist([{"text": "Ann left", "entities": spans}]), path)
     assert read(str(path))[0].tags == ["B-PER", "O"]
     pq.write_table(pa.table({"words": [["Ann"]]}), path)
-    with pytest.raises(InputError, match=r"a.parquet: neither a column tokens nor text"):
+    with pytest.raises(InputError, match=r"a.parquet: has neither a column tokens nor text"):
         read(str(path))
 
 
@@ -332,9 +332,9 @@ GOOD = "Ann B-PER\nleft O\n"
         (
             "Ann B-PER\nleft\n",
             {},
-            r"a.txt:2: 1 column, separated by blanks, but the first line of the file has 2\.",
+            r"a.txt:2: 1 column, separated by spaces, but the first line of the file has 2\.",
         ),
-        ("Ann\tB-PER\n\nleft it\tO\tx\n", {}, r"a.txt:3: 3 columns, separated by a tab, but .* has 2\."),
+        ("Ann\tB-PER\n\nleft it\tO\tx\n", {}, r"a.txt:3: 3 columns, separated by tabs, but .* has 2\."),
         ("", {}, r"a.txt: no sentence in it"),
         ("\n-DOCSTART- O\n\n", {}, r"a.txt: no sentence in it"),
         ("Ann O\n\nleft O\n", {}, r"a.txt: no entity in 2 sentences, only O"),
@@ -346,10 +346,10 @@ GOOD = "Ann B-PER\nleft O\n"
         (
             "Ann B-PER\nRome B-LOC\n",
             {"labels": ("PER",)},
-            r"a.txt:2: the type 'LOC' is not among those set in labels \(PER\)",
+            r"a.txt:2: the type 'LOC' is not in labels \(PER\)",
         ),
-        (GOOD, {"label_column": 2}, r"a.txt:1: 2 columns, numbered from 0, and label_column is 2\."),
-        (GOOD, {"token_column": -3}, r"a.txt:1: 2 columns, numbered from 0, and token_column is -3\."),
+        (GOOD, {"label_column": 2}, r"a.txt:1: the line has 2 columns, numbered from 0, but label_column is 2\."),
+        (GOOD, {"token_column": -3}, r"a.txt:1: the line has 2 columns, numbered from 0, but token_column is -3\."),
     ],
 )
 def test_bad_columns(tmp_path, text, options, message):
@@ -364,19 +364,19 @@ SPAN = {"start": 0, "end": 3, "type": "PER"}
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ([1], r"a.jsonl:2: \[1\] is no object; expected"),
-        ({"id": 1}, r'a.jsonl:2: neither "text" nor "tokens"; it has id\.'),
-        ({"tokens": "Ann", "tags": ["O"]}, r'a.jsonl:2: tokens is "Ann"; expected a list of texts'),
-        ({"tokens": ["Ann"], "tags": [1]}, r"a.jsonl:2: tags is \[1\]; expected a list of texts such as B-PER"),
+        ([1], r"a.jsonl:2: \[1\] is not an object\. Write"),
+        ({"id": 1}, r'a.jsonl:2: has neither "text" nor "tokens"\. Its keys: id\.'),
+        ({"tokens": "Ann", "tags": ["O"]}, r'a.jsonl:2: tokens is "Ann"; expected a list of strings'),
+        ({"tokens": ["Ann"], "tags": [1]}, r"a.jsonl:2: tags is \[1\]; expected a list of strings such as B-PER"),
         ({"tokens": ["Ann"], "tags": []}, r"a.jsonl:2: 1 tokens and 0 tags"),
         ({"tokens": ["Ann"], "tags": ["PER"]}, r"a.jsonl:2: 'PER' is not a tag"),
-        ({"tokens": ["Ann"]}, r"a.jsonl:2: neither tags nor entities, as .*a.jsonl:1 has them"),
+        ({"tokens": ["Ann"]}, r"a.jsonl:2: has neither tags nor entities, unlike .*a.jsonl:1"),
         (
             {"tokens": ["Rome", "Ann"], "entities": [SPAN | {"start": 1, "end": 2}]},
             r"PER from 1 to 2 does not begin and end with a token. Count characters",
         ),
-        ({"text": "Ann", "tokens": [{"text": "Ann"}], "tags": ["O"]}, r"a.jsonl:2: tags need tokens that are texts"),
-        ({"tokens": None, "tags": ["O"]}, r'a.jsonl:2: neither "text" nor "tokens"'),
+        ({"text": "Ann", "tokens": [{"text": "Ann"}], "tags": ["O"]}, r"a.jsonl:2: tags need tokens that are strings"),
+        ({"tokens": None, "tags": ["O"]}, r'a.jsonl:2: has neither "text" nor "tokens"'),
         ({"text": 5, "entities": []}, r"a.jsonl:2: text is 5; expected text"),
         ({"text": 5, "tokens": ["Ann"], "tags": ["O"]}, r"a.jsonl:2: text is 5; expected text"),
         (
@@ -391,8 +391,8 @@ SPAN = {"start": 0, "end": 3, "type": "PER"}
         ({"text": "Ann", "entities": [[0, 3]]}, r"a.jsonl:2: entity 0 is \[0, 3\]; expected"),
         ({"text": "Ann", "entities": [{"start": 0, "end": 3}]}, r"a.jsonl:2: entity 0 is .*; expected"),
         ({"text": "Ann", "entities": [SPAN | {"end": "3"}]}, r"a.jsonl:2: entity 0 is .*; expected"),
-        ({"text": "Ann", "entities": [SPAN | {"end": 4}]}, r"entity 0 is from 0 to 4, and the text has 3 characters"),
-        ({"text": "Ann", "entities": [SPAN | {"start": -1}]}, r"entity 0 is from -1 to 3, and the text has 3"),
+        ({"text": "Ann", "entities": [SPAN | {"end": 4}]}, r"entity 0 is from 0 to 4, but the text has 3 characters"),
+        ({"text": "Ann", "entities": [SPAN | {"start": -1}]}, r"entity 0 is from -1 to 3, but the text has 3"),
         ({"text": "Ann", "entities": [SPAN | {"start": 3}]}, r"entity 0 is from 3 to 3"),
         (
             {"text": "é Ann", "entities": [SPAN | {"start": 2, "end": 5}, SPAN | {"text": "Ann"}]},
@@ -404,7 +404,7 @@ SPAN = {"start": 0, "end": 3, "type": "PER"}
         ),
         (
             {"text": "Ann    ", "entities": [SPAN | {"start": 4, "end": 6}]},
-            r"the entity PER from 4 to 6 is \"  \", which has no word",
+            r"the entity PER from 4 to 6 is \"  \", which contains no word",
         ),
         (
             {"text": "Ann", "entities": [SPAN], "document": [1]},
@@ -419,7 +419,7 @@ def test_bad_records(tmp_path, record, message):
     assert "\n" not in str(caught.value)
 
 
-def test_tokens_given_with_their_text_stand_in_it(tmp_path):
+def test_tokens_with_a_text_get_its_offsets(tmp_path):
     record = {
         "text": "Ann  left,U.S. Bob.",
         "tokens": ["Ann", "left", ",", "U.S.", "Bob", "."],
@@ -492,7 +492,7 @@ def test_bad_bytes_and_missing_files(tmp_path):
     with pytest.raises(InputError, match=r"b.jsonl:1: not JSON"):
         read(str(tmp_path / "b.jsonl"))
     (tmp_path / "a.gz").write_bytes(b"Ann B-PER\n")
-    with pytest.raises(InputError, match=r"c.json:1: \[1\] is no object"):
+    with pytest.raises(InputError, match=r"c.json:1: \[1\] is not an object"):
         read(write(tmp_path / "c.json", "[1]"))
     with pytest.raises(InputError, match=r"a.gz: cannot be read"):
         read(str(tmp_path / "a.gz"))
@@ -507,7 +507,7 @@ def test_bad_bytes_and_missing_files(tmp_path):
 def test_other_files_are_held_to_the_training_set(tmp_path):
     train, dev = write(tmp_path / "train", GOOD), write(tmp_path / "dev", "it O\nRome B-LOC\n")
     task = Entities(EntitiesSettings(train=train, dev=dev))
-    with pytest.raises(InputError, match=r"dev:2: the type 'LOC' is not among those of the training set \(PER\)"):
+    with pytest.raises(InputError, match=r"dev:2: the type 'LOC' is not in the training set \(PER\)"):
         task.read_held_out()  # reads the training set by itself
     with pytest.raises(InputError, match=r"dev:2: the type 'LOC'"):
         task.read_file(dev)
@@ -586,7 +586,7 @@ def laid_out(draw: st.DrawFn) -> tuple[list[Sentence], int, Any, int]:
 
 @settings(deadline=None, max_examples=300)
 @given(laid_out())
-def test_every_word_is_asked_once_at_its_first_token(case):
+def test_every_word_has_one_query_position_at_its_first_token(case):
     sentences, max_length, context, overlap = case
     task, encoder = make_task(document_context=context, overlap=overlap), make_encoder(max_length)
     windows = task.windows(sentences, encoder, training=False)
@@ -759,7 +759,7 @@ def test_a_sentence_waits_for_the_end_of_its_document_alone():
     assert len(list(made)) == 3
 
 
-def test_what_ends_the_records_is_told_after_those_that_wait():
+def test_an_error_in_reading_comes_after_the_waiting_records():
     predictor = Shower(make_task(document_context=True), make_encoder(64))
 
     def records():
@@ -772,7 +772,7 @@ def test_what_ends_the_records_is_told_after_those_that_wait():
         next(made)
 
 
-def test_a_sentence_given_twice_is_asked_twice():
+def test_a_repeated_sentence_is_predicted_twice():
     task, encoder = make_task(document_context=True), make_encoder(3)
     one = Sentence(["ab"], None, "it")  # two tokens, so two windows
     windows = task.windows([one, one], encoder, training=False)
@@ -964,9 +964,9 @@ def test_no_examples_at_all():
 def test_records_of_another_form_are_refused():
     task = make_task()
     for record, message in [
-        ({"words": []}, 'line 3: neither "text" nor "tokens"'),
-        ({}, "line 3: neither"),
-        (7, "line 3: 7 is no object"),
+        ({"words": []}, 'line 3: has neither "text" nor "tokens"'),
+        ({}, "line 3: has neither"),
+        (7, "line 3: 7 is not an object"),
     ]:
         with pytest.raises(InputError, match=message):
             task.example(record, "line 3")  # pyright: ignore[reportArgumentType]

@@ -81,7 +81,7 @@ def test_strict_modes_are_seqevals(case):
         assert_equal_to_seqeval(counts, seqeval_report(gold, predicted, mode="strict", scheme=scheme))
 
 
-def test_the_modes_differ_where_seqevals_readme_says_so():
+def test_the_modes_differ_as_in_seqevals_readme():
     gold, predicted = [["B-NP", "I-NP", "O"]], [["I-NP", "I-NP", "O"]]
     assert compare(gold, predicted).overall["f1"] == 1.0
     assert compare(gold, predicted, "iob2").overall["f1"] == 0.0
@@ -169,7 +169,7 @@ def test_nothing_to_find_scores_zero(rule):
 
 
 def test_what_cannot_be_scored_is_refused():
-    with pytest.raises(ValueError, match="not of the same sentences"):
+    with pytest.raises(ValueError, match="have different sentences"):
         compare([["O", "O"]], [["O"], ["O"]])
     with pytest.raises(ValueError, match="'X-PER' is not a tag"):
         tagged([["X-PER"]])
@@ -177,7 +177,7 @@ def test_what_cannot_be_scored_is_refused():
         tagged([[""]])
     with pytest.raises(ValueError, match="'Org' is not a tag"):
         tagged([["Org"]])
-    with pytest.raises(ValueError, match="which iob2 has not"):
+    with pytest.raises(ValueError, match="which iob2 does not have"):
         find(tagged([["S-PER"]]), "iob2")
 
 

@@ -189,7 +189,7 @@ def test_onnxruntime_gives_our_logits(family: str, head: Head, tmp_path: Path) -
     onnx.checker.check_model(tmp_path / "model.onnx", full_check=True)
     assert str(Path(export.__file__).parent).encode() not in (tmp_path / "model.onnx").read_bytes()
     model.out.out_bias += torch.nn.functional.one_hot(torch.tensor(1), len(model.out.out_bias))
-    with pytest.raises(MachineError, match=r"gives logits that are 1\.0e\+00 away from torch's"):
+    with pytest.raises(MachineError, match=r"computes logits that differ from torch's by 1\.0e\+00"):
         export._difference(model, tmp_path / "model.onnx")
 
 
@@ -251,7 +251,7 @@ def test_an_export_is_the_model_whole(run: Path, tmp_path: Path, capsys: pytest.
     assert main(["export", str(run), str(tmp_path / "again")]) == 0  # an earlier one is replaced
 
 
-def test_an_export_with_onnx_says_so_in_its_card(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_card_of_an_onnx_export_mentions_onnx(run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["export", str(run / "model"), str(tmp_path / "out"), "--onnx"]) == 0
     said = capfd.readouterr()
     assert said.err == ""  # torch.onnx is silent
@@ -407,7 +407,7 @@ def test_the_card_of_a_classifier(tmp_path: Path) -> None:
     assert {"type": "accuracy", "name": "accuracy", "value": 0.6} in result["metrics"]
 
 
-def test_the_card_says_which_scores_chose_the_model(tmp_path: Path) -> None:
+def test_the_card_names_the_set_that_selected_the_model(tmp_path: Path) -> None:
     files = {name: labelled(tmp_path / f"{name}.jsonl", [["x"], ["y"]]) for name in ("train", "dev", "test")}
     chances = [{"scores": {"x": 0.9, "y": 0.2}}, {"scores": {"x": 0.7, "y": 0.8}}]
     sets = {"problem_type": "multi_label", "format": "jsonl"}
@@ -424,7 +424,7 @@ def test_the_card_says_which_scores_chose_the_model(tmp_path: Path) -> None:
     # A set that is another one once more is no independent one.
     same = render({"classification": {**files, **sets, "test": files["dev"]}}, chances)
     assert "took no part" not in same
-    assert "Remark: test is the same file as dev: it holds examples that chose the checkpoint" in same
+    assert "Remark: test is the same file as dev: its examples selected the checkpoint" in same
     alone = render({"classification": {**files, **sets}}, chances, chosen_on="")
     assert "the last one: there was no dev set to choose another by." in alone
     assert "optimistic" not in alone

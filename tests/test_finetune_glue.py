@@ -28,7 +28,8 @@ FILES: dict[str, dict[str, str]] = {
         "test.tsv": "index\tsentence\n0\tuneasy mishmash .\n",
     },
     "MRPC": {
-        "train.tsv": '\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n1\t1\t2\tHe "said .\tHe said .\r\n0\t3\t4\tA\tB\r\n',
+        "train.tsv": "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\r\n"
+        '1\t1\t2\tHe "said .\tHe said .\r\n0\t3\t4\tA\tB\r\n',
         "dev.tsv": "\ufeffQuality\t#1 ID\t#2 ID\t#1 String\t#2 String\n1\t5\t6\tC\tC\n",
         "test.tsv": f"{_PAIRS}\n0\t7\t8\tD\tE\n",
     },
@@ -151,9 +152,9 @@ def test_labels_have_the_order_of_released_checkpoints(downloads: Path) -> None:
     assert (task("stsb", downloads).outputs, task("stsb", downloads).objective) == (1, "value")
 
 
-def test_torn_rows_are_left_out_of_qqp_alone_and_said(downloads: Path, caplog: Any) -> None:
+def test_broken_rows_are_skipped_with_a_warning_only_in_qqp(downloads: Path, caplog: Any) -> None:
     task("qqp", downloads).read_train()
-    assert "QQP/train.tsv: 1 torn rows are left out, the first is" in caplog.text
+    assert "QQP/train.tsv: skipped 1 broken rows; the first is" in caplog.text
     assert "train.tsv:3" in caplog.text
     with (downloads / "RTE" / "train.tsv").open("a") as file:
         file.write("2\ttorn\n")
@@ -184,7 +185,7 @@ def test_missing_folders_and_files_are_named(downloads: Path) -> None:
     with pytest.raises(InputError, match=r"no dev_mismatched\.tsv of MNLI"):
         task("mnli", downloads).read_held_out()
     (downloads / "QNLI").rename(downloads / "other")
-    with pytest.raises(InputError, match=r"no folder QNLI; it has CoLA, MNLI, MRPC, QQP, RTE"):
+    with pytest.raises(InputError, match=r"no folder QNLI. Its folders: CoLA, MNLI, MRPC, QQP, RTE"):
         task("qnli", downloads).read_train()
     with pytest.raises(InputError, match=r"dev_share: CoLA has an official dev set"):
         task("cola", downloads, dev_share=0.1).read_train()
@@ -281,7 +282,7 @@ def test_submissions_have_the_official_form(tmp_path: Path, caplog: Any) -> None
     caplog.clear()
     written("wnli", labels("entailment") * 146)
     assert not caplog.records
-    with pytest.raises(InputError, match="GLUE takes no predictions of 'dev'; it takes test_matched"):
+    with pytest.raises(InputError, match="GLUE has no test set 'dev'; it has test_matched"):
         glue.write_submission("mnli", {"dev": []}, tmp_path)
 
 

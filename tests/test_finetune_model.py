@@ -34,21 +34,21 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def ours(checkpoint: Path, head: Head, objective: Objective, outputs: int) -> TaskModel:
     released = read_released(checkpoint)
     model = TaskModel(released.model, released.vocabulary_size, head, objective, outputs, "tanh")
-    drawn = {name: torch.randn_like(p) * 0.1 for name, p in model.state_dict().items() if name.startswith("head.")}
-    model.load_state_dict({**released.backbone, **drawn})
+    weights = {name: torch.randn_like(p) * 0.1 for name, p in model.state_dict().items() if name.startswith("head.")}
+    model.load_state_dict({**released.backbone, **weights})
     return model.eval()
 
 
 def theirs(checkpoint: Path, name: str, model: TaskModel, outputs: int) -> Any:
     import transformers
 
-    peer = getattr(transformers, f"BertFor{name}").from_pretrained(checkpoint, num_labels=outputs).eval()
+    baseline = getattr(transformers, f"BertFor{name}").from_pretrained(checkpoint, num_labels=outputs).eval()
     state = {key.removeprefix("head."): value for key, value in model.state_dict().items()}
-    layer = peer.qa_outputs if name == "QuestionAnswering" else peer.classifier
+    layer = baseline.qa_outputs if name == "QuestionAnswering" else baseline.classifier
     layer.load_state_dict({"weight": state["out_weight"], "bias": state["out_bias"]})
     if "dense_weight" in state:
-        peer.bert.pooler.dense.load_state_dict({"weight": state["dense_weight"], "bias": state["dense_bias"]})
-    return peer
+        baseline.bert.pooler.dense.load_state_dict({"weight": state["dense_weight"], "bias": state["dense_bias"]})
+    return baseline
 
 
 def make_batch(labels: np.ndarray, asked: np.ndarray, weights: np.ndarray | None = None) -> LabelledBatch:
@@ -100,24 +100,24 @@ def test_sequence_losses_are_those_of_transformers(
 ) -> None:
     outputs = 1 if objective == "value" else 3
     model = ours(checkpoint, "sequence", objective, outputs)
-    peer = theirs(checkpoint, "SequenceClassification", model, outputs)
-    peer.config.problem_type = problem
+    baseline = theirs(checkpoint, "SequenceClassification", model, outputs)
+    baseline.config.problem_type = problem
     batch = make_batch(labels, FIRST)
     with torch.no_grad():
-        output, expected = model(batch), peer(**padded(batch), labels=batch.labels)
+        output, expected = model(batch), baseline(**padded(batch), labels=batch.labels)
     torch.testing.assert_close(output.logits, expected.logits, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(output.loss / 4, expected.loss, rtol=1e-5, atol=1e-6)
 
 
 def test_tags_are_those_of_transformers(checkpoint: Path) -> None:
     model = ours(checkpoint, "tokens", "classes", 5)
-    peer = theirs(checkpoint, "TokenClassification", model, 5)
+    baseline = theirs(checkpoint, "TokenClassification", model, 5)
     asked = ALL[ALL % 3 == 1]
     batch = make_batch(asked % 5, asked)
     labels = torch.full((len(LENGTHS), max(LENGTHS)), -100)
     labels[batch.sequence, batch.positions[batch.rows]] = batch.labels
     with torch.no_grad():
-        output, expected = model(batch), peer(**padded(batch), labels=labels)
+        output, expected = model(batch), baseline(**padded(batch), labels=labels)
     torch.testing.assert_close(
         output.logits, expected.logits[batch.sequence, batch.positions[batch.rows]], rtol=1e-5, atol=1e-6
     )
@@ -126,7 +126,7 @@ def test_tags_are_those_of_transformers(checkpoint: Path) -> None:
 
 def test_spans_are_those_of_transformers(checkpoint: Path) -> None:
     model = ours(checkpoint, "spans", "span", 2)
-    peer = theirs(checkpoint, "QuestionAnswering", model, 2)
+    baseline = theirs(checkpoint, "QuestionAnswering", model, 2)
     labels, begins, ends = np.zeros((len(ALL), 2), np.uint8), [2, 0, 4, 6], [3, 0, 11, 6]
     labels[FIRST + np.array(begins), 0] = labels[FIRST + np.array(ends), 1] = 1
     weights = np.isin(ALL, FIRST).astype(np.float32)
@@ -134,8 +134,8 @@ def test_spans_are_those_of_transformers(checkpoint: Path) -> None:
     order = np.argsort(LENGTHS, kind="stable")
     with torch.no_grad():
         output = model(batch)
-        # Without what lies beyond a window: transformers' softmax runs over padding too, unless it is told.
-        expected = peer(**padded(batch))
+        # Only the window's tokens: transformers' softmax also covers padding.
+        expected = baseline(**padded(batch))
     mask = padded(batch)["attention_mask"] == 0
     losses = [
         torch.nn.functional.cross_entropy(logits.masked_fill(mask, -torch.inf), torch.tensor(np.array(answers)[order]))
@@ -188,7 +188,7 @@ DISTILBERT = {
 def test_heads_drop_where_and_as_much_as_transformers(
     family: str, values: dict[str, Any], head: Head, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In training, with dropout made to multiply all that it is given by its share: place and share show in the logits."""
+    """Here dropout multiplies its input by its probability, so its position and probability show in the logits."""
     import transformers
 
     monkeypatch.setattr(torch.nn.Dropout, "forward", lambda self, x: x * (1 - self.p) if self.training else x)
@@ -198,12 +198,12 @@ def test_heads_drop_where_and_as_much_as_transformers(
     if family == "Roberta":
         values = {**values, "max_position_embeddings": 26, "type_vocab_size": 1}
     config = getattr(transformers, f"{family}Config")(**values)
-    peer = getattr(transformers, f"{family}For{kind}")(config).train()
+    baseline = getattr(transformers, f"{family}For{kind}")(config).train()
     with torch.no_grad():
-        for name, parameter in peer.named_parameters():
+        for name, parameter in baseline.named_parameters():
             # DistilBERT's encoder drops no output of its attention, ours does: not what is asked here.
             parameter.add_(torch.randn_like(parameter) * 0.1).mul_("out_lin" not in name)
-    released = assemble(dict(peer.state_dict()), read_config(config.to_dict()), config.to_dict())
+    released = assemble(dict(baseline.state_dict()), read_config(config.to_dict()), config.to_dict())
     model = TaskModel(
         released.model,
         released.vocabulary_size,
@@ -221,7 +221,7 @@ def test_heads_drop_where_and_as_much_as_transformers(
     if released.token_types < 2:
         del inputs["token_type_ids"]
     with torch.no_grad():
-        output, expected = model(batch), peer(**inputs)
+        output, expected = model(batch), baseline(**inputs)
     logits = torch.stack([expected.start_logits, expected.end_logits], -1) if head == "spans" else expected.logits
     if head != "sequence":
         logits = logits[batch.sequence, batch.positions[batch.rows]]
@@ -238,7 +238,7 @@ def test_heads_drop_in_training_alone(head: Head, objective: Objective) -> None:
     model.train()
     dropped = model.head(hidden, keys)
     assert not torch.equal(dropped, kept)
-    assert torch.equal(model.head(hidden, keys), dropped)  # drawn from the keys
+    assert torch.equal(model.head(hidden, keys), dropped)  # determined by the keys
 
 
 def test_windows_of_an_example_are_averaged_before_the_loss(checkpoint: Path) -> None:
@@ -258,7 +258,7 @@ def test_windows_of_an_example_are_averaged_before_the_loss(checkpoint: Path) ->
     batches = Batches(windows, seed=0, budget=100, rank=0, world_size=1)
     (each,) = batches.every_window()
     with torch.no_grad():
-        logits = model(each).logits[np.argsort(each.asked)]
+        logits = model(each).logits[np.argsort(each.query_rows)]
         loss = sum(model(batch).loss for batch in batches.step(0, 2).micro_batches)
     means = torch.stack([(logits[0] + logits[1]) / 2, logits[2]])
     expected = torch.nn.functional.cross_entropy(means, torch.tensor([2, 0]), reduction="none")

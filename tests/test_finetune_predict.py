@@ -166,7 +166,7 @@ def test_unlabelled_files_and_pairs(folder: Path, tmp_path: Path, capsys: pytest
     assert output(capsys)[0]["scores"] == pytest.approx(made[0]["scores"], abs=1e-6)
 
 
-def test_gold_that_is_no_label_of_the_model_is_left_out(
+def test_gold_that_is_not_a_label_of_the_model_is_skipped(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     path = write_csv(tmp_path / "a.csv", ["text", "label"], [["good", "positive"], ["bad", "mixed"], ["it", ""]])
@@ -193,7 +193,7 @@ def test_gold_that_is_no_label_of_the_model_is_left_out(
         ("questions", "a.csv", "a.csv:1: no column 'question'; it has some, thing."),
     ],
 )
-def test_files_that_cannot_be_predicted_are_told_in_a_line(
+def test_files_that_cannot_be_predicted_are_reported_in_one_line(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], model: str, name: str, message: str
 ) -> None:
     if name != "none.csv":
@@ -310,7 +310,7 @@ def test_questions_are_written_for_the_official_script(folder: Path, tmp_path: P
         ["runs/x", "test.csv", "--precision", "fp32"],
     ],
 )
-def test_options_may_stand_before_the_file(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
+def test_options_may_come_before_the_file(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(evaluation, "evaluate", lambda *given: seen.append(given) or "")
     assert main(["evaluate", *arguments]) == 0
@@ -394,7 +394,7 @@ def test_sets_that_are_one_file_are_remarked(folder: Path) -> None:
     config = FinetuneConfig.model_validate({**values, "classification": section})
     assert config.repeated_sets() == [("dev", "train")]
     said = runs.describe_start(config, runs.plan(config, alone=True))
-    assert "note: dev is the same file as train: it holds examples that the model was trained on" in said
+    assert "note: dev is the same file as train: its examples trained the model" in said
     others = {**section, "dev": str(folder / "dev.jsonl"), "test": str(folder / "dev.jsonl")}
     config = FinetuneConfig.model_validate({**values, "classification": others})
     assert config.repeated_sets() == [("test", "dev")]
@@ -457,7 +457,7 @@ def test_quotes_are_those_of_the_training_file(tmp_path: Path, is_quoted: bool) 
     assert plain.read_file(put(tmp_path / "b.tsv", alone))[0].text == "good film", "as the file shows"
 
 
-def test_a_training_file_without_quotes_says_nothing_of_later_ones(tmp_path: Path) -> None:
+def test_a_training_file_without_quotes_does_not_decide_for_later_ones(tmp_path: Path) -> None:
     trained = Classification(ClassificationSettings(train=put(tmp_path / "a.tsv", "text\tlabel\nx\ta\ny\tb\n")))
     trained.read_train()
     assert trained.state()["quoting"] is None

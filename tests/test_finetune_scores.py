@@ -1,4 +1,4 @@
-"""A finished run's scores are those that `evaluate` gives on the same file, to the last digit, for every kind of task."""
+"""For every kind of task, `evaluate` reproduces a finished run's scores on the same file to the last digit."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_heads_compute_in_fp32() -> None:
         labels=torch.zeros(6, dtype=torch.int64),
         weights=torch.ones(6),
         lengths=(6,),
-        asked=rows.numpy(),
+        query_rows=rows.numpy(),
     )
     with torch.no_grad():
         made = model(batch).logits
@@ -140,7 +140,7 @@ def test_heads_compute_in_fp32() -> None:
 def test_scoring_at_the_end_is_progress_to_the_watchdog() -> None:
     """Large sets take longer than the whole end of a run may be silent: each micro-batch counts."""
     beats: list[int] = []
-    batches = [SimpleNamespace(asked=np.array([number])) for number in range(3)]
+    batches = [SimpleNamespace(query_rows=np.array([number])) for number in range(3)]
     for batch in batches:
         batch.to = lambda _, batch=batch: batch
     cut = SimpleNamespace(every_window=lambda: iter(batches), windows=SimpleNamespace(queries=np.arange(3)))

@@ -76,7 +76,7 @@ def test_a_pretrained_model_gives_backbone_and_pooler() -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 3])
-def test_the_table_tells_what_is_not_taken(layers: int) -> None:
+def test_the_table_lists_tensors_that_are_not_loaded(layers: int) -> None:
     training = {"reinitialised_layers": layers, "reinitialise_pooler": True}
     config, task, released = make_config(training=training), make_task(), make_released()
     text = start_table(config, task, released)
@@ -86,10 +86,10 @@ def test_the_table_tells_what_is_not_taken(layers: int) -> None:
     assert text.endswith("initialised at random: head.dense.*, head.out.*")
 
 
-def test_a_head_without_a_pooler_and_random_weights_are_told() -> None:
+def test_a_head_without_a_pooler_and_random_weights_are_reported() -> None:
     config = FinetuneConfig.model_validate({"name": "x", "entities": {"train": "x"}})
     text = start_table(config, make_task("tokens"), make_released())
-    assert "bert.pooler.dense.bias: 2 tensors left out: the head of entities has one layer alone" in text
+    assert "bert.pooler.dense.bias: 2 tensors left out: the head of entities has only one layer" in text
     assert text.endswith("\ninitialised at random: head.out.*")
     text = start_table(make_config(random_weights=True), make_task(), make_released())
     assert " -> " not in text
@@ -119,7 +119,7 @@ def test_a_head_without_a_pooler_and_random_weights_are_told() -> None:
         (make_task("spans", "span", ("start", "end")), make_released(2, "TokenClassification"), False),
     ],
 )
-def test_an_output_layer_is_kept_where_it_says_the_same(task: Task[Any], released: Released, kept: bool) -> None:
+def test_an_output_layer_is_kept_if_it_has_the_same_meaning(task: Task[Any], released: Released, kept: bool) -> None:
     config = make_config()
     state = initial_state(config, task, released)
     model = make_model(config, task, released)
@@ -132,7 +132,7 @@ def test_an_output_layer_is_kept_where_it_says_the_same(task: Task[Any], release
     assert ("initialised at random: head.out.*" in text) != kept
 
 
-def test_a_run_of_pretraining_is_told_like_an_export(tmp_path: Path) -> None:
+def test_a_pretraining_run_is_reported_like_an_export(tmp_path: Path) -> None:
     """Its own names: the pooler is the head's first layer there, too."""
     from pretrain.checkpoint.mapping import MappedTensor
 

@@ -179,7 +179,7 @@ def times(folder: Path) -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_sweep_keeps_the_best_and_tells_what_diverged(work: Path) -> None:
+def test_sweep_keeps_the_best_and_reports_divergence(work: Path) -> None:
     grid = (
         "--grid-set",
         "training.learning_rate=1e-3,1e30",
@@ -212,7 +212,7 @@ def test_sweep_keeps_the_best_and_tells_what_diverged(work: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_goes_on(work: Path) -> None:
+def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_continues(work: Path) -> None:
     command = [
         "finetune",
         "tiny.yaml",
@@ -461,7 +461,7 @@ def test_models_are_dropped_once_other_settings_lead() -> None:
         ([[0, 3], [0, 5]], "no better than always b (0.6250)"),
     ],
 )
-def test_a_run_that_learnt_nothing_is_told(counts: list[list[int]], expected: str) -> None:
+def test_a_run_that_learnt_nothing_is_reported(counts: list[list[int]], expected: str) -> None:
     said = {"details": {"dev": {"confusion": {"labels": ["a", "b"], "counts": counts}}}}
     assert degenerate(said) == expected
     assert degenerate({"details": {"dev": {"by_type": {}}}}) == degenerate({"details": {}}) == ""
@@ -475,7 +475,7 @@ def test_the_end_has_the_exit_code_of_what_failed() -> None:
     assert "2 of 2 runs" in str(failure([FAILED, lost]))
 
 
-def test_a_run_folder_says_whether_the_run_is_over(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_folder_shows_whether_the_run_has_finished(work: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(work)
     config = trials.trial_config(sweep.load_config("tiny.yaml"), "seed-0", folder=Path("runs/tiny/seed-0"), seed=0)
     trial = Trial("seed 0", config, 4)
@@ -704,7 +704,7 @@ def test_tasks_are_those_whose_files_are_there(tmp_path: Path, capsys: pytest.Ca
         glue_runs.find_tasks(str(tmp_path / "empty"), [])
 
 
-def test_glue_without_its_folder_is_told_so(work: Path) -> None:
+def test_glue_without_its_folder_is_refused(work: Path) -> None:
     for arguments in ((None, []), (glue_runs.TEMPLATE, [])):
         with pytest.raises(InputError, match="--glue-dir: name the folder"):
             glue_runs.run_glue(*arguments)

@@ -12,8 +12,11 @@ from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizer
 from finetune.datasets.text import TextEncoder
 from pretrain.common.errors import InputError
 
-# Spaces of all kinds, marks that join what stands before them, ideographs, letters that become two in lower case.
-ODD = " \t\n\r\u00a0\u200b\u200d\u2028\u3000.,-[]#'\u0301\u0308éÉß\u0130\u03a3\u4e2d\u6587\uac00\u1100\u1161\U0001f600\x00\x07\ufffd"
+# All kinds of spaces, combining marks, ideographs, and letters whose lower case has two characters.
+ODD = (
+    " \t\n\r\u00a0\u200b\u200d\u2028\u3000.,-[]#'\u0301\u0308éÉß"
+    "\u0130\u03a3\u4e2d\u6587\uac00\u1100\u1161\U0001f600\x00\x07\ufffd"
+)
 TEXTS = st.lists(
     st.text(
         st.one_of(st.sampled_from(ODD), st.sampled_from("abcXYZ"), st.characters(exclude_categories=["Cs"])),
@@ -53,7 +56,7 @@ ENCODERS = {lowercase: TextEncoder(make_tokenizer(lowercase=lowercase), 32) for 
         "a" * 120 + " " + "b" * 99,
     ]
 )
-@example(texts=[" ".join(f"w{n}" for n in range(1000))])  # more distinct words than go on one line
+@example(texts=[" ".join(f"w{n}" for n in range(1000))])  # more distinct words than fit one line
 def test_words_give_what_the_whole_text_gives(lowercase: bool, texts: list[str]) -> None:
     encoder = ENCODERS[lowercase]
     assert encoder._by_word
@@ -67,7 +70,7 @@ def test_words_give_what_the_whole_text_gives(lowercase: bool, texts: list[str])
 def test_special_tokens_are_found_around_texts_of_several_tokens() -> None:
     tokenizer = Tokenizer(models.BPE({"[CLS]": 0, "[SEP]": 1, "\u2581": 2, "a": 3}, [], byte_fallback=False))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-    with pytest.raises(InputError, match="sets no special tokens around a text"):
+    with pytest.raises(InputError, match="adds no special tokens"):
         TextEncoder(tokenizer, 32)
     tokenizer.post_processor = processors.RobertaProcessing(("[SEP]", 1), ("[CLS]", 0))
     assert tokenizer.encode("a", add_special_tokens=False).ids == [2, 3]
@@ -79,7 +82,7 @@ def test_special_tokens_are_found_around_texts_of_several_tokens() -> None:
 @pytest.mark.parametrize(
     "added", [AddedToken("new york"), AddedToken("<x>", lstrip=True), AddedToken("<x>", rstrip=True)]
 )
-def test_a_token_that_reaches_over_a_space_is_left_to_the_tokenizer(added: AddedToken) -> None:
+def test_a_token_with_spaces_is_left_to_the_tokenizer(added: AddedToken) -> None:
     encoder = TextEncoder(make_tokenizer(lowercase=True, added=added), 32)
     texts = ["in new york a", "a <x> b"]
     assert not encoder._by_word

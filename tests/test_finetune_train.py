@@ -76,7 +76,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
             Start(settings(root, "edited", classification__train=str(root / "reversed.jsonl")), resume=True),
             Start(settings(root, "zero3", engine__zero_stage=3)),
             Start(settings(root, "patient", training__patience=1, training__learning_rate=1e-9)),
-            Start(settings(root, "drawn", random_weights=True, training__epochs=1.0)),
+            Start(settings(root, "random", random_weights=True, training__epochs=1.0)),
             Start(settings(root, "unsteady", training__learning_rate=UNSTEADY, checkpoint__every_steps=7)),
             Start(settings(root, "tested", classification__test=str(root / "test.jsonl"), training__epochs=1.0)),
             Start(settings(root, "one-type", start_from=str(root / "roberta"), training__epochs=1.0)),
@@ -175,7 +175,7 @@ def test_records_that_are_there_are_predicted_before_others_come(root: Path) -> 
     assert len(answered) == 4
 
 
-def test_what_ends_the_records_is_told_after_those_before_it(root: Path) -> None:
+def test_an_error_in_reading_comes_after_earlier_predictions(root: Path) -> None:
     model = finetune.load(root / "whole", precision="fp32")
 
     def two_and_an_error() -> Iterator[str]:
@@ -200,7 +200,7 @@ def test_patience_ends_a_run_that_gains_nothing(root: Path) -> None:
 
 
 def test_random_weights_start_elsewhere(root: Path) -> None:
-    assert records(root / "drawn")[0]["loss"] != records(root / "whole")[0]["loss"]
+    assert records(root / "random")[0]["loss"] != records(root / "whole")[0]["loss"]
 
 
 def test_the_model_predicts_what_was_scored(root: Path) -> None:
@@ -217,13 +217,15 @@ def test_transformers_gives_the_same_probabilities(root: Path) -> None:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(root / "whole/model")
-    peer = AutoModelForSequenceClassification.from_pretrained(root / "whole/model").eval()
+    baseline = AutoModelForSequenceClassification.from_pretrained(root / "whole/model").eval()
     texts = ["the film was good and great", "the book was awful"]
     with torch.no_grad():
-        expected = peer(**tokenizer(texts, padding=True, return_tensors="pt")).logits.softmax(-1)
+        expected = baseline(**tokenizer(texts, padding=True, return_tensors="pt")).logits.softmax(-1)
     made = finetune.load(root / "whole", precision="fp32")(texts)
     for one, row in zip(made, expected.tolist(), strict=True):
-        assert one["scores"] == pytest.approx({peer.config.id2label[n]: value for n, value in enumerate(row)}, abs=1e-5)
+        assert one["scores"] == pytest.approx(
+            {baseline.config.id2label[n]: value for n, value in enumerate(row)}, abs=1e-5
+        )
 
 
 def test_predictions_stream_in_order(root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -256,18 +258,18 @@ def predict_lines(root: Path, content: bytes, folder: Path) -> int:
 
 def test_standard_input_is_utf8_whatever_the_locale(root: Path) -> None:
     command = [sys.executable, "-m", "finetune", "predict", str(root / "whole")]
-    told = subprocess.run(
+    result = subprocess.run(
         command,
         input=b"\xe9t\xe9\n",
         capture_output=True,
         env={**os.environ, "LC_ALL": "C.UTF-8"},
         check=False,
     )
-    assert (told.returncode, told.stdout) == (2, b"")
-    assert b"standard input: not UTF-8" in told.stderr
+    assert (result.returncode, result.stdout) == (2, b"")
+    assert b"standard input: not UTF-8" in result.stderr
 
 
-def test_a_test_set_that_is_wrong_is_told_before_training(root: Path, tmp_path: Path) -> None:
+def test_a_bad_test_set_is_reported_before_training(root: Path, tmp_path: Path) -> None:
     config = settings(root, "test", classification__test=str(tmp_path / "typo.jsonl"))
     with pytest.raises(InputError, match="typo"):
         runs.plan(FinetuneConfig.model_validate(config), alone=True)
@@ -282,7 +284,7 @@ def test_torchruns_other_processes_end_with_the_first(
     assert main(["finetune", str(tmp_path / "task.yaml"), *arguments]) == 0
 
 
-def test_a_fine_tuned_run_can_be_begun_from(root: Path) -> None:
+def test_a_fine_tuned_run_can_be_the_initial_checkpoint(root: Path) -> None:
     plan = runs.plan(FinetuneConfig.model_validate(settings(root, "next", start_from=str(root / "whole"))), alone=True)
     assert plan.family == "bert"
     (root / "edited/config.yaml").write_text(dump(FinetuneConfig.model_validate(settings(root, "edited"))))
@@ -336,7 +338,7 @@ def test_evaluate_writes_the_scores_of_training(root: Path, capsys: pytest.Captu
         (["finetune", "{config}", "--workers", "17"], "every worker needs an example"),
     ],
 )
-def test_mistakes_are_told_in_a_line(
+def test_mistakes_are_reported_in_one_line(
     root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
 ) -> None:
     import yaml

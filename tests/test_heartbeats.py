@@ -29,7 +29,7 @@ def heartbeat(count: int, pulses: int = 0, **more: object) -> Heartbeat:
 
 
 def find(*last: dict[str, object], seconds: int = 9) -> Finding | None:
-    """What is found so long after ranks last made progress, whose heartbeats go on with these values."""
+    """The finding this long after the ranks last made progress, while their heartbeats continue with these values."""
     ranks = Ranks(len(last), 0.0)
     finding = None
     for now in range(seconds + 1):
@@ -55,7 +55,7 @@ def test_the_rank_that_is_in_no_collective_is_named(guilty: int) -> None:
     assert (finding.event, finding.rank) == ("hang", guilty)
 
 
-def test_the_furthest_behind_is_named_where_frames_do_not_tell() -> None:
+def test_the_slowest_rank_is_named_if_stack_frames_do_not_differ() -> None:
     finding = find({"position": 8}, {"position": 7}, {"position": 8})
     assert finding is not None
     assert finding.rank == 1
@@ -229,7 +229,7 @@ def test_a_round_costs_each_rank_two_requests_however_many_there_are() -> None:
 
 @pytest.mark.usefixtures("same_start")
 def test_64_ranks_on_one_store() -> None:
-    """Real connections: whoever hangs, all of them learn it from rank 0."""
+    """Real connections: whichever rank hangs, rank 0 informs all of them."""
     from torch._C._distributed_c10d import TCPStore
 
     size, guilty = 64, random.Random(0).randrange(1, 64)

@@ -1,4 +1,4 @@
-"""Export of pretraining runs to the Hugging Face layout: equal logits, exact round trips, refusals (law 6)."""
+"""Export of pretraining runs to the Hugging Face layout: equal logits, exact round trips, refusals (invariant 6)."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ class TestExportRun:
         return run
 
     @pytest.mark.parametrize(("checkpoint", "step"), [(None, 3000), ("best", 2000), ("step-00001000", 1000)])
-    def test_takes_the_checkpoint_asked_for(self, run: Path, checkpoint: str | None, step: int) -> None:
+    def test_exports_the_requested_checkpoint(self, run: Path, checkpoint: str | None, step: int) -> None:
         hf.export_run(run, run / "export", checkpoint)
         # write_checkpoint marks the weights by their step
         assert hf.load(run / "export")[1]["heads.mlm_bias"][0] == step

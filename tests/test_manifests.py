@@ -192,7 +192,7 @@ def test_kuberay_follows_the_config(config: Path) -> None:
 
 
 def test_what_a_cluster_asks_of_pods(config: Path) -> None:
-    """All pods have account, priority, pull secrets and annotations; RDMA and NCCL's settings are the workers' alone."""
+    """All pods have account, priority, pull secrets and annotations. Only workers have RDMA and NCCL settings."""
     documents = kuberay(
         config,
         "place.service_account=trainer",
@@ -223,7 +223,7 @@ def test_what_a_cluster_asks_of_pods(config: Path) -> None:
     assert not re.search("rdma|NCCL|hugepages", others)
 
 
-def test_labels_of_nodes_are_no_secrets(config: Path) -> None:
+def test_node_labels_are_not_secrets(config: Path) -> None:
     documents = kuberay(config, "place.node_selector={pool/key: gpu, node-token: a}")
     selectors = [one["spec"].get("nodeSelector") for one in pod_templates(documents["RayJob"]["spec"])]
     assert {"pool/key": "gpu", "node-token": "a"} in selectors
@@ -607,7 +607,7 @@ def slurm_job(config: Path, tmp_path: Path) -> Callable[..., subprocess.Popen[st
     return start
 
 
-def test_slurm_runs_and_tells_the_exit_code(slurm_job: Any, tmp_path: Path) -> None:
+def test_slurm_runs_and_returns_the_exit_code(slurm_job: Any, tmp_path: Path) -> None:
     token = "cp -p runs/my-run/ray-token seen\necho $SRUN_CPUS_PER_TASK >cpus\n"
     assert slurm_job(f"{token}exit 4\n").wait(20) == 4
     calls = (tmp_path / "calls").read_text()

@@ -57,7 +57,7 @@ def gradients(model: PretrainingModel, batch: MicroBatch) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def peer():
+def baseline():
     """transformers' BertForPreTraining with our weights, evaluation mode."""
     transformers = pytest.importorskip("transformers")
     model = make_model()
@@ -78,11 +78,11 @@ def peer():
     return theirs
 
 
-def test_logits_and_losses_equal_transformers(peer) -> None:
+def test_logits_and_losses_equal_transformers(baseline) -> None:
     model, batch = make_model().eval(), make_batch(LENGTHS)
     inputs = pad(batch)
     with torch.no_grad():
-        theirs = peer(**inputs)
+        theirs = baseline(**inputs)
         rows = theirs.prediction_logits[inputs["attention_mask"].bool()][batch.masked_rows]
         torch.testing.assert_close(model.masked_logits(batch), rows, atol=1e-4, rtol=0)
         nsp = theirs.seq_relationship_logits
@@ -93,13 +93,13 @@ def test_logits_and_losses_equal_transformers(peer) -> None:
     assert losses.nsp_correct == (nsp.argmax(-1) == batch.nsp_labels).sum()
 
 
-def test_gradients_equal_transformers_and_reach_every_parameter(peer) -> None:
+def test_gradients_equal_transformers_and_reach_every_parameter(baseline) -> None:
     model, batch = make_model().eval(), make_batch(LENGTHS)
     ours = gradients(model, batch)
     assert set(ours) == {name for name, _ in model.named_parameters()}
-    peer.zero_grad()
-    peer(**pad(batch)).loss.backward()
-    theirs = {name: p.grad for name, p in peer.named_parameters()}
+    baseline.zero_grad()
+    baseline(**pad(batch)).loss.backward()
+    theirs = {name: p.grad for name, p in baseline.named_parameters()}
     expected = to_hf(ours)
     for name, gradient in expected.items():
         assert gradient.abs().max() > 0, name
@@ -214,7 +214,7 @@ def cost(sequences: int, longest: int, heads: int) -> int:
 
 @pytest.mark.parametrize("training", [False, True])
 def test_a_sequence_does_not_see_its_neighbours(training: bool) -> None:
-    """Law 2; and in training law 1: dropout too belongs to the sample, not to its place in a batch."""
+    """Invariant 2, and invariant 1 in training: dropout depends on the sample, not on its place in a batch."""
     model, batch = make_model().train(training), make_batch(LENGTHS)
     with torch.no_grad():
         together = model.encode(batch)
@@ -249,7 +249,7 @@ def test_dropout_is_independent_between_layers_features_and_tokens() -> None:
     assert (masks[0].float().mean(0) - 0.5).abs().max() < 0.06
 
 
-def test_only_the_rows_asked_for() -> None:
+def test_only_the_requested_rows() -> None:
     model, batch = make_model().eval(), make_batch(LENGTHS)
     rows = torch.tensor([0, 5, 30, 100])
     with torch.no_grad():
@@ -265,7 +265,7 @@ def test_activation_checkpointing_and_compilation_change_nothing() -> None:
             torch.testing.assert_close(found[name], gradient, atol=1e-5, rtol=1e-3, msg=f"{options} {name}")
 
 
-def test_without_next_sentence_prediction_there_is_no_pooler() -> None:
+def test_no_pooler_without_next_sentence_prediction() -> None:
     model, batch = make_model(next_sentence=False), make_batch(LENGTHS)
     names = {name for name, _ in model.named_parameters()}
     assert not {name for name in names if "pooler" in name or "nsp" in name}
@@ -373,7 +373,7 @@ def test_the_stride_of_dropout_seeds_stays_within_int32() -> None:
         ModelConfig(size="custom", layers=1, hidden=MAX_WIDTH + 64, heads=1)
 
 
-def test_every_head_of_every_layer_drops_by_a_mask_of_its_own() -> None:
+def test_every_head_of_every_layer_has_its_own_dropout_mask() -> None:
     keys_T, rows_GL = torch.arange(64, dtype=torch.int32), torch.arange(64)[None]
     masks = []
     for _ in range(4):
@@ -434,10 +434,10 @@ def test_a_group_of_one_sequence_or_one_query_compiles_nothing_new() -> None:
 
 def test_weights_begin_as_a_normal_distribution_cut_at_two_deviations() -> None:
     torch.manual_seed(0)
-    drawn = normal(0.02, 300, 1000).detach().flatten().double()
-    assert drawn.abs().max() <= 0.04 + 1e-9
+    weights = normal(0.02, 300, 1000).detach().flatten().double()
+    assert weights.abs().max() <= 0.04 + 1e-9
     cut = torch.distributions.Normal(0.0, 0.02)
     quantiles = torch.linspace(0.05, 0.95, 19, dtype=torch.float64)
     within = cut.cdf(torch.tensor(0.04)).double() - cut.cdf(torch.tensor(-0.04)).double()
     expected = cut.icdf(cut.cdf(torch.tensor(-0.04)).double() + quantiles * within)
-    torch.testing.assert_close(drawn.quantile(quantiles), expected, rtol=0, atol=2e-4)
+    torch.testing.assert_close(weights.quantile(quantiles), expected, rtol=0, atol=2e-4)

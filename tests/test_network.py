@@ -84,9 +84,9 @@ def test_a_cable_that_is_pulled_and_put_back(cable: str, tmp_path: Path) -> None
         alone = (events(run_dir, "restart") or events(run_dir, "hang"))[0]["step"]
         wait_for_step(run_dir, alone + 20, 90)
         without = time.time() - began
-        assert len(records(run_dir)[-1]["rank_forward_seconds"]) == 1, "it goes on with one"
+        assert len(records(run_dir)[-1]["rank_forward_seconds"]) == 1, "it continues with one"
         ip("-n", NAMES[0], "link", "set", cable, "up")
-        # Its node was given up and has ended, as a pod would; whoever runs it starts it again.
+        # Its node was given up and has ended, as a pod would; its supervisor restarts it.
         second.cluster("up", "--join", "--host", ADDRESSES[1])
         began = time.time()
         wait_for(lambda: events(run_dir, "resize"), 60)

@@ -161,7 +161,7 @@ def test_a_model_runs_as_it_was_trained_where_that_is_not_slow(
     assert (choice.reason == "as trained") == (trained == expected)
 
 
-def test_the_dry_run_says_the_choice_and_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_dry_run_shows_the_precision_and_its_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from pretrain import estimate
 
     monkeypatch.setattr(precision, "choose_here", lambda: Choice("fp32", "because it is faster"))
@@ -194,10 +194,10 @@ def test_all_runs_of_one_command_have_one_precision(monkeypatch: pytest.MonkeyPa
     assert [one.config.engine.precision for one in made] == ["fp32"] * 3
     preflight.record_config(made[1].config) if made[1].config.folder.mkdir() is None else None
     again = trials._with_one_precision(config, members)
-    assert [one.config.engine.precision for one in again] == ["fp32"] * 3, "that of the run which has begun"
+    assert [one.config.engine.precision for one in again] == ["fp32"] * 3, "that of the started run"
 
 
-def test_runs_that_have_begun_keep_each_its_own_precision(tmp_path: Path) -> None:
+def test_started_runs_keep_their_own_precision(tmp_path: Path) -> None:
     """On a cluster of several kinds of nodes each decides for itself: going on must not change that."""
     from finetune.config import FinetuneConfig
     from finetune.experiments import trials
@@ -232,7 +232,7 @@ class FakeGpu:
         ("bf16", (9, 0), ""),
     ],
 )
-def test_a_gpu_that_cannot_is_told_in_a_line(
+def test_an_unsuitable_gpu_is_reported_in_one_line(
     monkeypatch: pytest.MonkeyPatch, chosen: str, capability: tuple[int, int], message: str
 ) -> None:
     FakeGpu(monkeypatch, capability, ["sm_75", "sm_80", "sm_90", "compute_120"])
@@ -256,7 +256,7 @@ def test_tf32_is_for_runs_in_fp32_alone(monkeypatch: pytest.MonkeyPatch) -> None
     assert not precision.allow_tf32("fp32", torch.device("cpu"))
 
 
-def test_a_begun_run_keeps_its_precision_in_config_yaml(tmp_path: Path) -> None:
+def test_a_started_run_keeps_its_precision_in_config_yaml(tmp_path: Path) -> None:
     preflight.record_config(run_config(tmp_path, "fp32"))
     assert preflight.with_resolved_precision(run_config(tmp_path)).engine.precision == "fp32"
     assert preflight.with_resolved_precision(run_config(tmp_path, "bf16")).engine.precision == "bf16"

@@ -386,7 +386,7 @@ def test_the_mapping_table_is_short_and_names_what_is_left_out(theirs: Any, tmp_
     )
 
 
-def test_many_names_are_cut_and_none_is_no_table() -> None:
+def test_many_names_are_shortened_and_no_names_give_no_table() -> None:
     mapping = [MappedTensor(f"part{letter}", (1,), "left out: why") for letter in "abcdefgh"]
     assert mapping_table(mapping) == ("parta, partb, partc, partd, parte, partf and 2 more: 8 tensors left out: why")
     assert mapping_table([]) == ""
@@ -560,17 +560,17 @@ def test_a_strangers_pickle_is_not_run(theirs: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a_pickle_is_not_run_wherever_it_hides(theirs: Any, tmp_path: Path, seed: int) -> None:
-    drawn = random.Random(seed)
+    rng = random.Random(seed)
     save(theirs, tmp_path)
     (tmp_path / "model.safetensors").unlink()
-    mark, place = tmp_path / "was-run", drawn.choice(sorted(TENSORS))
+    mark, place = tmp_path / "was-run", rng.choice(sorted(TENSORS))
     hostile: Any = Hostile(mark)
-    for wrap in drawn.choices([lambda x: [x], lambda x: {"x": x}, lambda x: (1, x), lambda x: x], k=3):
+    for wrap in rng.choices([lambda x: [x], lambda x: {"x": x}, lambda x: (1, x), lambda x: x], k=3):
         hostile = wrap(hostile)
-    content: dict[Any, Any] = {**TENSORS, **drawn.choice([{place: hostile}, {f"{place}.more": hostile}])}
-    if drawn.random() < 0.5:
+    content: dict[Any, Any] = {**TENSORS, **rng.choice([{place: hostile}, {f"{place}.more": hostile}])}
+    if rng.random() < 0.5:
         content = {"model": content, "optimizer": {"state": {0: hostile}}}
-    torch.save(content, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=drawn.random() < 0.5)
+    torch.save(content, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=rng.random() < 0.5)
     with pytest.raises(InputError, match=r"pytorch_model\.bin: cannot be read as plain tensors"):
         read_released(tmp_path)
     assert not mark.exists()

@@ -115,7 +115,7 @@ def records() -> list[dict[str, Any]]:
 
 
 class TestPage:
-    def test_stands_alone_and_is_well_formed(self, run: Path, tmp_path: Path) -> None:
+    def test_is_self_contained_and_well_formed(self, run: Path, tmp_path: Path) -> None:
         Page(report.write_report(run, tmp_path / "report.html").read_text()).assert_stands_alone()
 
     def test_shows_the_figures_of_the_last_evaluation_and_the_medians(self, run: Path, tmp_path: Path) -> None:
@@ -161,7 +161,7 @@ class TestPage:
         assert truths == 10
         assert html.count('<li style="--share') == 50
 
-    def test_text_of_the_corpus_is_no_markup(self, run: Path, tmp_path: Path) -> None:
+    def test_text_of_the_corpus_is_escaped(self, run: Path, tmp_path: Path) -> None:
         html = report.write_report(run, tmp_path / "report.html").read_text()
         assert "a&lt;b&gt;.txt" in html
         assert "a<b>.txt" not in html
@@ -356,15 +356,15 @@ class TestCharts:
         assert curve["points"][1][:2] == [390.0, 12.0]
 
     def test_a_noisy_curve_is_smoothed_only_where_there_is_enough_of_it(self) -> None:
-        def drawn(count: int) -> tuple[set[str], str]:
+        def plot(count: int) -> tuple[set[str], str]:
             points = [(float(i), float(i % 2)) for i in range(count)]
             html = charts.line_chart("t", [charts.Series("a", points, smooth=True)], form=str, form_x=str)
             return {text for *_, text in Page(html).charts[0][0]["points"]}, html
 
-        few, html = drawn(40)
+        few, html = plot(40)
         assert few == {"0.0", "1.0"}
         assert html.count("<circle") == 40
-        many, html = drawn(200)
+        many, html = plot(200)
         assert not few & set(sorted(many)[1:-1])
         assert 'class="train raw"' in html
 
@@ -406,7 +406,7 @@ class TestDemo:
         assert "the summary" in out
         assert "runs/demo/report.html" in out
 
-    def test_goes_on_with_an_earlier_run_unless_told_otherwise(self, commands: list[list[str]]) -> None:
+    def test_continues_an_earlier_run_by_default(self, commands: list[list[str]]) -> None:
         checkpoint = Path("runs/demo/checkpoints/step-00000200")
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").write_text("{}")

@@ -40,7 +40,7 @@ def make(folder: Path, **changes: Any) -> Saver:
     return Saver(folder, Alone(), **{"keep_last": 2, "background": True, "retry_seconds": 0.0, **changes})
 
 
-def test_what_is_saved_is_what_was_held_though_training_goes_on(
+def test_a_checkpoint_is_the_state_at_its_step_while_training_continues(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go, write = threading.Event(), store.write

@@ -38,35 +38,35 @@ MINUTES = float(os.environ.get("BERTRAIN_SOAK_MINUTES", "60"))
 STEPS = round(MINUTES * 60 * 18)
 
 
-def kill_worker(on: Cluster, run_dir: Path, drawn: random.Random) -> None:
-    drawn.choice(on.workers()).kill()
+def kill_worker(on: Cluster, run_dir: Path, rng: random.Random) -> None:
+    rng.choice(on.workers()).kill()
 
 
-def stop_worker(on: Cluster, run_dir: Path, drawn: random.Random) -> None:
-    drawn.choice(on.workers()).send_signal(signal.SIGSTOP)
+def stop_worker(on: Cluster, run_dir: Path, rng: random.Random) -> None:
+    rng.choice(on.workers()).send_signal(signal.SIGSTOP)
 
 
-def kill_driver(on: Cluster, run_dir: Path, drawn: random.Random) -> None:
+def kill_driver(on: Cluster, run_dir: Path, rng: random.Random) -> None:
     on.named("cluster.workers.driver")[0].kill()
 
 
-def flip_a_bit(on: Cluster, run_dir: Path, drawn: random.Random) -> None:
+def flip_a_bit(on: Cluster, run_dir: Path, rng: random.Random) -> None:
     """In the newest checkpoint, and then make it needed."""
     checkpoint = run_dir / f"checkpoints/step-{newest_checkpoint(run_dir):08d}"
     with contextlib.suppress(FileNotFoundError):  # pruned meanwhile
-        path = drawn.choice(sorted(checkpoint.glob("*.safetensors")))
+        path = rng.choice(sorted(checkpoint.glob("*.safetensors")))
         data = bytearray(path.read_bytes())
-        data[drawn.randrange(len(data))] ^= 1 << drawn.randrange(8)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
         path.write_bytes(data)
-    kill_worker(on, run_dir, drawn)
+    kill_worker(on, run_dir, rng)
 
 
-def cut_short(on: Cluster, run_dir: Path, drawn: random.Random) -> None:
+def cut_short(on: Cluster, run_dir: Path, rng: random.Random) -> None:
     checkpoint = run_dir / f"checkpoints/step-{newest_checkpoint(run_dir):08d}"
     with contextlib.suppress(FileNotFoundError):
-        path = drawn.choice(sorted(checkpoint.glob("*")))
+        path = rng.choice(sorted(checkpoint.glob("*")))
         os.truncate(path, path.stat().st_size // 2)
-    kill_worker(on, run_dir, drawn)
+    kill_worker(on, run_dir, rng)
 
 
 FAULTS = (kill_worker, stop_worker, kill_driver, flip_a_bit, cut_short)
@@ -115,15 +115,15 @@ def long_run(corpus: Path, run_dir: Path) -> dict[str, Any]:
 
 def disturb(on: Cluster, run_dir: Path, done: Counter[str]) -> None:
     """One fault after another until the run is at its end."""
-    drawn = random.Random(1)
+    rng = random.Random(1)
     while True:
-        until = time.monotonic() + drawn.uniform(60, 120) * min(1.0, MINUTES / 20)
+        until = time.monotonic() + rng.uniform(60, 120) * min(1.0, MINUTES / 20)
         wait_for(lambda until=until: time.monotonic() > until or last_step(run_dir) == STEPS, 200)
         reached = last_step(run_dir)
         if reached == STEPS or not on.workers():
             return
         fault = FAULTS[sum(done.values()) % len(FAULTS)]
-        fault(on, run_dir, drawn)
+        fault(on, run_dir, rng)
         done[fault.__name__] += 1
         if fault is kill_driver:
             assert on.wait_end("soak") == "failed"

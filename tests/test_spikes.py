@@ -27,7 +27,7 @@ def usual(seed: int, level: float = 3.0, noise: float = 0.05) -> list[float]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_noise_is_no_spike_and_a_much_higher_loss_is_one(seed: int) -> None:
+def test_a_much_higher_loss_is_a_spike_and_noise_is_not(seed: int) -> None:
     before = usual(seed)
     assert not any(is_spike(before, loss, SpikeConfig()) for loss in usual(seed + 100))
     assert not is_spike(before, 1.0, SpikeConfig()), "a fall is none"
@@ -35,7 +35,7 @@ def test_noise_is_no_spike_and_a_much_higher_loss_is_one(seed: int) -> None:
     assert is_spike([*before[:-3], 9.0, 9.0, 9.0], 4.5, SpikeConfig()), "odd losses among them move the bound little"
 
 
-def test_what_is_no_spike_by_the_settings() -> None:
+def test_losses_that_the_settings_do_not_count_as_spikes() -> None:
     before = usual(0)
     assert not is_spike(before[:31], 100.0, SpikeConfig()), "too few to tell"
     assert not is_spike(before, 100.0, SpikeConfig(spike_sigmas=0))
@@ -149,7 +149,7 @@ def test_a_phase_may_begin_with_higher_losses(corpus: Path, tmp_path: Path) -> N
     assert not [one for one in all_records(tmp_path / "run") if one.get("event") == "rollback"]
 
 
-def test_an_fp16_scale_that_does_not_fall_is_no_search() -> None:
+def test_an_fp16_scale_that_does_not_fall_is_not_a_search() -> None:
     def skipped(scales: list[float]) -> list[bool]:
         search = loop._LossScaleSearch()
         return [search.skipped(scale) for scale in scales]

@@ -101,7 +101,7 @@ def test_each_wait_for_data_or_storage_is_announced(tmp_path: Path) -> None:
     }
 
 
-def test_the_first_batch_of_a_loader_is_no_stall(tmp_path: Path) -> None:
+def test_the_first_batch_of_a_loader_is_not_a_stall(tmp_path: Path) -> None:
     """It includes opening the data: at a start, after a rollback and where a phase begins."""
     waits: list[int] = []
     phase = 0
@@ -145,7 +145,7 @@ def test_a_long_wait_for_one_batch_is_an_event(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("event", ["hang", "data_stall"])
-def test_a_restart_says_what_the_watchdog_found(tmp_path: Path, event: str) -> None:
+def test_a_restart_reports_the_watchdogs_cause(tmp_path: Path, event: str) -> None:
     (tmp_path / "logs").mkdir()
     began = time.time()
     assert supervisor._hang(tmp_path, since=began) is None

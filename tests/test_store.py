@@ -145,7 +145,7 @@ def test_a_damaged_checkpoint_is_set_aside_for_the_one_before(tmp_path: Path, da
 
 
 @pytest.mark.parametrize("failures", [1, 99])
-def test_a_checkpoint_that_cannot_be_read_is_asked_for_again_then_passed_over(
+def test_an_unreadable_checkpoint_is_retried_then_skipped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
     monkeypatch.setattr(store, "_READ_WAIT_SECONDS", 0.0)
@@ -235,7 +235,7 @@ def test_a_disk_that_fills_up_while_writing_keeps_what_was_good(small_disk: Path
 @pytest.mark.parametrize("seed", range(20))
 def test_a_disk_that_fills_up_at_any_byte_keeps_what_was_good(small_disk: Path, monkeypatch, seed: int) -> None:
     """The free space varies from 0 to just below the checkpoint's size, so the write can fail in any of its files."""
-    drawn = random.Random(seed)
+    rng = random.Random(seed)
     numel = 1 << 17
     held = [Held("a", 0, {"weight": torch.zeros(numel), "exp_avg": torch.zeros(numel)})]
     state = {"step": 2, "shapes": {"a": [numel]}}
@@ -243,7 +243,7 @@ def test_a_disk_that_fills_up_at_any_byte_keeps_what_was_good(small_disk: Path, 
     needed = sum(-(-path.stat().st_size // 4096) * 4096 for path in tried.iterdir())
     shutil.rmtree(tried)
     free = os.statvfs(small_disk).f_bavail * os.statvfs(small_disk).f_frsize
-    (small_disk / "ballast").write_bytes(bytes(free - drawn.randrange(0, needed, 4096)))
+    (small_disk / "ballast").write_bytes(bytes(free - rng.randrange(0, needed, 4096)))
     monkeypatch.setattr(store, "_preflight", lambda path, needed: None)
     with pytest.raises(MachineError, match="disk full"):
         store.save(small_disk, 2, held, state, Alone())
@@ -268,17 +268,17 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     assert json.loads((checkpoint / "state.json").read_text())["step"] == 1
 
 
-def damage(checkpoint: Path, drawn: random.Random) -> str:
+def damage(checkpoint: Path, rng: random.Random) -> str:
     """Damage one file of a checkpoint in ways that disks and people do; returns a description."""
-    path = drawn.choice(sorted(checkpoint.iterdir()))
+    path = rng.choice(sorted(checkpoint.iterdir()))
     data = bytearray(path.read_bytes())
-    kind = drawn.choice(["flip", "cut", "remove", "garbage", "grow"])
+    kind = rng.choice(["flip", "cut", "remove", "garbage", "grow"])
     if kind == "flip":
-        data[drawn.randrange(len(data))] ^= 1 << drawn.randrange(8)
+        data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
     elif kind == "cut":
-        del data[drawn.randrange(len(data)) :]
+        del data[rng.randrange(len(data)) :]
     elif kind == "garbage":
-        data = bytearray(drawn.randbytes(len(data)))
+        data = bytearray(rng.randbytes(len(data)))
     elif kind == "grow":
         data += b"x"
     path.write_bytes(data)

@@ -171,7 +171,7 @@ def test_what_only_resembles_a_secret_is_none(config: Path, text: str) -> None:
     assert read(config, "--set", f"engine.deepspeed={{any: {text}}}")
 
 
-def test_settings_about_tokens_are_no_secrets(config: Path) -> None:
+def test_settings_about_tokens_are_not_secrets(config: Path) -> None:
     assert read(config, "--set", "corpus.shard_tokens=2000").config["corpus"]["shard_tokens"] == 2000
 
 
@@ -368,7 +368,7 @@ def test_nobody_there(tmp_path: Path, config: Path) -> None:
     assert output.startswith("error: No cluster answers at http://127.0.0.1:9 (")
 
 
-def test_somebody_there_who_says_nothing(tmp_path: Path, config: Path) -> None:
+def test_a_server_that_does_not_answer(tmp_path: Path, config: Path) -> None:
     """Ray's own client would wait for ever."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"http://127.0.0.1:{silent.getsockname()[1]}"

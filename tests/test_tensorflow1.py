@@ -1,4 +1,4 @@
-"""TensorFlow 1 checkpoints without TensorFlow: a real one, made by tests/fixtures/make_tensorflow1.py, and its damages."""
+"""TensorFlow 1 checkpoints without TensorFlow: one from tests/fixtures/make_tensorflow1.py, and damaged copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A released model's tokenizer, from each of its kinds of files, gives the ids that transformers' AutoTokenizer gives."""
+"""A released model's tokenizer, read from each kind of file, gives the same ids as transformers' AutoTokenizer."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_word_pieces(vocabulary: list[str], settings: dict, json_too: bool, tmp_
     assert_equals_transformers(tmp_path, read_tokenizer(tmp_path))
 
 
-def test_a_vocabulary_alone_tells_its_casing(tmp_path: Path) -> None:
+def test_the_casing_is_detected_from_the_vocabulary(tmp_path: Path) -> None:
     write_files(tmp_path, CASED)
     assert read_tokenizer(tmp_path).encode("The the").tokens == ["[CLS]", "The", "the", "[SEP]"]
     write_files(tmp_path, UNCASED)  # [unused0] and [CLS] have capital letters too
@@ -267,7 +267,7 @@ def test_tokens_added_to_a_vocabulary(where: str, tmp_path: Path) -> None:
         read_tokenizer(tmp_path)
 
 
-def test_what_is_null_is_not_said(tmp_path: Path) -> None:
+def test_null_settings_count_as_missing(tmp_path: Path) -> None:
     settings = {"model_max_length": None, "do_lower_case": None, "strip_accents": None}
     write_files(tmp_path, UNCASED, **settings)
     assert read_tokenizer(tmp_path).encode("The Thé").tokens == ["[CLS]", "the", "the", "[SEP]"]

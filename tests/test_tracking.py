@@ -210,7 +210,7 @@ class TestMetricsFile:
         start(tmp_path).close()
         assert read_records(tmp_path) == []
 
-    def test_a_full_disk_is_told_in_one_line(self, tmp_path: Path) -> None:
+    def test_a_full_disk_is_reported_in_one_line(self, tmp_path: Path) -> None:
         tracker = start(tmp_path)
         assert tracker._file is not None
         with Path("/dev/full").open("wb") as full:
@@ -432,7 +432,7 @@ class TestFollow:
         for expected in ("phase 2/2 (512)", "step 90/100", "loss 3.000", "42% MFU", "2 skipped"):
             assert expected in last
 
-    def test_what_was_there_before_is_no_news(self, run: Path) -> None:
+    def test_earlier_records_are_not_reported_again(self, run: Path) -> None:
         append(run, {"step": 40, "loss": 3.0}, {"step": 40, "split": "validation", "mlm_loss": 9.0, "loss": 9.0})
         with following(run) as screen:
             append(
@@ -446,7 +446,7 @@ class TestFollow:
         assert "mlm loss 9.500" in text
         assert "best" not in text  # step 40 was better
 
-    def test_a_restart_takes_back_what_it_dropped(self, run: Path) -> None:
+    def test_a_restart_withdraws_the_steps_it_dropped(self, run: Path) -> None:
         screen = Console(file=io.StringIO(), width=200)
         progress = live._Progress(run, 100, screen)
         append(run, {"step": 10}, {"step": 20}, {"step": 30})

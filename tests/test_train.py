@@ -217,7 +217,7 @@ def config_file(corpus: Path, tmp_path: Path) -> Path:
     return path
 
 
-def test_sigterm_saves_and_exits_75_and_resume_goes_on(config_file: Path, tmp_path: Path) -> None:
+def test_sigterm_saves_and_exits_75_and_resume_continues(config_file: Path, tmp_path: Path) -> None:
     metrics = tmp_path / "run/metrics.jsonl"
     with subprocess.Popen(
         command(config_file, "--no-ray"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT

@@ -1,4 +1,4 @@
-"""The watchdog in real processes: one that hangs ends them and is named, work that is slow for good reasons goes on."""
+"""The watchdog in real processes: it ends a run that hangs and names the rank; announced slow work continues."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def found(logs: Path) -> dict[str, Any]:
 
 
 def test_one_that_sleeps_ends_all_and_every_stack_is_written(tmp_path: Path) -> None:
-    """Both have begun the same micro-batch: one is in a collective, the other is not."""
+    """Both have started the same micro-batch: one is in a collective, the other is not."""
     ends = end(start(tmp_path, 1, "sleeps"))
     assert [code for code, _ in ends] == [3, 3], ends
     assert (found(tmp_path)["event"], found(tmp_path)["rank"]) == ("hang", 1)
@@ -112,14 +112,14 @@ def test_one_that_sleeps_ends_all_and_every_stack_is_written(tmp_path: Path) -> 
     assert "<module>" in (tmp_path / "stacks-1.txt").read_text()
 
 
-def test_slow_work_that_was_announced_goes_on(tmp_path: Path) -> None:
+def test_announced_slow_work_continues(tmp_path: Path) -> None:
     """Each rank in turn holds Python's lock in an announced block, and one waits for data: longer than the limit."""
     ends = end(start(tmp_path, -1, "slow work", limit=2.5, stall=60))
     assert [(code, output.splitlines()[-1]) for code, output in ends] == [(0, "done")] * 2
     assert not (tmp_path / "hang.json").exists()
 
 
-def test_waiting_for_data_has_a_limit_and_a_name_of_its_own(tmp_path: Path) -> None:
+def test_waiting_for_data_has_its_own_limit_and_name(tmp_path: Path) -> None:
     ends = end(start(tmp_path, 1, "waits for data"))
     assert [code for code, _ in ends] == [3, 3], ends
     assert (found(tmp_path)["event"], found(tmp_path)["rank"]) == ("data_stall", 1)
@@ -188,7 +188,7 @@ def test_a_stall_does_not_make_the_watchdog_patient(tmp_path: Path, monkeypatch:
     assert watchdog.heartbeat().allowed == 50, "work that is slow again and again"
 
 
-def test_blocks_say_what_they_need(tmp_path: Path) -> None:
+def test_blocks_state_their_needs(tmp_path: Path) -> None:
     watchdog = Watchdog(0, 1, tmp_path, 8.0, stall_seconds=600.0)
     for _ in range(25):
         watchdog.beat()
@@ -211,7 +211,7 @@ def test_blocks_say_what_they_need(tmp_path: Path) -> None:
 
 
 def test_a_failed_exchange_is_tried_again_and_written_with_the_stacks(tmp_path: Path) -> None:
-    """Whatever the store's client raises, the thread that carries heartbeats goes on."""
+    """Whatever the store's client raises, the heartbeat thread continues."""
     answers: list[Any] = [ValueError("garbled"), None, None]
 
     class Store:

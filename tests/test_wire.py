@@ -1,4 +1,4 @@
-"""What workers tell one another in one optimizer step, byte by byte, against ZeRO's own arithmetic.
+"""The bytes that workers exchange in one optimizer step, against ZeRO's own arithmetic.
 
 Counted is what any library hands to torch's process group, Python's last station before gloo or NCCL.
 """

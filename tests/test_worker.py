@@ -95,7 +95,7 @@ def test_a_stop_is_heard_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.Monk
         Flag(tmp_path / "restart", "launch 1", since=None).set()
 
 
-def test_a_link_is_no_flag_and_is_not_followed(tmp_path: Path) -> None:
+def test_a_link_is_not_a_flag_and_is_not_followed(tmp_path: Path) -> None:
     target = tmp_path / "precious"
     target.write_text("kept")
     (tmp_path / "stop").symlink_to(target)

@@ -16,8 +16,8 @@ from finetune.tasks.base import Task
 from pretrain.common.settings import dump
 from pretrain.config import ModelConfig
 
-_MOST_CLASSES = 20  # a larger confusion matrix is not shown whole
-_MOST_CONFUSIONS = 20  # of a larger matrix
+_MOST_CLASSES = 20  # a larger confusion matrix is not shown in full
+_MOST_CONFUSIONS = 20  # shown of a larger matrix
 
 _FAMILIES = {"bert": "BERT", "distilbert": "DistilBERT", "roberta": "RoBERTa", "electra": "ELECTRA"}
 _PIPELINES = {
@@ -30,7 +30,7 @@ _AUTO_MODELS = {
     "tokens": "AutoModelForTokenClassification",
     "spans": "AutoModelForQuestionAnswering",
 }
-# Our scores -> the hub's names of metrics. Other scores are in the text only.
+# Our scores -> the hub's metric names. Other scores are only in the text.
 _HUB_METRICS = {
     "accuracy": "accuracy",
     "subset_accuracy": "accuracy",
@@ -52,11 +52,11 @@ Scores = Mapping[str, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What a card states about a trained model.
+    """Facts about a trained model for its card.
 
     Attributes:
         step: the training step of the weights.
-        chosen_on: the set whose score chose that step, and on which the task tuned; "" for none.
+        chosen_on: the set that selected that step and tuned the task; "" for none.
         examples: number of examples of each set; the training set is "train".
         scores, details: of each labelled dev and test set, as the task gives them.
     """
@@ -94,9 +94,9 @@ def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str
 
 
 def repeated_remark(name: str, earlier: str) -> str:
-    """A remark, for terminal and card, on the set `name` that is the same file as `earlier`."""
-    known = "that the model was trained on" if earlier == "train" else "that chose the checkpoint"
-    return f"{name} is the same file as {earlier}: it holds examples {known}, so its scores say nothing about others."
+    """A remark, for terminal and card, that the set `name` is the same file as `earlier`."""
+    use = "trained the model" if earlier == "train" else "selected the checkpoint"
+    return f"{name} is the same file as {earlier}: its examples {use}, so its scores do not measure generalisation."
 
 
 def _template() -> Any:
@@ -145,7 +145,7 @@ def _metric(score: str, value: float) -> dict[str, Any]:
 
 
 def _file_dataset(config: FinetuneConfig, name: str) -> dict[str, str]:
-    """The metadata of a set that is a file; the hub wants a "type", which is the run's name."""
+    """Metadata of a set from a file; the hub requires a "type", which is the run's name."""
     file = getattr(config.task_settings, name, "")
     return {"name": Path(file or name).name, "type": config.name, "split": name}
 
@@ -160,7 +160,7 @@ def _hub_name(folder: str) -> str | None:
 
 
 def _confusions(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> list[tuple[str, str, int]]:
-    """(true, predicted, count) of the most frequent mistakes."""
+    """(true, predicted, count) of the most frequent errors."""
     wrong = [
         (labels[true], labels[predicted], count)
         for true, row in enumerate(counts)
@@ -177,11 +177,11 @@ def _cell(value: Any) -> str:
 
 
 def _number(value: float, name: str = "") -> str:
-    """Scores with four digits; counts without, also those that scores have as floats, called total."""
+    """Scores with four decimals, counts as integers. A count may be a float whose name ends in "total"."""
     is_count = isinstance(value, int) or name.endswith("total")
     return f"{value:,.0f}" if is_count else f"{value:.4f}"
 
 
 def _literal(value: Any) -> str:
-    """Text or an object of texts as Python code with double quotes."""
+    """Text, or a dict of texts, as Python code with double quotes."""
     return json.dumps(value, ensure_ascii=False)

@@ -23,9 +23,9 @@ def evaluate(model: Path, file: str | None, out: Path | None, precision: Request
 
     Args:
         model: a fine-tuned model or its run folder.
-        file: a labelled file; None takes the labelled dev and test sets of the model's config.
-        out: folder to write; None takes evaluation/ in the run folder, or NAME-evaluation/ beside an export.
-        precision: of the arithmetic, as `Predictor` takes it.
+        file: a labelled file; None: the labelled dev and test sets of the model's config.
+        out: folder to write; None: evaluation/ in the run folder, or NAME-evaluation/ beside an export.
+        precision: as in `Predictor`.
 
     Raises:
         InputError: there is no model, no labelled set, or `out` holds another metrics.json.

@@ -1,4 +1,4 @@
-"""The export of a fine-tuned model: its Hugging Face folder, and on request the same model as ONNX."""
+"""Export of a fine-tuned model: its Hugging Face folder, and optionally the same model as ONNX."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
     from finetune.artifacts.padded import PaddedModel
 
 ONNX = "model.onnx"
-OPSET = 23  # the newest that torch.onnx of torch 2.11 to 2.13 writes; onnxruntime 1.31 runs it
+OPSET = 23  # the newest opset of torch.onnx in torch 2.11 to 2.13; onnxruntime 1.31 supports it
 _PACKAGES = ("onnx", "onnxscript", "onnxruntime")
 _README = "README.md"
 _HEADING = "\n## ONNX\n"
 
 
 def export(model: Path, out: Path, *, onnx: bool = False) -> str:
-    """Copy a fine-tuned model and, with `onnx`, add `ONNX`; returns what was written, for the terminal.
+    """Copy a fine-tuned model and, with `onnx`, add `ONNX`; returns a summary for the terminal.
 
     Args:
         model: the model's folder, or its run folder.
-        out: folder to make; an earlier export there is replaced once the new one is whole.
+        out: folder to create; an earlier export there is replaced when the new one is complete.
 
     Raises:
         InputError: the model is damaged, or `out` is not an export.
-        MachineError: a package that `onnx` needs is not installed, or onnxruntime computes other logits.
+        MachineError: a package that `onnx` needs is not installed, or onnxruntime's logits differ.
     """
     folder = model_folder(model)
     _expect_export(out, folder)
@@ -49,7 +49,7 @@ def export(model: Path, out: Path, *, onnx: bool = False) -> str:
     written = f"{out}: in the Hugging Face layout"
     with whole_folder(out) as aside:
         for path in folder.iterdir():
-            if path.name in names:  # what was verified
+            if path.name in names:  # only verified files
                 shutil.copyfile(path, aside / path.name)
         if onnx:
             written += f"; {ONNX}: {_add_onnx(folder, aside)}"
@@ -57,9 +57,9 @@ def export(model: Path, out: Path, *, onnx: bool = False) -> str:
 
 
 def write_onnx(model: PaddedModel, path: Path) -> float:
-    """Write `model` as ONNX and run it in onnxruntime: the largest difference of its logits from torch's.
+    """Write `model` as ONNX, run it in onnxruntime, and return the largest difference of logits.
 
-    Inputs are int64 [batch_size, sequence_length]. Weights of more than 1.5 GiB are in a file beside `path`.
+    Inputs are int64 [batch_size, sequence_length]. Weights of more than 1.5 GiB are in a second file beside it.
 
     Raises:
         MachineError: the logits differ by more than rounding.
@@ -67,7 +67,7 @@ def write_onnx(model: PaddedModel, path: Path) -> float:
     import torch
 
     axes: list[Any] = [{0: "batch_size", 1: "sequence_length"}]
-    # The other inputs have the same shape; torch warns if its axes are named again.
+    # The other inputs have the same shape; torch warns about repeated axis names.
     axes += [dict.fromkeys((0, 1), torch.export.Dim.DYNAMIC)] * (len(model.inputs) - 1)
     with _silence():
         program = torch.onnx.export(
@@ -82,7 +82,7 @@ def write_onnx(model: PaddedModel, path: Path) -> float:
         )
         assert program is not None
         for node in program.model.graph.all_nodes():
-            node.metadata_props.clear()  # the file and line on this machine that it came from
+            node.metadata_props.clear()  # source files and lines of this machine
         program.save(path)
     return _difference(model, path)
 
@@ -99,8 +99,8 @@ def _add_onnx(folder: Path, aside: Path) -> str:
     inputs, outputs = (", ".join(f"`{name}`" for name in names) for names in (model.inputs, model.outputs))
     card = (folder / _README).read_text(encoding="utf-8").partition(_HEADING)[0]
     (aside / _README).write_text(
-        f"{card.rstrip()}\n{_HEADING}\n`{ONNX}` is the same model ({description}). It takes {inputs}, int64 "
-        f"[batch_size, sequence_length], padded on the right, and gives {outputs}.\n",
+        f"{card.rstrip()}\n{_HEADING}\n`{ONNX}` is the same model ({description}). Its inputs are {inputs}, int64 "
+        f"[batch_size, sequence_length], padded on the right; its outputs are {outputs}.\n",
         encoding="utf-8",
     )
     return description
@@ -125,24 +125,24 @@ def _difference(model: PaddedModel, path: Path) -> float:
         actual, expected = [logits[real] for logits in actual], [logits[real] for logits in expected]
     difference = max(float((a - b).abs().max()) for a, b in zip(actual, expected, strict=True))
     scale = max(1.0, *(float(logits.abs().max()) for logits in expected))
-    if not difference <= 1e-4 * scale:  # so that NaN is refused, too
+    if not difference <= 1e-4 * scale:  # also true for NaN
         raise MachineError(
-            f"{ONNX}: onnxruntime {onnxruntime.__version__} gives logits that are {difference:.1e} away from torch's. "
-            "Nothing was written; install the versions of requirements.lock."
+            f"{ONNX}: onnxruntime {onnxruntime.__version__} computes logits that differ from torch's by "
+            f"{difference:.1e}. No file was written. Install the versions of requirements.lock."
         )
     return difference
 
 
 def _example(model: PaddedModel, lengths: list[int]) -> tuple[torch.Tensor, ...]:
-    """Random inputs of `model`: sequences of these lengths, cut to its positions."""
+    """Random inputs of `model`: sequences of these lengths, truncated to its maximum."""
     import torch
 
-    draw = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
     vocabulary, positions = len(model.embeddings.word), len(model.embeddings.position)
     lengths_B = torch.tensor(lengths).clamp_max(positions)
     size = (len(lengths), int(lengths_B.max()))
     mask_BL = (torch.arange(size[1]) < lengths_B[:, None]).long()
-    ids_BL, types_BL = (torch.randint(count, size, generator=draw) for count in (vocabulary, 2))
+    ids_BL, types_BL = (torch.randint(count, size, generator=generator) for count in (vocabulary, 2))
     return (ids_BL, mask_BL, types_BL)[: len(model.inputs)]
 
 
@@ -164,7 +164,7 @@ def _expect_packages() -> None:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Hide torch.onnx's messages about its own parts; the result is compared anyway."""
+    """Hide torch.onnx's messages about its internals; the result is checked anyway."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

@@ -1,4 +1,4 @@
-"""A fine-tuned model as a plain module over padded batches, for other runtimes: no dropout, no training, no custom op.
+"""A fine-tuned model as a plain module over padded batches, for other runtimes: no dropout, no custom ops.
 
 Shape letters: B sequences padded to L tokens, H hidden width, C outputs.
 """
@@ -16,13 +16,13 @@ from pretrain.model.padded import PaddedEncoder, constants
 
 
 class PaddedModel(PaddedEncoder):
-    """The same function as `finetune.model.task_model.TaskModel` without its loss, from the same state.
+    """Computes the same logits as `finetune.model.task_model.TaskModel` from the same weights.
 
-    Padding is where `attention_mask` is 0. It comes after a sequence's tokens, whose positions count from the left.
+    Padding, where `attention_mask` is 0, is on the right: positions count from the left.
 
     Args:
-        released: backbone, head and family.
-        head: which head.
+        released: weights of encoder and head, and the family.
+        head: kind of head.
     """
 
     def __init__(self, released: Released, head: Head) -> None:
@@ -34,18 +34,18 @@ class PaddedModel(PaddedEncoder):
 
     @property
     def inputs(self) -> tuple[str, ...]:
-        """Names of what `forward` takes, in order."""
+        """Names of `forward`'s inputs, in order."""
         return ("input_ids", "attention_mask", *(("token_type_ids",) if self.token_types else ()))
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of what `forward` returns, in order."""
+        """Names of `forward`'s outputs, in order."""
         return ("start_logits", "end_logits") if self.head == "spans" else ("logits",)
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None
     ) -> tuple[Tensor, ...]:
-        """int64 [B, L] each; [B, C] for sequences, [B, L, C] for tokens, start and end [B, L] for spans."""
+        """Logits from int64 [B, L] each: [B, C] for sequences, [B, L, C] for tokens, two [B, L] for spans."""
         hidden_BLH = self.encode(input_ids, attention_mask, token_type_ids)
         if self.head == "sequence":
             pooled_BH = F.linear(hidden_BLH[:, 0], self.out.dense_weight, self.out.dense_bias)

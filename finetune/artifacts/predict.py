@@ -1,4 +1,4 @@
-"""Using a fine-tuned model: predictions for records as they come, and scores on labelled files."""
+"""Use of a fine-tuned model: predictions for a stream of records, and scores on labelled files."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 RequestedPrecision = Literal["auto", "bf16", "fp16", "fp32"]
 
-MOST_RECORDS = 512  # predicted at a time; the first ones come sooner
+MOST_RECORDS = 512  # per portion; the first portions are smaller
 
 
 class Predictor:
-    """A fine-tuned model, ready to be called.
+    """A loaded fine-tuned model; call it to predict.
 
     Args:
-        folder: the model, or its run folder.
-        precision: bf16, fp16 (on a GPU) or fp32; auto is that in which the model was trained, unless this device is slow
-            in it (`precision_reason` says so).
-        micro_batch_tokens: most tokens of a forward pass; 0 takes what it was trained with.
-        compile: fuse the layers with torch.compile: a minute at first, then faster.
+        folder: the model's folder, or its run folder.
+        precision: bf16, fp16 (on a GPU) or fp32; auto is the precision of training unless it is slow on this device
+            (`precision_reason`).
+        micro_batch_tokens: maximum tokens per forward pass; 0 is the value of the training.
+        compile: use torch.compile: the first call takes a minute, later ones are faster.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Predictor:
         self.config, self.scores = saved.config, saved.scores
         self.task = make_task(saved.config.task_settings, saved.state)
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.precision, self.precision_reason = _settle(precision, saved.config.engine, self.device)
+        self.precision, self.precision_reason = _choose_precision(precision, saved.config.engine, self.device)
         self._budget = micro_batch_tokens or saved.config.engine.micro_batch_tokens
         released = read_released(folder)
         self.encoder = TextEncoder(
@@ -77,10 +77,10 @@ class Predictor:
     def stream(
         self, records: Iterable[str | Mapping[str, Any]], where: str = "record", *, live: bool = False
     ) -> Iterator[dict[str, Any]]:
-        """Predictions in the order of `records`, which are taken in small portions.
+        """Predictions in the order of `records`, which are read in portions of at most `MOST_RECORDS`.
 
-        With `live` none waits for records that come after it: those that are there already make a portion. But a
-        sentence whose document may go on waits for its end where the model sees its neighbours (`document_context`).
+        With `live`, no prediction waits for later records: a portion has only the records that have arrived. One
+        exception: with `document_context`, a sentence waits until its document is complete.
         """
         for record, _, made in self._predicted(enumerate(records, 1), where, live):
             yield {**_identity(record), **made}
@@ -88,9 +88,9 @@ class Predictor:
     def stream_lines(
         self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, *, live: bool = False
     ) -> Iterator[dict[str, Any]]:
-        """`stream` for records with the numbers of their lines, which messages about them say.
+        """`stream` for (line number, record); errors mention the line.
 
-        Each prediction has before it what the task says of its example.
+        Each prediction also has the fields of `Task.record`, in front.
         """
         for record, example, made in self._predicted(numbered, where, live):
             yield {**_identity(record), **self.task.record(example), **made}
@@ -99,14 +99,14 @@ class Predictor:
         self, numbered: Iterable[tuple[int, str | Mapping[str, Any]]], where: str, live: bool
     ) -> Iterator[tuple[str | Mapping[str, Any], Any, dict[str, Any]]]:
         """(record, example, prediction) of each."""
-        portions = _portions_that_came(numbered) if live else _growing_portions(numbered)
+        portions = _arrived_portions(numbered) if live else _growing_portions(numbered)
         for records, examples in self._ready(portions, where):
             yield from zip(records, examples, self.predict(examples), strict=True)
 
     def _ready(
         self, portions: Iterable[list[tuple[int, str | Mapping[str, Any]]]], where: str
     ) -> Iterator[tuple[list[str | Mapping[str, Any]], list[Any]]]:
-        """(records, their examples) that no later record can be context of; what ends the reading is raised after them."""
+        """(records, examples) whose context is complete. An error in reading is raised after the last of them."""
         records: list[str | Mapping[str, Any]] = []
         waiting: list[Any] = []
         error = None
@@ -140,13 +140,13 @@ class Predictor:
         return self.task.score(examples, predictions), self.task.details(examples, predictions), predictions
 
 
-def _settle(requested: RequestedPrecision, trained: EngineConfig, device: torch.device) -> Choice:
-    """The precision to compute in; also allows TF32 where training did."""
+def _choose_precision(requested: RequestedPrecision, trained: EngineConfig, device: torch.device) -> Choice:
+    """The precision of the computation; also allows TF32 if training did."""
     if requested == "fp16" and device.type == "cpu":
-        raise InputError("precision: fp16 needs a GPU. Use auto, which takes what is fastest here.")
+        raise InputError("precision: fp16 needs a GPU. Use auto, which chooses the fastest precision of this machine.")
     if requested != "auto":
         choice = Choice(requested, "as requested")
-    elif trained.precision == "auto":  # a config that no run has settled
+    elif trained.precision == "auto":  # a config whose precision no run has resolved
         choice = choose([offer(device)])
     else:
         choice = run_precision(trained.resolved_precision, device)
@@ -166,24 +166,24 @@ def _growing_portions(records: Iterable[T]) -> Iterator[list[T]]:
         size = min(2 * size, MOST_RECORDS)
 
 
-def _portions_that_came(records: Iterable[T]) -> Iterator[list[T]]:
-    """What a thread has read meanwhile, at least one record each; what ends its reading is raised after them."""
-    came: queue.Queue[T | _End] = queue.Queue(MOST_RECORDS)
+def _arrived_portions(records: Iterable[T]) -> Iterator[list[T]]:
+    """Portions of one or more records that a thread has read so far. An error in reading is raised after them."""
+    arrived: queue.Queue[T | _End] = queue.Queue(MOST_RECORDS)
 
     def read() -> None:
         error = None
         try:
             for record in records:
-                came.put(record)
+                arrived.put(record)
         except Exception as caught:
             error = caught
-        came.put(_End(error))
+        arrived.put(_End(error))
 
     threading.Thread(target=read, daemon=True, name="records").start()
     while True:
-        items = [came.get()]
-        while not isinstance(items[-1], _End) and len(items) < MOST_RECORDS and not came.empty():
-            items.append(came.get())
+        items = [arrived.get()]
+        while not isinstance(items[-1], _End) and len(items) < MOST_RECORDS and not arrived.empty():
+            items.append(arrived.get())
         if portion := [item for item in items if not isinstance(item, _End)]:
             yield portion
         end = items[-1]
@@ -198,9 +198,9 @@ class _End(NamedTuple):
 
 
 def read_records(lines: Iterable[str], where: str) -> Iterator[tuple[int, str | dict[str, Any]]]:
-    """Each line's number and JSON object, or the line itself if it does not start with a brace.
+    """(line number, JSON object) of each line, or (line number, text) if it does not start with a brace.
 
-    An empty line is an empty text; after the first object it is skipped.
+    An empty line is an empty text; after the first object, empty lines are skipped.
     """
     objects = False
     for number, line in enumerate(lines, 1):
@@ -213,4 +213,6 @@ def read_records(lines: Iterable[str], where: str) -> Iterator[tuple[int, str | 
         try:
             yield number, json.loads(text)
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{where}:{number}: not valid JSON ({error}). One object or one text a line.") from None
+            raise InputError(
+                f"{where}:{number}: not valid JSON ({error}). Write one JSON object or one text per line."
+            ) from None

@@ -81,7 +81,7 @@ def save_model(
         weights: by the names of `finetune.model.task_model.TaskModel`.
         step: the training step of the weights.
         results: of every dev and test set, by name.
-        chosen_on: the set whose score chose the step, and on which the task tuned; "" for none.
+        chosen_on: the set that selected the step and tuned the task; "" for none.
         training_examples: number of examples in the training set.
         data: the digest of the training data and of all scored data.
     """

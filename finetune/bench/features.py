@@ -1,8 +1,8 @@
-"""`finetune bench CONFIG --features`: making the training features of span questions, ours against the public script.
+"""`finetune bench CONFIG --features`: compares the speed of feature creation for span questions with run_qa.py.
 
-The baseline is what run_qa.py of transformers does (examples/pytorch/question-answering, prepare_train_features): the fast tokenizer
-over batches of questions with `only_second` truncation, a stride and offsets, a Python loop for the answers' places, through
-`Dataset.map` in as many processes as there are cores. Files are read and tokenizers loaded before the clock starts.
+The baseline is run_qa.py of transformers (examples/pytorch/question-answering, prepare_train_features): the fast
+tokenizer on batches of questions with `only_second` truncation, stride and offsets, and a Python loop for the answer
+positions, in `Dataset.map` with one process per core. Files and tokenizers are loaded before timing starts.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ OURS, BASELINE = "ours", "run_qa"
 
 
 def compare(config: FinetuneConfig, repeats: int) -> dict[str, Any]:
-    """{"ours": [examples/s, ...], "run_qa": [...], "windows": {...}}, both in turn, after one warm-up."""
+    """{"ours": [examples/s, ...], "run_qa": [...], "windows": {...}}, alternating, after one warm-up."""
     import torch
 
     from finetune.datasets.text import TextEncoder
@@ -31,31 +31,30 @@ def compare(config: FinetuneConfig, repeats: int) -> dict[str, Any]:
     from pretrain.checkpoint.tokenizer import read_tokenizer
 
     if not isinstance(config.task_settings, QuestionsSettings):
-        raise InputError("bench finetune: --features is for questions; give a config of that task.")
+        raise InputError("bench finetune: --features needs a config of the task questions.")
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     task = make_task(config.task_settings)
     examples = task.read_train()
     encoder = TextEncoder(read_tokenizer(Path(config.start_from)), config.max_length)
-    theirs = _baseline(config, examples)
-    ways: dict[str, Callable[[], int]] = {
+    candidates: dict[str, Callable[[], int]] = {
         OURS: lambda: len(task.windows(examples, encoder, training=True)),
-        BASELINE: theirs,
+        BASELINE: _baseline(config, examples),
     }
     rates: dict[str, list[float]] = {OURS: [], BASELINE: []}
     windows: dict[str, int] = {}
     for repeat in range(repeats + 1):
-        for name, way in ways.items():
+        for name, make_features in candidates.items():
             began = time.perf_counter()
-            windows[name] = way()
+            windows[name] = make_features()
             if repeat:
                 rates[name].append(len(examples) / (time.perf_counter() - began))
-        logging.disable(logging.WARNING)  # cut questions were reported once
+        logging.disable(logging.WARNING)  # truncated questions are reported once
     logging.disable(logging.NOTSET)
     return {**rates, "examples": len(examples), "windows": windows}
 
 
 def summary(result: dict[str, Any]) -> str:
-    """A line for each way and one for the ratio."""
+    """One line per candidate, and one for the ratio."""
     lines = [
         f"{name:<8} {statistics.median(result[name]):,.0f} examples/s "
         f"({min(result[name]):,.0f}-{max(result[name]):,.0f}), "

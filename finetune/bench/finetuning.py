@@ -1,8 +1,9 @@
-"""`python -m finetune bench`: a fine-tuning by us and by the Hugging Face Trainer, seed by seed in turn.
+"""`python -m finetune bench`: compares our fine-tuning with the Hugging Face Trainer, alternating for each seed.
 
-The baseline is what users of transformers have: transformers' model for the task, `Trainer` with autocast to the config's precision,
-fused AdamW and dynamic padding, the same checkpoint, features, steps, batch and rates. A text that needs several windows
-is cut to the first one for it, as the public scripts do. Both are scored by the same code. Each runs in a process of its own.
+The baseline is the usual setup of transformers: its model for the task and `Trainer`, with autocast to the config's
+precision, fused AdamW and dynamic padding, and the same checkpoint, features, steps, batch size and learning rates. It
+truncates a long text to its first window, as the public scripts do. The same code scores both. Each run has its own
+process.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ from pretrain.tracking.records import is_training, read_records
 
 OURS, BASELINE = "ours", "trainer"
 _REPEATS = 5
-_WARM_UP = 0.1  # share of the steps that speed is not taken from: compilation, allocation
+_WARM_UP = 0.1  # fraction of the steps excluded from the speed: compilation, allocation
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the comparison and print a line for each run and the medians, or JSON with `--json`."""
+    """Run the comparison; print one line per run and a summary, or JSON with `--json`."""
     parser = argparse.ArgumentParser(prog="./launch.sh bench finetune", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("config", type=local_path, metavar="CONFIG", help="the task's YAML file")
-    parser.add_argument("--from", dest="start_from", type=local_text, metavar="DIR", help="checkpoint to start from")
-    parser.add_argument("--seeds", type=int, default=3, help="runs of each (default: 3)")
+    parser.add_argument("--from", dest="start_from", type=local_text, metavar="DIR", help="initial checkpoint")
+    parser.add_argument("--seeds", type=int, default=3, help="number of runs of each (default: 3)")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="override a setting")
     parser.add_argument("--json", action="store_true", help="print JSON instead of lines")
     parser.add_argument(
         "--features",
         action="store_true",
-        help="only make the training features, beside run_qa's way, five times",
+        help="only time the creation of training features against run_qa.py, five times each",
     )
     parser.add_argument("--peer", metavar="RESULT", help=argparse.SUPPRESS)  # this process is the baseline
     options = parser.parse_args(argv)
@@ -60,8 +61,8 @@ def main(argv: Sequence[str]) -> int:
     if options.features:
         from finetune.bench import features as bench_features
 
-        made = bench_features.compare(config, _REPEATS)
-        print(json.dumps(made) if options.json else bench_features.summary(made))
+        result = bench_features.compare(config, _REPEATS)
+        print(json.dumps(result) if options.json else bench_features.summary(result))
         return 0
     result = compare(config, options.seeds, quiet=options.json)
     print(json.dumps(result) if options.json else _summary(result))
@@ -69,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def compare(config: FinetuneConfig, seeds: int, *, quiet: bool = False) -> dict[str, Any]:
-    """{"ours": [run, ...], "trainer": [run, ...]}, a run being {"score", "examples_per_second", "seconds"}."""
+    """{"ours": [run, ...], "trainer": [run, ...]} with run = {"score", "examples_per_second", "seconds"}."""
     runs: dict[str, list[dict[str, Any]]] = {OURS: [], BASELINE: []}
     with tempfile.TemporaryDirectory(prefix="bench-finetune-") as folder:
         for seed in range(config.seed, config.seed + seeds):
@@ -81,7 +82,10 @@ def compare(config: FinetuneConfig, seeds: int, *, quiet: bool = False) -> dict[
 
 
 def _line(kind: str, seed: int, run: dict[str, Any]) -> str:
-    return f"{kind:<8} seed {seed}   {run['metric']} {run['score']:.4f}   {run['examples_per_second']:8.1f} examples/s   {run['seconds']:.0f} s in all"
+    return (
+        f"{kind:<8} seed {seed}   {run['metric']} {run['score']:.4f}   {run['examples_per_second']:8.1f} examples/s   "
+        f"{run['seconds']:.0f} s in all"
+    )
 
 
 def _summary(result: dict[str, Any]) -> str:
@@ -107,7 +111,7 @@ def _run_ours(config: FinetuneConfig, seed: int, folder: Path) -> dict[str, Any]
     training = [record for record in read_records(folder) if is_training(record)]
     warm = next(record for record in training if record["step"] >= _WARM_UP * training[-1]["step"])
     last = training[-1]
-    # Where all steps are in one record there is no later pace than that of the whole.
+    # If one record has all steps, only the speed of the whole run is known.
     examples, seconds = (last[key] - (warm[key] if warm is not last else 0) for key in ("samples", "seconds"))
     return {
         "metric": scores["metric"],
@@ -142,7 +146,7 @@ def _call(arguments: list[str]) -> None:
 
 def _train_baseline(config: FinetuneConfig) -> dict[str, Any]:
     try:
-        import accelerate  # noqa: F401 (the Trainer asks for it)  # pyright: ignore[reportMissingImports]
+        import accelerate  # noqa: F401 (the Trainer needs it)  # pyright: ignore[reportMissingImports]
         import transformers
     except ImportError as error:
         raise MachineError(f"bench finetune: {error}. Install the extra: pip install -e .[bench].") from None
@@ -157,15 +161,15 @@ def _train_baseline(config: FinetuneConfig) -> dict[str, Any]:
     examples = task.read_train()
     held_out = next(iter(task.read_held_out().values()), None)
     if held_out is None:
-        raise InputError("bench finetune: the config names no dev set; scores are compared on one.")
+        raise InputError("bench finetune: the config has no dev set. Set one; scores are compared on it.")
     classes = {
         "sequence": transformers.AutoModelForSequenceClassification,
         "tokens": transformers.AutoModelForTokenClassification,
         "spans": transformers.AutoModelForQuestionAnswering,
     }
-    given = {} if task.head == "spans" else {"num_labels": task.outputs}
-    model = classes[task.head].from_pretrained(config.start_from, **given)
-    # RoBERTa has one type of segment, DistilBERT none.
+    outputs = {} if task.head == "spans" else {"num_labels": task.outputs}
+    model = classes[task.head].from_pretrained(config.start_from, **outputs)
+    # RoBERTa has one token type, DistilBERT none.
     segments = getattr(model.config, "type_vocab_size", 0) > 1
     encoder = TextEncoder(read_tokenizer(Path(config.start_from)), config.max_length, segments=segments)
     windows = task.windows(examples, encoder, training=True)
@@ -225,7 +229,7 @@ def _arguments(config: FinetuneConfig, steps: int) -> Any:
 
 def _make_clock(transformers: Any) -> Any:
     class Clock(transformers.TrainerCallback):
-        """When each step ended."""
+        """Records the end time of each step."""
 
         def __init__(self) -> None:
             self.ends: list[float] = []
@@ -241,7 +245,7 @@ def _make_clock(transformers: Any) -> Any:
 
 
 def _features(windows: Any, head: str) -> list[dict[str, Any]]:
-    """What a public script makes of each example: lists of ids, types and labels."""
+    """The features of each example as in the public scripts: lists of ids, types and labels."""
     features = []
     queries_of = np.searchsorted(windows.queries, windows.starts)
     for number in range(len(windows)):
@@ -267,7 +271,7 @@ def _features(windows: Any, head: str) -> list[dict[str, Any]]:
 
 
 def _collate(features: list[dict[str, Any]], pad: int, *, segments: bool) -> dict[str, Any]:
-    """Padding to the longest of the batch; without token_type_ids where the model knows no segments."""
+    """Pad to the longest of the batch; without token_type_ids if the model has no token types."""
     import torch
 
     longest = max(len(one["input_ids"]) for one in features)
@@ -296,7 +300,7 @@ def _collate(features: list[dict[str, Any]], pad: int, *, segments: bool) -> dic
 def _predict(
     model: Any, collate: Callable[..., dict[str, Any]], windows: Any, outputs: int, precision: str
 ) -> np.ndarray:
-    """float32 [R, C] of the query positions, in autocast as the Trainer evaluates."""
+    """float32 [R, C]: logits of the query positions, with autocast as in the Trainer's evaluation."""
     import torch
 
     logits = np.zeros((len(windows.queries), outputs), np.float32)

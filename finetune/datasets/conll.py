@@ -1,8 +1,8 @@
 """Sentences in CoNLL columns.
 
-A line per word; an empty line (or one of blanks and tabs) between sentences; `-DOCSTART-` or `# newdoc` between
-documents. The first line of a word decides whether columns are separated by tabs or by runs of blanks. Lines before a
-sentence that start with `#` are comments, unless they are a word with a tag like all other lines.
+One word per line. An empty line (spaces and tabs allowed) separates sentences; `-DOCSTART-` or `# newdoc` separates
+documents. The file's first word line decides whether tabs or runs of spaces separate columns. Lines before a sentence
+that start with `#` are comments, unless they have the columns and tag of a word.
 """
 
 from __future__ import annotations
@@ -60,21 +60,21 @@ def read_columns(
 
 
 def _fields(line: str, tabs: bool) -> list[str]:
-    # Not split() without an argument: a no-break space may be a word.
+    # split() without an argument would split at no-break spaces, which may be words.
     return line.split("\t") if tabs else _BLANKS.split(line.strip(" \t"))
 
 
 def _begin_with_a_word_alone(lines: list[str]) -> bool:
-    """Whether the first line that can be no comment has a single column, as all others then must."""
-    shown = (line for line in lines if line.strip(" \t\r") and not line.startswith(("#", "-DOCSTART-")))
-    first = next(shown, "").rstrip(" \t\r")
+    """Whether the first line that cannot be a comment has one column; all others must then have one too."""
+    word_lines = (line for line in lines if line.strip(" \t\r") and not line.startswith(("#", "-DOCSTART-")))
+    first = next(word_lines, "").rstrip(" \t\r")
     return len(_fields(first, "\t" in first)) == 1
 
 
 def _is_comment(line: str, width: int, tabs: bool, token_column: int, label_column: int, *, words_alone: bool) -> bool:
-    """Whether a line before a sentence is no word: `#` with as many columns as the others and a tag is one.
+    """Whether a line before a sentence is a comment: it starts with `#`, and lacks the columns or tag of a word.
 
-    `width` and `tabs` are those of the file, or 0 before its first word; `words_alone`: its words have no columns beside.
+    `width` and `tabs` are those of the file, 0 and False before its first word. `words_alone`: the file has one column.
     """
     if not line.startswith("#"):
         return False
@@ -87,7 +87,7 @@ def _is_comment(line: str, width: int, tabs: bool, token_column: int, label_colu
 
 
 def are_tagged(lines: list[str], label_column: int) -> bool:
-    """Whether all lines have as many columns, with a tag in one: no text looks like that."""
+    """Whether all lines have the same number of columns and a tag in `label_column`, unlike plain text."""
     rows = [
         _BLANKS.split(line.strip(" \t\r"))
         for line in lines
@@ -102,29 +102,29 @@ def are_tagged(lines: list[str], label_column: int) -> bool:
 def _column(path: str, line: int, name: str, wanted: int, width: int) -> int:
     if not -width <= wanted < width:
         raise InputError(
-            f"{path}:{line}: {width} column{'s' if width > 1 else ''}, numbered from 0, and {name} is {wanted}. "
-            f"Set {name} to one of them; -1 is the last."
+            f"{path}:{line}: the line has {width} column{'s' if width > 1 else ''}, numbered from 0, but {name} is "
+            f"{wanted}. Set {name} to one of them; -1 is the last."
         )
     return wanted % width
 
 
 def _ragged(path: str, line: int, count: int, width: int, tabs: bool) -> str:
-    separator = "a tab" if tabs else "blanks"
+    separator = "tabs" if tabs else "spaces"
     return (
         f"{path}:{line}: {count} column{'s' if count > 1 else ''}, separated by {separator}, but the first line of "
-        f"the file has {width}. Give every line the same number; separate sentences by an empty line."
+        f"the file has {width}. Give every line the same number of columns, and separate sentences by an empty line."
     )
 
 
 def _without_language(sentences: list[Sentence], remarks: Remarks) -> list[Sentence]:
-    """WikiANN's files (Pan et al. 2017) put the language before each word, `en:Paris`; every one, or it is text."""
-    if not sentences or not (found := _LANGUAGE.match(sentences[0].words[0])):
+    """Remove the language prefix of WikiANN's files (Pan et al. 2017), `en:Paris`, if every word has it."""
+    if not sentences or not (match := _LANGUAGE.match(sentences[0].words[0])):
         return sentences
-    prefix = found[0]
+    prefix = match[0]
     if not all(word.startswith(prefix) and word != prefix for one in sentences for word in one.words):
         return sentences
-    remarks.add(f"every word begins with {prefix!r}, as in WikiANN's files; it is taken off", sentences[0].where())
+    remarks.add(f"every word begins with {prefix!r}, as in WikiANN's files; it is removed", sentences[0].where())
     for one in sentences:
-        # In place, since the documents hold the same lists.
+        # In place, because the documents share these lists.
         one.words[:] = [word[len(prefix) :] for word in one.words]  # pyright: ignore[reportIndexIssue]
     return sentences

@@ -91,7 +91,7 @@ def _bare_rows(text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
 
 def _quoted_rows(path: Path, text: str, delimiter: str) -> Iterator[tuple[int, list[str]]]:
     """Rows by RFC 4180."""
-    csv.field_size_limit(sys.maxsize if sys.maxsize < 1 << 31 else (1 << 31) - 1)  # 128 kB otherwise
+    csv.field_size_limit(sys.maxsize if sys.maxsize < 1 << 31 else (1 << 31) - 1)  # the default is 128 kB
     reader = csv.reader(io.StringIO(text, newline=""), delimiter=delimiter, strict=True)
     first = 1
     try:

@@ -1,4 +1,4 @@
-"""Text files of labelled sets: plain or compressed, in any encoding, and what is wrong with them in a line."""
+"""Text files of labelled sets: plain or compressed, in any encoding. Errors are one line."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ _COMPRESSED = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 
 
 def plain_suffix(path: Path) -> str:
-    """The suffix in small letters, without a compression's: `.json` of `a.JSON.gz`."""
+    """The suffix in lower case, without that of the compression: `.json` of `a.JSON.gz`."""
     return (Path(path.stem).suffix if path.suffix in _COMPRESSED else path.suffix).lower()
 
 
 def plain_stem(path: Path) -> str:
-    """The name without its suffixes: `a` of `a.json.gz`."""
+    """The name without suffixes: `a` of `a.json.gz`."""
     return Path(path.stem).stem if path.suffix in _COMPRESSED else path.stem
 
 
 def is_encoding(name: str) -> bool:
-    """Whether Python can read text in it; rot13 and base64, which it knows as well, are none."""
+    """Whether Python has a text encoding of this name; codecs such as rot13 and base64 are not text encodings."""
     try:
         io.TextIOWrapper(io.BytesIO(), encoding=name)
     except (LookupError, ValueError):
@@ -35,15 +35,15 @@ def is_encoding(name: str) -> bool:
 
 
 def read_text(path: Path, encoding: str = "utf-8", advice: str = "") -> str:
-    """The whole text of a file (.gz, .bz2 and .xz unpacked), without a byte-order mark.
+    """The whole text of a file (.gz, .bz2 and .xz decompressed), without a byte-order mark.
 
     Args:
         path: the file.
-        encoding: a name that Python knows.
-        advice: what else one can do about other bytes than `encoding` has, for the message.
+        encoding: name of a Python text encoding.
+        advice: another remedy for wrongly encoded bytes, appended to the error.
 
     Raises:
-        InputError: no such file, damaged, or not of this encoding.
+        InputError: the file is missing, damaged, or not in this encoding.
     """
     if not path.is_file():
         raise InputError(f"{path}: {'a folder, not a file' if path.is_dir() else 'not found'}. Check the path.")

@@ -1,7 +1,7 @@
 """The nine tasks of GLUE (Wang et al., 2018): their official files, scores, submissions, and the paper's table.
 
 Column names and positions are those of the official downloads, as google-research/bert run_classifier.py and
-transformers' data/processors/glue.py read them. None of the files quotes anything: a quote is a character.
+transformers' data/processors/glue.py read them. The files have no quoting: a quote is an ordinary character.
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ logger = logging.getLogger(__name__)
 Name = Literal["", "cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte", "wnli"]
 
 Results = Mapping[str, Mapping[str, Mapping[str, float]]]
-"""task -> set, such as dev -> score's name -> share of 1; as `Task.score` gives them."""
+"""task -> set, such as dev -> score -> fraction of 1, as `Task.score` returns them."""
 
 
 @dataclass(frozen=True)
 class GlueTask:
-    """One task: where its texts and labels stand, what the labels are called, and what is scored."""
+    """One task: the columns of its texts and labels, the names of its labels, and its scores."""
 
-    title: str  # its folder and its submission
+    title: str  # name of its folder and its submission
     text: Key
     pair: Key | None
     label: Key
-    labels: dict[str, str]  # the files' -> ours, in the order of `datasets`' glue; {} of a value
-    scores: tuple[str, ...]  # those GLUE reports
-    metric: str  # with two scores their mean, as GLUE's own overall score has it (Wang et al., section 3)
+    labels: dict[str, str]  # the files' -> ours, in the order of `datasets`' glue; {} for values
+    scores: tuple[str, ...]  # reported by GLUE
+    metric: str  # the mean of two scores, as in GLUE's overall score (Wang et al., section 3)
     folders: tuple[str, ...] = ()  # other names of its folder
     header: bool = True
     dev: tuple[str, ...] = ("dev",)
@@ -144,11 +144,12 @@ TASKS: dict[str, GlueTask] = {
 
 
 def read_split(name: str, folder: Path | str, split: str) -> Table | None:
-    """Columns `text`, `pair` and `label` (by our names) of an official file below `folder`; None without one.
+    """Columns `text`, `pair` and `label` (with our label names) of an official file; None if it is missing.
 
     Args:
-        folder: with a folder for each task, or the task's own; letter case and punctuation do not matter.
-        split: train, one of the task's `dev` or `test`. Test sets have no labels, but for MRPC's original one.
+        name: a key of `TASKS`.
+        folder: the parent of the tasks' folders, or the task's own; case and punctuation of names are ignored.
+        split: train, or one of the task's `dev` or `test`. Test sets have no labels, except MRPC's original one.
     """
     task = TASKS[name]
     place = _task_folder(name, folder)
@@ -158,24 +159,24 @@ def read_split(name: str, folder: Path | str, split: str) -> Table | None:
     if path is None:
         return None
     if split in task.test:
-        text = task.text if isinstance(task.text, str) else "sentence"  # CoLA's test file alone has a header
+        text = task.text if isinstance(task.text, str) else "sentence"  # only CoLA's test file has a header
         return _read(path, name, text, labelled=False)
     return _read(path, name, task.text)
 
 
 def tasks_in(folder: Path | str) -> dict[str, str]:
-    """The tasks with a folder below `folder`, or whose folder it is: name -> what files are missing, "" for none."""
+    """The tasks whose folder is in `folder` or is `folder`: name -> a description of missing files, "" if none."""
     folder = Path(folder).expanduser()
     if not folder.is_dir():
-        raise InputError(f"--glue-dir: {folder}: no such folder. Give the one with GLUE's downloads.")
+        raise InputError(f"--glue-dir: {folder}: no such folder. Give the folder of GLUE's downloads.")
     homes = [folder.resolve(), *(item for item in sorted(folder.iterdir()) if item.is_dir())]
-    found = {}
+    tasks = {}
     for name, task in TASKS.items():
         place = next((home for home in homes if _plain(home.name) in (name, *task.folders)), None)
         if place is not None:
             missing = [f"{split}.tsv" for split in ("train", *task.dev) if not _has(place, name, split)]
-            found[name] = f"{place}: no {' and no '.join(missing)}" if missing else ""
-    return found
+            tasks[name] = f"{place}: no {' and no '.join(missing)}" if missing else ""
+    return tasks
 
 
 def _has(place: Path, name: str, split: str) -> bool:
@@ -186,7 +187,7 @@ def _has(place: Path, name: str, split: str) -> bool:
 
 
 def read_file(name: str, path: Path | str, *, labelled: bool = True) -> Table:
-    """Another file in the form of the task's dev file, or, without `labelled`, of its test file."""
+    """Read another file in the format of the task's dev file, or of its test file if not `labelled`."""
     text = TASKS[name].text
     if not labelled and isinstance(text, int) and "sentence" in _header(Path(path)):
         return _read(Path(path), name, "sentence", labelled=False)
@@ -198,15 +199,15 @@ def _header(path: Path) -> list[str]:
 
 
 def expected_files(name: str, folder: Path | str, split: str) -> str:
-    """For messages: what `read_split` looks for."""
+    """A description of the file that `read_split` expects, for messages."""
     return f"{split}.tsv of {TASKS[name].title} in {_task_folder(name, folder)}"
 
 
 def _task_folder(name: str, folder: Path | str) -> Path:
-    """The folder with the task's training set: below `folder`, or that itself."""
+    """The folder with the task's training set: a subfolder of `folder`, or `folder`."""
     folder = Path(folder).expanduser()
     if not folder.is_dir():
-        raise InputError(f"classification.glue_dir: {folder}: no such folder. Give the one with GLUE's downloads.")
+        raise InputError(f"classification.glue_dir: {folder}: no such folder. Give the folder of GLUE's downloads.")
     below = {_plain(item.name): item for item in sorted(folder.iterdir()) if item.is_dir()}
     for known in (name, *TASKS[name].folders):
         if known in below:
@@ -214,8 +215,8 @@ def _task_folder(name: str, folder: Path | str) -> Path:
     if _plain(folder.resolve().name) in (name, *TASKS[name].folders) or _find(folder, "train.tsv"):
         return folder
     raise InputError(
-        f"classification.glue_dir: {folder}: no folder {TASKS[name].title}; it has "
-        f"{', '.join(item.name for item in below.values()) or 'no folders'}."
+        f"classification.glue_dir: {folder}: has no folder {TASKS[name].title}. Its folders: "
+        f"{', '.join(item.name for item in below.values()) or 'none'}."
     )
 
 
@@ -224,16 +225,16 @@ def _plain(name: str) -> str:
 
 
 def _find(folder: Path, name: str) -> Path | None:
-    """A file by its name in any letter case."""
+    """A file by its lower-case name, ignoring case."""
     return next((item for item in sorted(folder.iterdir()) if item.name.lower() == name), None)
 
 
 def _find_diagnostic(place: Path) -> Path | None:
-    """GLUE's diagnostic set, which models of MNLI label: AX.tsv or diagnostic.tsv, in a folder of its own or not."""
+    """GLUE's diagnostic set, which MNLI models predict: AX.tsv or diagnostic.tsv, in MNLI's folder or another."""
     homes = [item for item in sorted(place.parent.iterdir()) if item.is_dir()]
     homes = [place, place.parent, *(item for item in homes if _plain(item.name) in ("ax", "diagnostic"))]
-    found = (_find(home, name) for home in homes for name in ("ax.tsv", "diagnostic.tsv"))
-    return next((path for path in found if path), None)
+    candidates = (_find(home, name) for home in homes for name in ("ax.tsv", "diagnostic.tsv"))
+    return next((path for path in candidates if path), None)
 
 
 def _read(path: Path, name: str, text: Key, *, labelled: bool = True, may_lack_labels: bool = False) -> Table:
@@ -241,13 +242,13 @@ def _read(path: Path, name: str, text: Key, *, labelled: bool = True, may_lack_l
     columns = {"text": text, "pair": task.pair, "label": task.label if labelled else None}
     wanted = {ours: theirs for ours, theirs in columns.items() if theirs is not None}
     layout = TableFormat("tsv", quoting="none", header=isinstance(text, str))
-    # The official training set of QQP has torn rows; `datasets` leaves them out as well (glue.py, _generate_examples).
-    torn: list[str] = []
-    skipped = torn.append if name == "qqp" and labelled else None
+    # The official training set of QQP has broken rows; `datasets` skips them too (glue.py, _generate_examples).
+    broken: list[str] = []
+    skipped = broken.append if name == "qqp" and labelled else None
     optional = [task.label] if may_lack_labels else []
     table = read_table(path, list(wanted.values()), layout=layout, optional=optional, skipped=skipped)
-    if torn:
-        logger.warning("%s: %d torn rows are left out, the first is %s", path, len(torn), torn[0])
+    if broken:
+        logger.warning("%s: skipped %d broken rows; the first is %s", path, len(broken), broken[0])
     return _ours(table, wanted, task)
 
 
@@ -261,9 +262,9 @@ def _ours(table: Table, wanted: Mapping[str, Key], task: GlueTask) -> Table:
 
 
 def _read_mrpc(place: Path, split: str) -> Table | None:
-    """MRPC as GLUE cut it (train.tsv, dev.tsv, test.tsv), or as Microsoft gives it (msr_paraphrase_*.txt).
+    """MRPC in GLUE's splits (train.tsv, dev.tsv, test.tsv) or in Microsoft's original files (msr_paraphrase_*.txt).
 
-    GLUE's dev set is a part of Microsoft's training set; what dev.tsv or dev_ids.tsv names of it is no training set.
+    GLUE's dev set is part of Microsoft's training set. Pairs listed in dev.tsv or dev_ids.tsv are not trained on.
     """
     if path := _find(place, f"{split}.tsv"):
         return _read(path, "mrpc", "#1 String", labelled=split != "test")
@@ -299,7 +300,7 @@ def _mrpc_dev_ids(place: Path) -> set[tuple[str, str]]:
 
 # ---------------------------------------------------------------- submission
 
-# Names as nyu-mll/jiant's submission formatter has them; rows of the official test sets.
+# File names of nyu-mll/jiant's submission formatter, and row counts of the official test sets.
 _SUBMISSIONS: dict[tuple[str, str], tuple[str, int]] = {
     ("cola", "test"): ("CoLA.tsv", 1063),
     ("sst2", "test"): ("SST-2.tsv", 1821),
@@ -318,20 +319,22 @@ _SUBMISSIONS: dict[tuple[str, str], tuple[str, int]] = {
 def write_submission(
     task: str, predictions: Mapping[str, Sequence[Mapping[str, Any]]], folder: Path | str
 ) -> list[Path]:
-    """Write the files that gluebenchmark.com takes: `index` (from 0) and `prediction`, by tabs.
+    """Write the files for gluebenchmark.com: columns `index` (from 0) and `prediction`, separated by tabs.
 
-    Labels are the files' own, values have three digits and stay within 0 and 5 (jiant's _write_glue_preds).
+    Labels are those of GLUE's files; values have three decimals, clipped to [0, 5] (jiant's _write_glue_preds).
 
     Args:
-        predictions: of `Classification.decode`, by set, as `read_test` names them. A set of another length than the
-            official one is written with a warning: the site refuses it.
+        task: a key of `TASKS`.
+        predictions: of `Classification.decode`, by the set's name in `read_test`. A set whose length differs from the
+            official one is written with a warning, because the site rejects it.
+        folder: where to write them.
     """
     official = {ours: theirs for theirs, ours in TASKS[task].labels.items()}
     paths = []
     for part, items in predictions.items():
         if (task, part) not in _SUBMISSIONS:
             known = [name for known_task, name in _SUBMISSIONS if known_task == task]
-            raise InputError(f"{task}: GLUE takes no predictions of {part!r}; it takes {', '.join(known)}.")
+            raise InputError(f"{task}: GLUE has no test set {part!r}; it has {', '.join(known)}.")
         name, rows = _SUBMISSIONS[task, part]
         if len(items) != rows:
             logger.warning("%s: %d predictions, but the official test set has %d rows", name, len(items), rows)
@@ -369,7 +372,7 @@ PAPER: dict[str, tuple[float, ...]] = {
 
 
 def paper_row(results: Results, split: str = "dev") -> list[float | None]:
-    """Our scores in per cent in the paper's columns, from the sets that `split` begins; None where there is none."""
+    """Our scores in per cent in the paper's columns, from the sets whose names start with `split`; None if missing."""
     row: list[float | None] = []
     for _, task, part, score in COLUMNS:
         value = results.get(task, {}).get(f"{split}_{part}" if part else split, {}).get(score)
@@ -378,30 +381,30 @@ def paper_row(results: Results, split: str = "dev") -> list[float | None]:
 
 
 def format_table(results: Results, *, name: str = "ours", split: str = "dev") -> str:
-    """Our row below the paper's as a Markdown table, with averages and what they leave out.
+    """A Markdown table of the paper's rows and ours, with averages and the list of missing columns.
 
-    The average is the mean of the columns there are. Where ours lacks some, each row has a second one over the
-    columns that ours has: the one to compare.
+    The average is the mean of a row's columns. If ours lacks some, each row has a second average over our columns,
+    which is comparable.
     """
     ours = paper_row(results, split)
     rows: dict[str, Sequence[float | None]] = {**PAPER, f"{name}, {split}": ours}
     missing = [heading for (heading, *_), value in zip(COLUMNS, ours, strict=True) if value is None]
-    there = [column for column, value in enumerate(ours) if value is not None]
+    present = [column for column, value in enumerate(ours) if value is not None]
     headings = ["", *(heading for heading, *_ in COLUMNS), "average"]
     lines = [headings + (["of ours' columns"] if missing else [])]
     for title, values in rows.items():
         known = [value for value in values if value is not None]
         line = [title, *map(_cell, values), _cell(_mean(known))]
         if missing:
-            line.append(_cell(_mean([value for column in there if (value := values[column]) is not None])))
+            line.append(_cell(_mean([value for column in present if (value := values[column]) is not None])))
         lines.append(line)
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     lines.insert(1, ["-" * width for width in widths])
     text = "\n".join(
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |" for line in lines
     )
-    note = f"{len(there)} of {len(COLUMNS)} columns" + (f"; missing: {', '.join(missing)}" if missing else "")
-    return f"{text}\n\nF1 of QQP and MRPC, Matthews of CoLA, Spearman of STS-B, otherwise accuracy. {note}.\n"
+    note = f"{len(present)} of {len(COLUMNS)} columns" + (f"; missing: {', '.join(missing)}" if missing else "")
+    return f"{text}\n\nF1 of QQP and MRPC, Matthews of CoLA, Spearman of STS-B, accuracy of the others. {note}.\n"
 
 
 def _mean(values: Sequence[float]) -> float | None:

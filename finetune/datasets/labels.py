@@ -1,4 +1,4 @@
-"""Labels as files have them: the name of a class, the names of a set of labels, or a value."""
+"""Labels in files: a class name, a set of label names, or a value."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from pretrain.common.errors import InputError
 Problem = Literal["single_label", "multi_label", "regression"]
 
 Label = str | tuple[str, ...] | float
-"""By problem: a class's name, the names of a set of labels, a value."""
+"""By problem: a class name, the names of a set of labels, or a value."""
 
 
 def parse(cell: Any, problem: Problem, separator: str, where: str) -> Label:
-    """A cell's label.
+    """Parse the label in a cell.
 
     Args:
-        separator: what stands between the labels of a set; "": the cell is a JSON list.
-        where: the cell's place, for the error of a cell that is none.
+        separator: separator of the labels of a set; "" if the cell is a JSON list.
+        where: the cell's place, for errors.
     """
     if problem == "single_label":
         return _name(cell, where)
@@ -29,40 +29,40 @@ def parse(cell: Any, problem: Problem, separator: str, where: str) -> Label:
 
 
 def ordered(labels: Iterable[Label | None]) -> list[str]:
-    """The distinct names in `labels`, sorted: by number if all are numbers."""
+    """The distinct names in `labels`, sorted, numerically if all are numbers."""
     names = {str(name) for label in labels for name in (label if isinstance(label, tuple) else (label,))}
     try:
         numbers = {name: float(name) for name in names}
     except ValueError:
         return sorted(names)
-    if not all(map(math.isfinite, numbers.values())):  # a label called "nan" has no place among numbers
+    if not all(map(math.isfinite, numbers.values())):  # a label called "nan" cannot be sorted
         return sorted(names)
     return sorted(names, key=lambda name: (numbers[name], name))
 
 
 def renamed(label: Label | None, names: Mapping[str, str], where: str) -> Label | None:
-    """A label of the files by our names; `InputError` with the nearest one where it is not among them."""
+    """A file's label mapped to our names; `InputError` with the closest known label if it is unknown."""
     if isinstance(label, tuple):
         return tuple(_renamed(name, names, where) for name in label)
     return _renamed(label, names, where) if isinstance(label, str) else label
 
 
 def listed(names: Collection[Any]) -> str:
-    """Names for a message, not too many."""
+    """Up to 20 names, for a message."""
     shown = [str(name)[:40] for name in names]
     return ", ".join(shown[:20]) + (f", ... ({len(shown)} in all)" if len(shown) > 20 else "")
 
 
 def shown(value: Any) -> str:
-    """A value as found, for a message."""
+    """A value, shortened for a message."""
     text = "empty" if value is None or value == "" else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _name(cell: Any, where: str) -> str:
-    """Text as it is without blanks around it; numbers and true or false as JSON has them."""
+    """Text without surrounding spaces; numbers and booleans in JSON notation."""
     if isinstance(cell, float) and cell.is_integer():
-        cell = int(cell)  # a column with gaps becomes one of floats
+        cell = int(cell)  # integers in a column with missing values are read as floats
     if isinstance(cell, bool | int) or (isinstance(cell, float) and math.isfinite(cell)):
         return json.dumps(cell)
     if not isinstance(cell, str) or not (name := cell.strip()):
@@ -80,7 +80,7 @@ def _set(cell: Any, separator: str, where: str) -> tuple[str, ...]:
         except (ValueError, RecursionError):
             parts = None
     if not isinstance(parts, list):
-        raise InputError(f"{where}: labels {shown(cell)}: not a JSON list. Write one, or set `label_separator`.")
+        raise InputError(f"{where}: labels is {shown(cell)}, not a JSON list. Write one, or set `label_separator`.")
     return tuple(dict.fromkeys(_name(part, where) for part in parts))
 
 
@@ -99,4 +99,4 @@ def _renamed(value: str, names: Mapping[str, str], where: str) -> str:
         return name
     near = difflib.get_close_matches(value, names, n=1)
     hint = f"did you mean {near[0]!r}?" if near else f"known: {listed(names)}."
-    raise InputError(f"{where}: label {shown(value)} is not among those of the training set or `labels`; {hint}")
+    raise InputError(f"{where}: label {shown(value)} is not in the training set or `labels`; {hint}")

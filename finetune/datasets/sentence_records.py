@@ -1,15 +1,15 @@
-"""Sentences in records: JSON lines, Parquet rows, or one object or text of a user's.
+"""Sentences from records: JSON lines, Parquet rows, or a single object or text.
 
-JSON lines hold one object per sentence. Adjacent ones with the same `document` (text or a number) form a document:
+JSON lines have one object per sentence. Adjacent ones with the same `document` (text or a number) form a document:
 
     {"tokens": ["Ann", "left"], "tags": ["B-PER", "O"]}
     {"text": "Ann left", "entities": [{"start": 0, "end": 3, "type": "PER"}]}
 
-`labels` and `ner_tags` are read as `tags`, `spans` as `entities`, and an entity's `label` as its `type`, as other tools
-write them. Tokens that are texts are the words, also in a record with `text` and `entities`; if they are objects, as in
-Prodigy's files, the words are cut from the text. Characters are Unicode code points of the text, or of the tokens joined
-by blanks. Without tags or entities a sentence is unlabelled. Parquet files have columns of the same names; class numbers
-become the names that `datasets` stored with them.
+Names of other tools are accepted: `labels` and `ner_tags` for `tags`, `spans` for `entities`, an entity's `label` for
+its `type`. Tokens that are strings are the words, also in a record with `text` and `entities`. If they are objects, as
+in Prodigy's files, the text is segmented instead. `start` and `end` count Unicode code points of the text, or of the
+tokens joined by spaces. A sentence without tags and entities is unlabelled. Parquet files have columns of the same
+names; class numbers become the names that `datasets` stored with them.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut: Cut = cut_words) -> Sentence:
-    """A sentence from plain text, which `cut` cuts into words, or one JSON object, as above.
+    """A sentence from plain text, which `cut` splits into words, or from one JSON object, see above.
 
-    It stands alone until `in_documents` has seen its neighbours.
+    It has no context until `in_documents` groups the sentences.
 
     Raises:
-        InputError: neither text nor tokens; tags that are not as many as the tokens; an entity that does not fit
-            the text, or that overlaps another.
+        InputError: there is neither text nor tokens; the number of tags differs from that of the tokens; an entity
+            is outside the text or overlaps another.
     """
     if isinstance(record, str):
         record = {"text": record}
     if not isinstance(record, Mapping):
-        raise InputError(f'{where}: {_shown(record)} is no object; expected {{"text": ...}} or {{"tokens": [...]}}.')
+        raise InputError(f'{where}: {_shown(record)} is not an object. Write {{"text": ...}} or {{"tokens": [...]}}.')
     entities, tags = _first_of(record, _ENTITIES), _first_of(record, _TAGS)
     text, tokens = record.get("text"), record.get("tokens")
     if text is not None and (not tokens or _are_objects(tokens)):
         if tokens and tags is not None and entities is None:
-            raise InputError(f"{where}: tags need tokens that are texts; give those, or entities.")
+            raise InputError(f"{where}: tags need tokens that are strings. Give those, or entities.")
         one, tags = _from_text(text, where, cut), None
     elif tokens is not None:
         if text is not None and entities is not None:
@@ -59,7 +59,7 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut:
         one = _from_tokens(tokens, tags, text, where, "text" if entities is None else "tokens")
     else:
         raise InputError(
-            f'{where}: neither "text" nor "tokens"; it has {", ".join(map(str, list(record)[:10])) or "nothing"}.'
+            f'{where}: has neither "text" nor "tokens". Its keys: {", ".join(map(str, list(record)[:10])) or "none"}.'
         )
     one = replace(one, name=_document_name(record, where), id=record.get("id"))
     return one if tags is not None or entities is None else _with_spans(one, entities, where, remarks)
@@ -78,13 +78,13 @@ def json_records(path: str, lines: list[str]) -> Iterator[tuple[str, int, Any]]:
 def parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
     table = read_table(path, _COLUMNS, optional=_COLUMNS)
     if not table.columns.keys() & {"text", "tokens"}:
-        raise InputError(f"{path}: neither a column tokens nor text. Name them so, with tags or entities beside them.")
+        raise InputError(f"{path}: has neither a column tokens nor text. Rename the columns.")
     for row in range(len(table)):
         yield table.where(row), 0, {name: cells[row] for name, cells in table.columns.items()}
 
 
 def of_records(records: Iterable[tuple[str, int, Any]], remarks: Remarks, cut: Cut) -> list[Sentence]:
-    """From (source, line or 0, record)."""
+    """Sentences from (source, line or 0, record)."""
     sentences: list[Sentence] = []
     for source, line, record in records:
         one = sentence(record, f"{source}:{line}" if line else source, remarks, cut)
@@ -92,15 +92,14 @@ def of_records(records: Iterable[tuple[str, int, Any]], remarks: Remarks, cut: C
     labelled = [one.tags is not None for one in sentences]
     if any(labelled) and not all(labelled):
         raise InputError(
-            f"{sentences[labelled.index(False)].where()}: neither tags nor entities, as "
-            f"{sentences[labelled.index(True)].where()} "
-            f'has them. Write "entities": [] where there are none.'
+            f"{sentences[labelled.index(False)].where()}: has neither tags nor entities, unlike "
+            f'{sentences[labelled.index(True)].where()}. Write "entities": [] for sentences without entities.'
         )
     return in_documents(sentences)
 
 
 def of_texts(path: str, lines: list[str], cut: Cut) -> list[Sentence]:
-    """A document on each line; an empty line is an empty one."""
+    """One document per line; an empty line is an empty document."""
     numbered = enumerate(lines if lines[-1] else lines[:-1], 1)
     return [
         replace(_from_text(line.removesuffix("\r"), f"{path}:{number}", cut), source=path, line=number)
@@ -118,17 +117,17 @@ def _document_name(record: Mapping[str, Any], where: str) -> str | None:
 
 
 def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, needless: str) -> Sentence:
-    """Words with their tags; where the `text` is given, too, they are looked for in it, from left to right."""
+    """Words with their tags; if `text` is given, their offsets are found in it from left to right."""
     if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
-        raise InputError(f"{where}: tokens is {_shown(tokens)}; expected a list of texts.")
+        raise InputError(f"{where}: tokens is {_shown(tokens)}; expected a list of strings.")
     words = [_whole(token) for token in tokens]
     text, offsets = (None, None) if text is None else _find(words, text, where, needless)
     if tags is None:
         return Sentence(words, None, where, text=text, offsets=offsets)
     if not isinstance(tags, list) or not all(isinstance(tag, str) for tag in tags):
         raise InputError(
-            f"{where}: tags is {_shown(tags)}; expected a list of texts such as B-PER and O. "
-            f"Write the names where there are numbers."
+            f"{where}: tags is {_shown(tags)}; expected a list of strings such as B-PER and O. "
+            f"Write tag names, not numbers."
         )
     if len(tags) != len(words):
         raise InputError(f"{where}: {len(words)} tokens and {len(tags)} tags. Give each token one tag.")
@@ -136,20 +135,20 @@ def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, needless: str) -
 
 
 def _find(words: list[str], text: Any, where: str, needless: str) -> tuple[str, np.ndarray]:
-    """The text, and int64 [W, 2]: where in it each word stands."""
+    """The text, and int64 [W, 2]: character offsets of each word."""
     if not isinstance(text, str):
         raise InputError(f"{where}: text is {_shown(text)}; expected text.")
-    text, behind = _whole(text), 0
+    text, after = _whole(text), 0
     offsets = np.zeros((len(words), 2), np.int64)
     for number, word in enumerate(words):
-        begin = text.find(word, behind)
+        begin = text.find(word, after)
         if begin < 0:
             raise InputError(
-                f"{where}: token {number}, {_shown(word)}, is not in the text from character {behind} on. Leave out "
-                f'"{needless}", or give the tokens as they stand in the text.'
+                f"{where}: token {number}, {_shown(word)}, is not in the text from character {after} on. Leave out "
+                f'"{needless}", or give the tokens exactly as in the text.'
             )
-        behind = begin + len(word)
-        offsets[number] = begin, behind
+        after = begin + len(word)
+        offsets[number] = begin, after
     return text, offsets
 
 
@@ -172,7 +171,7 @@ def _with_spans(one: Sentence, entities: Any, where: str, remarks: Remarks) -> S
 
 
 def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
-    """(first character, the one behind the last, type), in order; they fit the text and do not overlap."""
+    """(start, end, type) of each entity, sorted; they are within the text and do not overlap."""
     if not isinstance(entities, list):
         raise InputError(f"{where}: entities is {_shown(entities)}; expected a list.")
     spans = []
@@ -187,14 +186,14 @@ def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
             raise InputError(f"{name} is {_shown(entity)}; expected {form}.")
         if not 0 <= begin < end <= len(text):
             raise InputError(
-                f"{name} is from {begin} to {end}, and the text has {len(text)} characters. Count Unicode "
-                f"characters from 0; `end` is the one behind the last."
+                f"{name} is from {begin} to {end}, but the text has {len(text)} characters. Count Unicode "
+                f"characters from 0; `end` is the index after the last."
             )
-        said = entity.get("text")
-        if isinstance(said, str) and _whole(said) != text[begin:end]:
+        expected = entity.get("text")
+        if isinstance(expected, str) and _whole(expected) != text[begin:end]:
             raise InputError(
-                f"{name} is {_shown(said)}, but {begin} to {end} of the text is {_shown(text[begin:end])}. "
-                f"Count Unicode characters from 0, not bytes; `end` is the one behind the last."
+                f"{name} is {_shown(expected)}, but {begin} to {end} of the text is {_shown(text[begin:end])}. "
+                f"Count Unicode characters from 0, not bytes; `end` is the index after the last."
             )
         spans.append((begin, end, kind))
     spans.sort()
@@ -208,47 +207,46 @@ def _spans(entities: Any, text: str, where: str) -> list[tuple[int, int, str]]:
 
 
 def _check_edges(spans: list[tuple[int, int, str]], offsets: np.ndarray, where: str) -> None:
-    """Without a text, numbers that do not fall between tokens are likely those of tokens."""
+    """Check that entities align with tokens: without a text, other offsets probably count tokens."""
     begins, ends = set(offsets[:, 0].tolist()), set(offsets[:, 1].tolist())
     for begin, end, kind in spans:
         if begin not in begins or end not in ends:
             raise InputError(
-                f"{where}: the entity {kind} from {begin} to {end} does not begin and end with a token. Count "
-                "characters "
-                f"of the tokens joined by blanks, not tokens; or give tags."
+                f"{where}: the entity {kind} from {begin} to {end} does not begin and end with a token. "
+                f"Count characters of the tokens joined by spaces, not tokens; or give tags."
             )
 
 
 def _tags_of(
     spans: list[tuple[int, int, str]], text: str, offsets: np.ndarray, where: str, remarks: Remarks
 ) -> list[str]:
-    """IOB2 tags of the words at `offsets`. A word is in the entity that has the first of its characters in any."""
+    """IOB2 tags of the words at `offsets`. A word belongs to the first entity that covers any of its characters."""
     tags = ["O"] * len(offsets)
     begins, ends = offsets[:, 0], offsets[:, 1]
     taken = 0
     for begin, end, kind in spans:
         first = int(np.searchsorted(ends, begin, "right"))
-        behind = int(np.searchsorted(begins, end, "left"))
-        if first >= behind:
+        stop = int(np.searchsorted(begins, end, "left"))
+        if first >= stop:
             raise InputError(
-                f"{where}: the entity {kind} from {begin} to {end} is {_shown(text[begin:end])}, which has no word in "
-                "it."
+                f"{where}: the entity {kind} from {begin} to {end} is {_shown(text[begin:end])}, which contains "
+                "no word."
             )
-        if begins[first] < begin or ends[behind - 1] > end:
+        if begins[first] < begin or ends[stop - 1] > end:
             remarks.add(
-                f"the entity {_shown(text[begin:end])} begins or ends inside of a word; such entities count as the "
-                f"whole words they touch",
+                f"the entity {_shown(text[begin:end])} begins or ends inside a word; such entities are "
+                f"extended to whole words",
                 where,
             )
         first = max(first, taken)
-        for word in range(first, behind):
+        for word in range(first, stop):
             tags[word] = f"I-{kind}" if word > first else f"B-{kind}"
-        taken = behind
+        taken = stop
     return tags
 
 
 def _whole(text: str) -> str:
-    """JSON may escape half a character ("\\ud83d"), which no encoding can write; as long as before."""
+    """Replace lone surrogates ("\\ud83d" in JSON), which no encoding can write. The length stays the same."""
     return _SURROGATES.sub("\N{REPLACEMENT CHARACTER}", text)
 
 

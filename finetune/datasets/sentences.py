@@ -17,21 +17,21 @@ Cut = Callable[[str], np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Sentence:
-    """W words, and the tag of each where they are known."""
+    """W words, and their tags if they are known."""
 
     words: Sequence[str]
     tags: Sequence[str] | None  # [W]; None: unlabelled
-    source: str  # a file, or whatever names a single record
-    line: int = 0  # the record's, or the first word's where `lined`; 0 where `source` says all
-    lined: bool = False  # a line for each word
-    text: str | None = None  # None: the words joined by blanks
-    offsets: np.ndarray | None = None  # int64 [W, 2], places of the words in `text`
+    source: str  # a file, or the name of a single record
+    line: int = 0  # of the record, or of the first word if `lined`; 0 if `source` has it
+    lined: bool = False  # one line per word
+    text: str | None = None  # None: the words joined by spaces
+    offsets: np.ndarray | None = None  # int64 [W, 2], offsets of the words in `text`
     document: Sequence[Sequence[str]] = ()  # words of all sentences of its document, its own among them
-    place: int = 0  # which of them it is
-    name: str | None = None  # of its document, where a record says it
-    id: Any = None  # that a record has
-    from_spans: bool = False  # tags were made from spans of characters: IOB2, whatever the file's scheme
-    from_text: bool = False  # the words were cut from the text, not given
+    place: int = 0  # index of this sentence in `document`
+    name: str | None = None  # of its document, if the record has one
+    id: Any = None  # of the record
+    from_spans: bool = False  # tags were made from character spans: IOB2 for every scheme of the file
+    from_text: bool = False  # the words were segmented from the text, not given
 
     def __post_init__(self) -> None:
         if not self.document:
@@ -42,7 +42,7 @@ class Sentence:
         return f"{self.source}:{self.line + word * self.lined}" if self.line else self.source
 
     def characters(self) -> tuple[str, np.ndarray]:
-        """The text, and int64 [W, 2]: the first character of each word, and the one behind its last."""
+        """The text, and int64 [W, 2]: the first character of each word, and the index after its last."""
         if self.text is not None and self.offsets is not None:
             return self.text, self.offsets
         return " ".join(self.words), joined(list(self.words))

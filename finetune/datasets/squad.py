@@ -1,19 +1,20 @@
-"""Span questions from files: SQuAD's nested JSON of v1.1 and v2.0, and flat records as the Hugging Face hub has them.
+"""Span questions from files: SQuAD's nested JSON (v1.1 and v2.0), and flat records as on the Hugging Face hub.
 
 Nested (rajpurkar.github.io/SQuAD-explorer), one file:
 
     {"version": "v2.0", "data": [{"title": "", "paragraphs": [{"context": "", "qas": [
         {"id": "", "question": "", "answers": [{"text": "", "answer_start": 0}], "is_impossible": false}]}]}]}
 
-Flat, one object per line (.jsonl) or a list of them, also below "data" (.json):
+Flat, one object per line (.jsonl), or a list of them, optionally under "data" (.json):
 
     {"id": "", "question": "", "context": "", "answers": {"text": [""], "answer_start": [0]}}
     {"id": "", "question": "", "context": "", "answers": [{"text": "", "answer_start": 0}]}
 
-Tables (.parquet, .csv, .tsv) with columns of these names, in text tables `answers` as JSON.
+Tables (.parquet, .csv, .tsv) with columns of these names; in .csv and .tsv, `answers` is JSON.
 
-The keys decide the form. "version" does not: it varies ("1.0" in SQuADShifts, "KorQuAD_v1.0"). No answers (`[]`) means that the context does not answer the question. Characters are Unicode code
-points, as SQuAD counts them.
+The keys determine the format. "version" does not, because it varies ("1.0" in SQuADShifts, "KorQuAD_v1.0"). Empty
+answers (`[]`) mean that the context does not answer the question. `answer_start` counts Unicode code points, as SQuAD
+does.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from pretrain.common.errors import InputError
 logger = logging.getLogger(__name__)
 
 _COLUMNS = ("question", "context", "id", "answers")
-_SHOWN = 3  # faults that a message quotes
+_SHOWN = 3  # bad answers that a message quotes
 _FORMS = (
     'a SQuAD file ({"data": [{"paragraphs": [{"context", "qas"}]}]}) or flat records '
     '({"id", "question", "context", "answers"})'
@@ -41,7 +42,7 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A span of the context; `start` is the number of its first character."""
+    """A span of the context; `start` is the index of its first character."""
 
     text: str
     start: int
@@ -49,7 +50,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A question on a context. answers: () if the context has none, None if unlabelled."""
+    """A question about a context. answers: () if the context has none, None if unlabelled."""
 
     id: str
     text: str
@@ -60,13 +61,17 @@ class Question:
 def read(path: str, *, labelled: bool) -> list[Question]:
     """The questions of a file (.json, .jsonl, .parquet, .csv, .tsv, also .gz, .bz2, .xz).
 
-    Questions on one context share its string.
+    Questions about the same context share one string.
 
-    Answers are not compared with the context here, see `without_bad_answers`.
+    Answers are not checked against the context here; `without_bad_answers` does that.
+
+    Args:
+        path: the file.
+        labelled: whether every question must have answers.
 
     Raises:
-        InputError: the file cannot be read, is not UTF-8, not JSON, of another form or empty; two questions have
-            the same id; `labelled`, and a question does not say its answers.
+        InputError: the file cannot be read, is not UTF-8, not JSON, has another format or is empty; two questions have
+            the same id; `labelled`, and a question has no answers.
     """
     records = _READERS.get(plain_suffix(Path(path)), _document)(path)
     questions: list[Question] = []
@@ -76,23 +81,23 @@ def read(path: str, *, labelled: bool) -> list[Question]:
         question = _question(record, context, place, labelled=labelled)
         if question.id in places:
             raise InputError(
-                f"{place}: id {question.id!r} was used before, in {places[question.id]}. Predictions are told "
-                f"apart by their ids: give each question its own."
+                f"{place}: id {question.id!r} is already used in {places[question.id]}. Predictions are "
+                f"identified by their ids: give each question its own."
             )
         places[question.id] = place
         shared = contexts.setdefault(question.context, question.context)
         questions.append(replace(question, context=shared))
     if not questions:
-        raise InputError(f"{path}: has no questions in it. Name {_FORMS}.")
+        raise InputError(f"{path}: has no questions. Give {_FORMS}.")
     return questions
 
 
 def from_record(record: Any, place: str) -> Question:
-    """An unlabelled question from one object of the user's; without an id it is called by its `place`."""
+    """An unlabelled question from one JSON object; without an id, its `place` is the id."""
     if not isinstance(record, Mapping):
         raise InputError(
-            f"{place}: found {_kind(record)}; a span question needs a context to look in: "
-            f'{{"question": "...", "context": "..."}}.'
+            f"{place}: is {_kind(record)}. A span question needs a context: "
+            f'write {{"question": "...", "context": "..."}}.'
         )
     bare = {key: value for key, value in record.items() if key != "answers"}
     return _question({"id": place, **bare}, record.get("context"), place, labelled=False)
@@ -101,13 +106,20 @@ def from_record(record: Any, place: str) -> Question:
 def without_bad_answers(
     questions: Sequence[Question], path: str, policy: Literal["stop", "skip"], *, training: bool
 ) -> list[Question]:
-    """`questions` whose answers stand in the context where they say they stand.
+    """`questions` without bad answers: those whose text is not in the context at their answer_start.
 
-    With "skip", bad answers are left out of a training set, and so are questions that have no other; a set to
-    score on keeps them, because the scorers look at the texts alone. Either way their number is logged.
+    With "skip", a training set loses its bad answers, and the questions that have no others. A set to score on keeps
+    them, because scorers compare only the texts. Either way, their number is logged.
+
+    Args:
+        questions: labelled or not.
+        path: their file, for messages.
+        policy: what to do about bad answers.
+        training: whether the model is trained on them.
 
     Raises:
-        InputError: policy is "stop" and an answer does not stand where it says; how many, and the first ones.
+        InputError: policy is "stop" and there are bad answers, or "skip" leaves no question to train on. The message
+            has their number and the first ones.
     """
     faults = [
         f"question {question.id}: {fault}"
@@ -118,20 +130,20 @@ def without_bad_answers(
     if not faults:
         return list(questions)
     total = sum(len(question.answers or ()) for question in questions)
-    summary = f"{path}: {len(faults)} of {total} answers do not stand at their answer_start ({_first(faults)})"
+    summary = f"{path}: {len(faults)} of {total} answers are not at their answer_start ({_first(faults)})"
     if policy == "stop":
         raise InputError(
-            f"{summary}. Correct answer_start, which counts characters (Unicode code points) from 0, or go on without "
-            f"them with bad_answers: skip."
+            f"{summary}. Correct answer_start, which counts characters (Unicode code points) from 0, or skip them "
+            f"with bad_answers: skip."
         )
     if not training:
-        logger.warning("%s; kept, because scores compare texts only.", summary)
+        logger.warning("%s; kept, because scores compare only texts.", summary)
         return list(questions)
     good = [_with_good_answers(question) for question in questions]
     kept = [question for question in good if question is not None]
-    logger.warning("%s; left out, and with them %d questions.", summary, len(questions) - len(kept))
+    logger.warning("%s; skipped, with %d questions that have no other answer.", summary, len(questions) - len(kept))
     if not kept:
-        raise InputError(f"{path}: no question is left without its bad answers ({_first(faults)}).")
+        raise InputError(f"{path}: no question has a good answer ({_first(faults)}).")
     return kept
 
 
@@ -139,7 +151,7 @@ def without_bad_answers(
 
 
 def _with_good_answers(question: Question) -> Question | None:
-    """The question with those answers that stand in its context; None if it had answers and keeps none."""
+    """The question with its good answers; None if it has only bad ones."""
     answers = question.answers or ()
     good = tuple(answer for answer in answers if not _fault(question.context, answer, training=True))
     if len(good) == len(answers):
@@ -148,20 +160,20 @@ def _with_good_answers(question: Question) -> Question | None:
 
 
 def _fault(context: str, answer: Answer, *, training: bool) -> str:
-    """What is at the answer's place instead of it; "" if nothing is wrong."""
+    """Why an answer is bad: what the context has at its place; "" if it is good."""
     text, start = answer.text, answer.start
     if training and not text.strip():
-        return f"the answer {text!r} has nothing to point at"
-    found = context[start : start + len(text)] if start >= 0 else ""
-    if found == text:
+        return f"the answer {text!r} is blank"
+    actual = context[start : start + len(text)] if start >= 0 else ""
+    if actual == text:
         return ""
-    said = f"{_shown(text)} at {start}, where the context of {len(context)} characters has {_shown(found)}"
+    fault = f"{_shown(text)} at {start}, where the context of {len(context)} characters has {_shown(actual)}"
     places = [context.rfind(text, 0, max(start, 0) + len(text)), context.find(text, max(start, 0))]
     if nearest := sorted((abs(place - start), place) for place in places if place >= 0):
-        return f"{said}; it stands at {nearest[0][1]}"
-    if "".join(text.split()) == "".join(found.split()):
-        return f"{said}; only white space differs"
-    return f"{said}; it stands nowhere in it"
+        return f"{fault}; it is at {nearest[0][1]}"
+    if "".join(text.split()) == "".join(actual.split()):
+        return f"{fault}; only white space differs"
+    return f"{fault}; the context does not contain it"
 
 
 # ---------------------------------------------------------------- files
@@ -173,41 +185,41 @@ def _document(path: str) -> Iterator[tuple[str, Any, Any]]:
     try:
         document = json.loads(text)
     except json.JSONDecodeError as error:
-        hint = ' One object per line is called ".jsonl".' if error.msg == "Extra data" else ""
+        hint = ' A file with one object per line must be named ".jsonl".' if error.msg == "Extra data" else ""
         raise InputError(f"{path}:{error.lineno}: not JSON, {error.msg} at column {error.colno}.{hint}") from None
     except RecursionError:
         raise InputError(f"{path}: too deeply nested to be {_FORMS}.") from None
-    except ValueError as error:  # a number of more digits than Python reads
+    except ValueError as error:  # a number with more digits than Python reads
         raise InputError(f"{path}: cannot be read ({error}).") from None
     items = document.get("data") if isinstance(document, dict) else document
     if not isinstance(items, list):
-        found = f"an object of {_keys(document)}" if isinstance(document, dict) else _kind(document)
-        raise InputError(f"{path}: found {found}; expected {_FORMS}.")
+        kind = f"an object of {_keys(document)}" if isinstance(document, dict) else _kind(document)
+        raise InputError(f"{path}: is {kind}; expected {_FORMS}.")
     name = "data" if isinstance(document, dict) else "record"
     for number, item in enumerate(items):
         place = f"{path}: {name}[{number}]"
         if not isinstance(item, dict):
-            raise InputError(f"{place}: found {_kind(item)}; expected {_FORMS}.")
+            raise InputError(f"{place}: is {_kind(item)}; expected {_FORMS}.")
         if "paragraphs" in item:
             yield from _article(item, place)
         elif "question" in item and "context" in item:
             yield place, {"id": str(number + 1), **item}, item["context"]
         else:
-            raise InputError(f"{place}: found an object of {_keys(item)}; expected {_FORMS}.")
+            raise InputError(f"{place}: is an object of {_keys(item)}; expected {_FORMS}.")
 
 
 def _article(article: dict[str, Any], place: str) -> Iterator[tuple[str, Any, Any]]:
     for number, paragraph in enumerate(_list(article, "paragraphs", place)):
         inner = f"{place}.paragraphs[{number}]"
         if not isinstance(paragraph, dict):
-            raise InputError(f"{inner}: found {_kind(paragraph)}; expected context and qas.")
+            raise InputError(f"{inner}: is {_kind(paragraph)}; expected an object of context and qas.")
         for count, record in enumerate(_list(paragraph, "qas", inner)):
             yield f"{inner}.qas[{count}]", record, paragraph.get("context")
 
 
 def _lines(path: str) -> Iterator[tuple[str, Any, Any]]:
-    """(place, record, context) for every line of a .jsonl file that is not blank."""
-    # Not splitlines: JSON may hold U+2028 and its like unescaped.
+    """(place, record, context) for every non-blank line of a .jsonl file."""
+    # splitlines would also split at U+2028 and similar characters, which JSON may contain unescaped.
     for number, line in enumerate(_text(path).split("\n"), 1):
         if not line or line.isspace():
             continue
@@ -220,13 +232,13 @@ def _lines(path: str) -> Iterator[tuple[str, Any, Any]]:
             ) from None
         except RecursionError:
             raise InputError(f"{place}: too deeply nested to be a question.") from None
-        except ValueError as error:  # a number of more digits than Python reads
+        except ValueError as error:  # a number with more digits than Python reads
             raise InputError(f"{place}: cannot be read ({error}).") from None
         if not isinstance(record, dict) or "question" not in record or "context" not in record:
-            found = f"an object of {_keys(record)}" if isinstance(record, dict) else _kind(record)
-            hint = ' A nested SQuAD file is called ".json".' if "data" in (record or ()) else ""
+            kind = f"an object of {_keys(record)}" if isinstance(record, dict) else _kind(record)
+            hint = ' A nested SQuAD file must be named ".json".' if "data" in (record or ()) else ""
             raise InputError(
-                f"{place}: found {found}; expected a flat record with id, question, context and answers.{hint}"
+                f"{place}: is {kind}; expected a flat record with id, question, context and answers.{hint}"
             )
         yield place, {"id": str(number), **record}, record["context"]
 
@@ -252,7 +264,7 @@ def _answers_cell(cell: str, place: str) -> Any:
     except (ValueError, RecursionError):
         raise InputError(
             f'{place}: answers is {_shown(cell)}, not JSON. Write [{{"text": "...", "answer_start": 0}}], or leave '
-            "it out."
+            "the cell empty."
         ) from None
 
 
@@ -265,7 +277,7 @@ _READERS = {
 def _text(path: str) -> str:
     text = read_text(Path(path).expanduser())
     if not text.strip():
-        raise InputError(f"{path}: is empty. Name {_FORMS}.")
+        raise InputError(f"{path}: is empty. Give {_FORMS}.")
     return text
 
 
@@ -274,7 +286,7 @@ def _text(path: str) -> str:
 
 def _question(record: Any, context: Any, place: str, *, labelled: bool) -> Question:
     if not isinstance(record, Mapping):
-        raise InputError(f"{place}: found {_kind(record)}; expected id, question and answers.")
+        raise InputError(f"{place}: is {_kind(record)}; expected an object of id, question and answers.")
     identity = record.get("id")
     if isinstance(identity, int) and not isinstance(identity, bool):
         identity = str(identity)
@@ -289,24 +301,23 @@ def _question(record: Any, context: Any, place: str, *, labelled: bool) -> Quest
 
 
 def _answers(record: Mapping[str, Any], place: str, *, labelled: bool) -> tuple[Answer, ...] | None:
-    found = record.get("answers")
-    if found is None:
+    listed = record.get("answers")
+    if listed is None:
         if not labelled:
             return None
         raise InputError(
-            f"{place}: has no answers. A set to learn from or to score on needs them; where the context has no "
-            f"answer, say answers: []."
+            f"{place}: has no answers. Training and evaluation need them. Write answers: [] for unanswerable questions."
         )
-    if isinstance(found, dict):
-        found = _rows(found, place)
-    if not isinstance(found, list):
-        raise InputError(f'{place}: answers is {_kind(found)}; expected [{{"text", "answer_start"}}].')
-    answers = tuple(_answer(item, place) for item in found)
+    if isinstance(listed, dict):
+        listed = _rows(listed, place)
+    if not isinstance(listed, list):
+        raise InputError(f'{place}: answers is {_kind(listed)}; expected [{{"text", "answer_start"}}].')
+    answers = tuple(_answer(item, place) for item in listed)
     impossible = record.get("is_impossible")
     if impossible is not None and bool(impossible) == bool(answers):
         raise InputError(
             f"{place}: is_impossible is {json.dumps(impossible)}, but there are {len(answers)} answers. "
-            f"Correct one of the two."
+            f"Correct one of them."
         )
     return answers
 
@@ -320,7 +331,7 @@ def _rows(columns: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
         )
     if len(texts) != len(starts):
         raise InputError(
-            f"{place}: answers has {len(texts)} text and {len(starts)} answer_start; expected as many of each."
+            f"{place}: answers has {len(texts)} text and {len(starts)} answer_start; expected the same number."
         )
     return [{"text": text, "answer_start": start} for text, start in zip(texts, starts, strict=True)]
 
@@ -330,7 +341,7 @@ def _answer(item: Any, place: str) -> Answer:
         raise InputError(f'{place}: an answer is {_kind(item)}; expected {{"text", "answer_start"}}.')
     start = item.get("answer_start")
     if not isinstance(start, int) or isinstance(start, bool):
-        raise InputError(f"{place}: answer_start is {_kind(start)}; expected the number of a character.")
+        raise InputError(f"{place}: answer_start is {_kind(start)}; expected a character index.")
     return Answer(_string(item.get("text"), "the text of an answer", place), start)
 
 
@@ -342,7 +353,7 @@ def _string(value: Any, name: str, place: str) -> str:
             value.encode()
         except UnicodeEncodeError as error:
             raise InputError(
-                f"{place}: character {error.start} of {name} is half a surrogate pair "
+                f"{place}: character {error.start} of {name} is a lone surrogate "
                 f"(\\u{ord(value[error.start]):04x}), which no encoding can write. Correct it."
             ) from None
     return value
@@ -373,7 +384,7 @@ def _keys(mapping: Mapping[str, Any]) -> str:
 
 
 def _shown(text: str) -> str:
-    """Text in quotes, short enough for a message."""
+    """Quoted text, shortened for a message."""
     return repr(text if len(text) <= 40 else f"{text[:37]}...")
 
 

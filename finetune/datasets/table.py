@@ -32,7 +32,7 @@ class TableFormat:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of N cells: text from text files, other formats' own types otherwise. A missing cell is None."""
+    """Columns of N cells: strings from text files, otherwise the types of the format. A missing cell is None."""
 
     columns: dict[Key, list[Any]]  # the requested ones; optional ones if they exist
     source: str  # the file or data set, for messages

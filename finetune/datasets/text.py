@@ -1,4 +1,4 @@
-"""Text to token ids with the places they came from, for any tokenizer of the BERT family."""
+"""Text to token ids with character offsets, for any tokenizer of the BERT family."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from pretrain.common.errors import InputError
 if TYPE_CHECKING:
     import pyarrow as pa
 
-_CHUNK = 4096  # texts handed to the tokenizer at a time: its encodings take 100 times the memory of their ids
-_WORDS_A_LINE = 64  # distinct words handed over as one text: a call and an encoding for each would take longest
+_CHUNK = 4096  # texts per tokenizer call: encodings take 100 times the memory of their ids
+_WORDS_A_LINE = 64  # distinct words per text: one call and encoding per word would dominate the time
 
 
 @dataclass(frozen=True)
 class Column:
-    """N texts (or words) as tokens, end to end, without special tokens."""
+    """N tokenised texts (or words), concatenated, without special tokens."""
 
     ids: np.ndarray  # int32 [T]
     starts: np.ndarray  # int64 [N + 1], token offset of each text
-    offsets: np.ndarray  # int32 [T, 2], first character of each token in its text, and the one behind its last
+    offsets: np.ndarray  # int32 [T, 2], first character of each token in its text, and the index after its last
 
 
 class TextEncoder:
-    """A tokenizer, and how it sets one text or two between special tokens.
+    """A tokenizer, and how it adds special tokens to one text or a pair.
 
     Args:
-        tokenizer: with its post-processor; truncation and padding are switched off.
-        max_length: most tokens of a window, special tokens included.
-        segments: whether the model tells a first text from a second; else all tokens are of type 0.
+        tokenizer: with its post-processor; the encoder disables its truncation and padding.
+        max_length: maximum tokens per window, special tokens included.
+        segments: whether the model has token types for the two texts of a pair; if not, all tokens have type 0.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_length: int, *, segments: bool = True) -> None:
@@ -45,41 +45,40 @@ class TextEncoder:
         tokenizer.no_padding()
         self.tokenizer = tokenizer
         self.max_length, self.segments = max_length, segments
-        # Two texts show where the special tokens stand, whatever the family.
+        # Encoding a pair shows the positions of the special tokens for every family.
         pair = tokenizer.encode("a", "a")
         ids = np.array(pair.ids, np.int32)
         first, second = ([n for n, of in enumerate(pair.sequence_ids) if of == text] for text in (0, 1))
         if not first or not second or not first[0] or second[-1] + 1 == len(ids):
             raise InputError(
-                "tokenizer.json: sets no special tokens around a text, as [CLS] and [SEP] are, so its post_processor "
-                "is "
-                "not that of this model. Put the model's own tokenizer beside it."
+                "tokenizer.json: adds no special tokens such as [CLS] and [SEP], so its post_processor does not belong "
+                "to this model. Add the model's own tokenizer files to the folder."
             )
         self.prefix, self.between, self.suffix = (
             ids[: first[0]],
             ids[first[-1] + 1 : second[0]],
             ids[second[-1] + 1 :],
         )
-        # Byte-level BPE: a word inside a text is another token than the word at its beginning.
+        # Byte-level BPE: a word within a text and at its beginning has different tokens.
         alone, inside = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", " a"))
         self._begins_with_space = alone != inside
         self._by_word = _cuts_at_spaces(tokenizer)
 
     def room(self, *, pair: bool) -> int:
-        """Tokens of text that a window has place for, of both texts together."""
+        """Text tokens that fit a window, for both texts together."""
         return self.max_length - len(self.prefix) - len(self.suffix) - (len(self.between) if pair else 0)
 
     def encode(self, texts: Sequence[str]) -> Column:
-        """Texts as they are, in the tokenizer's own threads. What comes more than once is worked out once."""
+        """Tokenise texts in the tokenizer's own threads; repeated texts are tokenised once."""
         if self._by_word:
             return self._encode_by_word(texts)
         once, which = distinct(texts)
         return _gather(self._encode_whole(once), which)
 
     def encode_words(self, words: Sequence[str]) -> Column:
-        """Words that stand alone, each a text of its own.
+        """Tokenise pre-split words, each as a text of its own.
 
-        As `is_pretokenized` of the Hugging Face tokenizers (for byte-level BPE with `add_prefix_space`).
+        Equals `is_pretokenized` of the Hugging Face tokenizers (for byte-level BPE with `add_prefix_space`).
         """
         if not self._begins_with_space:
             return self.encode(words)
@@ -87,7 +86,7 @@ class TextEncoder:
         return replace(column, offsets=np.maximum(column.offsets - 1, 0))
 
     def _encode_by_word(self, texts: Sequence[str]) -> Column:
-        """What lies between two spaces is tokenised once, however often it stands in `texts`, and its tokens gathered."""
+        """Tokenise each distinct string between spaces once, then gather its tokens for every occurrence."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -96,7 +95,7 @@ class TextEncoder:
         coded = words.flatten().dictionary_encode()
         word_W = coded.indices.to_numpy()
         distinct, characters = self._encode_distinct(coded.dictionary)
-        place_W = np.concatenate([[0], np.cumsum(characters[word_W] + 1)])  # with the space behind each word
+        place_W = np.concatenate([[0], np.cumsum(characters[word_W] + 1)])  # with the space after each word
         place_W = place_W[:-1] - np.repeat(place_W[first_word_N[:-1]], np.diff(first_word_N))
         count_W = np.diff(distinct.starts)[word_W]
         rows = ragged(distinct.starts[word_W], count_W)
@@ -107,7 +106,7 @@ class TextEncoder:
         )
 
     def _encode_distinct(self, words: pa.Array) -> tuple[Column, np.ndarray]:
-        """The words one by one, and their characters, int64 [words]. They go to the tokenizer as long lines."""
+        """Tokens of each word, and its length in characters, int64 [words]. The tokenizer gets them as long lines."""
         import pyarrow.compute as pc
 
         spelt = words.to_pylist()
@@ -115,7 +114,7 @@ class TextEncoder:
         column = self._encode_whole(lines)
         characters = pc.utf8_length(words).to_numpy()  # pyright: ignore[reportAttributeAccessIssue]
         ends = np.cumsum(characters + 1)
-        begins = ends - characters - 1  # of each word, the lines laid end to end with a space between them
+        begins = ends - characters - 1  # of each word, in all lines joined with spaces
         line_T = np.repeat(np.arange(len(lines)), np.diff(column.starts))
         place_T = column.offsets[:, 0] + begins[line_T * _WORDS_A_LINE]
         word_T = np.searchsorted(ends, place_T, side="right")
@@ -135,13 +134,13 @@ class TextEncoder:
 
 @dataclass(frozen=True)
 class Framed:
-    """F windows with special tokens around their texts."""
+    """F windows of text with special tokens."""
 
     ids: np.ndarray  # int32 [T]
     types: np.ndarray  # uint8 [T], 1 from the second text on
     starts: np.ndarray  # int64 [F + 1]
     first: np.ndarray  # int64 [F], row of the first text's first token
-    second: np.ndarray  # int64 [F], row of the second text's first token; that of the suffix where there is none
+    second: np.ndarray  # int64 [F], row of the second text's first token; that of the suffix if there is none
 
 
 Slices = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -149,7 +148,7 @@ Slices = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> Framed:
-    """Windows made of `first`, or of `first` and `second`, as the tokenizer frames one text or two."""
+    """Windows of `first`, or of `first` and `second`, with the tokenizer's special tokens."""
     count = len(first[1])
     pieces = [_constant(encoder.prefix, count), first]
     if second is not None:
@@ -168,10 +167,10 @@ def frame(encoder: TextEncoder, first: Slices, second: Slices | None = None) -> 
 
 
 def _cuts_at_spaces(tokenizer: Tokenizer) -> bool:
-    """Whether a text's tokens are those of what lies between its spaces, one after the other.
+    """Whether a text's tokens are the concatenated tokens of its strings between spaces.
 
-    So with BERT's normaliser, which looks at single characters and the marks that follow them, and its pre-tokeniser,
-    which cuts at every space; an added token may reach over a space.
+    That holds for BERT's normaliser, which depends only on a character and its combining marks, with BERT's
+    pre-tokeniser, which splits at every space, unless an added token contains or strips spaces.
     """
     return (
         isinstance(tokenizer.model, WordPiece)
@@ -189,7 +188,7 @@ def _constant(ids: np.ndarray, count: int) -> Slices:
 
 
 def _gather(column: Column, which: np.ndarray) -> Column:
-    """Of a column's texts those with these numbers, in this order, each as often as it is named."""
+    """The texts with these indices, in this order, with repetitions."""
     lengths = np.diff(column.starts)[which]
     rows = ragged(column.starts[which], lengths)
     return Column(column.ids[rows], np.concatenate([[0], np.cumsum(lengths)]), column.offsets[rows])

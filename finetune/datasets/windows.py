@@ -26,9 +26,9 @@ def cut_pairs(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Windows over pairs of texts of `first` and `second` tokens, int64 [N] each.
 
-    If the shorter text takes at most half of the room, it is whole in every window, and the longer slides
-    through the rest. If both are longer than half, each slides through a half, with half the overlap; a window of one
-    is paired with the window of the other at the same relative position, so the longer one gives their number.
+    If the shorter text fits in half of the window, every window has all of it, and the longer text slides through the
+    rest. If both are longer than half a window, each slides through one half, with half the overlap. A window of one
+    is paired with the window of the other at the same relative position, so the longer text determines their number.
 
     Returns:
         (pair, begin in first, length, begin in second, length), int64 [F] each, in order of the pairs.

@@ -1,4 +1,4 @@
-"""Words of plain text by a rule of our own, and entities from characters to words and back."""
+"""A rule-based segmentation of plain text into words, and the character offsets of given words."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ _SPACE, _RUN, _ALONE, _MARK = range(4)
 
 
 def cut_words(text: str) -> np.ndarray:
-    """int64 [W, 2]: first character of each word of `text`, and the one behind its last.
+    """int64 [W, 2]: first character of each word of `text`, and the index after its last.
 
-    As BERT's pre-tokeniser does it (google-research/bert tokenization.py, BasicTokenizer): white space separates;
-    a punctuation mark and a CJK character are words of their own; whatever else stands together is one word. Unlike
-    there, symbols of any alphabet (currency, arrows, emoji) are words of their own too, as entities end at them.
-    Combining marks, joiners and control characters belong to the character before them.
+    Follows BERT's pre-tokeniser (google-research/bert tokenization.py, BasicTokenizer): white space separates words;
+    each punctuation mark and CJK character is a word; any other run of characters is one word. Unlike BERT, symbols of
+    any script (currency, arrows, emoji) are words too, because entities end at them. Combining marks, joiners and
+    control characters belong to the preceding character.
     """
     if not text:
         return np.zeros((0, 2), np.int64)
     points = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), np.uint32)
     distinct, inverse = np.unique(points, return_inverse=True)
     kinds = np.array([_kind(chr(point)) for point in distinct.tolist()], np.uint8)[inverse]
-    # A mark is of the kind of what carries it; one without a carrier is like a letter.
+    # A mark has the kind of its base character; a mark without one is treated as a letter.
     carriers = np.maximum.accumulate(np.where(kinds == _MARK, -1, np.arange(len(kinds))))
     carried = np.where(carriers < 0, _RUN, kinds[carriers])
     orphans = (kinds == _MARK) & (carried == _SPACE)
@@ -35,10 +35,10 @@ def cut_words(text: str) -> np.ndarray:
 
 
 def joined(words: list[str]) -> np.ndarray:
-    """int64 [W, 2]: where `words` stand in their text, which is `words` joined by blanks."""
+    """int64 [W, 2]: character offsets of `words` in the text that joins them with spaces."""
     lengths = np.fromiter(map(len, words), np.int64, len(words))
-    behind = np.cumsum(lengths + 1) - 1
-    return np.stack([behind - lengths, behind], axis=1)
+    ends = np.cumsum(lengths + 1) - 1
+    return np.stack([ends - lengths, ends], axis=1)
 
 
 def _kind(character: str) -> int:
@@ -51,7 +51,7 @@ def _kind(character: str) -> int:
 
 
 def is_ideograph(character: str) -> bool:
-    """The CJK blocks of google-research/bert tokenization.py, BasicTokenizer._is_chinese_char."""
+    """Whether it is in the CJK blocks of google-research/bert tokenization.py, BasicTokenizer._is_chinese_char."""
     point = ord(character)
     return (
         0x4E00 <= point <= 0x9FFF

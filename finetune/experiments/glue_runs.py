@@ -46,9 +46,9 @@ def run_glue(
     """Fine-tune to the GLUE tasks in `folder`; print and write the paper's table with our row.
 
     Args:
-        path: settings for all tasks, without a task section; None takes those of the paper.
-        folder: GLUE's downloads; empty takes classification.glue_dir of `path`.
-        tasks: names as in `glue.TASKS`; empty takes all whose files exist.
+        path: settings for all tasks, without a task section; None: those of the paper.
+        folder: GLUE's downloads; empty: classification.glue_dir of `path`.
+        tasks: names as in `glue.TASKS`; empty: all whose files exist.
         submission: folder for gluebenchmark.com's files, from each task's best run by the dev set.
 
     Raises what `trials.run_all` raises, `StoppedError` on a signal, and at the end an error if runs failed.

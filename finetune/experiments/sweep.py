@@ -69,7 +69,7 @@ def run_sweep(
     points, members = [point for point, _ in pairs], [trial for _, trial in pairs]
     plan = runs.plan(members[0].config, alone=True)
     if not plan.held_out:
-        raise InputError(f"{path}: no dev set, so nothing says which settings are best. Name one.")
+        raise InputError(f"{path}: no dev set, so the settings cannot be compared. Give one.")
     for trial in members:
         runs.check_fit(trial.config, plan.model)
     members = [Trial(trial.label, trial.config, trial.config.total_steps(plan.units)) for trial in members]
@@ -109,7 +109,7 @@ def sweep_trials(
     for point in points:
         chosen = load_config(path, [*overrides, *point.overrides])
         if point.folder in folders:
-            raise InputError(f"--grid-set: two points would share the folder {point.folder}. Name one of them.")
+            raise InputError(f"--grid-set: two points would share the folder {point.folder}. Remove one of them.")
         folders.add(point.folder)
         for seed in range(config.seed, config.seed + seeds):
             several = f"seed-{seed}" if seeds > 1 else ""

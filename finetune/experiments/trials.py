@@ -63,8 +63,8 @@ def run_all(
 ) -> TrialRuns:
     """Run the trials that are not finished, with progress on the terminal; `config.folder` is their common folder.
 
-    `ended` is called with all outcomes whenever a trial finishes. `config.scheduling` sets retries, CPUs and the cluster;
-    `parallel` is as in `cluster.trials.launch.run_trials`.
+    `ended` is called with all outcomes whenever a trial finishes. `config.scheduling` sets retries, CPUs and the
+    cluster. `parallel` is as in `cluster.trials.launch.run_trials`.
 
     Raises:
         InputError: a run folder holds a run with other settings or data, or another process uses the folders.
@@ -99,7 +99,7 @@ def check_alone(config: FinetuneConfig) -> None:
     if config.scheduling.workers > 1:
         raise InputError(
             f"scheduling.workers: {config.scheduling.workers}, but each of several runs is one process. "
-            "Leave --workers out; --parallel says how many run at once."
+            "Leave --workers out; --parallel sets how many run at once."
         )
 
 
@@ -108,13 +108,13 @@ def _with_one_precision(config: FinetuneConfig, trials: Sequence[Trial]) -> list
 
     On a cluster, whose nodes may differ, the first trial that starts decides for those of a later call.
     """
-    begun = [replace(trial, config=preflight.with_resolved_precision(trial.config)) for trial in trials]
-    left = [trial.config.engine.precision == "auto" for trial in begun]
+    started = [replace(trial, config=preflight.with_resolved_precision(trial.config)) for trial in trials]
+    left = [trial.config.engine.precision == "auto" for trial in started]
     if not any(left):
-        return begun
+        return started
     settled: Iterator[Precision] = (
         one.config.engine.resolved_precision
-        for one, before in zip(begun, trials, strict=True)
+        for one, before in zip(started, trials, strict=True)
         if one.config.engine.precision != before.config.engine.precision
     )
     chosen = next(settled, None)
@@ -122,10 +122,10 @@ def _with_one_precision(config: FinetuneConfig, trials: Sequence[Trial]) -> list
     if chosen is None and not config.scheduling.address:
         chosen = choose_here().precision
     if chosen is None:
-        return begun
+        return started
     return [
         replace(trial, config=with_precision(trial.config, chosen)) if is_left else trial
-        for trial, is_left in zip(begun, left, strict=True)
+        for trial, is_left in zip(started, left, strict=True)
     ]
 
 

@@ -80,7 +80,7 @@ class TrialsView:
     def stopped(self, number: int) -> None:
         """Trial `number` has stopped at a user's request."""
         self._running.pop(number, None)
-        self._console.print(f"  {self._trials[number].label}  stopped; the same command goes on", style="yellow")
+        self._console.print(f"  {self._trials[number].label}  stopped; the same command continues", style="yellow")
 
     def ended(self, number: int, outcome: Outcome | None) -> None:
         """Trial `number` has finished or failed."""

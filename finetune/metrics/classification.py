@@ -1,8 +1,8 @@
-"""Scores of classes, sets of labels and values, equal to scikit-learn's and scipy's.
+"""Metrics of classes, label sets and values, equal to those of scikit-learn and scipy.
 
-An undefined score is 0, as with scikit-learn's `zero_division`: F1 of a class that neither occurs nor was predicted,
-Matthews of a constant prediction. scipy gives NaN for the correlation with a constant. A NaN cannot choose a checkpoint
-and is not valid JSON, so it is 0 here.
+An undefined score is 0, as with scikit-learn's `zero_division`: F1 of a class that neither occurs nor is predicted,
+Matthews correlation of a constant prediction. scipy returns NaN for the correlation with a constant. NaN cannot be
+compared between checkpoints and is not valid JSON, so it is 0 here.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import numpy as np
 
 @dataclass(frozen=True)
 class ClassCounts:
-    """How often each of C classes or labels was predicted, was true, and was both."""
+    """True positives, predictions and true occurrences of each of C classes or labels."""
 
-    both: np.ndarray  # int64 [C]
+    both: np.ndarray  # int64 [C], true positives
     predicted: np.ndarray  # int64 [C]
     true: np.ndarray  # int64 [C]
 
     @property
     def precision(self) -> np.ndarray:
-        """float64 [C]: share of correct predictions of each class."""
+        """float64 [C]: precision of each class."""
         return _ratio(self.both, self.predicted)
 
     @property
     def recall(self) -> np.ndarray:
-        """float64 [C]: share of each class that was predicted correctly."""
+        """float64 [C]: recall of each class."""
         return _ratio(self.both, self.true)
 
     @property
@@ -42,16 +42,16 @@ class ClassCounts:
         return float(_ratio(2 * self.both.sum(), self.predicted.sum() + self.true.sum()))
 
     def macro_f1(self, *, present: bool) -> float:
-        """Mean F1 over all classes; with `present`, over those that are true or predicted somewhere.
+        """Mean F1 over all classes, or only over those that occur or are predicted (`present`).
 
-        sklearn's f1_score(average="macro") takes those present for classes, and all columns for sets of labels.
+        sklearn's f1_score(average="macro") averages the present classes, but all labels of label sets.
         """
         f1 = self.f1[self.predicted + self.true > 0] if present else self.f1
         return float(f1.mean()) if len(f1) else 0.0
 
 
 def confusion(true: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
-    """int64 [C, C] from class numbers [N]: rows are true classes, columns predicted ones."""
+    """int64 [C, C] from class indices [N]: rows are true classes, columns are predicted classes."""
     return np.bincount(true * classes + predicted, minlength=classes * classes).reshape(classes, classes)
 
 
@@ -61,18 +61,18 @@ def class_counts(matrix: np.ndarray) -> ClassCounts:
 
 
 def label_counts(true: np.ndarray, predicted: np.ndarray) -> ClassCounts:
-    """Counts of each label from sets of labels, bool [N, C]."""
+    """Counts of each label from label sets, bool [N, C]."""
     return ClassCounts((true & predicted).sum(0), predicted.sum(0), true.sum(0))
 
 
 def accuracy(matrix: np.ndarray) -> float:
-    """Share of a confusion matrix on its diagonal."""
+    """Accuracy: the fraction of a confusion matrix that is on its diagonal."""
     return float(_ratio(np.trace(matrix), matrix.sum()))
 
 
 def matthews(matrix: np.ndarray) -> float:
-    """Matthews' correlation coefficient of a confusion matrix, for two classes or more (Gorodkin, 2004)."""
-    # Python's integers: products of the counts of a million examples are past int64.
+    """Matthews' correlation coefficient of a confusion matrix, for two or more classes (Gorodkin, 2004)."""
+    # Python integers, because products of the counts of a million examples overflow int64.
     true, predicted = [int(n) for n in matrix.sum(1)], [int(n) for n in matrix.sum(0)]
     total, right = sum(true), int(np.trace(matrix))
     covariance = right * total - sum(t * p for t, p in zip(true, predicted, strict=True))
@@ -81,12 +81,12 @@ def matthews(matrix: np.ndarray) -> float:
 
 
 def subset_accuracy(true: np.ndarray, predicted: np.ndarray) -> float:
-    """Share of the examples whose set of labels, a row of bool [N, C], is entirely correct."""
+    """Fraction of examples whose label set, a row of bool [N, C], is entirely correct."""
     return float((true == predicted).all(1).mean()) if len(true) else 0.0
 
 
 def pearson(true: np.ndarray, predicted: np.ndarray) -> float:
-    """Pearson's correlation of two columns of values [N]."""
+    """Pearson correlation of two arrays [N]."""
     if len(true) < 2 or np.ptp(true) == 0 or np.ptp(predicted) == 0:
         return 0.0
     x, y = _unit(true), _unit(predicted)
@@ -94,20 +94,20 @@ def pearson(true: np.ndarray, predicted: np.ndarray) -> float:
 
 
 def spearman(true: np.ndarray, predicted: np.ndarray) -> float:
-    """Spearman's correlation: Pearson's of the ranks, ties sharing the mean of theirs."""
+    """Spearman correlation: the Pearson correlation of the ranks; ties have their mean rank."""
     return pearson(ranks(true), ranks(predicted))
 
 
 def ranks(values: np.ndarray) -> np.ndarray:
-    """float64 [N]: ranks from 1; equal values share the mean of their ranks."""
+    """float64 [N]: ranks from 1; equal values have their mean rank."""
     _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
     last = np.cumsum(counts)
     return (last - (counts - 1) / 2)[inverse]
 
 
 def _unit(values: np.ndarray) -> np.ndarray:
-    """Centred and of length 1, in float64."""
-    # Scaled first: squares of very large or small values would overflow or vanish.
+    """The values centred and normalised to length 1, float64."""
+    # Scaled first, because squares of very large or small values would overflow or underflow.
     values = values.astype(np.float64) / np.abs(values).max()
     centred = values - values.mean()
     return centred / np.linalg.norm(centred)
@@ -128,17 +128,17 @@ def micro_f1(matrix: np.ndarray) -> float:
 
 
 def label_macro_f1(true: np.ndarray, predicted: np.ndarray) -> float:
-    """Mean F1 of the labels, from sets of labels, bool [N, C]."""
+    """Mean F1 of the labels, from label sets, bool [N, C]."""
     return label_counts(true, predicted).macro_f1(present=False)
 
 
 def label_micro_f1(true: np.ndarray, predicted: np.ndarray) -> float:
-    """F1 over all decisions, from sets of labels, bool [N, C]."""
+    """F1 over all decisions, from label sets, bool [N, C]."""
     return label_counts(true, predicted).micro_f1
 
 
 def pearson_and_spearman(true: np.ndarray, predicted: np.ndarray) -> float:
-    """Mean of both correlations."""
+    """Mean of the Pearson and Spearman correlations."""
     return (pearson(true, predicted) + spearman(true, predicted)) / 2
 
 
@@ -148,14 +148,14 @@ CLASS_SCORES: dict[str, Callable[[np.ndarray], float]] = {
     "micro_f1": micro_f1,
     "matthews": matthews,
 }
-"""Scores of classes, from a confusion matrix. The first score of each table chooses the checkpoint by default."""
+"""Scores of classes, from a confusion matrix. By default, the first score of each table selects the checkpoint."""
 
 LABEL_SCORES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "micro_f1": label_micro_f1,
     "macro_f1": label_macro_f1,
     "subset_accuracy": subset_accuracy,
 }
-"""Scores of sets of labels, from true and predicted sets, bool [N, C]."""
+"""Scores of label sets, from true and predicted sets, bool [N, C]."""
 
 VALUE_SCORES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "pearson_and_spearman": pearson_and_spearman,

@@ -1,7 +1,7 @@
-"""Entities in columns of tags, and the official scores over them: conlleval's, and seqeval's two modes.
+"""Entities from columns of tags, and their official scores: conlleval's, and those of seqeval's two modes.
 
-Tags are `O` or a prefix and a type, `B-PER`; prefixes are B, I, and in BIOES also E and S. Everything works on the
-words of all sentences end to end (W words), because a set has 100,000 of them and a loop per word is slow.
+Tags are `O`, or a prefix and a type: `B-PER`. Prefixes are B and I; BIOES also has E and S. All functions work on the
+concatenated words of all sentences (W words), because a set has 100,000 words or more and a Python loop is slow.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ import numpy as np
 from finetune.datasets.arrays import ragged
 
 Rule = Literal["conlleval", "iob2", "bioes"]
-"""How entities are read off tags.
+"""How tags are decoded to entities.
 
-    conlleval  every word that is not O belongs to an entity: one begins at B and S, after E and S, after O, and
-               where the type changes (Tjong Kim Sang's conlleval, startOfChunk and endOfChunk; seqeval's default mode)
-    iob2       only B begins one, and an I that does not go on is none (seqeval mode="strict", scheme=IOB2)
+    conlleval  every word that is not O belongs to an entity. A new one begins at B and S, after E, S and O, and
+               if the type changes (Tjong Kim Sang's conlleval, startOfChunk and endOfChunk; seqeval's default mode)
+    iob2       only B begins an entity; an I that does not continue one is ignored (seqeval mode="strict", scheme=IOB2)
     bioes      S, or B I* E of one type (seqeval mode="strict", scheme=IOBES)
 """
 
@@ -32,12 +32,12 @@ PREFIXES = "OBIES"
 
 @dataclass(frozen=True)
 class Tagged:
-    """The tags of N sentences end to end, as numbers."""
+    """The concatenated tags of N sentences, as integers."""
 
-    prefixes: np.ndarray  # uint8 [W], places in PREFIXES
-    types: np.ndarray  # int64 [W], places in `names`; -1 for O
+    prefixes: np.ndarray  # uint8 [W], indices into PREFIXES
+    types: np.ndarray  # int64 [W], indices into `names`; -1 for O
     starts: np.ndarray  # int64 [N + 1], first word of each sentence
-    names: tuple[str, ...]  # types in order of their first appearance
+    names: tuple[str, ...]  # types in order of first occurrence
 
     def __len__(self) -> int:
         return len(self.prefixes)
@@ -45,19 +45,19 @@ class Tagged:
 
 @dataclass(frozen=True)
 class Spans:
-    """E entities of N sentences, in order of their words."""
+    """E entities of N sentences, in order of position."""
 
     first: np.ndarray  # int64 [E], first word, counted over all sentences
-    end: np.ndarray  # int64 [E], word after the last
+    end: np.ndarray  # int64 [E], index after the last word
     types: np.ndarray  # int64 [E]
 
 
 def tagged(sentences: Sequence[Sequence[str]], names: Iterable[str] = ()) -> Tagged:
-    """The tags of `sentences` as numbers; types that are not in `names` are appended.
+    """Encode the tags of `sentences` as integers; types that are not in `names` are appended.
 
     Raises:
-        ValueError: a tag is neither O nor begins with one of the letters B, I, E, S. As in seqeval, the type is
-            what follows the first hyphen, and `_` if nothing does.
+        ValueError: a tag is not O and does not begin with B, I, E or S. As in seqeval, the type is the text after
+            the first hyphen, or `_` if there is none.
     """
     lengths = np.fromiter(map(len, sentences), np.int64, len(sentences))
     starts = np.concatenate([[0], np.cumsum(lengths)])
@@ -78,7 +78,7 @@ def tagged(sentences: Sequence[Sequence[str]], names: Iterable[str] = ()) -> Tag
 
 
 def split(tag: str) -> tuple[int, str]:
-    """A tag's prefix, as its place in PREFIXES, and its type; ValueError where it has no such prefix."""
+    """A tag's prefix, as an index into PREFIXES, and its type; ValueError if the prefix is unknown."""
     prefix = PREFIXES.find(tag[0]) if tag else -1
     if prefix < 0 or (tag[1:2] not in ("", "-")):
         raise ValueError(f"{tag!r} is not a tag: expected O, or one of B, I, E, S, a hyphen and a type")
@@ -86,22 +86,22 @@ def split(tag: str) -> tuple[int, str]:
 
 
 def find(tags: Tagged, rule: Rule = "conlleval") -> Spans:
-    """The entities in `tags` as `rule` reads them."""
+    """The entities in `tags`, decoded by `rule`."""
     prefixes = tags.prefixes
     previous, same = _before(tags)
     if rule == "conlleval":
         inside = prefixes != OUTSIDE
-        goes_on = inside & same & _is(prefixes, INSIDE, END) & _is(previous, BEGIN, INSIDE)
-        begins = inside & ~goes_on
+        continues = inside & same & _is(prefixes, INSIDE, END) & _is(previous, BEGIN, INSIDE)
+        begins = inside & ~continues
     elif rule == "iob2":
         _refuse(prefixes, (END, SINGLE), rule)
         begins = prefixes == BEGIN
-        goes_on = same & (prefixes == INSIDE)
+        continues = same & (prefixes == INSIDE)
     else:
         begins = _is(prefixes, BEGIN, SINGLE)
-        goes_on = same & _is(prefixes, INSIDE, END) & _is(previous, BEGIN, INSIDE)
+        continues = same & _is(prefixes, INSIDE, END) & _is(previous, BEGIN, INSIDE)
     first = np.flatnonzero(begins)
-    stops = np.append(np.flatnonzero(~goes_on), len(tags))
+    stops = np.append(np.flatnonzero(~continues), len(tags))
     end = stops[np.searchsorted(stops, first, "right")]
     if rule == "bioes":
         whole = _is(prefixes[end - 1], END, SINGLE)
@@ -110,7 +110,7 @@ def find(tags: Tagged, rule: Rule = "conlleval") -> Spans:
 
 
 def write(spans: Spans, starts: np.ndarray, scheme: Scheme) -> np.ndarray:
-    """uint8 [W]: the prefixes that stand for `spans` in `scheme`, of sentences that begin at `starts` [N + 1]."""
+    """uint8 [W]: the prefixes of `spans` in `scheme`, for sentences that begin at `starts` [N + 1]."""
     prefixes = np.full(starts[-1], OUTSIDE, np.uint8)
     lengths = spans.end - spans.first
     prefixes[ragged(spans.first, lengths)] = INSIDE
@@ -119,7 +119,7 @@ def write(spans: Spans, starts: np.ndarray, scheme: Scheme) -> np.ndarray:
     elif scheme == "bioes":
         prefixes[spans.end - 1] = END
         prefixes[spans.first] = np.where(lengths == 1, SINGLE, BEGIN)
-    else:  # B only where the entity before it, of the same type and sentence, would swallow it
+    else:  # B only directly after an entity of the same type in the same sentence
         touches = (spans.first[1:] == spans.end[:-1]) & (spans.types[1:] == spans.types[:-1])
         touches &= ~np.isin(spans.first[1:], starts)
         prefixes[spans.first[1:][touches]] = BEGIN
@@ -127,14 +127,14 @@ def write(spans: Spans, starts: np.ndarray, scheme: Scheme) -> np.ndarray:
 
 
 def slips(tags: Tagged, scheme: Scheme) -> np.ndarray:
-    """int64: the words whose prefix is not the one that `scheme` has for the entities conlleval reads."""
+    """int64: the words whose prefix violates `scheme`, given the entities that conlleval decodes."""
     return np.flatnonzero(write(find(tags), tags.starts, scheme) != tags.prefixes)
 
 
 def detect(tags: Tagged) -> Scheme:
-    """BIOES where there is an E or S, else IOB1 or IOB2, whichever fewer tags contradict.
+    """BIOES if there is an E or S, else IOB1 or IOB2, whichever fewer tags violate.
 
-    A clean IOB2 file never begins an entity with I; one that does so throughout is IOB1.
+    In valid IOB2, no entity begins with I; in IOB1, almost all do.
     """
     if has_ends(tags):
         return "bioes"
@@ -148,16 +148,16 @@ def has_ends(tags: Tagged) -> bool:
 
 @dataclass(frozen=True)
 class EntityCounts:
-    """Entities of K types: how many there are, how many were predicted, and how many of these are right."""
+    """True, predicted and correctly predicted entities of each of K types."""
 
     names: tuple[str, ...]
     gold: np.ndarray  # int64 [K]
     predicted: np.ndarray  # int64 [K]
-    correct: np.ndarray  # int64 [K], both ends and the type
+    correct: np.ndarray  # int64 [K], equal in both ends and type
 
     @property
     def overall(self) -> dict[str, float]:
-        """Precision, recall and f1 over all entities (micro), as shares of 1; 0 where nothing can be divided."""
+        """Precision, recall and f1 over all entities (micro), as fractions of 1; 0 if undefined."""
         return shares(int(self.correct.sum()), int(self.predicted.sum()), int(self.gold.sum()))
 
     @property
@@ -179,9 +179,9 @@ class EntityCounts:
 
 
 def count(gold: Tagged, predicted: Tagged, rule: Rule = "conlleval") -> EntityCounts:
-    """Entities of both as `rule` reads them; `predicted` has the types of `gold` first, in the same order."""
+    """Count the entities of both, decoded by `rule`; `predicted.names` must start with `gold.names`."""
     if not np.array_equal(gold.starts, predicted.starts):
-        raise ValueError("gold and predicted tags are not of the same sentences")
+        raise ValueError("gold and predicted tags have different sentences")
     theirs, ours = find(gold, rule), find(predicted, rule)
     end, types = np.zeros(len(gold), np.int64), np.zeros(len(gold), np.int64)
     end[theirs.first], types[theirs.first] = theirs.end, theirs.types
@@ -198,13 +198,13 @@ def count(gold: Tagged, predicted: Tagged, rule: Rule = "conlleval") -> EntityCo
 def compare(
     gold: Sequence[Sequence[str]], predicted: Sequence[Sequence[str]], rule: Rule = "conlleval"
 ) -> EntityCounts:
-    """`count` over tags as text, a sequence for each sentence."""
+    """`count` for tags as text, one sequence per sentence."""
     truth = tagged(gold)
     return count(truth, tagged(predicted, truth.names), rule)
 
 
 def accuracy(gold: Tagged, predicted: Tagged) -> float:
-    """Share of words whose whole tag is right; 0 without words."""
+    """Fraction of words whose whole tag is correct; 0 without words."""
     if not len(gold):
         return 0.0
     return float(((gold.prefixes == predicted.prefixes) & (gold.types == predicted.types)).mean())
@@ -218,7 +218,7 @@ def shares(correct: int, predicted: int, gold: int) -> dict[str, float]:
 
 
 def _before(tags: Tagged) -> tuple[np.ndarray, np.ndarray]:
-    """[W] each: the prefix before each word, O at a sentence's beginning; whether the type before is the same."""
+    """[W] each: the previous word's prefix, O at the start of a sentence; whether its type is the same."""
     previous, same = np.zeros_like(tags.prefixes), np.zeros(len(tags), bool)
     previous[1:], same[1:] = tags.prefixes[:-1], tags.types[1:] == tags.types[:-1]
     fresh = tags.starts[:-1][tags.starts[:-1] < len(tags)]
@@ -234,4 +234,6 @@ def _is(prefixes: np.ndarray, *wanted: int) -> np.ndarray:
 
 def _refuse(prefixes: np.ndarray, unknown: tuple[int, ...], rule: str) -> None:
     if _is(prefixes, *unknown).any():
-        raise ValueError(f"a tag begins with {' or '.join(PREFIXES[one] for one in unknown)}, which {rule} has not")
+        raise ValueError(
+            f"a tag begins with {' or '.join(PREFIXES[one] for one in unknown)}, which {rule} does not have"
+        )

@@ -1,13 +1,13 @@
-"""Exact match and F1 of answers, as the official scripts of SQuAD v1.1 and v2.0 work them out.
+"""Exact match and F1 of answers, computed as the official scripts of SQuAD v1.1 and v2.0 do.
 
-Differences between the two are kept (evaluate-v1.1.py and evaluate-v2.0.py, worksheets.codalab.org, read in
+The differences between the two are kept (evaluate-v1.1.py and evaluate-v2.0.py, worksheets.codalab.org, read in
 allenai/bi-att-flow squad/evaluate-v1.1.py and traviemcg/cs224nfinalproject evaluate-v2.0.py):
 
-    a gold text that normalises to nothing   v1.1: kept, F1 with it is 0; v2.0: dropped, "" if none is left
-    no words on one side                     v1.1: F1 is 0; v2.0: F1 is 1 if there are none on the other side either
-    a question without a prediction          v1.1: counts as wrong; v2.0: does not count
+    a gold text that normalises to ""    v1.1: kept, its F1 is 0; v2.0: dropped, and "" is the gold if none is left
+    gold or prediction without words     v1.1: F1 is 0; v2.0: F1 is 1 if both have no words
+    a question without a prediction      v1.1: counts as wrong; v2.0: is not counted
 
-Scores are shares of 1 where the scripts print percent; thresholds and totals are as they print them.
+Scores are fractions of 1, while the scripts print per cent. Thresholds and totals are as in the scripts.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 Golds = Mapping[str, Sequence[str]]
-"""Texts of the right answers of each question, by its id; none where the context has no answer."""
+"""Gold answers of each question, by its id; empty if the context has no answer."""
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
-_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII only, as the scripts have it
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)  # ASCII only, as in the scripts
 
 
 def normalize_answer(text: str) -> str:
-    """Lower case, without ASCII punctuation, English articles and more than single spaces."""
+    """Lower-case the text; remove ASCII punctuation, English articles and repeated spaces."""
     bare = text.lower().translate(_NO_PUNCTUATION)
     return " ".join(_ARTICLES.sub(" ", bare).split())
 
@@ -51,13 +51,16 @@ def squad_v2(
     no_answer_scores: Mapping[str, float] | None = None,
     threshold: float = 1.0,
 ) -> dict[str, float]:
-    """evaluate-v2.0.py: exact, f1 and total, of all and of HasAns_ and NoAns_; best_ where there are scores.
+    """evaluate-v2.0.py: exact, f1 and total over all, HasAns_ and NoAns_ questions; best_ with `no_answer_scores`.
 
     Args:
-        no_answer_scores: how likely each question has no answer; those above `threshold` count as not answered.
-            The best_ scores say what the best threshold would be, for `answers` that do answer wherever they can.
+        golds: gold answers of each question.
+        answers: predicted texts, "" for no answer.
+        no_answer_scores: likelihood that each question has no answer.
+        threshold: a question with a higher no-answer score counts as predicted unanswerable.
 
-    The script fails where HasAns or NoAns questions lack predictions; here they do not count, as in its total.
+    The best_ scores use the best threshold; for them, `answers` should not contain "" because of a threshold. The
+    script fails if HasAns or NoAns questions lack predictions; here they are not counted, as in its total.
 
     Raises:
         ValueError: no question of `golds` has a prediction.
@@ -90,10 +93,10 @@ def best_threshold(
     scores: Mapping[str, float],
     no_answer_scores: Mapping[str, float],
 ) -> tuple[float, float]:
-    """(best mean score, the no-answer score up to which to answer for it), find_best_thresh of evaluate-v2.0.py.
+    """(best mean score, its threshold on the no-answer score), as find_best_thresh of evaluate-v2.0.py.
 
-    Its habits are kept: 0.0 where answering nothing at all is best, and a threshold in the middle of equal
-    no-answer scores, which the comparison `score > threshold` cannot tell apart.
+    Two quirks of the script are kept: the threshold is 0.0 if answering no question is best, and the scan may stop
+    between questions with equal no-answer scores, which `score > threshold` cannot separate.
 
     Args:
         scores: exact match or F1 of each answer given.
@@ -110,7 +113,7 @@ def best_threshold(
 
 
 def score_v1(golds: Sequence[str], answer: str) -> tuple[float, float]:
-    """(exact match, F1) of one answer to one question, the best over its gold texts."""
+    """(exact match, F1) of one answer to one question, the best over its golds."""
     return _best(golds, answer, _f1_v1)
 
 
@@ -152,4 +155,4 @@ def _expect_golds(golds: Golds) -> None:
         raise ValueError("no questions")
     bare = [question for question, texts in golds.items() if not texts]
     if bare:
-        raise ValueError(f"{len(bare)} questions have no gold answer, first {bare[0]}: SQuAD v1.1 has none such")
+        raise ValueError(f"{len(bare)} questions have no gold answer, first {bare[0]}: SQuAD v1.1 does not allow that")

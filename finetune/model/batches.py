@@ -1,4 +1,4 @@
-"""Labelled windows as unpadded micro-batches: the order of the examples, and their ranks (invariants 1 to 3)."""
+"""Labelled windows as unpadded micro-batches: order of the examples and balance across ranks (invariants 1 to 3)."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from pretrain.common.errors import InputError
 
 @dataclass(frozen=True)
 class LabelledBatch:
-    """Input of one forward pass of one rank: S windows of E examples end to end in T tokens, by ascending length."""
+    """Input of one forward pass: S windows of E examples, concatenated to T tokens, by ascending length."""
 
     input_ids: Tensor  # int64 [T]
     token_types: Tensor  # int64 [T]
     positions: Tensor  # int64 [T]
     cu_seqlens: Tensor  # int32 [S + 1]
-    token_keys: Tensor  # int32 [T], the seed of dropout
-    rows: Tensor  # int64 [R], ascending: token rows that the head sees
+    token_keys: Tensor  # int32 [T], seeds of dropout
+    rows: Tensor  # int64 [R], ascending: query positions, the token rows that the head sees
     sequence: Tensor  # int64 [R], the window (0 .. S-1) of each of these rows
     owners: Tensor  # int64 [S], the example (0 .. E-1) of each window
     labels: Tensor  # [R] or [R, C], see `finetune.tasks.base.Objective`
     weights: Tensor  # fp32 [R]
     lengths: tuple[int, ...]  # tokens of each window, ascending
-    asked: np.ndarray  # int64 [R], the rows' numbers in the set (`Windows.queries`)
+    query_rows: np.ndarray  # int64 [R], index of each row in `Windows.queries`
 
     def to(self, device: torch.device) -> LabelledBatch:
         return moved(self, device)
@@ -40,7 +40,7 @@ class LabelledBatch:
 
 @dataclass(frozen=True)
 class LabelledStep:
-    """One rank's share of one optimizer step, with the global weight that normalises the loss (invariant 3)."""
+    """One rank's part of an optimizer step, with the global weight that normalises the loss (invariant 3)."""
 
     micro_batches: tuple[LabelledBatch, ...]  # the same number on every rank
     sequences: int  # examples over all ranks
@@ -53,22 +53,22 @@ class LabelledStep:
 
 
 class Batches:
-    """Cuts steps out of a set of windows, anywhere in the endless sequence of shuffled epochs over its examples.
+    """Makes the batches of any step from a set of windows, in an endless sequence of shuffled epochs.
 
-    Example number i of that sequence is a pure function of (seed, i), so the data's state is one integer (invariant 1).
+    Example i of that sequence is a pure function of (seed, i), so the state of the data is one integer (invariant 1).
 
     Args:
         windows: the set.
-        seed: decides the order and dropout.
-        budget: most tokens of a micro-batch.
-        rank, world_size: this worker among all.
+        seed: determines the order and dropout.
+        budget: maximum tokens per micro-batch.
+        rank, world_size: of this worker.
     """
 
     def __init__(self, windows: Windows, *, seed: int, budget: int, rank: int, world_size: int) -> None:
         self.windows, self.budget = windows, budget
         self.rank, self.world_size = rank, world_size
         self._lengths_F = np.diff(windows.starts)
-        self._asked_of = np.searchsorted(windows.queries, windows.starts)  # [F + 1], offset of each window's rows
+        self._first_query = np.searchsorted(windows.queries, windows.starts)  # [F + 1], first query of each window
         numbers, self._first = np.unique(windows.examples, return_index=True)
         self.examples = len(numbers)
         self._windows_of = np.append(self._first, len(windows))  # [N + 1]
@@ -78,24 +78,24 @@ class Batches:
     def check(self, where: str) -> None:
         """Raise `InputError` if an example does not fit into a micro-batch."""
         largest = int(self._tokens_N.max(initial=0))
-        # If the ranks cannot all get the same number of examples, two must fit (`deal`).
+        # Two examples must fit if the ranks may get different numbers of examples (`balance`).
         capacity = self.budget if self.world_size == 1 else self.budget // 2
         if largest > capacity:
             raise InputError(
-                f"{where}: an example has {largest} tokens in all its windows, but a micro-batch holds {capacity}. "
-                "Raise engine.micro_batch_tokens; texts to classify can also have a lower max_windows."
+                f"{where}: an example has {largest} tokens in all its windows, but a micro-batch fits {capacity}. "
+                "Raise engine.micro_batch_tokens; for classification, lowering max_windows helps too."
             )
 
     def step(self, first: int, count: int) -> LabelledStep:
-        """This rank's part of the examples number `first` to `first + count - 1` of the sequence."""
+        """This rank's part of the examples `first` to `first + count - 1` of the sequence."""
         numbers = np.arange(first, first + count)
         epochs, slots = np.divmod(numbers, self.examples)
         members = permute(slots, self.examples, draw(self._order_key, epochs))
         keys = draw(self._dropout_key, numbers)
-        dealt = balance(self._tokens_N[members], self.world_size, self.budget)
+        members_of_batch = balance(self._tokens_N[members], self.world_size, self.budget)
         weights = self._weights_of(self._windows_in(members)[0])
         return LabelledStep(
-            tuple(self._batch(members[own], keys[own]) for own in dealt[self.rank :: self.world_size]),
+            tuple(self._batch(members[own], keys[own]) for own in members_of_batch[self.rank :: self.world_size]),
             sequences=count,
             tokens=int(self._tokens_N[members].sum()),
             weight=float(weights.sum()),
@@ -112,7 +112,7 @@ class Batches:
         return LabelledStep((batch,), len(members), int(self._tokens_N[members].sum()), weight or 1.0, epoch=0)
 
     def every_window(self) -> Iterator[LabelledBatch]:
-        """All windows once over all ranks, by length; every rank yields the same number of batches.
+        """Every window once over all ranks, by length. Every rank yields the same number of batches.
 
         A rank without a batch repeats the last one with weights of 0, because all workers must run the same number of
         forward passes.
@@ -142,25 +142,25 @@ class Batches:
         return self._make(windows, owners, keys_S)
 
     def _windows_in(self, members: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """(windows, owner of each) of the examples `members`."""
+        """(windows, example index of each window) of the examples `members`."""
         counts = self._windows_of[members + 1] - self._windows_of[members]
         return ragged(self._windows_of[members], counts), np.repeat(np.arange(len(members)), counts)
 
     def _weights_of(self, windows: np.ndarray) -> np.ndarray:
-        begins = self._asked_of[windows]
-        return self.windows.weights[ragged(begins, self._asked_of[windows + 1] - begins)]
+        begins = self._first_query[windows]
+        return self.windows.weights[ragged(begins, self._first_query[windows + 1] - begins)]
 
     def _make(self, windows: np.ndarray, owners: np.ndarray, keys_S: np.ndarray) -> LabelledBatch:
         lengths = self._lengths_F[windows]
         tokens = ragged(self.windows.starts[windows], lengths)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         positions = np.arange(len(tokens)) - np.repeat(starts[:-1], lengths)
-        begins, ends = self._asked_of[windows], self._asked_of[windows + 1]
-        asked = ragged(begins, ends - begins)
+        begins, ends = self._first_query[windows], self._first_query[windows + 1]
+        query_rows = ragged(begins, ends - begins)
         sequence = np.repeat(np.arange(len(windows)), ends - begins)
-        rows = self.windows.queries[asked] - self.windows.starts[windows][sequence] + starts[sequence]
+        rows = self.windows.queries[query_rows] - self.windows.starts[windows][sequence] + starts[sequence]
         token_keys = draw(np.repeat(keys_S, lengths), positions).astype(np.uint32).view(np.int32)
-        labels = self.windows.labels[asked]
+        labels = self.windows.labels[query_rows]
         return LabelledBatch(
             input_ids=torch.from_numpy(self.windows.ids[tokens].astype(np.int64)),
             token_types=torch.from_numpy(self.windows.types[tokens].astype(np.int64)),
@@ -171,7 +171,7 @@ class Batches:
             sequence=torch.from_numpy(sequence),
             owners=torch.from_numpy(owners),
             labels=torch.from_numpy(labels),
-            weights=torch.from_numpy(self.windows.weights[asked]),
+            weights=torch.from_numpy(self.windows.weights[query_rows]),
             lengths=tuple(lengths.tolist()),
-            asked=asked,
+            query_rows=query_rows,
         )

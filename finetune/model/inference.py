@@ -1,4 +1,4 @@
-"""The model outside training: `evaluate`, `predict` and the scores of a finished run all get their logits here."""
+"""Inference: the logits for `evaluate`, `predict` and the scores of a finished run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def inference_model(
     *,
     compile: bool = False,
 ) -> TaskModel:
-    """A model of the checkpoint's shape with `task`'s head and these weights, without dropout.
+    """A model with the checkpoint's architecture, `task`'s head and these weights, in evaluation mode.
 
     Args:
         weights: fp32, by `TaskModel`'s names.
@@ -55,14 +55,14 @@ def predict_logits(
 ) -> np.ndarray:
     """float32 [R, C]: the logits of every query position of a set, on all ranks.
 
-    The number of ranks does not decide which windows share a forward pass, so it does not change the logits.
+    Which windows share a forward pass does not depend on the number of ranks, so neither do the logits.
     """
     mine: list[tuple[np.ndarray, np.ndarray]] = []
     for batch in batches.every_window():
         logits = forward(batch.to(device)).logits
-        mine.append((batch.asked, logits.float().cpu().numpy()))
+        mine.append((batch.query_rows, logits.float().cpu().numpy()))
     logits = np.zeros((len(batches.windows.queries), outputs), np.float32)
     for part in gather(mine):
-        for asked, values in part:
-            logits[asked] = values
+        for query_rows, values in part:
+            logits[query_rows] = values
     return logits

@@ -1,4 +1,4 @@
-"""How a fine-tuning starts: which of a checkpoint's tensors it uses, and the table that says so."""
+"""The start of a fine-tuning: the tensors that it loads from a checkpoint, and the table of them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -> dict[str, Tensor]:
-    """The checkpoint's tensors that the task's model starts with, by `finetune.model.task_model.TaskModel`'s names.
+    """The checkpoint's tensors that the task's model loads, by `finetune.model.task_model.TaskModel`'s names.
 
-    All others are initialised at random.
+    All others are initialised randomly.
     """
     heads = {f"head.{name}": tensor for name, tensor in released.head.items()}
     return {
@@ -28,10 +28,10 @@ def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -
 
 
 def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> str:
-    """`mapping_table` of this fine-tuning, and the parts of its head that the checkpoint does not fill, if any.
+    """`mapping_table` of this fine-tuning, and the parts of its head that the checkpoint lacks, if any.
 
     Raises:
-        InputError: the result could not be saved, as the family's released layout cannot hold the model.
+        InputError: the released layout of the family cannot represent the model, so the result could not be saved.
     """
     from pretrain.checkpoint.layouts import LAYOUTS, refuse_foreign
     from pretrain.checkpoint.mapping import LEFT_OUT, mapping_table
@@ -50,7 +50,7 @@ def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> 
 
 
 def _why_left_out(name: str, config: FinetuneConfig, task: Task[Any], released: Released) -> str:
-    """Why a fine-tuning does not start with our parameter `name` of the checkpoint; "" if it does."""
+    """Why a fine-tuning does not load the parameter `name` from the checkpoint; "" if it does."""
     if config.random_weights:
         return "initialised at random (random_weights)"
     part, _, rest = name.partition(".")
@@ -61,7 +61,7 @@ def _why_left_out(name: str, config: FinetuneConfig, task: Task[Any], released: 
         return "a head of pretraining"
     if rest.startswith("dense_") and part == "head":
         if task.head != "sequence":
-            return f"the head of {config.task_name} has one layer alone"
+            return f"the head of {config.task_name} has only one layer"
         if config.training.reinitialise_pooler:
             return "initialised at random (training.reinitialise_pooler)"
     if rest.startswith("out_") and part == "head" and not _same_outputs(task, released):
@@ -70,7 +70,7 @@ def _why_left_out(name: str, config: FinetuneConfig, task: Task[Any], released: 
 
 
 def _same_outputs(task: Task[Any], released: Released) -> bool:
-    """Whether the checkpoint's output layer gives what this task learns: the same labels, a value, or a span."""
+    """Whether the checkpoint's output layer fits this task: the same labels, a value, or a span."""
     weight = released.head.get("out_weight")
     if weight is None or len(weight) != task.outputs:
         return False
@@ -78,7 +78,7 @@ def _same_outputs(task: Task[Any], released: Released) -> bool:
     if task.head == "spans":
         return any(name.endswith("ForQuestionAnswering") for name in classes)
     if task.objective == "value":
-        # A single output without a problem_type is a value to transformers, too (modeling_bert.py, forward).
+        # transformers also treats a single output without a problem_type as a regression (modeling_bert.py, forward).
         kind = released.config.get("problem_type") or "regression"
         return kind == "regression" and any(name.endswith("ForSequenceClassification") for name in classes)
     names = {int(number): name for number, name in (released.config.get("id2label") or {}).items()}

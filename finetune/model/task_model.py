@@ -23,27 +23,27 @@ from pretrain.model.initialisation import create_parameters
 from pretrain.model.parameters import linear_parameters
 
 _NO_DROPOUT = HeadDropout()
-_BEFORE_OUT, _BEFORE_DENSE = 3, 4  # apart from the encoder's own uses of a token's key
+_BEFORE_OUT, _BEFORE_DENSE = 3, 4  # streams of a token's key that the encoder does not use
 
 
 class Output(NamedTuple):
-    loss: Tensor  # fp32 scalar: sum over rows (or examples, or windows) times their weights
+    loss: Tensor  # fp32 scalar: weighted sum over rows, examples or windows
     logits: Tensor  # fp32 [R, C]
 
 
 class TaskModel(Encoder):
-    """A backbone with one task head, which computes in fp32 whatever the precision of the backbone.
+    """An encoder with one task head. The head computes in fp32 for every precision of the encoder.
 
-    bf16 has 8 bits of mantissa: the outputs of a regression would be a dozen distinct numbers.
+    bf16 has 8 significant bits, so the outputs of a regression would take only a dozen distinct values.
 
     Args:
         shape: sizes and dropout of the encoder.
         vocabulary_size: rows of the word embeddings.
-        head: which head.
-        objective: which loss.
-        outputs: C.
+        head: kind of head.
+        objective: kind of loss.
+        outputs: width C of the output layer.
         activation: of the sequence head, a name in `pretrain.model.activations.ACTIVATIONS`.
-        dropout: of the head, in training.
+        dropout: dropout of the head, in training.
         compile, activation_checkpointing: as `Encoder`.
     """
 
@@ -77,7 +77,7 @@ class TaskModel(Encoder):
 
 
 class SequenceHead(nn.Module):
-    """dense, activation, out: BERT's pooler and classifier, and the equivalents of other families."""
+    """dense, activation, out: BERT's pooler and classifier, or the equivalent of another family."""
 
     dense_weight: nn.Parameter  # [H, H]
     dense_bias: nn.Parameter
@@ -100,7 +100,7 @@ class SequenceHead(nn.Module):
 
 
 class RowHead(nn.Module):
-    """out at each row."""
+    """A linear layer at each query position."""
 
     out_weight: nn.Parameter  # [C, H]
     out_bias: nn.Parameter
@@ -129,7 +129,7 @@ def pool(logits_RC: Tensor, batch: LabelledBatch) -> tuple[Tensor, Tensor, Tenso
     windows_E = torch.bincount(example_R, minlength=count)
     sums_EC = logits_RC.new_zeros(count, logits_RC.shape[1]).index_add(0, example_R, logits_RC)
     labels_E = batch.labels.new_zeros(count, *batch.labels.shape[1:])
-    labels_E[example_R] = batch.labels  # the same for all windows of an example
+    labels_E[example_R] = batch.labels  # all windows of an example have the same labels
     weights_E = batch.weights.new_zeros(count).index_add(0, example_R, batch.weights)
     return sums_EC / windows_E[:, None], labels_E, weights_E
 
@@ -155,7 +155,7 @@ def value_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
 
 
 def span_loss(logits_R2: Tensor, batch: LabelledBatch) -> Tensor:
-    """Start and end each as one choice among a window's rows."""
+    """Mean cross-entropy of start and end, each a softmax over a window's rows."""
     starts = batch.cu_seqlens[:-1].long()  # every token of a window is a query position
     windows = len(starts)
     tops_S2 = logits_R2.detach().new_full((windows, 2), -torch.inf)

@@ -26,7 +26,7 @@ class Outputs:
 
     problem: Problem
     names: tuple[str, ...]  # C labels; none for a regression
-    positive: str  # the class whose F1 is `f1`, if there are two
+    positive: str  # the class for which f1 is computed, if there are two
     threshold: float  # multi_label: least probability of a label
 
     def true(self, labels: Sequence[Label | None]) -> np.ndarray:

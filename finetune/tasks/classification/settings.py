@@ -54,7 +54,7 @@ class ClassificationSettings(Section):
     )
     encoding: str = Field(default="utf-8", description="Encoding of text files, such as latin-1.")
     header: bool = Field(
-        default=True, description="csv, tsv: the first row names the columns; otherwise they are numbers."
+        default=True, description="csv, tsv: the first row has the column names; if false, columns are numbered from 0."
     )
     delimiter: str = Field(
         default="",
@@ -102,7 +102,7 @@ class ClassificationSettings(Section):
         description="Training sees at most this many windows of a text, spread evenly; predictions see all.",
     )
     positive: str = Field(
-        default="", description="Class whose F1 is `f1` if there are two classes; empty takes the last label."
+        default="", description="Class for which f1 is computed, if there are two classes. Empty: the last label."
     )
     threshold: float = Field(
         default=0.0,
@@ -112,7 +112,7 @@ class ClassificationSettings(Section):
     )
     metric: str = Field(
         default="",
-        description="Score that chooses the checkpoint; empty: accuracy, micro_f1, pearson_and_spearman, or GLUE's own.",
+        description="Score that chooses the checkpoint. Empty: accuracy, micro_f1, pearson_and_spearman, or GLUE's.",
     )
 
     @model_validator(mode="after")
@@ -150,7 +150,7 @@ class ClassificationSettings(Section):
             raise ValueError("labels: glue has its own; leave labels, label_names and problem_type out")
         for name in ("labels", "label_names"):
             if len(set(values := getattr(self, name))) != len(values):
-                raise ValueError(f"{name}: one stands there twice")
+                raise ValueError(f"{name}: one occurs twice")
         if self.labels and self.label_names and len(self.labels) != len(self.label_names):
             raise ValueError(f"label_names: {len(self.label_names)} names for {len(self.labels)} labels")
         if len(self.labels) == 1 and kind == "single_label":

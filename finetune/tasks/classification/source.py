@@ -109,8 +109,8 @@ class ExampleSource:
         held_out = [example for example in self._examples(table) if self._is_held_out(example)]
         if not held_out:
             raise InputError(
-                f"{table.source}: dev_share {self._settings.dev_share} of {len(table)} examples holds none out. "
-                "Raise it."
+                f"{table.source}: dev_share {self._settings.dev_share} of {len(table)} examples leaves the "
+                "dev set empty. Raise it."
             )
         return {"dev": held_out}
 

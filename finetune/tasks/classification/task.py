@@ -64,7 +64,7 @@ class Classification(Task[Example]):
 
     @property
     def positive(self) -> str:
-        """The class whose F1 is `f1` if there are two classes; empty without classes."""
+        """The class for which f1 is computed if there are two classes; "" otherwise."""
         return self.settings.positive or (self.labels[-1] if self.labels else "")
 
     def state(self) -> dict[str, Any]:

@@ -35,7 +35,7 @@ class EntitiesSettings(Section):
     )
     encoding: str = Field(default="utf-8", description="Encoding of the files, such as utf-8 or latin-1.")
     labels: tuple[str, ...] = Field(
-        default=(), description="Entity types, such as PER; empty takes those of the training file."
+        default=(), description="Entity types, such as PER. Empty: those of the training file."
     )
     document_context: bool | int = Field(
         default=False,

@@ -1,4 +1,4 @@
-"""Where sentences come from: files whose tags, of any scheme, become IOB2 over the known types."""
+"""Where sentences come from: files in any tagging scheme, converted to IOB2 with the known types."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class SentenceSource:
     def read_train(self) -> list[Sentence]:
         """The training set; types, scheme and cuts are known from now on."""
         if not self._settings.train:
-            raise InputError("train: empty. Name the file with the labelled training sentences.")
+            raise InputError("train: empty. Give the file of labelled training sentences.")
         sentences = self._read(self._settings.train, labelled=True, is_train=True)
         self._cuts = WordCuts.learn(chain.from_iterable(one.words for one in sentences))
         self._is_trained = True
@@ -136,8 +136,8 @@ class SentenceSource:
             return
         word = int(np.flatnonzero(unknown[tags.types])[0])
         raise InputError(
-            f"{_place(sentences, tags, word)}: the type {tags.names[tags.types[word]]!r} is not among those "
-            f"{'set in labels' if self._settings.labels else 'of the training set'} ({', '.join(self.types)}). "
+            f"{_place(sentences, tags, word)}: the type {tags.names[tags.types[word]]!r} is not in "
+            f"{'labels' if self._settings.labels else 'the training set'} ({', '.join(self.types)}). "
             f"Correct it, or train with `labels` set to all types."
         )
 

@@ -25,7 +25,7 @@ class QuestionSource:
 
     def read_train(self) -> list[Question]:
         if not self._settings.train:
-            raise InputError("questions.train: empty. Name a file of questions with their answers.")
+            raise InputError("questions.train: empty. Give a file of questions with their answers.")
         return self.read(self._settings.train, labelled=True, training=True)
 
     def read(self, path: str, *, labelled: bool, training: bool = False, check: bool = True) -> list[Question]:

@@ -203,7 +203,7 @@ class Questions(Task[Question]):
         framed: Framed,
         cut: tuple[np.ndarray, np.ndarray, np.ndarray],
     ) -> tuple[np.ndarray, np.ndarray]:
-        """(labels uint8 [T, 2], weights float32 [T]) of the windows `cut`: example, start and length, int64 [F] each."""
+        """(labels uint8 [T, 2], weights float32 [T]) of the windows `cut` (example, start, length; int64 [F])."""
         example, start, length = cut
         first, last, counted_N = _answer_tokens(examples, contexts, context_N)
         holds = (first[example] >= start) & (last[example] < start + length)

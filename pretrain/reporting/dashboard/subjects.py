@@ -8,12 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-TASKS = ("classification", "entities", "questions")
-"""Sections of a fine-tuning config; each run has one of them."""
-
 RANDOM = "random weights"
 
-# Settings of a task that name its data; the first one that is set counts.
+# Settings of a task that name its data; the first one that is set counts. No other section has such settings, so they
+# also identify the task's section.
 _DATA = ("glue", "dataset", "train")
 # Sections that do not affect what is trained: identity, placement, speed and precision.
 _IGNORED = ("name", "run_dir", "seed", "engine", "checkpoint", "scheduling", "tracking")
@@ -38,11 +36,9 @@ class Subject:
 
 def subject(config: Mapping[str, Any]) -> Subject | None:
     """The subject of the run with this config; None for pretraining, and if the config names no data."""
-    task = next((name for name in TASKS if isinstance(config.get(name), Mapping)), None)
-    if task is None:
-        return None
-    given = next((key for key in _DATA if config[task].get(key)), None)
-    if given is None:
+    sections = {name: section for name, section in config.items() if isinstance(section, Mapping)}
+    task, given = next(((name, key) for name in sections for key in _DATA if sections[name].get(key)), ("", ""))
+    if not task:
         return None
     name = str(config[task][given])
     shown = f"{task}: {Path(name).name if given == 'train' else name}"
