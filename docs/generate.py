@@ -21,7 +21,7 @@ from pydantic_core import PydanticUndefined
 
 from pretrain.common import errors
 from pretrain.common.settings import LocalPath, Section
-from pretrain.tracking.metric_names import EVALUATION_FIELDS, EVENT_FIELDS, EVENTS
+from pretrain.tracking.events import EVALUATION_FIELDS, EVENT_FIELDS, EVENTS
 from pretrain.tracking.metrics import FORMER_NAMES, TRAINING_METRICS, Metric
 
 ROOT = Path(__file__).resolve().parent.parent

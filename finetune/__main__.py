@@ -97,7 +97,7 @@ def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
     if launch.is_follower():
         return
     if runs.is_finished(config, arguments.resume):
-        launch.say_finished(config)
+        launch.report_finished(config)
         return
     plan = runs.plan(config, alone)
     print(runs.describe(preflight.with_resolved_precision(config) if arguments.resume else config, plan))

@@ -50,7 +50,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }
 
 # What the source of a preset sets in other sections.
-_BESIDES: dict[str, dict[str, dict[str, float]]] = {
+_PRESET_DEFAULTS: dict[str, dict[str, dict[str, float]]] = {
     # asappresearch/revisit-bert-finetuning, sample_commands/reinit.sh.
     "few-sample": {"optimizer": {"weight_decay": 0.0}},
     # fairseq examples/roberta/README.glue.md.
@@ -130,7 +130,7 @@ class TrainingConfig(Section):
         return self
 
 
-class EvaluationConfig(Section):
+class FinetuneEvaluationConfig(Section):
     every_epochs: float = Field(
         default=1.0,
         gt=0,
@@ -167,7 +167,7 @@ class FinetuneConfig(_WithTask):
     """The complete config of a fine-tuning."""
 
     training: TrainingConfig = TrainingConfig()
-    evaluation: EvaluationConfig = EvaluationConfig()
+    evaluation: FinetuneEvaluationConfig = FinetuneEvaluationConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     engine: EngineConfig = EngineConfig()
     checkpoint: CheckpointConfig = CheckpointConfig(keep_last=1)
@@ -179,7 +179,7 @@ class FinetuneConfig(_WithTask):
     def _fill_from_preset(cls, values: Any) -> Any:
         training = values.get("training") if isinstance(values, dict) else None
         preset = training.get("preset") if isinstance(training, dict) else None
-        besides = _BESIDES.get(preset, {}) if isinstance(preset, str) else {}
+        besides = _PRESET_DEFAULTS.get(preset, {}) if isinstance(preset, str) else {}
         for section, settings_of in besides.items():
             given = values.get(section, {})
             if isinstance(given, dict):

@@ -50,12 +50,12 @@ def start_run(
         return None
     steps = check(config, alone)
     if steps is None:
-        return say_finished(config)
+        return report_finished(config)
     with preflight.only_run(config.folder):
         preflight.check_run_folder(config, resume, changed)
         config = preflight.with_resolved_precision(config) if resume else config
         if is_finished(config):
-            return say_finished(config)
+            return report_finished(config)
         preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
         _train_and_follow(target, config, resume, steps, alone=alone)
     return config
@@ -86,7 +86,7 @@ def is_follower() -> bool:
     return os.environ.get("RANK", "0") != "0"
 
 
-def say_finished(config: RunConfig) -> None:
+def report_finished(config: RunConfig) -> None:
     """Print that there is nothing to do."""
     print(f"{config.folder}: already finished; nothing to do")
 

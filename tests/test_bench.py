@@ -20,7 +20,7 @@ from pretrain.__main__ import main
 from pretrain.bench import all as bench_all
 from pretrain.bench import compare, loader, page, results, workers
 from pretrain.bench.all import Measurement, collect
-from pretrain.bench.results import BenchResult, Comparison, Failure, Figure, Limit, Machine, Results
+from pretrain.bench.results import BenchResult, Comparison, FailedMeasurement, Figure, Limit, Machine, Results
 from pretrain.common.errors import InputError
 from pretrain.corpus.shards import open_shards
 from pretrain.reporting.charts import Bar, bar_chart
@@ -445,7 +445,7 @@ def row(what: str, ours: Figure, baseline: float = 10, baseline_name: str = "bas
     )
 
 
-def measured(*rows: Comparison | Failure, **changes: Any) -> Results:
+def measured(*rows: Comparison | FailedMeasurement, **changes: Any) -> Results:
     machine = Machine(cpu="A", cores=2, threads=2, gpus=[], memory_bytes=1, platform="", python="", packages={})
     machine = machine.model_copy(update={key: value for key, value in changes.items() if key != "inputs"})
     runs = [
@@ -538,7 +538,7 @@ class TestCompare:
         assert "no row is in both files" in compared(measured(), a)[1]
 
     def test_what_fails_only_in_b_counts_as_worse(self, compared: Compare) -> None:
-        good, bad = measured(row("step", of(1, 2, 3))), measured(Failure(what="step", failed="no memory"))
+        good, bad = measured(row("step", of(1, 2, 3))), measured(FailedMeasurement(what="step", failed="no memory"))
         code, out = compared(good, bad)
         assert code == 1
         assert "failed in B: step: no memory\nregressions: step (failed)" in out

@@ -25,7 +25,7 @@ from cluster.workers.launch import _Signals, end_session, last_line, run
 from cluster.workers.nodes import Node, cpus_that_fit, nodes_fit
 from cluster.workers.outcomes import CRASH, WorkerError, error_from, one_line
 from cluster.workers.request import Attempt, Launch, LaunchRequest
-from cluster.workers.supervisor import _cause, _Crash
+from cluster.workers.supervisor import _AttemptCrashed, _cause
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.worker import Flag
 
@@ -309,7 +309,7 @@ def test_users_mistake_comes_before_the_crash_it_caused() -> None:
 
 def test_dead_worker_is_blamed_before_those_that_lost_it() -> None:
     cause = _cause({0: WorkerError(CRASH, "lost its peer"), 1: RuntimeError("actor died")})
-    assert isinstance(cause, _Crash)
+    assert isinstance(cause, _AttemptCrashed)
     assert cause.rank == 1
 
 
@@ -400,7 +400,7 @@ def test_retries_count_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
     def run(attempt: Attempt) -> None:
         seen.append((attempt.number, attempt.payload["resume"]))
-        raise _Crash(3, "killed")
+        raise _AttemptCrashed(3, "killed")
 
     with pytest.raises(MachineError, match=r"worker-3\.log: worker 3: killed, and all max_failures=2"):
         _train(monkeypatch, request, run)
@@ -416,7 +416,7 @@ def test_crashes_with_a_new_checkpoint_between_them_are_not_counted_up(
         checkpoint = tmp_path / f"checkpoints/step-{attempt.number:08d}"
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").touch()
-        raise _Crash(0, "killed")
+        raise _AttemptCrashed(0, "killed")
 
     _train(monkeypatch, _request(tmp_path, 1), run)
 
@@ -425,7 +425,7 @@ def test_crash_while_stopping_is_a_stop(tmp_path: Path, monkeypatch: pytest.Monk
     def run(attempt: Attempt) -> None:
         assert attempt.number == 0
         (tmp_path / "stop").touch()
-        raise _Crash(0, "killed")
+        raise _AttemptCrashed(0, "killed")
 
     with pytest.raises(StoppedError, match="crashed while stopping"):
         _train(monkeypatch, _request(tmp_path, 5), run)

@@ -14,8 +14,8 @@ import pytest
 
 from docs import build, conf, generate
 from pretrain.reporting.dashboard.panels import EVENTS, PANELS
-from pretrain.tracking.metric_names import EVALUATION_FIELDS
-from pretrain.tracking.metric_names import EVENTS as EVENT_KINDS
+from pretrain.tracking.events import EVALUATION_FIELDS
+from pretrain.tracking.events import EVENTS as EVENT_KINDS
 from pretrain.tracking.metrics import FORMER_NAMES, TRAINING_METRICS
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -26,7 +26,7 @@ from cluster.workers.launch import drive
 from cluster.workers.nodes import Node
 from cluster.workers.outcomes import WorkerError
 from cluster.workers.request import Attempt, Launch, LaunchRequest
-from cluster.workers.supervisor import _Crash
+from cluster.workers.supervisor import _AttemptCrashed
 from pretrain.common.errors import MachineError, StoppedError
 from pretrain.common.files import MANIFEST
 from pretrain.common.worker import HANG_FILE
@@ -229,7 +229,7 @@ def test_a_preemption_is_not_a_failure(
             nodes[0] = node(nodes[0].id, draining=True)
             if attempt.number % 2:
                 del nodes[0]
-            raise _Crash(0, "killed")
+            raise _AttemptCrashed(0, "killed")
 
     train(monkeypatch, request, nodes, run)
 
@@ -242,7 +242,7 @@ def test_a_crash_on_nodes_that_stay_is_a_failure(
 
     def run(attempt: Attempt) -> None:
         seen.append(attempt.number)
-        raise _Crash(1, "killed")
+        raise _AttemptCrashed(1, "killed")
 
     with pytest.raises(
         MachineError, match=r"max_failures=3 restarts .* Workers crashed repeatedly on 10\.0\.0\.b: check"
@@ -265,7 +265,7 @@ def test_a_crash_that_takes_its_node_along_does_not_come_back_for_ever(
             checkpoint.parent.mkdir(parents=True)
             checkpoint.touch()
         assert attempt.number < 30
-        raise _Crash(0, "its process died (killed, or out of memory)")
+        raise _AttemptCrashed(0, "its process died (killed, or out of memory)")
 
     with pytest.raises(
         MachineError,
@@ -288,7 +288,7 @@ def test_the_log_of_the_worker_that_hangs_is_named(
     def run(_: Attempt) -> None:
         seen = {"event": "hang", "rank": 3, "reason": "worker 3 hangs", "time": time.time() + 1}
         (logs / HANG_FILE).write_text(json.dumps(seen))
-        raise _Crash(0, "killed")
+        raise _AttemptCrashed(0, "killed")
 
     with pytest.raises(
         MachineError, match=r"worker-3\.log: worker 3 hangs, .* last line of the log: 'waits in a collective'"
@@ -304,7 +304,7 @@ def test_a_node_with_two_crashes_is_left_out_and_named(
     def run(attempt: Attempt) -> None:
         attempts.append(attempt)
         if attempt.number < 2:
-            raise _Crash(1, "CUDA error: uncorrectable ECC error")
+            raise _AttemptCrashed(1, "CUDA error: uncorrectable ECC error")
 
     train(monkeypatch, replace(request_, workers=2), [node("a"), node("b")], run)
     assert [sorted(attempt.avoid) for attempt in attempts] == [[], [], ["b"]]
@@ -344,7 +344,7 @@ def test_the_first_crash_is_to_blame() -> None:
     cause = supervisor._cause(
         {3: WorkerError("crash", "ECC error"), 0: WorkerError("crash", "connection reset by peer")}
     )
-    assert isinstance(cause, _Crash)
+    assert isinstance(cause, _AttemptCrashed)
     assert (cause.rank, cause.reason) == (3, "ECC error")
 
 

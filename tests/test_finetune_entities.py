@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, normalizers, pre_tokenizers
 
-from finetune.artifacts.predict import Predictor
+from finetune.artifacts.predictor import Predictor
 from finetune.datasets.sentences import Sentence
 from finetune.datasets.text import TextEncoder
 from finetune.datasets.word_cuts import WordCuts

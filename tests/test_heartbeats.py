@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pretrain.training import heartbeats
-from pretrain.training.heartbeats import Exchange, Finding, Follower, Heartbeat, HeartbeatSummary, Ranks
+from pretrain.training.heartbeats import Exchange, Follower, Hang, Heartbeat, HeartbeatSummary, Ranks
 
 WAITS = heartbeats.IN_COLLECTIVE
 
@@ -28,12 +28,12 @@ def heartbeat(count: int, pulses: int = 0, **more: object) -> Heartbeat:
     return Heartbeat(count, pulses, **{**usual, **more})  # type: ignore[arg-type]
 
 
-def find(*last: dict[str, object], seconds: int = 9) -> Finding | None:
+def find(*last: dict[str, object], seconds: int = 9) -> Hang | None:
     """The finding this long after the ranks last made progress, while their heartbeats continue with these values."""
     ranks = Ranks(len(last), 0.0)
     finding = None
     for now in range(seconds + 1):
-        ranks.hear([heartbeat(now + 1, **one) for one in last], float(now))  # type: ignore[arg-type]
+        ranks.record([heartbeat(now + 1, **one) for one in last], float(now))  # type: ignore[arg-type]
         finding = ranks.find()
         if now < seconds:
             assert finding is None
@@ -43,7 +43,7 @@ def find(*last: dict[str, object], seconds: int = 9) -> Finding | None:
 def test_progress_of_one_rank_is_enough() -> None:
     ranks = Ranks(3, 0.0)
     for now in range(100):
-        ranks.hear([heartbeat(now), heartbeat(now, pulses=now), heartbeat(now)], float(now))
+        ranks.record([heartbeat(now), heartbeat(now, pulses=now), heartbeat(now)], float(now))
         assert ranks.find() is None
 
 
@@ -76,21 +76,21 @@ def test_data_stalls_apart_from_hangs() -> None:
     waiting = {"doing": "a batch", "allowed": 30.0, "position": 6}
     assert find({"doing": WAITS}, waiting, seconds=30) is None
     finding = find({"doing": WAITS}, waiting, seconds=31)
-    assert finding == Finding("data_stall", 1, "has waited 31 s for a batch", "a", 1)
+    assert finding == Hang("data_stall", 1, "has waited 31 s for a batch", "a", 1)
 
 
 def test_silence_is_measured_in_rounds_that_were_heard() -> None:
     ranks = Ranks(2, 0.0)
-    ranks.hear([heartbeat(1), heartbeat(1)], 0.0)
-    ranks.hear([heartbeat(2, 1), heartbeat(2, 1)], 100.0)  # the store paused
+    ranks.record([heartbeat(1), heartbeat(1)], 0.0)
+    ranks.record([heartbeat(2, 1), heartbeat(2, 1)], 100.0)  # the store paused
     assert ranks.find() is None
     assert ranks.unheard(108.0, limit=8.0) == 0
     assert ranks.unheard(130.0, limit=8.0) == 30
     assert Ranks(2, 0.0).unheard(130.0, limit=8.0) == 0, "connections take long where there are many"
     for now in range(101, 109):
-        ranks.hear([heartbeat(now, now), heartbeat(2, 1)], float(now))
+        ranks.record([heartbeat(now, now), heartbeat(2, 1)], float(now))
         assert ranks.find() is None
-    ranks.hear([heartbeat(109, 109), heartbeat(2, 1)], 109.0)
+    ranks.record([heartbeat(109, 109), heartbeat(2, 1)], 109.0)
     finding = ranks.find()
     assert finding is not None
     assert (finding.event, finding.rank) == ("hang", 1)
@@ -100,9 +100,9 @@ def test_silence_is_measured_in_rounds_that_were_heard() -> None:
 def test_an_announced_block_may_be_silent_and_an_ended_rank_for_ever() -> None:
     ranks = Ranks(3, 0.0)
     for now in range(60):
-        ranks.hear([heartbeat(now, now), heartbeat(1, quiet=60.0), heartbeat(1, ended=True)], float(now))
+        ranks.record([heartbeat(now, now), heartbeat(1, quiet=60.0), heartbeat(1, ended=True)], float(now))
         assert ranks.find() is None
-    ranks.hear([heartbeat(61, 61), heartbeat(1, quiet=60.0), heartbeat(1, ended=True)], 61.0)
+    ranks.record([heartbeat(61, 61), heartbeat(1, quiet=60.0), heartbeat(1, ended=True)], 61.0)
     finding = ranks.find()
     assert finding is not None
     assert finding.rank == 1
@@ -111,9 +111,9 @@ def test_an_announced_block_may_be_silent_and_an_ended_rank_for_ever() -> None:
 def test_a_rank_that_never_reports_has_time_to_start() -> None:
     ranks = Ranks(2, 0.0)
     for now in range(0, 1801, 60):
-        ranks.hear([heartbeat(now, now), None], float(now))
+        ranks.record([heartbeat(now, now), None], float(now))
         assert ranks.find() is None
-    ranks.hear([heartbeat(1801, 1801), None], 1801.0)
+    ranks.record([heartbeat(1801, 1801), None], 1801.0)
     finding = ranks.find()
     assert finding is not None
     assert finding.rank == 1
@@ -121,7 +121,7 @@ def test_a_rank_that_never_reports_has_time_to_start() -> None:
 
 
 class TestFollower:
-    def summary(self, count: int, finding: Finding | None = None, **more: object) -> HeartbeatSummary:
+    def summary(self, count: int, finding: Hang | None = None, **more: object) -> HeartbeatSummary:
         return HeartbeatSummary(heartbeat(count, **more), finding)  # type: ignore[arg-type]
 
     def test_rank_0_is_named_where_its_summary_gets_old(self) -> None:
@@ -141,7 +141,7 @@ class TestFollower:
         assert follower.find(self.summary(1, quiet=60.0), 0, 8.0, 61.5) is not None
 
     def test_what_rank_0_found_is_taken(self) -> None:
-        finding = Finding("hang", 3, "sleeps", "b", 9)
+        finding = Hang("hang", 3, "sleeps", "b", 9)
         assert Follower(5, 1.0).find(self.summary(1, finding), 0, 8.0, 0.0) == finding
 
     def test_a_rank_that_works_may_outlive_rank_0(self) -> None:
@@ -234,7 +234,7 @@ def test_64_ranks_on_one_store() -> None:
 
     size, guilty = 64, random.Random(0).randrange(1, 64)
     server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    learnt: dict[int, Finding | None] = {}
+    learnt: dict[int, Hang | None] = {}
 
     def connect() -> TCPStore:
         return TCPStore(
@@ -254,7 +254,7 @@ def test_64_ranks_on_one_store() -> None:
     ranks = Ranks(size, 0.0)
     for count in (2, 3):
         report_all(count)
-        ranks.hear(first.gather(heartbeat(count, doing=WAITS), None), 9.0 * (count - 2))
+        ranks.record(first.gather(heartbeat(count, doing=WAITS), None), 9.0 * (count - 2))
     finding = ranks.find()
     assert finding is not None
     assert finding.rank == guilty
@@ -267,7 +267,7 @@ def test_64_ranks_on_one_store() -> None:
 
 def test_a_second_start_in_the_same_processes_hears_nothing_of_the_first() -> None:
     store = CountingStore()
-    attached(store, 0, 2).gather(heartbeat(1), Finding("hang", 1, "sleeps", "a", 1))
+    attached(store, 0, 2).gather(heartbeat(1), Hang("hang", 1, "sleeps", "a", 1))
     second = attached(store, 0, 2)
     assert second.gather(heartbeat(1), None) == [heartbeat(1), None]
 

@@ -61,8 +61,8 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "pretrain.demo": "pretrain.common pretrain.commands pretrain.reporting",
     "pretrain.__main__": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.checkpoint pretrain.preflight pretrain.estimate "
-        "pretrain.commands pretrain.launch pretrain.reporting pretrain.demo"
+        "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.preflight "
+        "pretrain.estimate pretrain.commands pretrain.launch pretrain.reporting pretrain.demo"
     ),
     "cluster.__main__": "pretrain.common cluster.local pretrain.commands cluster.jobs cluster.manifests cluster.doctor",
     "finetune.model": (

@@ -157,14 +157,14 @@ def test_a_restart_reports_the_watchdogs_cause(tmp_path: Path, event: str) -> No
 
 def test_the_first_finding_of_a_start_stays(tmp_path: Path) -> None:
     """A rank that was cut off blames rank 0, which has found before that it was cut off."""
-    from pretrain.training.heartbeats import Finding
+    from pretrain.training.heartbeats import Hang
 
     path = tmp_path / HANG_FILE
     path.write_text(json.dumps({"event": "hang", "rank": 5, "reason": "an old one", "time": time.time() - 60}))
     watchdog = Watchdog(0, 8, tmp_path, 8.0)
-    watchdog._write_finding(Finding("hang", 7, "was silent", "a", 1))
+    watchdog._write_finding(Hang("hang", 7, "was silent", "a", 1))
     Watchdog(7, 8, tmp_path, 8.0)
-    watchdog._write_finding(Finding("hang", 0, "was silent", "a", 1))
+    watchdog._write_finding(Hang("hang", 0, "was silent", "a", 1))
     assert json.loads(path.read_text())["rank"] == 7
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from pretrain.training import watchdog as watchdogs
-from pretrain.training.heartbeats import Finding
+from pretrain.training.heartbeats import Hang
 from pretrain.training.watchdog import Watchdog, _Clock, _ExchangeThread, _waits_for_others
 
 ROOT = Path(__file__).parent.parent
@@ -232,7 +232,7 @@ def test_a_failed_exchange_is_tried_again_and_written_with_the_stacks(tmp_path: 
     while thread.error is None and time.monotonic() < deadline:
         time.sleep(0.01)
     assert "garbled" in str(thread.error)
-    watchdog._write(Finding("hang", 0, "was silent", "elsewhere", 1), found_here=False)
+    watchdog._write(Hang("hang", 0, "was silent", "elsewhere", 1), found_here=False)
     assert "the last exchange of heartbeats failed: ValueError('garbled')" in (tmp_path / "stacks-0.txt").read_text()
     thread.announce()
     assert thread.error is None

@@ -69,7 +69,7 @@ class _Supervisor:
             with _NodeMonitor(attempt) as monitor:
                 try:
                     return _run_attempt(attempt, monitor.start)
-                except _Crash as crash:
+                except _AttemptCrashed as crash:
                     event = self._after_crash(crash, attempt, monitor)
                 except WorkersNotStartedError as error:
                     event = self._after_failed_start(str(error), attempt)
@@ -124,7 +124,7 @@ class _Supervisor:
             self._crashes.forgive(capacity.staying)  # Ray knows of more lost nodes by now
         return capacity.workers
 
-    def _after_crash(self, crash: _Crash, attempt: Attempt, monitor: _NodeMonitor) -> dict[str, Any]:
+    def _after_crash(self, crash: _AttemptCrashed, attempt: Attempt, monitor: _NodeMonitor) -> dict[str, Any]:
         """The event of the restart; raises if there is none."""
         hang = _hang(self._run_dir, since=monitor.began)
         kind, rank, reason = hang or ("restart", crash.rank, f"worker {crash.rank}: {crash.reason}")
@@ -262,7 +262,7 @@ class _NodeMonitor:
         return True
 
 
-class _Crash(Exception):
+class _AttemptCrashed(Exception):
     """A worker failed in a way that a restart may cure."""
 
     def __init__(self, rank: int, reason: str):
@@ -302,10 +302,10 @@ def _cause(failures: dict[int, Exception]) -> Exception:
     dead = [rank for rank, error in sorted(failures.items()) if not isinstance(error, WorkerError)]
     if dead:
         logger.error("worker %d: %s", dead[0], failures[dead[0]])
-        return _Crash(dead[0], "its process died (killed, or out of memory)")
+        return _AttemptCrashed(dead[0], "its process died (killed, or out of memory)")
     # The first one to fail: the others report a peer that was gone by then.
     rank, error = reported[0]
-    return _Crash(rank, error.message)
+    return _AttemptCrashed(rank, error.message)
 
 
 def _newest_step(run_dir: Path) -> int:

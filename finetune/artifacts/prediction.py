@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
-from finetune.artifacts.predict import Predictor, RequestedPrecision, read_records
+from finetune.artifacts.predictor import Predictor, RequestedPrecision, read_records
 from finetune.artifacts.saved import prediction_lines, write_predictions
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open

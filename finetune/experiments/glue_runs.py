@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from finetune import runs
-from finetune.artifacts.predict import Predictor
+from finetune.artifacts.predictor import Predictor
 from finetune.artifacts.saved import MODEL, PREDICTIONS, write_predictions
 from finetune.config import FinetuneConfig, load_config
 from finetune.datasets import glue

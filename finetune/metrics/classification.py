@@ -158,8 +158,8 @@ LABEL_SCORES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
 """Scores of label sets, from true and predicted sets, bool [N, C]."""
 
 VALUE_SCORES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
-    "pearson_and_spearman": pearson_and_spearman,
     "pearson": pearson,
     "spearman": spearman,
+    "pearson_and_spearman": pearson_and_spearman,
 }
 """Scores of values, from true and predicted values, float64 [N]."""

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.bench import page, results
-from pretrain.bench.results import BenchResult, Comparison, Failure, Machine, Results
+from pretrain.bench.results import BenchResult, Comparison, FailedMeasurement, Machine, Results
 from pretrain.commands import local_path
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import disk_errors, read_manifest, sha256_file
@@ -180,9 +180,9 @@ def _outcome(process: subprocess.CompletedProcess[str]) -> tuple[dict[str, Any] 
         return None, "printed no JSON"
 
 
-def _rows(run: BenchResult, steps: list[dict[str, Any]]) -> Sequence[Comparison | Failure]:
+def _rows(run: BenchResult, steps: list[dict[str, Any]]) -> Sequence[Comparison | FailedMeasurement]:
     if run.result is None:
-        return [Failure(what=run.what, failed=run.failed)]
+        return [FailedMeasurement(what=run.what, failed=run.failed)]
     if run.kind == "step":
         return results.step_rows(run.result)
     if run.kind == "loader":

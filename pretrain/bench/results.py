@@ -54,7 +54,7 @@ class Comparison(_Part):
     limit: Limit | None = None
 
 
-class Failure(_Part):
+class FailedMeasurement(_Part):
     """A benchmark that produced no result."""
 
     what: str
@@ -93,7 +93,7 @@ class Results(_Part):
     commit: str | None  # `git describe`; ends in -dirty if the code has uncommitted changes
     machine: Machine
     inputs: dict[str, str]  # digests of the corpus and the text
-    rows: list[Comparison | Failure]
+    rows: list[Comparison | FailedMeasurement]
     runs: list[BenchResult] = []
 
     @property
@@ -104,7 +104,7 @@ class Results(_Part):
     @property
     def failed(self) -> dict[str, str]:
         """The reasons of the failed rows, by name."""
-        return {row.what: row.failed for row in self.rows if isinstance(row, Failure)}
+        return {row.what: row.failed for row in self.rows if isinstance(row, FailedMeasurement)}
 
 
 def short_commit(commit: str | None) -> str:

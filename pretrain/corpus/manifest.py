@@ -64,8 +64,10 @@ def fingerprint(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
 
 
-def deciding_settings(corpus: CorpusConfig, inputs: list[list[Input]], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Everything that decides the tokens, under the names of the config; `tokenizer` is None if it is to be trained."""
+def fingerprint_settings(
+    corpus: CorpusConfig, inputs: list[list[Input]], tokenizer: Tokenizer | None
+) -> dict[str, Any]:
+    """The settings that decide the tokens, under their names in the config; `tokenizer` is None if it is to be trained."""
     vocabulary = corpus.vocabulary
     settings: dict[str, Any] = {"version": FORMAT}
     for key in ("language", "min_document_words", "validation_fraction", "shard_tokens"):

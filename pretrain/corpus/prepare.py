@@ -41,8 +41,8 @@ from pretrain.corpus.inputs import Input, Piece, Problems
 from pretrain.corpus.manifest import (
     accept_copies,
     content_state,
-    deciding_settings,
     fingerprint,
+    fingerprint_settings,
     make_manifest,
     refuse_changes,
     source_facts,
@@ -125,7 +125,7 @@ class _Preparation:
         self._inputs = _find_inputs(corpus)
         given = corpus.vocabulary.path
         self._tokenizer = load_vocabulary(Path(given), lowercase=corpus.vocabulary.lowercase) if given else None
-        self._settings = deciding_settings(corpus, self._inputs, self._tokenizer)
+        self._settings = fingerprint_settings(corpus, self._inputs, self._tokenizer)
 
     def run(self) -> str:
         started = time.monotonic()

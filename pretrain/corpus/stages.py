@@ -92,7 +92,7 @@ def start_process(settings: PreparationSettings, tokenizer: Tokenizer | None, *,
     global _process
     if child:
         gc.freeze()  # objects of the parent need not be collected here
-        _share_the_machine()
+        _divide_cores()
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         threading.Thread(target=_end_with_parent, daemon=True).start()
     _process = _Process(settings, tokenizer)
@@ -104,13 +104,13 @@ def start_task(settings: PreparationSettings, tokenizer: Tokenizer | None) -> No
     Raises `MachineError` if the work folder is not visible: nothing may be written to another folder of that name.
     """
     global _process
-    _share_the_machine()
+    _divide_cores()
     _process = _Process(settings, tokenizer)
     _process.is_remote = True
     _check_seen([str(_process.work / LOCK)])
 
 
-def _share_the_machine() -> None:
+def _divide_cores() -> None:
     hold_freed_memory(at_most=256 << 20)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
 

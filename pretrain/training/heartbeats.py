@@ -33,7 +33,7 @@ class Heartbeat(NamedTuple):
     pid: int
 
 
-class Finding(NamedTuple):
+class Hang(NamedTuple):
     """The rank that blocks the others, and why."""
 
     event: str  # HANG or DATA_STALL
@@ -47,7 +47,7 @@ class HeartbeatSummary(NamedTuple):
     """What rank 0 publishes for the others."""
 
     aggregator: Heartbeat
-    finding: Finding | None
+    finding: Hang | None
 
 
 class Store(Protocol):
@@ -87,7 +87,7 @@ class Exchange:
         """Stop using the store."""
         self._store = None
 
-    def gather(self, mine: Heartbeat, finding: Finding | None) -> list[Heartbeat | None]:
+    def gather(self, mine: Heartbeat, finding: Hang | None) -> list[Heartbeat | None]:
         """Rank 0: publish the summary; returns the newest heartbeat of each rank, None before its first."""
         assert self._store is not None
         self._store.set(self._summary, json.dumps([mine, finding]))
@@ -102,7 +102,7 @@ class Exchange:
         if not self._has_summary:
             return None
         aggregator, finding = json.loads(self._store.get(self._summary))
-        return HeartbeatSummary(Heartbeat(*aggregator), Finding(*finding) if finding else None)
+        return HeartbeatSummary(Heartbeat(*aggregator), Hang(*finding) if finding else None)
 
 
 def _heartbeat(value: list[Any] | None) -> Heartbeat | None:
@@ -120,9 +120,9 @@ class Ranks:
     def __init__(self, world_size: int, now: float) -> None:
         self._newest: list[Heartbeat | None] = [None] * world_size
         self._changed_at = [now] * world_size
-        self._heard_at = self._progress_at = now
+        self._last_seen = self._progress_at = now
 
-    def hear(self, heartbeats: Sequence[Heartbeat | None], now: float) -> None:
+    def record(self, heartbeats: Sequence[Heartbeat | None], now: float) -> None:
         """Take in one round."""
         for rank, (new, old) in enumerate(zip(heartbeats, self._newest, strict=True)):
             if new is None or (old is not None and new.count == old.count):
@@ -131,53 +131,53 @@ class Ranks:
             if old is None or new.pulses != old.pulses:
                 self._progress_at = now
             self._newest[rank] = new
-        self._heard_at = now
+        self._last_seen = now
 
     def unheard(self, now: float, limit: float) -> float:
         """Seconds since the last round if they exceed `limit`, or at a start the time that a start takes; else 0."""
         started = any(heartbeat is not None for heartbeat in self._newest)
-        seconds = now - self._heard_at
+        seconds = now - self._last_seen
         return seconds if seconds > (limit if started else max(limit, START_SECONDS)) else 0.0
 
-    def find(self) -> Finding | None:
+    def find(self) -> Hang | None:
         """The rank that blocks the others; None if there is none."""
         return self._silent() or self._stuck()
 
-    def _silent(self) -> Finding | None:
+    def _silent(self) -> Hang | None:
         for rank in sorted(range(len(self._newest)), key=self._changed_at.__getitem__):
             heartbeat = self._newest[rank]
-            silence = self._heard_at - self._changed_at[rank]
+            silence = self._last_seen - self._changed_at[rank]
             if heartbeat is None and silence > START_SECONDS:
                 return _unreported(rank, silence)
             if heartbeat is not None and not heartbeat.ended and silence > heartbeat.quiet:
                 return _silent(rank, heartbeat, silence)
         return None
 
-    def _stuck(self) -> Finding | None:
+    def _stuck(self) -> Hang | None:
         """The rank that keeps the others waiting, if no rank makes progress."""
         active = [
             (rank, heartbeat)
             for rank, heartbeat in enumerate(self._newest)
             if heartbeat is not None and not heartbeat.ended
         ]
-        still = self._heard_at - self._progress_at
+        still = self._last_seen - self._progress_at
         if not active or still <= max(heartbeat.allowed for _, heartbeat in active):
             return None
         active.sort(key=lambda one: one[1].position)  # the furthest behind first
         for rank, heartbeat in active:
             if heartbeat.doing not in ("", IN_COLLECTIVE):
-                return Finding(
+                return Hang(
                     DATA_STALL, rank, f"has waited {still:.0f} s for {heartbeat.doing}", heartbeat.host, heartbeat.pid
                 )
         missing = [rank for rank, heartbeat in enumerate(self._newest) if heartbeat is None]
         if missing:
-            return Finding(HANG, missing[0], f"has not reported, and no rank made progress for {still:.0f} s", "", 0)
+            return Hang(HANG, missing[0], f"has not reported, and no rank made progress for {still:.0f} s", "", 0)
         for rank, heartbeat in active:
             if not heartbeat.doing:
-                return Finding(HANG, rank, f"has made no progress for {still:.0f} s", heartbeat.host, heartbeat.pid)
+                return Hang(HANG, rank, f"has made no progress for {still:.0f} s", heartbeat.host, heartbeat.pid)
         for rank, heartbeat in enumerate(self._newest):
             if heartbeat is not None and heartbeat.ended:
-                return Finding(
+                return Hang(
                     HANG,
                     rank,
                     f"has ended, and the others have waited {still:.0f} s for it in a collective",
@@ -185,7 +185,7 @@ class Ranks:
                     heartbeat.pid,
                 )
         rank, heartbeat = active[0]
-        return Finding(
+        return Hang(
             HANG,
             rank,
             f"is the first of the ranks furthest behind, and all ranks have waited {still:.0f} s in collectives: "
@@ -208,7 +208,7 @@ class Follower:
         self._count = self._pulses = -1
         self._changed_at = self._progress_at = 0.0
 
-    def find(self, summary: HeartbeatSummary | None, pulses: int, allowed: float, now: float) -> Finding | None:
+    def find(self, summary: HeartbeatSummary | None, pulses: int, allowed: float, now: float) -> Hang | None:
         """What rank 0 found, or that rank 0 itself hangs.
 
         `summary` is the newest that rank 0 published; `pulses` and `allowed` are this rank's own, as in its heartbeat.
@@ -225,15 +225,15 @@ class Follower:
         if first.ended:  # it gathers no heartbeats any more
             still = now - max(self._progress_at, self._changed_at)
             why = f"has ended, and rank {self._rank} has made no progress since, {still:.0f} s ago"
-            return Finding(HANG, 0, why, first.host, first.pid) if still > allowed else None
+            return Hang(HANG, 0, why, first.host, first.pid) if still > allowed else None
         silence = now - self._changed_at
         return _silent(0, first, silence) if silence > first.quiet + self._patience else None
 
 
-def _silent(rank: int, heartbeat: Heartbeat, seconds: float) -> Finding:
+def _silent(rank: int, heartbeat: Heartbeat, seconds: float) -> Hang:
     why = f"was silent for {seconds:.0f} s: its process is stopped, without CPU time, or disconnected"
-    return Finding(HANG, rank, why, heartbeat.host, heartbeat.pid)
+    return Hang(HANG, rank, why, heartbeat.host, heartbeat.pid)
 
 
-def _unreported(rank: int, seconds: float) -> Finding:
-    return Finding(HANG, rank, f"has not reported since the start, {seconds:.0f} s ago", "", 0)
+def _unreported(rank: int, seconds: float) -> Hang:
+    return Hang(HANG, rank, f"has not reported since the start, {seconds:.0f} s ago", "", 0)

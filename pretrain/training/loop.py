@@ -81,7 +81,7 @@ def fit(
 
 
 @dataclass(frozen=True)
-class Failure:
+class TrainingFailure:
     """The last steps were harmful, and training must go back to a checkpoint."""
 
     reason: str  # one clause, for messages
@@ -91,7 +91,7 @@ class StepOutcome(NamedTuple):
     """The outcome of one step, the same on all ranks."""
 
     stop: bool  # a stop was requested on some rank
-    failure: Failure | None
+    failure: TrainingFailure | None
 
 
 class _PatientRecorder:
@@ -177,7 +177,7 @@ class _Fit(Generic[S]):
         self.rate, self.epoch, self.norm = 0.0, 0, 0.0  # of the last step
         self.validation: tuple[int, float] | None = None  # the last evaluation's step and what it minimises
 
-    def train(self, stop_requested: Callable[[], bool]) -> Failure | None:
+    def train(self, stop_requested: Callable[[], bool]) -> TrainingFailure | None:
         """Train to the end of the plan, or to a failure that a rollback may fix."""
         progress, plan = self.progress, self.plan
         self.engine.module.train()
@@ -263,7 +263,7 @@ class _Fit(Generic[S]):
         progress.window.stalled += all_stalled / engine.world_size
         return StepOutcome(stop > 0, failure)
 
-    def _count(self, step: S, result: StepResult, sums: list[float]) -> Failure | None:
+    def _count(self, step: S, result: StepResult, sums: list[float]) -> TrainingFailure | None:
         """Add a step to the progress; returns the failure that the step is or completes, if any."""
         progress = self.progress
         progress.samples += step.sequences
@@ -282,15 +282,15 @@ class _Fit(Generic[S]):
         spike = is_spike(progress.recent, loss, self.plan.config.guard)
         progress.recent = [*progress.recent, loss][-REMEMBERED:]
         progress.window.add(sums, counts)
-        return Failure(f"the loss of step {progress.step + 1} spiked to {loss:.4g}") if spike else None
+        return TrainingFailure(f"the loss of step {progress.step + 1} spiked to {loss:.4g}") if spike else None
 
-    def _count_bad_step(self) -> Failure | None:
+    def _count_bad_step(self) -> TrainingFailure | None:
         progress = self.progress
         progress.bad_in_a_row += 1
         logger.warning("step %d: loss or gradient is not finite; skipped", progress.step + 1)
         if progress.bad_in_a_row < self.plan.config.engine.max_bad_steps:
             return None
-        return Failure(
+        return TrainingFailure(
             f"{progress.bad_in_a_row} steps in a row up to step {progress.step + 1} had a loss or gradient that is not "
             "finite"
         )
@@ -380,7 +380,7 @@ class _Fit(Generic[S]):
             self.recorder.log({**event, "message": self.saver.trouble})
             self.saver.trouble = ""
 
-    def roll_back(self, failure: Failure) -> None:
+    def roll_back(self, failure: TrainingFailure) -> None:
         """Go back to the last checkpoint and skip the data since. Raises `DivergedError` after too many rollbacks."""
         progress = self.progress
         if progress.window.tokens:  # not just logged

@@ -15,7 +15,7 @@ from pretrain.training.engine import Engine
 from pretrain.training.loop import LONG_SECONDS, TrainingPlan, fit
 from pretrain.training.progress import Progress, read_state
 from pretrain.training.rehearsal import rehearse
-from pretrain.training.session import matmul_peak, newest_checkpoint
+from pretrain.training.session import newest_checkpoint, total_matmul_peak
 from pretrain.training.task import S, TrainingTask
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
             fit(
                 engine,
                 task,
-                dataclasses.replace(plan, peak_flops=matmul_peak(engine)),
+                dataclasses.replace(plan, peak_flops=total_matmul_peak(engine)),
                 progress,
                 checkpoints=checkpoints,
                 extra_state=extra_state,

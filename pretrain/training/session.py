@@ -164,7 +164,7 @@ def watched(config: RunConfig, worker: Worker) -> Iterator[Watchdog]:
         yield watchdog
 
 
-def matmul_peak(engine: Engine) -> float:
+def total_matmul_peak(engine: Engine) -> float:
     """Measured matmul peak of all workers together at the engine's precision, FLOP/s."""
     engine.barrier()  # all measure at once, as they train
     mine = precision.matmul_peak(str(engine.device), engine.settings.resolved_precision)

@@ -36,8 +36,8 @@ from pretrain.training.heartbeats import (
     IN_COLLECTIVE,
     START_SECONDS,
     Exchange,
-    Finding,
     Follower,
+    Hang,
     Heartbeat,
     HeartbeatSummary,
     Ranks,
@@ -65,7 +65,7 @@ _DEVICE_WAITS = {
     ("pretrain.training.loop", "train_step"),
 }
 
-_Check = Callable[[float], Finding | None]  # which rank hangs, at a time of `_Clock`
+_Check = Callable[[float], Hang | None]  # which rank hangs, at a time of `_Clock`
 
 
 class Watchdog:
@@ -221,7 +221,7 @@ class Watchdog:
                 self._give_up(finding)
 
     def _check_alone(self, ranks: Ranks) -> _Check:
-        def check(now: float) -> Finding | None:
+        def check(now: float) -> Hang | None:
             ranks.hear([self.heartbeat()], now)
             finding = ranks.find()
             return finding and finding._replace(rank=self._rank)
@@ -229,13 +229,13 @@ class Watchdog:
         return check
 
     def _check_all(self, exchange: _ExchangeThread, ranks: Ranks) -> _Check:
-        def check(now: float) -> Finding | None:
+        def check(now: float) -> Hang | None:
             heartbeats, exchange.heartbeats = exchange.heartbeats, None
             if heartbeats is not None:
                 ranks.hear(heartbeats, now)
             if unheard := ranks.unheard(now, self._limit):
                 why = f"got no answer from the heartbeat store for {unheard:.0f} s"
-                return Finding(HANG, self._rank, why, self._host, self._pid)
+                return Hang(HANG, self._rank, why, self._host, self._pid)
             return ranks.find()
 
         return check
@@ -243,7 +243,7 @@ class Watchdog:
     def _check_first(self, exchange: _ExchangeThread, follower: Follower) -> _Check:
         return lambda now: follower.find(exchange.summary, self._pulses, self._allowed(), now)
 
-    def _give_up(self, finding: Finding) -> None:
+    def _give_up(self, finding: Hang) -> None:
         exchange = self._exchange
         found_here = exchange is None or exchange.summary is None or exchange.summary.finding != finding
         if exchange is not None and self._rank == 0:
@@ -257,7 +257,7 @@ class Watchdog:
             time.sleep(max(0.0, learnt + _LINGER_ROUNDS * self._round - time.monotonic()))
         os._exit(MachineError.exit_code)
 
-    def _write(self, finding: Finding, found_here: bool) -> None:
+    def _write(self, finding: Hang, found_here: bool) -> None:
         rank, why = finding.rank, finding.why
         stacks = self._logs / f"stacks-{self._rank}.txt"
         print(f"watchdog: rank {rank} {why}; stacks are in {stacks}", file=sys.stderr, flush=True)
@@ -272,7 +272,7 @@ class Watchdog:
         if rank != self._rank and finding.host == self._host:
             self._dump_other(finding)
 
-    def _write_finding(self, finding: Finding) -> None:
+    def _write_finding(self, finding: Hang) -> None:
         """Write hang.json unless another rank has: a disconnected rank would blame those it cannot see."""
         path = self._logs / HANG_FILE
         with contextlib.suppress(OSError, ValueError):
@@ -287,7 +287,7 @@ class Watchdog:
         }
         write_json(path, content)
 
-    def _dump_other(self, finding: Finding) -> None:
+    def _dump_other(self, finding: Hang) -> None:
         """Write another rank's stacks: a stopped process cannot, but on the same machine py-spy can read them."""
         with contextlib.suppress(Exception), (self._logs / f"stacks-{finding.rank}.txt").open("a") as file:
             file.write(f"---- {time.strftime('%F %T')}, rank {finding.rank}, seen by rank {self._rank}\n")
@@ -318,7 +318,7 @@ class _ExchangeThread:
         self.error: Exception | None = None
         self._watchdog, self._connect, self._rank, self._seconds = watchdog, connect, rank, seconds
         self._exchange = Exchange(rank, world_size)
-        self._finding: Finding | None = None
+        self._finding: Hang | None = None
         self._end = False
         self._requested = self._published = 0
         self._changed = threading.Condition()
@@ -333,7 +333,7 @@ class _ExchangeThread:
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._published >= requested, _ANNOUNCE_SECONDS)
 
-    def publish(self, finding: Finding) -> None:
+    def publish(self, finding: Hang) -> None:
         """Rank 0: publish what was found."""
         self._finding = finding
         self.announce()

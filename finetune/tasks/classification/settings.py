@@ -18,7 +18,7 @@ from pretrain.common.settings import SEVERAL_LINES, LocalPath, Section
 SCORES: dict[Problem, tuple[str, ...]] = {
     "single_label": (*CLASS_SCORES, "f1"),
     "multi_label": tuple(LABEL_SCORES),
-    "regression": tuple(VALUE_SCORES),
+    "regression": ("pearson_and_spearman", *(name for name in VALUE_SCORES if name != "pearson_and_spearman")),
 }
 
 

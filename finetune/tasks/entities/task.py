@@ -147,7 +147,7 @@ class Entities(Task[Sentence]):
         room = encoder.room(pair=False)
         if room < 1:
             raise InputError(f"max_length: windows of {encoder.max_length} tokens hold no word. Raise it.")
-        laid = _lay_out(examples, encoder, with_documents=bool(self.settings.document_context))
+        laid = _align(examples, encoder, with_documents=bool(self.settings.document_context))
         example, start, length = self._cut(laid, room)
         window, word = _assign(laid, example, start, length)
         # A window in the middle of one endless word has no query position.
@@ -170,7 +170,7 @@ class Entities(Task[Sentence]):
             extra={"word": number},
         )
 
-    def _cut(self, laid: _Laid, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _cut(self, sentence: _AlignedSentence, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(example, first token, number of tokens), int64 [F] each."""
         first, end = laid.column.starts[laid.first], laid.column.starts[laid.end]
         overlap = 2 * min(self.settings.overlap, room // 4)
@@ -198,7 +198,7 @@ class Entities(Task[Sentence]):
 
 
 @dataclass(frozen=True)
-class _Laid:
+class _AlignedSentence:
     """The words of all texts end to end as tokens, with the extents of the N examples and of their documents."""
 
     column: Column
@@ -208,7 +208,7 @@ class _Laid:
     document_end: np.ndarray  # int64 [N]
 
 
-def _lay_out(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documents: bool) -> _Laid:
+def _align(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documents: bool) -> _AlignedSentence:
     if with_documents:
         documents = list({id(one.document): one.document for one in examples}.values())
         numbers = {id(document): number for number, document in enumerate(documents)}
@@ -222,7 +222,7 @@ def _lay_out(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documen
         piece = of = np.arange(len(pieces))
     bounds = np.concatenate([[0], np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)))])
     document_bounds = bounds[np.concatenate([[0], np.cumsum(sizes)])]
-    return _Laid(
+    return _AlignedSentence(
         column=encoder.encode_words(list(chain.from_iterable(pieces))),
         first=bounds[piece],
         end=bounds[piece + 1],
@@ -232,7 +232,7 @@ def _lay_out(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documen
 
 
 def _with_neighbours(
-    laid: _Laid, first: np.ndarray, end: np.ndarray, room: int, most: int
+    sentence: _AlignedSentence, first: np.ndarray, end: np.ndarray, room: int, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(first token, number of tokens) of each sentence with its context: whole words of its document.
 
@@ -250,7 +250,9 @@ def _with_neighbours(
     return around_start, around_end - around_start
 
 
-def _assign(laid: _Laid, example: np.ndarray, start: np.ndarray, length: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _assign(
+    sentence: _AlignedSentence, example: np.ndarray, start: np.ndarray, length: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
     """(window, word), int64 [R] each, in order: every word that has a token, once.
 
     If several windows show a word, it goes to the one with the largest context on its smaller side

@@ -52,7 +52,7 @@ class ProgressWatch(Protocol):
         ...
 
 
-class Unwatched:
+class NullWatchdog:
     """No watchdog."""
 
     def beat(self) -> None:
@@ -97,7 +97,7 @@ class Engine:
         self.world_size, self.rank = dist.get_world_size(), dist.get_rank()
         deepspeed.init_distributed(dist.get_backend(), auto_mpi_discovery=False, verbose=False)
         self.settings = settings
-        watch = watch or Unwatched()
+        watch = watch or NullWatchdog()
         self.beat, self.allow, self.awaiting = watch.beat, watch.allow, watch.awaiting
         named = list(model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in named}

@@ -30,7 +30,7 @@ class GradientSums:
     """
 
     @classmethod
-    def take_over(cls, wrapper: Any) -> GradientSums | None:
+    def move_gradients(cls, wrapper: Any) -> GradientSums | None:
         """Replace ZeRO's sums; None if the user's `deepspeed` section requests sums that are not fp32 on the device."""
         return cls(wrapper) if deepspeed_patches.sums_in_fp32(wrapper) else None
 

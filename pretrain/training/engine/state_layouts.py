@@ -184,7 +184,7 @@ class Stage1Layout(StateLayout):
         if isinstance(optimizer, torch.optim.AdamW):
             self._scaling = FusedScaling(optimizer, parts.clip_norm)
             deepspeed_patches.replace_scaling_of_stages_1_and_2(wrapper, self._scaling)
-        self.sums = GradientSums.take_over(wrapper) if self._whole_sums_fit() else None
+        self.sums = GradientSums.move_gradients(wrapper) if self._whole_sums_fit() else None
         self._group_of = {name: number for number, names in enumerate(parts.names) for name in names}
 
     def flats(self) -> list[Tensor]:
