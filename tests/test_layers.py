@@ -1,4 +1,4 @@
-"""The allowed imports between packages, read from the syntax trees, lazy and TYPE_CHECKING imports included."""
+"""Who may import whom: the floors of the project, read from the syntax trees, lazy and TYPE_CHECKING imports included."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ MAY_IMPORT: dict[str, str] = {
     "finetune.tasks": "pretrain.common finetune.datasets finetune.metrics",
     "finetune.config": "pretrain.common pretrain.config finetune.tasks",
     "cluster.jobs": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.commands finetune.config "
-        "cluster.workers cluster.local"
+        "pretrain.common pretrain.config pretrain.tracking pretrain.commands finetune.config cluster.workers cluster.local"
     ),
     "cluster.manifests": "pretrain.common pretrain.config pretrain.commands finetune.config cluster.workers",
     "pretrain.reporting": (
@@ -49,8 +48,7 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "pretrain.bench": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.preflight pretrain.estimate pretrain.commands pretrain.training "
-        "pretrain.reporting"
+        "pretrain.checkpoint pretrain.preflight pretrain.estimate pretrain.commands pretrain.training pretrain.reporting"
     ),
     "cluster.doctor": (
         "pretrain.common pretrain.config pretrain.model pretrain.estimate pretrain.commands pretrain.training "
@@ -151,7 +149,7 @@ def _circles(arrows: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
     return [sorted(left)] if left else []
 
 
-def test_packages_import_only_lower_packages() -> None:
+def test_rooms_import_only_what_stands_below() -> None:
     allowed = {room: set(rooms.split()) for room, rooms in MAY_IMPORT.items()}
     wrong = [
         f"{module.replace('.', '/')}, line {line}: {_room(module)} may not import {name}"
