@@ -67,7 +67,10 @@ def fingerprint(manifest: dict[str, Any]) -> str:
 def fingerprint_settings(
     corpus: CorpusConfig, inputs: list[list[Input]], tokenizer: Tokenizer | None
 ) -> dict[str, Any]:
-    """The settings that decide the tokens, under their names in the config; `tokenizer` is None if it is to be trained."""
+    """The settings that decide the tokens, by their names in the config.
+
+    `tokenizer` is None if one is to be trained.
+    """
     vocabulary = corpus.vocabulary
     settings: dict[str, Any] = {"version": FORMAT}
     for key in ("language", "min_document_words", "validation_fraction", "shard_tokens"):

@@ -222,7 +222,7 @@ class Watchdog:
 
     def _check_alone(self, ranks: Ranks) -> _Check:
         def check(now: float) -> Hang | None:
-            ranks.hear([self.heartbeat()], now)
+            ranks.record([self.heartbeat()], now)
             finding = ranks.find()
             return finding and finding._replace(rank=self._rank)
 
@@ -232,7 +232,7 @@ class Watchdog:
         def check(now: float) -> Hang | None:
             heartbeats, exchange.heartbeats = exchange.heartbeats, None
             if heartbeats is not None:
-                ranks.hear(heartbeats, now)
+                ranks.record(heartbeats, now)
             if unheard := ranks.unheard(now, self._limit):
                 why = f"got no answer from the heartbeat store for {unheard:.0f} s"
                 return Hang(HANG, self._rank, why, self._host, self._pid)

@@ -147,18 +147,18 @@ class Entities(Task[Sentence]):
         room = encoder.room(pair=False)
         if room < 1:
             raise InputError(f"max_length: windows of {encoder.max_length} tokens hold no word. Raise it.")
-        laid = _align(examples, encoder, with_documents=bool(self.settings.document_context))
-        example, start, length = self._cut(laid, room)
-        window, word = _assign(laid, example, start, length)
+        sentences = _align(examples, encoder, with_documents=bool(self.settings.document_context))
+        example, start, length = self._cut(sentences, room)
+        window, word = _assign(sentences, example, start, length)
         # A window in the middle of one endless word has no query position.
         kept = np.bincount(window, minlength=len(example)) > 0
         if not training:  # every example keeps a window, even without words
             kept |= np.bincount(example[kept], minlength=len(examples))[example] == 0
         window = (np.cumsum(kept) - 1)[window]
         example, start, length = example[kept], start[kept], length[kept]
-        framed = frame(encoder, (laid.column.ids, start, length))
-        queries = framed.first[window] + laid.column.starts[word] - start[window]
-        number = word - laid.first[example[window]]
+        framed = frame(encoder, (sentences.column.ids, start, length))
+        queries = framed.first[window] + sentences.column.starts[word] - start[window]
+        number = word - sentences.first[example[window]]
         return Windows(
             ids=framed.ids,
             types=framed.types,
@@ -170,9 +170,9 @@ class Entities(Task[Sentence]):
             extra={"word": number},
         )
 
-    def _cut(self, sentence: _AlignedSentence, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _cut(self, sentences: _AlignedSentences, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(example, first token, number of tokens), int64 [F] each."""
-        first, end = laid.column.starts[laid.first], laid.column.starts[laid.end]
+        first, end = sentences.column.starts[sentences.first], sentences.column.starts[sentences.end]
         overlap = 2 * min(self.settings.overlap, room // 4)
         example, start, length = slide(end - first, room, overlap)
         start = start + first[example]
@@ -183,7 +183,7 @@ class Entities(Task[Sentence]):
         context = self.settings.document_context
         if context:
             most = room if context is True else int(context)
-            around_start, around_length = _with_neighbours(laid, first, end, room, most)
+            around_start, around_length = _with_neighbours(sentences, first, end, room, most)
             start = np.where(is_long, start, around_start[example])
             length = np.where(is_long, length, around_length[example])
         return example, start, length
@@ -198,7 +198,7 @@ class Entities(Task[Sentence]):
 
 
 @dataclass(frozen=True)
-class _AlignedSentence:
+class _AlignedSentences:
     """The words of all texts end to end as tokens, with the extents of the N examples and of their documents."""
 
     column: Column
@@ -208,7 +208,7 @@ class _AlignedSentence:
     document_end: np.ndarray  # int64 [N]
 
 
-def _align(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documents: bool) -> _AlignedSentence:
+def _align(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documents: bool) -> _AlignedSentences:
     if with_documents:
         documents = list({id(one.document): one.document for one in examples}.values())
         numbers = {id(document): number for number, document in enumerate(documents)}
@@ -222,7 +222,7 @@ def _align(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documents
         piece = of = np.arange(len(pieces))
     bounds = np.concatenate([[0], np.cumsum(np.fromiter(map(len, pieces), np.int64, len(pieces)))])
     document_bounds = bounds[np.concatenate([[0], np.cumsum(sizes)])]
-    return _AlignedSentence(
+    return _AlignedSentences(
         column=encoder.encode_words(list(chain.from_iterable(pieces))),
         first=bounds[piece],
         end=bounds[piece + 1],
@@ -232,15 +232,15 @@ def _align(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documents
 
 
 def _with_neighbours(
-    sentence: _AlignedSentence, first: np.ndarray, end: np.ndarray, room: int, most: int
+    sentences: _AlignedSentences, first: np.ndarray, end: np.ndarray, room: int, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(first token, number of tokens) of each sentence with its context: whole words of its document.
 
     At most `most` tokens on each side. Both sides get the same, unless the document ends; the other side gets the rest.
     """
-    starts = laid.column.starts
-    before = np.minimum(first - starts[laid.document_first], most)
-    after = np.minimum(starts[laid.document_end] - end, most)
+    starts = sentences.column.starts
+    before = np.minimum(first - starts[sentences.document_first], most)
+    after = np.minimum(starts[sentences.document_end] - end, most)
     spare = np.maximum(room - (end - first), 0)
     left = np.minimum(before, spare // 2)
     right = np.minimum(after, spare - left)
@@ -251,15 +251,15 @@ def _with_neighbours(
 
 
 def _assign(
-    sentence: _AlignedSentence, example: np.ndarray, start: np.ndarray, length: np.ndarray
+    sentences: _AlignedSentences, example: np.ndarray, start: np.ndarray, length: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """(window, word), int64 [R] each, in order: every word that has a token, once.
 
     If several windows show a word, it goes to the one with the largest context on its smaller side
     (google-research/bert run_squad.py, _check_is_max_context).
     """
-    starts = laid.column.starts
-    first, end = laid.first[example], laid.end[example]
+    starts = sentences.column.starts
+    first, end = sentences.first[example], sentences.end[example]
     seen_first = np.maximum(first, np.searchsorted(starts, start, "left"))
     seen_end = np.minimum(end, np.searchsorted(starts, start + length, "left"))
     seen = np.maximum(seen_end - seen_first, 0)
