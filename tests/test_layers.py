@@ -1,8 +1,4 @@
-<<<<<<< HEAD
 """Which room may import which, read from the syntax trees; lazy and TYPE_CHECKING imports count."""
-=======
-"""Who may import whom: the floors of the project, read from the syntax trees, lazy and TYPE_CHECKING imports included."""
->>>>>>> wordsf
 
 from __future__ import annotations
 
@@ -42,12 +38,8 @@ MAY_IMPORT: dict[str, str] = {
     "finetune.tasks": "pretrain.common finetune.datasets finetune.metrics",
     "finetune.config": "pretrain.common pretrain.config finetune.tasks",
     "cluster.jobs": (
-<<<<<<< HEAD
         "pretrain.common pretrain.config cluster.workers cluster.local pretrain.tracking pretrain.commands "
         "finetune.config"
-=======
-        "pretrain.common pretrain.config pretrain.tracking pretrain.commands finetune.config cluster.workers cluster.local"
->>>>>>> wordsf
     ),
     "cluster.manifests": "pretrain.common pretrain.config cluster.workers pretrain.commands finetune.config",
     "pretrain.reporting": (
@@ -60,7 +52,8 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "pretrain.bench": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.preflight pretrain.estimate pretrain.commands pretrain.training pretrain.reporting"
+        "pretrain.checkpoint pretrain.preflight pretrain.estimate pretrain.commands pretrain.training "
+        "pretrain.reporting"
     ),
     "cluster.doctor": (
         "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.estimate pretrain.commands "

@@ -148,7 +148,7 @@ CLASS_SCORES: dict[str, Callable[[np.ndarray], float]] = {
     "micro_f1": micro_f1,
     "matthews": matthews,
 }
-"""Scores of classes, from a confusion matrix. By default, the first score of each table selects the checkpoint."""
+"""Scores of classes, from a confusion matrix."""
 
 LABEL_SCORES: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
     "micro_f1": label_micro_f1,
