@@ -63,10 +63,15 @@ is_set_up() { # EXTRA
 
 # Runs a command with its output in the log and its time on the terminal.
 with_progress() { # TEXT COMMAND...
-    local text=$1 start=$SECONDS job
+    local text=$1 start=$SECONDS job status
     shift
-    "$@" >>"$log" 2>&1 </dev/null &
+    # Without the lock's descriptor: a command that outlives this script must not hold the lock.
+    "$@" >>"$log" 2>&1 </dev/null 9<&- &
     job=$!
+    # Bash starts such a command with Ctrl-C ignored, so end it by name.
+    trap 'kill "$job" 2>/dev/null' EXIT
+    trap 'exit 130' INT
+    trap 'exit 143' TERM
     if [[ -t 2 ]]; then
         while kill -0 "$job" 2>/dev/null; do
             printf '\r%s ... %d s' "$text" $((SECONDS - start)) >&2
@@ -76,7 +81,9 @@ with_progress() { # TEXT COMMAND...
     else
         printf '%s ...\n' "$text" >&2
     fi
-    wait "$job"
+    wait "$job" && status=0 || status=$?
+    trap - EXIT INT TERM
+    return "$status"
 }
 
 # Makes .venv, or adds to it, so that EXTRA's packages are there. Two at once: the second waits for the first.
@@ -84,7 +91,10 @@ set_up() { # EXTRA: base, onnx, test, docs or bench
     local extra=$1 package=$root python
     is_set_up "$extra" && return
     exec 9<"$lock"
-    flock 9 || fail "flock failed on $lock. Install util-linux."
+    if ! flock --nonblock 9; then
+        echo "Waiting for another command that sets up .venv ..." >&2
+        flock 9 || fail "flock failed on $lock. Install util-linux."
+    fi
     if ! is_set_up "$extra"; then
         # Without any stamp it was left half-made: begin again.
         if ! compgen -G "$venv/stamp-*" >/dev/null; then

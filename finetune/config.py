@@ -82,7 +82,12 @@ _POSITIVE = ("examples_per_step", "learning_rate", "epochs")  # 0 means not give
 class TrainingConfig(Section):
     """Length, batch size and learning rate. `preset` fills what is not given, here and in optimizer and engine."""
 
-    preset: Literal["devlin", "stable", "few-sample", "small-bert", "roberta"] = "devlin"
+    preset: Literal["devlin", "stable", "few-sample", "small-bert", "roberta"] = Field(
+        default="devlin",
+        description="Published recipe for the values that are not given. devlin suits thousands of examples, stable "
+        "(20 epochs) and few-sample (10 epochs, top layer re-initialised) small sets, small-bert models below "
+        "BERT-Base, roberta RoBERTa.",
+    )
     examples_per_step: int = Field(
         default=0,
         ge=0,
@@ -97,7 +102,9 @@ class TrainingConfig(Section):
         le=1,
         description="Fraction of the steps over which the learning rate rises linearly to its peak.",
     )
-    decay: Literal["linear", "constant"] = "linear"
+    decay: Literal["linear", "constant"] = Field(
+        default="linear", description="Learning rate after the warm-up: falls linearly to 0, or stays constant."
+    )
     layer_decay: float = Field(
         default=1.0,
         gt=0,
@@ -166,13 +173,19 @@ _WithTask = create_model("_WithTask", __base__=_Start, **_SECTIONS)
 class FinetuneConfig(_WithTask):
     """The complete config of a fine-tuning."""
 
-    training: TrainingConfig = TrainingConfig()
-    evaluation: FinetuneEvaluationConfig = FinetuneEvaluationConfig()
-    optimizer: OptimizerConfig = OptimizerConfig()
-    engine: EngineConfig = EngineConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig(keep_last=1)
+    training: TrainingConfig = Field(
+        default=TrainingConfig(), description="Length of the training, batch size and learning rate."
+    )
+    evaluation: FinetuneEvaluationConfig = Field(
+        default=FinetuneEvaluationConfig(), description="When to evaluate on the dev set."
+    )
+    optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The optimizer.")
+    engine: EngineConfig = Field(default=EngineConfig(), description="Precision, ZeRO stage and micro-batches.")
+    checkpoint: CheckpointConfig = Field(
+        default=CheckpointConfig(keep_last=1), description="When to save checkpoints, and how many to keep."
+    )
     # Losses of small batches jump without anything being wrong.
-    guard: SpikeConfig = SpikeConfig(spike_sigmas=0)
+    guard: SpikeConfig = Field(default=SpikeConfig(spike_sigmas=0), description="Reaction to loss spikes.")
 
     @model_validator(mode="before")
     @classmethod

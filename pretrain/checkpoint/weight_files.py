@@ -64,8 +64,11 @@ def whole_folder(out: Path) -> Iterator[Path]:
 def save_weights(tensors: dict[str, Tensor], path: Path) -> None:
     """Write contiguous tensors that share no storage as safetensors; the system's errors remain `OSError`."""
     try:
+        path.touch()
+        mode = path.stat().st_mode
         # Without this entry transformers 4.x refuses the file.
         save_file(tensors, path, metadata={"format": "pt"})
+        path.chmod(mode)  # safetensors gives the owner alone access, whatever the umask says
     except SafetensorError as error:
         # safetensors wraps the operating system's error in words; give it back its number.
         number = re.search(r"os error (\d+)", str(error))
