@@ -10,6 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import psutil
 import pytest
 
 from cluster.__main__ import build_parser as cluster_parser
@@ -225,3 +226,19 @@ def test_launch_sh_sets_up_what_a_command_needs(clone: Path, words: list[str], e
     assert f"Setting up .venv ({extra})" in result.stderr
     package = str(clone) if extra == "base" else f"{clone}[{extra}]"
     assert f"--editable {package} --constraint" in (clone / "pip.txt").read_text()
+
+
+def test_a_stopped_set_up_ends_its_installer_and_frees_the_lock(clone: Path) -> None:
+    """The installer waits for a file that never comes, so only a signal ends it."""
+    (clone / ".venv/made-by-launch.sh").touch()
+    (clone / ".venv/stamp-base").write_text("of an older lock file")
+    installer, pid = clone / ".venv/bin/python", clone / "pid"
+    installer.write_text(f"#!/bin/sh\necho $$ >{pid}\nexec tail -f /dev/null\n")
+    installer.chmod(0o755)
+    with subprocess.Popen(["./launch.sh", "doctor"], cwd=clone, stderr=subprocess.DEVNULL) as command:
+        while not pid.is_file() or not pid.read_text():
+            assert command.poll() is None
+        command.terminate()
+        assert command.wait() == 143
+    assert not psutil.pid_exists(int(pid.read_text())) or psutil.Process(int(pid.read_text())).status() == "zombie"
+    assert subprocess.run(["flock", "--nonblock", "requirements.lock", "true"], cwd=clone).returncode == 0
