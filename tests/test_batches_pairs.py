@@ -292,7 +292,7 @@ def test_samples_per_document():
 
 
 def test_corpora_without_pairs_are_refused():
-    with pytest.raises(InputError, match="second one"):
+    with pytest.raises(InputError, match="at least two"):
         sampler(numbered([[[5, 5]]]))
     with pytest.raises(InputError, match="sentences a sample needs"):
         sampler(numbered([[[5], [5]]]))

@@ -181,7 +181,7 @@ def run_with_a_head_at_rest(alone: bool) -> dict[int, Any]:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         if not alone:
-            patch.setattr(GradientSums, "take_over", lambda _: None)
+            patch.setattr(GradientSums, "move_gradients", lambda _: None)
         for stage in (1, 2):
             engine = make_engine(stage, "bf16")
             ours = alone and (stage == 1 or dist.get_world_size() == 1)

@@ -240,7 +240,7 @@ def test_ctrl_c_stops_with_a_checkpoint_and_the_same_command_continues(work: Pat
     process.send_signal(signal.SIGINT)
     out = process.communicate(timeout=300)[0]
     assert process.returncode == StoppedError.exit_code, out
-    assert "stopped with 2 runs to go. The same command goes on." in out
+    assert "stopped with 2 runs to go. Run the same command to continue." in out
     assert list((work / "runs/tiny/seed-0/checkpoints").glob("*/manifest.json"))
     assert not (work / "runs/tiny/seed-1/logs").exists(), "another run was begun after the stop"
     steps = [json.loads(line)["step"] for line in metrics.read_text().splitlines()]
@@ -586,7 +586,7 @@ def test_runs_are_followed_on_the_terminal(
     assert seen == [2, 3]
     assert [outcome and outcome.score for outcome in ran.outcomes] == [0.7, 0.9, None, None]
     assert ran.outcomes[3] is None
-    assert "The same command goes on" in str(ran.stopped)
+    assert "Run the same command to continue" in str(ran.stopped)
     out = capsys.readouterr().out
     assert "1 of 4 done · seed 0: step 2/4, loss 0.500\n" in out
     assert "seed 0  crashed, restarting" in out
@@ -700,7 +700,7 @@ def test_tasks_are_those_whose_files_are_there(tmp_path: Path, capsys: pytest.Ca
     with pytest.raises(InputError, match="no such folder"):
         glue_runs.find_tasks(str(tmp_path / "none"), [])
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputError, match=r"has no task's train\.tsv"):
+    with pytest.raises(InputError, match=r"has no task with train\.tsv"):
         glue_runs.find_tasks(str(tmp_path / "empty"), [])
 
 

@@ -192,7 +192,7 @@ def test_rank_0_may_open_a_connection_for_every_worker(monkeypatch: pytest.Monke
     monkeypatch.setattr(session, "allow_open_files", lambda _: 1024)
     session._check_open_files(Worker(rank=0, world_size=300))
     session._check_open_files(Worker(rank=1, world_size=1024))
-    with pytest.raises(MachineError, match="may open 1024 files, and 1024 workers need 2304"):
+    with pytest.raises(MachineError, match="the limit of open files is 1024, but 1024 workers need 2304"):
         session._check_open_files(Worker(rank=0, world_size=1024))
 
 
