@@ -57,9 +57,7 @@ def run(arguments: argparse.Namespace, pretrain: RunCommand, finetune: RunComman
     """
     started = time.monotonic()
     code = pretraining.run_stages(arguments, pretrain, more_stages=len(TASKS) + 1) or _finetune(arguments, finetune)
-    if not code:
-        pretraining.write_report(arguments, started)
-    return code
+    return pretraining.finish(arguments, started, code)
 
 
 def _finetune(arguments: argparse.Namespace, run_command: RunCommand) -> int:
@@ -90,7 +88,9 @@ def _train(task: DemoTask, start: str, folder: Path, data: Path, run_command: Ru
     target = folder / "finetuned" / f"{task.name}-{start}"
     if (target / MODEL / MANIFEST).is_file():
         return 0
-    shutil.rmtree(target, ignore_errors=True)
+    resume = any(target.glob(f"checkpoints/*/{MANIFEST}"))
+    if not resume:
+        shutil.rmtree(target, ignore_errors=True)
     settings = {
         "name": f"demo-{task.name}-{start}",
         "run_dir": target,
@@ -101,7 +101,7 @@ def _train(task: DemoTask, start: str, folder: Path, data: Path, run_command: Ru
     }
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     config = pretraining.CONFIGS / "finetune" / "demo" / f"{task.name}.yaml"
-    return run_command(["finetune", str(config), "--no-ray", *words])
+    return run_command(["finetune", str(config), "--no-ray", *words, *(["--resume"] if resume else [])])
 
 
 # ---------------------------------------------------------------- results

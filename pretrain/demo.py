@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pretrain.commands import add_set, local_path, program
-from pretrain.common.errors import InputError
+from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST
 
 PURPOSE = "prepare, pretrain, export and report on the docstrings of this Python installation"
@@ -56,10 +56,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, run_command: RunCommand) -> int:
     """Run the demo and write its report; returns the exit code of the first stage that fails, or 0."""
     started = time.monotonic()
-    code = run_stages(arguments, run_command)
-    if not code:
-        write_report(arguments, started)
-    return code
+    return finish(arguments, started, run_stages(arguments, run_command))
 
 
 def run_stages(arguments: argparse.Namespace, run_command: RunCommand, more_stages: int = 0) -> int:
@@ -88,8 +85,19 @@ def run_stages(arguments: argparse.Namespace, run_command: RunCommand, more_stag
     return 0
 
 
-def write_report(arguments: argparse.Namespace, started: float) -> None:
-    """Write the run's report and print where it is; `started` is the demo's start on the monotonic clock."""
+def finish(arguments: argparse.Namespace, started: float, code: int) -> int:
+    """Write the report, or say how a stopped demo continues; returns `code`, the exit code of the stages.
+
+    `started` is the demo's start on the monotonic clock.
+    """
+    if code == StoppedError.exit_code:
+        print(f"The demo stopped. Run the same command again to continue it; `{program()} demo` takes no --resume.")
+    elif not code:
+        _write_report(arguments, started)
+    return code
+
+
+def _write_report(arguments: argparse.Namespace, started: float) -> None:
     from pretrain.reporting import report
 
     path = report.write_report(arguments.run_dir, arguments.run_dir / "report.html")

@@ -33,15 +33,15 @@ PREDICTED = {
 class Commands:
     """Stands in for both command lines: keeps what it is called with, and leaves what a fine-tuning leaves."""
 
-    def __init__(self, fails_at: str = "") -> None:
+    def __init__(self, fails_at: str = "", code: int = 4) -> None:
         self.seen: list[list[str]] = []
-        self.fails_at = fails_at
+        self.fails_at, self.code = fails_at, code
 
     def __call__(self, argv: Sequence[str]) -> int:
         self.seen.append(list(argv))
         settings = {word.partition("=")[0]: word.partition("=")[2] for word in argv if "=" in word}
         if settings.get("name") == self.fails_at:
-            return 4
+            return self.code
         if argv[0] == "finetune":
             folder, task = Path(settings["run_dir"]), settings["name"].split("-")[1]
             score = 0.5 if settings["random_weights"] == "true" else 0.75
@@ -114,6 +114,18 @@ def test_a_failed_demo_continues_with_the_unfinished_models(arguments: argparse.
     again = Commands()
     assert demo.run(arguments, Commands(), again) == 0
     assert again.names == ["demo-names-random", "demo-returns-pretrained", "demo-returns-random"]
+
+
+def test_a_stopped_fine_tuning_is_resumed(arguments: argparse.Namespace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert demo.run(arguments, Commands(), Commands(fails_at="demo-names-random", code=75)) == 75
+    assert "Run the same command again to continue it" in capsys.readouterr().out
+    manifest = Path("runs/demo/finetuned/names-random/checkpoints/step-00000165/manifest.json")
+    manifest.parent.mkdir(parents=True)
+    manifest.write_text("{}")
+    again = Commands()
+    assert demo.run(arguments, Commands(), again) == 0
+    assert manifest.is_file()
+    assert ["--resume" in argv for argv in again.seen] == [True, False, False]
 
 
 def test_nothing_is_fine_tuned_if_pretraining_fails(arguments: argparse.Namespace) -> None:
