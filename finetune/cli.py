@@ -5,7 +5,6 @@ A command line is imported when one of its commands runs.
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import sys
 import textwrap
@@ -13,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.commands import EXIT_CODES, program
+from pretrain.common.kinds import did_you_mean
 
 # launch.sh prints this file too, before there is a Python to run.
 COMMANDS_FILE = Path(__file__).with_name("commands.txt")
@@ -30,8 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     package = package_of(words)
     if not package:
-        near = difflib.get_close_matches(words[0], commands(), n=1)
-        advice = f"did you mean {near[0]}?" if near else f"{program()} --help lists them."
+        advice = did_you_mean(words[0], commands()) or f"{program()} --help lists them."
         print(f"error: {words[0]!r} is not a command; {advice}", file=sys.stderr)
         return 2
     return importlib.import_module(f"{package}.__main__").main(words)

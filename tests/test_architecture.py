@@ -346,7 +346,7 @@ def test_the_settings_of_the_compiler_have_one_place() -> None:
 @pytest.mark.parametrize(("field", "value"), [("norm", "batch_norm"), ("activation", "swish")])
 def test_unknown_names_are_refused_with_the_known_ones(field: str, value: str) -> None:
     shape = make_shape(**{field: value})
-    with pytest.raises(InputError, match=rf"model\.{field}: '{value}' is not .* Choose one of: "):
+    with pytest.raises(InputError, match=rf"model\.{field}: '{value}' is not one of "):
         parameter_count(shape, VOCABULARY)
     with pytest.raises(InputError, match=rf"model\.{field}: '{value}'"):
         PretrainingModel(shape, VOCABULARY)

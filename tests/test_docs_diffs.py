@@ -13,8 +13,6 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted((ROOT / "docs/extend").glob("*.md"))
-WITHOUT_DIFF: set[str] = set()
-"""Pages that need no diff."""
 
 
 def diffs(text: str) -> list[str]:
@@ -62,9 +60,6 @@ def follow(page: Path, folder: Path) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_following_a_page_gives_tests_that_pass(page: Path, tmp_path: Path):
     patches = diffs(page.read_text(encoding="utf-8"))
-    if page.stem in WITHOUT_DIFF:
-        assert not patches
-        return
     assert patches, f"{page.name} has no ```diff block"
     assert added_tests(patches), f"the diffs of {page.name} add no test"
     copy_of_the_project(tmp_path)

@@ -97,7 +97,7 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.common pretrain.preflight pretrain.commands pretrain.launch finetune.config pretrain.demo "
         "pretrain.__main__ finetune.artifacts finetune.runs finetune.bench finetune.experiments finetune.demo"
     ),
-    "finetune.cli": "pretrain.commands",
+    "finetune.cli": "pretrain.common pretrain.commands",
 }
 
 # Libraries that one place owns: what another place needs of them goes through it.

@@ -24,9 +24,14 @@ def kind_names(package: str) -> list[str]:
 def check_kind(package: str, name: str) -> None:
     """Raise `ValueError` with the nearest name if `package` has no module `name`."""
     names = kind_names(package)
-    if name in names:
-        return
-    raise ValueError(f"{name!r} is not one of {', '.join(names)}; {did_you_mean(name, names) or 'choose one.'}")
+    if name not in names:
+        raise ValueError(not_one_of(name, names))
+
+
+def not_one_of(name: str, names: Iterable[str]) -> str:
+    """The end of an error about an unknown name: the known `names` and the nearest of them."""
+    known = list(names)
+    return f"{name!r} is not one of {', '.join(known)}; {did_you_mean(name, known) or 'choose one.'}"
 
 
 def did_you_mean(name: str, names: Iterable[str]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
 from pretrain.common.errors import InputError
-from pretrain.common.kinds import did_you_mean
+from pretrain.common.kinds import not_one_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -55,9 +55,5 @@ ACTIVATIONS: dict[str, Activation] = {
 def get_activation(name: str) -> Activation:
     """The activation of a `model.activation`. Raises `InputError` for an unknown name."""
     if name not in ACTIVATIONS:
-        suggestion = did_you_mean(name, ACTIVATIONS)
-        raise InputError(
-            f"model.activation: {name!r} is not an activation of this model{'; ' + suggestion if suggestion else '.'} "
-            f"Choose one of: {', '.join(ACTIVATIONS)}."
-        )
+        raise InputError(f"model.activation: {not_one_of(name, ACTIVATIONS)}")
     return ACTIVATIONS[name]

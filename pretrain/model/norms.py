@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from pretrain.common.errors import InputError
-from pretrain.common.kinds import did_you_mean
+from pretrain.common.kinds import not_one_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -47,9 +47,5 @@ NORMS: dict[str, Norm] = {
 def get_norm(name: str) -> Norm:
     """The norm of a `model.norm`. Raises `InputError` for an unknown name."""
     if name not in NORMS:
-        suggestion = did_you_mean(name, NORMS)
-        raise InputError(
-            f"model.norm: {name!r} is not a norm of this model{'; ' + suggestion if suggestion else '.'} "
-            f"Choose one of: {', '.join(NORMS)}."
-        )
+        raise InputError(f"model.norm: {not_one_of(name, NORMS)}")
     return NORMS[name]
