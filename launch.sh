@@ -20,6 +20,37 @@ The first command sets up .venv beside this file. PYTHON=/path/to/python3 choose
 TEXT
 }
 
+usage_docs() {
+    cat <<'TEXT'
+usage: ./launch.sh docs [--port N | --build DIR | --generate]
+
+Build the documentation as a static site and serve it on this machine alone.
+
+  --port N      port on 127.0.0.1 (default: 8000)
+  --build DIR   write the site's files to DIR and do not serve them
+  --generate    write docs/reference from the code and do nothing else
+TEXT
+}
+
+usage_test() {
+    cat <<'TEXT'
+usage: ./launch.sh test [pytest arguments]
+
+Without arguments: run ruff check, ruff format --check, pyright and pytest. With arguments: run only pytest with them.
+
+examples:
+  ./launch.sh test
+  ./launch.sh test tests/test_config.py
+  ./launch.sh test -k precision
+
+.venv/bin/python -m pytest --help lists the arguments of pytest.
+TEXT
+}
+
+asks_for_help() { # [arguments]
+    [[ " $* " == *" --help "* || " $* " == *" -h "* ]]
+}
+
 # Whether commands.txt lists the command.
 is_command() { # NAME
     local line
@@ -65,11 +96,13 @@ is_set_up() { # EXTRA
 with_progress() { # TEXT COMMAND...
     local text=$1 start=$SECONDS job status
     shift
+    # In a process group of its own, which a signal ends as a whole: Ctrl-C does not reach the group.
+    set -m
     # Without the lock's descriptor: a command that outlives this script must not hold the lock.
     "$@" >>"$log" 2>&1 </dev/null 9<&- &
     job=$!
-    # Bash starts such a command with Ctrl-C ignored, so end it by name.
-    trap 'kill "$job" 2>/dev/null' EXIT
+    set +m
+    trap 'kill -- "-$job" 2>/dev/null' EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM
     if [[ -t 2 ]]; then
@@ -86,9 +119,15 @@ with_progress() { # TEXT COMMAND...
     return "$status"
 }
 
+# Makes .venv unless it is there, and installs PACKAGE.
+install() { # PYTHON PACKAGE
+    [[ -z $1 ]] || "$1" -m venv "$venv" || return
+    "$venv/bin/python" -m pip install --disable-pip-version-check --editable "$2" --constraint "$lock"
+}
+
 # Makes .venv, or adds to it, so that EXTRA's packages are there. Two at once: the second waits for the first.
 set_up() { # EXTRA: base, onnx, test, docs or bench
-    local extra=$1 package=$root python
+    local extra=$1 package=$root python=""
     is_set_up "$extra" && return
     exec 9<"$lock"
     if ! flock --nonblock 9; then
@@ -102,12 +141,12 @@ set_up() { # EXTRA: base, onnx, test, docs or bench
             [[ ! -e $venv || -f $venv/made-by-launch.sh ]] ||
                 fail "$venv is there already and was not made by launch.sh. Move it away, then run the same command again."
             rm -rf "$venv"
-            mkdir "$venv" && touch "$venv/made-by-launch.sh" && "$python" -m venv "$venv" || fail "$python could not make $venv. Is the disk full, or the folder read-only?"
+            mkdir "$venv" && touch "$venv/made-by-launch.sh" ||
+                fail "$venv cannot be made. Is the disk full, or the folder read-only?"
         fi
         is_set_up base || rm -f "$venv"/stamp-*
         [[ $extra == base ]] || package="$root[$extra]"
-        if ! with_progress "Setting up .venv ($extra)" \
-            "$venv/bin/python" -m pip install --disable-pip-version-check --editable "$package" --constraint "$lock"; then
+        if ! with_progress "Setting up .venv ($extra), log in .venv/install.log" install "$python" "$package"; then
             tail -n 12 "$log" >&2
             fail "The set-up failed; its last lines are above, all of them in $log." \
                 "Check the network or pip's index and the disk space ($(df -h "$root" | awk 'END { print $4 }') free), then run the same command again."
@@ -147,10 +186,18 @@ case $command in
         usage
         ;;
     docs)
+        if asks_for_help "$@"; then
+            usage_docs
+            exit
+        fi
         set_up docs
         exec "$venv/bin/python" "$root/docs/build.py" "$@"
         ;;
     test)
+        if asks_for_help "$@"; then
+            usage_test
+            exit
+        fi
         set_up test
         run_tests "$@"
         ;;
@@ -163,9 +210,9 @@ case $command in
         hand_over "$extra" export "$@"
         ;;
     *)
-        if ! is_command "$command"; then
-            usage >&2
-            printf "\nerror: '%s' is not a command; choose one of those above.\n" "$command" >&2
+        # With .venv in place, the console command names the nearest one.
+        if ! is_command "$command" && ! is_set_up base; then
+            printf "error: '%s' is not a command; ./launch.sh --help lists them.\n" "$command" >&2
             exit 2
         fi
         hand_over base "$command" "$@"

@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from cluster.workers.launch import RAY_FOLDER, end_session, environment, last_line
+from pretrain.commands import program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import write_json
 
@@ -123,7 +124,7 @@ def join(cpus: int, host: str = "") -> LocalCluster:
     """Add a node process to the cluster that runs here; `cpus` 0 takes as many as its first. `host` as for `up`."""
     cluster = find()
     if cluster is None:
-        raise InputError("up --join: no cluster is running on this machine. Start one with ./launch.sh up.")
+        raise InputError(f"up --join: no cluster is running on this machine. Start one with {program()} up.")
     use_token(cluster)
     before = _alive_nodes(cluster)
     arguments, host = [f"--address={cluster.address}"], host or cluster.address.rpartition(":")[0]
@@ -219,7 +220,7 @@ def _await(cluster: LocalCluster, ready: Callable[[], bool], nodes: Sequence[Nod
         if dead or time.monotonic() > deadline:
             why = "exited" if dead else f"did not start within {_UP_SECONDS:.0f} s"
             raise MachineError(
-                f"up: a node {why}; last line of its log: {last_line(log)!r}. ./launch.sh doctor checks the machine."
+                f"up: a node {why}; last line of its log: {last_line(log)!r}. {program()} doctor checks the machine."
             )
         time.sleep(0.2)
 

@@ -20,6 +20,7 @@ from pretrain.commands import (
     local_path,
     make_parser,
     positive_int,
+    run_path,
 )
 from pretrain.common.errors import InputError
 
@@ -283,7 +284,9 @@ def _add_export(commands: Any) -> None:
   ./launch.sh export runs/sst2 exported/sst2
   ./launch.sh export runs/sst2 exported/sst2 --onnx""",
     )
-    parser.add_argument("model", type=Path, metavar="MODEL", help="fine-tuned model, or its run folder")
+    parser.add_argument(
+        "model", type=run_path, metavar="MODEL", help="fine-tuned model, its run folder, or name of a run in runs/"
+    )
     parser.add_argument("out", type=local_path, metavar="DIR", help="folder to write; replaces an earlier export")
     parser.add_argument(
         "--onnx", action="store_true", help="also write model.onnx (needs onnx, onnxscript and onnxruntime)"
@@ -361,9 +364,10 @@ def _add_config(
     parser.add_argument(
         "--from",
         dest="start_from",
-        type=local_path,
+        type=run_path,
         metavar="DIR",
-        help="checkpoint to start from: a released model, an export or a run folder (overrides start_from)",
+        help="checkpoint to start from: a released model, an export, a run folder or the name of a run in runs/ "
+        "(overrides start_from)",
     )
     add_workers(parser)
     add_set(parser)
@@ -387,7 +391,9 @@ def _add_several(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", type=Path, metavar="MODEL", help="fine-tuned model, or its run folder")
+    parser.add_argument(
+        "model", type=run_path, metavar="MODEL", help="fine-tuned model, its run folder, or name of a run in runs/"
+    )
     parser.add_argument(
         "--precision",
         choices=("auto", "bf16", "fp16", "fp32"),

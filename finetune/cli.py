@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pretrain.commands import EXIT_CODES, program
+from pretrain.common.files import find_run
 from pretrain.common.kinds import did_you_mean
 
 # launch.sh prints this file too, before there is a Python to run.
@@ -30,7 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     package = package_of(words)
     if not package:
-        advice = did_you_mean(words[0], commands()) or f"{program()} --help lists them."
+        nearest = did_you_mean(words[0], commands())
+        advice = f"{nearest} {program()} --help lists them.".lstrip()
         print(f"error: {words[0]!r} is not a command; {advice}", file=sys.stderr)
         return 2
     return importlib.import_module(f"{package}.__main__").main(words)
@@ -71,7 +73,8 @@ def _exports_finetuned(words: Sequence[str]) -> bool:
         ),
         None,
     )
-    return run is not None and any(Path(run, name).is_file() for name in ("finetune.json", "model/finetune.json"))
+    files = ("finetune.json", "model/finetune.json")
+    return run is not None and any((find_run(run) / name).is_file() for name in files)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from pretrain.commands import (
     local_text,
     make_parser,
     program,
+    run_path,
 )
 from pretrain.common.errors import InputError
 
@@ -220,7 +221,7 @@ def _add_export(commands: Any) -> None:
 Fine-tuned models are exported by the same command, also as ONNX:
   ./launch.sh export runs/sst2 exported/sst2 --onnx""",
     )
-    parser.add_argument("run", type=local_path, metavar="RUN", help="run folder, such as runs/bert-mini")
+    parser.add_argument("run", type=run_path, metavar="RUN", help="run folder, or name of a run in runs/")
     parser.add_argument("out", type=local_path, metavar="DIR", help="folder to write")
     parser.add_argument("--checkpoint", metavar="NAME", help="checkpoint of the run (default: the newest)")
 
@@ -235,7 +236,9 @@ def _add_report(commands: Any) -> None:
   ./launch.sh report runs/bert-mini
   ./launch.sh report runs/bert-mini --out bert-mini.html""",
     )
-    parser.add_argument("run", type=local_path, metavar="RUN", help="run folder; the run may still be training")
+    parser.add_argument(
+        "run", type=run_path, metavar="RUN", help="run folder, or name of a run in runs/; it may still be training"
+    )
     parser.add_argument("--out", type=local_path, metavar="FILE", help="page to write (default: RUN/report.html)")
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.errors import InputError, RunError, printable
-from pretrain.common.files import check_local
+from pretrain.common.files import check_local, find_run
 
 LAUNCHER = "./launch.sh"
 EXIT_CODES = (
-    "Exit codes: 0 success, 2 invalid input, 3 unsuitable machine or cluster, 4 training diverged, "
-    "75 stopped and resumable, 130 interrupted."
+    "Exit codes: 0 success, 1 a check found a difference, or a bug with its traceback, 2 invalid input, "
+    "3 unsuitable machine or cluster, 4 training diverged, 75 stopped and resumable, 130 interrupted."
 )
 
 
@@ -139,6 +139,11 @@ def local_text(text: str) -> str:
 def local_path(text: str) -> Path:
     """An argument that is a path of this machine; `InputError` if it is a remote address."""
     return Path(local_text(text))
+
+
+def run_path(text: str) -> Path:
+    """An argument that is a run folder or the name of a run (`find_run`); `InputError` if it is a remote address."""
+    return find_run(local_path(text))
 
 
 def positive_int(text: str) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -67,8 +68,8 @@ def test_every_command_is_one_of_its_packages_parser() -> None:
 @pytest.mark.parametrize(
     ("word", "advice"),
     [
-        ("pretrian", "did you mean pretrain?"),
-        ("finetun", "did you mean finetune?"),
+        ("pretrian", "did you mean pretrain? ./launch.sh --help lists them."),
+        ("finetun", "did you mean finetune? ./launch.sh --help lists them."),
         ("xyzzy", "./launch.sh --help lists them."),
         ("--version", "./launch.sh --help lists them."),
     ],
@@ -195,8 +196,28 @@ def test_launch_sh_sets_nothing_up_for_an_unknown_command(clone: Path, word: str
     shutil.rmtree(clone / ".venv")
     result = launch(clone, word)
     assert result.returncode == 2
-    assert result.stderr.endswith(f"\nerror: '{word}' is not a command; choose one of those above.\n")
+    assert result.stderr == f"error: '{word}' is not a command; ./launch.sh --help lists them.\n"
     assert not (clone / ".venv").exists()
+
+
+def test_launch_sh_lets_an_installed_command_name_the_nearest(clone: Path) -> None:
+    add_stamps(clone, "base")
+    assert launch(clone, "demp").stdout.splitlines()[0] == "demp"
+
+
+@pytest.mark.parametrize("words", [["docs", "--help"], ["test", "-h"], ["test", "-k", "x", "--help"]], ids=" ".join)
+def test_launch_sh_sets_nothing_up_for_help(clone: Path, words: list[str]) -> None:
+    shutil.rmtree(clone / ".venv")
+    result = launch(clone, *words)
+    assert (result.returncode, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"usage: ./launch.sh {words[0]} ")
+    assert not (clone / ".venv").exists()
+
+
+def test_launch_sh_and_the_docs_program_have_the_same_options(clone: Path) -> None:
+    program = subprocess.run([sys.executable, ROOT / "docs/build.py", "--help"], capture_output=True, text=True)
+    options = set(re.findall(r"--[a-z]+", launch(clone, "docs", "--help").stdout))
+    assert options == set(re.findall(r"--[a-z]+", program.stdout)) - {"--help"}
 
 
 def test_launch_sh_hands_every_command_over(clone: Path) -> None:
@@ -223,7 +244,7 @@ def test_launch_sh_sets_up_what_a_command_needs(clone: Path, words: list[str], e
     add_stamps(clone, *({"base", "onnx", "bench", "test"} - {extra}))
     result = launch(clone, *words)
     assert result.returncode == 3
-    assert f"Setting up .venv ({extra})" in result.stderr
+    assert f"Setting up .venv ({extra}), log in .venv/install.log ...\n" in result.stderr
     package = str(clone) if extra == "base" else f"{clone}[{extra}]"
     assert f"--editable {package} --constraint" in (clone / "pip.txt").read_text()
 
@@ -242,3 +263,22 @@ def test_a_stopped_set_up_ends_its_installer_and_frees_the_lock(clone: Path) -> 
         assert command.wait() == 143
     assert not psutil.pid_exists(int(pid.read_text())) or psutil.Process(int(pid.read_text())).status() == "zombie"
     assert subprocess.run(["flock", "--nonblock", "requirements.lock", "true"], cwd=clone).returncode == 0
+
+
+def test_a_set_up_stopped_while_it_makes_the_venv_leaves_no_process(clone: Path) -> None:
+    """The Python that makes the virtual environment waits for a file that never comes."""
+    shutil.rmtree(clone / ".venv")
+    python, pid = clone / "python", clone / "pid"
+    python.write_text(f'#!/bin/sh\n[ "$2" = venv ] || exit 0\necho $$ >{pid}\nexec tail -f /dev/null\n')
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(python)}
+    with subprocess.Popen(
+        ["./launch.sh", "doctor"], cwd=clone, stderr=subprocess.PIPE, text=True, env=environment
+    ) as command:
+        assert command.stderr is not None
+        assert command.stderr.readline() == "Setting up .venv (base), log in .venv/install.log ...\n"
+        while not pid.is_file() or not pid.read_text():
+            assert command.poll() is None
+        command.terminate()
+        assert command.wait() == 143
+    assert not psutil.pid_exists(int(pid.read_text())) or psutil.Process(int(pid.read_text())).status() == "zombie"

@@ -17,8 +17,9 @@ PACKAGES = ("pretrain", "finetune", "cluster")
 MAY_IMPORT: dict[str, str] = {
     "pretrain.common": "",
     "pretrain.config": "pretrain.common",
-    "cluster.workers": "pretrain.common",
-    "cluster.local": "pretrain.common cluster.workers",
+    "pretrain.commands": "pretrain.common",
+    "cluster.workers": "pretrain.common pretrain.commands",
+    "cluster.local": "pretrain.common pretrain.commands cluster.workers",
     "cluster.pool": "pretrain.common cluster.workers",
     "cluster.trials": "pretrain.common cluster.workers",
     "pretrain.tracking": "pretrain.common pretrain.config",
@@ -28,7 +29,6 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.checkpoint": "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.model",
     "pretrain.preflight": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.estimate": "pretrain.common pretrain.config pretrain.corpus pretrain.model",
-    "pretrain.commands": "pretrain.common",
     "pretrain.training": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint pretrain.preflight"
     ),

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from rich.console import Console
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
 from pretrain.config import PretrainConfig
-from pretrain.tracking import live, mirror
+from pretrain.tracking import live, mirror, starting
 from pretrain.tracking.live import follow
 from pretrain.tracking.mirror import wandb_names
 from pretrain.tracking.records import read_records
@@ -432,6 +433,24 @@ class TestFollow:
         for expected in ("phase 2/2 (512)", "step 90/100", "loss 3.000", "42% MFU", "2 skipped"):
             assert expected in last
 
+    @pytest.mark.parametrize("terminal", [False, True])
+    def test_the_phases_of_the_start_are_shown_as_they_happen(self, run: Path, terminal: bool) -> None:
+        (run / "logs").mkdir()
+        starting.write_phase(run, "phase of an earlier start, which was killed")
+        with following(run, terminal) as screen:
+            for phase in (starting.LOAD, starting.COMPILE):
+                starting.write_phase(run, phase)
+                wait_for(lambda phase=phase: phase in screen.getvalue())
+            starting.end_phases(run)
+            wait_for(lambda: starting.STEPS in screen.getvalue())
+            append(run, {"step": 10, "loss": 3.0})
+        text = screen.getvalue()
+        assert "earlier start" not in text
+        if not terminal:
+            seen = [line.strip() for line in text.splitlines()]
+            assert seen[:4] == [starting.WORKERS, starting.LOAD, starting.COMPILE, starting.STEPS]
+            assert "step 10/100" in seen[4]
+
     def test_earlier_records_are_not_reported_again(self, run: Path) -> None:
         append(run, {"step": 40, "loss": 3.0}, {"step": 40, "split": "validation", "mlm_loss": 9.0, "loss": 9.0})
         with following(run) as screen:
@@ -516,6 +535,13 @@ def following(run: Path, terminal: bool = False) -> Iterator[io.StringIO]:
     console = Console(file=screen, force_terminal=terminal, width=200, color_system=None, highlight=False)
     with follow(run, 100, console):
         yield screen
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def append(run: Path, *records: dict[str, Any]) -> None:

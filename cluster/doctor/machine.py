@@ -157,7 +157,7 @@ def _own_version() -> str:
     for package in _PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
-    return f"sources {digest.hexdigest()[:8]}"
+    return f"{digest.hexdigest()[:8]} (hash of the project's source files)"
 
 
 def _memory() -> tuple[int, int]:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from cluster.doctor.machine import GIB, NONE, Device, Disk, MachineFacts
 from cluster.doctor.rows import FAIL, PASS, WARN, Finding, above, below
+from pretrain.commands import LAUNCHER, program
 from pretrain.model.precision import is_faster_in_fp32
 
 _BUSY = 0.25
@@ -36,7 +37,9 @@ def rows(facts: MachineFacts, where: str = "") -> list[Finding]:
 
 def judge_versions(versions: Mapping[str, str]) -> list[Finding]:
     """A row for each library: installed or not."""
-    advice = "Run ./launch.sh doctor, which sets up .venv; if there is one already, remove it and run it again."
+    advice = "Install the packages that requirements.lock lists."
+    if program() == LAUNCHER:
+        advice = f"Run {LAUNCHER} doctor, which sets up .venv; if there is one already, remove it and run it again."
     rows = []
     for name, version in versions.items():
         if name == "Python":

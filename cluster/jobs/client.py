@@ -22,6 +22,7 @@ from cluster.workers.address import answers_without_token, check_dashboard, reda
 from cluster.workers.driver import choose_token
 from cluster.workers.nodes import nodes_fit
 from cluster.workers.processes import JOB_ENTRYPOINT
+from pretrain.commands import program
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.common.worker import WAITING_FILE
 
@@ -90,7 +91,7 @@ class Jobs:
         self._runtime_env = {} if cluster else wait
         if not address and cluster is None:
             raise InputError(
-                "No cluster is running on this machine. Give --address URL, or start one with ./launch.sh up."
+                f"No cluster is running on this machine. Give --address URL, or start one with {program()} up."
             )
         self.address = address or (cluster.dashboard if cluster else "")
         self.shown = without_password(self.address)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.jobs.client import KINDS, Job
-from pretrain.commands import local_path, local_text
+from pretrain.commands import local_path, run_path
 from pretrain.common.errors import InputError
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def _load(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
         from finetune.config import load_config as load
 
         if options.start_from:
-            overrides.append(f"start_from={json.dumps(options.start_from)}")
+            overrides.append(f"start_from={json.dumps(str(options.start_from))}")
         return load(options.config, overrides)
     from pretrain.config import load_config
 
@@ -72,5 +72,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("config", type=local_path, metavar="CONFIG")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--from", dest="start_from", type=local_text, metavar="DIR")
+    parser.add_argument("--from", dest="start_from", type=run_path, metavar="DIR")
     return parser

@@ -27,6 +27,7 @@ from cluster.workers.nodes import NodeSize, cpus_that_fit, nodes_fit, usable_nod
 from cluster.workers.outcomes import as_data, one_line
 from cluster.workers.request import DriverRequest, Launch, LaunchRequest, R
 from cluster.workers.supervisor import supervise
+from pretrain.commands import program
 from pretrain.common.errors import MachineError, RunError
 from pretrain.common.files import write_json
 
@@ -143,7 +144,7 @@ def _start_ray(request: DriverRequest) -> None:
         _keep_ray_logs(request.launch)
         raise MachineError(
             f"{request.launch.run_dir / LOGS / RAY_LOG}: Ray did not start on this machine ({one_line(error)}). "
-            "Ray's own logs are in the same folder; ./launch.sh doctor checks the machine."
+            f"Ray's own logs are in the same folder; {program()} doctor checks the machine."
         ) from None
 
 

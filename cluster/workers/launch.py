@@ -29,6 +29,7 @@ from cluster.workers.address import without_password
 from cluster.workers.outcomes import error_from
 from cluster.workers.processes import DRIVER
 from cluster.workers.request import STOP_FILE, DriverRequest, Launch, LaunchRequest
+from pretrain.commands import program
 from pretrain.common.errors import InputError, MachineError, StoppedError
 from pretrain.common.files import append_open, disk_errors
 from pretrain.common.worker import Flag
@@ -246,7 +247,7 @@ def environment() -> dict[str, str]:
     (Python 3.11 on; 3.10 ignores it).
     """
     path = os.pathsep.join(filter(None, [str(_PROJECT), os.environ.get("PYTHONPATH", "")]))
-    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    return {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1", "BERTRAIN_PROGRAM": program()}
 
 
 class _Signals:

@@ -24,7 +24,7 @@ import numpy as np
 
 from finetune.artifacts.saved import SCORES
 from finetune.config import FinetuneConfig, load_config
-from pretrain.commands import local_path, local_text
+from pretrain.commands import local_path, local_text, program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
 from pretrain.model.precision import resolve_here
@@ -37,7 +37,7 @@ _WARM_UP = 0.1  # fraction of the steps excluded from the speed: compilation, al
 
 def main(argv: Sequence[str]) -> int:
     """Run the comparison; print one line per run and a summary, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(prog="./launch.sh bench finetune", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog=f"{program()} bench finetune", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("config", type=local_path, metavar="CONFIG", help="the task's YAML file")
     parser.add_argument("--from", dest="start_from", type=local_text, metavar="DIR", help="initial checkpoint")
     parser.add_argument("--seeds", type=int, default=3, help="number of runs of each (default: 3)")

@@ -22,7 +22,7 @@ from typing import Any
 
 from pretrain.bench import page, results
 from pretrain.bench.results import BenchResult, Comparison, FailedMeasurement, Machine, Results
-from pretrain.commands import local_path
+from pretrain.commands import local_path, program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import disk_errors, read_manifest, sha256_file
 from pretrain.preflight import environment
@@ -116,7 +116,7 @@ def collect(planned: list[Measurement], out: Path, about: dict[str, Any], inputs
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="./launch.sh bench all",
+        prog=f"{program()} bench all",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Exit codes: 0 success, 2 invalid input, 3 a benchmark failed (its row says why; the others still run).",

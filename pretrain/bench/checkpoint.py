@@ -16,7 +16,7 @@ from typing import Any
 from pretrain.bench.baselines import bench_config
 from pretrain.bench.results import aligned
 from pretrain.checkpoint.saver import Saver
-from pretrain.commands import local_path
+from pretrain.commands import local_path, program
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
 from pretrain.model.heads import PretrainingModel
@@ -29,7 +29,7 @@ _VOCABULARY = 30522
 
 def main(argv: list[str]) -> int:
     """Run the comparison and print a table, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(prog="./launch.sh bench checkpoint", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog=f"{program()} bench checkpoint", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--size", default="base", help="model size (default: base)")
     parser.add_argument("--zero", type=int, default=1, choices=[0, 1, 2, 3], help="ZeRO stage (default: 1)")
     parser.add_argument("--rounds", type=int, default=5, help="saves of each kind; the median is reported")

@@ -11,7 +11,7 @@ from __future__ import annotations
 import argparse
 
 from pretrain.bench.results import Comparison, Figure, Results, aligned, number, read, short_commit, span
-from pretrain.commands import local_path
+from pretrain.commands import local_path, program
 from pretrain.common.errors import InputError
 
 EXIT_SLOWER = 1
@@ -69,7 +69,7 @@ def warnings(a: Results, b: Results) -> list[str]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="./launch.sh bench compare",
+        prog=f"{program()} bench compare",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="Exit codes: 0 no regressions, 1 a row is slower or failed in B only, 2 invalid input.",

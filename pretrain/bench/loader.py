@@ -26,7 +26,7 @@ import numpy as np
 import torch
 
 from pretrain.batches.loader import BatchMaker, Loader
-from pretrain.commands import local_path
+from pretrain.commands import local_path, program
 from pretrain.common.errors import InputError
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import Shard, TokenShards, open_shards
@@ -41,7 +41,7 @@ _RESUME_SHARDS, _RESUME_TOKENS = 141, 100_000_000  # over 150 million samples of
 
 def main(argv: list[str]) -> int:
     """Run the comparison and print a table, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(prog="./launch.sh bench loader", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog=f"{program()} bench loader", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--corpus", type=local_path, help="prepared corpus folder (default: a synthetic one)")
     parser.add_argument("--lengths", type=int, nargs="+", default=[128, 512], help="sequence lengths")
     parser.add_argument("--sequences", type=int, default=256, help="sequences per batch")

@@ -35,7 +35,7 @@ from typing import Any
 from pretrain.bench.prepare_checks import check_ids, measure_memory
 from pretrain.bench.prepare_data import Vocabulary, read_documents, source_file, train_vocabulary
 from pretrain.bench.prepare_programs import DatasetsMap, EncodeBatch, Preparation, Program, Tokenisers, cores
-from pretrain.commands import local_path
+from pretrain.commands import local_path, program
 from pretrain.common.errors import InputError, MachineError
 
 _READ_BYTES = 1 << 20
@@ -66,7 +66,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="./launch.sh bench prepare", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog=f"{program()} bench prepare", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--file", type=local_path, help="WikiExtractor file (default: the installed docstrings)")
     parser.add_argument("--limit-mb", type=float, default=0, help="only the first MB of it; 0 uses all")
     parser.add_argument(

@@ -13,6 +13,7 @@ import time
 from typing import Any
 
 from pretrain.bench.baselines import BASELINES, OURS, TrainerProcess, TrainerSpec, bench_config
+from pretrain.commands import program
 
 TURN_SECONDS = 10.0
 WARM_UP_SHARE = 0.1
@@ -20,7 +21,7 @@ WARM_UP_SHARE = 0.1
 
 def main(argv: list[str]) -> int:
     """Run the comparison and print held-out losses over time, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(prog="./launch.sh bench quality", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog=f"{program()} bench quality", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--corpus", required=True, help="prepared corpus folder")
     parser.add_argument("--size", default="mini", help="model size (default: mini)")
     parser.add_argument("--length", type=int, default=128, help="sequence length")

@@ -21,6 +21,7 @@ import torch
 
 from pretrain.batches.loader import Loader, MicroBatch, StepBatch
 from pretrain.bench.baselines import BARE, BASELINES, OURS, TrainerProcess, TrainerSpec, bench_config
+from pretrain.commands import program
 from pretrain.config import Precision, PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.estimate import executed_flops, step_flops
@@ -154,7 +155,7 @@ def _rate(result: dict[str, Any], kind: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="./launch.sh bench step", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog=f"{program()} bench step", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--corpus", required=True, help="prepared corpus folder, which gives the sequence lengths")
     parser.add_argument("--sizes", nargs="+", default=["mini"], help="model sizes (default: mini)")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 128], help="sequence lengths")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.bench.baselines import BARE, TrainerProcess, TrainerSpec, bench_config
+from pretrain.commands import program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump
 from pretrain.config import PretrainConfig
@@ -28,7 +29,7 @@ _WINDOW = 10  # steps per record
 
 def main(argv: list[str]) -> int:
     """Run the comparison and print a table, or JSON with `--json`."""
-    parser = argparse.ArgumentParser(prog="./launch.sh bench workers", description=(__doc__ or "").split("\n")[0])
+    parser = argparse.ArgumentParser(prog=f"{program()} bench workers", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--corpus", required=True, help="prepared corpus folder")
     parser.add_argument("--size", default="mini", help="model size (default: mini)")
     parser.add_argument("--length", type=int, default=128, help="sequence length")

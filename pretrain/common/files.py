@@ -46,6 +46,11 @@ def check_local(path: Path | str) -> None:
         )
 
 
+def find_run(name: Path | str) -> Path:
+    """The folder `name`, or else runs/`name`, the folder of the run of this name; `name` if neither is a folder."""
+    return next((folder for folder in (Path(name), Path("runs", name)) if folder.is_dir()), Path(name))
+
+
 @contextlib.contextmanager
 def disk_errors(path: Path) -> Iterator[None]:
     """Turn errors of the operating system below `path` into one-line errors that say what to do."""

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.worker import WAITING_FILE
+from pretrain.tracking import starting
 from pretrain.tracking.records import METRICS, parse_record
 
 if TYPE_CHECKING:
@@ -31,11 +32,13 @@ def follow(run_dir: Path, total_steps: int, console: Console | None = None) -> I
     """Show the run's progress on the terminal while the block runs.
 
     One live line shows step, loss, accuracy, useful tokens/s, MFU, data stalls and time left. Evaluations are printed
-    above it. If stdout is not a terminal, a plain line is printed every 30 s.
+    above it. Before the first record, the line shows the phase of the start. If stdout is not a terminal, a plain line
+    is printed for each phase of the start, and then every 30 s.
     """
     from rich.console import Console as RichConsole
 
     console = console or RichConsole(highlight=False, soft_wrap=True)
+    starting.end_phases(run_dir)  # a killed start leaves its phase
     progress = _Progress(run_dir, total_steps, console)
     progress.poll()  # existing records belong to earlier starts of the run
     stop = threading.Event()
@@ -102,10 +105,12 @@ class _Progress:
         self._best = math.inf
         self._phases: list[tuple[int, int, int]] = []
         self._waiting = ""
+        self.phase_of_start = starting.WORKERS
 
     def poll(self) -> None:
         """Read new records; print evaluations, restarts and waits for nodes on separate lines."""
         self._print_wait()
+        self._read_start()
         records, fresh = self._tail.read()
         if not records and not fresh:
             return
@@ -128,6 +133,15 @@ class _Progress:
         if message and message != self._waiting:
             self.console.print(f"  {message}", style="yellow", markup=False)
         self._waiting = message
+
+    def _read_start(self) -> None:
+        if self.started_training:
+            return
+        phase = starting.read_phase(self._run_dir)
+        if phase:
+            self.phase_of_start = phase
+        elif self.phase_of_start != starting.WORKERS:
+            self.phase_of_start = starting.STEPS
 
     def _take(self, record: dict[str, Any]) -> None:
         if "event" in record:
@@ -210,10 +224,13 @@ def _draw_live(progress: _Progress, stop: threading.Event) -> None:
 
 
 def _print_plain(progress: _Progress, stop: threading.Event) -> None:
-    printed_at, printed_step = time.monotonic(), 0
+    printed_at, printed_step, printed_phase = time.monotonic(), 0, ""
     while True:
         final = stop.is_set()
         progress.poll()
+        if progress.phase_of_start != printed_phase and not progress.started_training:
+            printed_phase = progress.phase_of_start
+            progress.console.print(f"  {printed_phase}", style="dim", markup=False)
         due = printed_step == 0 or final or time.monotonic() - printed_at >= _PLAIN_SECONDS
         if due and progress.started_training and progress.step > printed_step:
             progress.console.print("  ".join(_pieces(progress).values()))
@@ -264,7 +281,7 @@ def _live_line(progress: _Progress, width: int) -> Text:
 
     if not progress.started_training:
         spin = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"[int(time.monotonic() / _REFRESH_SECONDS) % 10]
-        return Text(f"{spin} starting the workers, {clock(time.monotonic() - progress.started)}", style="dim")
+        return Text(f"{spin} {progress.phase_of_start}, {clock(time.monotonic() - progress.started)}", style="dim")
     pieces = _pieces(progress)
     shown: set[str] = set()
     bar_width = max(0, min(24, width // 6))

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from pretrain.common.worker import Worker
+from pretrain.tracking import starting
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
 from pretrain.training.loop import LONG_SECONDS, TrainingPlan, fit
@@ -75,11 +76,11 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
     extra_state = {"run_id": tracker.run_id, **training.identity, "config": config.model_dump(mode="json")}
     try:
         if progress.step < plan.total_steps and not progress.stopped_early:
-            rehearse(engine, task, progress, checkpoints, extra_state)
+            plan = _prepared(training, engine, progress, checkpoints, extra_state)
             fit(
                 engine,
                 task,
-                dataclasses.replace(plan, peak_flops=total_matmul_peak(engine)),
+                plan,
                 progress,
                 checkpoints=checkpoints,
                 extra_state=extra_state,
@@ -92,3 +93,22 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
         with engine.allow(LONG_SECONDS):  # W&B may wait for its network
             task.close()
             tracker.close()
+
+
+def _prepared(
+    training: Training[S], engine: Engine, progress: Progress, checkpoints: Path, extra_state: dict[str, Any]
+) -> TrainingPlan:
+    """Rehearse and measure before the first step; returns the plan with its `peak_flops`."""
+    config = training.plan.config
+
+    def begin(phase: str) -> None:
+        if engine.rank == 0:
+            starting.write_phase(config.folder, phase)
+
+    begin(starting.COMPILE if config.engine.compile else starting.REHEARSE)
+    rehearse(engine, training.task, progress, checkpoints, extra_state)
+    begin(starting.MEASURE)
+    plan = dataclasses.replace(training.plan, peak_flops=total_matmul_peak(engine))
+    if engine.rank == 0:
+        starting.end_phases(config.folder)
+    return plan

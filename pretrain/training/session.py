@@ -20,6 +20,7 @@ from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.worker import Worker
 from pretrain.config import R, RunConfig, with_precision
 from pretrain.model import precision
+from pretrain.tracking import starting
 from pretrain.tracking.logs import quiet_logging
 from pretrain.training.engine import Engine, end_process_group, gather_objects
 from pretrain.training.watchdog import Watchdog
@@ -38,10 +39,18 @@ def started(config: R, worker: Worker) -> Iterator[tuple[R, torch.device, Watchd
         progress).
     """
     quiet_logging(config.folder / "logs" / f"training-{worker.rank}.log")
+    if worker.rank == 0 and worker.world_size > 1:
+        starting.write_phase(config.folder, starting.CONNECT)
     with process_group(worker), watched(config, worker) as watchdog:
         config, device = choose_device(config, worker)
         torch.manual_seed(config.seed)
-        yield config, device, watchdog
+        if worker.rank == 0:
+            starting.write_phase(config.folder, starting.LOAD)
+        try:
+            yield config, device, watchdog
+        finally:
+            if worker.rank == 0:
+                starting.end_phases(config.folder)
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.errors import InputError
+from pretrain.common.files import find_run
 from pretrain.common.settings import read_values
 from pretrain.reporting.dashboard.panels import panels_for
 from pretrain.reporting.dashboard.subjects import Subject, subject
@@ -112,9 +113,9 @@ def find_folder(name: str, address: str = "", *, plain_http: bool = False) -> Pa
         InputError: there is no such run, or its folder is not accessible from this machine.
     """
     if not address:
-        for folder in (Path(name), Path("runs", name)):
-            if folder.is_dir():
-                return folder
+        folder = find_run(name)
+        if folder.is_dir():
+            return folder
     from cluster.jobs.client import run_folder
 
     folder = run_folder(name, address, plain_http=plain_http)
