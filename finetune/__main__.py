@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from pretrain import demo as pretraining_demo
 from pretrain.commands import (
     add_command,
+    add_dry_run,
     add_run_options,
     add_set,
     add_workers,
@@ -97,11 +98,13 @@ def _dry_run(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
     alone = launch.is_alone(config, arguments.no_ray)
     if launch.is_follower():
         return
-    if runs.is_finished(config, arguments.resume):
-        launch.report_finished(config)
-        return
+    finished = runs.has_model(config)
+    if finished and arguments.resume:
+        runs.check_same(config, over=True)
     plan = runs.plan(config, alone)
-    print(runs.describe(preflight.with_resolved_precision(config) if arguments.resume else config, plan))
+    config = preflight.with_resolved_precision(config) if arguments.resume or finished else config
+    state = preflight.run_state(config.folder, finished=finished)
+    print(f"{config.folder}: {state}\n{runs.describe(config, plan, show_config=arguments.show_config)}")
 
 
 def _finetune_seeds(config: FinetuneConfig, arguments: argparse.Namespace) -> None:
@@ -109,7 +112,13 @@ def _finetune_seeds(config: FinetuneConfig, arguments: argparse.Namespace) -> No
 
     if arguments.no_ray or "RANK" in os.environ:
         raise InputError("--seeds: several runs need Ray. Remove --no-ray, and do not use torchrun.")
-    run_seeds(config, arguments.seeds, parallel=arguments.parallel, dry_run=arguments.dry_run)
+    run_seeds(
+        config,
+        arguments.seeds,
+        parallel=arguments.parallel,
+        dry_run=arguments.dry_run,
+        show_config=arguments.show_config,
+    )
 
 
 def _sweep(arguments: argparse.Namespace) -> None:
@@ -125,6 +134,7 @@ def _sweep(arguments: argparse.Namespace) -> None:
         parallel=arguments.parallel,
         keep=arguments.keep,
         dry_run=arguments.dry_run,
+        show_config=arguments.show_config,
     )
 
 
@@ -140,10 +150,14 @@ def _glue(arguments: argparse.Namespace) -> None:
         parallel=arguments.parallel,
         submission=arguments.submission,
         dry_run=arguments.dry_run,
+        show_config=arguments.show_config,
     )
 
 
 def _evaluate(arguments: argparse.Namespace) -> None:
+    from finetune.artifacts.folders import model_folder
+
+    model_folder(arguments.model)  # before torch is loaded
     from finetune.artifacts.evaluation import evaluate
     from pretrain.common.thread_waits import sleeping_when_crowded
 
@@ -158,12 +172,18 @@ def _predict(arguments: argparse.Namespace) -> None:
         raise InputError(f"predict: got both {source} and --{next(iter(fields))}. Give one of them.")
     if not fields and source == "-" and sys.stdin.isatty():
         raise InputError("predict: no input. Give --text, a file, or lines on standard input.")
+    from finetune.artifacts.folders import model_folder
+
+    folder = model_folder(arguments.model)  # before torch is loaded
     from finetune.artifacts.prediction import predict
 
-    predict(arguments.model, source, arguments.out, arguments.precision, fields)
+    predict(folder, source, arguments.out, arguments.precision, fields)
 
 
 def _export(arguments: argparse.Namespace) -> None:
+    from finetune.artifacts.folders import model_folder
+
+    model_folder(arguments.model)  # before torch is loaded
     from finetune.artifacts.export import export
 
     print(export(arguments.model, arguments.out, onnx=arguments.onnx))
@@ -387,7 +407,7 @@ def _add_several(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="concurrent runs (default: one per GPU, or one per machine without GPUs)",
     )
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved config and the plan, then exit")
+    add_dry_run(parser, "print the plan, then exit")
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:

@@ -29,6 +29,7 @@ class FinetunePlan:
 
     examples: int
     units: int  # what a step counts: examples, or windows if the model does not combine an example's windows
+    tokens: int  # of all training examples; 0 if they are not tokenized before the training
     held_out: dict[str, int]  # examples of each held-out set
     labels: tuple[str, ...]
     steps: int
@@ -68,7 +69,7 @@ def is_finished(config: FinetuneConfig, resume: bool) -> bool:
     Raises:
         InputError: it holds one and `resume` is off, or its run had other settings.
     """
-    finished = (config.folder / MODEL / MANIFEST).is_file()
+    finished = has_model(config)
     if finished and not resume:
         raise InputError(
             f"{config.folder}: already holds a finished model. Choose another name or run_dir, or remove it."
@@ -76,6 +77,11 @@ def is_finished(config: FinetuneConfig, resume: bool) -> bool:
     if finished:
         check_same(config, over=True)
     return finished
+
+
+def has_model(config: FinetuneConfig) -> bool:
+    """Whether the run folder holds a finished model."""
+    return (config.folder / MODEL / MANIFEST).is_file()
 
 
 def check_same(config: FinetuneConfig, *, over: bool) -> None:
@@ -121,12 +127,14 @@ def plan(config: FinetuneConfig, alone: bool, *, test_sets: bool = True) -> Fine
     launch.check_cores(config, alone)
     released, encoder = _read_start(config)
     check_fit(config, released.model)
-    units = len(examples)
+    units, tokens = len(examples), 0
     if task.head != "sequence":
-        units = task.windows(examples, encoder, training=True).training_examples
+        windows = task.windows(examples, encoder, training=True)
+        units, tokens = windows.training_examples, len(windows.ids)
     return FinetunePlan(
         examples=len(examples),
         units=units,
+        tokens=tokens,
         held_out={name: len(members) for name, members in held_out.items()},
         labels=task.labels,
         steps=config.total_steps(units),
@@ -176,25 +184,31 @@ def _read_start(config: FinetuneConfig) -> tuple[Released, TextEncoder]:
 # ---------------------------------------------------------------- printed before the start
 
 
-def describe(config: FinetuneConfig, plan: FinetunePlan) -> str:
-    """The dry run: the resolved config, its precision, the checkpoint and the data."""
+def describe(config: FinetuneConfig, plan: FinetunePlan, *, show_config: bool = False) -> str:
+    """The dry run: the data, the precision and the checkpoint; with `show_config` also the resolved config."""
     from pretrain.common.settings import dump
     from pretrain.estimate import resolve_precision
 
     config, why = resolve_precision(config)
-    settings = "\n".join(f"  {line}" for line in dump(config).splitlines())
-    precision = f"Precision\n  {config.engine.precision}: {why}"
-    return f"Resolved config\n{settings}\n\n{precision}\n\n{describe_start(config, plan)}"
+    precision = f"precision {config.engine.precision}: {why}"
+    parts = [f"{_describe_data(config, plan)}\n{precision}", describe_checkpoint(config, plan)]
+    if show_config:
+        parts.append("\n".join(["Resolved config", *(f"  {line}" for line in dump(config).splitlines())]))
+    return "\n\n".join(parts)
 
 
 def describe_start(config: FinetuneConfig, plan: FinetunePlan) -> str:
     """The checkpoint, the data and the number of steps."""
+    return f"{describe_checkpoint(config, plan)}\n{_describe_data(config, plan)}"
+
+
+def _describe_data(config: FinetuneConfig, plan: FinetunePlan) -> str:
     sets = ", ".join(f"{count:,} in {name}" for name, count in plan.held_out.items()) or "none held out"
     shown = ", ".join(plan.labels[:8]) + (", ..." if len(plan.labels) > 8 else "")
+    tokens = f" of {plan.tokens:,} tokens" if plan.tokens else ""
     windows = f" in {plan.units:,} windows" if plan.units != plan.examples else ""
     lines = [
-        describe_checkpoint(config, plan),
-        f"{config.task_name}: {plan.examples:,} training examples{windows}, {sets}; {plan.steps:,} steps",
+        f"{config.task_name}: {plan.examples:,} training examples{windows}{tokens}, {sets}; {plan.steps:,} steps",
     ]
     if plan.labels:
         lines.append(f"  {len(plan.labels)} labels: {shown}")

@@ -12,6 +12,7 @@ from pretrain import demo
 from pretrain.commands import (
     add_address,
     add_command,
+    add_dry_run,
     add_run_options,
     add_set,
     add_workers,
@@ -82,8 +83,12 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     if arguments.dry_run:
         from pretrain import estimate, preflight
 
+        state = preflight.run_state(config.folder, finished=preflight.is_finished(config))
         config = preflight.with_resolved_precision(config) if arguments.resume else config
-        print(estimate.dry_run(config, on=arguments.on, mean_length=arguments.mean_length))
+        estimates = estimate.dry_run(
+            config, on=arguments.on, mean_length=arguments.mean_length, show_config=arguments.show_config
+        )
+        print(f"Run\n  {config.folder}: {state}\n\n{estimates}")
         return
     from pretrain import launch, preflight
     from pretrain.config import changed_for_resume
@@ -187,11 +192,7 @@ def _add_pretrain(commands: Any) -> None:
   torchrun --nproc-per-node 8 -m pretrain pretrain my.yaml""",
     )
     _add_config(parser)
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="print the resolved config, parameters, memory, FLOPs and time, then exit",
-    )
+    add_dry_run(parser, "print the run folder, parameters, memory, FLOPs and time, then exit")
     add_set(parser)
     add_workers(parser)
     add_run_options(parser)

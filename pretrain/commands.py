@@ -117,6 +117,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_dry_run(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """Add --dry-run, and --show-config, which goes with it."""
+    parser.add_argument("--dry-run", action="store_true", help=purpose)
+    parser.add_argument("--show-config", action="store_true", help="with --dry-run: also print the resolved config")
+
+
 def add_workers(parser: argparse.ArgumentParser) -> None:
     """Add --workers N."""
     parser.add_argument(

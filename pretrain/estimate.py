@@ -39,12 +39,15 @@ PEAK_FLOPS = {
 ASSUMED_MFU = {"cuda": 0.40, "cpu": 0.50}
 
 
-def dry_run(config: PretrainConfig, on: str | None = None, mean_length: float | None = None) -> str:
-    """The resolved config and all estimates as text for the terminal.
+def dry_run(
+    config: PretrainConfig, on: str | None = None, mean_length: float | None = None, *, show_config: bool = False
+) -> str:
+    """All estimates as text for the terminal.
 
     Args:
         on: cluster to estimate the time for, such as "8xH100"; "here" measures this machine.
         mean_length: mean tokens per sequence, for every phase; by default `expected_length`.
+        show_config: add the resolved config.
 
     Raises:
         InputError: `on` is not a known cluster, the model has no such norm or activation, or the prepared corpus is
@@ -56,13 +59,13 @@ def dry_run(config: PretrainConfig, on: str | None = None, mean_length: float | 
     cluster = parse_cluster(on, config) if on else None
     device: Device = cluster.device if cluster else "cuda" if Path("/proc/driver/nvidia").exists() else "cpu"
     parts = [
-        "Resolved config\n" + _indent(dump(config)),
         f"Precision\n  {config.engine.precision}: {why}",
         "Parameters\n" + _parameter_lines(config, size),
         "Memory per worker\n" + _memory_lines(config, cluster.workers if cluster else None, device),
         "Work\n" + _work_lines(config, size, mean_length),
         "Time\n" + _time_lines(config, size, mean_length, cluster),
         "Corpus\n" + _corpus_lines(config),
+        *(["Resolved config\n" + _indent(dump(config))] if show_config else []),
     ]
     return "\n\n".join(parts)
 
@@ -427,7 +430,8 @@ def preparation_lines(plan: dict[str, Any]) -> str:
     who = f"{plan['processes']} processes" if plan["processes"] else "all cores"
     where = f" of the Ray cluster at {plan['address']}" if plan["address"] else ""
     read = f"{plan['bytes'] / 1e6:,.1f} MB to read by {who}{where}"
-    lines.append(f"  {plan['dir']}: {plan['state']}; {read}")
+    state = plan["state"]
+    lines.append(f"  {plan['dir']}: " + ("finished and up to date" if state == "finished" else f"{state}; {read}"))
     return "\n".join(lines)
 
 

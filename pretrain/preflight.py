@@ -117,6 +117,14 @@ def is_finished(config: PretrainConfig) -> bool:
     return False
 
 
+def run_state(folder: Path, *, finished: bool) -> str:
+    """What the run folder holds, for a dry run."""
+    if finished:
+        return "finished already"
+    checkpoints = sorted(path.parent.name for path in folder.glob(f"checkpoints/*/{MANIFEST}"))
+    return f"has checkpoints (newest {checkpoints[-1]}); --resume continues the run" if checkpoints else "new"
+
+
 def with_resolved_precision(config: R) -> R:
     """`config` with what an earlier start in its run folder resolved (`pretrain.config.keep_precision`)."""
     before = config.folder / CONFIG_FILE

@@ -20,6 +20,7 @@ import psutil
 import pytest
 from tokenizers import Tokenizer
 
+from pretrain import estimate
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import locked
 from pretrain.config import CorpusConfig, PhaseConfig, PretrainConfig, SourceConfig
@@ -28,6 +29,7 @@ from pretrain.corpus.documents import Documents, PieceSummary
 from pretrain.corpus.parts import DOCUMENT
 from pretrain.corpus.prepare import describe, prepare
 from pretrain.corpus.shards import open_shards, verify_shards
+from pretrain.corpus.stage_bar import StageBar
 
 ROOT = Path(__file__).parent.parent
 WORDS = [
@@ -232,7 +234,32 @@ def test_a_prepared_folder_stays_and_its_weights_may_change(sources: Path, prepa
     assert content(target) == before
     with pytest.raises(InputError, match=r"corpus\.min_document_words: was 10, is 3"):
         prepare(config(sources, target, min_document_words=3), quiet=True)
-    assert describe(settings)["state"] == "finished"
+    with pytest.raises(InputError, match=r"corpus\.min_document_words: was 10, is 3"):
+        describe(config(sources, target, min_document_words=3))
+    described = describe(settings)
+    assert described["state"] == "finished"
+    assert estimate.preparation_lines(described).splitlines()[-1] == f"  {target}: finished and up to date"
+
+
+def test_the_progress_shows_neither_an_unknown_total_nor_a_rate_of_an_instant(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    bar = StageBar(quiet=False)
+    clock = itertools.chain([0.0, 0.0], itertools.repeat(2.0))
+    with bar, bar.stage("hashing the sources", 5_000_000) as advance:
+        advance(5_000_000)
+    with bar, bar.stage("training the vocabulary", 0):
+        pass
+    bar._progress.get_time = lambda: next(clock)
+    with bar, bar.stage("writing shards", 8_000_000) as advance:
+        advance(8_000_000)
+    lines = {line[:24].strip(): line for line in capfd.readouterr().err.splitlines()}
+    assert "5.0/5.0 MB" in lines["hashing the sources"]
+    assert "/s" not in lines["hashing the sources"]
+    assert "bytes" not in lines["training the vocabulary"]
+    assert "?" not in lines["training the vocabulary"]
+    assert "4.0 MB/s" in lines["writing shards"]
 
 
 def test_faults_of_the_input_are_counted_not_skipped(sources: Path, tmp_path: Path) -> None:

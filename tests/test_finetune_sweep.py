@@ -199,7 +199,7 @@ def test_sweep_keeps_the_best_and_reports_divergence(work: Path) -> None:
     summary = json.loads((folder / "summary.json").read_text())
     best = summary["settings"][0]
     assert best["metric"] == max(one["metric"] for one in summary["settings"])
-    again = finetune(work, "finetune", "runs/tiny/best.yaml", "--dry-run")
+    again = finetune(work, "finetune", "runs/tiny/best.yaml", "--dry-run", "--show-config")
     assert again.returncode == 0, again.stderr
     assert f"examples_per_step: {best['training.examples_per_step']}" in again.stdout
     assert "name: tiny-best" in again.stdout

@@ -244,14 +244,52 @@ def test_predictions_stream_in_order(root: Path, capsys: pytest.CaptureFixture[s
     assert "lines:3: no 'text'" in capsys.readouterr().err, "empty lines count"
 
 
-def predict_lines(root: Path, content: bytes, folder: Path) -> int:
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        (b'{"tex": "b"}', "lines:3: no 'text'"),
+        (b'{"text": ', "lines:3: not valid JSON"),
+        (b'{"text": "\xe9t\xe9"}', "lines:3: not UTF-8"),
+    ],
+)
+def test_the_lines_before_a_bad_one_are_answered(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], bad: bytes, message: str
+) -> None:
+    content = b'{"text": "good"}\n{"text": "bad"}\n' + bad + b'\n{"text": "good"}\n'
+    assert predict_lines(root, content, tmp_path) == 2
+    printed = capsys.readouterr()
+    assert [json.loads(line)["text"] for line in printed.out.splitlines()] == ["good", "bad"]
+    assert message in printed.err
+    out = tmp_path / "out.jsonl"
+    assert predict_lines(root, content, tmp_path, "--out", str(out)) == 2
+    assert out.read_text() == printed.out
+    printed = capsys.readouterr()
+    assert printed.out == f"{out}: 2 predictions\n"
+    assert message in printed.err
+    out.write_text("of an earlier command")
+    assert predict_lines(root, bad, tmp_path, "--out", str(out)) == 2
+    assert out.read_text() == "of an earlier command"
+
+
+def test_a_missing_model_is_refused_before_torch_is_loaded(tmp_path: Path) -> None:
+    code = """
+import sys
+from finetune.__main__ import main
+for words in (["predict", "nowhere", "--text", "a"], ["evaluate", "nowhere"], ["export", "nowhere", "out"]):
+    assert main(words) == 2
+sys.exit("torch" in sys.modules)
+"""
+    assert subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True).returncode == 0
+
+
+def predict_lines(root: Path, content: bytes, folder: Path, *options: str) -> int:
     """The exit code of `predict` on a pipe with this content."""
     pipe = folder / "lines"
     pipe.unlink(missing_ok=True)
     os.mkfifo(pipe)
     writer = threading.Thread(target=pipe.write_bytes, args=(content,))
     writer.start()
-    code = main(["predict", str(root / "whole"), str(pipe), "--precision", "fp32"])
+    code = main(["predict", str(root / "whole"), str(pipe), "--precision", "fp32", *options])
     writer.join()
     return code
 
@@ -266,7 +304,7 @@ def test_standard_input_is_utf8_whatever_the_locale(root: Path) -> None:
         check=False,
     )
     assert (result.returncode, result.stdout) == (2, b"")
-    assert b"standard input: not UTF-8" in result.stderr
+    assert b"standard input:1: not UTF-8" in result.stderr
 
 
 def test_a_bad_test_set_is_reported_before_training(root: Path, tmp_path: Path) -> None:
@@ -309,6 +347,26 @@ def test_a_finished_run_is_not_resumed_with_other_settings(root: Path, tmp_path:
     longer = config.training.model_copy(update={"epochs": 9.0})
     with pytest.raises(InputError, match=r"other settings: training\.epochs"):
         runs.is_finished(config.model_copy(update={"training": longer}), resume=True)
+
+
+def test_a_dry_run_shows_the_plan_first_and_the_config_on_request(
+    root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "task.yaml"
+    path.write_text(json.dumps(settings(root, "whole")))
+    for options, state in (
+        ([], "finished already"),
+        (["--resume"], "finished already"),
+        (["--set", "name=other", "--show-config"], "new"),
+    ):
+        assert main(["finetune", str(path), "--dry-run", *options]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        folder = root / ("other" if state == "new" else "whole")
+        assert lines[0] == f"{folder}: {state}"
+        assert re.fullmatch(r"classification: \d+ training examples, \d+ in dev; \d+ steps", lines[1])
+        assert ("Resolved config" in lines) == ("--show-config" in options)
+        assert len(lines) < 20 or "Resolved config" in lines
+    assert not (root / "other").exists()
 
 
 def test_evaluate_writes_the_scores_of_training(root: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -165,7 +165,7 @@ def test_the_dry_run_shows_the_precision_and_its_reason(monkeypatch: pytest.Monk
     from pretrain import estimate
 
     monkeypatch.setattr(precision, "choose_here", lambda: Choice("fp32", "because it is faster"))
-    text = estimate.dry_run(run_config(tmp_path))
+    text = estimate.dry_run(run_config(tmp_path), show_config=True)
     assert "Precision\n  fp32: because it is faster" in text
     assert "precision: fp32" in text
     assert "bf16: supported by 8xH100" in estimate.dry_run(run_config(tmp_path), on="8xH100")

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from finetune.artifacts.folders import MODEL, model_folder
 from finetune.artifacts.predictor import Predictor, RequestedPrecision
-from finetune.artifacts.saved import MODEL, PREDICTIONS, SCORES, SetResult, model_folder, scores_line, write_predictions
+from finetune.artifacts.saved import PREDICTIONS, SCORES, SetResult, scores_line, write_predictions
 from finetune.datasets.files import plain_stem
 from finetune.tasks.base import Task
 from pretrain.common.errors import InputError

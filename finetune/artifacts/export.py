@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from finetune.artifacts.saved import load_saved, model_folder
+from finetune.artifacts.folders import model_folder
+from finetune.artifacts.saved import load_saved
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import MANIFEST, read_manifest, verify_manifest
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from finetune.artifacts.predictor import Predictor, RequestedPrecision, read_records
 from finetune.artifacts.saved import prediction_lines, write_predictions
@@ -26,8 +25,10 @@ def predict(
 
     Args:
         model: a fine-tuned model or its run folder.
-        source: a file; `STANDARD_INPUT` or a pipe is read line by line, and each line is answered at once.
-        out: file to write, complete or not at all; None prints.
+        source: a file; `STANDARD_INPUT` or a pipe is read line by line, and each line is answered at once. The lines
+            before a bad one are answered.
+        out: file to write, whole or not at all; its name and the number of its predictions are printed. None prints
+            the predictions.
         precision: of the arithmetic, as `Predictor` takes it.
         fields: one record's texts by name (text, pair, question, context), instead of `source`.
 
@@ -54,6 +55,7 @@ def _predict_file(predictor: Predictor, source: str, out: Path | None) -> None:
         _write_lines(prediction_lines(predictor.task, examples, predictions), None)
     else:
         write_predictions(out, predictor.task, examples, predictions)
+        _print_written(out, len(predictions))
 
 
 def _is_stream(path: Path) -> bool:
@@ -62,20 +64,28 @@ def _is_stream(path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _opened(source: str) -> Iterator[tuple[TextIO, str]]:
+def _opened(source: str) -> Iterator[tuple[Iterator[str], str]]:
     """The lines of a file or of standard input, and the name that messages use for it."""
     name = "standard input" if source == STANDARD_INPUT else source
     stdin = contextlib.nullcontext(sys.stdin.buffer)
     try:
-        # UTF-8 in every locale: a container's may accept invalid bytes.
         with stdin if source == STANDARD_INPUT else Path(source).open("rb") as raw:
-            yield io.TextIOWrapper(raw, encoding="utf-8-sig", newline="\n"), name
-    except UnicodeDecodeError as error:
-        raise InputError(f"{name}: not UTF-8 ({error.reason} at byte {error.start}). Convert it first.") from None
+            yield _decoded(raw, name), name
     except OSError as error:
         if isinstance(error, BrokenPipeError):
             raise
         raise InputError(f"{name}: cannot be read ({error.strerror}).") from None
+
+
+def _decoded(raw: Iterable[bytes], name: str) -> Iterator[str]:
+    """The lines as text. UTF-8 in every locale: a container's may accept invalid bytes."""
+    for number, line in enumerate(raw, 1):
+        try:
+            yield line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise InputError(
+                f"{name}:{number}: not UTF-8 ({error.reason} at byte {error.start} of the line). Convert it first."
+            ) from None
 
 
 def _as_line(record: dict[str, Any]) -> str:
@@ -83,11 +93,28 @@ def _as_line(record: dict[str, Any]) -> str:
 
 
 def _write_lines(lines: Iterable[str], out: Path | None) -> None:
-    """To the file `out`, complete or not at all, or to standard output, each line at once."""
+    """To the file `out`, or to standard output, each line at once. An `InputError` is raised after the lines before it.
+
+    The file is written whole or not at all if the process is killed or the disk is full.
+    """
     if out is None:
         for line in lines:
             print(line, flush=True)
         return
+    count, fault = 0, None
     with atomic_open(out, "w") as file:
-        for line in lines:
-            file.write(line + "\n")
+        try:
+            for line in lines:
+                file.write(line + "\n")
+                count += 1
+        except InputError as error:
+            if not count:
+                raise
+            fault = error
+    _print_written(out, count)
+    if fault is not None:
+        raise fault
+
+
+def _print_written(out: Path, count: int) -> None:
+    print(f"{out}: {count:,} prediction{'' if count == 1 else 's'}")

@@ -13,7 +13,8 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from finetune.artifacts.saved import load_saved, model_folder
+from finetune.artifacts.folders import model_folder
+from finetune.artifacts.saved import load_saved
 from finetune.datasets.text import TextEncoder
 from finetune.model.batches import Batches
 from finetune.model.inference import inference_model, predict_logits
@@ -106,14 +107,15 @@ class Predictor:
     def _ready(
         self, portions: Iterable[list[tuple[int, str | Mapping[str, Any]]]], where: str
     ) -> Iterator[tuple[list[str | Mapping[str, Any]], list[Any]]]:
-        """(records, examples) whose context is complete. An error in reading is raised after the last of them."""
+        """(records, examples) whose context is complete. An error is raised after those before it."""
         records: list[str | Mapping[str, Any]] = []
         waiting: list[Any] = []
         error = None
         try:
             for portion in portions:
-                waiting += [self.task.example(record, f"{where}:{number}") for number, record in portion]
-                records += [record for _, record in portion]
+                for number, record in portion:
+                    waiting.append(self.task.example(record, f"{where}:{number}"))
+                    records.append(record)
                 ready, waiting = self.task.with_context(waiting, ended=False)
                 if ready:
                     yield records[: len(ready)], ready

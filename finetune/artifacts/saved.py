@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.artifacts.card import CardFacts, model_card
+from finetune.artifacts.folders import MODEL, SETTINGS, model_folder
 from finetune.config import FinetuneConfig
 from finetune.tasks.base import Task
 from pretrain.common.errors import InputError
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
     from pretrain.checkpoint.released import Released
 
-MODEL = "model"
-SETTINGS = "finetune.json"
 SCORES = "scores.json"
 PREDICTIONS = "predictions"
 FORMAT = 1
@@ -148,16 +147,6 @@ def load_saved(folder: Path) -> Saved:
         return Saved(FinetuneConfig.model_validate(values["config"]), values["state"], values["scores"])
     except (ValueError, KeyError) as error:
         raise InputError(f"{path}: damaged ({' '.join(str(error).split())[:200]}). Fine-tune again.") from None
-
-
-def model_folder(folder: Path) -> Path:
-    """The folder of the fine-tuned model: `folder` itself, or the `model` of a run folder."""
-    for place in (folder, folder / MODEL):
-        if (place / SETTINGS).is_file():
-            return place
-    raise InputError(
-        f"{folder / SETTINGS}: not found. Give a fine-tuned model or its run folder, such as runs/my-task."
-    )
 
 
 def write_predictions(

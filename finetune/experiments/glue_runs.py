@@ -42,6 +42,7 @@ def run_glue(
     parallel: int = 0,
     submission: Path | None = None,
     dry_run: bool = False,
+    show_config: bool = False,
 ) -> None:
     """Fine-tune to the GLUE tasks in `folder`; print and write the paper's table with our row.
 
@@ -67,7 +68,7 @@ def run_glue(
         for trial in _task_trials(configs[name], config.folder, name, plans[name].steps, seeds)
     ]
     if dry_run:
-        print(runs.describe(config, plans[chosen[0]]))
+        print(runs.describe(config, plans[chosen[0]], show_config=show_config))
         print(f"\n{len(members)} runs:\n" + "\n".join(f"  {one.trial.config.folder}" for one in members))
         return
     print(runs.describe_checkpoint(config, plans[chosen[0]]))

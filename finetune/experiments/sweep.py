@@ -21,7 +21,9 @@ from pretrain.common.settings import dump
 BEST = "best.yaml"
 
 
-def run_seeds(config: FinetuneConfig, seeds: int, *, parallel: int = 0, dry_run: bool = False) -> None:
+def run_seeds(
+    config: FinetuneConfig, seeds: int, *, parallel: int = 0, dry_run: bool = False, show_config: bool = False
+) -> None:
     """Fine-tune with seeds config.seed, config.seed + 1, ...; print a table and write summary.json.
 
     Raises what `trials.run_all` raises, `StoppedError` on a signal, and at the end an error if runs failed.
@@ -36,7 +38,7 @@ def run_seeds(config: FinetuneConfig, seeds: int, *, parallel: int = 0, dry_run:
         for seed in range(config.seed, config.seed + seeds)
     ]
     if dry_run:
-        print(runs.describe(config, plan))
+        print(runs.describe(config, plan, show_config=show_config))
         print(f"\n{len(trials)} runs: " + ", ".join(str(trial.config.folder) for trial in trials))
         return
     print(runs.describe_start(config, plan))
@@ -56,6 +58,7 @@ def run_sweep(
     parallel: int = 0,
     keep: str = "best",
     dry_run: bool = False,
+    show_config: bool = False,
 ) -> None:
     """Fine-tune with every combination of `grid`; print the table, best first, and write summary.json and best.yaml.
 
@@ -74,7 +77,7 @@ def run_sweep(
         runs.check_fit(trial.config, plan.model)
     members = [Trial(trial.label, trial.config, trial.config.total_steps(plan.units)) for trial in members]
     if dry_run:
-        print(runs.describe(config, plan))
+        print(runs.describe(config, plan, show_config=show_config))
         print(f"\n{len(members)} runs:\n" + "\n".join(f"  {trial.config.folder}" for trial in members))
         return
     print(runs.describe_start(config, plan))

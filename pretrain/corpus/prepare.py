@@ -78,9 +78,15 @@ def prepare(config: PretrainConfig, *, quiet: bool = False, bar: StageBar | None
 
 
 def describe(config: PretrainConfig) -> dict[str, Any]:
-    """What `prepare` would read, for --dry-run: dir, state, processes, bytes, and the files of every source."""
+    """What `prepare` would read, for --dry-run: dir, state, processes, bytes, and the files of every source.
+
+    Raises `InputError` as `prepare` does, also if the corpus is finished and was prepared with other settings.
+    """
     corpus, folder = config.corpus, Path(config.corpus.dir)
     state = "finished" if (folder / MANIFEST).exists() else "started" if (folder / WORK).exists() else "new"
+    found = _find_inputs(corpus)
+    if state == "finished" and found:
+        _accepted_manifest(folder, found, fingerprint_settings(corpus, found, _given_tokenizer(corpus)))
     rows = [
         {
             "name": source_name(source),
@@ -89,7 +95,7 @@ def describe(config: PretrainConfig) -> dict[str, Any]:
             "bytes": sum(item.bytes for item in inputs),
             "weight": source.weight,
         }
-        for source, inputs in zip(corpus.sources, _find_inputs(corpus), strict=True)
+        for source, inputs in zip(corpus.sources, found, strict=True)
     ]
     return {
         "dir": str(folder),
@@ -103,6 +109,19 @@ def describe(config: PretrainConfig) -> dict[str, Any]:
 
 def _find_inputs(corpus: CorpusConfig) -> list[list[Input]]:
     return [sources.find_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
+
+
+def _given_tokenizer(corpus: CorpusConfig) -> Tokenizer | None:
+    given = corpus.vocabulary.path
+    return load_vocabulary(Path(given), lowercase=corpus.vocabulary.lowercase) if given else None
+
+
+def _accepted_manifest(folder: Path, inputs: list[list[Input]], settings: dict[str, Any]) -> dict[str, Any]:
+    """The manifest of a finished corpus; `InputError` if its settings or the content of its sources were others."""
+    manifest = read_manifest(folder)
+    accept_copies(manifest, inputs, settings)
+    refuse_changes(folder, manifest["settings"], settings)
+    return manifest
 
 
 def _processes(config: PretrainConfig) -> int:
@@ -123,8 +142,7 @@ class _Preparation:
         self._bar = bar
         self._problems = Problems()
         self._inputs = _find_inputs(corpus)
-        given = corpus.vocabulary.path
-        self._tokenizer = load_vocabulary(Path(given), lowercase=corpus.vocabulary.lowercase) if given else None
+        self._tokenizer = _given_tokenizer(corpus)
         self._settings = fingerprint_settings(corpus, self._inputs, self._tokenizer)
 
     def run(self) -> str:
@@ -181,9 +199,7 @@ class _Preparation:
 
     def _check_finished(self) -> None:
         """Refuse a folder made with other settings. Names, weights and licences may change: the manifest takes them."""
-        manifest = read_manifest(self._folder)
-        accept_copies(manifest, self._inputs, self._settings)
-        refuse_changes(self._folder, manifest["settings"], self._settings)
+        manifest = _accepted_manifest(self._folder, self._inputs, self._settings)
         for number, entry in enumerate(manifest["sources"]):
             entry |= source_facts(self._corpus.sources[number])
         manifest["fingerprint"] = fingerprint(manifest)

@@ -6,14 +6,39 @@ import contextlib
 from collections.abc import Callable, Iterator
 
 from rich.console import Console
+from rich.filesize import decimal
 from rich.progress import (
     BarColumn,
     DownloadColumn,
     Progress,
+    ProgressColumn,
+    Task,
     TextColumn,
     TimeRemainingColumn,
-    TransferSpeedColumn,
 )
+from rich.text import Text
+
+_SETTLING_SECONDS = 1.0  # a shorter time gives no reliable rate
+
+
+class _Size(DownloadColumn):
+    """Bytes done of all bytes; without the latter if they are not known."""
+
+    def render(self, task: Task) -> Text:
+        if task.fields["total_known"]:
+            return super().render(task)
+        done = task.fields["done"]
+        return Text(decimal(done) if done else "", style="progress.download")
+
+
+class _Rate(ProgressColumn):
+    """Bytes per second since the start of the stage."""
+
+    def render(self, task: Task) -> Text:
+        seconds = task.finished_time if task.finished_time is not None else task.elapsed or 0.0
+        done = task.fields["done"]
+        known = done and seconds >= _SETTLING_SECONDS
+        return Text(f"{decimal(int(done / seconds))}/s" if known else "", style="progress.data.speed")
 
 
 class StageBar:
@@ -23,8 +48,8 @@ class StageBar:
         self._progress = Progress(
             TextColumn("{task.description:24}"),
             BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
+            _Size(),
+            _Rate(),
             TimeRemainingColumn(elapsed_when_finished=True),
             console=Console(stderr=True),
             disable=quiet,
@@ -43,7 +68,14 @@ class StageBar:
 
     @contextlib.contextmanager
     def stage(self, name: str, total: int) -> Iterator[Callable[[int], None]]:
-        """A bar over `total` bytes; yields a function to call with the bytes done."""
-        task = self._progress.add_task(name, total=total or None)
-        yield lambda amount: self._progress.update(task, advance=amount)
+        """A bar over `total` bytes, 0 if they are not known; yields a function to call with the bytes done."""
+        task = self._progress.add_task(name, total=total or None, total_known=total > 0, done=0)
+        done = 0
+
+        def advance(amount: int) -> None:
+            nonlocal done
+            done += amount
+            self._progress.update(task, advance=amount, done=done)
+
+        yield advance
         self._progress.update(task, total=max(total, 1), completed=max(total, 1))

@@ -1,0 +1,20 @@
+"""Where a fine-tuned model is in its run folder. Imports nothing heavy, so that a wrong path is refused at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pretrain.common.errors import InputError
+
+MODEL = "model"
+SETTINGS = "finetune.json"
+
+
+def model_folder(folder: Path) -> Path:
+    """The folder of the fine-tuned model: `folder` itself, or the `model` of a run folder. `InputError` if neither."""
+    for place in (folder, folder / MODEL):
+        if (place / SETTINGS).is_file():
+            return place
+    raise InputError(
+        f"{folder / SETTINGS}: not found. Give a fine-tuned model or its run folder, such as runs/my-task."
+    )
