@@ -64,13 +64,13 @@ PREPARE: dict[str, Any] = {
     "speed": {
         "prepare": {"megabytes": 10.0, "mb_per_second": 10.0, "spread": [9.0, 11.0]},
         "datasets": {"megabytes": 10.0, "mb_per_second": 3.0, "spread": [2.9, 3.1]},
-        "tokenise": {"megabytes": 9.91, "mb_per_second": 41.5, "spread": [40.0, 42.0]},
+        "tokenize": {"megabytes": 9.91, "mb_per_second": 41.5, "spread": [40.0, 42.0]},
         "tokenizers": {"megabytes": 9.91, "mb_per_second": 6.7, "spread": [6.5, 6.9]},
     },
     "ratios": {
         "prepare / datasets": {"median": 3.3, "spread": [3.2, 3.4]},
         "prepare / tokenizers": {"median": 1.5, "spread": [1.4, 1.6]},
-        "tokenise / tokenizers": {"median": 6.2, "spread": [6.0, 6.4]},
+        "tokenize / tokenizers": {"median": 6.2, "spread": [6.0, 6.4]},
     },
     "read_mb_per_second": 20_000.0,
 }
@@ -145,7 +145,7 @@ class TestRows:
         assert results.loader_rows(LOADER, [])[0].limit is None
 
     def test_the_preparation_is_held_against_reading_the_file(self) -> None:
-        whole, alone, tokenising = results.prepare_rows(PREPARE)
+        whole, alone, tokenizing = results.prepare_rows(PREPARE)
         assert (alone.ours.median, alone.baseline.median, alone.ratio.median) == (10.0, 6.7, 1.5)
         assert (whole.what, whole.ours.median, whole.baseline.median, whole.ratio.median) == (
             "prepare 10 MB, text to shards",
@@ -153,13 +153,13 @@ class TestRows:
             3.0,
             3.3,
         )
-        assert (tokenising.ours.median, tokenising.baseline_name, tokenising.ratio.high) == (
+        assert (tokenizing.ours.median, tokenizing.baseline_name, tokenizing.ratio.high) == (
             41.5,
             "encode_batch_fast",
             6.4,
         )
         # How many MB the sentences have depends on our splitting; the name must not.
-        assert tokenising.what == "tokenise 10 MB, sentences to ids"
+        assert tokenizing.what == "tokenize 10 MB, sentences to ids"
         assert whole.limit is not None
         assert whole.limit.share == pytest.approx(10 / 20_000)
 
@@ -171,7 +171,7 @@ class TestCollecting:
             "loader @128",
             "prepare 10 MB, text to shards",
             "prepare 10 MB, text to shards, baseline to ids only",
-            "tokenise 10 MB, sentences to ids",
+            "tokenize 10 MB, sentences to ids",
         ]
         log = tmp_path / "step-base-512.log"
         assert found.failed == {"step base @512": f"disk <full> (its output: {log})"}
@@ -311,7 +311,7 @@ class TestCommand:
             "loader",
             "loader",
             "prepare",
-            "tokenise",
+            "tokenize",
         ]
         assert [row.limit is not None for row in found.measured.values()] == [True, False, True, True, True]
         Page(Path("here/bench.html").read_text()).assert_stands_alone()
@@ -341,7 +341,7 @@ class TestWritingOut:
         assert [line.partition(",")[0] for line in rest[1:]] == [
             "limit of step: matmul peak",
             "limit of loader: training step",
-            "limit of prepare and tokenise: reading the file",
+            "limit of prepare and tokenize: reading the file",
         ]
 
     def test_json_comes_back_as_it_was(self, found: Results, tmp_path: Path) -> None:

@@ -303,7 +303,7 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path: Path) -> None:
         "*.json",
         "vocab.txt",
         "*.tokens*",
-    ):  # in the middle of reading, of tokenising, and past it
+    ):  # in the middle of reading, of tokenizing, and past it
         process = start("killed")
         before = set(work.glob(pattern)) if work.exists() else set()
         while process.poll() is None and not (work.exists() and set(work.glob(pattern)) - before):

@@ -286,15 +286,15 @@ def test_missing_files_of_a_node_are_not_faults_of_the_files(folder: Path, monke
         stages.hash_files(["wiki-a.txt", "gone.txt"])
 
 
-def test_a_part_tokenised_twice_is_tokenised_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_part_tokenized_twice_is_tokenized_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ray may do a job again whose first run was heard of and whose words are deleted."""
     monkeypatch.setattr(stages, "_process", None)
     stages.start_process(stages.PreparationSettings(".", True, "en", 10, False), None, child=False)
     Path("part.tokens").touch()
-    stages.tokenise_part("part.tokens", "part.words")
+    stages.tokenize_part("part.tokens", "part.words")
     assert not Path("part.tokens").stat().st_size
     with pytest.raises(FileNotFoundError):
-        stages.tokenise_part("other.tokens", "other.words")
+        stages.tokenize_part("other.tokens", "other.words")
 
 
 def test_a_dry_run_names_the_cluster(folder: Path) -> None:

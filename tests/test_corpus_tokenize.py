@@ -1,4 +1,4 @@
-"""The column tokeniser gives BertTokenizer's ids; sentences, words and hashes are what they say."""
+"""The column tokenizer gives BertTokenizer's ids; sentences, words and hashes are what they say."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ENGLISH = (
     "the quick brown fox jumps over the lazy dog while unbelievable internationalisation keeps "
     "naïve façade résumé Ελληνικά русский язык don t stop 1999 2024 re-entry Zürich İstanbul 漢字 かな"
 )
-# What BERT's normaliser and pre-tokeniser treat specially, mixed with ordinary letters.
+# What BERT's normaliser and pre-tokenizer treat specially, mixed with ordinary letters.
 ODD = (
     "\t\r\x01\x0b\x7f\x85\xa0\xad\u0301\u0338\u1680\u200b\u200d\u2028\u3000\ufeff\ufffd"
     "漢字㐀𠀀䶿䷀䷿一鿿ꀀßİıſΣςéÅñŉǆ≮½²–—“”。、！١कि"

@@ -1121,7 +1121,7 @@ def test_words_of_a_text(text, expected):
         max_size=30,
     )
 )
-def test_words_of_letters_and_punctuation_are_those_of_berts_pre_tokeniser(text):
+def test_words_of_letters_and_punctuation_are_those_of_berts_pre_tokenizer(text):
     pieces = pre_tokenizers.BertPreTokenizer().pre_tokenize_str(
         normalizers.BertNormalizer(clean_text=False, strip_accents=False, lowercase=False).normalize_str(text)
     )

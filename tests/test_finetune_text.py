@@ -1,4 +1,4 @@
-"""Text to tokens: words tokenised once give what the tokenizer gives for the whole text."""
+"""Text to tokens: words tokenized once give what the tokenizer gives for the whole text."""
 
 from __future__ import annotations
 

@@ -205,7 +205,7 @@ def test_a_sentencepiece_tokenizer_stays_what_it_is(tmp_path: Path) -> None:
 
 def test_a_vocabulary_of_words_cut_by_others_is_refused(tmp_path: Path) -> None:
     write_files(tmp_path, CASED, tokenizer_class="BertJapaneseTokenizer")
-    with pytest.raises(InputError, match="tokenizer_class is BertJapaneseTokenizer, which does not tokenise like BERT"):
+    with pytest.raises(InputError, match="tokenizer_class is BertJapaneseTokenizer, which does not tokenize like BERT"):
         read_tokenizer(tmp_path)
     for name in ("BertTokenizer", "BertTokenizerFast", "PreTrainedTokenizerFast", "TokenizersBackend"):
         write_files(tmp_path, CASED, tokenizer_class=name)

@@ -24,7 +24,7 @@ _WORDS_A_LINE = 64  # distinct words per text: one call and encoding per word wo
 
 @dataclass(frozen=True)
 class Column:
-    """N tokenised texts (or words), concatenated, without special tokens."""
+    """N tokenized texts (or words), concatenated, without special tokens."""
 
     ids: np.ndarray  # int32 [T]
     starts: np.ndarray  # int64 [N + 1], token offset of each text
@@ -69,14 +69,14 @@ class TextEncoder:
         return self.max_length - len(self.prefix) - len(self.suffix) - (len(self.between) if pair else 0)
 
     def encode(self, texts: Sequence[str]) -> Column:
-        """Tokenise texts in the tokenizer's own threads; repeated texts are tokenised once."""
+        """Tokenize texts in the tokenizer's own threads; repeated texts are tokenized once."""
         if self._by_word:
             return self._encode_by_word(texts)
         once, which = distinct(texts)
         return _gather(self._encode_whole(once), which)
 
     def encode_words(self, words: Sequence[str]) -> Column:
-        """Tokenise pre-split words, each as a text of its own.
+        """Tokenize pre-split words, each as a text of its own.
 
         Equals `is_pretokenized` of the Hugging Face tokenizers (for byte-level BPE with `add_prefix_space`).
         """
@@ -86,7 +86,7 @@ class TextEncoder:
         return replace(column, offsets=np.maximum(column.offsets - 1, 0))
 
     def _encode_by_word(self, texts: Sequence[str]) -> Column:
-        """Tokenise each distinct string between spaces once, then gather its tokens for every occurrence."""
+        """Tokenize each distinct string between spaces once, then gather its tokens for every occurrence."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -170,7 +170,7 @@ def _cuts_at_spaces(tokenizer: Tokenizer) -> bool:
     """Whether a text's tokens are the concatenated tokens of its strings between spaces.
 
     That holds for BERT's normaliser, which depends only on a character and its combining marks, with BERT's
-    pre-tokeniser, which splits at every space, unless an added token contains or strips spaces.
+    pre-tokenizer, which splits at every space, unless an added token contains or strips spaces.
     """
     return (
         isinstance(tokenizer.model, WordPiece)

@@ -12,7 +12,7 @@ _SPACE, _RUN, _ALONE, _MARK = range(4)
 def cut_words(text: str) -> np.ndarray:
     """int64 [W, 2]: first character of each word of `text`, and the index after its last.
 
-    Follows BERT's pre-tokeniser (google-research/bert tokenization.py, BasicTokenizer): white space separates words;
+    Follows BERT's pre-tokenizer (google-research/bert tokenization.py, BasicTokenizer): white space separates words;
     each punctuation mark and CJK character is a word; any other run of characters is one word. Unlike BERT, symbols of
     any script (currency, arrows, emoji) are words too, because entities end at them. Combining marks, joiners and
     control characters belong to the preceding character.

@@ -1,7 +1,7 @@
 """`bench loader`: batches from our loader and transformers' DataCollatorForLanguageModeling, alternating, on one core.
 
 Our loader makes everything from the shards: sentence pairs, NSP labels, masks, unpadded micro-batches. The baseline
-starts from sequences that are tokenised, cut to full length and held in memory with their special-token masks (what
+starts from sequences that are tokenized, cut to full length and held in memory with their special-token masks (what
 run_mlm's group_texts returns), shuffled by torch's DataLoader in this process. It only stacks and masks, without pairs.
 
 Also measured: resuming at sample 150,000,000 of an epoch in a new process.

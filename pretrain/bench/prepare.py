@@ -6,7 +6,7 @@ Two comparisons over the same WikiExtractor file, with the same vocabulary for a
   its processes. The baseline is run_mlm of transformers: `datasets.map` of its fast tokenizer, then of group_texts,
   caching off. It starts from documents that are already extracted and in Arrow, and makes no sentences, no duplicate
   check and no hashes.
-- Tokenising only, in MB/s of sentences that are already split and in memory. Ours starts each time with an empty
+- Tokenizing only, in MB/s of sentences that are already split and in memory. Ours starts each time with an empty
   table of words. The baseline is `tokenizers.Tokenizer.encode_batch_fast`; its ids are not even copied out.
 
 The upper bound is measured, too: reading the file from the page cache on all cores.
@@ -34,7 +34,7 @@ from typing import Any
 
 from pretrain.bench.prepare_checks import check_ids, measure_memory
 from pretrain.bench.prepare_data import Vocabulary, read_documents, source_file, train_vocabulary
-from pretrain.bench.prepare_programs import DatasetsMap, EncodeBatch, Preparation, Program, Tokenisers, cores
+from pretrain.bench.prepare_programs import DatasetsMap, EncodeBatch, OwnTokenizers, Preparation, Program, cores
 from pretrain.commands import local_path, program
 from pretrain.common.errors import InputError, MachineError
 
@@ -106,17 +106,17 @@ def compare(file: Path, vocabulary: Vocabulary, scratch: Path, repeats: int) -> 
     raw, text = file.stat().st_size / 1e6, sum(len(sentence.encode()) for sentence in sentences) / 1e6
     with (
         Preparation(file, vocabulary) as preparation,
-        Tokenisers(documents, vocabulary) as tokenisers,
+        OwnTokenizers(documents, vocabulary) as own_tokenizers,
         DatasetsMap(documents, vocabulary, scratch / "documents") as datasets_map,
     ):
         programs: dict[str, Program] = {
             "prepare": preparation,
             "datasets": datasets_map,
-            "tokenise": tokenisers,
+            "tokenize": own_tokenizers,
             "tokenizers": EncodeBatch(sentences, vocabulary),
         }
         seconds, tokens = _alternate(programs, scratch / "output", repeats)
-    megabytes = {"prepare": raw, "datasets": raw, "tokenise": text, "tokenizers": text}
+    megabytes = {"prepare": raw, "datasets": raw, "tokenize": text, "tokenizers": text}
     return {
         "sentences": len(sentences),
         "repeats": repeats,
@@ -132,7 +132,7 @@ def compare(file: Path, vocabulary: Vocabulary, scratch: Path, repeats: int) -> 
         },
         "ratios": {
             f"{ours} / {baseline}": _ratio(seconds[ours], seconds[baseline])
-            for ours, baseline in (("prepare", "datasets"), ("prepare", "tokenizers"), ("tokenise", "tokenizers"))
+            for ours, baseline in (("prepare", "datasets"), ("prepare", "tokenizers"), ("tokenize", "tokenizers"))
         },
         "stage_seconds": preparation.stage_seconds(),
         "read_mb_per_second": raw / _reading_seconds(file, repeats),
@@ -205,7 +205,7 @@ def _speed_lines(result: dict[str, Any]) -> Iterator[str]:
     names = {
         "prepare": "ours: prepare, raw file to shards",
         "datasets": "datasets: map of tokenizer and group_texts",
-        "tokenise": "ours: tokenising only",
+        "tokenize": "ours: tokenizing only",
         "tokenizers": "tokenizers: encode_batch_fast only",
     }
     yield f"{'':44}{'MB/s':>8}{'spread':>16}{'seconds':>9}{'of MB':>8}{'tokens':>13}"

@@ -96,8 +96,8 @@ class Preparation(_Processes):
         return {name: statistics.median(run[name] for run in self._runs[1:]) for name in self._runs[0]}
 
 
-class Tokenisers(_Processes):
-    """Our tokenising stage: one process per core, each with its share of the documents in memory."""
+class OwnTokenizers(_Processes):
+    """Our tokenizing stage: one process per core, each with its share of the documents in memory."""
 
     def __init__(self, documents: list[list[str]], vocabulary: Vocabulary) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Tokenisers(_Processes):
             self.start(_hold, documents[number :: cores()], vocabulary)
 
     def __call__(self, folder: Path) -> int:
-        return self.run(_tokenise)
+        return self.run(_tokenize)
 
 
 class EncodeBatch:
@@ -161,8 +161,8 @@ def _hold(documents: list[list[str]], vocabulary: Vocabulary) -> None:
     _held = documents, vocabulary.tokenizer(), vocabulary.lowercase
 
 
-def _tokenise() -> int:
-    """Tokenise the held documents, starting without any known word; returns the number of tokens."""
+def _tokenize() -> int:
+    """Tokenize the held documents, starting without any known word; returns the number of tokens."""
     documents, tokenizer, lowercase = _held
     texts = ("\n".join(lines) for lines in documents)
     return sum(len(tokens) for _, tokens, _ in token_batches(texts, tokenizer, lowercase=lowercase))
@@ -195,7 +195,7 @@ def _load_dataset(folder: Path, vocabulary: Vocabulary) -> None:
 
 
 def _map_dataset(folder: Path) -> int:
-    """Tokenise and group the held dataset into files in `folder`; returns the number of tokens."""
+    """Tokenize and group the held dataset into files in `folder`; returns the number of tokens."""
     dataset, tokenizer = _held
 
     def tokenize(examples: dict[str, list[str]]) -> Any:
@@ -206,8 +206,8 @@ def _map_dataset(folder: Path) -> int:
         "num_proc": cores() if cores() > 1 else None,
         "load_from_cache_file": False,
     }
-    tokenised = dataset.map(tokenize, remove_columns=["text"], cache_file_name=str(folder / "tokens.arrow"), **settings)
-    grouped = tokenised.map(group_texts, cache_file_name=str(folder / "sequences.arrow"), **settings)
+    tokenized = dataset.map(tokenize, remove_columns=["text"], cache_file_name=str(folder / "tokens.arrow"), **settings)
+    grouped = tokenized.map(group_texts, cache_file_name=str(folder / "sequences.arrow"), **settings)
     return len(grouped) * SEQUENCE_LENGTH
 
 

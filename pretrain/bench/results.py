@@ -211,7 +211,7 @@ def prepare_rows(result: dict[str, Any]) -> list[Comparison]:
     return [
         _prepare_row(result, "prepare", "datasets", "text to shards", "datasets.map of run_mlm"),
         _prepare_row(result, "prepare", "tokenizers", f"text to shards, {_WITHOUT_IDS}", "encode_batch_fast"),
-        _prepare_row(result, "tokenise", "tokenizers", "sentences to ids", "encode_batch_fast"),
+        _prepare_row(result, "tokenize", "tokenizers", "sentences to ids", "encode_batch_fast"),
     ]
 
 

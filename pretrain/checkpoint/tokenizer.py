@@ -159,7 +159,7 @@ def _check_class(folder: Path, declared: dict[str, Any], known: tuple[str, ...])
     stem = re.sub(r"(Tokenizer(Fast)?|Backend)$", "", str(name))
     if stem not in known:
         raise InputError(
-            f"{folder / 'tokenizer_config.json'}: tokenizer_class is {name}, which does not tokenise like BERT, "
+            f"{folder / 'tokenizer_config.json'}: tokenizer_class is {name}, which does not tokenize like BERT, "
             "and there is no tokenizer.json. Write one with transformers (save_pretrained of a fast "
             "tokenizer)."
         )

@@ -2,7 +2,7 @@
 
     read        pieces of the sources -> part files
     vocabulary  counts of the words of the documents that stay -> WordPiece, unless a vocabulary is given
-    tokenise    part files of words -> part files of tokens, unless a vocabulary is given
+    tokenize    part files of words -> part files of tokens, unless a vocabulary is given
     shards      the documents that stay, in the order of the sources -> shard files
     card        figures; then the manifest, which makes the folder a corpus
 
@@ -178,7 +178,7 @@ class _Preparation:
         hashes = self._end_hashing(hashing)
         tokenizer = self._tokenizer or self._vocabulary(pool, summaries)
         if self._tokenizer is None:
-            self._tokenise(pool, summaries)
+            self._tokenize(pool, summaries)
         documents = Documents.load(self._work, summaries, self._corpus.validation_fraction)
         plan = documents.plan(self._corpus.shard_tokens)
         results = self._write_shards(pool, documents, plan)
@@ -297,7 +297,7 @@ class _Preparation:
         save_tokenizer(self._work, tokenizer)
         return tokenizer
 
-    def _tokenise(self, pool: Pool, summaries: list[PieceSummary]) -> None:
+    def _tokenize(self, pool: Pool, summaries: list[PieceSummary]) -> None:
         """Part files of words become part files of tokens, under the new names in `summaries`."""
         work = []
         for summary in summaries:
@@ -310,8 +310,8 @@ class _Preparation:
             return path.stat().st_size if path.exists() else 0
 
         sizes = [size(words_part) for _, words_part in work]
-        with self._bar.stage("tokenising", sum(sizes)) as advance:
-            results = pool.run(stages.tokenise_part, work, lambda part, _: (self._work / part).exists() or None)
+        with self._bar.stage("tokenizing", sum(sizes)) as advance:
+            results = pool.run(stages.tokenize_part, work, lambda part, _: (self._work / part).exists() or None)
             for amount, ((_, words_part), _done) in zip(sizes, results, strict=True):
                 (self._work / words_part).unlink(missing_ok=True)
                 advance(amount)

@@ -1,4 +1,4 @@
-"""What the preparation processes do, one call at a time: read a piece, count words, tokenise, write a shard, hash.
+"""What the preparation processes do, one call at a time: read a piece, count words, tokenize, write a shard, hash.
 
 Between the stages there are part files (`parts`). A process keeps its table of words from call to call.
 """
@@ -38,7 +38,7 @@ _PART_BYTES = 32 << 20  # text per part file at most
 
 @dataclass(frozen=True)
 class PreparationSettings:
-    """What a process needs to know. Without a given vocabulary, a later stage tokenises the words."""
+    """What a process needs to know. Without a given vocabulary, a later stage tokenizes the words."""
 
     work: str  # folder of the part files and, once trained, of the tokenizer
     lowercase: bool
@@ -162,7 +162,7 @@ def known_summary(work: Path, piece: Piece) -> dict[str, Any] | None:
 
 
 def _read_piece(piece: Piece) -> dict[str, Any]:
-    """Read, split, cut and (with a vocabulary) tokenise one piece into part files; its summary comes last."""
+    """Read, split, cut and (with a vocabulary) tokenize one piece into part files; its summary comes last."""
     state = _state()
     problems = Problems()
     names: list[str] = []
@@ -200,7 +200,7 @@ def count_words(part: str, keep: np.ndarray) -> tuple[list[bytes], np.ndarray]:
     return [chosen.distinct[n] for n in used], counts[used]
 
 
-def tokenise_part(part: str, words_part: str) -> None:
+def tokenize_part(part: str, words_part: str) -> None:
     """Turn a part of word numbers into a part of token ids."""
     state = _state()
     if (state.work / part).exists():
@@ -208,7 +208,7 @@ def tokenise_part(part: str, words_part: str) -> None:
     state.renew()
     words = Part.load(state.work / words_part)
     numbers = state.table.intern_words(words.distinct)[words.items]
-    _tokenised(numbers, words.sentence_items, words.documents, state).save(state.work / part)
+    _tokenized(numbers, words.sentence_items, words.documents, state).save(state.work / part)
 
 
 def write_shard(
@@ -273,13 +273,13 @@ def chunks(texts: Iterator[str]) -> Iterator[list[str]]:
 
 
 def _batch(texts: list[str], state: _Process) -> Part:
-    """The documents of `texts` that are long enough, tokenised if there is a vocabulary."""
+    """The documents of `texts` that are long enough, tokenized if there is a vocabulary."""
     lines = ["\n".join(split_sentences(text, state.settings.language)) for text in texts]
     part = _numbered(columns(lines, state.table, lowercase=state.settings.lowercase))
     long_enough = part.documents["words"] >= state.settings.min_document_words
     part = part.select(long_enough & (part.documents["sentences"] > 0))
     given = state.settings.vocabulary_given
-    return _tokenised(part.items, part.sentence_items, part.documents, state) if given else part
+    return _tokenized(part.items, part.sentence_items, part.documents, state) if given else part
 
 
 def _joined(batches: list[Part], state: _Process) -> Part:
@@ -310,7 +310,7 @@ def _with_own_words(part: Part, table: WordTable) -> Part:
     return Part(own_number[part.items], part.sentence_items, part.documents, table.words(np.flatnonzero(used)))
 
 
-def _tokenised(numbers: np.ndarray, sentence_words: np.ndarray, table: np.ndarray, state: _Process) -> Part:
+def _tokenized(numbers: np.ndarray, sentence_words: np.ndarray, table: np.ndarray, state: _Process) -> Part:
     """A part of token ids. Sentences and documents that have no token left (control characters) are dropped."""
     pieces = state.pieces()
     offsets = np.concatenate([[0], np.cumsum(sentence_words, dtype=np.int64)])

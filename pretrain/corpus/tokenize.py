@@ -1,8 +1,8 @@
 """WordPiece as a column operation over distinct words.
 
 WordPiece is a function of the word only, so a batch of text is cut into words by numpy, every word is looked
-up in a hash table that lives as long as the process, only words never seen before are tokenised, and the ids are
-gathered. The cuts (ASCII blanks, ASCII punctuation, around ideographs) are places where BERT's own tokeniser always
+up in a hash table that lives as long as the process, only words never seen before are tokenized, and the ids are
+gathered. The cuts (ASCII blanks, ASCII punctuation, around ideographs) are places where BERT's own tokenizer always
 cuts. Plain ASCII between them is matched in `trie`. Everything else - accents, ideographs, control characters - goes to
 the `tokenizers` library as one piece, so the ids equal BertTokenizer's by construction. There is one intended
 exception: special tokens such as `[MASK]` that are written out in a text are ordinary characters here (BertTokenizer
@@ -221,7 +221,7 @@ class WordPieces:
         return tokens, ends[sentences]
 
     def _extend(self) -> None:
-        """Tokenise the words that joined the table since the last call."""
+        """Tokenize the words that joined the table since the last call."""
         known, size = self._words, self._table.size
         if known == size:
             return

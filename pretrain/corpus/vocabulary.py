@@ -146,7 +146,7 @@ def train_vocabulary(counts: dict[bytes, int], size: int, *, lowercase: bool, mi
 
 
 def _normal_words(counts: dict[bytes, int], normalizer: normalizers.BertNormalizer) -> dict[str, int]:
-    """Counts of the words as BERT's normaliser and pre-tokeniser leave them, ascending."""
+    """Counts of the words as BERT's normaliser and pre-tokenizer leave them, ascending."""
     cut, lowercase = pre_tokenizers.BertPreTokenizer(), normalizer.lowercase
     words: Counter[str] = Counter()
     for word, count in counts.items():
