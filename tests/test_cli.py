@@ -347,6 +347,29 @@ def test_export_names_run_folder_and_checkpoint(monkeypatch: pytest.MonkeyPatch)
     assert seen == [(Path("runs/a"), Path("out"), None), (Path("runs/a"), Path("out"), "best")]
 
 
+def test_a_run_may_be_given_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from pretrain.checkpoint import hf
+
+    seen = []
+    monkeypatch.setattr(hf, "export_run", lambda run, *_: seen.append(run))
+    monkeypatch.chdir(tmp_path)
+    Path("runs/a").mkdir(parents=True)
+    for given in ("a", "runs/a", "b"):
+        assert cli("export", given, "out") == 0
+    assert seen == [Path("runs/a"), Path("runs/a"), Path("b")]
+    Path("a").mkdir()
+    assert cli("export", "a", "out") == 0
+    assert seen[-1] == Path("a"), "a folder comes before a name"
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_a_benchmark_names_the_program_as_it_was_started(name: str, monkeypatch: pytest.MonkeyPatch, capsys):
+    monkeypatch.setenv("BERTRAIN_PROGRAM", "bertrain")
+    with pytest.raises(SystemExit):
+        cli("bench", name, "--help")
+    assert capsys.readouterr().out.startswith(f"usage: bertrain bench {name} ")
+
+
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_a_benchmark_gets_its_own_options(monkeypatch: pytest.MonkeyPatch, name: str):
     module = ModuleType("stand-in")

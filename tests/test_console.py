@@ -15,9 +15,12 @@ import psutil
 import pytest
 
 from cluster.__main__ import build_parser as cluster_parser
+from cluster.doctor.verdicts import judge_versions
+from cluster.workers.launch import environment
 from finetune import cli
 from finetune.__main__ import build_parser as finetune_parser
 from pretrain.__main__ import build_parser as pretrain_parser
+from pretrain.commands import EXIT_CODES
 
 ROOT = Path(__file__).parent.parent
 PARSERS = {"pretrain": pretrain_parser, "finetune": finetune_parser, "cluster": cluster_parser}
@@ -119,6 +122,9 @@ def test_export_depends_on_what_the_folder_holds(
     assert cli.package_of(["export", *options, "tuned", "out"]) == "finetune"
     assert cli.package_of(["export", "tuned/model", "out", *options]) == "finetune"
     assert cli.package_of(["export", *options, "--help"]) == "pretrain"
+    Path("runs/named/model").mkdir(parents=True)
+    Path("runs/named/model/finetune.json").write_text("{}")
+    assert cli.package_of(["export", *options, "named", "out"]) == "finetune"
 
 
 def test_the_program_is_named_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,6 +134,30 @@ def test_the_program_is_named_as_it_was_started(monkeypatch: pytest.MonkeyPatch)
     assert help_text.startswith("usage: bertrain ")
     monkeypatch.setenv("BERTRAIN_PROGRAM", "./launch.sh")
     assert pretrain_parser().format_help() == help_text.replace("bertrain", "./launch.sh")
+
+
+def test_ray_and_its_workers_name_the_program_as_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own names are those of modules."""
+    monkeypatch.delenv("BERTRAIN_PROGRAM", raising=False)
+    monkeypatch.setattr(sys, "argv", ["/usr/bin/bertrain", "pretrain"])
+    code = "from pretrain.commands import program; print(program())"
+    result = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert result.stdout == "bertrain\n"
+
+
+@pytest.mark.parametrize("program", ["bertrain", "./launch.sh"])
+def test_the_advice_about_a_missing_package_is_for_its_installation(
+    program: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BERTRAIN_PROGRAM", program)
+    (row,) = judge_versions({"torch": "none: no module"})
+    assert (".venv" in row.advice) == (program == "./launch.sh")
+    assert ("requirements.lock" in row.advice) == (program == "bertrain")
+
+
+def test_the_help_has_the_exit_codes_of_the_reference() -> None:
+    page = (ROOT / "docs/reference/exit-codes.md").read_text()
+    assert re.findall(r"[:,] (\d+) ", EXIT_CODES) == re.findall(r"^\| `(\d+)`", page, re.MULTILINE)
 
 
 def test_an_installed_package_brings_the_command() -> None:

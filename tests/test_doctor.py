@@ -7,6 +7,7 @@ import io
 import json
 import math
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -37,7 +38,7 @@ VERSIONS = {
     "gloo": "in torch",
     "DeepSpeed": "0.19.8",
     "Ray": "2.60.0",
-    "bertrain": "sources 01234567",
+    "bertrain": "01234567 (hash of the project's source files)",
 }
 CPU = Device("CPU, threads: 2", "CPU, threads: 2", bf16=800e9, fp32=200e9)
 FACTS = MachineFacts(
@@ -176,6 +177,7 @@ def test_other_sources_are_another_version(tmp_path: Path, monkeypatch: pytest.M
     one = machine._own_version()
     (tmp_path / "cluster" / "run.py").write_text("two")
     assert len({before, one, machine._own_version()}) == 3
+    assert re.fullmatch(r"[0-9a-f]{8} \(hash of the project's source files\)", before)
 
 
 # ---- the command
