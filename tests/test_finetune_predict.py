@@ -17,7 +17,7 @@ from tiny_checkpoints import make_bert, write_reviews
 
 from finetune import runs
 from finetune.__main__ import main
-from finetune.artifacts import evaluation
+from finetune.artifacts import evaluation, folders
 from finetune.artifacts.saved import save_model
 from finetune.config import FinetuneConfig
 from finetune.datasets.table import TableFormat
@@ -312,6 +312,7 @@ def test_questions_are_written_for_the_official_script(folder: Path, tmp_path: P
 )
 def test_options_may_come_before_the_file(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> None:
     seen: list[Any] = []
+    monkeypatch.setattr(folders, "model_folder", lambda folder: folder)
     monkeypatch.setattr(evaluation, "evaluate", lambda *given: seen.append(given) or "")
     assert main(["evaluate", *arguments]) == 0
     assert main(["evaluate", *[one for one in arguments if one != "test.csv"]]) == 0

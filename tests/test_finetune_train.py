@@ -357,7 +357,7 @@ def test_a_dry_run_shows_the_plan_first_and_the_config_on_request(
     for options, state in (
         ([], "finished already"),
         (["--resume"], "finished already"),
-        (["--set", "name=other", "--show-config"], "new"),
+        (["--set", f"run_dir={root / 'other'}", "--show-config"], "new"),
     ):
         assert main(["finetune", str(path), "--dry-run", *options]) == 0
         lines = capsys.readouterr().out.splitlines()

@@ -438,6 +438,7 @@ class TestFollow:
         (run / "logs").mkdir()
         starting.write_phase(run, "phase of an earlier start, which was killed")
         with following(run, terminal) as screen:
+            wait_for(lambda: starting.WORKERS in screen.getvalue())
             for phase in (starting.LOAD, starting.COMPILE):
                 starting.write_phase(run, phase)
                 wait_for(lambda phase=phase: phase in screen.getvalue())

@@ -12,6 +12,7 @@ import pytest
 
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.worker import Worker
+from pretrain.tracking import starting
 from pretrain.training import run as running
 from pretrain.training.loop import LONG_SECONDS, TrainingPlan
 from pretrain.training.progress import Progress
@@ -29,7 +30,12 @@ class Calls:
         self.extra_state: dict[str, Any] = {}
         self.peak = 0.0
         self._saved = saved
-        self._config: Any = SimpleNamespace(folder=folder, model_dump=lambda mode: {"name": "trial"})
+        self._config: Any = SimpleNamespace(
+            folder=folder, model_dump=lambda mode: {"name": "trial"}, engine=SimpleNamespace(compile=True)
+        )
+        self.phases: list[str] = []
+        monkeypatch.setattr(starting, "write_phase", lambda folder, phase: self.phases.append(phase))
+        monkeypatch.setattr(starting, "end_phases", lambda folder: self.phases.append("end"))
         stand_ins = {
             "newest_checkpoint": self._newest,
             "read_state": lambda engine, checkpoint: self._note("read state", saved),
@@ -42,7 +48,7 @@ class Calls:
             monkeypatch.setattr(running, name, value)
 
     def run(self, *, resume: bool = False) -> None:
-        engine: Any = SimpleNamespace(allow=self._allow)
+        engine: Any = SimpleNamespace(allow=self._allow, rank=0)
         training: Any = running.Training(
             task=SimpleNamespace(close=lambda: self._note("close task")),  # type: ignore[arg-type]
             plan=TrainingPlan(self._config, 10, lambda step: 0.1, 5, 5),
@@ -106,6 +112,7 @@ def test_a_new_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert calls.settings == {"run_id": None, "step": 0, "card": {"size": 3}, "job_type": "trial", "enabled": True}
     assert calls.extra_state == {"run_id": "new", "data": "abc", "config": {"name": "trial"}}
     assert calls.peak == 2e12
+    assert calls.phases == [starting.COMPILE, starting.MEASURE, "end"]
 
 
 def test_a_resumed_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
