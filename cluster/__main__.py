@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.manifests.command import add_to as add_manifest
 from pretrain.commands import add_address, add_command, exit_code, local_path, make_parser, positive_int, program
 from pretrain.common.errors import printable
+from pretrain.common.wording import counted
 
 if TYPE_CHECKING:
     from cluster.jobs.client import Jobs
@@ -56,11 +57,12 @@ def _up(arguments: argparse.Namespace) -> None:
 
     if arguments.join:
         cluster = local.join(arguments.cpus_per_node, arguments.host)
-        print(f"added a node with {cluster.nodes[-1].cpus} CPUs to the cluster at {cluster.address}")
+        print(f"added a node with {counted(cluster.nodes[-1].cpus, 'CPU')} to the cluster at {cluster.address}")
         return
     cluster = local.up(arguments.nodes, arguments.cpus_per_node, arguments.host)
     print(
-        f"{len(cluster.nodes)} nodes with {cluster.nodes[0].cpus} CPUs each; jobs at {cluster.dashboard}, workers at "
+        f"{counted(len(cluster.nodes), 'node')} with {counted(cluster.nodes[0].cpus, 'CPU')} each; jobs at "
+        f"{cluster.dashboard}, workers at "
         f"{cluster.address}\nThe cluster's token is in {cluster.token_file}; only you can read it. "
         f"Next: {program()} submit -- pretrain CONFIG"
     )
@@ -70,7 +72,7 @@ def _down(arguments: argparse.Namespace) -> None:
     from cluster import local
 
     cluster = local.down()
-    print(f"stopped {len(cluster.nodes)} nodes" if cluster else "no cluster is running on this machine")
+    print(f"stopped {counted(len(cluster.nodes), 'node')}" if cluster else "no cluster is running on this machine")
 
 
 def _submit(arguments: argparse.Namespace) -> int:

@@ -24,6 +24,7 @@ import psutil
 from cluster.workers.launch import RAY_FOLDER, end_session, environment, last_line
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import write_json
+from pretrain.common.wording import counted
 
 _UP_SECONDS = 60.0
 _ANSWER_SECONDS = 3.0
@@ -85,7 +86,7 @@ def up(nodes: int, cpus_per_node: int, host: str = "") -> LocalCluster:
     running = find()
     if running is not None:
         raise InputError(
-            f"up: a cluster of {len(running.nodes)} nodes is already running ({running.dashboard}). "
+            f"up: a cluster of {counted(len(running.nodes), 'node')} is already running ({running.dashboard}). "
             "Stop it with `down` first."
         )
     cores = len(os.sched_getaffinity(0))

@@ -192,7 +192,7 @@ def _add_demo(commands: Any) -> None:
         commands,
         "demo",
         _demo,
-        "prepare, pretrain, fine-tune and report on the docstrings of this Python installation",
+        "prepare, pretrain, fine-tune and report on the docstrings of this Python and its packages",
         pretraining_demo.EXAMPLES,
     )
     pretraining_demo.add_options(parser)

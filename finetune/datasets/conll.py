@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from finetune.datasets.sentences import Remarks, Sentence
 from pretrain.common.errors import InputError
+from pretrain.common.wording import counted
 
 _BLANKS = re.compile("[ \t]+")
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z]+)*:")
@@ -102,7 +103,7 @@ def are_tagged(lines: list[str], label_column: int) -> bool:
 def _column(path: str, line: int, name: str, wanted: int, width: int) -> int:
     if not -width <= wanted < width:
         raise InputError(
-            f"{path}:{line}: the line has {width} column{'s' if width > 1 else ''}, numbered from 0, but {name} is "
+            f"{path}:{line}: the line has {counted(width, 'column')}, numbered from 0, but {name} is "
             f"{wanted}. Set {name} to one of them; -1 is the last."
         )
     return wanted % width
@@ -111,7 +112,7 @@ def _column(path: str, line: int, name: str, wanted: int, width: int) -> int:
 def _ragged(path: str, line: int, count: int, width: int, tabs: bool) -> str:
     separator = "tabs" if tabs else "spaces"
     return (
-        f"{path}:{line}: {count} column{'s' if count > 1 else ''}, separated by {separator}, but the first line of "
+        f"{path}:{line}: {counted(count, 'column')}, separated by {separator}, but the first line of "
         f"the file has {width}. Give every line the same number of columns, and separate sentences by an empty line."
     )
 

@@ -28,6 +28,7 @@ from finetune.datasets.sentences import Cut, Remarks, Sentence, in_documents
 from finetune.datasets.tables import read_table
 from finetune.datasets.words import cut_words
 from pretrain.common.errors import InputError
+from pretrain.common.wording import counted
 
 _TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")
 _COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "document")  # of a Parquet file
@@ -130,7 +131,9 @@ def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, needless: str) -
             f"Write tag names, not numbers."
         )
     if len(tags) != len(words):
-        raise InputError(f"{where}: {len(words)} tokens and {len(tags)} tags. Give each token one tag.")
+        raise InputError(
+            f"{where}: {counted(len(words), 'token')} and {counted(len(tags), 'tag')}. Give each token one tag."
+        )
     return Sentence(words, tags, where, text=text, offsets=offsets)
 
 

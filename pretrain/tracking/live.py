@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.common.errors import InputError
+from pretrain.common.wording import shown_scores
 from pretrain.common.worker import WAITING_FILE
 from pretrain.tracking.records import METRICS, parse_record
 
@@ -310,5 +311,7 @@ def _shown_scores(record: dict[str, Any]) -> list[tuple[str, str]]:
     known = {key: shown for key, shown in _SCORES.items() if record.get(key) is not None}
     if known:
         return [(name, form.format(record[key])) for key, (name, form) in known.items()]
-    others = [(key, value) for key, value in record.items() if isinstance(value, float) and key != "seconds"]
-    return [(key.replace("_", " "), f"{value:.3f}") for key, value in others[:_MOST_SCORES]]
+    others = shown_scores(
+        {key: value for key, value in record.items() if isinstance(value, float) and key != "seconds"}
+    )
+    return [(key.replace("_", " "), f"{value:.3f}") for key, value in list(others.items())[:_MOST_SCORES]]

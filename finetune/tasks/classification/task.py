@@ -13,6 +13,7 @@ from finetune.datasets.labels import Problem
 from finetune.datasets.text import Column, Framed, Slices, TextEncoder, frame
 from finetune.datasets.windows import cut_pairs, slide, spread
 from finetune.tasks.base import Head, Objective, Task, Windows
+from finetune.tasks.classification import checks
 from finetune.tasks.classification.decoding import THRESHOLD, Outputs
 from finetune.tasks.classification.settings import SCORES, ClassificationSettings
 from finetune.tasks.classification.source import Example, ExampleSource
@@ -156,6 +157,11 @@ class Classification(Task[Example]):
         if not self.is_labelled(examples):
             return {}
         return self._outputs().details(self._true(examples), predictions)
+
+    def remarks(self, details: Mapping[str, Any]) -> list[str]:
+        if "confusion" not in details:
+            return []
+        return list(checks.single_prediction(details["confusion"]["labels"], details["confusion"]["counts"]))
 
     def _outputs(self) -> Outputs:
         return Outputs(self.problem, self.labels, self.positive, self.threshold)

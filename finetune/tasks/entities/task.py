@@ -23,6 +23,7 @@ from finetune.tasks.entities import decoding
 from finetune.tasks.entities.settings import EntitiesSettings
 from finetune.tasks.entities.source import SentenceSource
 from pretrain.common.errors import InputError
+from pretrain.common.wording import counted
 
 
 class Entities(Task[Sentence]):
@@ -81,7 +82,8 @@ class Entities(Task[Sentence]):
         sentences = self._source.read(self.settings.dev, labelled=True)
         if not any(set(cast(Sequence[str], one.tags)) - {"O"} for one in sentences):
             raise InputError(
-                f"{self.settings.dev}: no entity in {len(sentences)} sentences, so nothing to choose a checkpoint by. "
+                f"{self.settings.dev}: no entity in {counted(len(sentences), 'sentence')}, so nothing to choose a "
+                "checkpoint by. "
                 f"Check label_column ({self.settings.label_column}), or give another dev file."
             )
         return {"dev": sentences}
