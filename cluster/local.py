@@ -51,6 +51,7 @@ class NodeProcess:
     cpus: int
 
     def is_alive(self) -> bool:
+        """Whether the process that was started still runs."""
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(self.pid)
             return process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE
@@ -68,6 +69,7 @@ class LocalCluster:
 
     @property
     def token_file(self) -> Path:
+        """The file of the cluster's token; only its owner can read it."""
         return Path(self.folder) / "token"
 
 

@@ -107,6 +107,7 @@ def clock_offset(read: Callable[[], float], now: Callable[[], float], rounds: in
 
 
 def judge_skew(node: str, offset: float, uncertainty: float) -> Finding:
+    """The row of a node's clock: `offset` from the head's in seconds, known within `uncertainty` seconds."""
     text = f"{offset:+.3f} s from the head's (within {uncertainty:.3f})"
     advice = "Run a time service there (chrony, systemd-timesyncd): otherwise the times in logs and metrics disagree."
     mark = above(abs(offset) - uncertainty, _SKEW_WARN_SECONDS, _SKEW_FAIL_SECONDS)

@@ -67,6 +67,7 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut:
 
 
 def json_records(path: str, lines: list[str]) -> Iterator[tuple[str, int, Any]]:
+    """(path, line from 1, value) of each line that is not blank; `InputError` for a line that is not JSON."""
     for number, line in enumerate(lines, 1):
         if not line or line.isspace():
             continue
@@ -77,6 +78,7 @@ def json_records(path: str, lines: list[str]) -> Iterator[tuple[str, int, Any]]:
 
 
 def parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
+    """(place, 0, record) of each row; `InputError` if the file has neither tokens nor text."""
     table = read_table(path, _COLUMNS, optional=_COLUMNS)
     if not table.columns.keys() & {"text", "tokens"}:
         raise InputError(f"{path}: has neither a column tokens nor text. Rename the columns.")

@@ -107,6 +107,7 @@ class Sampler:
 
     @property
     def samples_per_epoch(self) -> int:
+        """Samples of one pass over the corpus."""
         return self._order.samples_per_epoch
 
     def plan(self, samples: np.ndarray) -> SamplePlan:

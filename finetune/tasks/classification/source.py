@@ -293,6 +293,7 @@ class TableSource:
 
     @property
     def text_column(self) -> Key:
+        """Name of the column of texts, or its number from 0."""
         return self._glue.text if self._glue else self._settings.text_column
 
     @property

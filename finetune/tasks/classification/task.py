@@ -61,6 +61,7 @@ class Classification(Task[Example]):
 
     @property
     def takes_pairs(self) -> bool:
+        """Whether an example is a pair of texts."""
         return self._source.tables.pair_column is not None
 
     @property

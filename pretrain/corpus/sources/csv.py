@@ -15,6 +15,8 @@ from pretrain.corpus.text_columns import ColumnReader
 
 
 class Reader(ColumnReader):
+    """Rows of .csv and .tsv files. A file is read in order, by one process."""
+
     suffixes = (".csv", ".tsv")
 
     def find(self, where: str) -> list[Input]:

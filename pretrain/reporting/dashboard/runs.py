@@ -39,6 +39,7 @@ class RunRecords:
 
     @property
     def name(self) -> str:
+        """The run's name, or its folder's."""
         return str(self.config.get("name") or self.folder.resolve().name)
 
     @property
@@ -62,6 +63,7 @@ class RunRecords:
 
     @property
     def step(self) -> int:
+        """The last recorded training step; 0 before the first."""
         return self.training[-1]["step"] if self.training else 0
 
     @property
