@@ -9,7 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.manifests.command import add_to as add_manifest
-from pretrain.commands import add_address, add_command, exit_code, local_path, make_parser, positive_int, program
+from pretrain.commands import (
+    add_address,
+    add_command,
+    exit_code,
+    local_path,
+    make_parser,
+    positive_int,
+    program,
+    run_command,
+)
 from pretrain.common.errors import printable
 from pretrain.common.wording import counted
 
@@ -20,21 +29,15 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _dispatch(given))
+    return exit_code(lambda: run_command(build_parser(), given))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command, for the command line and the command reference."""
-    parser = make_parser("Check a machine or a cluster, submit jobs, or start a cluster on this machine.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_submit, _add_list, _add_job_commands, _add_logs, _add_up, _add_down, add_manifest, _add_doctor):
-        add(commands)
-    return parser
-
-
-def _dispatch(argv: list[str]) -> int:
-    arguments = build_parser().parse_args(argv)
-    return arguments.command(arguments) or 0
+    return make_parser(
+        "Check a machine or a cluster, submit jobs, or start a cluster on this machine.",
+        (_add_submit, _add_list, _add_job_commands, _add_logs, _add_up, _add_down, add_manifest, _add_doctor),
+    )
 
 
 # ---------------------------------------------------------------- what the commands do

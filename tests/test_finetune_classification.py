@@ -505,23 +505,23 @@ _LENGTHS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=
 @given(_LENGTHS, st.integers(4, 30), st.data())
 @settings(max_examples=200, deadline=None)
 def test_windows_of_pairs_show_every_token_of_both(
-    lengths: list[tuple[int, int]], room: int, data: st.DataObject
+    lengths: list[tuple[int, int]], capacity: int, data: st.DataObject
 ) -> None:
-    overlap = data.draw(st.integers(0, room // 2 - 1))
+    overlap = data.draw(st.integers(0, capacity // 2 - 1))
     sizes = np.array(lengths, np.int64).reshape(-1, 2)
-    pair, *stretches = cut_pairs(sizes[:, 0], sizes[:, 1], room, overlap)
+    pair, *stretches = cut_pairs(sizes[:, 0], sizes[:, 1], capacity, overlap)
     assert (np.diff(pair) >= 0).all()
     assert set(pair.tolist()) == set(range(len(sizes)))
-    assert (stretches[1] + stretches[3] <= room).all()
+    assert (stretches[1] + stretches[3] <= capacity).all()
     for n, both in enumerate(lengths):
         of = pair == n
         for side, size in enumerate(both):
             begin, length = stretches[2 * side][of], stretches[2 * side + 1][of]
             assert set(ragged(begin, length).tolist()) == set(range(size))
             assert (np.diff(begin) >= 0).all()  # both texts go forward together
-            if min(both) <= room // 2 and size == min(both) and both[0] != both[1]:
+            if min(both) <= capacity // 2 and size == min(both) and both[0] != both[1]:
                 assert set(length.tolist()) == {size}  # the shorter stands whole everywhere
-        if sum(both) <= room:
+        if sum(both) <= capacity:
             assert of.sum() == 1
 
 

@@ -74,7 +74,7 @@ def judge_disk(disk: Disk) -> Finding:
 
 
 def judge_compiler(compiler: str, headers: str, error: str) -> Finding:
-    """The row of the C++ compiler: its path, the folder of Python.h, and what a test build said ("": it works)."""
+    """The row of the C++ compiler: its path, that of Python.h ("": missing), and the error of a test build, if any."""
     rest = ", or set engine.compile: false."
     if not compiler:
         return Finding("C++ compiler", NONE, FAIL, f"Install g++ (apt-get install g++){rest}")

@@ -269,11 +269,11 @@ def _live_line(progress: _Progress, width: int) -> Text:
     pieces = _pieces(progress)
     shown: set[str] = set()
     bar_width = max(0, min(24, width // 6))
-    room = width - 1 - bar_width - 2
+    width_left = width - 1 - bar_width - 2
     for key in _PRIORITY:
-        if key in pieces and len(pieces[key]) + 2 <= room:
+        if key in pieces and len(pieces[key]) + 2 <= width_left:
             shown.add(key)
-            room -= len(pieces[key]) + 2
+            width_left -= len(pieces[key]) + 2
     line = Text(no_wrap=True, overflow="crop")
     line.append_text(_bar(progress.step / max(1, progress.total_steps), bar_width)).append("  ")
     for key, text in pieces.items():

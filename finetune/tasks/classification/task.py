@@ -193,28 +193,28 @@ class Classification(Task[Example]):
 
     def _cut(self, examples: Sequence[Example], encoder: TextEncoder, *, thin: bool) -> tuple[np.ndarray, Framed]:
         """(example of each window, int64 [F]; the windows)"""
-        room = encoder.room(pair=self.takes_pairs)
-        overlap = self._overlap(room)
+        capacity = encoder.capacity(pair=self.takes_pairs)
+        overlap = self._overlap(capacity)
         first = encoder.encode([example.text for example in examples])
         if not self.takes_pairs:
-            cut = slide(np.diff(first.starts), room, overlap)
+            cut = slide(np.diff(first.starts), capacity, overlap)
             example, start, length = self._thin(cut, len(examples)) if thin else cut
             return example, frame(encoder, _slices(first, example, start, length))
         second = encoder.encode([example.pair or "" for example in examples])
-        cut = cut_pairs(np.diff(first.starts), np.diff(second.starts), room, overlap)
+        cut = cut_pairs(np.diff(first.starts), np.diff(second.starts), capacity, overlap)
         example, *spans = self._thin(cut, len(examples)) if thin else cut
         return example, frame(encoder, _slices(first, example, *spans[:2]), _slices(second, example, *spans[2:]))
 
-    def _overlap(self, room: int) -> int:
-        if room < 4:
-            raise InputError(f"max_length: windows hold {room} tokens of text; at least 4 are needed. Raise it.")
+    def _overlap(self, capacity: int) -> int:
+        if capacity < 4:
+            raise InputError(f"max_length: windows hold {capacity} tokens of text; at least 4 are needed. Raise it.")
         overlap = self.settings.overlap
-        if overlap is not None and overlap >= room // 2:
+        if overlap is not None and overlap >= capacity // 2:
             raise InputError(
-                f"classification.overlap: {overlap} must be less than half of the {room} tokens of text that a "
-                f"window holds. Set at most {room // 2 - 1}."
+                f"classification.overlap: {overlap} must be less than half of the {capacity} tokens of text that a "
+                f"window holds. Set at most {capacity // 2 - 1}."
             )
-        return room // 4 if overlap is None else overlap
+        return capacity // 4 if overlap is None else overlap
 
     def _thin(self, cut: tuple[np.ndarray, ...], examples: int) -> tuple[np.ndarray, ...]:
         """At most `max_windows` windows of each example; `cut[0]` is the example of each window."""
