@@ -117,7 +117,7 @@ def test_a_node_that_comes_late_is_waited_for(
 
     show(monkeypatch, nodes)
     assert wait_for_capacity(request_).workers == 4
-    assert shown[0] == "waiting for nodes: capacity for 3 of 4 workers on 1 nodes, for 0:00:00"
+    assert shown[0] == "waiting for nodes: capacity for 3 of 4 workers on 1 node, for 0:00:00"
     assert groups.sizes == [(4, {"CPU": 1})]
     assert groups.removed == 1
     assert not notice.exists()

@@ -18,7 +18,8 @@ def shown_scores(scores: Mapping[str, float], metric: str = "accuracy") -> dict[
         scores: score -> value.
         metric: the main one; it stays.
     """
-    if not math.isclose(scores.get("accuracy", math.nan), scores.get("micro_f1", math.nan)):
+    accuracy, micro_f1 = scores.get("accuracy"), scores.get("micro_f1")
+    if accuracy is None or micro_f1 is None or not math.isclose(accuracy, micro_f1):
         return dict(scores)
     repeated = "accuracy" if metric == "micro_f1" else "micro_f1"
     return {name: value for name, value in scores.items() if name != repeated}

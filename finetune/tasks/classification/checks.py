@@ -25,8 +25,8 @@ def similar_labels(names: Iterable[str], source: str) -> Iterator[str]:
     for group in groups.values():
         if len(group) > 1:
             yield (
-                f"{source}: the labels {listed([repr(name) for name in group])} differ only in capitals or blanks and "
-                "are different classes. If they mean the same, write them the same way."
+                f"{source}: the labels {listed([repr(name) for name in group])} differ only in capitals or blanks. "
+                "They are different classes; write them the same way if they are not."
             )
 
 
