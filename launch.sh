@@ -92,6 +92,16 @@ is_set_up() { # EXTRA
     [[ -f $venv/stamp-$1 && $(<"$venv/stamp-$1") == "$(wanted)" ]]
 }
 
+# Ends a process group and waits until it is gone, ten seconds at most.
+end_group() { # PID
+    local left=100
+    kill -- "-$1" 2>/dev/null || return 0
+    while ((left--)) && kill -0 -- "-$1" 2>/dev/null; do
+        wait "$1" 2>/dev/null || true
+        sleep 0.1
+    done
+}
+
 # Runs a command with its output in the log and its time on the terminal.
 with_progress() { # TEXT COMMAND...
     local text=$1 start=$SECONDS job status
@@ -102,7 +112,7 @@ with_progress() { # TEXT COMMAND...
     "$@" >>"$log" 2>&1 </dev/null 9<&- &
     job=$!
     set +m
-    trap 'kill -- "-$job" 2>/dev/null' EXIT
+    trap 'end_group "$job"' EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM
     if [[ -t 2 ]]; then

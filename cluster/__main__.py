@@ -9,8 +9,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.manifests.command import add_to as add_manifest
-from pretrain.commands import add_address, add_command, exit_code, local_path, make_parser, positive_int, program
+from pretrain.commands import (
+    add_address,
+    add_command,
+    exit_code,
+    local_path,
+    make_parser,
+    positive_int,
+    program,
+    run_command,
+)
 from pretrain.common.errors import printable
+from pretrain.common.wording import counted
 
 if TYPE_CHECKING:
     from cluster.jobs.client import Jobs
@@ -19,21 +29,15 @@ if TYPE_CHECKING:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     given = list(sys.argv[1:] if argv is None else argv)
-    return exit_code(lambda: _dispatch(given))
+    return exit_code(lambda: run_command(build_parser(), given))
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command, for the command line and the command reference."""
-    parser = make_parser("Check a machine or a cluster, submit jobs, or start a cluster on this machine.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_submit, _add_list, _add_job_commands, _add_logs, _add_up, _add_down, add_manifest, _add_doctor):
-        add(commands)
-    return parser
-
-
-def _dispatch(argv: list[str]) -> int:
-    arguments = build_parser().parse_args(argv)
-    return arguments.command(arguments) or 0
+    return make_parser(
+        "Check a machine or a cluster, submit jobs, or start a cluster on this machine.",
+        (_add_submit, _add_list, _add_job_commands, _add_logs, _add_up, _add_down, add_manifest, _add_doctor),
+    )
 
 
 # ---------------------------------------------------------------- what the commands do
@@ -56,11 +60,12 @@ def _up(arguments: argparse.Namespace) -> None:
 
     if arguments.join:
         cluster = local.join(arguments.cpus_per_node, arguments.host)
-        print(f"added a node with {cluster.nodes[-1].cpus} CPUs to the cluster at {cluster.address}")
+        print(f"added a node with {counted(cluster.nodes[-1].cpus, 'CPU')} to the cluster at {cluster.address}")
         return
     cluster = local.up(arguments.nodes, arguments.cpus_per_node, arguments.host)
     print(
-        f"{len(cluster.nodes)} nodes with {cluster.nodes[0].cpus} CPUs each; jobs at {cluster.dashboard}, workers at "
+        f"{counted(len(cluster.nodes), 'node')} with {counted(cluster.nodes[0].cpus, 'CPU')} each; jobs at "
+        f"{cluster.dashboard}, workers at "
         f"{cluster.address}\nThe cluster's token is in {cluster.token_file}; only you can read it. "
         f"Next: {program()} submit -- pretrain CONFIG"
     )
@@ -70,7 +75,7 @@ def _down(arguments: argparse.Namespace) -> None:
     from cluster import local
 
     cluster = local.down()
-    print(f"stopped {len(cluster.nodes)} nodes" if cluster else "no cluster is running on this machine")
+    print(f"stopped {counted(len(cluster.nodes), 'node')}" if cluster else "no cluster is running on this machine")
 
 
 def _submit(arguments: argparse.Namespace) -> int:

@@ -25,6 +25,7 @@ from cluster.workers.launch import RAY_FOLDER, end_session, environment, last_li
 from pretrain.commands import program
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.files import write_json
+from pretrain.common.wording import counted
 
 _UP_SECONDS = 60.0
 _ANSWER_SECONDS = 3.0
@@ -51,6 +52,7 @@ class NodeProcess:
     cpus: int
 
     def is_alive(self) -> bool:
+        """Whether the process that was started still runs."""
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(self.pid)
             return process.create_time() == self.started and process.status() != psutil.STATUS_ZOMBIE
@@ -68,6 +70,7 @@ class LocalCluster:
 
     @property
     def token_file(self) -> Path:
+        """The file of the cluster's token; only its owner can read it."""
         return Path(self.folder) / "token"
 
 
@@ -86,7 +89,7 @@ def up(nodes: int, cpus_per_node: int, host: str = "") -> LocalCluster:
     running = find()
     if running is not None:
         raise InputError(
-            f"up: a cluster of {len(running.nodes)} nodes is already running ({running.dashboard}). "
+            f"up: a cluster of {counted(len(running.nodes), 'node')} is already running ({running.dashboard}). "
             "Stop it with `down` first."
         )
     cores = len(os.sched_getaffinity(0))

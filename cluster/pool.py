@@ -102,6 +102,7 @@ class RayPool(Executor):
         self._start(PoolRequest(address, processes, str(Path.cwd()), pickle.dumps((initializer, initargs))))
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """Queue `fn(*args, **kwargs)`, all picklable; the future fails with a `RunError` if the pool dies."""
         number, future = next(self._numbers), _Awaited(self._send)
         self._futures[number] = future
         self._waiting.append((number, pickle.dumps((fn, args, kwargs))))

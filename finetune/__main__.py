@@ -20,7 +20,9 @@ from pretrain.commands import (
     exit_code,
     local_path,
     make_parser,
+    overrides,
     positive_int,
+    run_command,
     run_path,
 )
 from pretrain.common.errors import InputError
@@ -48,11 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command, for the command line and the command reference."""
-    parser = make_parser("Fine-tune BERT-style checkpoints for classification, named entities and question answering.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_demo, _add_finetune, _add_evaluate, _add_predict, _add_export, _add_sweep, _add_glue):
-        add(commands)
-    return parser
+    return make_parser(
+        "Fine-tune BERT-style checkpoints for classification, named entities and question answering.",
+        (_add_demo, _add_finetune, _add_evaluate, _add_predict, _add_export, _add_sweep, _add_glue),
+    )
 
 
 def _dispatch(argv: list[str]) -> int:
@@ -60,8 +61,7 @@ def _dispatch(argv: list[str]) -> int:
         from finetune.bench import finetuning as bench
 
         return bench.main(argv[1:])
-    arguments = build_parser().parse_args(argv)
-    return arguments.command(arguments) or 0
+    return run_command(build_parser(), argv)
 
 
 # ---------------------------------------------------------------- what the commands do
@@ -197,12 +197,8 @@ def _config(arguments: argparse.Namespace) -> FinetuneConfig:
 
 def _overrides(arguments: argparse.Namespace) -> list[str]:
     """--set, and the options that stand for a setting."""
-    overrides = list(arguments.set)
-    if arguments.workers is not None:
-        overrides.append(f"scheduling.workers={arguments.workers}")
-    if arguments.start_from is not None:
-        overrides.append(f"start_from={json.dumps(str(arguments.start_from))}")
-    return overrides
+    start = arguments.start_from
+    return [*overrides(arguments), *([] if start is None else [f"start_from={json.dumps(str(start))}"])]
 
 
 # ---------------------------------------------------------------- their parsers
@@ -213,7 +209,7 @@ def _add_demo(commands: Any) -> None:
         commands,
         "demo",
         _demo,
-        "prepare, pretrain, fine-tune and report on the docstrings of this Python installation",
+        "prepare, pretrain, fine-tune and report on the docstrings of this Python and its packages",
         pretraining_demo.EXAMPLES,
     )
     pretraining_demo.add_options(parser)

@@ -138,6 +138,8 @@ class TrainingConfig(Section):
 
 
 class FinetuneEvaluationConfig(Section):
+    """How often the dev sets are scored."""
+
     every_epochs: float = Field(
         default=1.0,
         gt=0,
@@ -264,6 +266,7 @@ class FinetuneConfig(_WithTask):
         )
 
     def evaluate_every_steps(self, examples: int) -> int:
+        """Optimizer steps between two evaluations of a training set of `examples`, at least 1."""
         return math.ceil(examples * self.evaluation.every_epochs / self.training.examples_per_step)
 
 

@@ -23,6 +23,7 @@ from pretrain.demo import RunCommand
 from pretrain.reporting.report import FINETUNED
 
 STARTS = {"pretrained": False, "random": True}  # name -> value of the setting random_weights
+DATA = "labelled"  # folder of the labelled sets, in the run folder
 _COUNTS = "counts.json"  # of the labelled sets, written after all of them
 _SHOWN = 4  # predictions of each task in the report
 _LONGEST = 320  # characters of a text in the report
@@ -56,37 +57,45 @@ def run(arguments: argparse.Namespace, pretrain: RunCommand, finetune: RunComman
         The exit code of the first stage that fails, or 0.
     """
     started = time.monotonic()
-    code = pretraining.run_stages(arguments, pretrain, more_stages=len(TASKS) + 1) or _finetune(arguments, finetune)
-    return pretraining.finish(arguments, started, code)
+    more = len(TASKS) + 1
+    code = pretraining.run_stages(arguments, pretrain, more_stages=more) or _finetune(arguments, finetune)
+    return pretraining.finish(arguments, started, code, more_stages=more)
 
 
 def _finetune(arguments: argparse.Namespace, run_command: RunCommand) -> int:
     folder: Path = arguments.run_dir
-    data = folder / "labelled"
+    data = folder / DATA
     total = pretraining.STAGES + len(TASKS) + 1
     print(f"\n[{pretraining.STAGES}/{total}] extracting three labelled sets from the corpus: {data}", flush=True)
     # Written once, as the corpus is: other packages may be installed when the demo runs again.
     if not (data / _COUNTS).is_file():
         write_json(data / _COUNTS, write_sets(data))
     counts = json.loads((data / _COUNTS).read_text(encoding="utf-8"))
-    results = []
     for number, task in enumerate(TASKS, pretraining.STAGES + 1):
         sizes = counts[task.name]
         print(f"\n[{number}/{total}] {task.title} ({sizes['train']:,} examples, {sizes['dev']:,} held out)", flush=True)
         for start in STARTS:
+            print(f"\n      {_model_title(task, start)}", flush=True)
             code = _train(task, start, folder, data, run_command)
+            # A report of an unfinished demo shows the scores that exist.
+            write_json(folder / FINETUNED, [_result(one, folder, counts[one.name]) for one in TASKS])
             if code:
                 return code
-        results.append(_result(task, folder / "finetuned", data, sizes))
-        print(f"      {_line(results[-1])}", flush=True)
-    write_json(folder / FINETUNED, results)
+        print(f"      {_line(_result(task, folder, sizes))}", flush=True)
     return 0
+
+
+def _model_title(task: DemoTask, start: str) -> str:
+    """Which of the fine-tunings runs, such as "packages, from pretrained weights (1 of 6)"."""
+    number = TASKS.index(task) * len(STARTS) + list(STARTS).index(start) + 1
+    return f"{task.name}, from {start} weights ({number} of {len(TASKS) * len(STARTS)})"
 
 
 def _train(task: DemoTask, start: str, folder: Path, data: Path, run_command: RunCommand) -> int:
     """Fine-tune, unless an earlier demo finished this model. Returns an exit code."""
     target = folder / "finetuned" / f"{task.name}-{start}"
     if (target / MODEL / MANIFEST).is_file():
+        print("      finished by an earlier demo", flush=True)
         return 0
     resume = any(target.glob(f"checkpoints/*/{MANIFEST}"))
     if not resume:
@@ -107,18 +116,23 @@ def _train(task: DemoTask, start: str, folder: Path, data: Path, run_command: Ru
 # ---------------------------------------------------------------- results
 
 
-def _result(task: DemoTask, folder: Path, data: Path, sizes: dict[str, int]) -> dict[str, Any]:
-    """What the report shows of a task."""
-    scores = {start: json.loads((folder / f"{task.name}-{start}" / SCORES).read_text("utf-8")) for start in STARTS}
-    metric = scores["pretrained"]["metric"]
-    predictions = folder / f"{task.name}-pretrained" / "predictions" / "dev.jsonl"
+def _result(task: DemoTask, folder: Path, sizes: dict[str, int]) -> dict[str, Any]:
+    """What the report shows of a task: scores of the finished models, and examples once the first has finished."""
+    runs = {start: folder / "finetuned" / f"{task.name}-{start}" for start in STARTS}
+    finished = {start: run for start, run in runs.items() if (run / MODEL / MANIFEST).is_file()}
+    scores = {start: json.loads((run / SCORES).read_text("utf-8")) for start, run in finished.items()}
+    metric = next((one["metric"] for one in scores.values()), "")
+    examples = []
+    if "pretrained" in finished:
+        predictions = _read_lines(finished["pretrained"] / "predictions" / "dev.jsonl")
+        examples = _examples(task, predictions, _read_lines(folder / DATA / f"{task.name}-dev.jsonl"))
     return {
         "title": task.title,
         "metric": metric.replace("_", " "),
         "train": sizes["train"],
         "dev": sizes["dev"],
         "scores": {start: one["scores"]["dev"][metric] for start, one in scores.items()},
-        "examples": _examples(task, _read_lines(predictions), _read_lines(data / f"{task.name}-dev.jsonl")),
+        "examples": examples,
     }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from finetune.artifacts.card import repeated_remark
-from finetune.artifacts.saved import MODEL, load_saved, scores_line
+from finetune.artifacts.saved import MODEL, load_saved, read_details, result_lines
 from finetune.config import FinetuneConfig, changed_for_resume, load_config
 from finetune.datasets.text import TextEncoder
 from finetune.model.start import start_table
@@ -17,6 +17,7 @@ from pretrain import launch, preflight
 from pretrain.commands import program
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST
+from pretrain.common.wording import counted
 from pretrain.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -203,17 +204,29 @@ def describe_start(config: FinetuneConfig, plan: FinetunePlan) -> str:
 
 
 def _describe_data(config: FinetuneConfig, plan: FinetunePlan) -> str:
-    sets = ", ".join(f"{count:,} in {name}" for name, count in plan.held_out.items()) or "none held out"
     shown = ", ".join(plan.labels[:8]) + (", ..." if len(plan.labels) > 8 else "")
+    examples = counted(plan.examples, "training example")
     tokens = f" of {plan.tokens:,} tokens" if plan.tokens else ""
-    windows = f" in {plan.units:,} windows" if plan.units != plan.examples else ""
+    windows = f" in {counted(plan.units, 'window')}" if plan.units != plan.examples else ""
     lines = [
-        f"{config.task_name}: {plan.examples:,} training examples{windows}{tokens}, {sets}; {plan.steps:,} steps",
+        f"{config.task_name}: {examples}{windows}{tokens}, {counted(plan.steps, 'step')}",
+        f"  {_describe_held_out(config, plan)}",
     ]
     if plan.labels:
-        lines.append(f"  {len(plan.labels)} labels: {shown}")
+        lines.append(f"  {counted(len(plan.labels), 'label')}: {shown}")
     lines += [f"  note: {repeated_remark(*pair)}" for pair in config.repeated_sets()]
     return "\n".join(lines)
+
+
+def _describe_held_out(config: FinetuneConfig, plan: FinetunePlan) -> str:
+    """The sets that choose the checkpoint, or that there are none."""
+    share = getattr(config.task_settings, "dev_share", None)  # only classification can hold out by itself
+    if not plan.held_out:
+        hint = f"{config.task_name}.dev" + ("" if share is None else f" or {config.task_name}.dev_share")
+        return f"no held-out set: the last checkpoint is kept. To keep the best one by a score, set {hint}."
+    sets = ", ".join(f"{name} ({counted(count, 'example')})" for name, count in plan.held_out.items())
+    origin = f", {share:.3g} of the training set, by a hash of the texts (dev_share)" if share else ""
+    return f"held out: {sets}{origin}"
 
 
 def describe_checkpoint(config: FinetuneConfig, plan: FinetunePlan) -> str:
@@ -231,8 +244,13 @@ def describe_checkpoint(config: FinetuneConfig, plan: FinetunePlan) -> str:
 
 def summary(config: FinetuneConfig) -> str:
     """The scores, where the model is, and what to do next."""
-    saved = load_saved(config.folder)
-    lines = [f"{name}: {scores_line(scores)}" for name, scores in saved.scores.items()]
+    saved, details = load_saved(config.folder), read_details(config.folder)
+    task = make_task(config.task_settings, saved.state)
+    lines = [
+        line
+        for name, scores in saved.scores.items()
+        for line in result_lines(task, name, scores, details.get(name, {}))
+    ]
     lines.append(f"{config.folder / MODEL}: finished. {next_command(config)}")
     return "\n".join(lines)
 

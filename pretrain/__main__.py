@@ -20,7 +20,9 @@ from pretrain.commands import (
     local_path,
     local_text,
     make_parser,
+    overrides,
     program,
+    run_command,
     run_path,
 )
 from pretrain.common.errors import InputError
@@ -48,19 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command, for the command line and the command reference."""
-    parser = make_parser("Pretrain BERT-style encoders, from raw text to a checkpoint that transformers loads.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_prepare, _add_pretrain, _add_export, _add_report, _add_dashboard, _add_demo, _add_bench):
-        add(commands)
-    return parser
+    return make_parser(
+        "Pretrain BERT-style encoders, from raw text to a checkpoint that transformers loads.",
+        (_add_prepare, _add_pretrain, _add_export, _add_report, _add_dashboard, _add_demo, _add_bench),
+    )
 
 
 def _dispatch(argv: list[str]) -> int:
     # Each benchmark has its own parser, in a module that imports torch.
     if argv[:1] == ["bench"] and argv[1:2] and argv[1] in BENCHMARKS:
         return importlib.import_module(f"pretrain.bench.{argv[1]}").main(argv[2:]) or 0
-    arguments = build_parser().parse_args(argv)
-    return arguments.command(arguments) or 0
+    return run_command(build_parser(), argv)
 
 
 # ---------------------------------------------------------------- what the commands do
@@ -153,10 +153,7 @@ def _bench(arguments: argparse.Namespace) -> None:
 def _config(arguments: argparse.Namespace) -> PretrainConfig:
     from pretrain.config import load_config
 
-    overrides = list(arguments.set)
-    if getattr(arguments, "workers", None) is not None:
-        overrides.append(f"scheduling.workers={arguments.workers}")
-    return load_config(arguments.config, overrides)
+    return load_config(arguments.config, overrides(arguments))
 
 
 # ---------------------------------------------------------------- their parsers

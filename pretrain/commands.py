@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,25 @@ class _Parser(argparse.ArgumentParser):
             self._is_inside = False
 
 
-def make_parser(description: str) -> argparse.ArgumentParser:
-    """A parser to which commands are added."""
-    return _Parser(prog=program(), description=description, epilog=EXIT_CODES, allow_abbrev=False)
+def make_parser(description: str, adders: Sequence[Callable[[Any], None]]) -> argparse.ArgumentParser:
+    """A parser with the command of each of `adders`, which get what `add_subparsers` returns."""
+    parser = _Parser(prog=program(), description=description, epilog=EXIT_CODES, allow_abbrev=False)
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in adders:
+        add(commands)
+    return parser
+
+
+def run_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> int:
+    """Parse `argv` and run its command; returns its exit code."""
+    arguments = parser.parse_args(argv)
+    return arguments.command(arguments) or 0
+
+
+def overrides(arguments: argparse.Namespace) -> list[str]:
+    """The settings given on the command line, as key.path=value: those of --set, then that of --workers."""
+    workers = getattr(arguments, "workers", None)
+    return [*arguments.set, *([] if workers is None else [f"scheduling.workers={workers}"])]
 
 
 def add_command(

@@ -1,4 +1,4 @@
-"""The demo's pretraining on a corpus that every Python installation has: prepare, pretrain, export, report.
+"""The demo's pretraining on the docstrings of this Python and its packages: prepare, pretrain, export, report.
 
 Each stage is a command that a user would type, run through the same command line.
 """
@@ -16,7 +16,7 @@ from pretrain.commands import add_set, local_path, program
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST
 
-PURPOSE = "prepare, pretrain, export and report on the docstrings of this Python installation"
+PURPOSE = "prepare, pretrain, export and report on the docstrings of this Python and its packages"
 EXAMPLES = """
   ./launch.sh demo
   ./launch.sh demo --workers 1 --fresh
@@ -85,14 +85,15 @@ def run_stages(arguments: argparse.Namespace, run_command: RunCommand, more_stag
     return 0
 
 
-def finish(arguments: argparse.Namespace, started: float, code: int) -> int:
+def finish(arguments: argparse.Namespace, started: float, code: int, more_stages: int = 0) -> int:
     """Write the report, or say how a stopped demo continues; returns `code`, the exit code of the stages.
 
-    `started` is the demo's start on the monotonic clock.
+    `started` is the demo's start on the monotonic clock, `more_stages` as in `run_stages`.
     """
     if code == StoppedError.exit_code:
         print(f"The demo stopped. Run the same command again to continue it; `{program()} demo` takes no --resume.")
     elif not code:
+        print(f"\n[{STAGES + more_stages}/{STAGES + more_stages}] report", flush=True)
         _write_report(arguments, started)
     return code
 
@@ -101,7 +102,7 @@ def _write_report(arguments: argparse.Namespace, started: float) -> None:
     from pretrain.reporting import report
 
     path = report.write_report(arguments.run_dir, arguments.run_dir / "report.html")
-    print(f"\n{report.summary(arguments.run_dir)}")
+    print(report.summary(arguments.run_dir))
     print(f"\nAll stages took {time.monotonic() - started:.0f} s.")
     print(f"Curves, corpus card, fill-mask examples and scores: {path.resolve().as_uri()}")
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.common.settings import dump
+from pretrain.common.wording import counted
 from pretrain.config import PhaseConfig, Precision, PretrainConfig, R, with_precision
 from pretrain.model import cost
 from pretrain.model.precision import matmul_peak, resolve_here
@@ -337,7 +338,7 @@ def _memory_lines(config: PretrainConfig, workers: int | None, device: Device) -
             lines.append(f"  {name:<14}" + "".join(f"{value / 2**30:>9.2f}" for value in values))
     engine = config.engine
     lines.append(
-        f"  * configured. {count} {'GPU' if device == 'cuda' else 'CPU'} workers, {engine.precision}, "
+        f"  * configured. {counted(count, 'GPU worker' if device == 'cuda' else 'CPU worker')}, {engine.precision}, "
         f"{engine.micro_batch_tokens:,} tokens per micro-batch"
         + (", activations recomputed" if engine.activation_checkpointing else "")
         + (", compiled" if engine.compile else "")
@@ -423,11 +424,11 @@ def _corpus_lines(config: PretrainConfig) -> str:
 def preparation_lines(plan: dict[str, Any]) -> str:
     """The result of `pretrain.corpus.prepare.describe` as text."""
     lines = [
-        f"  {source['name']}: {source['kind']}, {source['files']:,} files, {source['bytes'] / 1e6:,.1f} MB, "
+        f"  {source['name']}: {source['kind']}, {counted(source['files'], 'file')}, {source['bytes'] / 1e6:,.1f} MB, "
         f"weight {source['weight']:g}"
         for source in plan["sources"]
     ]
-    who = f"{plan['processes']} processes" if plan["processes"] else "all cores"
+    who = counted(plan["processes"], "process", "processes") if plan["processes"] else "all cores"
     where = f" of the Ray cluster at {plan['address']}" if plan["address"] else ""
     read = f"{plan['bytes'] / 1e6:,.1f} MB to read by {who}{where}"
     state = plan["state"]

@@ -134,11 +134,11 @@ def test_whole_words_stay_together(shards, next_sentence):
     for number, found in enumerate(words(shards, rows)):
         taken = [word for word in found if chosen & set(word)]
         assert all(chosen >= set(word) for word in taken)
-        room = min(10, max(1, round(0.15 * plan.lengths[number]))) - sum(map(len, taken))
+        capacity = min(10, max(1, round(0.15 * plan.lengths[number]))) - sum(map(len, taken))
         # Greedy: a word left out would not have fitted any more.
-        assert all(len(word) > room for word in found if word not in taken)
-        assert room >= 0
-        exact += room == 0
+        assert all(len(word) > capacity for word in found if word not in taken)
+        assert capacity >= 0
+        exact += capacity == 0
         sizes += map(len, taken)
     assert exact > 550
     assert max(sizes) > 1

@@ -83,7 +83,7 @@ def sequences(made: Sampler, samples: np.ndarray):
         assert np.array_equal(types, np.arange(len(ids)) > separators[0])
         assert np.array_equal(rows.positions[begin:end], np.arange(len(ids)))
         assert (rows.sequence[begin:end] == number).all()
-        assert len(ids) == plan.lengths[number] <= made.room + made.special_tokens
+        assert len(ids) == plan.lengths[number] <= made.capacity + made.special_tokens
         yield ids[1 : separators[0]], ids[separators[0] + 1 : -1], plan.label[number]
 
 
@@ -100,14 +100,14 @@ def test_pairs_are_what_their_label_says(length):
         same = text.document[a[0]] == text.document[b[0]]
         assert same == (label == 0)
         if label == 0:
-            # Nothing lies between but what truncation took, and then there is no room.
+            # Nothing lies between but what truncation took, and then the capacity is used up.
             assert a[-1] < b[0]
-            assert text.sentence[b[0]] - text.sentence[a[-1]] <= 1 or len(a) + len(b) == made.room
-            if len(a) + len(b) < made.room:
+            assert text.sentence[b[0]] - text.sentence[a[-1]] <= 1 or len(a) + len(b) == made.capacity
+            if len(a) + len(b) < made.capacity:
                 assert b[0] == a[-1] + 1
                 assert text.sentence[b[0]] == text.sentence[a[-1]] + 1
         for segment in (a, b):
-            if len(a) + len(b) < made.room:  # not truncated: whole sentences
+            if len(a) + len(b) < made.capacity:  # not truncated: whole sentences
                 assert text.sentence[segment[0]] != text.sentence[segment[0] - 1]
                 assert segment[-1] + 1 == len(text.sentence) or (
                     text.sentence[segment[-1]] != text.sentence[segment[-1] + 1]
@@ -139,10 +139,10 @@ def test_ten_percent_are_short_with_uniform_targets(next_sentence):
     """With one-token sentences a sample is exactly as long as its target."""
     made = sampler(numbered([[[1] * 30_000] * 3]), 64, next_sentence=next_sentence)
     lengths = made.plan(np.arange(100_000)).lengths - made.special_tokens
-    short = lengths[lengths < made.room]
-    share = 0.1 * (made.room - 2) / (made.room - 1)  # a short target may be the full one
+    short = lengths[lengths < made.capacity]
+    share = 0.1 * (made.capacity - 2) / (made.capacity - 1)  # a short target may be the full one
     assert abs(len(short) / len(lengths) - share) < 5 * np.sqrt(0.09 / len(lengths))
-    counts = np.bincount(short, minlength=made.room)
+    counts = np.bincount(short, minlength=made.capacity)
     assert counts[:2].sum() == 0
     counts = np.delete(counts, made.reach)[2:]  # what a document's last sample has left
     assert ((counts - counts.mean()) ** 2 / counts.mean()).mean() < 2
@@ -157,16 +157,16 @@ def test_the_rest_fills_the_length_where_the_document_allows():
 
 @settings(max_examples=200, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(2, 128))
-def test_truncation_takes_token_by_token_from_the_longer_side(length_a, length_b, room):
+def test_truncation_takes_token_by_token_from_the_longer_side(length_a, length_b, capacity):
     a, b = length_a, length_b
-    while a + b > room:
+    while a + b > capacity:
         a, b = (a - 1, b) if a > b else (a, b - 1)
-    cut_a, cut_b = _truncation(np.array([length_a]), np.array([length_b]), room)
+    cut_a, cut_b = _truncation(np.array([length_a]), np.array([length_b]), capacity)
     assert (length_a - cut_a[0], length_b - cut_b[0]) == (a, b)
 
 
 def test_truncation_takes_from_both_ends_alike():
-    """One document of two 60-token sentences at room 61: A keeps 30, B 31; the cuts are coins."""
+    """One document of two 60-token sentences at a capacity of 61: A keeps 30, B 31; the cuts are coins."""
     made = sampler(numbered([[[60, 60], [60, 60]]]), 64, random_next_share=0.0, short_share=0.0)
     plan = made.plan(np.arange(4000))
     front_a, front_b = plan.begin_a % 120, plan.begin_b % 120 - 60
@@ -187,7 +187,7 @@ def test_full_sentences_without_next_sentence_prediction():
         assert np.ptp(text.document[a]) == 0
         assert np.array_equal(a, np.arange(a[0], a[0] + len(a)))
         seen.add(text.document[a[0]])
-        if len(set(text.sentence[a])) > 1 or len(a) < made.room:
+        if len(set(text.sentence[a])) > 1 or len(a) < made.capacity:
             assert text.sentence[a[0]] != text.sentence[a[0] - 1]
             assert a[-1] + 1 == len(text.sentence) or text.sentence[a[-1]] != text.sentence[a[-1] + 1]
     assert seen == set(range(text.documents))  # those with one sentence too

@@ -292,7 +292,7 @@ def test_prepare_prepares_or_describes(config_file: Path, monkeypatch: pytest.Mo
     sources = "corpus.sources=[{kind: books, path: a.txt, name: novel}]"
     assert cli("prepare", config_file, "--dry-run", "--set", sources, "--set", "corpus.dir=new") == 0
     text = capsys.readouterr().out
-    assert "novel: books, 1 files, 1.5 MB, weight 1" in text
+    assert "novel: books, 1 file, 1.5 MB, weight 1" in text
     assert "new: new; 1.5 MB to read" in text
 
 

@@ -204,7 +204,7 @@ def test_joins_a_running_cluster_by_address(folder: Path, tmp_path_factory: pyte
         os.environ["RAY_AUTH_TOKEN"] = "0" * 64
         _run("fine", folder, address=f"127.0.0.1:{port}")
         assert _starts(folder) == ["resume=False"]
-        with pytest.raises(MachineError, match=rf"cluster at 127.0.0.1:{port} has 1 CPU cores.* 2 workers"):
+        with pytest.raises(MachineError, match=rf"cluster at 127.0.0.1:{port} has 1 CPU core.* 2 workers"):
             _run("fine", folder, address=f"127.0.0.1:{port}", workers=2)
         os.environ["RAY_AUTH_TOKEN"] = "1" * 64
         began = time.monotonic()

@@ -146,6 +146,26 @@ def test_the_card_counts_what_stayed_and_what_did_not(prepared: Path) -> None:
         assert expected in markdown
 
 
+def test_the_card_for_people_has_no_path_of_this_machine(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import ast
+
+    from pretrain.corpus.card import _shown_path
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path.parent / "home"))
+    for path, shown in (
+        ("texts/a.txt", "texts/a.txt"),
+        (str(tmp_path / "texts" / "a.txt"), "texts/a.txt"),
+        (str(tmp_path.parent / "home" / "a.txt"), "~/a.txt"),
+        ("/elsewhere/a.txt", "/elsewhere/a.txt"),
+        ("hub:name@1#0/2", "hub:name@1#0/2"),
+        (ast.__file__, f"{Path(ast.__file__).parent.name}/ast.py"),
+    ):
+        assert _shown_path(path) == shown
+
+
 def test_the_split_follows_the_documents_text(sources: Path, prepared: Path, tmp_path: Path) -> None:
     """More documents leave those that were held out where they were."""
 

@@ -233,7 +233,7 @@ def test_csv_with_quotes_newlines_and_bad_rows(tmp_path: Path) -> None:
     texts, problems = read(SourceConfig(kind="csv", path=str(path)))
     assert texts == ['Two\nlines, and "quotes".', "plain", "bad \ufffd byte"]
     assert faults(problems) == {
-        "1 rows left out, the first with 3 columns instead of 2": 1,
+        "1 row left out, the first with 3 columns instead of 2": 1,
         "bytes that are not UTF-8": 1,
     }
     (tmp_path / "t.tsv.gz").write_bytes(gzip.compress(b"text\tid\nfrom a tab\t1\n"))

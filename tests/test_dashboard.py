@@ -266,7 +266,7 @@ class TestPage:
         marks = [(mark["kind"], mark["step"]) for mark in data_of(page)["marks"]]
         assert marks == [("restart", 23), ("phase", 20)]
         text = Page(page.read_text()).text
-        for expected in ("Not finished at step 30 of 60", "7.000", "2,000", "0:30 left at this speed"):
+        for expected in ("Training: step 30 of 60", "7.000", "2,000", "0:30 left at this speed"):
             assert expected in text, expected
 
     def test_a_run_of_an_older_version_shows_its_mfu(self, run: Path) -> None:

@@ -117,7 +117,7 @@ def test_a_node_that_comes_late_is_waited_for(
 
     show(monkeypatch, nodes)
     assert wait_for_capacity(request_).workers == 4
-    assert shown[0] == "waiting for nodes: capacity for 3 of 4 workers on 1 nodes, for 0:00:00"
+    assert shown[0] == "waiting for nodes: capacity for 3 of 4 workers on 1 node, for 0:00:00"
     assert groups.sizes == [(4, {"CPU": 1})]
     assert groups.removed == 1
     assert not notice.exists()
@@ -185,13 +185,13 @@ def test_the_terminal_shows_a_wait_once(tmp_path: Path) -> None:
     (tmp_path / "logs").mkdir()
     notice, output = tmp_path / "logs/waiting.json", io.StringIO()
     progress = _Progress(tmp_path, 10, Console(file=output))
-    for message in ("has room for 1 of 4", "has room for 1 of 4", "has room for 2 of 4", ""):
+    for message in ("has capacity for 1 of 4", "has capacity for 1 of 4", "has capacity for 2 of 4", ""):
         if message:
             notice.write_text(json.dumps({"time": 0.0, "message": message}))
         else:
             notice.unlink()
         progress.poll()
-    assert output.getvalue().splitlines() == ["  has room for 1 of 4", "  has room for 2 of 4"]
+    assert output.getvalue().splitlines() == ["  has capacity for 1 of 4", "  has capacity for 2 of 4"]
 
 
 # Crashes and preemptions

@@ -241,7 +241,7 @@ def test_dry_run_reports_a_missing_corpus(tmp_path: Path):
     (tmp_path / "a.txt").write_text("x" * 2_000_000)
     corpus = CorpusConfig(dir=str(tmp_path / "c"), sources=(SourceConfig(kind="books", path=str(tmp_path / "*.txt")),))
     text = estimate.dry_run(make_config(corpus=corpus))
-    assert "books, 1 files, 2.0 MB" in text
+    assert "books, 1 file, 2.0 MB" in text
     missing = corpus.model_copy(update={"sources": (SourceConfig(kind="books", path=str(tmp_path / "*.none")),)})
     assert "not prepared, and cannot be prepared yet" in estimate.dry_run(make_config(corpus=missing))
 

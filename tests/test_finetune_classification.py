@@ -200,7 +200,7 @@ def test_a_field_of_more_than_128_kb_is_read(write: Callable[..., str]) -> None:
     ("name", "content", "message"),
     [
         ("a.csv", "text,label\na,b\na,b,c\n", "a.csv:3: 3 columns, but the header has 2. Quote texts"),
-        ("a.tsv", "text\tlabel\na\n", "a.tsv:2: 1 columns, but the header has 2. Set `quoting: standard`"),
+        ("a.tsv", "text\tlabel\na\n", "a.tsv:2: 1 column, but the header has 2. Set `quoting: standard`"),
         ("a.tsv", b"text\tlabel\nok\tx\nb\xe4d\ty\n", "a.tsv:3: byte 17 (0xe4) is not UTF-8"),
         ("a.csv", "", "a.csv: empty file"),
         ("a.csv", "\n \n", "a.csv: empty file"),
@@ -344,7 +344,7 @@ def test_sets_of_labels(write: Callable[..., str], values: dict[str, str]) -> No
         (sayings("a", None), None, {}, "train.jsonl:2: label is empty"),
         (sayings("a", " "), None, {}, "train.jsonl:2: label is ' '"),
         (sayings("a", ["b"]), None, {}, "train.jsonl:2: label is ['b']"),
-        (sayings("a", "b"), None, {"label_names": ("x",)}, "label_names: 1 names, but"),
+        (sayings("a", "b"), None, {"label_names": ("x",)}, "label_names: 1 name, but"),
         (sayings("a", "b"), None, {"positive": "c"}, "classification.positive: 'c' is not a label; known: a, b"),
         (sayings("a", "b", "c"), None, {"metric": "f1"}, "classification.metric: f1 needs two classes"),
         ([{"text": None, "label": "a"}], None, {"labels": ("a", "b")}, "train.jsonl:1: the text is empty, not text"),
@@ -437,7 +437,7 @@ def test_dev_share_parts_the_set_by_its_texts_alone(write: Callable[..., str]) -
         ("{train: x, header: false}", "text_column: 'text', but without a header"),
         ("{train: x, labels: [a, a]}", "labels: one occurs twice"),
         ("{train: x, labels: [a]}", "labels: one class alone"),
-        ("{train: x, labels: [a, b], label_names: [c]}", "label_names: 1 names for 2 labels"),
+        ("{train: x, labels: [a, b], label_names: [c]}", "label_names: 1 name for 2 labels"),
         ("{train: x, labels: [a, b], problem_type: regression}", "labels: regression has none"),
         (
             "{train: x, class_weights: balanced, problem_type: multi_label}",
@@ -505,23 +505,23 @@ _LENGTHS = st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=
 @given(_LENGTHS, st.integers(4, 30), st.data())
 @settings(max_examples=200, deadline=None)
 def test_windows_of_pairs_show_every_token_of_both(
-    lengths: list[tuple[int, int]], room: int, data: st.DataObject
+    lengths: list[tuple[int, int]], capacity: int, data: st.DataObject
 ) -> None:
-    overlap = data.draw(st.integers(0, room // 2 - 1))
+    overlap = data.draw(st.integers(0, capacity // 2 - 1))
     sizes = np.array(lengths, np.int64).reshape(-1, 2)
-    pair, *stretches = cut_pairs(sizes[:, 0], sizes[:, 1], room, overlap)
+    pair, *stretches = cut_pairs(sizes[:, 0], sizes[:, 1], capacity, overlap)
     assert (np.diff(pair) >= 0).all()
     assert set(pair.tolist()) == set(range(len(sizes)))
-    assert (stretches[1] + stretches[3] <= room).all()
+    assert (stretches[1] + stretches[3] <= capacity).all()
     for n, both in enumerate(lengths):
         of = pair == n
         for side, size in enumerate(both):
             begin, length = stretches[2 * side][of], stretches[2 * side + 1][of]
             assert set(ragged(begin, length).tolist()) == set(range(size))
             assert (np.diff(begin) >= 0).all()  # both texts go forward together
-            if min(both) <= room // 2 and size == min(both) and both[0] != both[1]:
+            if min(both) <= capacity // 2 and size == min(both) and both[0] != both[1]:
                 assert set(length.tolist()) == {size}  # the shorter stands whole everywhere
-        if sum(both) <= room:
+        if sum(both) <= capacity:
             assert of.sum() == 1
 
 
@@ -557,7 +557,45 @@ def test_a_class_without_examples_has_weight_one_and_a_warning(write: Callable[.
     absent.read_train()
     assert absent._source.class_weights is not None
     assert absent._source.class_weights.tolist() == [0.75, 1.0, 1.5]
-    assert "no example of b" in caplog.text
+    assert "a.jsonl: 1 label has no training example: 'b'." in caplog.text
+
+
+def test_suspicious_labels_and_empty_texts_are_warned_of(write: Callable[..., str], caplog: Any) -> None:
+    """One line each, and none of a good set."""
+    bad = write("a.csv", "text,label\na,good\n ,good\nb,Good\nc,Good\n,bad\nd,not bad\ne,not bad\nf,notbad\n")
+    dev = write("b.csv", "text,label\na,good\n,good\n")
+    one = task(train=bad, dev=dev)
+    one.read_train()
+    one.read_held_out()
+    advice = "They are different classes; write them the same way if they are not."
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{bad}: 2 of 8 examples with an empty text: lines 3, 6. Fill them in, or remove them.",
+        f"{bad}: the labels 'Good', 'good' differ only in capitals or blanks. {advice}",
+        f"{bad}: the labels 'not bad', 'notbad' differ only in capitals or blanks. {advice}",
+        f"{bad}: 2 labels have only one training example: 'bad', 'notbad'. Add examples, or remove such labels.",
+        f"{dev}: 1 of 2 examples with an empty text: line 3. Fill them in, or remove them.",
+    ]
+    caplog.clear()
+    task(train=write("c.jsonl", sayings("a", "b", "a", "b"))).read_train()
+    assert not caplog.records
+
+
+def test_labels_of_sets_are_counted_one_by_one(write: Callable[..., str], caplog: Any) -> None:
+    rows = sayings(["a", "b"], ["a"], [])
+    task(train=write("a.jsonl", rows), problem_type="multi_label").read_train()
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "1 label has only one training example: 'b'. Add examples, or remove such labels."
+    ]
+
+
+def test_a_model_that_predicts_one_class_is_remarked_on(write: Callable[..., str]) -> None:
+    one = task(train=write("a.jsonl", sayings("a", "b", "a", "b")))
+    examples = one.read_train()
+    said = one.remarks(one.details(examples, [{"label": "b"}] * 4))
+    assert len(said) == 1
+    assert said[0].startswith("the model predicts 'b' for every example.")
+    assert not one.remarks(one.details(examples, [{"label": label} for label in "bbba"]))
+    assert not one.remarks(one.details(examples[1:2], [{"label": "b"}]))  # right: there is no other class
 
 
 def test_a_text_of_a_megabyte_works_and_training_reports_skipped_windows(tokenizer: Tokenizer, caplog: Any) -> None:

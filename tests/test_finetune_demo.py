@@ -93,6 +93,9 @@ def test_each_task_is_trained_from_pretrained_and_from_random_weights(
     assert "[1/8] tokenizing" in out
     assert "[7/8] What does the function return? (3 examples, 1 held out)" in out
     assert "exact match 0.750 from pretrained weights, 0.500 from random weights" in out
+    titles = [line.strip() for line in out.splitlines() if "(3 of 6)" in line or "(4 of 6)" in line]
+    assert titles == ["names, from pretrained weights (3 of 6)", "names, from random weights (4 of 6)"]
+    assert "[8/8] report\nthe summary" in out
     results = json.loads((Path("runs/demo") / FINETUNED).read_text())
     assert [one["scores"] for one in results] == 3 * [{"pretrained": 0.75, "random": 0.5}]
     assert [one["examples"][0] for one in results] == [
@@ -108,12 +111,19 @@ def test_each_task_is_trained_from_pretrained_and_from_random_weights(
     ]
 
 
-def test_a_failed_demo_continues_with_the_unfinished_models(arguments: argparse.Namespace) -> None:
+def test_a_failed_demo_continues_with_the_unfinished_models(
+    arguments: argparse.Namespace, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert demo.run(arguments, Commands(), Commands(fails_at="demo-names-random")) == 4
-    assert not (Path("runs/demo") / FINETUNED).exists()
+    results = json.loads((Path("runs/demo") / FINETUNED).read_text())
+    assert [one["scores"] for one in results] == [{"pretrained": 0.75, "random": 0.5}, {"pretrained": 0.75}, {}]
+    assert [len(one["examples"]) for one in results] == [1, 1, 0]
+    capsys.readouterr()
     again = Commands()
     assert demo.run(arguments, Commands(), again) == 0
     assert again.names == ["demo-names-random", "demo-returns-pretrained", "demo-returns-random"]
+    out = capsys.readouterr().out
+    assert "names, from pretrained weights (3 of 6)\n      finished by an earlier demo\n" in out
 
 
 def test_a_stopped_fine_tuning_is_resumed(arguments: argparse.Namespace, capsys: pytest.CaptureFixture[str]) -> None:

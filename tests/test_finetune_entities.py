@@ -338,7 +338,7 @@ GOOD = "Ann B-PER\nleft O\n"
         ("", {}, r"a.txt: no sentence in it"),
         ("\n-DOCSTART- O\n\n", {}, r"a.txt: no sentence in it"),
         ("Ann O\n\nleft O\n", {}, r"a.txt: no entity in 2 sentences, only O"),
-        ("Ann O\n", {"labels": ("PER",)}, r"a.txt: no entity in 1 sentences, only O"),
+        ("Ann O\n", {"labels": ("PER",)}, r"a.txt: no entity in 1 sentence, only O"),
         ("Ann\nleft\n", {}, r"a.txt:1: no labels\. Give columns"),
         ("Ann NNP\n", {}, r"a.txt:1: 'NNP' is not a tag; expected O, or a prefix and a type"),
         ("Ann B-PER\nleft B-\n", {}, r"a.txt:2: 'B-' is not a tag"),
@@ -368,7 +368,7 @@ SPAN = {"start": 0, "end": 3, "type": "PER"}
         ({"id": 1}, r'a.jsonl:2: has neither "text" nor "tokens"\. Its keys: id\.'),
         ({"tokens": "Ann", "tags": ["O"]}, r'a.jsonl:2: tokens is "Ann"; expected a list of strings'),
         ({"tokens": ["Ann"], "tags": [1]}, r"a.jsonl:2: tags is \[1\]; expected a list of strings such as B-PER"),
-        ({"tokens": ["Ann"], "tags": []}, r"a.jsonl:2: 1 tokens and 0 tags"),
+        ({"tokens": ["Ann"], "tags": []}, r"a.jsonl:2: 1 token and 0 tags"),
         ({"tokens": ["Ann"], "tags": ["PER"]}, r"a.jsonl:2: 'PER' is not a tag"),
         ({"tokens": ["Ann"]}, r"a.jsonl:2: has neither tags nor entities, unlike .*a.jsonl:1"),
         (
@@ -511,7 +511,7 @@ def test_other_files_are_held_to_the_training_set(tmp_path):
         task.read_held_out()  # reads the training set by itself
     with pytest.raises(InputError, match=r"dev:2: the type 'LOC'"):
         task.read_file(dev)
-    with pytest.raises(InputError, match=r"dev: no entity in 1 sentences"):
+    with pytest.raises(InputError, match=r"dev: no entity in 1 sentence"):
         Entities(EntitiesSettings(train=train, dev=write(tmp_path / "dev", "it O\n"))).read_held_out()
     with pytest.raises(InputError, match=r"dev: no sentence"):
         Entities(EntitiesSettings(train=train, dev=write(tmp_path / "dev", ""))).read_held_out()

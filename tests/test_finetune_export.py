@@ -398,7 +398,7 @@ def test_the_card_of_a_classifier(tmp_path: Path) -> None:
     assert types[3] == ["c", "0.5000", "0.5000", "0.5000", "2"]
     assert "best one by `accuracy` on `dev`" in card
     assert "The score on `dev` chose the checkpoint, so it is optimistic" in card
-    assert "took no part" not in card
+    assert "did not influence" not in card
     values = metadata(card)
     assert values["pipeline_tag"] == "text-classification"
     assert "base_model" not in values
@@ -414,7 +414,7 @@ def test_the_card_names_the_set_that_selected_the_model(tmp_path: Path) -> None:
     card = render({"classification": {**files, **sets}}, chances)
     assert tables(card)[1][0] == ["", "dev", "test"]
     assert "The score on `dev` chose the checkpoint and the threshold, so it is optimistic" in card
-    assert "`test` took no part in that choice." in card
+    assert "`test` did not influence that choice." in card
     assert [result["dataset"]["split"] for result in metadata(card)["model-index"][0]["results"]] == [
         "dev",
         "test",
@@ -423,10 +423,10 @@ def test_the_card_names_the_set_that_selected_the_model(tmp_path: Path) -> None:
     assert "chose the checkpoint, so it is optimistic" in fixed
     # A set that is another one once more is no independent one.
     same = render({"classification": {**files, **sets, "test": files["dev"]}}, chances)
-    assert "took no part" not in same
+    assert "did not influence" not in same
     assert "Remark: test is the same file as dev: its examples selected the checkpoint" in same
     alone = render({"classification": {**files, **sets}}, chances, chosen_on="")
-    assert "the last one: there was no dev set to choose another by." in alone
+    assert "the last step: there was no dev set to choose a checkpoint with." in alone
     assert "optimistic" not in alone
 
 

@@ -394,11 +394,23 @@ def test_sets_that_are_one_file_are_remarked(folder: Path) -> None:
     }
     config = FinetuneConfig.model_validate({**values, "classification": section})
     assert config.repeated_sets() == [("dev", "train")]
-    said = runs.describe_start(config, runs.plan(config, alone=True))
+    plan = runs.plan(config, alone=True)
+    said = runs.describe_start(config, plan)
     assert "note: dev is the same file as train: its examples trained the model" in said
+    assert f"\n  held out: dev ({plan.examples} examples)\n" in said
     others = {**section, "dev": str(folder / "dev.jsonl"), "test": str(folder / "dev.jsonl")}
     config = FinetuneConfig.model_validate({**values, "classification": others})
     assert config.repeated_sets() == [("test", "dev")]
+    for more, wanted in (
+        (
+            {},
+            "  no held-out set: the last checkpoint is kept. To keep the best one by a score, set classification.dev",
+        ),
+        ({"dev_share": 0.25}, " examples), 0.25 of the training set, by a hash of the texts (dev_share)"),
+    ):
+        section = {"train": str(folder / "train.jsonl"), **more}
+        config = FinetuneConfig.model_validate({**values, "classification": section})
+        assert wanted in runs.describe_start(config, runs.plan(config, alone=True)), wanted
     hub = {"dataset": "some/name", "revision": "1", "dev": "train", "test": "test"}
     assert FinetuneConfig.model_validate({"name": "x", "classification": hub}).repeated_sets() == [("dev", "train")]
 

@@ -36,7 +36,7 @@ PRETRAINED = (
     "bert.pooler.dense.*        2 tensors -> head.dense.*",
     "cls.seq_relationship.weight, cls.seq_relationship.bias, cls.predictions.transform.dense.weight, "
     "cls.predictions.transform.dense.bias, cls.predictions.transform.LayerNorm.weight, "
-    "cls.predictions.transform.LayerNorm.bias and 1 more: 7 tensors left out: a head of pretraining",
+    "cls.predictions.transform.LayerNorm.bias and 1 more: 7 tensors left out: pretraining heads",
 )
 
 
@@ -150,7 +150,7 @@ def test_a_pretraining_run_is_reported_like_an_export(tmp_path: Path) -> None:
     )
     assert start_table(make_config(), make_task(), own).split("\n") == [
         "heads.pooler_weight  1 tensor -> head.dense.*",
-        "heads.mlm_bias: 1 tensor left out: a head of pretraining",
+        "heads.mlm_bias: 1 tensor left out: pretraining heads",
         "initialised at random: head.out.*",
     ]
 

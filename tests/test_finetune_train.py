@@ -137,7 +137,7 @@ def test_a_labelled_test_set_is_scored(root: Path, capsys: pytest.CaptureFixture
     assert said["scores"]["test"]["accuracy"] == pytest.approx(right)
     card = (folder / "model/README.md").read_text()
     assert "The score on `dev` chose the checkpoint, so it is optimistic" in card
-    assert "`test` took no part in that choice" in card
+    assert "`test` did not influence that choice" in card
     assert "| accuracy | " + " | ".join(f"{said['scores'][name]['accuracy']:.4f}" for name in ("dev", "test")) in card
     assert main(["evaluate", str(folder), "--precision", "fp32"]) == 0
     assert "\ntest: accuracy" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""Which room may import which, read from the syntax trees; lazy and TYPE_CHECKING imports count."""
+"""Which component may import which, read from the syntax trees; lazy and TYPE_CHECKING imports count."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGES = ("pretrain", "finetune", "cluster")
 
-# A room is a folder below a package, or a file beside those folders. From the ground floor up, each with all the rooms
-# that it may import; a room that is not above cannot be named, so no circle and no import upward can be written down.
+# A component is a folder below a package, or a file beside those folders. From the bottom up, each with all those that
+# it may import; one that is not above cannot be named, so no circle and no import upward can be written down.
 MAY_IMPORT: dict[str, str] = {
     "pretrain.common": "",
     "pretrain.config": "pretrain.common",
@@ -141,7 +141,7 @@ def _arrows() -> dict[str, dict[str, int]]:
     return arrows
 
 
-def _room(module: str) -> str:
+def _component(module: str) -> str:
     return ".".join(module.split(".")[:2])
 
 
@@ -154,29 +154,29 @@ def _circles(arrows: Mapping[str, Mapping[str, int]]) -> list[list[str]]:
     return [sorted(left)] if left else []
 
 
-def test_rooms_import_only_what_stands_below() -> None:
-    allowed = {room: set(rooms.split()) for room, rooms in MAY_IMPORT.items()}
+def test_components_import_only_what_stands_below() -> None:
+    allowed = {component: set(components.split()) for component, components in MAY_IMPORT.items()}
     wrong = [
-        f"{module.replace('.', '/')}, line {line}: {_room(module)} may not import {name}"
+        f"{module.replace('.', '/')}, line {line}: {_component(module)} may not import {name}"
         for module, imported in _arrows().items()
         for name, line in imported.items()
-        if _room(name) != _room(module) and _room(name) not in allowed.get(_room(module), set())
+        if _component(name) != _component(module) and _component(name) not in allowed.get(_component(module), set())
     ]
     assert not wrong, "\n".join(wrong)
 
 
 def test_the_table_runs_downward() -> None:
     above = list(MAY_IMPORT)
-    for number, (room, rooms) in enumerate(MAY_IMPORT.items()):
-        unknown = set(rooms.split()) - set(above[:number])
-        assert not unknown, f"{room} names {unknown}, which do not stand above it in the table"
+    for number, (component, components) in enumerate(MAY_IMPORT.items()):
+        unknown = set(components.split()) - set(above[:number])
+        assert not unknown, f"{component} names {unknown}, which do not stand above it in the table"
 
 
 def test_the_table_has_no_arrow_that_is_not_used() -> None:
-    used = {(_room(module), _room(name)) for module, imported in _arrows().items() for name in imported}
-    written = {(room, one) for room, rooms in MAY_IMPORT.items() for one in rooms.split()}
+    used = {(_component(module), _component(name)) for module, imported in _arrows().items() for name in imported}
+    written = {(component, one) for component, components in MAY_IMPORT.items() for one in components.split()}
     assert not written - used
-    assert not set(MAY_IMPORT) - {_room(module) for module in _files()}
+    assert not set(MAY_IMPORT) - {_component(module) for module in _files()}
 
 
 def test_no_files_import_each_other_in_a_circle() -> None:

@@ -386,9 +386,14 @@ def test_the_mapping_table_is_short_and_names_what_is_left_out(theirs: Any, tmp_
     )
 
 
-def test_many_names_are_shortened_and_no_names_give_no_table() -> None:
-    mapping = [MappedTensor(f"part{letter}", (1,), "left out: why") for letter in "abcdefgh"]
-    assert mapping_table(mapping) == ("parta, partb, partc, partd, parte, partf and 2 more: 8 tensors left out: why")
+def test_names_left_out_are_a_pattern_unless_it_matches_one_that_is_read() -> None:
+    heads = [MappedTensor(f"cls.{letter}.weight", (1,), "left out: why") for letter in "abcdefgh"]
+    read = MappedTensor("bert.pooler.weight", (1,), "head.dense_weight")
+    assert mapping_table([read, *heads]).split("\n")[1] == "cls.*: 8 tensors left out: why"
+    also = read._replace(name="cls.pooler.weight")
+    assert (
+        mapping_table([also, *heads]).split("\n")[1] == "cls.a.weight, cls.b.weight and 6 more: 8 tensors left out: why"
+    )
     assert mapping_table([]) == ""
 
 

@@ -230,6 +230,40 @@ class TestPage:
             report.summary(run)
         assert not (tmp_path / "report.html").exists()
 
+    def test_an_unfinished_demo_shows_the_scores_that_exist(self, run: Path, tmp_path: Path) -> None:
+        title, sizes = "Which words?", {"train": 3, "dev": 1}
+        known = {"pretrained": 0.75, "random": 0.5}
+        (run / report.FINETUNED).write_text(
+            json.dumps(
+                [
+                    {"title": "Which?", "metric": "f1", **sizes, "scores": known, "examples": []},
+                    {"title": "Where?", "metric": "f1", **sizes, "scores": dict.fromkeys(known, 0.5), "examples": []},
+                    {"title": title, "metric": "f1", **sizes, "scores": {"pretrained": 0.25}, "examples": []},
+                    {"title": "Who?", "metric": "", **sizes, "scores": {}, "examples": []},
+                ]
+            )
+        )
+        assert [" ".join(line.split()) for line in report.summary(run).splitlines()[-4:]] == [
+            "Which? f1 0.750 from pretrained weights, 0.500 from random weights",
+            "Where? f1 0.500 from pretrained weights, 0.500 from random weights",
+            "Which words? f1 0.250 from pretrained weights, not finished from random weights",
+            "Who? not finished from pretrained weights, not finished from random weights",
+        ]
+        page = Page(report.write_report(run, tmp_path / "report.html").read_text())
+        text = " ".join(page.text.split())
+        for expected in (
+            "f1, 1 held-out example",
+            "Pretraining helped: Which?",
+            "Pretraining did not help: Where?",
+            "Which words? Not finished: the model from random weights.",
+            "Who? Not finished: the model from pretrained weights, and the one from random weights.",
+        ):
+            assert expected in text, expected
+
+    def test_pages_have_the_date_in_iso_order(self, run: Path, tmp_path: Path) -> None:
+        text = Page(report.write_report(run, tmp_path / "report.html").read_text()).text
+        assert re.search(r"Written 20\d\d-\d\d-\d\d \d\d:\d\d UTC by bertrain", " ".join(text.split()))
+
     def test_the_summary_has_the_figures(self, run: Path) -> None:
         lines = report.summary(run).splitlines()
         assert lines[0] == "small: step 100 of 100, 1:40 of training on 2 workers"

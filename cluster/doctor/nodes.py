@@ -10,6 +10,7 @@ from typing import Any
 from cluster.doctor import reduce, verdicts
 from cluster.doctor.machine import NONE, MachineFacts
 from cluster.doctor.rows import FAIL, PASS, WARN, Finding, above, listed, nodes_in_words
+from pretrain.common.wording import counted
 
 _SKEW_WARN_SECONDS, _SKEW_FAIL_SECONDS = 0.5, 5.0
 _PROBE_SLOW_SECONDS = 2.0
@@ -46,10 +47,10 @@ def judge_node(
         )
     if about is not None and cpus > about["cores"]:
         advice = f"Start it with --num-cpus={about['cores']}: workers that share a core slow down all others."
-        return Finding("node", f"{resources}, but {about['cores']} cores", WARN, advice, name)
+        return Finding("node", f"{resources}, but {counted(about['cores'], 'core')}", WARN, advice, name)
     if about is not None and gpus != about["gpus"]:
         advice = f"Start it with --num-gpus={about['gpus']}, or find out why torch sees another number."
-        return Finding("node", f"{resources}, but torch sees {about['gpus']} GPUs", FAIL, advice, name)
+        return Finding("node", f"{resources}, but torch sees {counted(about['gpus'], 'GPU')}", FAIL, advice, name)
     return Finding("node", resources if cpus or gpus else f"{resources}: runs no workers", where=name)
 
 
@@ -106,6 +107,7 @@ def clock_offset(read: Callable[[], float], now: Callable[[], float], rounds: in
 
 
 def judge_skew(node: str, offset: float, uncertainty: float) -> Finding:
+    """The row of a node's clock: `offset` from the head's in seconds, known within `uncertainty` seconds."""
     text = f"{offset:+.3f} s from the head's (within {uncertainty:.3f})"
     advice = "Run a time service there (chrony, systemd-timesyncd): otherwise the times in logs and metrics disagree."
     mark = above(abs(offset) - uncertainty, _SKEW_WARN_SECONDS, _SKEW_FAIL_SECONDS)

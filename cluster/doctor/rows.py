@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from pretrain.common.wording import counted
+
 PASS, WARN, FAIL = "pass", "warn", "fail"
 _COLOURS = {PASS: "green", WARN: "yellow", FAIL: "red"}
 _EACH = 4  # up to this number, passing nodes that differ have a line each
@@ -66,7 +68,7 @@ def to_json(rows: Iterable[Finding]) -> str:
 
 def nodes_in_words(count: int) -> str:
     """Such as "1 node" or "3 nodes"."""
-    return f"{count} node" + "s" * (count != 1)
+    return counted(count, "node")
 
 
 def listed(names: Sequence[str]) -> str:

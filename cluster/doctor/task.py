@@ -48,6 +48,7 @@ class Probe:
         }
 
     def clock(self) -> float:
+        """This node's time, in seconds since 1970."""
         return time.time()
 
     def write_probe(self, folder: str, name: str, text: str) -> tuple[float, str]:
@@ -102,9 +103,11 @@ class Probe:
             return one_line(error)
 
     def remove_probe(self, folder: str, name: str) -> None:
+        """Delete the file of `write_probe`, if it is there."""
         (Path(folder) / name).unlink(missing_ok=True)
 
     def inspect(self, folder: str) -> machine.MachineFacts:
+        """The facts of this machine; `folder` is the one whose disk is measured."""
         return machine.inspect(Path(folder), self._threads, self._works)
 
     def listen(self) -> int:

@@ -52,17 +52,20 @@ def judge_versions(versions: Mapping[str, str]) -> list[Finding]:
 
 
 def judge_cores(cores: int, busy: float) -> Finding:
+    """The row of the CPU cores; `busy` is their share used by other programs."""
     advice = "Other programs run here: the measurements below are lower than what this machine can do."
     return Finding("cores", f"{cores}, {busy:.0%} busy", above(busy, _BUSY, 1.0), advice)
 
 
 def judge_memory(total: int, free: int) -> Finding:
+    """The row of the memory, in bytes."""
     mark = below(free, 4 * GIB, GIB)
     advice = "Less than 4 GiB is too little even for a small model; close other programs."
     return Finding("memory", f"{total / GIB:.0f} GiB, {free / GIB:.1f} free", mark, advice)
 
 
 def judge_disk(disk: Disk) -> Finding:
+    """The row of a disk's free space."""
     other = {
         "disk": "or work in another folder",
         "disk, temporary": "or set TMPDIR to another folder",
@@ -74,6 +77,7 @@ def judge_disk(disk: Disk) -> Finding:
 
 
 def judge_compiler(compiler: str, headers: str, error: str) -> Finding:
+    """The row of the C++ compiler: its path, that of Python.h ("": missing), and the error of a test build, if any."""
     rest = ", or set engine.compile: false."
     if not compiler:
         return Finding("C++ compiler", NONE, FAIL, f"Install g++ (apt-get install g++){rest}")
@@ -118,6 +122,7 @@ def judge_gpus(files: int, count: int, versions: Mapping[str, str], visible: str
 
 
 def judge_matmul(device: Device) -> Finding:
+    """The row of a device's matrix products, in FLOP/s."""
     rates = f"{device.bf16 / 1e9:,.0f} GFLOP/s in bf16, {device.fp32 / 1e9:,.0f} in fp32"
     slow = is_faster_in_fp32(device.bf16, device.fp32)
     advice = "fp32 is faster than bf16 here: engine.precision: auto trains in fp32; do not set bf16 in the config."
@@ -145,6 +150,7 @@ def _flops_per_sequence() -> float:
 
 
 def wandb_key() -> Finding:
+    """The row that says whether W&B has a key. The key itself is not read."""
     key = "present" if _has_wandb_key() else f"{NONE}: runs are recorded offline; `wandb sync` uploads them later"
     return Finding("W&B key", key)
 

@@ -61,6 +61,7 @@ class ManifestJob:
 
     @property
     def gpus_per_node(self) -> int:
+        """One GPU for each worker of a node; 0 without GPUs."""
         return self.workers_per_node if self.gpus else 0
 
     def commands(self, config: str, address: str) -> list[str]:

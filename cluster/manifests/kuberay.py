@@ -20,6 +20,7 @@ from cluster.workers.actors import PROCESS_TITLE
 from cluster.workers.processes import DRIVER, JOB_ENTRYPOINT
 from pretrain.common.errors import InputError
 from pretrain.common.settings import NO_SECRETS, LocalPath
+from pretrain.common.wording import counted
 
 _FILES = "/etc/bertrain"  # where every container mounts the ConfigMap
 _GCS = "/var/lib/gcs"
@@ -173,10 +174,10 @@ def render(job: ManifestJob, settings: KubeRaySettings) -> str:
 
 
 def _header(job: ManifestJob, settings: KubeRaySettings) -> str:
-    gpus = f" with {job.gpus_per_node} GPUs" if job.gpus else ""
+    gpus = f" with {counted(job.gpus_per_node, 'GPU')}" if job.gpus else ""
     redis = f"\n  Secret {settings.redis_secret}, key password" if settings.redis_secret else ""
     return f"""
-{settings.kind} {job.name}: {job.nodes} pods{gpus}, {job.workers_per_node} workers each.
+{settings.kind} {job.name}: {counted(job.nodes, "pod")}{gpus}, {counted(job.workers_per_node, "worker")} each.
 Apply with kubectl apply -f FILE.
 Needed: the KubeRay operator, 1.6 or newer, and in the namespace {settings.namespace}
   PersistentVolumeClaim {settings.storage_claim} (ReadWriteMany)

@@ -11,6 +11,7 @@ from cluster.manifests.base import IMAGE, ManifestJob, ManifestSettings
 from cluster.manifests.text import as_yaml
 from pretrain.common.errors import InputError
 from pretrain.common.settings import LocalPath
+from pretrain.common.wording import counted
 
 _HOME, _USER = "/home/bertrain", 1000  # of the Containerfile
 _TOKEN = f"{_HOME}/.ray/auth_token"
@@ -175,8 +176,9 @@ Containerfile). Each node has {efa} EFA interfaces and no public address: call r
         if efa
         else ""
     )
+    size = f"{counted(job.nodes, 'node')} of {counted(job.workers_per_node, 'worker')}"
     return f"""
-{job.name} on {job.nodes} nodes of {job.workers_per_node} workers on AWS. Needs boto3, and your own token:{fabric}
+{job.name} on {size} on AWS. Needs boto3, and your own token:{fabric}
   (umask 077; ray get-auth-token --generate >/dev/null)
   ray up FILE
   ray exec FILE 'bash ~/start.sh'        # repeat it after a stop or a failure: it resumes

@@ -9,6 +9,7 @@ from pydantic import Field
 from cluster.manifests.base import ManifestJob, ManifestSettings
 from cluster.manifests.text import as_comment, here_document
 from pretrain.common.settings import SEVERAL_LINES, LocalPath
+from pretrain.common.wording import counted
 
 _WORD = r"^[A-Za-z0-9_.,:@/+-]*$"
 _CONSTRAINT = r"^[A-Za-z0-9_.,:@/+&|*()\[\]-]*$"  # with sbatch's operators
@@ -67,9 +68,9 @@ def _options(job: ManifestJob, settings: SlurmSettings) -> str:
     }
     # sbatch removes quotes as a shell does.
     lines = [f"#SBATCH --{name}={shlex.quote(str(value))}" for name, value in options.items() if value != ""]
-    gpus = f" with {job.gpus_per_node} GPUs" if job.gpus else ""
+    gpus = f" with {counted(job.gpus_per_node, 'GPU')}" if job.gpus else ""
     stop = shlex.quote(f"{job.folder}/stop")
-    about = f"""{job.name} on {job.nodes} nodes{gpus}. Submit with sbatch FILE.
+    about = f"""{job.name} on {counted(job.nodes, "node")}{gpus}. Submit with sbatch FILE.
 To stop for good, touch {stop} or scancel.
 Whole nodes: `ray symmetric-run` ends with `ray stop`, which ends every Ray of this user on them."""
     return f"""#!/bin/bash

@@ -10,6 +10,7 @@ from cluster.trials.request import TrialsRequest
 from cluster.workers.driver import main, ray_session
 from cluster.workers.nodes import NodeSize, nodes_fit
 from pretrain.common.errors import MachineError, StoppedError
+from pretrain.common.wording import counted
 
 
 def trials_that_fit(
@@ -42,10 +43,11 @@ def _run_trials(request: TrialsRequest) -> None:
         finished = tune_trials(fitted)
     launch, unfinished = request.launch, len(request.trials) - finished
     if unfinished and launch.stop_flag().is_set():
-        raise StoppedError(f"{launch.run_dir}: stopped with {unfinished} runs unfinished.")
+        raise StoppedError(f"{launch.run_dir}: stopped with {counted(unfinished, 'run')} unfinished.")
     if unfinished:
         raise MachineError(
-            f"{launch.run_dir}/logs/ray.log: Ray Tune left {unfinished} runs unfinished. Run the same command again."
+            f"{launch.run_dir}/logs/ray.log: Ray Tune left {counted(unfinished, 'run')} unfinished. Run the same "
+            "command again."
         )
 
 

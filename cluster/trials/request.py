@@ -36,6 +36,7 @@ class TrialsRequest(DriverRequest):
 
     @property
     def total_cpus(self) -> int:
+        """CPU cores of the trials that run at once."""
         return self.parallel * self.cpus_per_trial
 
 

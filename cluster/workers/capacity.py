@@ -16,6 +16,7 @@ from cluster.workers.outcomes import one_line
 from cluster.workers.request import LaunchRequest, new_event
 from pretrain.common.errors import StoppedError
 from pretrain.common.files import write_json
+from pretrain.common.wording import counted
 from pretrain.common.worker import WAITING_FILE
 
 logger = logging.getLogger(__name__)
@@ -57,7 +58,7 @@ class Capacity:
         """An event, if the wait was long enough to report."""
         if not self.workers or self.waited_seconds <= _REPORTED_WAIT_SECONDS:
             return []
-        message = f"{self.waited_seconds:.0f} s for nodes; there is capacity for {self.workers} workers"
+        message = f"{self.waited_seconds:.0f} s for nodes; there is capacity for {counted(self.workers, 'worker')}"
         return [new_event("waited", message)]
 
 
@@ -183,7 +184,11 @@ def _check(request: LaunchRequest, crowded: bool, avoid: Collection[str], demand
         return replace(capacity, workers=max(placed, capacity.workers)), ""
     fitting = find_capacity(nodes, request, held=held, avoid=avoid, fewest=1).workers
     what = "free capacity" if crowded else "capacity"
-    return capacity, f"waiting for nodes: {what} for {fitting} of {needed} workers on {len(capacity.nodes)} nodes"
+    return (
+        capacity,
+        f"waiting for nodes: {what} for {fitting} of {counted(needed, 'worker')} on "
+        f"{counted(len(capacity.nodes), 'node')}",
+    )
 
 
 class _Demand:

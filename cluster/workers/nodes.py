@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pretrain.common.errors import MachineError
+from pretrain.common.wording import counted
 
 _CONNECT_SECONDS = 1.0
 
@@ -49,7 +50,8 @@ def nodes_fit(
     cpus, gpus = sum(cpu for cpu, _ in nodes), sum(gpu for _, gpu in nodes)
     if gpus and workers > gpus:
         raise MachineError(
-            f"{where} has {gpus} GPUs, too few for {workers} workers of one GPU each. Set {setting} to {gpus} or less."
+            f"{where} has {counted(gpus, 'GPU')}, too few for {counted(workers, 'worker')} of one GPU each. Set "
+            f"{setting} to {gpus} or less."
         )
     largest = max((cpu for cpu, _ in nodes), default=0)
     choices = [cpus_per_worker] if cpus_per_worker else range(largest, 0, -1)
@@ -57,7 +59,8 @@ def nodes_fit(
         if _capacity(nodes, each) >= workers:
             return each
     raise MachineError(
-        f"{where} has {cpus} CPU cores, too few for {workers} workers of {cpus_per_worker or 1} each. "
+        f"{where} has {counted(cpus, 'CPU core')}, too few for {counted(workers, 'worker')} of "
+        f"{cpus_per_worker or 1} each. "
         f"Set {setting} or scheduling.cpus_per_worker lower."
     )
 

@@ -106,6 +106,7 @@ class LaunchRequest(DriverRequest):
 
     @property
     def total_cpus(self) -> int:
+        """CPU cores of all workers together."""
         return self.workers * self.cpus_per_worker
 
 

@@ -22,6 +22,7 @@ from cluster.workers.outcomes import CRASH, WorkerError, error_from, one_line
 from cluster.workers.request import RESTART_FILE, Attempt, LaunchRequest, new_event
 from pretrain.common.errors import MachineError, StoppedError
 from pretrain.common.files import MANIFEST
+from pretrain.common.wording import counted
 from pretrain.common.worker import HANG_FILE
 
 logger = logging.getLogger(__name__)
@@ -115,7 +116,8 @@ class _Supervisor:
         )
         if not capacity.workers:
             raise StoppedError(
-                f"{self._run_dir}: the cluster had no capacity for {self._request.fewest_workers} workers for "
+                f"{self._run_dir}: the cluster had no capacity for {counted(self._request.fewest_workers, 'worker')} "
+                "for "
                 f"{waiting_seconds(self._request):.0f} s (scheduling.wait_for_nodes_seconds). "
                 "--resume continues from the newest checkpoint when there are enough nodes."
             )
@@ -247,7 +249,7 @@ class _NodeMonitor:
         if request.min_workers:
             fitting = find_capacity(nodes, request, held=held, avoid=self._attempt.avoid).workers
             if scale_up.is_due(fitting, time.monotonic()):
-                return f"nodes arrived, with capacity for {fitting} workers"
+                return f"nodes arrived, with capacity for {counted(fitting, 'worker')}"
         return ""
 
     def _request_restart(self, reason: str) -> bool:
@@ -324,8 +326,9 @@ def _hang(run_dir: Path, *, since: float) -> tuple[str, int, str] | None:
 
 def _not_started(request: LaunchRequest, workers: int, why: str) -> MachineError:
     if why:
-        return MachineError(f"starting {workers} workers failed: {why}. See the log on the cluster.")
+        return MachineError(f"starting {counted(workers, 'worker')} failed: {why}. See the log on the cluster.")
     return MachineError(
-        f"The cluster had no capacity for {workers} workers of {request.cpus_per_worker} CPUs within "
+        f"The cluster had no capacity for {counted(workers, 'worker')} of {counted(request.cpus_per_worker, 'CPU')} "
+        "within "
         f"{PLACEMENT_SECONDS} s. Wait until it is less busy, or set scheduling.workers lower."
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 from finetune.artifacts.folders import MODEL, model_folder
 from finetune.artifacts.predictor import Predictor, RequestedPrecision
-from finetune.artifacts.saved import PREDICTIONS, SCORES, SetResult, scores_line, write_predictions
+from finetune.artifacts.saved import PREDICTIONS, SCORES, SetResult, result_lines, write_predictions
 from finetune.datasets.files import plain_stem
 from finetune.tasks.base import Task
 from pretrain.common.errors import InputError
@@ -45,7 +45,7 @@ def evaluate(model: Path, file: str | None, out: Path | None, precision: Request
         name = _free_name(name, source, metrics)
         metrics[name] = {"scores": result.scores, "details": result.details, "file": source}
         write_predictions(out / PREDICTIONS / f"{name}.jsonl", predictor.task, examples, result.predictions)
-        lines.append(f"{name}: {scores_line(result.scores)}")
+        lines += result_lines(predictor.task, name, result.scores, result.details)
     write_json(out / _METRICS, metrics)
     if predictor.precision != predictor.config.engine.precision:
         lines.append(f"Computed in {predictor.precision}: {predictor.precision_reason}.")

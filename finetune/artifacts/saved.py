@@ -19,6 +19,7 @@ from finetune.config import FinetuneConfig
 from finetune.tasks.base import Task
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
+from pretrain.common.wording import shown_scores
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -169,9 +170,21 @@ def prediction_lines(
         yield json.dumps({**task.record(example), **made}, ensure_ascii=False)
 
 
-def scores_line(scores: Mapping[str, float]) -> str:
-    """The scores of a set as text."""
-    return ", ".join(f"{name} {value:.4f}" for name, value in scores.items())
+def result_lines(task: Task[Any], name: str, scores: Mapping[str, float], details: Mapping[str, Any]) -> list[str]:
+    """The scores of the set `name` for the terminal, and a warning of what is suspicious in its `details`."""
+    remarks = [f"  warning: {name}: {remark}" for remark in task.remarks(details)]
+    line = ", ".join(f"{key} {value:.4f}" for key, value in shown_scores(scores, task.metric).items())
+    return [f"{name}: {line}", *remarks]
+
+
+def read_details(run: Path) -> dict[str, dict[str, Any]]:
+    """set -> details, from the scores.json of a finished run; {} if it has none."""
+    try:
+        return json.loads((run / SCORES).read_text(encoding="utf-8")).get("details", {})
+    except FileNotFoundError:
+        return {}
+    except ValueError as error:
+        raise InputError(f"{run / SCORES}: damaged ({error}). Restore it, or fine-tune again.") from None
 
 
 # Keys of the starting checkpoint's config.json that do not apply to the new model.

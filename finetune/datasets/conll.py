@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 from finetune.datasets.sentences import Remarks, Sentence
 from pretrain.common.errors import InputError
+from pretrain.common.wording import counted
 
 _BLANKS = re.compile("[ \t]+")
 _LANGUAGE = re.compile(r"[a-z]{2,3}(?:-[a-z]+)*:")
@@ -22,6 +23,15 @@ _NEW_DOCUMENT = re.compile(r"#\s*newdoc\b")
 def read_columns(
     path: str, lines: list[str], token_column: int, label_column: int, remarks: Remarks, *, labelled: bool
 ) -> list[Sentence]:
+    """The sentences of CoNLL columns; `InputError` with file and line if the columns are uneven or missing.
+
+    Args:
+        path: the file, for messages.
+        lines: its text.
+        token_column, label_column: numbers from 0; negative ones count from the last.
+        remarks: takes what is odd.
+        labelled: the tags are required.
+    """
     width, tabs = 0, False
     words_alone = not labelled and _begin_with_a_word_alone(lines)
     sentences: list[Sentence] = []
@@ -102,7 +112,7 @@ def are_tagged(lines: list[str], label_column: int) -> bool:
 def _column(path: str, line: int, name: str, wanted: int, width: int) -> int:
     if not -width <= wanted < width:
         raise InputError(
-            f"{path}:{line}: the line has {width} column{'s' if width > 1 else ''}, numbered from 0, but {name} is "
+            f"{path}:{line}: the line has {counted(width, 'column')}, numbered from 0, but {name} is "
             f"{wanted}. Set {name} to one of them; -1 is the last."
         )
     return wanted % width
@@ -111,7 +121,7 @@ def _column(path: str, line: int, name: str, wanted: int, width: int) -> int:
 def _ragged(path: str, line: int, count: int, width: int, tabs: bool) -> str:
     separator = "tabs" if tabs else "spaces"
     return (
-        f"{path}:{line}: {count} column{'s' if count > 1 else ''}, separated by {separator}, but the first line of "
+        f"{path}:{line}: {counted(count, 'column')}, separated by {separator}, but the first line of "
         f"the file has {width}. Give every line the same number of columns, and separate sentences by an empty line."
     )
 

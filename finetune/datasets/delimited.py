@@ -11,6 +11,7 @@ from pathlib import Path
 
 from finetune.datasets.table import Format, Key, Quoting, Table, TableFormat, Wanted, listed, shown
 from pretrain.common.errors import InputError
+from pretrain.common.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -184,4 +185,4 @@ def _ragged(path: Path, line: int, count: int, width: int, names: list[str], kin
         if kind == "tsv"
         else "Quote texts that contain the delimiter, or set `delimiter`"
     )
-    return f"{path}:{line}: {count} columns, but {origin} {width}. {hint}."
+    return f"{path}:{line}: {counted(count, 'column')}, but {origin} {width}. {hint}."

@@ -28,6 +28,7 @@ from finetune.datasets.sentences import Cut, Remarks, Sentence, in_documents
 from finetune.datasets.tables import read_table
 from finetune.datasets.words import cut_words
 from pretrain.common.errors import InputError
+from pretrain.common.wording import counted
 
 _TAGS, _ENTITIES = ("tags", "labels", "ner_tags"), ("entities", "spans")
 _COLUMNS = ("id", "text", "tokens", *_TAGS, *_ENTITIES, "document")  # of a Parquet file
@@ -66,6 +67,7 @@ def sentence(record: Mapping[str, Any] | str, where: str, remarks: Remarks, cut:
 
 
 def json_records(path: str, lines: list[str]) -> Iterator[tuple[str, int, Any]]:
+    """(path, line from 1, value) of each line that is not blank; `InputError` for a line that is not JSON."""
     for number, line in enumerate(lines, 1):
         if not line or line.isspace():
             continue
@@ -76,6 +78,7 @@ def json_records(path: str, lines: list[str]) -> Iterator[tuple[str, int, Any]]:
 
 
 def parquet_records(path: Path) -> Iterator[tuple[str, int, Any]]:
+    """(place, 0, record) of each row; `InputError` if the file has neither tokens nor text."""
     table = read_table(path, _COLUMNS, optional=_COLUMNS)
     if not table.columns.keys() & {"text", "tokens"}:
         raise InputError(f"{path}: has neither a column tokens nor text. Rename the columns.")
@@ -130,7 +133,9 @@ def _from_tokens(tokens: Any, tags: Any, text: Any, where: str, needless: str) -
             f"Write tag names, not numbers."
         )
     if len(tags) != len(words):
-        raise InputError(f"{where}: {len(words)} tokens and {len(tags)} tags. Give each token one tag.")
+        raise InputError(
+            f"{where}: {counted(len(words), 'token')} and {counted(len(tags), 'tag')}. Give each token one tag."
+        )
     return Sentence(words, tags, where, text=text, offsets=offsets)
 
 

@@ -56,10 +56,12 @@ class Remarks:
     places: dict[str, str] = field(default_factory=dict)
 
     def add(self, what: str, where: str, count: int = 1) -> None:
+        """Count `what`, `count` times; the first `where` is kept."""
         self.counts[what] += count
         self.places.setdefault(what, where)
 
     def lines(self) -> list[str]:
+        """One line for each remark: its first place and how often it occurs."""
         return [
             f"{self.places[what]}: {what}" + (f"; {count} in all, this is the first" if count > 1 else "")
             for what, count in self.counts.items()

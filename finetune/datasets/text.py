@@ -64,7 +64,7 @@ class TextEncoder:
         self._begins_with_space = alone != inside
         self._by_word = _cuts_at_spaces(tokenizer)
 
-    def room(self, *, pair: bool) -> int:
+    def capacity(self, *, pair: bool) -> int:
         """Text tokens that fit a window, for both texts together."""
         return self.max_length - len(self.prefix) - len(self.suffix) - (len(self.between) if pair else 0)
 

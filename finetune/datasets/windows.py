@@ -5,24 +5,24 @@ from __future__ import annotations
 import numpy as np
 
 
-def slide(lengths: np.ndarray, room: np.ndarray | int, overlap: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def slide(lengths: np.ndarray, capacity: np.ndarray | int, overlap: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Cut texts into overlapping windows: (text number, begin, length), int64 [F] each.
 
-    A text of at most `room` tokens is one window (also an empty one); of a longer one, each window begins
-    `room - overlap` tokens after the one before, and the last ends where the text ends (google-research/bert
+    A text of at most `capacity` tokens is one window (also an empty one); of a longer one, each window begins
+    `capacity - overlap` tokens after the one before, and the last ends where the text ends (google-research/bert
     run_squad.py, convert_examples_to_features).
     """
-    room = np.broadcast_to(np.asarray(room, np.int64), lengths.shape)
-    stride = np.maximum(room - overlap, 1)
-    counts = 1 + np.maximum(0, -(-(lengths - room) // stride))
+    capacity = np.broadcast_to(np.asarray(capacity, np.int64), lengths.shape)
+    stride = np.maximum(capacity - overlap, 1)
+    counts = 1 + np.maximum(0, -(-(lengths - capacity) // stride))
     text = np.repeat(np.arange(len(lengths)), counts)
     number = np.arange(len(text)) - np.repeat(np.cumsum(counts) - counts, counts)
     begin = number * stride[text]
-    return text, begin, np.minimum(room[text], lengths[text] - begin)
+    return text, begin, np.minimum(capacity[text], lengths[text] - begin)
 
 
 def cut_pairs(
-    first: np.ndarray, second: np.ndarray, room: int, overlap: int
+    first: np.ndarray, second: np.ndarray, capacity: int, overlap: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Windows over pairs of texts of `first` and `second` tokens, int64 [N] each.
 
@@ -37,8 +37,8 @@ def cut_pairs(
     # Columns of F: pair, begin and length in the shorter, begin and length in the longer.
     windows = np.concatenate(
         [
-            _with_whole(shorter, longer, np.flatnonzero(shorter <= room // 2), room, overlap),
-            _side_by_side(shorter, longer, np.flatnonzero(shorter > room // 2), room, overlap),
+            _with_whole(shorter, longer, np.flatnonzero(shorter <= capacity // 2), capacity, overlap),
+            _side_by_side(shorter, longer, np.flatnonzero(shorter > capacity // 2), capacity, overlap),
         ],
         axis=1,
     )
@@ -66,16 +66,18 @@ def spread(examples: np.ndarray, count: int, most: int) -> np.ndarray:
     return (np.cumsum(counts) - counts)[example] + number
 
 
-def _with_whole(shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, room: int, overlap: int) -> np.ndarray:
+def _with_whole(shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, capacity: int, overlap: int) -> np.ndarray:
     """int64 [5, F]: the shorter whole in each window."""
-    pair, begin, length = slide(longer[pairs], room - shorter[pairs], overlap)
+    pair, begin, length = slide(longer[pairs], capacity - shorter[pairs], overlap)
     return np.stack([pairs[pair], np.zeros_like(begin), shorter[pairs][pair], begin, length])
 
 
-def _side_by_side(shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, room: int, overlap: int) -> np.ndarray:
-    """int64 [5, F]: both in windows of half the room."""
-    half = room // 2
-    short, long = slide(shorter[pairs], half, overlap // 2), slide(longer[pairs], room - half, overlap // 2)
+def _side_by_side(
+    shorter: np.ndarray, longer: np.ndarray, pairs: np.ndarray, capacity: int, overlap: int
+) -> np.ndarray:
+    """int64 [5, F]: both in windows of half the capacity."""
+    half = capacity // 2
+    short, long = slide(shorter[pairs], half, overlap // 2), slide(longer[pairs], capacity - half, overlap // 2)
     shorts, longs = (np.bincount(side[0], minlength=len(pairs)) for side in (short, long))
     counts = np.maximum(shorts, longs)
     pair, number = _numbered(counts)

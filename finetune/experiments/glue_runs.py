@@ -19,6 +19,7 @@ from finetune.experiments.trials import raise_failure, run_all, trial_config
 from finetune.tasks.classification import ClassificationSettings
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, write_json
+from pretrain.common.wording import counted
 
 TEMPLATE = Path(__file__).with_name("glue.yaml")
 RESULTS = "glue.json"
@@ -69,7 +70,7 @@ def run_glue(
     ]
     if dry_run:
         print(runs.describe(config, plans[chosen[0]], show_config=show_config))
-        print(f"\n{len(members)} runs:\n" + "\n".join(f"  {one.trial.config.folder}" for one in members))
+        print(f"\n{counted(len(members), 'run')}:\n" + "\n".join(f"  {one.trial.config.folder}" for one in members))
         return
     print(runs.describe_checkpoint(config, plans[chosen[0]]))
     for name in order:
@@ -119,7 +120,7 @@ def glue_results(tasks: Sequence[str], outcomes: Sequence[Outcome | None]) -> Re
 
 def _size(name: str, plan: runs.FinetunePlan) -> str:
     sets = ", ".join(f"{count:,} in {part}" for part, count in plan.held_out.items())
-    return f"{glue.TASKS[name].title}: {plan.examples:,} examples, {sets}; {plan.steps:,} steps"
+    return f"{glue.TASKS[name].title}: {counted(plan.examples, 'example')}, {sets}; {counted(plan.steps, 'step')}"
 
 
 def _report(

@@ -24,6 +24,7 @@ class Point:
 
     @property
     def label(self) -> str:
+        """The settings for a table, such as "learning_rate 1e-05, epochs 3"."""
         return ", ".join(f"{name.rpartition('.')[2]} {value}" for name, value in self.settings.items())
 
     @property
@@ -34,10 +35,12 @@ class Point:
 
     @property
     def name(self) -> str:
+        """The values alone, for names of runs."""
         return _plain("-".join(self.settings.values()))
 
     @property
     def overrides(self) -> list[str]:
+        """The settings as --set takes them."""
         return [f"{name}={value}" for name, value in self.settings.items()]
 
 

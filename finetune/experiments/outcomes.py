@@ -57,6 +57,7 @@ class Spread:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Spread | None:
+        """The statistics of `values`; None if there are none."""
         if not values:
             return None
         deviation = statistics.stdev(values) if len(values) > 1 else None

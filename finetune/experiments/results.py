@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from finetune.experiments.candidates import Candidate, rank
 from finetune.experiments.outcomes import Outcome, Trial, as_data, spreads
+from pretrain.common.wording import counted, shown_scores
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -46,8 +47,7 @@ def counts(outcomes: Sequence[Outcome | None]) -> dict[str, int]:
 def count_line(outcomes: Sequence[Outcome | None]) -> str:
     """`5 runs, 4 done, 1 failed`, and the other counts if not 0."""
     number = counts(outcomes)
-    runs_word = "run" if number["runs"] == 1 else "runs"
-    line = f"{number['runs']} {runs_word}, {number['done']} done, {number['failed']} failed"
+    line = f"{counted(number['runs'], 'run')}, {number['done']} done, {number['failed']} failed"
     if number["degenerate"]:
         line += f", {number['degenerate']} no better than the most frequent class"
     return line + (f", {number['to_run']} to run" if number["to_run"] else "")
@@ -106,7 +106,7 @@ def _columns(outcomes: Sequence[Outcome | None]) -> list[tuple[str, str]]:
     """(set, score) of the columns: the choosing metric first, then other scores of the first set, then other sets."""
     scores = next((outcome.scores for outcome in outcomes if outcome and outcome.scores), {})
     metric = metric_of(outcomes)
-    every = [(part, name) for part, those in scores.items() for name in those]
+    every = [(part, name) for part, those in scores.items() for name in shown_scores(those, metric)]
     first = next(iter(scores), "")
     every.sort(key=lambda one: (one[1] != metric, one[0] != first))
     return every[:_COLUMNS]

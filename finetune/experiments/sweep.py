@@ -17,6 +17,7 @@ from finetune.experiments.trials import TrialRuns, raise_failure, run_all, trial
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
 from pretrain.common.settings import dump
+from pretrain.common.wording import counted
 
 BEST = "best.yaml"
 
@@ -39,7 +40,7 @@ def run_seeds(
     ]
     if dry_run:
         print(runs.describe(config, plan, show_config=show_config))
-        print(f"\n{len(trials)} runs: " + ", ".join(str(trial.config.folder) for trial in trials))
+        print(f"\n{counted(len(trials), 'run')}: " + ", ".join(str(trial.config.folder) for trial in trials))
         return
     print(runs.describe_start(config, plan))
     ran = run_all(config, trials, parallel=parallel)
@@ -78,7 +79,7 @@ def run_sweep(
     members = [Trial(trial.label, trial.config, trial.config.total_steps(plan.units)) for trial in members]
     if dry_run:
         print(runs.describe(config, plan, show_config=show_config))
-        print(f"\n{len(members)} runs:\n" + "\n".join(f"  {trial.config.folder}" for trial in members))
+        print(f"\n{counted(len(members), 'run')}:\n" + "\n".join(f"  {trial.config.folder}" for trial in members))
         return
     print(runs.describe_start(config, plan))
 

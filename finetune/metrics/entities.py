@@ -211,6 +211,7 @@ def accuracy(gold: Tagged, predicted: Tagged) -> float:
 
 
 def shares(correct: int, predicted: int, gold: int) -> dict[str, float]:
+    """Precision, recall and F1, as fractions of 1, from numbers of entities; 0 where a denominator is 0."""
     precision = correct / predicted if predicted else 0.0
     recall = correct / gold if gold else 0.0
     total = precision + recall

@@ -35,6 +35,7 @@ class LabelledBatch:
     query_rows: np.ndarray  # int64 [R], index of each row in `Windows.queries`
 
     def to(self, device: torch.device) -> LabelledBatch:
+        """A copy on `device`."""
         return moved(self, device)
 
 
@@ -49,6 +50,7 @@ class LabelledStep:
     epoch: int  # of the first example
 
     def to(self, device: torch.device) -> LabelledStep:
+        """A copy on `device`."""
         return dataclasses.replace(self, micro_batches=tuple(batch.to(device) for batch in self.micro_batches))
 
 

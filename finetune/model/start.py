@@ -58,7 +58,7 @@ def _why_left_out(name: str, config: FinetuneConfig, task: Task[Any], released: 
     if layers - again < layer_of(name, layers) <= layers:
         return f"initialised at random (training.reinitialised_layers: {again})"
     if part == "heads":
-        return "a head of pretraining"
+        return "pretraining heads"
     if rest.startswith("dense_") and part == "head":
         if task.head != "sequence":
             return f"the head of {config.task_name} has only one layer"

@@ -27,6 +27,8 @@ _BEFORE_OUT, _BEFORE_DENSE = 3, 4  # streams of a token's key that the encoder d
 
 
 class Output(NamedTuple):
+    """What `TaskModel` returns."""
+
     loss: Tensor  # fp32 scalar: weighted sum over rows, examples or windows
     logits: Tensor  # fp32 [R, C]
 
@@ -135,21 +137,25 @@ def pool(logits_RC: Tensor, batch: LabelledBatch) -> tuple[Tensor, Tensor, Tenso
 
 
 def class_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
+    """Sum of the weighted cross-entropies of all rows, in nats, fp32 scalar; logits fp32 [R, C]."""
     return (F.cross_entropy(logits_RC, batch.labels.long(), reduction="none") * batch.weights).sum()
 
 
 def pooled_class_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
+    """As `class_loss`, of the mean logits of each example's windows."""
     logits_EC, labels_E, weights_E = pool(logits_RC, batch)
     return (F.cross_entropy(logits_EC, labels_E.long(), reduction="none") * weights_E).sum()
 
 
 def labels_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
+    """Sum over examples of the weighted mean binary cross-entropy of their C labels, in nats, fp32 scalar."""
     logits_EC, labels_EC, weights_E = pool(logits_RC, batch)
     losses_EC = F.binary_cross_entropy_with_logits(logits_EC, labels_EC.float(), reduction="none")
     return (losses_EC.mean(1) * weights_E).sum()
 
 
 def value_loss(logits_RC: Tensor, batch: LabelledBatch) -> Tensor:
+    """Sum over examples of the weighted squared error, fp32 scalar; logits fp32 [R, 1]."""
     values_E1, labels_E, weights_E = pool(logits_RC, batch)
     return ((values_E1[:, 0] - labels_E.float()).square() * weights_E).sum()
 

@@ -176,6 +176,10 @@ class Task(ABC, Generic[E]):
         """More for the model card, ready for JSON: a confusion matrix, scores per type."""
         return {}
 
+    def remarks(self, details: Mapping[str, Any]) -> list[str]:
+        """What is suspicious in the predictions on one set, from its `details`; a sentence or two each."""
+        return []
+
     def state(self) -> dict[str, Any]:
         """What a trained model keeps besides the settings, ready for JSON: labels, thresholds."""
         return {}

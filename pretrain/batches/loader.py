@@ -142,6 +142,7 @@ class Loader:
 
     @property
     def samples_per_epoch(self) -> int:
+        """Samples of one pass over the corpus."""
         return self._maker.samples_per_epoch
 
     def __iter__(self) -> Iterator[StepBatch]:
@@ -225,6 +226,7 @@ class BatchMaker:
 
     @property
     def samples_per_epoch(self) -> int:
+        """Samples of one pass over the corpus."""
         return self._sampler.samples_per_epoch
 
     def check_batch(self) -> None:

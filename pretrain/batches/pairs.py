@@ -84,11 +84,11 @@ class Sampler:
         self.shards = shards
         self.pairs = pairs
         self.special_tokens = 3 if pairs.next_sentence else 2
-        self.room = sequence_length - self.special_tokens
+        self.capacity = sequence_length - self.special_tokens
         # A true pair reads all of its target, a random one half of it on average; full sentences lose the
         # last one, which does not fit.
         reads = 1 - pairs.random_next_share / 2 if pairs.next_sentence else 0.9
-        self.reach = max(1, round(reads * self.room))
+        self.reach = max(1, round(reads * self.capacity))
         self._corpus = _Corpus(shards, self.reach, least_sentences=2 if pairs.next_sentence else 1)
         if pairs.next_sentence and self._corpus.documents < 2:
             raise InputError(
@@ -107,6 +107,7 @@ class Sampler:
 
     @property
     def samples_per_epoch(self) -> int:
+        """Samples of one pass over the corpus."""
         return self._order.samples_per_epoch
 
     def plan(self, samples: np.ndarray) -> SamplePlan:
@@ -115,7 +116,7 @@ class Sampler:
         key = draw(self._sample_key, samples)
         documents, anchor, last = self._anchors(samples)
         short = uniform(draw(key, _SHORT)) < self.pairs.short_share
-        target = np.where(short, 2 + below(draw(key, _TARGET), self.room - 1), self.room)
+        target = np.where(short, 2 + below(draw(key, _TARGET), self.capacity - 1), self.capacity)
         if self.pairs.next_sentence:
             return self._pairs(key, documents, anchor, target, last)
         return self._full_sentences(key, documents, anchor, target)
@@ -166,7 +167,7 @@ class Sampler:
         outer = (index == 0) | (index == count - 1)
         jitter = np.where(outer & coin, 0.0, uniform(bits) - 0.5)
         steps = np.clip(index + jitter, 0, count - 1)
-        steps = np.where(count == 1, coin & (documents.tokens > self.room), steps)
+        steps = np.where(count == 1, coin & (documents.tokens > self.capacity), steps)
         slack = np.maximum(documents.tokens - self.reach, 0)
         offset = (steps * (slack / np.maximum(count - 1, 1))).astype(np.int64)
         sentence = self._corpus.first_at_least(
@@ -199,9 +200,9 @@ class Sampler:
         begin_b = corpus.offset(shard_b, np.where(label, first_b, split))
         length_b = corpus.offset(shard_b, np.where(label, end_b, end)) - begin_b
 
-        begin_a, length_a = _window(begin_a, length_a, 2 * self.room, draw(key, _WINDOW_A))
-        begin_b, length_b = _window(begin_b, length_b, 2 * self.room, draw(key, _WINDOW_B))
-        cut_a, cut_b = _truncation(length_a, length_b, self.room)
+        begin_a, length_a = _window(begin_a, length_a, 2 * self.capacity, draw(key, _WINDOW_A))
+        begin_b, length_b = _window(begin_b, length_b, 2 * self.capacity, draw(key, _WINDOW_B))
+        cut_a, cut_b = _truncation(length_a, length_b, self.capacity)
         begin_a += binomial(cut_a, key, _TRUNCATE_A)
         begin_b += binomial(cut_b, key, _TRUNCATE_B)
         length_a -= cut_a
@@ -216,7 +217,7 @@ class Sampler:
         begin = corpus.offset(shard, anchor)
         end = corpus.first_at_least(shard, anchor + 1, documents.last + 1, begin + target + 1) - 1
         length = corpus.offset(shard, np.maximum(end, anchor + 1)) - begin
-        begin, length = _window(begin, length, self.room, draw(key, _WINDOW_A))
+        begin, length = _window(begin, length, self.capacity, draw(key, _WINDOW_A))
         nothing = np.zeros_like(begin)
         return SamplePlan(key, shard, begin, length, shard, begin, nothing, nothing, length + self.special_tokens)
 
@@ -375,9 +376,9 @@ def _window(begin: np.ndarray, length: np.ndarray, most: int, bits: np.ndarray) 
     return begin + below(bits, spare + 1), length - spare
 
 
-def _truncation(length_a: np.ndarray, length_b: np.ndarray, room: int) -> tuple[np.ndarray, np.ndarray]:
+def _truncation(length_a: np.ndarray, length_b: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens to cut from A and B, as if one by one from the longer side, from B when they are equal."""
-    excess = np.maximum(length_a + length_b - room, 0)
+    excess = np.maximum(length_a + length_b - capacity, 0)
     longer = length_a - length_b
     first = np.minimum(excess, np.abs(longer))
     rest = excess - first

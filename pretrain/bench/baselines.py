@@ -108,6 +108,7 @@ class TrainerProcess:
         return self._call("held_out_loss")
 
     def close(self) -> None:
+        """End the process and wait for it."""
         self._connection.close()
         self._process.join()
 

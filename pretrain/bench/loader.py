@@ -129,14 +129,14 @@ def _baseline(shards: TokenShards, length: int, sequences: int) -> Callable[[], 
     names = {f"{special[1:-1].lower()}_token": special for special in SPECIALS}
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words), **names)
     collator = DataCollatorForLanguageModeling(tokenizer=tokenizer, mlm=True, mlm_probability=0.15)
-    tokens, room = shards.shards[0].tokens, length - 2
+    tokens, capacity = shards.shards[0].tokens, length - 2
     cls_id, sep_id = shards.special_ids["cls"], shards.special_ids["sep"]
     held = [
         {
-            "input_ids": [cls_id, *tokens[begin : begin + room].tolist(), sep_id],
-            "special_tokens_mask": [1, *[0] * room, 1],
+            "input_ids": [cls_id, *tokens[begin : begin + capacity].tolist(), sep_id],
+            "special_tokens_mask": [1, *[0] * capacity, 1],
         }
-        for begin in range(0, min(len(tokens), 8192 * room) - room, room)
+        for begin in range(0, min(len(tokens), 8192 * capacity) - capacity, capacity)
     ]
     if len(held) < sequences:  # else the loader would be empty, and `batches` never give one
         raise InputError(

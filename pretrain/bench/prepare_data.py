@@ -46,7 +46,7 @@ def source_file(options: argparse.Namespace, scratch: Path) -> Path:
 
 
 def _write_docstrings(path: Path, limit: int) -> Path:
-    """About `limit` bytes of the docstrings that every Python installation has, as WikiExtractor would write them."""
+    """About `limit` bytes of the docstrings of this Python and its packages, as WikiExtractor would write them."""
     modules = tuple(docstrings.find_modules(""))
     with path.open("wb") as file:
         for number, text in enumerate(docstrings.documents(modules, lambda *_: None)):
@@ -95,6 +95,7 @@ class Vocabulary:
 
 
 def train_vocabulary(file: Path, scratch: Path) -> Path:
+    """Prepare `file` in a folder below `scratch`, with a vocabulary of its own; returns the folder."""
     folder = scratch / "trained"
     prepare.prepare(PretrainConfig.model_validate(settings_for(file, folder)), quiet=True)
     return folder

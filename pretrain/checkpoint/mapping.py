@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import NamedTuple
 
+from pretrain.common.wording import counted
+
 LEFT_OUT = "left out: "
-_MOST_NAMES = 6
+_MOST_NAMES = 2  # of tensors left out without a common pattern
 
 
 class MappedTensor(NamedTuple):
@@ -26,7 +28,7 @@ class MappedTensor(NamedTuple):
 
 
 def mapping_table(tensors: Iterable[MappedTensor]) -> str:
-    """A line for all tensors with the same target, layers folded; then those left out, by reason and name."""
+    """A line for all tensors with the same target, layers folded; then a line for each reason to leave some out."""
     filled: dict[str, list[str]] = defaultdict(list)
     left_out: dict[str, list[str]] = defaultdict(list)
     for tensor in tensors:
@@ -37,15 +39,23 @@ def mapping_table(tensors: Iterable[MappedTensor]) -> str:
     rows = [(_pattern(names), _count(names), target) for target, names in filled.items()]
     wide, high = (max((len(row[column]) for row in rows), default=0) for column in (0, 1))
     lines = [f"{pattern:<{wide}}  {count:>{high}} -> {target}" for pattern, count, target in rows]
+    read = [name for names in filled.values() for name in names]
     for reason, names in left_out.items():
-        folded = _folded(names)
-        beyond = f" and {len(folded) - _MOST_NAMES} more" if len(folded) > _MOST_NAMES else ""
-        lines.append(f"{', '.join(folded[:_MOST_NAMES])}{beyond}: {_count(names)} {reason}")
+        lines.append(f"{_summary(names, read)}: {_count(names)} {reason}")
     return "\n".join(lines)
 
 
+def _summary(names: list[str], read: Collection[str]) -> str:
+    """The pattern of the names if it matches none that is read, otherwise the first names."""
+    pattern, folded = _pattern(names), _folded(names)
+    if len(folded) == 1 or not any(name.startswith(pattern.rstrip("*")) for name in read):
+        return pattern
+    beyond = f" and {len(folded) - _MOST_NAMES} more" if len(folded) > _MOST_NAMES else ""
+    return f"{', '.join(folded[:_MOST_NAMES])}{beyond}"
+
+
 def _count(names: list[str]) -> str:
-    return f"{len(names)} tensor" + "s" * (len(names) > 1)
+    return counted(len(names), "tensor")
 
 
 def _pattern(names: list[str]) -> str:

@@ -98,6 +98,7 @@ class CheckpointShard:
 
     @property
     def bytes(self) -> int:
+        """Size of all its tensors in bytes."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 

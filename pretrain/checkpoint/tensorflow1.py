@@ -34,6 +34,7 @@ class Variable(NamedTuple):
 
     @property
     def readable(self) -> bool:
+        """Whether its type is known and its values are in one piece."""
         return self.dtype in _DTYPES and not self.sliced
 
 

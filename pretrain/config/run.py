@@ -173,6 +173,7 @@ class PretrainConfig(RunConfig):
 
     @property
     def total_steps(self) -> int:
+        """Optimizer steps of all phases."""
         return sum(phase.steps for phase in self.phases)
 
     def phase_at(self, step: int) -> tuple[int, int]:

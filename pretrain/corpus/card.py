@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import sysconfig
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from pretrain.common.files import atomic_open, read_manifest, write_json
+from pretrain.common.wording import counted
 
 CARD_FILES = ("card.json", "card.md")
 _COUNTS = (
@@ -82,16 +84,17 @@ def summary_line(folder: Path, what: str) -> str:
     totals = card["totals"]
     faults = sum(problem["count"] for problem in card["problems"])
     line = (
-        f"{folder}: {what}: {totals['documents']:,} documents ({totals['validation_documents']:,} held out, "
-        f"{totals['duplicates']:,} duplicates and {totals['too_short']:,} too short left out), "
-        f"{totals['sentences']:,} sentences, {totals['tokens']:,} tokens in {totals['shards']} shards, "
+        f"{folder}: {what}: {counted(totals['documents'], 'document')} ({totals['validation_documents']:,} held out, "
+        f"{counted(totals['duplicates'], 'duplicate')} and {totals['too_short']:,} too short left out), "
+        f"{counted(totals['sentences'], 'sentence')}, {totals['tokens']:,} tokens in "
+        f"{counted(totals['shards'], 'shard')}, "
         f"vocabulary {manifest['vocabulary_size']:,}, unknown {100 * totals['unknown_rate']:.3f} %."
     )
     if not faults:
         return line
     worst = card["problems"][0]
     example = f"{worst['path']}: {worst['fault']}"
-    return f"{line} {faults:,} faults in the input, such as {example}; all are in {folder}/card.md."
+    return f"{line} {counted(faults, 'fault')} in the input, such as {example}; all are in {folder}/card.md."
 
 
 def _markdown(card: dict[str, Any]) -> str:
@@ -145,12 +148,25 @@ def _files(sources: list[dict[str, Any]]) -> list[str]:
     lines = ["## Files", ""]
     for source in sources:
         revision = f", revision {source['revision']}" if source["revision"] else ""
-        lines += [f"{source['name']}{revision}: {source['files']:,} files, contents sha256 {source['content']}", ""]
-        lines += [f"- `{path}` sha256 {digest}" for path, digest in source["file_hashes"].items()]
+        files = counted(source["files"], "file")
+        lines += [f"{source['name']}{revision}: {files}, contents sha256 {source['content']}", ""]
+        lines += [f"- `{_shown_path(path)}` sha256 {digest}" for path, digest in source["file_hashes"].items()]
         if source["files"] > _MAX_LISTED_FILES:
             lines.append(f"- and {source['files'] - _MAX_LISTED_FILES:,} more")
         lines.append("")
     return lines
+
+
+def _shown_path(path: str) -> str:
+    """A path without what only this machine has: the working directory, the home folder, the place of Python."""
+    if not Path(path).is_absolute():
+        return path
+    python = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib", "stdlib")]
+    shortened = [(Path.cwd(), Path()), *((root, Path(root.name)) for root in python), (Path.home(), Path("~"))]
+    for root, short in shortened:
+        if Path(path).is_relative_to(root):
+            return str(short / Path(path).relative_to(root))
+    return path
 
 
 def _row(*cells: Any) -> str:
@@ -167,7 +183,9 @@ def _lengths(title: str, sources: list[dict[str, Any]], key: str) -> list[str]:
 def _faults(problems: list[dict[str, Any]]) -> list[str]:
     if not problems:
         return []
-    rows = [_row(p["path"], p["fault"], f"{p['count']:,}", p["first"]) for p in problems[:_MAX_LISTED_PROBLEMS]]
+    rows = [
+        _row(_shown_path(p["path"]), p["fault"], f"{p['count']:,}", p["first"]) for p in problems[:_MAX_LISTED_PROBLEMS]
+    ]
     unlisted = len(problems) - _MAX_LISTED_PROBLEMS
     more = [f"and {unlisted:,} more, see card.json"] if unlisted > 0 else []
     header = [_row("path", "fault", "count", "first"), _row("---", "---", "---:", "---")]

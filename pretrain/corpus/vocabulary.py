@@ -171,17 +171,17 @@ def _alphabet(words: dict[str, int]) -> list[str]:
 def _training_text(words: dict[str, int]) -> Iterator[str]:
     """Every word as often as it was counted: the trainer's Python interface takes text, not counts."""
     chunk: list[str] = []
-    room = _TRAINING_CHUNK
+    left = _TRAINING_CHUNK
     for word, count in words.items():
         text = word + " "
         while count:
-            times = min(count, room // len(text) + 1)
+            times = min(count, left // len(text) + 1)
             chunk.append(text * times)
             count -= times
-            room -= times * len(text)
-            if room <= 0:
+            left -= times * len(text)
+            if left <= 0:
                 yield "".join(chunk)
-                chunk, room = [], _TRAINING_CHUNK
+                chunk, left = [], _TRAINING_CHUNK
     yield "".join(chunk)
 
 

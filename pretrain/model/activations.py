@@ -37,10 +37,12 @@ def gelu(x: Tensor) -> Tensor:
 
 
 def relu(x: Tensor) -> Tensor:
+    """max(x, 0), elementwise."""
     return x.relu()
 
 
 def tanh(x: Tensor) -> Tensor:
+    """The hyperbolic tangent, elementwise."""
     return x.tanh()
 
 

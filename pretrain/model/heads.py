@@ -111,11 +111,13 @@ class Heads(nn.Module):
         return Losses(mlm_loss, nsp_loss, mlm_correct, (logits_S2.argmax(-1) == nsp_labels_S).sum().float())
 
     def mlm_weights(self) -> MlmWeights:
+        """The weights of the masked-token head before the tied decoder."""
         return MlmWeights(
             self.mlm_transform_weight, self.mlm_transform_bias, norm_weights(self, "mlm_norm", self.shape)
         )
 
     def nsp_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Pooler weight [H, H] and bias [H], next-sentence weight [2, H] and bias [2]."""
         return self.pooler_weight, self.pooler_bias, self.nsp_weight, self.nsp_bias
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 from pretrain.common.files import atomic_open
 
+DATE = "%Y-%m-%d %H:%M UTC"  # for strftime
+
 
 def write_page(out: Path, template: str, **values: Any) -> Path:
     """Render `template` with `values` and `written` (the current time) and write it to `out` atomically."""
@@ -20,7 +22,7 @@ def write_page(out: Path, template: str, **values: Any) -> Path:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    written = datetime.datetime.now(datetime.timezone.utc).strftime("%d %B %Y, %H:%M UTC")
+    written = datetime.datetime.now(datetime.timezone.utc).strftime(DATE)
     page = templates.get_template(template).render(**values, written=written)
     with atomic_open(out, "w") as file:
         file.write(page)

@@ -18,6 +18,7 @@ from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.settings import dump
+from pretrain.common.wording import counted
 from pretrain.config import PretrainConfig, load_config
 from pretrain.reporting.charts import Bar, Series, bar_chart, line_chart
 from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences
@@ -27,6 +28,7 @@ from pretrain.tracking.records import is_training, read_records
 
 SENTENCES = 10
 FINETUNED = "finetuned.json"
+_LEAST_GAIN = 0.02  # of a score from pretrained weights, to be called a gain
 
 
 def write_report(run_dir: Path, out: Path) -> Path:
@@ -45,6 +47,7 @@ def write_report(run_dir: Path, out: Path) -> Path:
         charts=list(_charts(run)),
         fillings=_predictions(run),
         finetuned=_finetuned(run),
+        gains=_gains(_read_finetuned(run)),
         card=_card(run.card),
         config_yaml=dump(run.config),
         environment=list(_flat(run.environment)),
@@ -65,20 +68,21 @@ def summary(run_dir: Path) -> str:
     lines.append(f"  throughput  {'   '.join(_throughput(run))}")
     if run.card.get("totals"):
         lines.append(f"  corpus      {_corpus_line(run.card)}")
+    lines += _finetuned_lines(run)
     return "\n".join(lines)
 
 
 def _finetuned(run: _ReportData) -> list[dict[str, Any]]:
-    """Charts and examples of the fine-tuning tasks, if the demo recorded them (`FINETUNED`)."""
-    path = run.folder / FINETUNED
-    results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
+    """Charts and examples of the fine-tuning tasks that the demo recorded (`FINETUNED`), finished or not."""
     kinds = {"pretrained": "train", "random": "baseline"}
     return [
         {
             **result,
-            "chart": bar_chart(
+            "missing": _missing(result),
+            "chart": result["scores"]
+            and bar_chart(
                 result["title"],
-                f"{result['metric']}, {result['dev']:,} held-out examples",
+                f"{result['metric']}, {counted(result['dev'], 'held-out example')}",
                 # A bar needs a length above 0; the number beside it shows the score.
                 [
                     Bar(f"{start} weights", max(value, 1e-3), max(value, 1e-3), max(value, 1e-3), kinds[start])
@@ -87,8 +91,40 @@ def _finetuned(run: _ReportData) -> list[dict[str, Any]]:
                 form=lambda value: f"{value:.3f}",
             ),
         }
-        for result in results
+        for result in _read_finetuned(run)
     ]
+
+
+def _finetuned_lines(run: _ReportData) -> list[str]:
+    """A line for each fine-tuning task of the demo: its scores, and the models that have none yet."""
+    results = _read_finetuned(run)
+    width = max((len(result["title"]) for result in results), default=0)
+    lines = ["  fine-tuning"] if results else []
+    for result in results:
+        scores = [f"{value:.3f} from {start} weights" for start, value in result["scores"].items()]
+        missing = [f"not finished from {start} weights" for start in _missing(result)]
+        lines.append(f"    {result['title']:<{width}}  {result['metric']} {', '.join([*scores, *missing])}")
+    return lines
+
+
+def _gains(results: list[dict[str, Any]]) -> dict[bool, list[str]]:
+    """Titles of the finished tasks by whether the pretrained weights gave a clearly higher score."""
+    titles: dict[bool, list[str]] = {True: [], False: []}
+    for result in results:
+        if not _missing(result):
+            gained = result["scores"]["pretrained"] - result["scores"]["random"] >= _LEAST_GAIN
+            titles[gained].append(result["title"])
+    return titles
+
+
+def _missing(result: dict[str, Any]) -> list[str]:
+    """The starts, pretrained or random, from which a task has no score yet."""
+    return [start for start in ("pretrained", "random") if start not in result["scores"]]
+
+
+def _read_finetuned(run: _ReportData) -> list[dict[str, Any]]:
+    path = run.folder / FINETUNED
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else []
 
 
 # ---- reading a run folder
@@ -181,7 +217,7 @@ def _tiles(run: _ReportData) -> list[tuple[str, str, str]]:
 
 
 def _workers(config: PretrainConfig) -> str:
-    return f"{config.scheduling.workers} worker{'s' if config.scheduling.workers > 1 else ''}"
+    return counted(config.scheduling.workers, "worker")
 
 
 def _measured(record: dict[str, Any]) -> list[str]:

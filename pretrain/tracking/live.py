@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain.common.errors import InputError
+from pretrain.common.wording import shown_scores
 from pretrain.common.worker import WAITING_FILE
 from pretrain.tracking import starting
 from pretrain.tracking.records import METRICS, parse_record
@@ -285,11 +286,11 @@ def _live_line(progress: _Progress, width: int) -> Text:
     pieces = _pieces(progress)
     shown: set[str] = set()
     bar_width = max(0, min(24, width // 6))
-    room = width - 1 - bar_width - 2
+    width_left = width - 1 - bar_width - 2
     for key in _PRIORITY:
-        if key in pieces and len(pieces[key]) + 2 <= room:
+        if key in pieces and len(pieces[key]) + 2 <= width_left:
             shown.add(key)
-            room -= len(pieces[key]) + 2
+            width_left -= len(pieces[key]) + 2
     line = Text(no_wrap=True, overflow="crop")
     line.append_text(_bar(progress.step / max(1, progress.total_steps), bar_width)).append("  ")
     for key, text in pieces.items():
@@ -327,5 +328,7 @@ def _shown_scores(record: dict[str, Any]) -> list[tuple[str, str]]:
     known = {key: shown for key, shown in _SCORES.items() if record.get(key) is not None}
     if known:
         return [(name, form.format(record[key])) for key, (name, form) in known.items()]
-    others = [(key, value) for key, value in record.items() if isinstance(value, float) and key != "seconds"]
-    return [(key.replace("_", " "), f"{value:.3f}") for key, value in others[:_MOST_SCORES]]
+    others = shown_scores(
+        {key: value for key, value in record.items() if isinstance(value, float) and key != "seconds"}
+    )
+    return [(key.replace("_", " "), f"{value:.3f}") for key, value in list(others.items())[:_MOST_SCORES]]

@@ -74,6 +74,7 @@ class Exchange:
 
     @property
     def attached(self) -> bool:
+        """Whether `attach` was called."""
         return self._store is not None
 
     def attach(self, store: Store) -> None:

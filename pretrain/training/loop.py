@@ -20,6 +20,7 @@ from torch import Tensor
 from pretrain.checkpoint import store
 from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import DivergedError, StoppedError
+from pretrain.common.wording import counted
 from pretrain.config import RunConfig
 from pretrain.training.engine import Engine, StepResult
 from pretrain.training.progress import Progress, Window, checkpoint_state, restore
@@ -291,7 +292,8 @@ class _Fit(Generic[S]):
         if progress.bad_in_a_row < self.plan.config.engine.max_bad_steps:
             return None
         return TrainingFailure(
-            f"{progress.bad_in_a_row} steps in a row up to step {progress.step + 1} had a loss or gradient that is not "
+            f"{counted(progress.bad_in_a_row, 'step')} in a row up to step {progress.step + 1} had a loss or "
+            "gradient that is not "
             "finite"
         )
 
@@ -398,7 +400,7 @@ class _Fit(Generic[S]):
         with self.engine.allow(LONG_SECONDS):
             restored = Progress.from_state(restore(self.engine, checkpoint))
         first, count = restored.step, progress.step - restored.step
-        message = f"{failure.reason}: back to {checkpoint.name}, past the data of {count} steps"
+        message = f"{failure.reason}: back to {checkpoint.name}, past the data of {counted(count, 'step')}"
         logger.warning("%s", message)
         event = {
             "event": "rollback",

@@ -13,6 +13,7 @@ from finetune.datasets.labels import Problem
 from finetune.datasets.table import Format
 from finetune.metrics.classification import CLASS_SCORES, LABEL_SCORES, VALUE_SCORES
 from pretrain.common.settings import SEVERAL_LINES, LocalPath, Section
+from pretrain.common.wording import counted
 
 # Scores of each problem. The first one chooses the checkpoint unless the settings name another.
 SCORES: dict[Problem, tuple[str, ...]] = {
@@ -152,7 +153,9 @@ class ClassificationSettings(Section):
             if len(set(values := getattr(self, name))) != len(values):
                 raise ValueError(f"{name}: one occurs twice")
         if self.labels and self.label_names and len(self.labels) != len(self.label_names):
-            raise ValueError(f"label_names: {len(self.label_names)} names for {len(self.labels)} labels")
+            raise ValueError(
+                f"label_names: {counted(len(self.label_names), 'name')} for {counted(len(self.labels), 'label')}"
+            )
         if len(self.labels) == 1 and kind == "single_label":
             raise ValueError("labels: one class alone; a classifier needs two or more")
         if kind == "regression" and (self.labels or self.label_names):

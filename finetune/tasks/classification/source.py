@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from finetune.datasets.arrow import read_dataset
 from finetune.datasets.files import plain_suffix
 from finetune.datasets.labels import Label, Problem, listed, ordered, parse, renamed, shown
 from finetune.datasets.table import Key, Quoting, Table, TableFormat
+from finetune.tasks.classification import checks
 from finetune.tasks.classification.settings import ClassificationSettings
 from pretrain.common.errors import InputError
+from pretrain.common.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -96,14 +98,16 @@ class ExampleSource:
             )
         self._check_labels(examples, table.source)
         self._check_settings(table.source)
+        self._warn(table, examples)
         if self._settings.class_weights == "balanced":
-            self._class_weights = self._balanced(examples, table.source)
+            self._class_weights = self._balanced(examples)
         return examples
 
     def read_held_out(self) -> dict[str, list[Example]]:
         """The dev sets, or what `dev_share` holds out of the training set."""
         if not self._settings.dev_share:
-            return {part: self._examples(self.tables.read(part)) for part in self.tables.parts("dev")}
+            sets = {part: self.tables.read(part) for part in self.tables.parts("dev")}
+            return {part: self._examples(table, warn=True) for part, table in sets.items()}
         self.tables.check_no_dev()
         table = self.tables.read("train")
         held_out = [example for example in self._examples(table) if self._is_held_out(example)]
@@ -118,7 +122,7 @@ class ExampleSource:
         """The test sets, with labels or without."""
         sets = {part: self.tables.read_unlabelled(part) for part in self.tables.parts("test")}
         return {
-            part: self._examples(table, self._raw_labels(table, labelled=False))
+            part: self._examples(table, self._raw_labels(table, labelled=False), warn=True)
             for part, table in sets.items()
             if table is not None
         }
@@ -193,12 +197,15 @@ class ExampleSource:
         names = self._settings.label_names
         if names and len(names) != len(values):
             raise InputError(
-                f"classification.label_names: {len(names)} names, but {table.source} has {len(values)} labels: "
+                f"classification.label_names: {counted(len(names), 'name')}, but {table.source} has "
+                f"{counted(len(values), 'label')}: "
                 f"{listed(values)}."
             )
         return dict(zip(values, names or values, strict=True))
 
-    def _examples(self, table: Table, raw: Sequence[Label | None] | None = None) -> list[Example]:
+    def _examples(
+        self, table: Table, raw: Sequence[Label | None] | None = None, *, warn: bool = False
+    ) -> list[Example]:
         if not len(table):
             raise InputError(f"{table.source}: no examples. Give a file with at least one.")
         raw = self._raw_labels(table) if raw is None else raw
@@ -211,7 +218,16 @@ class ExampleSource:
             text = _text(text, where, "the text")
             identity = ids[row] if ids[row] is None or isinstance(ids[row], str | int) else str(ids[row])
             examples.append(Example(text, pair, renamed(label, self.names, where), where, identity))
+        if warn:
+            _log(checks.empty_texts(table))
         return examples
+
+    def _warn(self, table: Table, examples: Sequence[Example]) -> None:
+        """Warn of what is suspicious in the training set: the table, and what `dev_share` leaves of it."""
+        _log(checks.empty_texts(table))
+        if self._problem != "regression":
+            _log(checks.similar_labels(self.names, table.source))
+            _log(checks.rare_labels(self.names.values(), [one.label for one in examples], table.source))
 
     def _check_labels(self, examples: Sequence[Example], source: str) -> None:
         """Refuse a training set whose labels are all the same."""
@@ -244,14 +260,11 @@ class ExampleSource:
         if self._metric == "f1" and len(labels) != 2:
             raise InputError(f"classification.metric: f1 needs two classes, {source} has {len(labels)}. Use macro_f1.")
 
-    def _balanced(self, examples: Sequence[Example], source: str) -> np.ndarray:
+    def _balanced(self, examples: Sequence[Example]) -> np.ndarray:
         """float64 [C]: sklearn's compute_class_weight("balanced") over the classes that occur; 1 for the others."""
         labels = list(self.names.values())
         occurrences = Counter(example.label for example in examples)
         counts = np.array([occurrences[label] for label in labels], np.int64)
-        absent = [label for label in labels if not occurrences[label]]
-        if absent:
-            logger.warning("%s: no example of %s", source, listed(absent))
         return np.where(counts > 0, len(examples) / ((counts > 0).sum() * np.maximum(counts, 1)), 1.0)
 
 
@@ -280,6 +293,7 @@ class TableSource:
 
     @property
     def text_column(self) -> Key:
+        """Name of the column of texts, or its number from 0."""
         return self._glue.text if self._glue else self._settings.text_column
 
     @property
@@ -419,6 +433,11 @@ class TableSource:
         if quoting == "auto" and self._quoting and (settings.format or tables.format_of(path)) == "tsv":
             quoting = self._quoting
         return TableFormat(settings.format, settings.encoding, settings.delimiter, quoting, settings.header)
+
+
+def _log(warnings: Iterable[str]) -> None:
+    for warning in warnings:
+        logger.warning("%s", warning)
 
 
 def _field(record: Mapping[str, Any], where: str, *names: Key | None) -> str:

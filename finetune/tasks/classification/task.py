@@ -13,6 +13,7 @@ from finetune.datasets.labels import Problem
 from finetune.datasets.text import Column, Framed, Slices, TextEncoder, frame
 from finetune.datasets.windows import cut_pairs, slide, spread
 from finetune.tasks.base import Head, Objective, Task, Windows
+from finetune.tasks.classification import checks
 from finetune.tasks.classification.decoding import THRESHOLD, Outputs
 from finetune.tasks.classification.settings import SCORES, ClassificationSettings
 from finetune.tasks.classification.source import Example, ExampleSource
@@ -60,6 +61,7 @@ class Classification(Task[Example]):
 
     @property
     def takes_pairs(self) -> bool:
+        """Whether an example is a pair of texts."""
         return self._source.tables.pair_column is not None
 
     @property
@@ -157,6 +159,11 @@ class Classification(Task[Example]):
             return {}
         return self._outputs().details(self._true(examples), predictions)
 
+    def remarks(self, details: Mapping[str, Any]) -> list[str]:
+        if "confusion" not in details:
+            return []
+        return list(checks.single_prediction(details["confusion"]["labels"], details["confusion"]["counts"]))
+
     def _outputs(self) -> Outputs:
         return Outputs(self.problem, self.labels, self.positive, self.threshold)
 
@@ -186,28 +193,28 @@ class Classification(Task[Example]):
 
     def _cut(self, examples: Sequence[Example], encoder: TextEncoder, *, thin: bool) -> tuple[np.ndarray, Framed]:
         """(example of each window, int64 [F]; the windows)"""
-        room = encoder.room(pair=self.takes_pairs)
-        overlap = self._overlap(room)
+        capacity = encoder.capacity(pair=self.takes_pairs)
+        overlap = self._overlap(capacity)
         first = encoder.encode([example.text for example in examples])
         if not self.takes_pairs:
-            cut = slide(np.diff(first.starts), room, overlap)
+            cut = slide(np.diff(first.starts), capacity, overlap)
             example, start, length = self._thin(cut, len(examples)) if thin else cut
             return example, frame(encoder, _slices(first, example, start, length))
         second = encoder.encode([example.pair or "" for example in examples])
-        cut = cut_pairs(np.diff(first.starts), np.diff(second.starts), room, overlap)
+        cut = cut_pairs(np.diff(first.starts), np.diff(second.starts), capacity, overlap)
         example, *spans = self._thin(cut, len(examples)) if thin else cut
         return example, frame(encoder, _slices(first, example, *spans[:2]), _slices(second, example, *spans[2:]))
 
-    def _overlap(self, room: int) -> int:
-        if room < 4:
-            raise InputError(f"max_length: windows hold {room} tokens of text; at least 4 are needed. Raise it.")
+    def _overlap(self, capacity: int) -> int:
+        if capacity < 4:
+            raise InputError(f"max_length: windows hold {capacity} tokens of text; at least 4 are needed. Raise it.")
         overlap = self.settings.overlap
-        if overlap is not None and overlap >= room // 2:
+        if overlap is not None and overlap >= capacity // 2:
             raise InputError(
-                f"classification.overlap: {overlap} must be less than half of the {room} tokens of text that a "
-                f"window holds. Set at most {room // 2 - 1}."
+                f"classification.overlap: {overlap} must be less than half of the {capacity} tokens of text that a "
+                f"window holds. Set at most {capacity // 2 - 1}."
             )
-        return room // 4 if overlap is None else overlap
+        return capacity // 4 if overlap is None else overlap
 
     def _thin(self, cut: tuple[np.ndarray, ...], examples: int) -> tuple[np.ndarray, ...]:
         """At most `max_windows` windows of each example; `cut[0]` is the example of each window."""

@@ -17,6 +17,7 @@ from finetune.datasets.words import cut_words
 from finetune.metrics import entities as metrics
 from finetune.tasks.entities.settings import EntitiesSettings
 from pretrain.common.errors import InputError
+from pretrain.common.wording import counted
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +125,8 @@ class SentenceSource:
     def _learn_types(self, sentences: list[Sentence], tags: metrics.Tagged) -> None:
         if not tags.names:
             raise InputError(
-                f"{sentences[0].source}: no entity in {len(sentences)} sentences, only O: nothing to learn. Check "
+                f"{sentences[0].source}: no entity in {counted(len(sentences), 'sentence')}, only O: nothing to "
+                "learn. Check "
                 f"label_column ({self._settings.label_column})."
             )
         if not self.types:

@@ -23,6 +23,7 @@ from finetune.tasks.entities import decoding
 from finetune.tasks.entities.settings import EntitiesSettings
 from finetune.tasks.entities.source import SentenceSource
 from pretrain.common.errors import InputError
+from pretrain.common.wording import counted
 
 
 class Entities(Task[Sentence]):
@@ -81,7 +82,8 @@ class Entities(Task[Sentence]):
         sentences = self._source.read(self.settings.dev, labelled=True)
         if not any(set(cast(Sequence[str], one.tags)) - {"O"} for one in sentences):
             raise InputError(
-                f"{self.settings.dev}: no entity in {len(sentences)} sentences, so nothing to choose a checkpoint by. "
+                f"{self.settings.dev}: no entity in {counted(len(sentences), 'sentence')}, so nothing to choose a "
+                "checkpoint by. "
                 f"Check label_column ({self.settings.label_column}), or give another dev file."
             )
         return {"dev": sentences}
@@ -144,11 +146,11 @@ class Entities(Task[Sentence]):
         In training each window counts as an example, since nothing joins them: a sentence of any length fits into
         micro-batches.
         """
-        room = encoder.room(pair=False)
-        if room < 1:
+        capacity = encoder.capacity(pair=False)
+        if capacity < 1:
             raise InputError(f"max_length: windows of {encoder.max_length} tokens hold no word. Raise it.")
         sentences = _align(examples, encoder, with_documents=bool(self.settings.document_context))
-        example, start, length = self._cut(sentences, room)
+        example, start, length = self._cut(sentences, capacity)
         window, word = _assign(sentences, example, start, length)
         # A window in the middle of one endless word has no query position.
         kept = np.bincount(window, minlength=len(example)) > 0
@@ -170,20 +172,20 @@ class Entities(Task[Sentence]):
             extra={"word": number},
         )
 
-    def _cut(self, sentences: _AlignedSentences, room: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _cut(self, sentences: _AlignedSentences, capacity: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """(example, first token, number of tokens), int64 [F] each."""
         first, end = sentences.column.starts[sentences.first], sentences.column.starts[sentences.end]
-        overlap = 2 * min(self.settings.overlap, room // 4)
-        example, start, length = slide(end - first, room, overlap)
+        overlap = 2 * min(self.settings.overlap, capacity // 4)
+        example, start, length = slide(end - first, capacity, overlap)
         start = start + first[example]
         # The last window of a long sentence is extended to the left until it is full.
-        is_long = (end - first > room)[example]
-        short_by = np.where(is_long, room - length, 0)
+        is_long = (end - first > capacity)[example]
+        short_by = np.where(is_long, capacity - length, 0)
         start, length = start - short_by, length + short_by
         context = self.settings.document_context
         if context:
-            most = room if context is True else int(context)
-            around_start, around_length = _with_neighbours(sentences, first, end, room, most)
+            most = capacity if context is True else int(context)
+            around_start, around_length = _with_neighbours(sentences, first, end, capacity, most)
             start = np.where(is_long, start, around_start[example])
             length = np.where(is_long, length, around_length[example])
         return example, start, length
@@ -232,7 +234,7 @@ def _align(examples: Sequence[Sentence], encoder: TextEncoder, *, with_documents
 
 
 def _with_neighbours(
-    sentences: _AlignedSentences, first: np.ndarray, end: np.ndarray, room: int, most: int
+    sentences: _AlignedSentences, first: np.ndarray, end: np.ndarray, capacity: int, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
     """(first token, number of tokens) of each sentence with its context: whole words of its document.
 
@@ -241,7 +243,7 @@ def _with_neighbours(
     starts = sentences.column.starts
     before = np.minimum(first - starts[sentences.document_first], most)
     after = np.minimum(starts[sentences.document_end] - end, most)
-    spare = np.maximum(room - (end - first), 0)
+    spare = np.maximum(capacity - (end - first), 0)
     left = np.minimum(before, spare // 2)
     right = np.minimum(after, spare - left)
     left = np.minimum(before, spare - right)

@@ -24,6 +24,7 @@ class QuestionSource:
         self.unanswerable: bool | None = None if known is None else bool(known)
 
     def read_train(self) -> list[Question]:
+        """The training set; `InputError` if the config names none."""
         if not self._settings.train:
             raise InputError("questions.train: empty. Give a file of questions with their answers.")
         return self.read(self._settings.train, labelled=True, training=True)

@@ -170,8 +170,8 @@ class Questions(Task[Question]):
         full_N = np.diff(encoded.starts)[question_N]
         kept_N = np.minimum(full_N, self.settings.max_question_tokens)
         self._report_cut(examples, full_N)
-        room_N = encoder.room(pair=True) - kept_N
-        example, start, length = slide(np.diff(contexts.starts)[context_N], room_N, self.settings.stride)
+        capacity_N = encoder.capacity(pair=True) - kept_N
+        example, start, length = slide(np.diff(contexts.starts)[context_N], capacity_N, self.settings.stride)
         context_token = contexts.starts[context_N[example]] + start
         framed = frame(
             encoder,
@@ -219,14 +219,14 @@ class Questions(Task[Question]):
 
     def _expect_room(self, encoder: TextEncoder) -> None:
         most, stride = self.settings.max_question_tokens, self.settings.stride
-        room = encoder.room(pair=True)
-        if room - most > stride:
+        capacity = encoder.capacity(pair=True)
+        if capacity - most > stride:
             return
-        fitting = f"stride to at most {(room - most) // 2}"
-        if room - most < 2:
-            fitting = f"max_question_tokens to at most {room // 4} and stride to at most {room // 4}"
+        fitting = f"stride to at most {(capacity - most) // 2}"
+        if capacity - most < 2:
+            fitting = f"max_question_tokens to at most {capacity // 4} and stride to at most {capacity // 4}"
         raise InputError(
-            f"questions: a window of {encoder.max_length} tokens holds {room} tokens of text. With "
+            f"questions: a window of {encoder.max_length} tokens holds {capacity} tokens of text. With "
             f"max_question_tokens {most} and stride {stride}, adjacent windows would show no new context. Raise "
             f"max_length, or set {fitting}."
         )

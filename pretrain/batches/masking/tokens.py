@@ -9,6 +9,8 @@ from pretrain.batches.scheme import MaskingScheme, ranges, shuffle
 
 
 class Scheme(MaskingScheme):
+    """Masks tokens one by one, at random among the ordinary ones."""
+
     has_exact_counts = True
 
     def choose(self, rows: Rows, bits: np.ndarray, limits: np.ndarray) -> np.ndarray:

@@ -12,6 +12,8 @@ from pretrain.batches.scheme import MaskingScheme, per_sequence, ranges, shuffle
 
 
 class Scheme(MaskingScheme):
+    """Masks all pieces of a word together."""
+
     def choose(self, rows: Rows, bits: np.ndarray, limits: np.ndarray) -> np.ndarray:
         candidates = np.flatnonzero(rows.ordinary)
         begins_word = ~self.vocabulary.continues[rows.input_ids[candidates]]

@@ -36,6 +36,8 @@ _TITLE_WORDS = 12
 
 
 class Reader(SourceReader):
+    """Plain text files, one document each, without the frame of Project Gutenberg."""
+
     suffixes = (".txt",)
 
     def find(self, where: str) -> list[Input]:

@@ -8,12 +8,15 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
+from pretrain.common.wording import counted
 from pretrain.corpus import inputs
 from pretrain.corpus.inputs import COMPRESSED, BrokenInputError, Input, Piece, Span
 from pretrain.corpus.text_columns import ColumnReader
 
 
 class Reader(ColumnReader):
+    """Rows of .csv and .tsv files. A file is read in order, by one process."""
+
     suffixes = (".csv", ".tsv")
 
     def find(self, where: str) -> list[Input]:
@@ -43,7 +46,7 @@ class Reader(ColumnReader):
                 if "Empty CSV" not in str(error):
                     raise BrokenInputError(f"broken file: {inputs.one_line(error)}") from None
         if bad_rows:
-            raise BrokenInputError(f"{len(bad_rows)} rows left out, the first with {bad_rows[0]}")
+            raise BrokenInputError(f"{counted(len(bad_rows), 'row')} left out, the first with {bad_rows[0]}")
 
 
 def _open_csv(path: Path, raw: IO[bytes], column: str, bad_rows: list[str]) -> Any:
@@ -52,7 +55,7 @@ def _open_csv(path: Path, raw: IO[bytes], column: str, bad_rows: list[str]) -> A
     from pyarrow import csv as arrow_csv
 
     def skip(row: Any) -> str:
-        bad_rows.append(f"{row.actual_columns} columns instead of {row.expected_columns}")
+        bad_rows.append(f"{counted(row.actual_columns, 'column')} instead of {row.expected_columns}")
         return "skip"
 
     stream = COMPRESSED[path.suffix](raw) if path.suffix in COMPRESSED else raw

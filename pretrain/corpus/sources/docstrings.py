@@ -1,4 +1,4 @@
-"""English that every Python installation has: documentation topics and docstrings, read without importing.
+"""English text of this Python and its installed packages: documentation topics and docstrings, never imported.
 
 A document is a module with its docstrings in the order of the file, or a topic of the language reference. Only
 running text is kept: doctests, code, tables, signatures and field lists are not sentences.
@@ -39,6 +39,8 @@ _END = (".", "!", "?", ".)", '."', ".'")
 
 
 class Reader(SourceReader):
+    """The running text of Python modules, one document each."""
+
     def find(self, where: str) -> list[Input]:
         return grouped(map(Path, find_modules(self.config.path)), where)
 

@@ -14,6 +14,8 @@ from pretrain.corpus.text_columns import ROWS_PER_READ, ColumnReader
 
 
 class Reader(ColumnReader):
+    """Rows of a data set of the hub, or of a folder written by save_to_disk."""
+
     def find(self, where: str) -> list[Input]:
         source, folder = self.config, Path(self.config.dataset)
         if folder.is_dir():

@@ -11,6 +11,8 @@ from pretrain.corpus.records import RecordReader
 
 
 class Reader(RecordReader):
+    """Lines of JSON, one document each."""
+
     suffixes = (".jsonl", ".json", ".ndjson")
     record_start = b"\n"
     previous_bytes = 1

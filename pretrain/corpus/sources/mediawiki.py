@@ -59,6 +59,8 @@ _SPACE_BEFORE_MARK = re.compile(r"[ \t]+([,.;:!?])(?=\s|$)")
 
 
 class Reader(RecordReader):
+    """Articles of MediaWiki's XML dumps, without markup."""
+
     suffixes = (".xml",)
     record_start = b"<page>"
     cuts_bzip2 = True

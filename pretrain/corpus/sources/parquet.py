@@ -12,6 +12,8 @@ from pretrain.corpus.text_columns import ROWS_PER_READ, ColumnReader
 
 
 class Reader(ColumnReader):
+    """Rows of Parquet files, by row groups."""
+
     suffixes = (".parquet",)
 
     def find(self, where: str) -> list[Input]:

@@ -13,6 +13,8 @@ _HEAD = re.compile(r'^<doc [^\n]*?title="([^\n]*)"[^\n]*>\n', re.M)
 
 
 class Reader(RecordReader):
+    """The <doc> blocks of WikiExtractor."""
+
     record_start = b"\n<doc "
     previous_bytes = 1
 

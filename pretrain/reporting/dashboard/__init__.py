@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pretrain.common.errors import InputError
 from pretrain.reporting.dashboard import page, workspace
-from pretrain.reporting.dashboard.runs import RunRecords, find_folder, read_runs
+from pretrain.reporting.dashboard.runs import UNFINISHED, RunRecords, find_folder, read_runs
 
 _FOLLOW_SECONDS = 10
 
@@ -48,4 +48,4 @@ def write_dashboard(
 
 
 def _all_ended(runs: list[RunRecords]) -> bool:
-    return all(run.state != "not finished" for run in runs)
+    return all(run.state != UNFINISHED for run in runs)

@@ -10,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from pretrain.common.wording import shown_scores
 from pretrain.reporting.dashboard.curves import BUCKETS, curve_per_run, curves
 from pretrain.reporting.dashboard.panels import Panel, panels_for
-from pretrain.reporting.dashboard.runs import RunRecords, Score, read_scores
+from pretrain.reporting.dashboard.runs import UNFINISHED, RunRecords, Score, read_scores
 from pretrain.reporting.dashboard.subjects import Subject, differing, starts
-from pretrain.reporting.pages import write_page
+from pretrain.reporting.pages import DATE, write_page
 from pretrain.reporting.report import short
 from pretrain.tracking.live import clock
 
@@ -130,6 +131,8 @@ def _state(runs: Sequence[RunRecords]) -> str:
         return f"{len(runs)} runs: " + ", ".join(f"{count} {state}" for state, count in counts.items())
     (run,) = runs
     total = f" of {run.total_steps:,}" if run.total_steps else ""
+    if run.state == UNFINISHED:
+        return f"Training: step {run.step:,}{total}"
     return f"{run.state.capitalize()} at step {run.step:,}{total}"
 
 
@@ -197,7 +200,8 @@ def _values(run: RunRecords, metric: str) -> list[float]:
 
 
 def _score_row(score: Score) -> dict[str, str]:
-    others = [(name, value) for name, value in score.values.items() if name not in (score.metric, "loss")]
+    known = shown_scores(score.values, score.metric)
+    others = [(name, value) for name, value in known.items() if name not in (score.metric, "loss")]
     value = score.values.get(score.metric)
     return {
         "label": score.label,
@@ -259,4 +263,4 @@ def _cell(values: Sequence[float]) -> tuple[str, str]:
 def _date(seconds: Any) -> str:
     if not isinstance(seconds, int | float):
         return ""
-    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime("%d %b %Y, %H:%M UTC")
+    return datetime.datetime.fromtimestamp(seconds, datetime.timezone.utc).strftime(DATE)

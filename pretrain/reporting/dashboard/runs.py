@@ -21,6 +21,7 @@ from pretrain.tracking.records import METRICS, is_training, read_records
 # Files that a fine-tuning writes at its end: its scores, or the reason of its failure.
 SCORES = "scores.json"
 FAILED = "failed.json"
+UNFINISHED = "not finished"
 _ENDS = {"stop": "stopped", "diverged": "diverged"}  # event that ends a run -> its state
 
 _DEPTH = 3  # levels of run folders below a folder of several runs, such as glue/TASK/seed-N
@@ -39,6 +40,7 @@ class RunRecords:
 
     @property
     def name(self) -> str:
+        """The run's name, or its folder's."""
         return str(self.config.get("name") or self.folder.resolve().name)
 
     @property
@@ -62,6 +64,7 @@ class RunRecords:
 
     @property
     def step(self) -> int:
+        """The last recorded training step; 0 before the first."""
         return self.training[-1]["step"] if self.training else 0
 
     @property
@@ -74,13 +77,13 @@ class RunRecords:
 
     @property
     def state(self) -> str:
-        """ "finished", "diverged", "stopped" or "not finished"."""
+        """ "finished", "diverged", "stopped" or `UNFINISHED`, which a run is that trains or was killed."""
         if (self.folder / FAILED).is_file():
             return "diverged"
         if self.total_steps is not None and self.step >= self.total_steps:
             return "finished"
         ends = [event for event in self.events if event["event"] in _ENDS]
-        return _ENDS[ends[-1]["event"]] if ends and ends[-1]["step"] >= self.step else "not finished"
+        return _ENDS[ends[-1]["event"]] if ends and ends[-1]["step"] >= self.step else UNFINISHED
 
     @property
     def updated(self) -> float:

@@ -264,7 +264,7 @@ const ago = seconds => {
 const showTimes = () => {
   for (const time of document.querySelectorAll("time[data-seconds]")) {
     const seconds = Number(time.dataset.seconds);
-    time.textContent = `${ago(Date.now() / 1000 - seconds)} (${new Date(1000 * seconds).toLocaleString()})`;
+    time.textContent = `${ago(Date.now() / 1000 - seconds)} (${new Date(1000 * seconds).toISOString().slice(0, 16).replace("T", " ")} UTC)`;
   }
 };
 setInterval(showTimes, 30000);

@@ -37,6 +37,7 @@ class Fragment:
 
     @property
     def numel(self) -> int:
+        """Number of elements of its weights."""
         return self.tensors["weight"].numel()
 
 

@@ -1,0 +1,81 @@
+"""What is suspicious in labelled texts without being wrong, as warnings of one line each."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+
+from finetune.datasets.labels import Label, listed
+from finetune.datasets.table import Table
+from pretrain.common.wording import counted
+
+_MOST_PLACES = 5  # of empty texts, in a message
+
+
+def similar_labels(names: Iterable[str], source: str) -> Iterator[str]:
+    """A warning for each group of labels that differ only in capitals or blanks.
+
+    Args:
+        names: the labels as the files have them.
+        source: the file or data set.
+    """
+    groups: dict[str, list[str]] = defaultdict(list)
+    for name in names:
+        groups["".join(name.casefold().split())].append(name)
+    for group in groups.values():
+        if len(group) > 1:
+            yield (
+                f"{source}: the labels {listed([repr(name) for name in group])} differ only in capitals or blanks. "
+                "They are different classes; write them the same way if they are not."
+            )
+
+
+def rare_labels(names: Iterable[str], labels: Sequence[Label | None], source: str) -> Iterator[str]:
+    """A warning of the labels with no training example, and one of those with a single one.
+
+    Args:
+        names: all labels.
+        labels: that of each training example, or the set of its labels.
+        source: the file or data set.
+    """
+    counts = Counter(name for label in labels for name in (label if isinstance(label, tuple) else (label,)))
+    names = list(names)
+    for number, found in ((0, "no training example"), (1, "only one training example")):
+        rare = [repr(name) for name in names if counts[name] == number]
+        if rare:
+            which = "label has" if len(rare) == 1 else "labels have"
+            yield f"{source}: {len(rare)} {which} {found}: {listed(rare)}. Add examples, or remove such labels."
+
+
+def empty_texts(table: Table) -> Iterator[str]:
+    """A warning if texts of the table, or second texts, are empty or blank."""
+    columns = [table.columns[name] for name in ("text", "pair") if name in table.columns]
+    rows = [row for row, cells in enumerate(zip(*columns, strict=True)) if not all(map(_has_text, cells))]
+    if not rows:
+        return
+    unit = table.place.strip(": ") or "line"
+    places = ", ".join(f"{table.places[row]:,}" for row in rows[:_MOST_PLACES]) + ", ..." * (len(rows) > _MOST_PLACES)
+    where = f"{unit}{'s' * (len(rows) > 1)} {places}"
+    yield (
+        f"{table.source}: {len(rows):,} of {counted(len(table), 'example')} with an empty text: {where}. "
+        "Fill them in, or remove them."
+    )
+
+
+def single_prediction(labels: Sequence[str], counts: Sequence[Sequence[int]]) -> Iterator[str]:
+    """A warning if the model predicts the same class for examples of several classes.
+
+    Args:
+        labels: the names of the C classes.
+        counts: examples [true][predicted], [C][C].
+    """
+    predicted = [number for number in range(len(labels)) if any(row[number] for row in counts)]
+    if len(predicted) == 1 and sum(any(row) for row in counts) > 1:
+        yield (
+            f"the model predicts {labels[predicted[0]]!r} for every example. Train longer (training.epochs) or with "
+            "another training.learning_rate; if one class is frequent, set classification.class_weights: balanced."
+        )
+
+
+def _has_text(cell: object) -> bool:
+    return not isinstance(cell, str) or bool(cell.strip())  # cells that are no text are refused elsewhere

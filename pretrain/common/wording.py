@@ -1,0 +1,25 @@
+"""Counts and scores as people read them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+
+def counted(number: int, noun: str, plural: str = "") -> str:
+    """A number and its noun: "1 column", "2,000 columns". `plural` is for nouns that take more than an s."""
+    return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def shown_scores(scores: Mapping[str, float], metric: str = "accuracy") -> dict[str, float]:
+    """The scores of a set without repetition: of single labels, micro F1 is the accuracy.
+
+    Args:
+        scores: score -> value.
+        metric: the main one; it stays.
+    """
+    accuracy, micro_f1 = scores.get("accuracy"), scores.get("micro_f1")
+    if accuracy is None or micro_f1 is None or not math.isclose(accuracy, micro_f1):
+        return dict(scores)
+    repeated = "accuracy" if metric == "micro_f1" else "micro_f1"
+    return {name: value for name, value in scores.items() if name != repeated}
