@@ -226,7 +226,10 @@ class TestOlderFiles:
         today = path.read_text()
         assert today.count('"mfu"') == 1
         path.write_text(today.replace('"mfu"', '"peak_fraction"'))
-        path.write_text(path.read_text().replace("baseline to ids only", "peer to ids alone"))
+        former = (
+            path.read_text().replace("baseline to ids only", "peer to ids alone").replace("tokenize 10", "tokenise 10")
+        )
+        path.write_text(former)
         assert results.read(path) == found
         assert main(["bench", "compare", str(path), str(path)]) == 0
 

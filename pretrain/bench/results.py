@@ -128,7 +128,7 @@ def read(path: Path) -> Results:
         raise InputError(f"{path}: not a result of `bench all` ({fault}). Run `bench all` again.") from None
     return results.model_copy(
         update={
-            "rows": [row.model_copy(update={"what": _FORMER_ROWS.sub(_WITHOUT_IDS, row.what)}) for row in results.rows],
+            "rows": [row.model_copy(update={"what": _current_row(row.what)}) for row in results.rows],
             "runs": [run.model_copy(update={"result": _with_current_names(run.result)}) for run in results.runs],
         }
     )
@@ -139,6 +139,12 @@ def write(results: Results, path: Path) -> None:
     write_json(path, results.model_dump(mode="json", by_alias=True))
 
 
+def _current_row(what: str) -> str:
+    for former, current in _FORMER_WORDS.items():
+        what = what.replace(former, current)
+    return what
+
+
 def _with_current_names(value: Any) -> Any:
     """The JSON that a benchmark printed, with former metric names replaced by today's."""
     if isinstance(value, dict):
@@ -147,7 +153,8 @@ def _with_current_names(value: Any) -> Any:
 
 
 _WITHOUT_IDS = "baseline to ids only"
-_FORMER_ROWS = re.compile("peer to ids alone")
+# Parts of row names that older versions wrote.
+_FORMER_WORDS = {"peer to ids alone": _WITHOUT_IDS, "tokenise ": "tokenize "}
 
 # ---- from the output of the benchmarks to rows
 
