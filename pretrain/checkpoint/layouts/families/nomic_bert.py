@@ -94,6 +94,7 @@ LAYOUT = KeyMapping(
         "rotary_emb_scale_base": (None,),
         "scale_attn_by_inverse_layer_idx": (False, None),
     },
+    today=_today,
     read=_read,
     write=gte.write,
     token_types=2,
