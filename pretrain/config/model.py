@@ -6,27 +6,25 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from pretrain.common.kinds import not_one_of
 from pretrain.common.settings import Section
+from pretrain.config.families import PARTS, SIZES, Shape
 
 # The widths and lengths up to which the dropout seeds are distinct in int32 (model/hash_rng.py, ALONG).
 MAX_WIDTH = 8192
 
-# google-research/bert README.md (the 24 smaller models) and Devlin et al. section 3: layers, hidden, heads.
-_SIZES = {
-    "mini": (4, 256, 4),
-    "small": (4, 512, 8),
-    "medium": (8, 512, 8),
-    "base": (12, 768, 12),
-    "large": (24, 1024, 16),
-}
-
 
 class ModelConfig(Section):
-    """Shape of the encoder. `size` provides the values that are not given."""
+    """Shape of the encoder. `family` and `size` provide the values that are not given."""
 
-    size: Literal["mini", "small", "medium", "base", "large", "custom"] = Field(
+    family: Literal["bert", "modernbert", "eurobert", "nomic_bert", "gte"] = Field(
+        default="bert",
+        description="Architecture: sets the parts of the block, from norm to pooling. Each part can be replaced.",
+    )
+    size: str = Field(
         default="base",
-        description="Standard BERT size, which sets layers, hidden and heads. custom needs all three.",
+        description="Published size of the family, which sets layers, hidden, heads and intermediate: mini, small, "
+        "medium, base, large, or for modernbert ettin-17m to ettin-1b. custom needs the first three.",
     )
     layers: int = Field(default=0, ge=0, description="Number of Transformer layers. 0 takes it from size.")
     hidden: int = Field(
@@ -38,7 +36,7 @@ class ModelConfig(Section):
         default=512,
         ge=8,
         le=MAX_WIDTH,
-        description="Number of learned position embeddings: the longest sequence in tokens.",
+        description="Longest sequence in tokens; the number of learned position embeddings.",
     )
     embedding: int = Field(
         default=0,
@@ -75,35 +73,178 @@ class ModelConfig(Section):
         description="Initialisation of attention. normal is BERT's. neighbours initialises the heads to attend to "
         "adjacent tokens, which helps short runs; it needs an even head width.",
     )
-    norm: str = Field(default="layer_norm", description="Norm of embeddings, layers and heads: layer_norm.")
-    activation: str = Field(default="gelu", description="Activation of the feed-forward network: gelu, relu or tanh.")
+    scaled_output_init: bool = Field(
+        default=False,
+        description="Divide the initial deviation of the matrices that write into the residual stream by "
+        "sqrt(2 x layers), as ModernBERT does.",
+    )
+    norm: str = Field(
+        default="layer_norm",
+        description="Norm of embeddings, layers and heads: layer_norm, layer_norm_no_bias, rms_norm or rms_norm_bias.",
+    )
+    norm_placement: Literal["post", "pre"] = Field(
+        default="post",
+        description="post normalises the sum with the residual, as BERT. pre normalises the input of attention and "
+        "feed-forward network, and the output of the last layer.",
+    )
+    embedding_norm: bool = Field(
+        default=True,
+        description="Normalise the embeddings. With it, the first layer of a pre-norm model has no norm before "
+        "attention.",
+    )
+    token_types: bool = Field(default=True, description="Add an embedding of the segment, first or second.")
+    positions: Literal["learned", "sinusoidal", "rotary", "rotary_interleaved", "relative", "none"] = Field(
+        default="learned",
+        description="Position encoding. learned and sinusoidal are added to the embeddings. rotary rotates halves of "
+        "queries and keys, rotary_interleaved adjacent pairs. relative adds a learned bias per head and distance (T5).",
+    )
+    rotary_base: float = Field(
+        default=0.0, ge=0, description="Base of the rotary frequencies. Rotary positions need it; 0 otherwise."
+    )
+    local_rotary_base: float = Field(default=0.0, ge=0, description="The same in local layers. 0 takes rotary_base.")
+    relative_buckets: int = Field(
+        default=0, ge=0, description="Buckets of distances of relative positions, both directions together. T5 has 32."
+    )
+    relative_max_distance: int = Field(
+        default=0, ge=0, description="Distance in tokens from which on all share a bucket. T5 has 128."
+    )
+    local_attention: int = Field(
+        default=0,
+        ge=0,
+        description="Width in tokens of the window of local layers: half on each side. 0 makes every layer global.",
+    )
+    global_every: int = Field(
+        default=1,
+        ge=1,
+        description="Every n-th layer attends globally, from the first on; the others are local. 1 makes every layer "
+        "global.",
+    )
+    kv_heads: int = Field(
+        default=0, ge=0, description="Heads of keys and values, each shared by several query heads. 0 means heads."
+    )
+    activation: str = Field(
+        default="gelu", description="Activation of the feed-forward network: gelu, relu, silu or tanh."
+    )
+    gated: bool = Field(
+        default=False,
+        description="Multiply the activation by a second projection: GeGLU with gelu, SwiGLU with silu.",
+    )
+    attention_bias: bool = Field(default=True, description="Biases of query, key, value and attention output.")
+    ffn_in_bias: bool = Field(default=True, description="Bias of the first projection of the feed-forward network.")
+    ffn_out_bias: bool = Field(default=True, description="Bias of the output projection of the feed-forward network.")
+    mlm_transform: bool = Field(default=True, description="Dense layer, activation and norm before the decoder.")
+    mlm_transform_bias: bool = Field(default=True, description="Bias of that dense layer.")
+    decoder_bias: bool = Field(default=True, description="Bias of the decoder, one number per token of the vocabulary.")
+    tied_decoder: bool = Field(default=True, description="Use the word embeddings as the decoder's weight.")
+    pooling: Literal["cls", "mean", "max"] = Field(
+        default="cls",
+        description="What the next-sentence and classification heads read: the first token, or mean or maximum of all.",
+    )
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_from_size(cls, values: Any) -> Any:
-        if isinstance(values, dict):
-            values = dict(values)
-            size = values.get("size", "base")
-            shape = _SIZES.get(size, (0, 0, 0)) if isinstance(size, str) else (0, 0, 0)
-            for key, value in zip(("layers", "hidden", "heads"), shape, strict=True):
-                if not values.get(key):
+    def _fill_from_family(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        family, size = values.get("family", "bert"), values.get("size", "base")
+        if family not in PARTS or not isinstance(size, str):  # the fields' own checks refuse them
+            return values
+        values = {**PARTS[family], **values}
+        if size in SIZES[family]:
+            for key, value in SIZES[family][size]._asdict().items():
+                if not values.get(key) and not (key == "intermediate" and _replaces(values, SIZES[family][size])):
                     values[key] = value
-            if not values.get("intermediate") and isinstance(values.get("hidden"), int):
-                values["intermediate"] = 4 * values["hidden"]
+        hidden = values.get("hidden")
+        if not values.get("intermediate") and isinstance(hidden, int):
+            values["intermediate"] = 4 * hidden if not values.get("gated") else hidden * 3 // 2
         return values
 
     @model_validator(mode="after")
     def _check_shape(self) -> ModelConfig:
+        sizes = SIZES[self.family]
+        if self.size != "custom" and self.size not in sizes:
+            raise ValueError(f"size: {not_one_of(self.size, [*sizes, 'custom'])} for family {self.family}")
         if min(self.layers, self.hidden, self.heads) < 1:
             raise ValueError("size: custom needs layers, hidden and heads")
         if self.hidden % self.heads:
             raise ValueError(f"hidden ({self.hidden}) must be a multiple of heads ({self.heads})")
-        if self.attention_init == "neighbours" and self.embedding not in (0, self.hidden):
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(f"heads ({self.heads}) must be a multiple of kv_heads ({self.kv_heads})")
+        return self
+
+    @model_validator(mode="after")
+    def _check_attention_init(self) -> ModelConfig:
+        if self.attention_init != "neighbours":
+            return self
+        if self.positions != "learned":
+            raise ValueError(f"attention_init: neighbours needs positions: learned, not {self.positions}")
+        if self.embedding not in (0, self.hidden):
             raise ValueError(
                 f"attention_init: neighbours needs embedding ({self.embedding}) to be 0 or hidden ({self.hidden})"
             )
-        if self.attention_init == "neighbours" and self.hidden // self.heads % 2:
+        if self.hidden // self.heads % 2:
             raise ValueError(
                 f"attention_init: neighbours needs an even head width, not {self.hidden // self.heads} (hidden / heads)"
             )
         return self
+
+    @model_validator(mode="after")
+    def _check_positions(self) -> ModelConfig:
+        """Refuse options without effect: they would be another family's, or a misunderstanding."""
+        rotary = self.positions.startswith("rotary")
+        if rotary and not self.rotary_base:
+            raise ValueError(f"positions: {self.positions} needs rotary_base, such as 10000")
+        if rotary and self.hidden // self.heads % 2:
+            raise ValueError(f"positions: {self.positions} needs an even head width (hidden / heads)")
+        relative = (self.relative_buckets, self.relative_max_distance)
+        if self.positions == "relative" and not all(relative):
+            raise ValueError("positions: relative needs relative_buckets and relative_max_distance, such as 32 and 128")
+        unused = {
+            "rotary_base": self.rotary_base and not rotary,
+            "local_rotary_base": self.local_rotary_base and not rotary,
+            "relative_buckets": self.relative_buckets and self.positions != "relative",
+            "relative_max_distance": self.relative_max_distance and self.positions != "relative",
+        }
+        for key, wrong in unused.items():
+            if wrong:
+                raise ValueError(f"{key} has no effect with positions: {self.positions}. Remove it, or set it to 0")
+        return self
+
+    @model_validator(mode="after")
+    def _check_windows(self) -> ModelConfig:
+        if bool(self.local_attention) != (self.global_every > 1):
+            raise ValueError(
+                f"local_attention ({self.local_attention}) and global_every ({self.global_every}) go together: "
+                "0 and 1 for global attention only, or such as 128 and 3"
+            )
+        if self.local_rotary_base and not self.local_attention:
+            raise ValueError("local_rotary_base has no effect without local_attention. Remove it, or set it to 0")
+        if self.local_attention % 2:
+            raise ValueError(f"local_attention ({self.local_attention}) must be even: half of it lies on each side")
+        if self.local_attention > self.max_positions:
+            raise ValueError(
+                f"local_attention ({self.local_attention}) exceeds max_positions ({self.max_positions}): "
+                "choose a smaller window, or global attention with 0 and global_every: 1"
+            )
+        return self
+
+    @property
+    def head_width(self) -> int:
+        return self.hidden // self.heads
+
+    def window(self, layer: int) -> int:
+        """Tokens that a token of layer `layer`, counted from 0, attends to on each side; 0 if to all."""
+        return 0 if layer % self.global_every == 0 else self.local_attention // 2
+
+    def rotary_base_of(self, layer: int) -> float:
+        """The base of the rotary frequencies of a layer, counted from 0; 0 without rotary positions."""
+        return self.local_rotary_base or self.rotary_base if self.window(layer) else self.rotary_base
+
+    def has_attention_norm(self, layer: int) -> bool:
+        """False in the first layer of a pre-norm model with normalised embeddings."""
+        return layer > 0 or self.norm_placement == "post" or not self.embedding_norm
+
+
+def _replaces(values: dict[str, Any], shape: Shape) -> bool:
+    """Whether a config gives its own hidden size, from which the feed-forward width then follows."""
+    return values.get("hidden") not in (None, 0, shape.hidden)

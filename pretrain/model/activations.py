@@ -41,6 +41,13 @@ def relu(x: Tensor) -> Tensor:
     return x.relu()
 
 
+def silu(x: Tensor) -> Tensor:
+    """SiLU, also called Swish (Hendrycks & Gimpel 2016, arXiv:1606.08415, section 2)."""
+    import torch.nn.functional as F
+
+    return F.silu(x)
+
+
 def tanh(x: Tensor) -> Tensor:
     """The hyperbolic tangent, elementwise."""
     return x.tanh()
@@ -50,6 +57,7 @@ ACTIVATIONS: dict[str, Activation] = {
     # transformers' gelu_python is the same function.
     "gelu": Activation(gelu, saves_input=True, released_names=("gelu", "gelu_python")),
     "relu": Activation(relu, saves_input=False, released_names=("relu",)),
+    "silu": Activation(silu, saves_input=True, released_names=("silu", "swish")),
     "tanh": Activation(tanh, saves_input=False, released_names=("tanh",)),
 }
 

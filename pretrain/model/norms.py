@@ -39,8 +39,28 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
     return F.layer_norm(x, weight.shape, weight.to(x.dtype), bias.to(x.dtype), eps)
 
 
+def layer_norm_no_bias(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """LayerNorm without the shift."""
+    import torch.nn.functional as F
+
+    return F.layer_norm(x, weight.shape, weight.to(x.dtype), None, eps)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """RMSNorm (Zhang & Sennrich 2019, arXiv:1910.07467): root mean square 1, then scaled."""
+    return x * (x.square().mean(-1, keepdim=True) + eps).rsqrt() * weight.to(x.dtype)
+
+
+def rms_norm_bias(x: Tensor, weight: Tensor, bias: Tensor, eps: float) -> Tensor:
+    """RMSNorm, then shifted."""
+    return rms_norm(x, weight, eps) + bias.to(x.dtype)
+
+
 NORMS: dict[str, Norm] = {
     "layer_norm": Norm(layer_norm, {"weight": "ones", "bias": "zeros"}),
+    "layer_norm_no_bias": Norm(layer_norm_no_bias, {"weight": "ones"}),
+    "rms_norm": Norm(rms_norm, {"weight": "ones"}, saved=2),
+    "rms_norm_bias": Norm(rms_norm_bias, {"weight": "ones", "bias": "zeros"}, saved=2),
 }
 
 

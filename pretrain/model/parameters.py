@@ -8,6 +8,7 @@ A name is MODULE_KIND: `ffn_norm_weight` is the weight of the module ffn_norm. M
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -15,65 +16,99 @@ from pretrain.config import ModelConfig
 from pretrain.model.norms import Initial, get_norm
 
 # Modules whose weight and bias stack several projections of equal size along the first axis.
-STACKED = {"qkv": 3}  # query, key and value
+STACKED = {
+    "qkv": 3,  # query, key and value
+    "kv": 2,  # key and value, if they have fewer heads than the query
+    "gated_in": 2,  # the projection to the activation, and the one that its result is multiplied by
+}
 
 
 class Parameter(NamedTuple):
-    """One parameter of a module."""
+    """One parameter of a module.
+
+    Attributes:
+        scale: factor of the initial standard deviation of "normal" values.
+    """
 
     name: str
     shape: tuple[int, ...]
     initial: Initial
+    scale: float = 1.0
 
     @property
     def numel(self) -> int:
         """Entries."""
-        count = 1
-        for size in self.shape:
-            count *= size
-        return count
+        return math.prod(self.shape)
 
 
 def embedding_parameters(model: ModelConfig, vocabulary_size: int) -> tuple[Parameter, ...]:
-    """The parameters of `encoder.Embeddings`: three tables, their norm, and a projection if the widths differ."""
+    """The parameters of `encoder.Embeddings`: its tables, their norm, and a projection if the widths differ."""
     width = model.embedding or model.hidden
+    tables = {
+        "word": vocabulary_size,
+        "position": model.max_positions if model.positions == "learned" else 0,
+        "token_type": 2 if model.token_types else 0,
+    }
     return (
-        Parameter("word", (vocabulary_size, width), "normal"),
-        Parameter("position", (model.max_positions, width), "normal"),
-        Parameter("token_type", (2, width), "normal"),
-        *_norm("norm", width, model),
+        *(Parameter(name, (rows, width), "normal") for name, rows in tables.items() if rows or name == "word"),
+        *(_norm("norm", width, model) if model.embedding_norm else ()),
         *(linear_parameters("project", model.hidden, width) if width != model.hidden else ()),
     )
 
 
-def layer_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
-    """The parameters of one `encoder.Layer`, in the order of the computation."""
+def position_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
+    """The parameters of `encoder.RelativePositions`, one number per bucket of distances and head, for all layers."""
+    if model.positions != "relative":
+        return ()
+    return (Parameter("table", (model.relative_buckets, model.heads), "normal"),)
+
+
+def layer_parameters(model: ModelConfig, number: int) -> tuple[Parameter, ...]:
+    """The parameters of the `encoder.Layer` with a number from 0, in the order of the computation."""
     hidden, ffn = model.hidden, model.intermediate
+    before = model.norm_placement == "pre"
+    attention_norm = _norm("attention_norm", hidden, model) if model.has_attention_norm(number) else ()
+    ffn_norm = _norm("ffn_norm", hidden, model)
+    scale = _output_scale(model)
+    ffn_in, inner = ("gated_in", STACKED["gated_in"] * ffn) if model.gated else ("ffn_in", ffn)
     return (
-        *linear_parameters("qkv", STACKED["qkv"] * hidden, hidden),
-        *linear_parameters("attention_out", hidden, hidden),
-        *_norm("attention_norm", hidden, model),
-        *linear_parameters("ffn_in", ffn, hidden),
-        *linear_parameters("ffn_out", hidden, ffn),
-        *_norm("ffn_norm", hidden, model),
+        *(attention_norm if before else ()),
+        *_projections(model),
+        *linear_parameters("attention_out", hidden, hidden, bias=model.attention_bias, scale=scale),
+        *(ffn_norm if before else attention_norm),
+        *linear_parameters(ffn_in, inner, hidden, bias=model.ffn_in_bias),
+        *linear_parameters("ffn_out", hidden, ffn, bias=model.ffn_out_bias, scale=scale),
+        *(() if before else ffn_norm),
     )
+
+
+def final_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
+    """The parameters of `encoder.FinalNorm`, after the last layer of a pre-norm model."""
+    return _norm("norm", model.hidden, model) if model.norm_placement == "pre" else ()
 
 
 def head_parameters(model: ModelConfig, vocabulary_size: int, next_sentence: bool) -> tuple[Parameter, ...]:
-    """The parameters of `heads.Heads`. The decoder is not listed: it is tied to the word embeddings."""
-    hidden, width = model.hidden, model.embedding or model.hidden
+    """The parameters of `heads.Heads`. A decoder that is tied to the word embeddings is not listed."""
+    hidden, width, scale = model.hidden, model.embedding or model.hidden, _output_scale(model)
     pair = (*linear_parameters("pooler", hidden, hidden), *linear_parameters("nsp", 2, hidden)) if next_sentence else ()
+    transform = (
+        *linear_parameters("mlm_transform", width, hidden, bias=model.mlm_transform_bias, scale=scale),
+        *_norm("mlm_norm", width, model),
+    )
     return (
         *pair,
-        *linear_parameters("mlm_transform", width, hidden),
-        *_norm("mlm_norm", width, model),
-        Parameter("mlm_bias", (vocabulary_size,), "zeros"),
+        *(transform if model.mlm_transform else ()),
+        *(() if model.tied_decoder else (Parameter("decoder", (vocabulary_size, width), "normal", scale),)),
+        *((Parameter("mlm_bias", (vocabulary_size,), "zeros"),) if model.decoder_bias else ()),
     )
 
 
-def linear_parameters(name: str, outputs: int, inputs: int) -> tuple[Parameter, Parameter]:
-    """The parameters of a linear layer: weight [outputs, inputs] and bias."""
-    return Parameter(f"{name}_weight", (outputs, inputs), "normal"), Parameter(f"{name}_bias", (outputs,), "zeros")
+def linear_parameters(
+    name: str, outputs: int, inputs: int, *, bias: bool = True, scale: float = 1.0
+) -> tuple[Parameter, ...]:
+    """The parameters of a linear layer: weight [outputs, inputs], and bias [outputs] if it has one."""
+    weight = Parameter(f"{name}_weight", (outputs, inputs), "normal", scale)
+    return (weight, Parameter(f"{name}_bias", (outputs,), "zeros")) if bias else (weight,)
 
 
 def has_weight_decay(name: str) -> bool:
@@ -88,9 +123,9 @@ def stacked_parts(name: str) -> int:
 
 
 def layer_of(name: str, layers: int) -> int:
-    """The depth of a parameter: 0 for embeddings, 1 to `layers` for the layers, `layers` + 1 for heads."""
+    """The depth of a parameter: 0 for embeddings, 1 to `layers` for the layers, `layers` + 1 for what follows."""
     part, _, rest = name.partition(".")
-    if part == "embeddings":
+    if part in ("embeddings", "relative"):
         return 0
     return int(rest.partition(".")[0]) + 1 if part == "layers" else layers + 1
 
@@ -103,6 +138,20 @@ def total(parameters: Iterable[Parameter]) -> int:
 def matrix_entries(parameters: Iterable[Parameter]) -> int:
     """Entries of the weight matrices among `parameters`: every token multiplies and adds each of them once."""
     return sum(parameter.numel for parameter in parameters if len(parameter.shape) == 2)
+
+
+def _projections(model: ModelConfig) -> tuple[Parameter, ...]:
+    """Query, key and value: stacked, or the query apart if keys and values have fewer heads."""
+    hidden, bias = model.hidden, model.attention_bias
+    if model.kv_heads in (0, model.heads):
+        return linear_parameters("qkv", STACKED["qkv"] * hidden, hidden, bias=bias)
+    rows = STACKED["kv"] * model.kv_heads * model.head_width
+    return *linear_parameters("q", hidden, hidden, bias=bias), *linear_parameters("kv", rows, hidden, bias=bias)
+
+
+def _output_scale(model: ModelConfig) -> float:
+    """Factor of the initial deviation of outputs (transformers modeling_modernbert.py, _init_weights, "out")."""
+    return (2 * model.layers) ** -0.5 if model.scaled_output_init else 1.0
 
 
 def _norm(name: str, width: int, model: ModelConfig) -> tuple[Parameter, ...]:

@@ -1,0 +1,115 @@
+"""What a `model.family` stands for: the parts of its block, and its published sizes. No torch is needed."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+
+class Shape(NamedTuple):
+    """A published size."""
+
+    layers: int
+    hidden: int
+    heads: int
+    intermediate: int
+
+
+def _bert(layers: int, hidden: int, heads: int) -> Shape:
+    return Shape(layers, hidden, heads, 4 * hidden)
+
+
+# google-research/bert README.md (the 24 smaller models) and Devlin et al. section 3.
+_BERT_SIZES = {
+    "mini": _bert(4, 256, 4),
+    "small": _bert(4, 512, 8),
+    "medium": _bert(8, 512, 8),
+    "base": _bert(12, 768, 12),
+    "large": _bert(24, 1024, 16),
+}
+# Warner et al. 2024, arXiv:2412.13663, table 4 (base, large); Weller et al. 2025, Ettin, table 1. Mini and small are
+# BERT's with ModernBERT's ratio of widths.
+_MODERNBERT_SIZES = {
+    "mini": Shape(4, 256, 4, 384),
+    "small": Shape(4, 512, 8, 768),
+    "medium": Shape(8, 512, 8, 768),
+    "base": Shape(22, 768, 12, 1152),
+    "large": Shape(28, 1024, 16, 2624),
+    "ettin-17m": Shape(7, 256, 4, 384),
+    "ettin-32m": Shape(10, 384, 6, 576),
+    "ettin-68m": Shape(19, 512, 8, 768),
+    "ettin-150m": Shape(22, 768, 12, 1152),
+    "ettin-400m": Shape(28, 1024, 16, 2624),
+    "ettin-1b": Shape(28, 1792, 28, 3840),
+}
+SIZES: dict[str, dict[str, Shape]] = {
+    "bert": _BERT_SIZES,
+    "modernbert": _MODERNBERT_SIZES,
+    "eurobert": {},
+    "nomic_bert": {},
+    "gte": {},
+}
+
+# Values of `ModelConfig` by family. A config may replace each of them; those not named are BERT's, the field's default.
+PARTS: dict[str, dict[str, Any]] = {
+    "bert": {},
+    # transformers models/modernbert/configuration_modernbert.py; dropout as in its recipe.
+    "modernbert": {
+        "norm": "layer_norm_no_bias",
+        "layer_norm_eps": 1e-5,
+        "norm_placement": "pre",
+        "positions": "rotary",
+        "rotary_base": 160_000.0,
+        "local_rotary_base": 10_000.0,
+        "local_attention": 128,
+        "global_every": 3,
+        "max_positions": 8192,
+        "token_types": False,
+        "gated": True,
+        "attention_bias": False,
+        "ffn_in_bias": False,
+        "ffn_out_bias": False,
+        "mlm_transform_bias": False,
+        "hidden_dropout": 0.0,
+        "scaled_output_init": True,
+    },
+    # models/eurobert/configuration_eurobert.py and modeling_eurobert.py.
+    "eurobert": {
+        "norm": "rms_norm",
+        "layer_norm_eps": 1e-5,
+        "norm_placement": "pre",
+        "embedding_norm": False,
+        "positions": "rotary",
+        "rotary_base": 250_000.0,
+        "max_positions": 8192,
+        "token_types": False,
+        "activation": "silu",
+        "gated": True,
+        "attention_bias": False,
+        "ffn_in_bias": False,
+        "ffn_out_bias": False,
+        "mlm_transform": False,
+        "decoder_bias": False,
+        "tied_decoder": False,
+        "hidden_dropout": 0.0,
+    },
+    # models/nomic_bert/configuration_nomic_bert.py and modeling_nomic_bert.py.
+    "nomic_bert": {
+        "positions": "rotary",
+        "rotary_base": 1_000.0,
+        "max_positions": 2048,
+        "activation": "silu",
+        "gated": True,
+        "attention_bias": False,
+        "ffn_in_bias": False,
+        "ffn_out_bias": False,
+        "hidden_dropout": 0.0,
+    },
+    # models/gte/configuration_gte.py and modeling_gte.py.
+    "gte": {
+        "positions": "rotary",
+        "rotary_base": 160_000.0,
+        "max_positions": 8192,
+        "gated": True,
+        "ffn_in_bias": False,
+    },
+}
