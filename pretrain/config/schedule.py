@@ -12,7 +12,12 @@ from pretrain.common.settings import Section
 class OptimizerConfig(Section):
     """The optimizer."""
 
-    name: Literal["adamw", "lamb"] = Field(default="adamw", description="Optimizer.")
+    name: Literal["adamw", "stable_adamw", "lamb"] = Field(
+        default="adamw",
+        description="Optimizer. adamw (Loshchilov and Hutter 2019); stable_adamw clips updates per tensor (Wortsman et "
+        "al. 2023, ModernBERT's; use it with engine.gradient_clip_norm: 0); lamb scales updates per tensor, for large "
+        "batches (You et al. 2020).",
+    )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay rate of the first moment.")
     beta2: float = Field(default=0.999, ge=0, lt=1, description="Decay rate of the second moment.")
     epsilon: float = Field(default=1e-6, gt=0, description="Added to the square root of the second moment.")
@@ -34,8 +39,16 @@ class PhaseConfig(Section):
         description="Steps of linear warm-up, at most steps. Step n of them has n/warmup_steps of the peak rate. "
         "0 starts at the peak rate.",
     )
-    decay: Literal["linear", "polynomial", "constant"] = Field(
-        default="linear", description="Decay of the learning rate after the warm-up."
+    decay: Literal["linear", "polynomial", "1-sqrt", "constant"] = Field(
+        default="linear",
+        description="Decay of the learning rate after the warm-up. 1-sqrt is that of ModernBERT's last phase (Hägele "
+        "et al. 2024).",
+    )
+    decay_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Last steps of the phase, in which the learning rate decays; before them it stays at the peak "
+        "(warm-up, stable, decay). 0 decays from the end of the warm-up on.",
     )
     decay_power: float = Field(
         default=0.5, gt=0, description="Exponent of the polynomial decay. NVIDIA's LAMB recipe uses 0.5."
@@ -53,6 +66,13 @@ class PhaseConfig(Section):
     def _check_steps(self) -> PhaseConfig:
         if self.warmup_steps > self.steps:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) must not exceed steps ({self.steps})")
+        if self.decay_steps and self.decay == "constant":
+            raise ValueError(f"decay_steps ({self.decay_steps}) has no effect with decay: constant. Set it to 0")
+        if self.decay_steps and self.warmup_steps + self.decay_steps > self.steps:
+            raise ValueError(
+                f"warmup_steps ({self.warmup_steps}) and decay_steps ({self.decay_steps}) must not exceed steps "
+                f"({self.steps}) together"
+            )
         return self
 
 

@@ -26,8 +26,8 @@ from pretrain.config import EngineConfig
 from pretrain.training.engine.deepspeed_config import deepspeed_config
 from pretrain.training.engine.deepspeed_patches import LossScaler, import_deepspeed
 from pretrain.training.engine.gradient_sums import use_sparse_embedding_gradients
-from pretrain.training.engine.state_layouts import Fragment, FragmentReader, Parts, lamb_segments, layout_class
-from pretrain.training.optim import Lamb
+from pretrain.training.engine.state_layouts import Fragment, FragmentReader, Parts, layout_class, tensor_segments
+from pretrain.training.optim import TensorwiseOptimizer
 
 
 class StepResult(NamedTuple):
@@ -127,9 +127,9 @@ class Engine:
         if self._sums is not None:
             use_sparse_embedding_gradients(self.module)
         self._prepare_moments()
-        if isinstance(self._optimizer, Lamb):
+        if isinstance(self._optimizer, TensorwiseOptimizer):
             reduce = (lambda norms: None) if self._layout.shared else self.sum_over_workers
-            self._optimizer.set_segments(*lamb_segments(self._layout, self.shapes), reduce)
+            self._optimizer.set_segments(*tensor_segments(self._layout, self.shapes), reduce)
 
     def forward(self, batch: Any) -> Any:
         """The module's output for one micro-batch."""
