@@ -12,17 +12,26 @@ from pretrain.common.settings import Section
 class OptimizerConfig(Section):
     """The optimizer."""
 
-    name: Literal["adamw", "stable_adamw", "lamb"] = Field(
+    name: Literal["adamw", "stable_adamw", "lamb", "muon"] = Field(
         default="adamw",
         description="Optimizer. adamw (Loshchilov and Hutter 2019); stable_adamw clips updates per tensor (Wortsman et "
         "al. 2023, ModernBERT's; use it with engine.gradient_clip_norm: 0); lamb scales updates per tensor, for large "
-        "batches (You et al. 2020).",
+        "batches (You et al. 2020); muon orthogonalises the momentum of the layers' matrices and takes adamw for the "
+        "rest (Jordan et al. 2024, Liu et al. 2025).",
     )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay rate of the first moment.")
     beta2: float = Field(default=0.999, ge=0, lt=1, description="Decay rate of the second moment.")
     epsilon: float = Field(default=1e-6, gt=0, description="Added to the square root of the second moment.")
     weight_decay: float = Field(
         default=0.01, ge=0, description="Decoupled weight decay. Biases and LayerNorm are exempt. 0 disables it."
+    )
+
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Only muon: decay rate of the momentum.")
+    muon_rate: float = Field(
+        default=1.0,
+        gt=0,
+        description="Only muon: learning rate of the layers' matrices, as a multiple of the phase's. Updates are as "
+        "large as those of adamw, so 1 suits most runs.",
     )
 
 

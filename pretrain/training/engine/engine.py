@@ -26,8 +26,15 @@ from pretrain.config import EngineConfig
 from pretrain.training.engine.deepspeed_config import deepspeed_config
 from pretrain.training.engine.deepspeed_patches import LossScaler, import_deepspeed
 from pretrain.training.engine.gradient_sums import use_sparse_embedding_gradients
-from pretrain.training.engine.state_layouts import Fragment, FragmentReader, Parts, layout_class, tensor_segments
-from pretrain.training.optim import TensorwiseOptimizer
+from pretrain.training.engine.state_layouts import (
+    MOMENTS,
+    Fragment,
+    FragmentReader,
+    Parts,
+    layout_class,
+    tensor_segments,
+)
+from pretrain.training.optim import Muon, TensorwiseOptimizer, is_hidden_matrix, matrix_shapes
 
 
 class StepResult(NamedTuple):
@@ -127,9 +134,7 @@ class Engine:
         if self._sums is not None:
             use_sparse_embedding_gradients(self.module)
         self._prepare_moments()
-        if isinstance(self._optimizer, TensorwiseOptimizer):
-            reduce = (lambda norms: None) if self._layout.shared else self.sum_over_workers
-            self._optimizer.set_segments(*tensor_segments(self._layout, self.shapes), reduce)
+        self._show_shards()
 
     def forward(self, batch: Any) -> Any:
         """The module's output for one micro-batch."""
@@ -185,6 +190,15 @@ class Engine:
                 values.copy_(there)
         return values
 
+    def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send `sent[r]` entries of 1-D `values` to each rank r, in order; the `received[r]` entries from each."""
+        there = values.to(self.device)
+        if self.world_size == 1:
+            return there
+        gathered = there.new_empty(sum(received))
+        dist.all_to_all_single(gathered, there, received, sent)
+        return gathered
+
     def barrier(self) -> None:
         """Wait until every rank has called this."""
         if self.world_size > 1:
@@ -215,11 +229,22 @@ class Engine:
         self._deepspeed.destroy()
         gc.collect()
 
+    def _show_shards(self) -> None:
+        """Tell an optimizer whose step depends on whole tensors what ZeRO's flat tensors hold."""
+        segments, count = tensor_segments(self._layout, self.shapes)
+        if isinstance(self._optimizer, TensorwiseOptimizer):
+            reduce = (lambda norms: None) if self._layout.shared else self.sum_over_workers
+            self._optimizer.set_segments(segments, count, reduce)
+        elif isinstance(self._optimizer, Muon):
+            self._optimizer.set_shards(segments, matrix_shapes(self.shapes), self, shared=self._layout.shared)
+
     def _prepare_moments(self) -> None:
         """Give every master tensor moments of zero and a step count of zero, whatever DeepSpeed did to them."""
+        muon = isinstance(self._optimizer, Muon)
+        matrices = {piece.flat for piece in self._layout.pieces() if muon and is_hidden_matrix(piece.name)}
         for flat in self._layout.flats():
             state = self._optimizer.state[flat]
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in MOMENTS[:1] if flat in matrices else MOMENTS:
                 if key in state:
                     state[key].zero_()
                 else:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pretrain.model.parameters import has_weight_decay
 from pretrain.training.optim.lamb import Lamb
+from pretrain.training.optim.muon import Muon, is_hidden_matrix
 from pretrain.training.optim.stable_adamw import StableAdamW
 
 if TYPE_CHECKING:
@@ -52,4 +53,25 @@ def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]
         return Lamb(groups, lr=0.0, betas=betas, eps=settings.epsilon)
     if settings.name == "stable_adamw":
         return StableAdamW(groups, lr=0.0, betas=betas, eps=settings.epsilon)
+    if settings.name == "muon":
+        groups = _with_matrices_apart(groups, settings.muon_rate)
+        return Muon(groups, lr=0.0, momentum=settings.muon_momentum, betas=betas, eps=settings.epsilon)
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=settings.epsilon, fused=True)
+
+
+def _with_matrices_apart(groups: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
+    """`groups`, each divided into what Muon orthogonalises, at `rate` times its learning rate, and all else."""
+    divided = []
+    for group in groups:
+        for orthogonal in (True, False):
+            members = [
+                (name, parameter)
+                for name, parameter in zip(group["names"], group["params"], strict=True)
+                if is_hidden_matrix(name) == orthogonal
+            ]
+            if members:
+                names, parameters = map(list, zip(*members, strict=True))
+                share = group.get("rate_share", 1.0) * (rate if orthogonal else 1.0)
+                own = {"names": names, "params": parameters, "orthogonal": orthogonal, "rate_share": share}
+                divided.append({**group, **own})
+    return divided
