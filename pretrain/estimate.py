@@ -244,7 +244,7 @@ def phase_work(config: PretrainConfig, phase: PhaseConfig, vocabulary: int, mean
     most = phase.max_predictions or round(config.masking.probability * phase.sequence_length)
     masked = min(config.masking.probability * mean, most)
     flops = cost.flops(config.model, vocabulary, [mean], masked, config.pairs.next_sentence)
-    sequences = phase.steps * phase.global_sequences
+    sequences = phase.sequences
     return Work(phase.steps, sequences, sequences * mean, mean, sequences * flops)
 
 

@@ -76,6 +76,7 @@ def _plan(config: PretrainConfig) -> TrainingPlan:
         learning_rate=lambda step: learning_rate(config.phases, step),
         evaluate_every_steps=config.evaluation.every_steps,
         checkpoint_every_steps=config.checkpoint.every_steps,
+        average_from=config.average_from,
     )
 
 
@@ -118,9 +119,11 @@ class Pretraining:
     def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[StepBatch]:
         first_phase, phase_step = self._config.phase_at(start_step)
         # Data that a phase skipped shifts only the later data of the same phase.
-        behind = [0] * len(self._config.phases)
+        behind = [0] * len(self._config.phases)  # in samples
         for step, count in passed_over:
-            behind[self._config.phase_at(step)[0]] += count
+            number, within = self._config.phase_at(step)
+            phase = self._config.phases[number]
+            behind[number] += phase.first_sample(within + count) - phase.first_sample(within)
         for number in range(first_phase, len(self._config.phases)):
             self._open_loader(number, phase_step, behind[number])
             assert self._loader is not None

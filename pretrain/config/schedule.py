@@ -40,6 +40,15 @@ class PhaseConfig(Section):
 
     sequence_length: int = Field(ge=8, description="Length of the longest sequence in tokens, special tokens included.")
     global_sequences: int = Field(ge=1, description="Sequences per optimizer step, over all workers.")
+    ramp_from: int = Field(
+        default=0,
+        ge=0,
+        description="Sequences of the first steps; a divisor of global_sequences. Batches grow by as many at a time, "
+        "with equally many steps at each size (ModernBERT, Warner et al. 2024). 0 has no ramp.",
+    )
+    ramp_steps: int = Field(
+        default=0, ge=0, description="Steps until batches have global_sequences; at least one per size, at most steps."
+    )
     steps: int = Field(ge=1, description="Optimizer steps of this phase.")
     peak_learning_rate: float = Field(gt=0, description="Learning rate at the end of the warm-up.")
     warmup_steps: int = Field(
@@ -71,6 +80,54 @@ class PhaseConfig(Section):
         description="Most masked tokens per sequence. 0 means masking.probability x sequence_length.",
     )
 
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The sequences per step of this phase, ascending."""
+        if not self.ramp_from:
+            return (self.global_sequences,)
+        return tuple(range(self.ramp_from, self.global_sequences + 1, self.ramp_from))
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the whole phase."""
+        return self.first_sample(self.steps)
+
+    def sequences_at(self, step: int) -> int:
+        """Sequences of the 0-based `step`."""
+        if step >= self.ramp_steps:
+            return self.global_sequences
+        return self.ramp_from * (1 + step * (len(self.batch_sizes) - 1) // self.ramp_steps)
+
+    def first_sample(self, step: int) -> int:
+        """Sequences of all steps before the 0-based `step`."""
+        ramped = min(step, self.ramp_steps)
+        smaller = self.batch_sizes[:-1]
+        starts = [-(-number * self.ramp_steps // len(smaller)) for number in range(len(smaller))] + [self.ramp_steps]
+        before = sum(
+            size * (min(ramped, end) - min(ramped, start))
+            for size, start, end in zip(smaller, starts, starts[1:], strict=False)
+        )
+        return before + (step - ramped) * self.global_sequences
+
+    @model_validator(mode="after")
+    def _check_ramp(self) -> PhaseConfig:
+        if bool(self.ramp_from) != bool(self.ramp_steps):
+            raise ValueError(
+                f"ramp_from ({self.ramp_from}) and ramp_steps ({self.ramp_steps}) go together; set both, or none"
+            )
+        if not self.ramp_from:
+            return self
+        if self.ramp_from >= self.global_sequences or self.global_sequences % self.ramp_from:
+            raise ValueError(
+                f"ramp_from ({self.ramp_from}) must divide global_sequences ({self.global_sequences}) and be smaller"
+            )
+        if not len(self.batch_sizes) - 1 <= self.ramp_steps <= self.steps:
+            raise ValueError(
+                f"ramp_steps ({self.ramp_steps}) must be at least {len(self.batch_sizes) - 1}, one for each size from "
+                f"ramp_from on, and at most steps ({self.steps})"
+            )
+        return self
+
     @model_validator(mode="after")
     def _check_steps(self) -> PhaseConfig:
         if self.warmup_steps > self.steps:
@@ -83,6 +140,18 @@ class PhaseConfig(Section):
                 f"({self.steps}) together"
             )
         return self
+
+
+class AveragingConfig(Section):
+    """The mean of the weights of the last steps."""
+
+    share: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of all steps, the last ones, whose weights are averaged, such as 0.2 (Izmailov et al. 2018). "
+        "Checkpoints keep the mean in fp32; export --averaged writes it. 0 disables it.",
+    )
 
 
 class EvaluationConfig(Section):

@@ -27,6 +27,7 @@ from pretrain.training.engine.deepspeed_config import deepspeed_config
 from pretrain.training.engine.deepspeed_patches import LossScaler, import_deepspeed
 from pretrain.training.engine.gradient_sums import use_sparse_embedding_gradients
 from pretrain.training.engine.state_layouts import (
+    AVERAGE,
     MOMENTS,
     Fragment,
     FragmentReader,
@@ -85,6 +86,7 @@ class Engine:
     Attributes:
         shapes: of the parameters, by name.
         module: the model as DeepSpeed has it.
+        averaged: how many steps' weights are in the running mean.
         beat, allow, awaiting: those of `watch`.
     """
 
@@ -133,6 +135,7 @@ class Engine:
         self._sums = self._layout.sums
         if self._sums is not None:
             use_sparse_embedding_gradients(self.module)
+        self.averaged = 0
         self._prepare_moments()
         self._show_shards()
 
@@ -155,11 +158,33 @@ class Engine:
         return StepResult(applied, norm if applied else math.inf)
 
     def fragments(self) -> Iterator[Fragment]:
-        """Every piece of weights and moments that this rank holds."""
+        """Every piece of weights, moments and averages that this rank holds."""
         return self._layout.fragments()
 
-    def load(self, reader: FragmentReader, steps_taken: int) -> None:
-        """Take weights and moments from `reader`; `steps_taken` is the optimizer's own count of updates."""
+    @torch.no_grad()
+    def average(self) -> None:
+        """Take the current weights into their running mean, in fp32, which `fragments` has as "average"."""
+        self.averaged += 1
+        for flat in self._layout.flats():
+            state = self._optimizer.state[flat]
+            if self.averaged == 1:
+                state[AVERAGE] = flat.detach().clone()
+            else:
+                state[AVERAGE].lerp_(flat.detach(), 1 / self.averaged)
+
+    def load(self, reader: FragmentReader, steps_taken: int, averaged: int = 0) -> None:
+        """Take weights, moments and averages from `reader`.
+
+        Args:
+            reader: the saved state.
+            steps_taken: the optimizer's own count of updates.
+            averaged: how many steps' weights are in the saved mean; without any, the current mean is dropped.
+        """
+        self.averaged = averaged
+        for flat in self._layout.flats():
+            self._optimizer.state[flat].pop(AVERAGE, None)
+            if averaged:
+                self._optimizer.state[flat][AVERAGE] = torch.zeros_like(flat, requires_grad=False)
         with torch.no_grad():
             for fragment in self.fragments():
                 for kind, tensor in fragment.tensors.items():

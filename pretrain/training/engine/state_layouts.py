@@ -22,14 +22,15 @@ from pretrain.training.engine.gradient_sums import FusedScaling, GradientSums, n
 from pretrain.training.optim import Segment, cut_segments, number_tensors
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+AVERAGE = "average"  # the running mean of the weights
 
 
 @dataclass(frozen=True)
 class Fragment:
     """Entries [start, start + numel) of the flattened parameter `name`, as this rank holds them.
 
-    `tensors` are 1-D fp32 views into the optimizer: "weight", and the `MOMENTS` that it keeps. `shared` is true if
-    every rank holds the same entries.
+    `tensors` are 1-D fp32 views into the optimizer: "weight", and those of `MOMENTS` and `AVERAGE` that it keeps.
+    `shared` is true if every rank holds the same entries.
     """
 
     name: str
@@ -108,10 +109,10 @@ class StateLayout(ABC):
         """Every piece of the parameters that this rank holds."""
 
     def fragments(self) -> Iterator[Fragment]:
-        """Every piece of weights and moments that this rank holds."""
+        """Every piece of weights, moments and averages that this rank holds."""
         for name, start, flat, held in self.pieces():
             state = self._parts.optimizer.state[flat]
-            whole = {"weight": flat.detach(), **{kind: state[kind] for kind in MOMENTS if kind in state}}
+            whole = {"weight": flat.detach(), **{kind: state[kind] for kind in (*MOMENTS, AVERAGE) if kind in state}}
             yield Fragment(name, start, {kind: x.view(-1)[held] for kind, x in whole.items()}, self.shared)
 
     def refresh(self, reader: FragmentReader) -> None:
