@@ -149,8 +149,8 @@ class AveragingConfig(Section):
         default=0.0,
         ge=0,
         le=1,
-        description="Share of all steps, the last ones, whose weights are averaged, such as 0.2 (Izmailov et al. 2018). "
-        "Checkpoints keep the mean in fp32; export --averaged writes it. 0 disables it.",
+        description="Share of all steps, the last ones, whose weights are averaged, such as 0.2 (Izmailov et al. "
+        "2018). Checkpoints keep the mean in fp32; export --averaged writes it. 0 disables it.",
     )
 
 

@@ -18,9 +18,10 @@ from pretrain.common.worker import WAITING_FILE
 from pretrain.tracking.records import METRICS, parse_record
 
 if TYPE_CHECKING:
-    from pretrain.config import PhaseConfig
     from rich.console import Console
     from rich.text import Text
+
+    from pretrain.config import PhaseConfig
 
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 30.0
