@@ -40,9 +40,7 @@ def run_config(*, steps=(6,), phases=None, budget=512, **sections) -> PretrainCo
         {
             "name": "test",
             "corpus": {"dir": "nowhere"},
-            "phases": [
-                {**phase, "steps": n, **more} for n, more in zip(steps, phases or [{}] * len(steps), strict=True)
-            ],
+            "phases": [{**phase, "steps": n, **more} for n, more in zip(steps, changes, strict=True)],
             "engine": {"micro_batch_tokens": budget},
             "evaluation": {"sequences": 30},
             **sections,
