@@ -46,7 +46,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
         model = PretrainingModel(
             config.model,
             shards.vocabulary_size,
-            config.pairs.next_sentence,
+            config.pairs.has_classifier,
             compile=config.engine.compile,
             activation_checkpointing=config.engine.activation_checkpointing,
         )
@@ -92,7 +92,7 @@ def _export(config: PretrainConfig, tracker: Tracker) -> None:
 
 
 class Pretraining:
-    """Masked language modelling and next-sentence prediction as a `TrainingTask`."""
+    """Masked language modelling, and the prediction of next sentences or of their order, as a `TrainingTask`."""
 
     def __init__(
         self,
@@ -171,8 +171,9 @@ class Pretraining:
             "mlm_loss": mlm_loss / masked,
             "mlm_accuracy": mlm_correct / masked,
         }
-        if self._config.pairs.next_sentence:
-            means |= {"nsp_loss": nsp_loss / sequences, "nsp_accuracy": nsp_correct / sequences}
+        if self._config.pairs.has_classifier:
+            name = self._config.pairs.chosen_objective
+            means |= {f"{name}_loss": nsp_loss / sequences, f"{name}_accuracy": nsp_correct / sequences}
         return means
 
     def evaluate(self, engine: Engine) -> dict[str, float]:
@@ -237,7 +238,7 @@ def full_batch(config: PretrainConfig, lengths: list[int], vocabulary_size: int)
     """A micro-batch of random tokens, with sequences of these lengths and as many masked tokens as possible."""
     tokens = sum(lengths)
     generator = torch.Generator().manual_seed(0)
-    masked = [max(1, round(config.masking.probability * length)) for length in lengths]
+    masked = [max(1, round(config.largest_masking_share * length)) for length in lengths]
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
     rows = [start + 1 + i for start, count in zip(starts, masked, strict=True) for i in range(count)]
     return MicroBatch(
@@ -247,7 +248,7 @@ def full_batch(config: PretrainConfig, lengths: list[int], vocabulary_size: int)
         cu_seqlens=torch.tensor([*starts, tokens], dtype=torch.int32),
         masked_rows=torch.tensor(rows),
         masked_labels=torch.zeros(len(rows), dtype=torch.int64),
-        nsp_labels=torch.zeros(len(lengths) if config.pairs.next_sentence else 0, dtype=torch.int64),
+        nsp_labels=torch.zeros(len(lengths) if config.pairs.has_classifier else 0, dtype=torch.int64),
         token_keys=torch.randint(-(2**31), 2**31 - 1, (tokens,), generator=generator).int(),
         lengths=tuple(lengths),
     )

@@ -185,6 +185,30 @@ class PretrainConfig(RunConfig):
         share = self.averaging.share
         return self.total_steps - max(1, round(share * self.total_steps)) if share else None
 
+    def masking_shares(self, phase: int) -> tuple[float, float]:
+        """The share of tokens to predict at the beginning and at the end of a phase; linear in between.
+
+        A linear schedule runs over the steps of all phases (Ankner et al. 2023, "Dynamic Masking Rate Schedules for
+        MLM Pretraining", section 2); a phase with a share of its own keeps it.
+        """
+        own, masking = self.phases[phase].masking_probability, self.masking
+        if own or not masking.final_probability:
+            return (own or masking.probability,) * 2
+        before = sum(earlier.steps for earlier in self.phases[:phase])
+        ends = (before / self.total_steps, (before + self.phases[phase].steps) / self.total_steps)
+        first, last = (masking.probability * (1 - at) + masking.final_probability * at for at in ends)
+        return first, last
+
+    @property
+    def held_out_masking_share(self) -> float:
+        """The share of tokens to predict in evaluations: that at the end of the run."""
+        return self.masking_shares(len(self.phases) - 1)[1]
+
+    @property
+    def largest_masking_share(self) -> float:
+        """The largest share of tokens to predict at any time."""
+        return max(share for phase in range(len(self.phases)) for share in self.masking_shares(phase))
+
     def phase_at(self, step: int) -> tuple[int, int]:
         """(phase number, 0-based step within it) of the 0-based optimizer `step`."""
         for number, phase in enumerate(self.phases):

@@ -79,6 +79,13 @@ class PhaseConfig(Section):
         ge=0,
         description="Most masked tokens per sequence. 0 means masking.probability x sequence_length.",
     )
+    masking_probability: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of each sequence's tokens to predict in this phase; 0.3 and then 0.15 is Ettin's schedule. "
+        "0 follows masking.",
+    )
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:
