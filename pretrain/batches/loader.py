@@ -210,7 +210,8 @@ def validation_batches(
 class BatchMaker:
     """Makes one rank's share of any batch, in the calling thread.
 
-    `held_out` batches are masked as at the end of the run, whatever the schedule of masking, so that losses compare.
+    `held_out` batches are masked as at the end of the run, whatever the schedule of masking, and mixed as the corpus
+    says, so that losses compare.
     """
 
     def __init__(
@@ -233,7 +234,8 @@ class BatchMaker:
         last = config.held_out_masking_share
         self._shares = (last, last) if held_out else config.masking_shares(phase)
         self._phase_sequences = settings.sequences
-        self._sampler = Sampler(shards, config.pairs, sequence_length=length, seed=seed, phase=phase)
+        weights = None if held_out else settings.weights
+        self._sampler = Sampler(shards, config.pairs, sequence_length=length, seed=seed, phase=phase, weights=weights)
         self._masker = Masker(shards, config.masking, sequence_length=length, max_predictions=settings.max_predictions)
 
     @property

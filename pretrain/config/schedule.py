@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -78,6 +78,12 @@ class PhaseConfig(Section):
         default=0,
         ge=0,
         description="Most masked tokens per sequence. 0 means masking.probability x sequence_length.",
+    )
+    weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict,
+        description="Weights of sources in this phase by their names on the corpus card, in place of "
+        "corpus.sources.*.weight, such as {wiki: 2, books: 0.5}. 0 leaves a source out; sources not named keep theirs. "
+        "Evaluations keep the weights of the corpus.",
     )
     masking_probability: float = Field(
         default=0.0,
