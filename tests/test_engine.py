@@ -21,9 +21,10 @@ from pretrain.checkpoint import store
 from pretrain.config import EngineConfig as EngineSettings
 from pretrain.config import ModelConfig, OptimizerConfig
 from pretrain.model.heads import PretrainingModel
+from pretrain.model.parameters import is_hidden_matrix
 from pretrain.training.engine import Engine, deepspeed_config
 from pretrain.training.engine.gradient_sums import GradientSums
-from pretrain.training.optim import is_hidden_matrix, make_optimizer, parameter_groups
+from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
 

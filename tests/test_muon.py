@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from pretrain.config import OptimizerConfig
+from pretrain.model.parameters import is_hidden_matrix
 from pretrain.training.engine import gather_objects
 from pretrain.training.optim import (
     Muon,
     Segment,
     cut_segments,
-    is_hidden_matrix,
     make_optimizer,
     matrix_shapes,
     number_tensors,

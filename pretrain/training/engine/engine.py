@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from pretrain.common.memory import hold_freed_memory, return_freed_memory, share_one_heap
 from pretrain.config import EngineConfig
+from pretrain.model.parameters import is_hidden_matrix
 from pretrain.training.engine.deepspeed_config import deepspeed_config
 from pretrain.training.engine.deepspeed_patches import LossScaler, import_deepspeed
 from pretrain.training.engine.gradient_sums import use_sparse_embedding_gradients
@@ -35,7 +36,7 @@ from pretrain.training.engine.state_layouts import (
     layout_class,
     tensor_segments,
 )
-from pretrain.training.optim import Muon, TensorwiseOptimizer, is_hidden_matrix, matrix_shapes
+from pretrain.training.optim import Muon, TensorwiseOptimizer, matrix_shapes
 
 
 class StepResult(NamedTuple):

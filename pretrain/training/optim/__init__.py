@@ -2,7 +2,7 @@
 
 from pretrain.training.optim.choice import make_optimizer, parameter_groups
 from pretrain.training.optim.lamb import Lamb
-from pretrain.training.optim.muon import Muon, is_hidden_matrix, matrix_shapes
+from pretrain.training.optim.muon import Muon, matrix_shapes
 from pretrain.training.optim.schedule import learning_rate
 from pretrain.training.optim.stable_adamw import StableAdamW
 from pretrain.training.optim.tensorwise import (
@@ -20,7 +20,6 @@ __all__ = [
     "StableAdamW",
     "TensorwiseOptimizer",
     "cut_segments",
-    "is_hidden_matrix",
     "learning_rate",
     "make_optimizer",
     "matrix_shapes",

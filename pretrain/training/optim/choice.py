@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pretrain.model.parameters import has_weight_decay
+from pretrain.model.parameters import has_weight_decay, is_hidden_matrix
 from pretrain.training.optim.lamb import Lamb
-from pretrain.training.optim.muon import Muon, is_hidden_matrix
+from pretrain.training.optim.muon import Muon
 from pretrain.training.optim.stable_adamw import StableAdamW
 
 if TYPE_CHECKING:

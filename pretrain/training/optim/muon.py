@@ -14,18 +14,13 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from pretrain.model.parameters import has_weight_decay
+from pretrain.model.parameters import is_hidden_matrix
 from pretrain.training.optim.matrix_rounds import Alone, MatrixPiece, Round, Shape, Workers, plan_rounds
 from pretrain.training.optim.tensorwise import Segment, cut_segments, number_tensors
 
 # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: the quintic with the steepest slope at zero.
 _QUINTIC, _STEPS = (3.4445, -4.7750, 2.0315), 5
 _RMS = 0.2  # of AdamW's updates, Liu et al. 2025 section 2.2
-
-
-def is_hidden_matrix(name: str) -> bool:
-    """Whether Muon steps a parameter: the weight matrices of the layers, not embeddings, heads, norms or biases."""
-    return ".layers." in f".{name}" and has_weight_decay(name)
 
 
 def matrix_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[int, Shape]:
