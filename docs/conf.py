@@ -17,6 +17,7 @@ NAVIGATION = {
         "guides/sources",
         "guides/pretraining",
         "guides/objectives",
+        "guides/optimizers",
         "guides/finetuning",
         "guides/monitoring",
         "guides/recovery",
