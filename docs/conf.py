@@ -16,6 +16,8 @@ NAVIGATION = {
     "Guides": [
         "guides/sources",
         "guides/pretraining",
+        "guides/objectives",
+        "guides/optimizers",
         "guides/finetuning",
         "guides/monitoring",
         "guides/recovery",

@@ -17,13 +17,14 @@ from pretrain.config.engine import CheckpointConfig, EngineConfig, Precision, Sp
 from pretrain.config.model import MAX_WIDTH, ModelConfig
 from pretrain.config.resume import FREE_ON_RESUME, changed_for_resume, keep_precision, with_precision
 from pretrain.config.run import PretrainConfig, R, RunConfig, SchedulingConfig, TrackingConfig, load_config
-from pretrain.config.schedule import EvaluationConfig, OptimizerConfig, PhaseConfig
+from pretrain.config.schedule import AveragingConfig, EvaluationConfig, OptimizerConfig, PhaseConfig
 
 __all__ = [
     "FREE_ON_RESUME",
     "MASKING_SCHEMES",
     "MAX_WIDTH",
     "SOURCES",
+    "AveragingConfig",
     "CheckpointConfig",
     "CorpusConfig",
     "EngineConfig",
