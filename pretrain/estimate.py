@@ -258,7 +258,7 @@ def phase_work(config: PretrainConfig, phase: PhaseConfig, vocabulary: int, mean
     number = next(n for n, one in enumerate(config.phases) if one is phase)
     share = sum(config.masking_shares(number)) / 2
     most = phase.max_predictions or round(share * phase.sequence_length)
-    masked = min(share * mean, most)
+    masked = min(share * mean, most) * (1 - phase.causal_share) + mean * phase.causal_share
     flops = cost.flops(config.model, vocabulary, [mean], masked, config.pairs.has_classifier)
     sequences = phase.sequences
     return Work(phase.steps, sequences, sequences * mean, mean, sequences * flops)

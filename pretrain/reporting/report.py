@@ -280,6 +280,8 @@ def _charts(run: _ReportData) -> Iterator[str]:
         line_chart("NSP accuracy", pair("nsp_accuracy"), form=_percent, **at_step),
         line_chart("SOP loss", pair("sop_loss"), form=_plain, **at_step),
         line_chart("SOP accuracy", pair("sop_accuracy"), form=_percent, **at_step),
+        line_chart("Loss of causal sequences", one("causal_loss"), form=_plain, **at_step),
+        line_chart("Accuracy of causal sequences", one("causal_accuracy"), form=_percent, **at_step),
         line_chart("Gradient norm", one("grad_norm"), form=_plain, from_zero=True, **at_step),
         timed("Useful tokens per second", "tokens_per_second", short),
         timed("MFU", "mfu", _percent),
