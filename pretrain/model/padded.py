@@ -32,20 +32,28 @@ class PaddedEncoder(nn.Module):
         self.embeddings = constants(state, "embeddings.")
         self.layers = nn.ModuleList(constants(state, f"layers.{number}.") for number in range(shape.layers))
 
-    def encode(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+    def encode(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        token_type_ids: Tensor | None = None,
+        *,
+        attention: list[Tensor] | None = None,
+    ) -> Tensor:
         """Last hidden states [B, L, H].
 
         Args:
             input_ids: int64 [B, L].
             attention_mask: int64 [B, L], 0 at padding, which follows a sequence's tokens.
             token_type_ids: int64 [B, L]; without them every token has type 0.
+            attention: gets the attention weights of each layer appended, [B, N, L, L].
         """
         hidden_BLH = self._embed(input_ids, token_type_ids)
         # Not -inf: a sequence that is all padding would become NaN.
         lowest = torch.finfo(hidden_BLH.dtype).min
         mask_B11L = (1 - attention_mask[:, None, None].to(hidden_BLH.dtype)) * lowest
         for layer in self.layers:
-            context_BLH = self._attend(layer, hidden_BLH, mask_B11L)
+            context_BLH = self._attend(layer, hidden_BLH, mask_B11L, attention)
             weights = LayerWeights.of(layer, self.shape)
             hidden_BLH = after_attention(context_BLH, hidden_BLH, None, weights, self.functions, 0.0)
         return hidden_BLH
@@ -60,11 +68,16 @@ class PaddedEncoder(nn.Module):
             return embedded_BLE
         return F.linear(embedded_BLE, own.project_weight, own.project_bias)
 
-    def _attend(self, layer: Any, hidden_BLH: Tensor, mask_B11L: Tensor) -> Tensor:
+    def _attend(
+        self, layer: Any, hidden_BLH: Tensor, mask_B11L: Tensor, attention: list[Tensor] | None
+    ) -> Tensor:
         qkv_BL3ND = F.linear(hidden_BLH, layer.qkv_weight, layer.qkv_bias).unflatten(-1, (3, self.shape.heads, -1))
         q_BNLD, k_BNLD, v_BNLD = qkv_BL3ND.transpose(1, 3).unbind(2)
         scores_BNLL = q_BNLD @ k_BNLD.mT / math.sqrt(q_BNLD.shape[-1]) + mask_B11L
-        return (scores_BNLL.softmax(-1) @ v_BNLD).transpose(1, 2).flatten(2)
+        weights_BNLL = scores_BNLL.softmax(-1)
+        if attention is not None:
+            attention.append(weights_BNLL)
+        return (weights_BNLL @ v_BNLD).transpose(1, 2).flatten(2)
 
 
 def constants(state: Mapping[str, Tensor], prefix: str) -> Any:
