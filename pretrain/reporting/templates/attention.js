@@ -103,7 +103,7 @@ const paintMatrix = () => {
   context.font = font(12);
   const widest = Math.ceil(Math.max(...tokens.map(token => context.measureText(shown(token)).width)));
   const gutter = Math.min(widest + 8, 96, room * 0.25);
-  frame.cell = Math.max(4, Math.min(26, Math.floor((room - gutter) / length)));
+  frame.cell = Math.max(length > 80 ? 4 : 11, Math.min(26, Math.floor((room - gutter) / length)));
   const labelled = frame.cell >= 8;
   frame.left = frame.top = labelled ? gutter : 2;
   const width = frame.left + length * frame.cell + 2, height = frame.top + length * frame.cell + 2;
@@ -171,8 +171,9 @@ const line = (group, from, to, value, other = false) => group.append(draw("line"
   ...(other ? { class: "other" } : {}),
 }));
 const layOut = () => {
-  const width = Math.max(260, box.clientWidth), most = Math.floor((width * 0.36 - 44) / 7.2);
-  sides = { left: Math.round(width * 0.36), right: Math.round(width * 0.64), width };
+  const width = Math.max(260, box.clientWidth), left = Math.round(Math.min(0.36 * width, 170));
+  const most = Math.floor((left - 44) / 7.2);
+  sides = { left, right: width - left, width };
   svg.setAttribute("viewBox", `0 0 ${width} ${length * pitch + 4}`);
   svg.setAttribute("aria-label", "tokens joined by lines; the arrow keys choose a token");
   labels.replaceChildren();
@@ -281,6 +282,9 @@ for (const one of document.querySelectorAll("[data-head]"))
     element("large").scrollIntoView({ behavior: "smooth", block: "start" });
   });
 const paintAll = () => { layOut(); paintHeads(); select(view.layer, view.head); };
+// The head that attends to the fewest tokens first: its picture says most.
+const entropies = data.entropy.flat(), narrowest = entropies.indexOf(Math.min(...entropies));
+[view.layer, view.head] = [Math.floor(narrowest / heads), narrowest % heads];
 showKind(null);
 paintAll();
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", paintAll);

@@ -153,6 +153,13 @@ class Engine:
         """Every piece of weights and moments that this rank holds."""
         return self._layout.fragments()
 
+    @contextlib.contextmanager
+    def whole_parameters(self) -> Iterator[dict[str, Tensor]]:
+        """Every parameter, whole, by name, as the model computes with it; to be read only, on every rank at once."""
+        parameters = dict(self.module.named_parameters())
+        with self._layout.whole(list(parameters.values())):
+            yield {name: parameter.data for name, parameter in parameters.items()}
+
     def load(self, reader: FragmentReader, steps_taken: int) -> None:
         """Take weights and moments from `reader`; `steps_taken` is the optimizer's own count of updates."""
         with torch.no_grad():
