@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from corpora import make_corpus
+from html_page import Page
 
 from pretrain.config import ModelConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.model.heads import PretrainingModel
-from pretrain.reporting.attention import history
+from pretrain.reporting import report
+from pretrain.reporting.attention import history, progress
 from pretrain.reporting.attention.history import AttentionHistory, read_history, unpacked
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records
@@ -146,3 +148,37 @@ def test_a_file_that_cannot_be_written_or_read_stops_nothing(model: Any, corpus:
     (tmp_path / history.HISTORY).rmdir()
     (tmp_path / history.HISTORY).write_text('{"format": 1, "rec')
     assert read_history(tmp_path) == {}
+
+
+# ---- the report
+
+
+def test_the_report_draws_heads_and_kinds_over_the_steps(runs: dict[str, Path], tmp_path: Path) -> None:
+    page = Page(report.write_report(runs["with"], tmp_path / "report.html").read_text())
+    page.assert_stands_alone()
+    assert page.html.count('<svg class="matrix"') == 3 * 3  # heads, evaluations
+    titles = [curve["name"] for chart in page.charts for curve in chart]
+    assert titles.count("mean of all heads") == len(history.RECORDED) + 1
+    found = read_history(runs["with"])
+    last = np.array(found["records"][-1]["shares"]["previous"])
+    layer, head = divmod(int(last.argmax()), 2)
+    (curves,) = [chart for chart in page.charts if f"{100 * last.max():.3g}" in chart[0]["points"][-1][3]][:1]
+    assert curves[0]["name"] == f"head {layer + 1}-{head + 1}"
+    assert "<h2>Attention</h2>" not in report.write_report(runs["without"], tmp_path / "without.html").read_text()
+
+
+def test_a_picture_shades_the_fields_by_the_root_of_their_weight() -> None:
+    svg = progress.matrix_svg(np.array([[1.0, 0.0], [0.25, 0.25]], np.float32), "two")
+    assert '<path opacity="1.00" d="M0 0h1v1H0z"/>' in svg
+    assert '<path opacity="0.50" d="M0 1h2v1H0z"/>' in svg
+    assert svg.count("<path") == 2
+
+
+def test_pictures_are_of_different_heads_for_different_kinds() -> None:
+    heads = [[0, 0], [0, 1], [1, 0], [1, 1]]
+    shares: dict[str, Any] = {kind: [[0.1, 0.1], [0.1, 0.1]] for kind in history.RECORDED}
+    shares["previous"] = [[0.9, 0.8], [0.1, 0.1]]
+    shares["next"] = [[0.5, 0.4], [0.1, 0.1]]
+    chosen = progress._distinct_heads(heads, shares, dict.fromkeys(history.RECORDED, 0.1))
+    assert chosen[:2] == [(0, "previous", 0.9), (1, "next", 0.4)]
+    assert len({number for number, *_ in chosen}) == len({kind for _, kind, _ in chosen}) == 3

@@ -68,9 +68,7 @@ class PaddedEncoder(nn.Module):
             return embedded_BLE
         return F.linear(embedded_BLE, own.project_weight, own.project_bias)
 
-    def _attend(
-        self, layer: Any, hidden_BLH: Tensor, mask_B11L: Tensor, attention: list[Tensor] | None
-    ) -> Tensor:
+    def _attend(self, layer: Any, hidden_BLH: Tensor, mask_B11L: Tensor, attention: list[Tensor] | None) -> Tensor:
         qkv_BL3ND = F.linear(hidden_BLH, layer.qkv_weight, layer.qkv_bias).unflatten(-1, (3, self.shape.heads, -1))
         q_BNLD, k_BNLD, v_BNLD = qkv_BL3ND.transpose(1, 3).unbind(2)
         scores_BNLL = q_BNLD @ k_BNLD.mT / math.sqrt(q_BNLD.shape[-1]) + mask_B11L

@@ -141,7 +141,7 @@ def _packed(weights_LL: np.ndarray) -> str:
 
 
 def _texts(shards: TokenShards, length: int) -> list[np.ndarray]:
-    """Up to `_TEXTS` sequences of at most `length` tokens, from the beginnings of documents far apart: int64 [L] each."""
+    """Up to `_TEXTS` sequences of at most `length` tokens, from documents that are far apart: int64 [L]."""
     special, texts = shards.special_ids, []
     documents = [(shard, number) for shard in shards.shards for number in range(len(shard.documents) - 1)]
     for number in range(min(_TEXTS, len(documents))):

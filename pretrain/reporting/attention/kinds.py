@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 # The kinds of token that attention can go to, seen from the token that attends. They overlap: the next token may be a
-# separator. Sections 3.1 (relative position), 3.2 (separators and punctuation), and the same token of section 4's heads.
+# separator. Section 3.1 has relative positions, 3.2 separators and punctuation.
 KINDS = {
     "self": "itself",
     "previous": "the previous token",
@@ -46,7 +46,7 @@ class MarkedTokens:
     place: np.ndarray
 
     def selectors(self) -> np.ndarray:
-        """Float32 [K, L, L] in the order of `KINDS`: 1 where the token of a column is of that kind for a row's token."""
+        """Float32 [K, L, L] in the order of `KINDS`: 1 where a column's token is of that kind for a row's."""
         length = len(self.ids)
         ordinary = ~(self.first | self.separator)
         itself = np.eye(length, dtype=bool)

@@ -114,7 +114,7 @@ def _statistics(model: AttentionModel, lines: list[str]) -> HeadStatistics:
 
 
 def _page_data(shown: ShownTokens, weights: list[np.ndarray], statistics: HeadStatistics) -> dict[str, Any]:
-    """What the page's script needs. A weight is a 16-bit integer, the share of 65,535; base64 of [N, L, L] per layer."""
+    """What the page's script needs. Weights are 16-bit shares of 65,535, in base64 by layer [N, L, L]."""
     special = shown.marked.first | shown.marked.separator
     return {
         "heads": len(weights[0]),
@@ -159,7 +159,9 @@ def _strips(statistics: HeadStatistics) -> Iterator[str]:
     for kind, even in _present(statistics):
         label = KINDS[kind]
         title = f"{label[0].upper()}{label[1:]}"
-        yield strip_chart(title, statistics.shares[kind], even, form=lambda share: f"{100 * share:.3g}\N{NO-BREAK SPACE}%")
+        yield strip_chart(
+            title, statistics.shares[kind], even, form=lambda share: f"{100 * share:.3g}\N{NO-BREAK SPACE}%"
+        )
     yield strip_chart("Entropy, nats", statistics.entropy, statistics.even_entropy, form=lambda nats: f"{nats:.3g}")
 
 

@@ -110,7 +110,9 @@ def _shown(encoding: Any, text: str, pair: str | None) -> ShownTokens:
         joined.append(last_end == (source, begin) and not begins_with_space and word == words[-1])
         words.append(word)
         last_end = (source, end)
-    return ShownTokens(tuple(texts), tuple(joined), np.array(encoding.type_ids, np.int64), _marked(encoding, texts, words))
+    return ShownTokens(
+        tuple(texts), tuple(joined), np.array(encoding.type_ids, np.int64), _marked(encoding, texts, words)
+    )
 
 
 def _marked(encoding: Any, texts: list[str], words: list[tuple[int, int] | None]) -> MarkedTokens:
@@ -126,7 +128,9 @@ def _marked(encoding: Any, texts: list[str], words: list[tuple[int, int] | None]
         ids=np.array(encoding.ids, np.int64),
         first=first,
         separator=special & ~first,
-        punctuation=np.array([text in _PUNCTUATION and word is not None for text, word in zip(texts, words, strict=True)]),
+        punctuation=np.array(
+            [text in _PUNCTUATION and word is not None for text, word in zip(texts, words, strict=True)]
+        ),
         word=np.array([-1 if word is None else numbers[spelt[word]] for word in words]),
         place=np.array([-1 if word is None else places[word] for word in words]),
     )
