@@ -49,16 +49,8 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of every command, for the command line and the command reference."""
     parser = make_parser("Pretrain BERT-style encoders, from raw text to a checkpoint that transformers loads.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (
-        _add_prepare,
-        _add_pretrain,
-        _add_export,
-        _add_report,
-        _add_dashboard,
-        _add_attention,
-        _add_demo,
-        _add_bench,
-    ):
+    reports = (_add_report, _add_dashboard, _add_attention)
+    for add in (_add_prepare, _add_pretrain, _add_export, *reports, _add_demo, _add_bench):
         add(commands)
     return parser
 

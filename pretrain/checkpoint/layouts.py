@@ -212,7 +212,7 @@ def _our_names(model: ModelConfig) -> set[str]:
     """The parameters of the embeddings and of one layer."""
     return {
         *(f"embeddings.{parameter.name}" for parameter in embedding_parameters(model, 0)),
-        *(f"layers.*.{parameter.name}" for parameter in layer_parameters(model)),
+        *(f"layers.*.{p.name}" for number in range(model.layers) for p in layer_parameters(model, number)),
     }
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from pretrain.common.errors import InputError
 from pretrain.common.files import disk_errors
 from pretrain.reporting.attention.kinds import KINDS, HeadStatistics
-from pretrain.reporting.attention.strips import strip_chart
+from pretrain.reporting.attention.strips import percent, strip_chart
 from pretrain.reporting.attention.weights import AttentionModel, ShownTokens
 from pretrain.reporting.pages import write_page
 
@@ -159,9 +159,7 @@ def _strips(statistics: HeadStatistics) -> Iterator[str]:
     for kind, even in _present(statistics):
         label = KINDS[kind]
         title = f"{label[0].upper()}{label[1:]}"
-        yield strip_chart(
-            title, statistics.shares[kind], even, form=lambda share: f"{100 * share:.3g}\N{NO-BREAK SPACE}%"
-        )
+        yield strip_chart(title, statistics.shares[kind], even, form=percent)
     yield strip_chart("Entropy, nats", statistics.entropy, statistics.even_entropy, form=lambda nats: f"{nats:.3g}")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from pretrain.reporting.attention.history import RECORDED, read_history, unpacked
 from pretrain.reporting.attention.kinds import KINDS
+from pretrain.reporting.attention.strips import percent
 from pretrain.reporting.charts import Series, line_chart
 
 _HEADS, _STEPS = 3, 6  # of the pictures
@@ -138,9 +139,7 @@ def _chart(kind: str, records: list[dict[str, Any]]) -> str:
     return line_chart(
         f"{label[0].upper()}{label[1:]}",
         series,
-        form=(lambda value: f"{value:.3g}")
-        if kind == "entropy"
-        else (lambda value: f"{100 * value:.3g}\N{NO-BREAK SPACE}%"),
+        form=percent if kind in KINDS else (lambda nats: f"{nats:.3g}"),
         form_x=lambda step: f"{step:,.0f}",
         from_zero=True,
     )

@@ -14,6 +14,11 @@ _LEFT, _RIGHT, _TOP, _BOTTOM = 44, 10, 12, 26
 _SPREAD = 0.6  # of the distance between layers, over which a layer's heads are drawn side by side
 
 
+def percent(share: float) -> str:
+    """A share as text: 0.4567 -> 45.7 %."""
+    return f"{100 * share:.3g}\N{NO-BREAK SPACE}%"
+
+
 def strip_chart(title: str, values: np.ndarray, even: float, *, form: Callable[[float], str]) -> str:
     """A <figure> with one dot for each head, the mean of each layer as a line, and a mark at `even`.
 
@@ -54,8 +59,9 @@ def strip_chart(title: str, values: np.ndarray, even: float, *, form: Callable[[
         for layer in range(layers)
         for head in range(heads)
     ]
+    label = f"{escape(title, quote=True)}, of each head, by layer"
     return (
         f'<figure class="chart strip"><figcaption><b>{escape(title)}</b></figcaption>'
-        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{escape(title, quote=True)} of each head, by layer">'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">'
         f"{''.join(parts)}</svg></figure>"
     )

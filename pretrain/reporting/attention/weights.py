@@ -76,16 +76,13 @@ class AttentionModel:
 
     def weights(self, tokens: ShownTokens) -> list[np.ndarray]:
         """The attention weights of each layer, float32 [N, L, L]; a row is what one token attends to, its sum is 1."""
-        ids_1L, types_1L = (torch.from_numpy(array)[None].to(self._device) for array in _arrays(tokens))
+        arrays = (tokens.marked.ids, tokens.token_types)
+        ids_1L, types_1L = (torch.from_numpy(array)[None].to(self._device) for array in arrays)
         collected: list[torch.Tensor] = []
         with torch.inference_mode():
             types = types_1L if self._segments else None
             self._encoder.encode(ids_1L, torch.ones_like(ids_1L), types, attention=collected)
         return [layer_1NLL[0].float().cpu().numpy() for layer_1NLL in collected]
-
-
-def _arrays(tokens: ShownTokens) -> tuple[np.ndarray, np.ndarray]:
-    return tokens.marked.ids, tokens.token_types
 
 
 def _shown(encoding: Any, text: str, pair: str | None) -> ShownTokens:
@@ -128,9 +125,7 @@ def _marked(encoding: Any, texts: list[str], words: list[tuple[int, int] | None]
         ids=np.array(encoding.ids, np.int64),
         first=first,
         separator=special & ~first,
-        punctuation=np.array(
-            [text in _PUNCTUATION and word is not None for text, word in zip(texts, words, strict=True)]
-        ),
+        punctuation=np.array([text in _PUNCTUATION for text in texts]),
         word=np.array([-1 if word is None else numbers[spelt[word]] for word in words]),
         place=np.array([-1 if word is None else places[word] for word in words]),
     )
