@@ -18,6 +18,7 @@ NAVIGATION = {
         "guides/pretraining",
         "guides/finetuning",
         "guides/monitoring",
+        "guides/attention",
         "guides/recovery",
         "guides/multi-gpu",
         "guides/jobs",

@@ -16,10 +16,12 @@ from tiny_checkpoints import make_bert, make_distilbert, make_roberta
 
 from pretrain import __main__ as command_line
 from pretrain.common.errors import InputError
+from pretrain.model.padded import PaddedEncoder
 from pretrain.reporting.attention.kinds import KINDS, HeadStatistics, MarkedTokens
 from pretrain.reporting.attention.page import strongest_heads, write_attention_page
 from pretrain.reporting.attention.strips import strip_chart
 from pretrain.reporting.attention.weights import AttentionModel, ShownTokens
+from tests.test_families import CASES, VOCABULARY, Case, make_pair
 
 TEXT = "The film was good, the book was not: a zebra is a Film."
 PAIR = "It was great!"
@@ -76,6 +78,22 @@ def test_weights_are_those_of_transformers(folders: dict[str, Path], family: str
         for layer, wanted in zip(found, expected, strict=True):
             assert np.abs(layer - wanted[0].numpy()).max() < 1e-5
             assert layer.max() > 0.3  # far from even
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_weights_of_every_family_are_those_of_transformers(case: Case) -> None:
+    model, theirs = make_pair(case)
+    theirs.set_attn_implementation("eager")
+    ids = torch.randint(VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(2))
+    collected: list[torch.Tensor] = []
+    with torch.no_grad():
+        PaddedEncoder(model.shape, model.state_dict()).encode(ids, torch.ones_like(ids), attention=collected)
+        expected = theirs(input_ids=ids, output_attentions=True).attentions
+    assert len(collected) == len(expected) == model.shape.layers
+    for number, (layer, wanted) in enumerate(zip(collected, expected, strict=True)):
+        assert (layer - wanted).abs().max() < 1e-5
+        if window := model.shape.window(number):
+            assert (layer[0, :, 0, window + 1 :] == 0).all()
 
 
 def test_tokens_are_shown_as_in_the_text(bert: AttentionModel) -> None:

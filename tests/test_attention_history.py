@@ -11,7 +11,8 @@ import torch
 from corpora import make_corpus
 from html_page import Page
 
-from pretrain.config import ModelConfig
+from pretrain.common.settings import dump
+from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.model.heads import PretrainingModel
 from pretrain.reporting import report
@@ -153,7 +154,10 @@ def test_a_file_that_cannot_be_written_or_read_stops_nothing(model: Any, corpus:
 # ---- the report
 
 
-def test_the_report_draws_heads_and_kinds_over_the_steps(runs: dict[str, Path], tmp_path: Path) -> None:
+def test_the_report_draws_heads_and_kinds_over_the_steps(runs: dict[str, Path], corpus: Path, tmp_path: Path) -> None:
+    for name in ("with", "without"):
+        config = PretrainConfig.model_validate(settings(corpus, runs[name]))
+        (runs[name] / "config.yaml").write_text(dump(config))
     page = Page(report.write_report(runs["with"], tmp_path / "report.html").read_text())
     page.assert_stands_alone()
     assert page.html.count('<svg class="matrix"') == 3 * 3  # heads, evaluations
