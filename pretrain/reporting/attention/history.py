@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from pretrain.common.errors import RunError
-from pretrain.common.files import write_json
+from pretrain.common.files import atomic_open
 from pretrain.config import ModelConfig
 from pretrain.corpus.shards import TokenShards
 from pretrain.model.padded import PaddedEncoder
@@ -115,7 +115,8 @@ class AttentionHistory:
             "records": records,
         }
         try:
-            write_json(self._path, content)
+            with atomic_open(self._path, "w") as file:
+                json.dump(content, file, separators=(",", ":"))
         except (OSError, RunError) as error:
             logger.warning("the attention of the heads is not recorded: %s", error)
 
