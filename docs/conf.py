@@ -20,6 +20,7 @@ NAVIGATION = {
         "guides/optimizers",
         "guides/finetuning",
         "guides/monitoring",
+        "guides/attention",
         "guides/recovery",
         "guides/multi-gpu",
         "guides/jobs",

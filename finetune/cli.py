@@ -18,7 +18,7 @@ from pretrain.common.kinds import did_you_mean
 # launch.sh prints this file too, before there is a Python to run.
 COMMANDS_FILE = Path(__file__).with_name("commands.txt")
 
-_PRETRAIN = ("prepare", "pretrain", "report", "dashboard")
+_PRETRAIN = ("prepare", "pretrain", "report", "dashboard", "attention")
 _FINETUNE = ("demo", "finetune", "evaluate", "predict", "sweep", "glue")
 _CLUSTER = ("doctor", "manifest", "submit", "status", "logs", "list", "stop", "delete", "up", "down")
 

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain import demo
@@ -50,9 +51,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of every command, for the command line and the command reference."""
+    reports = (_add_report, _add_dashboard, _add_attention)
     return make_parser(
         "Pretrain BERT-style encoders, from raw text to a checkpoint that transformers loads.",
-        (_add_prepare, _add_pretrain, _add_export, _add_report, _add_dashboard, _add_demo, _add_bench),
+        (_add_prepare, _add_pretrain, _add_export, *reports, _add_demo, _add_bench),
     )
 
 
@@ -139,6 +141,14 @@ def _dashboard(arguments: argparse.Namespace) -> None:
             plain_http=arguments.allow_plain_http,
         )
     )
+
+
+def _attention(arguments: argparse.Namespace) -> None:
+    from pretrain.reporting.attention.page import write_attention_page
+
+    given = {"text": arguments.text, "pair": arguments.pair, "texts": arguments.texts}
+    summary = write_attention_page(arguments.model, arguments.out, **given)
+    print(f"{summary}\n\n{arguments.out.resolve().as_uri()}")
 
 
 def _demo(arguments: argparse.Namespace) -> int:
@@ -264,6 +274,40 @@ def _add_dashboard(commands: Any) -> None:
     add_address(parser, "dashboard URL of the cluster that runs the job")
     parser.add_argument("--out", type=local_path, metavar="FILE", help="page to write (default: RUN/dashboard.html)")
     parser.add_argument("--follow", action="store_true", help="update the page every 10 s until the run finishes")
+
+
+def _add_attention(commands: Any) -> None:
+    parser = add_command(
+        commands,
+        "attention",
+        _attention,
+        "write what each head of a model attends to, on a text, as one HTML page",
+        """
+  ./launch.sh attention runs/bert-mini --text "The cat sat on the mat, because the cat was tired."
+  ./launch.sh attention exported/bert-mini --text "Who wrote it?" --pair "Anna wrote it." --out pair.html
+  ./launch.sh attention runs/sst2 --texts sentences.txt""",
+    )
+    parser.add_argument(
+        "model",
+        type=local_path,
+        metavar="MODEL",
+        help="run folder, exported, fine-tuned or released model",
+    )
+    parser.add_argument("--text", metavar="TEXT", help="text to draw (default: the first of --texts)")
+    parser.add_argument("--pair", metavar="TEXT", help="second text of a pair")
+    parser.add_argument(
+        "--texts",
+        type=local_path,
+        metavar="FILE",
+        help="file with one text per line: average each head's attention over all of them, instead of --text alone",
+    )
+    parser.add_argument(
+        "--out",
+        type=local_path,
+        metavar="FILE",
+        default=Path("attention.html"),
+        help="page to write (default: attention.html)",
+    )
 
 
 def _add_demo(commands: Any) -> None:

@@ -24,6 +24,7 @@ from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.estimate import executed_flops, micro_batch_tokens
 from pretrain.model.heads import Losses, PretrainingModel
+from pretrain.reporting.attention.history import AttentionHistory
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
 from pretrain.training.loop import TrainingPlan
@@ -108,6 +109,10 @@ class Pretraining:
         self._loader: Loader | None = None
         self._stalled_before = 0.0
         self._phase = 0
+        self._steps = 0  # that were begun
+        self._history: AttentionHistory | None = None
+        if config.evaluation.attention:
+            self._history = AttentionHistory(config.folder, config.model, held_out)
         self._validation: dict[int, list[StepBatch]] = {}
         for number in range(len(config.phases)):  # report errors of later phases now, not after hours of training
             BatchMaker(
@@ -119,6 +124,9 @@ class Pretraining:
 
     def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[StepBatch]:
         first_phase, phase_step = self._config.phase_at(start_step)
+        self._steps = start_step
+        if self._history is not None and self._engine.rank == 0:
+            self._history.rewind(start_step)
         # Data that a phase skipped shifts only the later data of the same phase.
         behind = [0] * len(self._config.phases)  # in samples
         for step, count in passed_over:
@@ -129,6 +137,7 @@ class Pretraining:
             self._open_loader(number, phase_step, behind[number])
             assert self._loader is not None
             for _, step in zip(range(phase_step, self._config.phases[number].steps), self._loader, strict=False):
+                self._steps += 1
                 yield step.to(self._device)
             phase_step = 0
 
@@ -197,7 +206,15 @@ class Pretraining:
                 totals += self.totals(engine.forward(micro_batch.to(self._device))).double().cpu()
             counts += self.counts(step)
         engine.sum_over_workers(totals)
+        if self._history is not None:
+            self._record_attention(self._history)
         return self.metrics(totals.tolist(), counts.tolist()) if counts[0] else {}
+
+    def _record_attention(self, history: AttentionHistory) -> None:
+        """Rank 0 records; the others only lend their parts of the weights."""
+        with self._engine.whole_parameters() as parameters:
+            if self._engine.rank == 0:
+                history.record(self._steps, parameters)
 
     def to_minimise(self, means: dict[str, float]) -> float:
         return means["loss"]

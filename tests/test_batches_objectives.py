@@ -309,7 +309,7 @@ def packed_documents(made, samples: np.ndarray):
     rows = made.gather(plan)
     for number, (begin, end) in enumerate(itertools.pairwise(rows.starts)):
         ids = rows.input_ids[begin:end]
-        assert len(ids) == plan.lengths[number] <= made.room + 2
+        assert len(ids) == plan.lengths[number] <= made.capacity + 2
         assert (ids[0], ids[-1]) == (SPECIAL["cls"], SPECIAL["sep"])
         assert np.array_equal(ids < 5, ~rows.ordinary[begin:end])
         assert not rows.token_types[begin:end].any()
@@ -342,7 +342,7 @@ def test_full_sentences_go_on_across_documents(length: int) -> None:
                 following = text.sentence == text.sentence[tokens[-1] + 1]
                 assert text.sentence[tokens[-1]] != text.sentence[tokens[-1] + 1]
                 another = text.document[tokens[-1]] != text.document[tokens[-1] + 1]
-                assert len(tokens) + len(pieces) - 1 + another + following.sum() > made.room
+                assert len(tokens) + len(pieces) - 1 + another + following.sum() > made.capacity
     assert max(counts) > (2 if length > 16 else 1)
 
 

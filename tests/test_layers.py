@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "pretrain.train": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.estimate pretrain.training"
+        "pretrain.checkpoint pretrain.estimate pretrain.training pretrain.reporting"
     ),
     "pretrain.bench": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "

@@ -25,6 +25,7 @@ _FREE_ON_RESUME = (
     # The corpus is compared by the fingerprint in the checkpoint.
     "corpus",
     "evaluation.every_steps",
+    "evaluation.attention",
     # Learning rates: a diverged run is resumed with lower ones.
     "phases.*.peak_learning_rate",
     "phases.*.warmup_steps",

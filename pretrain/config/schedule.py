@@ -180,3 +180,7 @@ class EvaluationConfig(Section):
 
     every_steps: int = Field(default=1000, ge=1, description="Optimizer steps between evaluations.")
     sequences: int = Field(default=1024, ge=1, description="Held-out sequences per evaluation, always the same ones.")
+    attention: bool = Field(
+        default=True,
+        description="Record at every evaluation what each head attends to, for the report (attention.json).",
+    )

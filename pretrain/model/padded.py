@@ -44,13 +44,21 @@ class PaddedEncoder(nn.Module):
         self.relative, self.final = constants(state, "relative."), constants(state, "final.")
         self.layers = nn.ModuleList(constants(state, f"layers.{number}.") for number in range(shape.layers))
 
-    def encode(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
+    def encode(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        token_type_ids: Tensor | None = None,
+        *,
+        attention: list[Tensor] | None = None,
+    ) -> Tensor:
         """Last hidden states [B, L, H].
 
         Args:
             input_ids: int64 [B, L].
             attention_mask: int64 [B, L], 0 at padding, which follows a sequence's tokens.
             token_type_ids: int64 [B, L]; without them every token has type 0.
+            attention: gets the attention weights of each layer appended, [B, N, L, L].
         """
         shape = self.shape
         hidden_BLH = self._embed(input_ids, token_type_ids)
@@ -61,7 +69,7 @@ class PaddedEncoder(nn.Module):
             if shape.norm_placement == "pre" and shape.has_attention_norm(number):
                 normed_BLH = apply_norm(hidden_BLH, norm_weights(layer, "attention_norm", shape), self.functions)
             by = turns.get(shape.rotary_base_of(number))
-            context_BLH = self._attend(layer, normed_BLH, by, masks[shape.window(number)])
+            context_BLH = self._attend(layer, normed_BLH, by, masks[shape.window(number)], attention)
             weights = LayerWeights.of(layer, shape)
             hidden_BLH = after_attention(context_BLH, hidden_BLH, None, weights, self.functions, 0.0)
         if shape.norm_placement == "post":
@@ -97,14 +105,19 @@ class PaddedEncoder(nn.Module):
             masks[window] = torch.where(outside_LL, lowest, mask)
         return masks
 
-    def _attend(self, layer: Any, hidden_BLH: Tensor, by: Rotation | None, mask: Tensor) -> Tensor:
+    def _attend(
+        self, layer: Any, hidden_BLH: Tensor, by: Rotation | None, mask: Tensor, attention: list[Tensor] | None
+    ) -> Tensor:
         """[B, L, H], the context of every token."""
         heads, projection = self.shape.heads, ProjectionWeights.of(layer, self.shape)
         products = tuple(F.linear(hidden_BLH, weight) for weight in projection.weights)
         qkv_BL3ND = form_qkv(products, projection.biases, by, heads).unflatten(-1, (3, heads, -1))
         q_BNLD, k_BNLD, v_BNLD = qkv_BL3ND.transpose(1, 3).unbind(2)
         scores_BNLL = q_BNLD @ k_BNLD.mT / math.sqrt(q_BNLD.shape[-1]) + mask
-        return (scores_BNLL.softmax(-1) @ v_BNLD).transpose(1, 2).flatten(2)
+        weights_BNLL = scores_BNLL.softmax(-1)
+        if attention is not None:
+            attention.append(weights_BNLL)
+        return (weights_BNLL @ v_BNLD).transpose(1, 2).flatten(2)
 
 
 def constants(state: Mapping[str, Tensor], prefix: str) -> Any:

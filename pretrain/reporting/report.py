@@ -20,6 +20,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.settings import dump
 from pretrain.common.wording import counted
 from pretrain.config import PretrainConfig, load_config
+from pretrain.reporting.attention.progress import attention_section
 from pretrain.reporting.charts import Bar, Series, bar_chart, line_chart
 from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences
 from pretrain.reporting.pages import write_page
@@ -45,6 +46,7 @@ def write_report(run_dir: Path, out: Path) -> Path:
         model=_model_line(run.config),
         tiles=_tiles(run),
         charts=list(_charts(run)),
+        attention=attention_section(run_dir, Path(run.config.corpus.dir)),
         fillings=_predictions(run),
         finetuned=_finetuned(run),
         gains=_gains(_read_finetuned(run)),

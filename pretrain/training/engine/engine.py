@@ -173,6 +173,13 @@ class Engine:
             else:
                 state[AVERAGE].lerp_(flat.detach(), 1 / self.averaged)
 
+    @contextlib.contextmanager
+    def whole_parameters(self) -> Iterator[dict[str, Tensor]]:
+        """Every parameter, whole, by name, as the model computes with it; to be read only, on every rank at once."""
+        parameters = dict(self.module.named_parameters())
+        with self._layout.whole(list(parameters.values())):
+            yield {name: parameter.data for name, parameter in parameters.items()}
+
     def load(self, reader: FragmentReader, steps_taken: int, averaged: int = 0) -> None:
         """Take weights, moments and averages from `reader`.
 

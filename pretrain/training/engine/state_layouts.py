@@ -7,6 +7,7 @@ without a conversion.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -120,6 +121,10 @@ class StateLayout(ABC):
         """Bring the weights that the model computes with in line with the master weights."""
         for name, parameter in self._parts.parameters.items():
             parameter.data.copy_(reader.read("weight", name, 0, parameter.numel()).view(parameter.shape))
+
+    def whole(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+        """While the context lasts, `parameters` are whole on every rank. All ranks enter it together."""
+        return contextlib.nullcontext()
 
     def step(self, loss_scale: float) -> tuple[bool, float]:
         """Clip, and step the optimizer unless a gradient is not finite.
@@ -254,6 +259,9 @@ class Stage3Layout(StateLayout):
             if located is not None:
                 flat, piece = located
                 yield Piece(name, piece.start, flat, slice(piece.offset, piece.offset + piece.numel))
+
+    def whole(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
+        return deepspeed_patches.import_deepspeed().zero.GatheredParameters(parameters)
 
     def refresh(self, reader: FragmentReader) -> None:
         for name, parameter in self._parts.parameters.items():

@@ -1,0 +1,117 @@
+"""What heads attend to on average, after Clark et al. 2019, "What Does BERT Look At?", arXiv:1906.04341, section 3.
+
+Shape letters: L tokens of a text, N heads of a layer, Y layers, K kinds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+# The kinds of token that attention can go to, seen from the token that attends. They overlap: the next token may be a
+# separator. Section 3.1 has relative positions, 3.2 separators and punctuation.
+KINDS = {
+    "self": "itself",
+    "previous": "the previous token",
+    "next": "the next token",
+    "first": "the first token, [CLS]",
+    "separator": "separators, [SEP]",
+    "punctuation": "full stops and commas",
+    "same_token": "the same token elsewhere",
+    "same_word": "the same word elsewhere",
+}
+
+
+@dataclass(frozen=True)
+class MarkedTokens:
+    """The tokens of one text with what the kinds depend on; arrays of L entries.
+
+    Attributes:
+        ids: int64, token ids.
+        first: bool, the special token at the beginning.
+        separator: bool, the other special tokens.
+        punctuation: bool, full stops and commas.
+        word: int64, a number for each distinct word; -1 where there is none.
+        place: int64, a number for each word of the text, the same for its tokens; -1 where there is none.
+    """
+
+    ids: np.ndarray
+    first: np.ndarray
+    separator: np.ndarray
+    punctuation: np.ndarray
+    word: np.ndarray
+    place: np.ndarray
+
+    def selectors(self) -> np.ndarray:
+        """Float32 [K, L, L] in the order of `KINDS`: 1 where a column's token is of that kind for a row's."""
+        length = len(self.ids)
+        ordinary = ~(self.first | self.separator)
+        itself = np.eye(length, dtype=bool)
+        same_token = (self.ids[:, None] == self.ids) & ordinary & ~itself
+        same_word = (self.word[:, None] == self.word) & (self.place[:, None] != self.place) & (self.word >= 0)
+        found = {
+            "self": itself,
+            "previous": np.eye(length, k=-1, dtype=bool),
+            "next": np.eye(length, k=1, dtype=bool),
+            "first": np.broadcast_to(self.first, (length, length)),
+            "separator": np.broadcast_to(self.separator, (length, length)),
+            "punctuation": np.broadcast_to(self.punctuation, (length, length)),
+            "same_token": same_token,
+            "same_word": same_word,
+        }
+        return np.stack([found[kind] for kind in KINDS]).astype(np.float32)
+
+
+class HeadStatistics:
+    """Shares of attention by kind, and entropies, averaged over all tokens of the texts that are added."""
+
+    def __init__(self) -> None:
+        self.texts, self.tokens = 0, 0
+        self._mass: np.ndarray = np.zeros(())  # [K, Y, N]
+        self._entropy: np.ndarray = np.zeros(())  # [Y, N]
+        self._even = np.zeros(len(KINDS))
+        self._even_entropy = 0.0
+
+    def add(self, weights: Sequence[np.ndarray], tokens: MarkedTokens) -> None:
+        """Count a text.
+
+        Args:
+            weights: the attention weights of each layer, float32 [N, L, L]; a row is what one token attends to.
+            tokens: of the text.
+        """
+        length, selectors = len(tokens.ids), tokens.selectors()
+        flat_KS = selectors.reshape(len(KINDS), -1)
+        self._mass = self._mass + np.stack([flat_KS @ layer.reshape(len(layer), -1).T for layer in weights], axis=1)
+        self._entropy = self._entropy + np.stack([_entropy(layer).sum(-1) for layer in weights])
+        self._even = self._even + flat_KS.sum(-1) / length
+        self._even_entropy += length * math.log(length)
+        self.texts, self.tokens = self.texts + 1, self.tokens + length
+
+    @property
+    def shares(self) -> dict[str, np.ndarray]:
+        """Kind -> [Y, N], the share of a head's attention that goes to it, averaged over the attending tokens."""
+        return dict(zip(KINDS, self._mass / self.tokens, strict=True))
+
+    @property
+    def entropy(self) -> np.ndarray:
+        """[Y, N], the mean entropy of a token's weights in nats: low where a head attends to few tokens."""
+        return self._entropy / self.tokens
+
+    @property
+    def even_shares(self) -> dict[str, float]:
+        """The shares of a head that attends to all tokens evenly."""
+        return dict(zip(KINDS, (self._even / self.tokens).tolist(), strict=True))
+
+    @property
+    def even_entropy(self) -> float:
+        """The entropy in nats of such a head, the highest there is."""
+        return self._even_entropy / self.tokens
+
+
+def _entropy(weights_NLL: np.ndarray) -> np.ndarray:
+    """[N, L] entropies of the rows, in nats."""
+    logarithms = np.log(weights_NLL, out=np.zeros_like(weights_NLL), where=weights_NLL > 0)
+    return -(weights_NLL * logarithms).sum(-1)

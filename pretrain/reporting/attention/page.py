@@ -1,0 +1,183 @@
+"""The page of a model's attention on a text: all heads as small matrices, one enlarged, and what heads attend to."""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pretrain.common.errors import InputError
+from pretrain.common.files import disk_errors
+from pretrain.reporting.attention.kinds import KINDS, HeadStatistics
+from pretrain.reporting.attention.strips import percent, strip_chart
+from pretrain.reporting.attention.weights import AttentionModel, ShownTokens
+from pretrain.reporting.pages import write_page
+
+_MOST_WEIGHTS = 12_000_000  # of all heads on the page: 32 MB of text, which a phone still opens
+_WINDOW = 512  # tokens of a text of a file at a time, as in Clark et al.'s models
+_STRONGEST = 3  # heads named for each kind
+
+
+class StrongHead(NamedTuple):
+    """A head and its value; layer and head count from 1, as in Clark et al. (head 4-10 is the tenth of layer 4)."""
+
+    layer: int
+    head: int
+    value: float
+
+    @property
+    def name(self) -> str:
+        return f"{self.layer}-{self.head}"
+
+
+def write_attention_page(
+    folder: Path, out: Path, *, text: str | None = None, pair: str | None = None, texts: Path | None = None
+) -> str:
+    """Write the page to the file `out` atomically and return a summary for the terminal.
+
+    Args:
+        folder: a run, an export, a released or a fine-tuned model.
+        text: the text whose matrices are drawn; by default the first of `texts`.
+        pair: the second text of a pair.
+        texts: a UTF-8 file with one text per line, over which the heads' averages are taken; by default `text` alone.
+
+    Raises:
+        InputError: no text is given, it is too long to be drawn, or the model or the file cannot be read.
+    """
+    lines = read_texts(texts) if texts else []
+    if text is None:
+        if not lines:
+            raise InputError("attention: no text is given. Add --text TEXT, or --texts FILE.")
+        text = lines[0]
+    model = AttentionModel(folder)
+    shown = _drawable(model, text, pair)
+    weights = model.weights(shown)
+    statistics = _statistics(model, lines) if lines else HeadStatistics()
+    if not lines:
+        statistics.add(weights, shown.marked)
+    write_page(
+        out,
+        "attention.html.j2",
+        name=folder.resolve().name,
+        folder=folder,
+        model=_model_line(model),
+        data=_page_data(shown, weights, statistics),
+        tokens=len(shown),
+        averaged=_averaged_over(statistics, from_file=bool(lines)),
+        strongest=[(KINDS[kind], f"{even:.1%}", heads) for kind, even, heads in _strongest(statistics)],
+        strips=list(_strips(statistics)),
+    )
+    return _summary(statistics)
+
+
+def read_texts(path: Path) -> list[str]:
+    """The lines of a UTF-8 file that are not blank. Raises `InputError` if there are none, or it cannot be read."""
+    try:
+        with disk_errors(path):
+            lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        raise InputError(f"{path}: no such file. Give a text file with one text per line.") from None
+    except (UnicodeDecodeError, IsADirectoryError) as error:
+        raise InputError(f"{path}: not a UTF-8 text file ({error}). Give one with one text per line.") from None
+    lines = [line.strip() for line in lines if line.strip()]
+    if not lines:
+        raise InputError(f"{path}: has no text. Write one text per line.")
+    return lines
+
+
+def _drawable(model: AttentionModel, text: str, pair: str | None) -> ShownTokens:
+    """The tokens of the text that is drawn. Raises `InputError` if there are none, or too many."""
+    shown = model.tokens(text, pair)
+    heads = model.shape.layers * model.shape.heads
+    most = min(model.shape.max_positions, math.isqrt(_MOST_WEIGHTS // heads))
+    if len(shown) > most:
+        raise InputError(
+            f"attention: the text has {len(shown)} tokens, and the page holds at most {most} for this model "
+            f"({heads} heads, {model.shape.max_positions} positions). Give a shorter text; --texts takes texts of any "
+            "length."
+        )
+    if (shown.marked.first | shown.marked.separator).all():
+        raise InputError("attention: the text has no token. Give one with words.")
+    return shown
+
+
+def _statistics(model: AttentionModel, lines: list[str]) -> HeadStatistics:
+    statistics = HeadStatistics()
+    for line in lines:
+        for window in model.windows(line, min(_WINDOW, model.shape.max_positions)):
+            statistics.add(model.weights(window), window.marked)
+    return statistics
+
+
+def _page_data(shown: ShownTokens, weights: list[np.ndarray], statistics: HeadStatistics) -> dict[str, Any]:
+    """What the page's script needs. Weights are 16-bit shares of 65,535, in base64 by layer [N, L, L]."""
+    special = shown.marked.first | shown.marked.separator
+    return {
+        "heads": len(weights[0]),
+        "tokens": [
+            {"text": text, "special": bool(one), "joined": joined}
+            for text, one, joined in zip(shown.texts, special, shown.joined, strict=True)
+        ],
+        "weights": [base64.b64encode(np.rint(layer * 65535).astype("<u2")).decode() for layer in weights],
+        "kinds": [
+            {
+                "name": kind,
+                "label": KINDS[kind],
+                "even": round(even, 4),
+                "shares": statistics.shares[kind].round(4).tolist(),
+            }
+            for kind, even in _present(statistics)
+        ],
+        "entropy": statistics.entropy.round(4).tolist(),
+        "even_entropy": round(statistics.even_entropy, 4),
+    }
+
+
+def _present(statistics: HeadStatistics) -> Iterator[tuple[str, float]]:
+    """The kinds that occur in the texts, with the share that even attention would give them."""
+    return ((kind, even) for kind, even in statistics.even_shares.items() if even > 0)
+
+
+def _strongest(statistics: HeadStatistics) -> Iterator[tuple[str, float, list[StrongHead]]]:
+    """(kind, share of even attention, heads that attend to it most)."""
+    for kind, even in _present(statistics):
+        yield kind, even, strongest_heads(statistics.shares[kind], _STRONGEST)
+
+
+def strongest_heads(values: np.ndarray, count: int) -> list[StrongHead]:
+    """The `count` heads of the highest values [layers, heads], highest first."""
+    order = np.argsort(-values, axis=None, kind="stable")[:count]
+    places = (divmod(int(place), values.shape[1]) for place in order)
+    return [StrongHead(layer + 1, head + 1, float(values[layer, head])) for layer, head in places]
+
+
+def _strips(statistics: HeadStatistics) -> Iterator[str]:
+    for kind, even in _present(statistics):
+        label = KINDS[kind]
+        title = f"{label[0].upper()}{label[1:]}"
+        yield strip_chart(title, statistics.shares[kind], even, form=percent)
+    yield strip_chart("Entropy, nats", statistics.entropy, statistics.even_entropy, form=lambda nats: f"{nats:.3g}")
+
+
+def _model_line(model: AttentionModel) -> str:
+    shape = model.shape
+    return f"{model.family}, {shape.layers} layers x {shape.hidden}, {shape.heads} heads per layer"
+
+
+def _averaged_over(statistics: HeadStatistics, *, from_file: bool) -> str:
+    if not from_file:
+        return f"the {statistics.tokens:,} tokens of this text"
+    return f"{statistics.tokens:,} tokens of {statistics.texts:,} text{'s' if statistics.texts > 1 else ''}"
+
+
+def _summary(statistics: HeadStatistics) -> str:
+    """The strongest head of each kind in a few lines."""
+    lines = ["the heads that attend most to"]
+    for kind, even, heads in _strongest(statistics):
+        named = "   ".join(f"{head.name} {head.value:.1%}" for head in heads)
+        lines.append(f"  {KINDS[kind]:26}{named}   (evenly {even:.1%})")
+    return "\n".join(lines)

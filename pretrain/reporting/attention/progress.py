@@ -1,0 +1,145 @@
+"""The report's section on attention: what heads attend to over the steps of a training, and a few matrices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from pretrain.reporting.attention.history import RECORDED, read_history, unpacked
+from pretrain.reporting.attention.kinds import KINDS
+from pretrain.reporting.attention.strips import percent
+from pretrain.reporting.charts import Series, line_chart
+
+_HEADS, _STEPS = 3, 6  # of the pictures
+_LEVELS = 6  # of opacity
+
+
+@dataclass(frozen=True)
+class HeadPictures:
+    """One head over the training: a title, and (step, SVG of its matrix) at some steps."""
+
+    title: str
+    matrices: list[tuple[int, str]]
+
+
+@dataclass(frozen=True)
+class AttentionSection:
+    """What the report draws.
+
+    Attributes:
+        text: whose attention the pictures are; "" if the corpus has no tokenizer any more.
+        heads: a few heads.
+        charts: SVG of each kind over the steps.
+    """
+
+    text: str
+    heads: list[HeadPictures]
+    charts: list[str]
+
+
+def attention_section(run_dir: Path, corpus: Path) -> AttentionSection | None:
+    """The section of the run in `run_dir`; None if it recorded no attention. `corpus` is for the tokenizer."""
+    history = read_history(run_dir)
+    if not history.get("records"):
+        return None
+    records, even = history["records"], {**history["even_shares"], "entropy": history["even_entropy"]}
+    return AttentionSection(
+        text=_text(history["picture"], corpus),
+        heads=_pictures(history, even),
+        charts=[_chart(kind, records) for kind in (*RECORDED, "entropy") if even[kind] > 0],
+    )
+
+
+def matrix_svg(weights_LL: np.ndarray, label: str) -> str:
+    """An <svg> of a matrix of attention weights; opacity is the square root of the weight, in steps."""
+    length = len(weights_LL)
+    levels_LL = np.rint(np.sqrt(weights_LL) * _LEVELS).astype(int)
+    paths = [
+        f'<path opacity="{level / _LEVELS:.2f}" d="{_rectangles(levels_LL == level)}"/>'
+        for level in range(1, _LEVELS + 1)
+        if (levels_LL == level).any()
+    ]
+    return f'<svg class="matrix" viewBox="0 0 {length} {length}" role="img" aria-label="{label}">{"".join(paths)}</svg>'
+
+
+def _rectangles(chosen_LL: np.ndarray) -> str:
+    """An SVG path around the chosen fields, those beside each other in a row together."""
+    parts = []
+    for row, chosen_L in enumerate(chosen_LL):
+        edges = np.flatnonzero(np.diff(np.concatenate([[0], chosen_L.astype(np.int8), [0]])))
+        parts += [f"M{begin} {row}h{end - begin}v1H{begin}z" for begin, end in edges.reshape(-1, 2)]
+    return "".join(parts)
+
+
+def _text(ids: list[int], corpus: Path) -> str:
+    if not (corpus / "tokenizer.json").is_file():
+        return ""
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(corpus / "tokenizer.json")).decode(ids, skip_special_tokens=True)
+
+
+def _pictures(history: dict[str, Any], even: dict[str, float]) -> list[HeadPictures]:
+    """The heads that attend most to a kind after training, each for another kind."""
+    records = history["records"]
+    chosen = records if len(records) <= _STEPS else [records[at] for at in _spread(len(records), _STEPS)]
+    pictures = []
+    for number, kind, share in _distinct_heads(history["heads"], records[-1]["shares"], even):
+        layer, head = history["heads"][number]
+        name = f"{layer + 1}-{head + 1}"
+        matrices = [
+            (
+                one["step"],
+                matrix_svg(unpacked(one["matrices"][number]), f"attention of head {name}, step {one['step']}"),
+            )
+            for one in chosen
+        ]
+        pictures.append(HeadPictures(f"Head {name}: {share:.0%} to {KINDS[kind]}", matrices))
+    return pictures
+
+
+def _distinct_heads(
+    heads: list[list[int]], shares: dict[str, Any], even: dict[str, float]
+) -> list[tuple[int, str, float]]:
+    """(number in `heads`, kind, share) of the largest shares above even attention, no head and no kind twice."""
+    found = sorted(
+        (
+            (shares[kind][layer][head] - even[kind], number, kind)
+            for kind in RECORDED
+            for number, (layer, head) in enumerate(heads)
+        ),
+        reverse=True,
+    )
+    chosen: list[tuple[int, str, float]] = []
+    for above, number, kind in found:
+        if len(chosen) < _HEADS and all(number != one[0] and kind != one[1] for one in chosen):
+            chosen.append((number, kind, above + even[kind]))
+    return chosen
+
+
+def _spread(count: int, chosen: int) -> list[int]:
+    """`chosen` of the numbers below `count`, the first and the last among them."""
+    return [round(number * (count - 1) / (chosen - 1)) for number in range(chosen)]
+
+
+def _chart(kind: str, records: list[dict[str, Any]]) -> str:
+    """The head that attends to the kind most at the end, and the mean of all heads."""
+    values = {one["step"]: np.array(one["entropy"] if kind == "entropy" else one["shares"][kind]) for one in records}
+    last = values[records[-1]["step"]]
+    place = int(last.argmin() if kind == "entropy" else last.argmax())
+    layer, head = divmod(place, last.shape[1])
+    series = [
+        Series(f"head {layer + 1}-{head + 1}", [(step, float(value[layer, head])) for step, value in values.items()]),
+        Series("mean of all heads", [(step, float(value.mean())) for step, value in values.items()], "held-out"),
+    ]
+    label = KINDS.get(kind, "entropy of the weights, nats")
+    return line_chart(
+        f"{label[0].upper()}{label[1:]}",
+        series,
+        form=percent if kind in KINDS else (lambda nats: f"{nats:.3g}"),
+        form_x=lambda step: f"{step:,.0f}",
+        from_zero=True,
+    )

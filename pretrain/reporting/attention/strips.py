@@ -1,0 +1,67 @@
+"""A value of every head by layer, as inline SVG in the style of the other charts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from html import escape
+
+import numpy as np
+
+from pretrain.reporting.charts import ticks
+
+_WIDTH, _HEIGHT = 400, 190
+_LEFT, _RIGHT, _TOP, _BOTTOM = 44, 10, 12, 26
+_SPREAD = 0.6  # of the distance between layers, over which a layer's heads are drawn side by side
+
+
+def percent(share: float) -> str:
+    """A share as text: 0.4567 -> 45.7 %."""
+    return f"{100 * share:.3g}\N{NO-BREAK SPACE}%"
+
+
+def strip_chart(title: str, values: np.ndarray, even: float, *, form: Callable[[float], str]) -> str:
+    """A <figure> with one dot for each head, the mean of each layer as a line, and a mark at `even`.
+
+    Args:
+        title: what is drawn.
+        values: float [layers, heads], at least 0.
+        even: what attention to all tokens alike would give.
+        form: formats a value.
+    """
+    layers, heads = values.shape
+    marks = ticks(0.0, max(float(values.max()), even, 1e-3), 4)
+
+    def x(layer: int, head: float) -> float:
+        width = (_WIDTH - _LEFT - _RIGHT) / layers
+        within = 0.5 + _SPREAD * ((head + 0.5) / heads - 0.5)
+        return round(_LEFT + width * (layer + within), 1)
+
+    def y(value: float) -> float:
+        return round(_TOP + (_HEIGHT - _TOP - _BOTTOM) * (1 - value / marks[-1]), 1)
+
+    parts = [
+        f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(mark)}" y2="{y(mark)}"/>'
+        f'<text x="{_LEFT - 6}" y="{y(mark) + 4}" text-anchor="end">{escape(form(mark))}</text>'
+        for mark in marks
+    ]
+    parts.append(f'<line class="mark" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(even)}" y2="{y(even)}"/>')
+    every = -(-layers // 12)
+    parts += [
+        f'<text x="{x(layer, (heads - 1) / 2)}" y="{_HEIGHT - 8}" text-anchor="middle">{layer + 1}</text>'
+        for layer in range(0, layers, every)
+    ]
+    means = " ".join(f"{x(layer, (heads - 1) / 2)},{y(float(values[layer].mean()))}" for layer in range(layers))
+    parts.append(f'<polyline class="train" points="{means}"/>')
+    parts += [
+        f'<circle class="train" data-head="{layer + 1}-{head + 1}" cx="{x(layer, head)}" '
+        f'cy="{y(float(values[layer, head]))}" r="3"><title>head {layer + 1}-{head + 1}: '
+        f"{escape(form(float(values[layer, head])))}</title></circle>"
+        for layer in range(layers)
+        for head in range(heads)
+    ]
+    label = f"{escape(title, quote=True)}, of each head, by layer"
+    return (
+        f'<figure class="chart strip"><figcaption><b>{escape(title)}</b></figcaption>'
+        f'<svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{label}">'
+        f"{''.join(parts)}</svg></figure>"
+    )

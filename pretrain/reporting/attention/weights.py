@@ -1,0 +1,131 @@
+"""The attention weights of any model that is readable, on any text.
+
+Shape letters: L tokens, N heads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from pretrain.checkpoint.released import read_released
+from pretrain.checkpoint.tokenizer import read_tokenizer
+from pretrain.model.padded import PaddedEncoder
+from pretrain.reporting.attention.kinds import MarkedTokens
+
+_PUNCTUATION = (".", ",")  # Clark et al. section 3.2
+_SPACE = re.compile(r"\s")
+
+
+@dataclass(frozen=True)
+class ShownTokens:
+    """A text, or a pair of texts, as the model reads it.
+
+    Attributes:
+        texts: each token as it stands in the text; special tokens by name.
+        joined: whether a token continues the word before it.
+        token_types: int64 [L].
+        marked: for statistics.
+    """
+
+    texts: tuple[str, ...]
+    joined: tuple[bool, ...]
+    token_types: np.ndarray
+    marked: MarkedTokens
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+
+class AttentionModel:
+    """A model with its tokenizer, in fp32.
+
+    Args:
+        folder: what `pretrain.checkpoint.released.read_released` reads: a run, an export, a release, or a fine-tuned
+            model.
+
+    Raises:
+        InputError: the model or its tokenizer cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        released = read_released(folder)
+        self.shape, self.family = released.model, released.family
+        self._tokenizer = read_tokenizer(folder, released.vocabulary_size)
+        self._segments = released.token_types > 1
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._encoder = PaddedEncoder(released.model, released.backbone).to(self._device)
+
+    def tokens(self, text: str, pair: str | None = None) -> ShownTokens:
+        """The tokens of a text or a pair, with special tokens, however many there are."""
+        self._tokenizer.no_truncation()
+        return _shown(self._tokenizer.encode(text, pair), text, pair)
+
+    def windows(self, text: str, most: int) -> Iterator[ShownTokens]:
+        """The tokens of a text in windows of at most `most` tokens, each with its special tokens."""
+        self._tokenizer.enable_truncation(most)
+        whole = self._tokenizer.encode(text)
+        for window in (whole, *whole.overflowing):
+            yield _shown(window, text, None)
+
+    def weights(self, tokens: ShownTokens) -> list[np.ndarray]:
+        """The attention weights of each layer, float32 [N, L, L]; a row is what one token attends to, its sum is 1."""
+        arrays = (tokens.marked.ids, tokens.token_types)
+        ids_1L, types_1L = (torch.from_numpy(array)[None].to(self._device) for array in arrays)
+        collected: list[torch.Tensor] = []
+        with torch.inference_mode():
+            types = types_1L if self._segments else None
+            self._encoder.encode(ids_1L, torch.ones_like(ids_1L), types, attention=collected)
+        return [layer_1NLL[0].float().cpu().numpy() for layer_1NLL in collected]
+
+
+def _shown(encoding: Any, text: str, pair: str | None) -> ShownTokens:
+    """The tokens of an encoding of the tokenizers library."""
+    texts: list[str] = []
+    joined: list[bool] = []
+    words: list[tuple[int, int] | None] = []
+    last_end: tuple[int | None, int] = (None, -1)  # text and end of the last token
+    for number, name in enumerate(encoding.tokens):
+        source = None if encoding.special_tokens_mask[number] else encoding.sequence_ids[number]
+        if source is None:
+            texts.append(name)
+            joined.append(False)
+            words.append(None)
+            continue
+        whole, (begin, end) = (text, pair or "")[source], encoding.offsets[number]
+        # Tokenizers of bytes count the space before a word to its first token.
+        begins_with_space = _SPACE.match(whole[begin:end]) is not None
+        texts.append(whole[begin:end].strip() or name)
+        # Without a division into words, each token is one.
+        word = (source, -1 - number if encoding.word_ids[number] is None else encoding.word_ids[number])
+        joined.append(last_end == (source, begin) and not begins_with_space and word == words[-1])
+        words.append(word)
+        last_end = (source, end)
+    return ShownTokens(
+        tuple(texts), tuple(joined), np.array(encoding.type_ids, np.int64), _marked(encoding, texts, words)
+    )
+
+
+def _marked(encoding: Any, texts: list[str], words: list[tuple[int, int] | None]) -> MarkedTokens:
+    special = np.array([word is None for word in words])
+    first = special & (np.arange(len(special)) == 0)
+    spelt: dict[tuple[int, int], str] = {}
+    for text, word in zip(texts, words, strict=True):
+        if word is not None:
+            spelt[word] = spelt.get(word, "") + text.lower()
+    numbers = {spelling: number for number, spelling in enumerate(dict.fromkeys(spelt.values()))}
+    places = {word: number for number, word in enumerate(spelt)}
+    return MarkedTokens(
+        ids=np.array(encoding.ids, np.int64),
+        first=first,
+        separator=special & ~first,
+        punctuation=np.array([text in _PUNCTUATION for text in texts]),
+        word=np.array([-1 if word is None else numbers[spelt[word]] for word in words]),
+        place=np.array([-1 if word is None else places[word] for word in words]),
+    )
