@@ -26,6 +26,7 @@ from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
 from pretrain.common.settings import given_values, load
 from pretrain.config import ModelConfig, PretrainConfig, began_from, run_folder
+from pretrain.config.families import SIZES
 from pretrain.corpus.extension import old_pieces
 from pretrain.corpus.manifest import check_same_tokenizer
 from pretrain.corpus.shards import TokenShards, open_shards
@@ -59,8 +60,8 @@ def start_overrides(path: Path, overrides: Sequence[str], *, resume: bool = Fals
         return []
     released = read_released(Path(folder).expanduser())
     tokenizer = start_tokenizer(Path(folder).expanduser(), released)
-    model = _model(folder, released, _section(given, "model"))
-    return [_override("model", model.model_dump(mode="json")), *_vocabulary_overrides(folder, tokenizer, given)]
+    model = _model(folder, released)
+    return [*_model_overrides(folder, model, given), *_vocabulary_overrides(folder, tokenizer, given)]
 
 
 def start_tokenizer(folder: Path, released: Released | None = None) -> Tokenizer:
@@ -81,41 +82,46 @@ def _earlier(given: Mapping[str, Any]) -> PretrainConfig | None:
 
 
 def _of_earlier_start(earlier: PretrainConfig, given: Mapping[str, Any]) -> list[str]:
-    values: dict[str, Any] = {"model": earlier.model.model_dump(mode="json")}
-    _refuse_contradictions(earlier.start_from, earlier.model, _section(given, "model"))
+    values: dict[str, Any] = {}
     for key in ("size", "lowercase", "added_words"):
         values[f"corpus.vocabulary.{key}"] = getattr(earlier.corpus.vocabulary, key)
     if not given.get("start_from"):
         values["start_from"] = earlier.start_from
-    return [_override(key, value) for key, value in values.items()]
+    overrides = [_override(key, value) for key, value in values.items()]
+    return [*_model_overrides(earlier.start_from, earlier.model, given), *overrides]
 
 
-def _model(folder: str, released: Released, given: Mapping[str, Any]) -> ModelConfig:
-    """The checkpoint's shape, with the settings of the config that may differ from it."""
+def _model(folder: str, released: Released) -> ModelConfig:
+    """The checkpoint's shape."""
     if released.model.embedding not in (0, released.model.hidden):
         raise InputError(
             f"start_from: {folder} has embeddings of {released.model.embedding} below layers of "
             f"{released.model.hidden}, which can be fine-tuned, but not pretrained. Choose another checkpoint."
         )
-    model = released.model.model_copy(update={"attention_init": "normal"})
-    _refuse_contradictions(folder, model, given)
-    free = {key: given[key] for key in _FREE if key in given}
-    return ModelConfig.model_validate({**model.model_dump(), **free}) if free else model
+    return released.model.model_copy(update={"attention_init": "normal"})
+
+
+def _model_overrides(folder: str, model: ModelConfig, given: Mapping[str, Any]) -> list[str]:
+    """The checkpoint's shape, without those settings of the config that may differ from it."""
+    section = _section(given, "model")
+    _refuse_contradictions(folder, model, section)
+    values = model.model_dump(mode="json")
+    return [_override(f"model.{key}", values[key]) for key in values if not (key in _FREE and key in section)]
 
 
 def _refuse_contradictions(folder: str, model: ModelConfig, given: Mapping[str, Any]) -> None:
     """Raise `InputError` for the first setting of the model that the config gives and the checkpoint has otherwise."""
-    given = {key: value for key, value in given.items() if key not in _FREE}
-    try:
-        wanted = ModelConfig.model_validate({"size": "custom" if "layers" in given else "base", **given})
-    except ValueError:
-        return  # the config's own validation says what is wrong
-    sized = given.get("size", "custom") != "custom"
-    for name in [*given, *(("layers", "hidden", "heads", "intermediate") if sized else ())]:
-        ours, theirs = getattr(wanted, name, None), getattr(model, name, None)
-        if name != "size" and ours != theirs:
+    wanted = {name: value for name, value in given.items() if name not in (*_FREE, "size") and value != 0}
+    size = SIZES[model.family].get(str(given.get("size")))
+    if size is not None:
+        wanted = {**size._asdict(), **wanted}
+    for name, value in wanted.items():
+        if name in ModelConfig.model_fields and value != getattr(model, name):
+            where = (
+                f"model.size: {given['size']} has {name} {value!r}" if name not in given else f"model.{name}: {value!r}"
+            )
             raise InputError(
-                f"model.{name}: is {ours!r}, but the checkpoint in start_from ({folder}) has {theirs!r}. "
+                f"{where}, but the checkpoint in start_from ({folder}) has {getattr(model, name)!r}. "
                 "Remove it: the checkpoint decides the model."
             )
 

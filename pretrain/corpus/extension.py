@@ -73,7 +73,8 @@ def check_extension(tokenizer: Tokenizer, most: int) -> None:
     if size <= LARGEST_NARROW < size + most:
         raise InputError(
             f"corpus.vocabulary.added_words ({most}): with the {size} entries of the checkpoint's vocabulary, the ids "
-            f"would exceed the 16 bits of the token shards ({LARGEST_NARROW}). Lower it to {LARGEST_NARROW - size} or less."
+            f"would exceed the 16 bits of the token shards ({LARGEST_NARROW}). "
+            f"Lower it to {LARGEST_NARROW - size} or less."
         )
 
 
