@@ -18,7 +18,7 @@ from pretrain.batches.loader import MicroBatch
 from pretrain.bench.baselines import pad
 from pretrain.checkpoint.hf import to_hf
 from pretrain.config import MAX_WIDTH, ModelConfig
-from pretrain.model.attention import AttentionOptions, TokenLayout, self_attention
+from pretrain.model.attention import AttentionOptions, ProjectionWeights, TokenLayout, self_attention
 from pretrain.model.attention.grouped_op import _keys_to_heads, grouped_attention
 from pretrain.model.attention.grouping import SCORES_PER_GROUP, group_sequences
 from pretrain.model.compile import MARKS_UNKNOWN_SIZES
@@ -349,7 +349,7 @@ def test_heads_that_begin_at_neighbours_look_there(size: Literal["mini", "base"]
                 assert there.median() > 0.15, (head, offset)
                 assert there.median() > 5 * mirrored.median(), (head, offset)
             assert number == 2 or statistics.median(firsts) > 0.2
-            hidden_TH = layer(hidden_TH, batch.token_keys, batch.cu_seqlens, length)
+            hidden_TH = layer(hidden_TH, TokenLayout(batch.cu_seqlens, length, None, batch.token_keys))
 
 
 def test_a_shape_that_cannot_begin_at_neighbours_is_refused() -> None:
@@ -424,7 +424,8 @@ def test_a_group_of_one_sequence_or_one_query_compiles_nothing_new() -> None:
         asking = None if rows is None else torch.tensor(rows)
         keys = torch.randint(1 << 20, (sum(lengths),), dtype=torch.int32)
         layout = TokenLayout(cu_seqlens, max(lengths), asking, keys)
-        out = [self_attention(hidden, weight, bias, layout, AttentionOptions(4, 0.1, fused)) for fused in (False, True)]
+        projection = ProjectionWeights((weight,), (bias,))
+        out = [self_attention(hidden, projection, layout, AttentionOptions(4, 0.1, fused)) for fused in (False, True)]
         torch.testing.assert_close(out[1], out[0], rtol=1e-5, atol=1e-5)
         plain, fused = (torch.autograd.grad(one.square().sum(), hidden)[0] for one in out)
         torch.testing.assert_close(fused, plain, rtol=1e-4, atol=1e-5)

@@ -1,4 +1,4 @@
-"""The arithmetic of the embeddings and of a Transformer layer past its attention, as pure functions.
+"""The arithmetic of the embeddings and of a Transformer layer around its attention, as pure functions.
 
 The encoder calls them over unpadded batches, its padded twin (`padded.py`) over padded ones; nothing else defines a
 layer. Shape letters: T tokens (the padded twin has sequences times tokens), E width of the embeddings, H hidden width,
@@ -26,48 +26,53 @@ class BlockFunctions(NamedTuple):
     norm: Callable[..., Tensor]  # as `norms.Norm.function`
     activation: Callable[[Tensor], Tensor]
     eps: float  # of the norm
+    pre_norm: bool = False  # whether norms come before attention and feed-forward network, not after the residual sums
+    gated: bool = False  # whether the activation is multiplied by a second projection
 
     @classmethod
     def of(cls, model: ModelConfig) -> BlockFunctions:
         """The functions that a config names. Raises `InputError` for an unknown name."""
-        return cls(get_norm(model.norm).function, get_activation(model.activation).function, model.layer_norm_eps)
+        norm, activation = get_norm(model.norm).function, get_activation(model.activation).function
+        return cls(norm, activation, model.layer_norm_eps, model.norm_placement == "pre", model.gated)
 
 
 class EmbeddingWeights(NamedTuple):
     """The parameters of `embed`."""
 
-    token_type: Tensor  # [2, E]
-    norm: tuple[Tensor, ...]  # as `norms.Norm.parameters`, each [E]
+    token_type: Tensor | None  # [2, E]
+    norm: tuple[Tensor, ...] | None  # as `norms.Norm.parameters`, each [E]
 
     @classmethod
     def of(cls, embeddings: Any, model: ModelConfig) -> EmbeddingWeights:
         """Those of a module whose parameters are `parameters.embedding_parameters`."""
-        return cls(embeddings.token_type, norm_weights(embeddings, "norm", model))
+        token_type = embeddings.token_type if model.token_types else None
+        return cls(token_type, norm_weights(embeddings, "norm", model) if model.embedding_norm else None)
 
 
 class LayerWeights(NamedTuple):
     """The parameters of `after_attention`, in the order of its arithmetic."""
 
     attention_out_weight: Tensor  # [H, H]
-    attention_out_bias: Tensor
-    attention_norm: tuple[Tensor, ...]  # as `norms.Norm.parameters`, each [H]
-    ffn_in_weight: Tensor  # [F, H]
-    ffn_in_bias: Tensor
+    attention_out_bias: Tensor | None
+    attention_norm: tuple[Tensor, ...]  # as `norms.Norm.parameters`, each [H]; () in pre-norm
+    ffn_in_weight: Tensor  # [F, H]; gated [2F, H], first what the activation is applied to
+    ffn_in_bias: Tensor | None
     ffn_out_weight: Tensor  # [H, F]
-    ffn_out_bias: Tensor
+    ffn_out_bias: Tensor | None
     ffn_norm: tuple[Tensor, ...]
 
     @classmethod
     def of(cls, layer: Any, model: ModelConfig) -> LayerWeights:
         """Those of a module whose parameters are `parameters.layer_parameters`."""
+        ffn_in = "gated_in" if model.gated else "ffn_in"
         return cls(
             layer.attention_out_weight,
-            layer.attention_out_bias,
-            norm_weights(layer, "attention_norm", model),
-            layer.ffn_in_weight,
-            layer.ffn_in_bias,
+            getattr(layer, "attention_out_bias", None),
+            norm_weights(layer, "attention_norm", model) if model.norm_placement == "post" else (),
+            getattr(layer, f"{ffn_in}_weight"),
+            getattr(layer, f"{ffn_in}_bias", None),
             layer.ffn_out_weight,
-            layer.ffn_out_bias,
+            getattr(layer, "ffn_out_bias", None),
             norm_weights(layer, "ffn_norm", model),
         )
 
@@ -79,19 +84,30 @@ def norm_weights(module: Any, name: str, model: ModelConfig) -> tuple[Tensor, ..
 
 def embed(
     words_TE: Tensor,
-    positions_TE: Tensor,
+    positions_TE: Tensor | None,
     token_types_T: Tensor | None,
     keys_T: Tensor | None,
     weights: EmbeddingWeights,
     functions: BlockFunctions,
     dropout: float,
 ) -> Tensor:
-    """[T, E] normalised sum of the three embeddings; without `token_types_T` every token has type 0."""
-    first_E, second_E = weights.token_type.float()  # before they are spread, so that their gradient is summed in fp32
-    types_TE = first_E if token_types_T is None else torch.where(token_types_T[..., None] == 0, first_E, second_E)
-    summed_TE = words_TE.float() + positions_TE.float() + types_TE
-    normed_TE = functions.norm(summed_TE, *weights.norm, eps=functions.eps)
-    return hash_dropout(normed_TE, keys_T, 0, dropout).to(words_TE.dtype)
+    """[T, E] normalised sum of the embeddings; without `token_types_T` every token has type 0."""
+    summed_TE = words_TE.float()
+    if positions_TE is not None:
+        summed_TE = summed_TE + positions_TE.float()
+    if weights.token_type is not None:
+        # Before they are spread, so that their gradient is summed in fp32.
+        first_E, second_E = weights.token_type.float()
+        types_TE = first_E if token_types_T is None else torch.where(token_types_T[..., None] == 0, first_E, second_E)
+        summed_TE = summed_TE + types_TE
+    if weights.norm is not None:
+        summed_TE = functions.norm(summed_TE, *weights.norm, eps=functions.eps)
+    return hash_dropout(summed_TE, keys_T, 0, dropout).to(words_TE.dtype)
+
+
+def apply_norm(hidden_TH: Tensor, weights: tuple[Tensor, ...], functions: BlockFunctions) -> Tensor:
+    """[T, H] normalised, as before the attention of a pre-norm model and after its last layer."""
+    return functions.norm(hidden_TH.float(), *weights, eps=functions.eps).to(hidden_TH.dtype)
 
 
 def after_attention(
@@ -102,21 +118,35 @@ def after_attention(
     functions: BlockFunctions,
     dropout: float,
 ) -> Tensor:
-    """Output projection, residual and norm, then the feed-forward network with its own: [T, H]."""
+    """Output projection, residual sum, feed-forward network and its residual sum, with a norm of each: [T, H]."""
     w, dtype = weights, hidden_TH.dtype
     attended_TH = linear(context_TH, w.attention_out_weight, w.attention_out_bias)
     attended_TH = hidden_TH + hash_dropout(attended_TH, keys_T, 1, dropout)
-    attended_TH = functions.norm(attended_TH, *w.attention_norm, eps=functions.eps).to(dtype)
-    inner_TF = functions.activation(linear(attended_TH, w.ffn_in_weight, w.ffn_in_bias)).to(dtype)
+    if functions.pre_norm:
+        normed_TH = functions.norm(attended_TH, *w.ffn_norm, eps=functions.eps).to(dtype)
+    else:
+        normed_TH = attended_TH = functions.norm(attended_TH, *w.attention_norm, eps=functions.eps).to(dtype)
+    inner_TF = feed_forward_inner(linear(normed_TH, w.ffn_in_weight, w.ffn_in_bias), functions).to(dtype)
     output_TH = linear(inner_TF, w.ffn_out_weight, w.ffn_out_bias)
     output_TH = attended_TH + hash_dropout(output_TH, keys_T, 2, dropout)
+    if functions.pre_norm:
+        return output_TH.to(dtype)
     return functions.norm(output_TH, *w.ffn_norm, eps=functions.eps).to(dtype)
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+def feed_forward_inner(projected: Tensor, functions: BlockFunctions) -> Tensor:
+    """The activation, [T, F] of [T, F]; or times the gate, [T, F] of [T, 2F] (Shazeer 2020, arXiv:2002.05202)."""
+    if not functions.gated:
+        return functions.activation(projected)
+    activated_TF, gate_TF = projected.chunk(2, dim=-1)
+    return functions.activation(activated_TF) * gate_TF
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     """x @ weight.T + bias in fp32: [..., in] -> [..., out], to be rounded by what follows.
 
     For code that is compiled: the bias joins the pass that reads the product. `F.linear` on CPU writes it out to
     every row before the matmul, which costs an eighth of the matmul's time at BERT-Base (docs/benchmarks/lab-notes.md).
     """
-    return F.linear(x, weight).float() + bias.float()
+    product = F.linear(x, weight).float()
+    return product if bias is None else product + bias.float()

@@ -13,9 +13,11 @@ from pretrain.model.activations import get_activation
 from pretrain.model.norms import get_norm
 from pretrain.model.parameters import (
     embedding_parameters,
+    final_parameters,
     head_parameters,
     layer_parameters,
     matrix_entries,
+    position_parameters,
     total,
 )
 
@@ -24,14 +26,15 @@ from pretrain.model.parameters import (
 LOGITS_PER_PIECE = 1 << 26
 # 2 FLOPs for each multiply-add; the backward pass has twice the products of the forward pass.
 _FLOPS_PER_ENTRY = 6
+_PROJECTIONS = ("qkv_weight", "q_weight", "kv_weight")
 
 
 class ParameterCount(NamedTuple):
-    """Parameter counts. The decoder is tied to the word embeddings and counted once."""
+    """Parameter counts. A decoder that is tied to the word embeddings is counted once."""
 
-    embeddings: int
-    layers: int
-    heads: int  # pooler, NSP classifier, MLM transform and decoder bias
+    embeddings: int  # with biases of relative positions
+    layers: int  # with the norm after the last
+    heads: int  # pooler, NSP classifier, MLM transform, untied decoder and decoder bias
 
     @property
     def total(self) -> int:
@@ -49,8 +52,8 @@ def parameter_count(model: ModelConfig, vocabulary_size: int, next_sentence: boo
     """Parameters of the encoder with its pretraining heads. Raises `InputError` as `check_names`."""
     check_names(model)
     return ParameterCount(
-        total(embedding_parameters(model, vocabulary_size)),
-        model.layers * total(layer_parameters(model)),
+        total(embedding_parameters(model, vocabulary_size)) + total(position_parameters(model)),
+        sum(total(layer_parameters(model, number)) for number in range(model.layers)) + total(final_parameters(model)),
         total(head_parameters(model, vocabulary_size, next_sentence)),
     )
 
@@ -60,15 +63,15 @@ def flops(
 ) -> float:
     """Useful floating-point operations of one forward and backward pass over sequences of `lengths` tokens.
 
-    Matrix products only; no padding, no recomputation; the MLM head at `masked` rows. 6 FLOPs per weight and row,
-    12 L H len^2 per sequence in the attention. The last layer counts whole, as in every other system's figures, though
-    ours skips the rows that no loss reads.
+    Matrix products only; no padding, no recomputation; the MLM head at `masked` rows. 6 FLOPs per weight and row, and
+    in the attention 12 H per pair of a query and a key that it sees, which in a local layer is within the window. The
+    last layer counts whole, as in every other system's figures, though ours skips the rows that no loss reads.
     """
     heads = {parameter.name: parameter for parameter in head_parameters(model, vocabulary_size, next_sentence)}
-    transform = heads["mlm_transform_weight"]
-    decoder = transform.shape[0] * vocabulary_size
+    width = model.embedding or model.hidden
+    transform = heads["mlm_transform_weight"].numel if model.mlm_transform else 0
     pairs = heads["pooler_weight"].numel + heads["nsp_weight"].numel if next_sentence else 0
-    mlm_flops = _FLOPS_PER_ENTRY * (transform.numel + decoder) * masked
+    mlm_flops = _FLOPS_PER_ENTRY * (transform + width * vocabulary_size) * masked
     return _all_layers(model, lengths) + mlm_flops + _FLOPS_PER_ENTRY * pairs * len(lengths)
 
 
@@ -78,12 +81,15 @@ def executed_flops(
     """As `flops`, without the rows that the last layer skips: only [CLS] and the masked tokens are its query positions.
 
     MFU counts these, so skipped work never counts as done. Masked tokens are assumed to be spread evenly over the
-    sequences.
+    sequences. Pooling of all tokens skips none.
     """
-    tokens = sum(lengths)
+    useful = flops(model, vocabulary_size, lengths, masked, next_sentence)
+    if next_sentence and model.pooling != "cls":
+        return useful
+    tokens, window = sum(lengths), model.window(model.layers - 1)
     linear = _after_attention(model) * (tokens - masked - len(lengths))
-    attention = 12 * model.hidden * sum(length * (length - 1 - masked * length / tokens) for length in lengths)
-    return flops(model, vocabulary_size, lengths, masked, next_sentence) - linear - attention
+    skipped = (_pairs(length, window) * (1 - 1 / length - masked / tokens) for length in lengths)
+    return useful - linear - 12 * model.hidden * sum(skipped)
 
 
 def encoder_flops(model: ModelConfig, lengths: Sequence[int], rows: int) -> float:
@@ -91,8 +97,9 @@ def encoder_flops(model: ModelConfig, lengths: Sequence[int], rows: int) -> floa
 
     They are assumed to be spread evenly over the tokens.
     """
-    tokens, squares = sum(lengths), sum(length * length for length in lengths)
-    skipped = _after_attention(model) * (tokens - rows) + 12 * model.hidden * squares * (1 - rows / tokens)
+    tokens, window = sum(lengths), model.window(model.layers - 1)
+    pairs = sum(_pairs(length, window) for length in lengths)
+    skipped = _after_attention(model) * (tokens - rows) + 12 * model.hidden * pairs * (1 - rows / tokens)
     return _all_layers(model, lengths) - skipped
 
 
@@ -137,15 +144,24 @@ def logits_bytes(model: ModelConfig, vocabulary_size: int, masked: int, *, items
 
 
 def _all_layers(model: ModelConfig, lengths: Sequence[float]) -> float:
-    tokens, squares = sum(lengths), sum(length * length for length in lengths)
-    matmuls = _FLOPS_PER_ENTRY * matrix_entries(layer_parameters(model)) * tokens
-    return model.layers * (matmuls + 12 * model.hidden * squares)
+    tokens, matmuls, pairs = sum(lengths), 0, 0.0
+    for number in range(model.layers):
+        matmuls += matrix_entries(layer_parameters(model, number))
+        pairs += sum(_pairs(length, model.window(number)) for length in lengths)
+    return _FLOPS_PER_ENTRY * matmuls * tokens + 12 * model.hidden * pairs
+
+
+def _pairs(length: float, window: int) -> float:
+    """Pairs of a query and a key that it sees, in a sequence of `length` tokens."""
+    if not window or length <= window:
+        return length * length
+    return length * (2 * window + 1) - window * (window + 1)
 
 
 def _after_attention(model: ModelConfig) -> int:
-    """FLOPs per token of a layer's matrices past query, key and value."""
-    parameters = layer_parameters(model)
-    return _FLOPS_PER_ENTRY * matrix_entries(p for p in parameters if not p.name.startswith("qkv_"))
+    """FLOPs per token of the last layer's matrices past query, key and value."""
+    parameters = layer_parameters(model, model.layers - 1)
+    return _FLOPS_PER_ENTRY * matrix_entries(p for p in parameters if p.name not in _PROJECTIONS)
 
 
 def _activation_saves(model: ModelConfig, itemsize: int) -> int:

@@ -1,7 +1,8 @@
-"""BERT as published (Devlin et al. 2019), over unpadded batches: post-norm, learned positions, erf-GELU.
+"""The encoder over unpadded batches. The config chooses the parts of its block (`config/families.py`); BERT's are the
+defaults (Devlin et al. 2019).
 
 Shape letters: T tokens of the micro-batch, S sequences, R query positions, H hidden width, E width of the
-embeddings (H except in some ELECTRA models), V vocabulary.
+embeddings (H except in some ELECTRA models), V vocabulary, N heads of width D.
 
 A layer keeps its parameters flat, and what follows the attention is one pure function (`block.after_attention`). So
 torch.compile makes one program for all layers of a model, and ZeRO-3 gathers a layer's parameters once, outside of it.
@@ -17,12 +18,26 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.config import ModelConfig
-from pretrain.model.attention import AttentionOptions, TokenLayout, self_attention
-from pretrain.model.block import BlockFunctions, EmbeddingWeights, LayerWeights, after_attention, embed
+from pretrain.model.attention import AttentionOptions, ProjectionWeights, TokenLayout, self_attention
+from pretrain.model.block import (
+    BlockFunctions,
+    EmbeddingWeights,
+    LayerWeights,
+    after_attention,
+    apply_norm,
+    embed,
+    norm_weights,
+)
 from pretrain.model.compile import program
 from pretrain.model.hash_rng import BETWEEN
 from pretrain.model.initialisation import attend_to_adjacent_tokens, create_parameters
-from pretrain.model.parameters import embedding_parameters, layer_parameters
+from pretrain.model.parameters import (
+    embedding_parameters,
+    final_parameters,
+    layer_parameters,
+    position_parameters,
+)
+from pretrain.model.positions import relative_buckets, rotations, sinusoids
 
 
 class UnpaddedBatch(Protocol):
@@ -43,10 +58,10 @@ class UnpaddedBatch(Protocol):
 
 
 class Encoder(nn.Module):
-    """The backbone: embeddings and layers. `pretrain/model/parameters.py` lists the parameters.
+    """The backbone: embeddings, layers, and a last norm in pre-norm. `parameters.py` lists the parameters.
 
     Args:
-        shape: sizes, dropout, norm and activation.
+        shape: sizes, dropout, and the parts of the block.
         vocabulary_size: V.
         compile: fuse the layers with torch.compile.
         activation_checkpointing: keep only the layers' inputs and compute the rest again in the backward pass.
@@ -68,7 +83,8 @@ class Encoder(nn.Module):
         self.fused = compile
         self.activation_checkpointing = activation_checkpointing
         self.embeddings = Embeddings(shape, vocabulary_size, compile)
-        layers = [Layer(shape, compile) for _ in range(shape.layers)]
+        self.relative = RelativePositions(shape) if shape.positions == "relative" else None
+        layers = [Layer(shape, number, compile) for number in range(shape.layers)]
         if shape.attention_init == "neighbours":
             attend_to_adjacent_tokens(
                 self.embeddings.position,
@@ -77,6 +93,7 @@ class Encoder(nn.Module):
                 shape.init_std,
             )
         self.layers = nn.ModuleList(layers)
+        self.final = FinalNorm(shape, compile) if shape.norm_placement == "pre" else None
 
     def encode(self, batch: UnpaddedBatch, rows_R: Tensor | None = None) -> Tensor:
         """Last hidden states [T, H], or [R, H] only at the query positions `rows_R` (int64, ascending).
@@ -85,27 +102,34 @@ class Encoder(nn.Module):
         """
         # Invariant 1: dropout depends on the sample and the place in the model, never on a generator's state.
         keys_T = batch.token_keys
-        max_seqlen = max(batch.lengths)
+        layout = TokenLayout(batch.cu_seqlens, max(batch.lengths), None, keys_T)
+        if self.relative is not None:
+            layout = layout._replace(distance_bias=self.relative(layout.max_seqlen))
+        turns = rotations(self.shape, batch.positions)
         hidden_TH = self.embeddings(batch.input_ids, batch.token_types, batch.positions, keys_T)
         for number, layer in enumerate(self.layers):
             keys_T = keys_T + BETWEEN
-            rows = rows_R if number == len(self.layers) - 1 else None
-            arguments = (hidden_TH, keys_T, batch.cu_seqlens, max_seqlen, rows)
+            layout = layout._replace(
+                keys=keys_T,
+                rows=rows_R if number == len(self.layers) - 1 else None,
+                rotation=turns.get(self.shape.rotary_base_of(number)),
+            )
             if self.activation_checkpointing and self.training:
                 # Only CUDA's attention kernel uses the generator; all other dropout is a hash.
                 hidden_TH = checkpoint(
                     layer,
-                    *arguments,
+                    hidden_TH,
+                    layout,
                     use_reentrant=False,
                     preserve_rng_state=hidden_TH.is_cuda and self.shape.attention_dropout > 0,
                 )
             else:
-                hidden_TH = layer(*arguments)
-        return hidden_TH
+                hidden_TH = layer(hidden_TH, layout)
+        return hidden_TH if self.final is None else self.final(hidden_TH)
 
 
 class Embeddings(nn.Module):
-    """Sum of word, position and segment embeddings, normalised (Devlin et al., figure 2).
+    """Sum of word, position and segment embeddings, normalised (Devlin et al., figure 2), of those that the config has.
 
     A projection follows if they are narrower or wider than the layers (google-research/electra modeling.py,
     embeddings_project).
@@ -129,10 +153,15 @@ class Embeddings(nn.Module):
     def forward(self, input_ids: Tensor, token_types: Tensor, positions: Tensor, keys: Tensor) -> Tensor:
         """int64 [T] three times and int32 [T] -> [T, H]."""
         # The look-ups stay outside: torch's own gradient of them is faster than the compiled one.
+        positions_TE = None
+        if self.shape.positions == "learned":
+            positions_TE = look_up(self.position, positions)
+        elif self.shape.positions == "sinusoidal":
+            positions_TE = sinusoids(positions, self.word.shape[1])
         embedded_TE = program(embed, self.fused)(
             look_up(self.word, input_ids, sparse=self.sparse_gradient),
-            look_up(self.position, positions),
-            token_types,
+            positions_TE,
+            token_types if self.shape.token_types else None,
             keys,
             EmbeddingWeights.of(self, self.shape),
             self.functions,
@@ -141,41 +170,76 @@ class Embeddings(nn.Module):
         return F.linear(embedded_TE, self.project_weight, self.project_bias) if self.projected else embedded_TE
 
 
-class Layer(nn.Module):
-    """One Transformer layer."""
+class RelativePositions(nn.Module):
+    """Biases of the scores by distance, one table for all layers (Raffel et al. 2020, T5, section 2.1)."""
 
-    qkv_weight: nn.Parameter  # [3H, H], query, key and value one below the other: one matmul instead of three
-    qkv_bias: nn.Parameter
+    table: nn.Parameter  # [buckets, N]
 
-    def __init__(self, shape: ModelConfig, compile: bool) -> None:
+    def __init__(self, shape: ModelConfig) -> None:
         super().__init__()
         self.shape = shape
+        create_parameters(self, position_parameters(shape), shape.init_std)
+
+    def forward(self, max_seqlen: int) -> Tensor:
+        """fp32 [N, 2M - 1]: the bias of the distances 1 - M to M - 1, key minus query, M being `max_seqlen`."""
+        distances = torch.arange(1 - max_seqlen, max_seqlen, device=self.table.device)
+        buckets = relative_buckets(distances, self.shape.relative_buckets, self.shape.relative_max_distance)
+        return F.embedding(buckets, self.table.float()).T.contiguous()
+
+
+class Layer(nn.Module):
+    """One Transformer layer.
+
+    Args:
+        shape: the model.
+        number: from 0; which layers are local, and which has a norm before its attention, depends on it.
+        compile: fuse what lies between the matmuls.
+    """
+
+    # Query, key and value one below the other: one matmul instead of three. If key and value have fewer heads, the
+    # query is apart: q and kv.
+    qkv_weight: nn.Parameter  # [3H, H]
+
+    def __init__(self, shape: ModelConfig, number: int, compile: bool) -> None:
+        super().__init__()
+        self.shape, self.window = shape, shape.window(number)
         self.fused = compile
         self.functions = BlockFunctions.of(shape)
-        create_parameters(self, layer_parameters(shape), shape.init_std)
+        self.norm_first = shape.norm_placement == "pre" and shape.has_attention_norm(number)
+        create_parameters(self, layer_parameters(shape, number), shape.init_std)
 
-    def forward(
-        self,
-        hidden_TH: Tensor,
-        keys_T: Tensor,
-        cu_seqlens: Tensor,
-        max_seqlen: int,
-        rows_R: Tensor | None = None,
-    ) -> Tensor:
-        """[T, H] -> [T, H], or [R, H] of `rows_R`."""
+    def forward(self, hidden_TH: Tensor, layout: TokenLayout) -> Tensor:
+        """[T, H] -> [T, H], or [R, H] of `layout.rows`."""
         shape, training = self.shape, self.training
+        normed_TH = hidden_TH
+        if self.norm_first:
+            weights = norm_weights(self, "attention_norm", shape)
+            normed_TH = program(apply_norm, self.fused)(hidden_TH, weights, self.functions)
         context_TH = self_attention(
-            hidden_TH,
-            self.qkv_weight,
-            self.qkv_bias,
-            TokenLayout(cu_seqlens, max_seqlen, rows_R, keys_T),
-            AttentionOptions(shape.heads, shape.attention_dropout if training else 0.0, self.fused),
+            normed_TH,
+            ProjectionWeights.of(self, shape),
+            layout,
+            AttentionOptions(shape.heads, shape.attention_dropout if training else 0.0, self.fused, self.window),
         )
-        if rows_R is not None:
-            hidden_TH, keys_T = hidden_TH.index_select(0, rows_R), keys_T[rows_R]
+        keys_T = layout.keys
+        if layout.rows is not None:
+            hidden_TH, keys_T = hidden_TH.index_select(0, layout.rows), keys_T[layout.rows]
         weights = LayerWeights.of(self, shape)
         dropout = shape.hidden_dropout if training else 0.0
         return program(after_attention, self.fused)(context_TH, hidden_TH, keys_T, weights, self.functions, dropout)
+
+
+class FinalNorm(nn.Module):
+    """The norm after the last layer of a pre-norm model."""
+
+    def __init__(self, shape: ModelConfig, compile: bool) -> None:
+        super().__init__()
+        self.shape, self.fused, self.functions = shape, compile, BlockFunctions.of(shape)
+        create_parameters(self, final_parameters(shape), shape.init_std)
+
+    def forward(self, hidden_RH: Tensor) -> Tensor:
+        """[R, H] -> [R, H]"""
+        return program(apply_norm, self.fused)(hidden_RH, norm_weights(self, "norm", self.shape), self.functions)
 
 
 def look_up(table: Tensor, ids: Tensor, *, sparse: bool = False) -> Tensor:

@@ -19,13 +19,15 @@ from pretrain.model.compile import program
 from pretrain.model.cost import LOGITS_PER_PIECE
 
 
-def vocabulary_losses(hidden: Tensor, word: Tensor, bias: Tensor, labels: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
+def vocabulary_losses(
+    hidden: Tensor, word: Tensor, bias: Tensor | None, labels: Tensor, fused: bool
+) -> tuple[Tensor, Tensor]:
     """Cross-entropy of the scores `hidden @ word.T + bias` against the labels.
 
     Args:
         hidden: [K, H], bf16, fp16 or fp32; K may be 0.
-        word: [V, H], the tied word embeddings, in the dtype of `hidden`.
-        bias: [V].
+        word: [V, H], the decoder's weight, in the dtype of `hidden`.
+        bias: [V], or None.
         labels: int64 [K].
         fused: let torch.compile fuse what lies between the matmuls.
 
@@ -44,7 +46,7 @@ class _VocabularyLosses(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         word: Tensor,
-        bias: Tensor,
+        bias: Tensor | None,
         labels: Tensor,
         fused: bool,
         needs_gradient: bool,
@@ -64,10 +66,12 @@ class _VocabularyLosses(torch.autograd.Function):
             totals += losses
             torch.mm(grad_CV, word, out=grad_hidden[piece])
             grad_word = _add(grad_word, grad_CV.T @ hidden[piece])
-            # A column sum as a product with ones: twice as fast on CPU.
-            grad_bias = _add(grad_bias, (grad_CV.new_ones(1, len(grad_CV)) @ grad_CV)[0])
-        if grad_word is not None and grad_bias is not None:
-            ctx.save_for_backward(grad_hidden, grad_word.to(word.dtype), grad_bias.to(bias.dtype))
+            if bias is not None:
+                # A column sum as a product with ones: twice as fast on CPU.
+                grad_bias = _add(grad_bias, (grad_CV.new_ones(1, len(grad_CV)) @ grad_CV)[0])
+        if grad_word is not None:
+            of_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
+            ctx.save_for_backward(grad_hidden, grad_word.to(word.dtype), of_bias)
         loss, correct = totals.unbind()
         ctx.mark_non_differentiable(correct)
         return loss, correct
@@ -75,7 +79,7 @@ class _VocabularyLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # In place: nothing else uses them, and there is one backward pass.
-        return *(saved.mul_(grads[0]) for saved in ctx.saved_tensors), None, None, None
+        return *(None if saved is None else saved.mul_(grads[0]) for saved in ctx.saved_tensors), None, None, None
 
 
 def _add(total: Tensor | None, piece: Tensor) -> Tensor:
@@ -83,12 +87,12 @@ def _add(total: Tensor | None, piece: Tensor) -> Tensor:
     return piece if total is None else total.float().add_(piece)
 
 
-def _losses(logits_CV: Tensor, bias_V: Tensor, labels_C: Tensor) -> Tensor:
+def _losses(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor) -> Tensor:
     """fp32 [2]: summed cross-entropy, and correct predictions; `logits_CV` come without their bias."""
     return _totals(labels_C, *_normalise(logits_CV, bias_V))
 
 
-def _losses_and_gradient(logits_CV: Tensor, bias_V: Tensor, labels_C: Tensor) -> tuple[Tensor, Tensor]:
+def _losses_and_gradient(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor) -> tuple[Tensor, Tensor]:
     """(`_losses`, gradient of the summed cross-entropy [C, V] in the dtype of the logits)."""
     scores_CV, top_C, log_total_C = _normalise(logits_CV, bias_V)
     column_V = torch.arange(scores_CV.shape[1], device=scores_CV.device)
@@ -96,9 +100,9 @@ def _losses_and_gradient(logits_CV: Tensor, bias_V: Tensor, labels_C: Tensor) ->
     return _totals(labels_C, scores_CV, top_C, log_total_C), grad_CV.to(logits_CV.dtype)
 
 
-def _normalise(logits_CV: Tensor, bias_V: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _normalise(logits_CV: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """In fp32: (scores [C, V], the highest of each row [C], log of the sum of their exponentials [C])."""
-    scores_CV = logits_CV.float() + bias_V.float()
+    scores_CV = logits_CV.float() if bias_V is None else logits_CV.float() + bias_V.float()
     top_C = scores_CV.amax(-1)
     return scores_CV, top_C, (scores_CV - top_C[:, None]).exp().sum(-1).log() + top_C
 

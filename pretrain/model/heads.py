@@ -54,37 +54,53 @@ class PretrainingModel(Encoder):
     ) -> None:
         super().__init__(shape, vocabulary_size, compile=compile, activation_checkpointing=activation_checkpointing)
         self.heads = Heads(shape, vocabulary_size, next_sentence, compile)
+        self.embeddings.tied = shape.tied_decoder
 
     def forward(self, batch: PretrainingBatch) -> Losses:
         """Losses and correct predictions of one micro-batch; the heads compute only the rows that a loss reads."""
-        rows_R, order_R = torch.cat([batch.cu_seqlens[:-1].long(), batch.masked_rows]).sort()
-        hidden_RH = self.encode(batch, rows_R)[order_R.argsort()]
-        return self.heads(hidden_RH, self.embeddings.word, batch.masked_labels, batch.nsp_labels)
+        if self.heads.next_sentence and self.shape.pooling != "cls":
+            hidden_TH = self.encode(batch)
+            pooled_SH = pool(hidden_TH, batch.cu_seqlens, self.shape.pooling)
+            hidden_RH = torch.cat([pooled_SH, hidden_TH.index_select(0, batch.masked_rows)])
+        else:
+            rows_R, order_R = torch.cat([batch.cu_seqlens[:-1].long(), batch.masked_rows]).sort()
+            hidden_RH = self.encode(batch, rows_R)[order_R.argsort()]
+        return self.heads(hidden_RH, self._decoder(), batch.masked_labels, batch.nsp_labels)
 
     def masked_logits(self, batch: PretrainingBatch) -> Tensor:
         """[K, V] scores of the vocabulary at the masked rows."""
-        heads = self.heads
-        transformed_KH = mlm_transform(self.encode(batch, batch.masked_rows), heads.mlm_weights(), heads.functions)
-        return F.linear(transformed_KH, self.embeddings.word, heads.mlm_bias)
+        transformed_KH = self.heads.transform(self.encode(batch, batch.masked_rows))
+        return F.linear(transformed_KH, self._decoder(), self.heads.decoder_bias)
 
     def next_sentence_logits(self, batch: PretrainingBatch) -> Tensor:
         """[S, 2] scores of (is next, is random)."""
-        return nsp_logits(self.encode(batch, batch.cu_seqlens[:-1].long()), self.heads.nsp_weights())
+        if self.shape.pooling == "cls":
+            pooled_SH = self.encode(batch, batch.cu_seqlens[:-1].long())
+        else:
+            pooled_SH = pool(self.encode(batch), batch.cu_seqlens, self.shape.pooling)
+        return nsp_logits(pooled_SH, self.heads.nsp_weights())
+
+    def _decoder(self) -> Tensor:
+        """[V, H], the word embeddings or a table of its own."""
+        return self.embeddings.word if self.shape.tied_decoder else self.heads.decoder
 
 
 class MlmWeights(NamedTuple):
     """The parameters of `mlm_transform`."""
 
     weight: Tensor  # [H, H]
-    bias: Tensor
+    bias: Tensor | None
     norm: tuple[Tensor, ...]  # as `norms.Norm.parameters`, each [H]
 
 
 class Heads(nn.Module):
-    """MLM transform with the tied decoder's bias, and pooler with NSP classifier (Devlin et al., section 3.1)."""
+    """MLM transform and decoder, and pooler with NSP classifier (Devlin et al., section 3.1).
+
+    A model may lack the transform, its bias or the decoder's; a tied decoder is not here.
+    """
 
     mlm_transform_weight: nn.Parameter
-    mlm_transform_bias: nn.Parameter
+    decoder: nn.Parameter  # [V, H]
     mlm_bias: nn.Parameter  # [V]
     pooler_weight: nn.Parameter
     pooler_bias: nn.Parameter
@@ -99,21 +115,31 @@ class Heads(nn.Module):
         self.functions = BlockFunctions.of(shape)
         create_parameters(self, head_parameters(shape, vocabulary_size, next_sentence), shape.init_std)
 
-    def forward(self, hidden_RH: Tensor, word_VH: Tensor, masked_labels_K: Tensor, nsp_labels_S: Tensor) -> Losses:
-        """`hidden_RH`: the first tokens' rows, then the masked tokens'."""
+    def forward(self, hidden_RH: Tensor, decoder_VH: Tensor, masked_labels_K: Tensor, nsp_labels_S: Tensor) -> Losses:
+        """`hidden_RH`: the sequences' pooled rows, then the masked tokens'."""
         sequences = hidden_RH.shape[0] - masked_labels_K.shape[0]
-        transformed_KH = program(mlm_transform, self.fused)(hidden_RH[sequences:], self.mlm_weights(), self.functions)
-        mlm_loss, mlm_correct = vocabulary_losses(transformed_KH, word_VH, self.mlm_bias, masked_labels_K, self.fused)
+        transformed_KH = self.transform(hidden_RH[sequences:], self.fused)
+        mlm_loss, mlm_correct = vocabulary_losses(
+            transformed_KH, decoder_VH, self.decoder_bias, masked_labels_K, self.fused
+        )
         if not self.next_sentence:
             return Losses(mlm_loss, mlm_loss.new_zeros(()), mlm_correct, mlm_loss.new_zeros(()))
         logits_S2 = nsp_logits(hidden_RH[:sequences], self.nsp_weights()).float()
         nsp_loss = F.cross_entropy(logits_S2, nsp_labels_S, reduction="sum")
         return Losses(mlm_loss, nsp_loss, mlm_correct, (logits_S2.argmax(-1) == nsp_labels_S).sum().float())
 
-    def mlm_weights(self) -> MlmWeights:
-        return MlmWeights(
-            self.mlm_transform_weight, self.mlm_transform_bias, norm_weights(self, "mlm_norm", self.shape)
-        )
+    def transform(self, hidden_KH: Tensor, fused: bool = False) -> Tensor:
+        """[K, H] -> [K, H], what the decoder reads."""
+        if not self.shape.mlm_transform:
+            return hidden_KH
+        norm = norm_weights(self, "mlm_norm", self.shape)
+        weights = MlmWeights(self.mlm_transform_weight, getattr(self, "mlm_transform_bias", None), norm)
+        return program(mlm_transform, fused)(hidden_KH, weights, self.functions)
+
+    @property
+    def decoder_bias(self) -> Tensor | None:
+        """[V], or None if the decoder has none."""
+        return self.mlm_bias if self.shape.decoder_bias else None
 
     def nsp_weights(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return self.pooler_weight, self.pooler_bias, self.nsp_weight, self.nsp_bias
@@ -129,3 +155,17 @@ def nsp_logits(hidden_SH: Tensor, weights: tuple[Tensor, Tensor, Tensor, Tensor]
     """google-research/bert modeling.py, pooler; run_pretraining.py, get_next_sentence_output."""
     pooler_weight, pooler_bias, weight, bias = weights
     return F.linear(torch.tanh(F.linear(hidden_SH, pooler_weight, pooler_bias)), weight, bias)
+
+
+def pool(hidden_TH: Tensor, cu_seqlens: Tensor, pooling: str) -> Tensor:
+    """[S, H]: the first token of each sequence ("cls"), or mean or maximum of all of its tokens ("mean", "max").
+
+    Args:
+        hidden_TH: hidden states; mean and maximum are taken in fp32 and returned in their dtype.
+        cu_seqlens: int32 [S + 1], where the sequences begin; no sequence is empty.
+        pooling: as `ModelConfig.pooling`.
+    """
+    if pooling == "cls":
+        return hidden_TH.index_select(0, cu_seqlens[:-1].long())
+    pooled_SH = torch.segment_reduce(hidden_TH.float(), pooling, lengths=cu_seqlens.diff().long(), unsafe=True)
+    return pooled_SH.to(hidden_TH.dtype)

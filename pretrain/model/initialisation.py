@@ -26,10 +26,10 @@ PEAK = 5.0
 
 
 def create_parameters(module: nn.Module, parameters: Iterable[Parameter], std: float) -> None:
-    """Give `module` these parameters, in this order, fp32; matrices are normal with deviation `std`."""
+    """Give `module` these parameters, in this order, fp32; matrices are normal with deviation `std` times `scale`."""
     for parameter in parameters:
         if parameter.initial == "normal":
-            values = normal(std, *parameter.shape)
+            values = normal(std * parameter.scale, *parameter.shape)
         else:
             make = torch.zeros if parameter.initial == "zeros" else torch.ones
             values = nn.Parameter(make(parameter.shape))

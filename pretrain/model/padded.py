@@ -15,7 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pretrain.config import ModelConfig
-from pretrain.model.block import BlockFunctions, EmbeddingWeights, LayerWeights, after_attention, embed
+from pretrain.model.attention import ProjectionWeights
+from pretrain.model.attention.projection import form_qkv
+from pretrain.model.block import (
+    BlockFunctions,
+    EmbeddingWeights,
+    LayerWeights,
+    after_attention,
+    apply_norm,
+    embed,
+    norm_weights,
+)
+from pretrain.model.positions import Rotation, relative_buckets, rotations, sinusoids
 
 
 class PaddedEncoder(nn.Module):
@@ -30,6 +41,7 @@ class PaddedEncoder(nn.Module):
         super().__init__()
         self.shape, self.functions = shape, BlockFunctions.of(shape)
         self.embeddings = constants(state, "embeddings.")
+        self.relative, self.final = constants(state, "relative."), constants(state, "final.")
         self.layers = nn.ModuleList(constants(state, f"layers.{number}.") for number in range(shape.layers))
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor, token_type_ids: Tensor | None = None) -> Tensor:
@@ -40,30 +52,58 @@ class PaddedEncoder(nn.Module):
             attention_mask: int64 [B, L], 0 at padding, which follows a sequence's tokens.
             token_type_ids: int64 [B, L]; without them every token has type 0.
         """
+        shape = self.shape
         hidden_BLH = self._embed(input_ids, token_type_ids)
-        # Not -inf: a sequence that is all padding would become NaN.
-        lowest = torch.finfo(hidden_BLH.dtype).min
-        mask_B11L = (1 - attention_mask[:, None, None].to(hidden_BLH.dtype)) * lowest
-        for layer in self.layers:
-            context_BLH = self._attend(layer, hidden_BLH, mask_B11L)
-            weights = LayerWeights.of(layer, self.shape)
+        positions_L = torch.arange(input_ids.shape[1], device=input_ids.device)
+        masks, turns = self._masks(attention_mask, positions_L, hidden_BLH.dtype), rotations(shape, positions_L)
+        for number, layer in enumerate(self.layers):
+            normed_BLH = hidden_BLH
+            if shape.norm_placement == "pre" and shape.has_attention_norm(number):
+                normed_BLH = apply_norm(hidden_BLH, norm_weights(layer, "attention_norm", shape), self.functions)
+            by = turns.get(shape.rotary_base_of(number))
+            context_BLH = self._attend(layer, normed_BLH, by, masks[shape.window(number)])
+            weights = LayerWeights.of(layer, shape)
             hidden_BLH = after_attention(context_BLH, hidden_BLH, None, weights, self.functions, 0.0)
-        return hidden_BLH
+        if shape.norm_placement == "post":
+            return hidden_BLH
+        return apply_norm(hidden_BLH, norm_weights(self.final, "norm", shape), self.functions)
 
     def _embed(self, input_ids: Tensor, token_type_ids: Tensor | None) -> Tensor:
         own = self.embeddings
         positions_L = torch.arange(input_ids.shape[1], device=input_ids.device)
-        words_BLE, positions_LE = F.embedding(input_ids, own.word), F.embedding(positions_L, own.position)
+        words_BLE, positions_LE = F.embedding(input_ids, own.word), None
+        if self.shape.positions == "learned":
+            positions_LE = F.embedding(positions_L, own.position)
+        elif self.shape.positions == "sinusoidal":
+            positions_LE = sinusoids(positions_L, own.word.shape[1])
         weights = EmbeddingWeights.of(own, self.shape)
         embedded_BLE = embed(words_BLE, positions_LE, token_type_ids, None, weights, self.functions, 0.0)
         if self.shape.embedding in (0, self.shape.hidden):
             return embedded_BLE
         return F.linear(embedded_BLE, own.project_weight, own.project_bias)
 
-    def _attend(self, layer: Any, hidden_BLH: Tensor, mask_B11L: Tensor) -> Tensor:
-        qkv_BL3ND = F.linear(hidden_BLH, layer.qkv_weight, layer.qkv_bias).unflatten(-1, (3, self.shape.heads, -1))
+    def _masks(self, attention_mask: Tensor, positions_L: Tensor, dtype: torch.dtype) -> dict[int, Tensor]:
+        """What a layer adds to its scores, by its window: broadcast to [B, N, L, L]."""
+        # Not -inf: a sequence that is all padding would become NaN.
+        lowest, shape = torch.finfo(dtype).min, self.shape
+        mask = (1 - attention_mask[:, None, None].to(dtype)) * lowest
+        if shape.positions == "relative":
+            distance_LL = positions_L[None] - positions_L[:, None]
+            buckets_LL = relative_buckets(distance_LL, shape.relative_buckets, shape.relative_max_distance)
+            mask = mask + F.embedding(buckets_LL, self.relative.table).permute(2, 0, 1)
+        masks = {0: mask}
+        for window in {shape.window(number) for number in range(shape.layers)} - {0}:
+            outside_LL = (positions_L[None] - positions_L[:, None]).abs() > window
+            masks[window] = torch.where(outside_LL, lowest, mask)
+        return masks
+
+    def _attend(self, layer: Any, hidden_BLH: Tensor, by: Rotation | None, mask: Tensor) -> Tensor:
+        """[B, L, H], the context of every token."""
+        heads, projection = self.shape.heads, ProjectionWeights.of(layer, self.shape)
+        products = tuple(F.linear(hidden_BLH, weight) for weight in projection.weights)
+        qkv_BL3ND = form_qkv(products, projection.biases, by, heads).unflatten(-1, (3, heads, -1))
         q_BNLD, k_BNLD, v_BNLD = qkv_BL3ND.transpose(1, 3).unbind(2)
-        scores_BNLL = q_BNLD @ k_BNLD.mT / math.sqrt(q_BNLD.shape[-1]) + mask_B11L
+        scores_BNLL = q_BNLD @ k_BNLD.mT / math.sqrt(q_BNLD.shape[-1]) + mask
         return (scores_BNLL.softmax(-1) @ v_BNLD).transpose(1, 2).flatten(2)
 
 

@@ -52,7 +52,7 @@ def embedding_parameters(model: ModelConfig, vocabulary_size: int) -> tuple[Para
     return (
         *(Parameter(name, (rows, width), "normal") for name, rows in tables.items() if rows or name == "word"),
         *(_norm("norm", width, model) if model.embedding_norm else ()),
-        *(_linear("project", model.hidden, width, bias=True) if width != model.hidden else ()),
+        *(linear_parameters("project", model.hidden, width) if width != model.hidden else ()),
     )
 
 
@@ -69,15 +69,15 @@ def layer_parameters(model: ModelConfig, number: int) -> tuple[Parameter, ...]:
     before = model.norm_placement == "pre"
     attention_norm = _norm("attention_norm", hidden, model) if model.has_attention_norm(number) else ()
     ffn_norm = _norm("ffn_norm", hidden, model)
-    output = {"scale": (2 * model.layers) ** -0.5 if model.scaled_output_init else 1.0}
+    scale = _output_scale(model)
     ffn_in, inner = ("gated_in", STACKED["gated_in"] * ffn) if model.gated else ("ffn_in", ffn)
     return (
         *(attention_norm if before else ()),
         *_projections(model),
-        *_linear("attention_out", hidden, hidden, bias=model.attention_bias, **output),
+        *linear_parameters("attention_out", hidden, hidden, bias=model.attention_bias, scale=scale),
         *(ffn_norm if before else attention_norm),
-        *_linear(ffn_in, inner, hidden, bias=model.ffn_in_bias),
-        *_linear("ffn_out", hidden, ffn, bias=model.ffn_out_bias, **output),
+        *linear_parameters(ffn_in, inner, hidden, bias=model.ffn_in_bias),
+        *linear_parameters("ffn_out", hidden, ffn, bias=model.ffn_out_bias, scale=scale),
         *(() if before else ffn_norm),
     )
 
@@ -89,18 +89,26 @@ def final_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
 
 def head_parameters(model: ModelConfig, vocabulary_size: int, next_sentence: bool) -> tuple[Parameter, ...]:
     """The parameters of `heads.Heads`. A decoder that is tied to the word embeddings is not listed."""
-    hidden, width = model.hidden, model.embedding or model.hidden
-    pair = (*_linear("pooler", hidden, hidden), *_linear("nsp", 2, hidden)) if next_sentence else ()
+    hidden, width, scale = model.hidden, model.embedding or model.hidden, _output_scale(model)
+    pair = (*linear_parameters("pooler", hidden, hidden), *linear_parameters("nsp", 2, hidden)) if next_sentence else ()
     transform = (
-        *_linear("mlm_transform", width, hidden, bias=model.mlm_transform_bias),
+        *linear_parameters("mlm_transform", width, hidden, bias=model.mlm_transform_bias, scale=scale),
         *_norm("mlm_norm", width, model),
     )
     return (
         *pair,
         *(transform if model.mlm_transform else ()),
-        *(() if model.tied_decoder else (Parameter("decoder", (vocabulary_size, width), "normal"),)),
+        *(() if model.tied_decoder else (Parameter("decoder", (vocabulary_size, width), "normal", scale),)),
         *((Parameter("mlm_bias", (vocabulary_size,), "zeros"),) if model.decoder_bias else ()),
     )
+
+
+def linear_parameters(
+    name: str, outputs: int, inputs: int, *, bias: bool = True, scale: float = 1.0
+) -> tuple[Parameter, ...]:
+    """The parameters of a linear layer: weight [outputs, inputs], and bias [outputs] if it has one."""
+    weight = Parameter(f"{name}_weight", (outputs, inputs), "normal", scale)
+    return (weight, Parameter(f"{name}_bias", (outputs,), "zeros")) if bias else (weight,)
 
 
 def has_weight_decay(name: str) -> bool:
@@ -115,9 +123,9 @@ def stacked_parts(name: str) -> int:
 
 
 def layer_of(name: str, layers: int) -> int:
-    """The depth of a parameter: 0 for embeddings, 1 to `layers` for the layers, `layers` + 1 for heads."""
+    """The depth of a parameter: 0 for embeddings, 1 to `layers` for the layers, `layers` + 1 for what follows."""
     part, _, rest = name.partition(".")
-    if part == "embeddings":
+    if part in ("embeddings", "relative"):
         return 0
     return int(rest.partition(".")[0]) + 1 if part == "layers" else layers + 1
 
@@ -136,15 +144,14 @@ def _projections(model: ModelConfig) -> tuple[Parameter, ...]:
     """Query, key and value: stacked, or the query apart if keys and values have fewer heads."""
     hidden, bias = model.hidden, model.attention_bias
     if model.kv_heads in (0, model.heads):
-        return _linear("qkv", STACKED["qkv"] * hidden, hidden, bias=bias)
+        return linear_parameters("qkv", STACKED["qkv"] * hidden, hidden, bias=bias)
     rows = STACKED["kv"] * model.kv_heads * model.head_width
-    return *_linear("q", hidden, hidden, bias=bias), *_linear("kv", rows, hidden, bias=bias)
+    return *linear_parameters("q", hidden, hidden, bias=bias), *linear_parameters("kv", rows, hidden, bias=bias)
 
 
-def _linear(name: str, outputs: int, inputs: int, *, bias: bool = True, scale: float = 1.0) -> tuple[Parameter, ...]:
-    """The parameters of a linear layer: weight [outputs, inputs], and bias [outputs] if it has one."""
-    weight = Parameter(f"{name}_weight", (outputs, inputs), "normal", scale)
-    return (weight, Parameter(f"{name}_bias", (outputs,), "zeros")) if bias else (weight,)
+def _output_scale(model: ModelConfig) -> float:
+    """Factor of the initial deviation of outputs (transformers modeling_modernbert.py, _init_weights, "out")."""
+    return (2 * model.layers) ** -0.5 if model.scaled_output_init else 1.0
 
 
 def _norm(name: str, width: int, model: ModelConfig) -> tuple[Parameter, ...]:

@@ -12,25 +12,37 @@ from torch import Tensor
 
 from pretrain.model.attention.flash import flash_attention, has_flash
 from pretrain.model.attention.grouped_op import grouped_attention
-from pretrain.model.attention.layout import AttentionOptions, TokenLayout
+from pretrain.model.attention.layout import AttentionOptions, ProjectionWeights, TokenLayout
+from pretrain.model.attention.projection import form_qkv
+from pretrain.model.compile import program
 
 
 def self_attention(
-    hidden: Tensor, weight: Tensor, bias: Tensor, layout: TokenLayout, options: AttentionOptions
+    hidden: Tensor, projection: ProjectionWeights, layout: TokenLayout, options: AttentionOptions
 ) -> Tensor:
     """Scaled dot-product attention within each sequence (Vaswani et al. 2017, section 3.2.1).
 
     Args:
         hidden: [T, H], bf16, fp16 or fp32.
-        weight, bias: [3H, H] and [3H], the projections to query, key and value one below the other.
-        layout: which tokens attend; each sees all of its sequence.
-        options: heads, dropout and compilation. The flash kernel samples dropout from the device's generator, the
-            grouped matmuls hash the keys of `layout`.
+        projection: to query, key and value.
+        layout: which tokens attend; each sees all of its sequence, or the part of it within `options.window`.
+        options: heads, dropout, compilation and window. The flash kernel samples dropout from the device's generator,
+            the grouped matmuls hash the keys of `layout`.
 
     Returns:
         [R, H], the context of each query position, in the dtype of `hidden`.
     """
-    if has_flash(hidden, options.heads):
-        return flash_attention(F.linear(hidden, weight, bias), layout, options)
+    flash = has_flash(hidden, options.heads) and layout.distance_bias is None  # the kernel adds nothing to scores
+    weight, bias = projection.weights[0], projection.biases[0]
+    if layout.rotation is not None or len(projection.weights) > 1:
+        products = tuple(hidden @ weight.T for weight in projection.weights)
+        form = program(form_qkv, options.fused)
+        qkv, bias = form(products, projection.biases, layout.rotation, options.heads), None
+    elif flash:
+        qkv, bias = F.linear(hidden, weight, bias), None
+    else:
+        qkv = hidden @ weight.T
+    if flash:
+        return flash_attention(qkv, layout, options)
     # torch's CPU matmul writes the bias out to every row first; the kernels add it for nothing as they read.
-    return grouped_attention(hidden @ weight.T, bias, layout, options)[0]
+    return grouped_attention(qkv, bias, layout, options)[0]

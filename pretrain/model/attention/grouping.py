@@ -1,6 +1,9 @@
 """Which sequences are attended together: groups of similar lengths, padded to the longest, at the lowest cost.
 
-Shape letters: T tokens of the micro-batch, S sequences, inside a group of G sequences L tokens and Q queries each.
+In a local layer a long sequence is cut into chunks of queries, each with the keys within reach, so that its cost grows
+with its length, not with the square. A unit is a chunk, or a whole sequence.
+
+Shape letters: T tokens of the micro-batch, S sequences, inside a group of G units L keys and Q queries each.
 """
 
 from __future__ import annotations
@@ -19,59 +22,106 @@ SCORES_PER_GROUP = 400_000
 
 
 class SequenceGroup(NamedTuple):
-    """Consecutive sequences, padded to the longest."""
+    """Consecutive units, padded to the longest."""
 
     keys: Padded  # token rows
     queries: Padded  # numbers among the query positions
     mask_GL: Tensor  # fp32, 0 at keys and -inf at padding: added to the scores
+    chunked: bool  # whether units are chunks, which share keys
 
 
 class Padded(NamedTuple):
-    """Neighbouring ranges of numbers laid side by side, padded to the longest."""
+    """Ranges of numbers laid side by side, padded to the longest. Only those of chunks' keys overlap."""
 
     range: slice  # all the numbers
     number_GL: Tensor  # int64, the number at each place; padding repeats one of the range
     real_GL: Tensor  # bool, false at padding
-    place_T: Tensor  # int64 [numbers], g * L + l of each number
+    place_T: Tensor  # int64 [numbers], g * L + l of each number in its own unit
+    other_T: Tensor | None = None  # the same in the neighbouring chunk that shares it, or -1; None without chunks
 
 
-@functools.lru_cache(maxsize=8)  # a micro-batch has two, used by every layer, forward and backward
+class Units(NamedTuple):
+    """Ranges of the token axis, int64 [units]: the queries of a unit, and the keys that they read."""
+
+    begin: np.ndarray
+    end: np.ndarray
+    key_begin: np.ndarray
+    key_end: np.ndarray
+
+
+def cut_into_units(boundaries: tuple[int, ...], window: int) -> tuple[Units, np.ndarray]:
+    """(the units of the sequences between `boundaries`, number of units before each sequence and in all [S + 1]).
+
+    A chunk is at least twice as long as the window, so that only its neighbours share keys with it. Sequences under two
+    chunks are left whole.
+    """
+    offsets = np.asarray(boundaries, np.int64)
+    lengths = np.diff(offsets)
+    counts = np.ones_like(lengths) if not window else np.maximum(1, lengths // (2 * window))
+    first = np.concatenate([[0], counts.cumsum()])
+    sequence = np.repeat(np.arange(len(lengths)), counts)
+    chunk = np.arange(first[-1]) - first[sequence]
+    starts, ends = offsets[sequence], offsets[sequence + 1]
+    begin, end = (starts + n * lengths[sequence] // counts[sequence] for n in (chunk, chunk + 1))
+    if not window:
+        return Units(begin, end, begin, end), first
+    alone = counts[sequence] == 1
+    key_begin = np.where(alone, starts, np.maximum(starts, begin - window))
+    return Units(begin, end, key_begin, np.where(alone, ends, np.minimum(ends, end + window))), first
+
+
+@functools.lru_cache(maxsize=8)  # a micro-batch has few, used by every layer, forward and backward
 def group_sequences(
-    boundaries: tuple[int, ...], queries: tuple[int, ...] | None, heads: int, device: torch.device
+    boundaries: tuple[int, ...],
+    queries: tuple[int, ...] | None,
+    heads: int,
+    device: torch.device,
+    window: int = 0,
 ) -> tuple[SequenceGroup, ...]:
-    """Cut the sequences between `boundaries` (S + 1 token offsets) into the groups with the lowest cost.
+    """Put the units of the sequences between `boundaries` (S + 1 token offsets) into the groups with the lowest cost.
 
     Any order of the sequences is correct; the ascending order of the loader's batches makes the cheapest groups. A
-    group without queries is left out.
+    group without queries is left out. No group ends within a sequence.
 
     Args:
         boundaries: where the sequences begin on the token axis, and the end of the last.
-        queries: the same among the query positions; None if every token is one.
+        queries: where the units of `cut_into_units` begin among the query positions, and the end of the last; None if
+            every token is a query.
         heads: N.
         device: of the tensors.
+        window: tokens that a query attends to on each side; 0 if to its whole sequence.
     """
+    units, first = cut_into_units(boundaries, window)
+    starts = np.append(units.begin, boundaries[-1]) if queries is None else np.asarray(queries)
     groups = []
-    for begin, end in _cheapest_cuts(np.diff(boundaries), heads):
-        of_group = (boundaries if queries is None else queries)[begin : end + 1]
-        if of_group[0] < of_group[-1]:
-            keys = _pad(boundaries[begin : end + 1], device)
-            padded = keys if queries is None else _pad(of_group, device)
-            groups.append(SequenceGroup(keys, padded, torch.where(keys.real_GL, 0.0, -math.inf)))
+    for begin, end in _cheapest_cuts(units, first, heads):
+        own = slice(int(first[begin]), int(first[end]))
+        of_queries = starts[own.start : own.stop + 1]
+        if of_queries[0] < of_queries[-1]:
+            part = Units(*(x[own] for x in units))
+            keys = _pad(part.key_begin, part.key_end, device)
+            chunked = len(part.begin) > end - begin
+            if chunked:
+                keys = keys._replace(**_places_of_shared_keys(part, keys.number_GL.shape[1], device))
+            padded = keys if queries is None and not chunked else _pad(of_queries[:-1], of_queries[1:], device)
+            groups.append(SequenceGroup(keys, padded, torch.where(keys.real_GL, 0.0, -math.inf), chunked))
     return tuple(groups)
 
 
-def _cheapest_cuts(lengths: np.ndarray, heads: int) -> list[tuple[int, int]]:
+def _cheapest_cuts(units: Units, first: np.ndarray, heads: int) -> list[tuple[int, int]]:
     """(first, one past the last) sequence of each group, in order.
 
-    A group of G sequences padded to L costs its calls and heads * G * L * (L + 128) scores: L for each of its G * L
-    tokens, and as many as 128 for carrying a token of a head of 64 there and back. Exact, by dynamic programming.
+    A group of G units of Q queries and L keys costs its calls and heads * G * Q * (L + 128) scores: L for each of its
+    G * Q tokens, and as many as 128 for carrying a token of a head of 64 there and back. Exact, by dynamic programming.
     """
-    count = len(lengths)
+    count = len(first) - 1
+    widths = units.end - units.begin, units.key_end - units.key_begin
+    longest = [np.maximum.reduceat(width, first[:-1]).astype(np.float64) for width in widths]
     best, cut = np.zeros(count + 1), np.zeros(count + 1, np.int64)
     for end in range(1, count + 1):
-        # Of the groups that end here, one for each beginning: its longest and its number of sequences.
-        longest = np.maximum.accumulate(lengths[end - 1 :: -1])[::-1].astype(np.float64)
-        costs = best[:end] + heads * np.arange(end, 0, -1) * longest * (longest + 128)
+        # Of the groups that end here, one for each beginning: its longest and its number of units.
+        q, k = (np.maximum.accumulate(x[end - 1 :: -1])[::-1] for x in longest)
+        costs = best[:end] + heads * (first[end] - first[:end]) * q * (k + 128)
         cut[end] = costs.argmin()
         best[end] = costs[cut[end]] + SCORES_PER_GROUP
     cuts, end = [], count
@@ -81,13 +131,29 @@ def _cheapest_cuts(lengths: np.ndarray, heads: int) -> list[tuple[int, int]]:
     return cuts[::-1]
 
 
-def _pad(boundaries: tuple[int, ...], device: torch.device) -> Padded:
-    offsets = torch.tensor(boundaries)
-    lengths_G1, place_L = offsets.diff()[:, None], torch.arange(int(offsets.diff().max()))
-    real_GL = place_L < lengths_G1
+def _pad(begin: np.ndarray, end: np.ndarray, device: torch.device) -> Padded:
+    """The ranges from `begin` to `end` [G], in ascending order."""
+    begin_G1, end_G1 = torch.from_numpy(begin.copy())[:, None], torch.from_numpy(end.copy())[:, None]
+    place_L = torch.arange(int((end - begin).max()))
+    real_GL = place_L < end_G1 - begin_G1
     # An empty range repeats a neighbour's number: its result is not used.
-    last_G1 = (offsets[1:, None] - 1).clamp_min(boundaries[0])
-    number_GL = torch.minimum(offsets[:-1, None] + place_L, last_G1)
+    last_G1 = (end_G1 - 1).clamp_min(int(begin[0]))
+    number_GL = torch.minimum(begin_G1 + place_L, last_G1)
     place_T = torch.arange(real_GL.numel()).view_as(real_GL)[real_GL]
     tensors = (x.to(device) for x in (number_GL, real_GL, place_T))
-    return Padded(slice(boundaries[0], boundaries[-1]), *tensors)
+    return Padded(slice(int(begin[0]), int(end[-1])), *tensors)
+
+
+def _places_of_shared_keys(units: Units, length: int, device: torch.device) -> dict[str, Tensor]:
+    """`place_T` and `other_T` of the tokens of chunks, whose keys are laid out [G, length]."""
+    token_T = np.arange(units.begin[0], units.end[-1])
+    unit_T = np.searchsorted(units.end, token_T, side="right")
+
+    def place(number_T: np.ndarray) -> np.ndarray:
+        """The token's place in a unit, or -1 if it is not among its keys."""
+        there = number_T.clip(0, len(units.begin) - 1)
+        has_it = (units.key_begin[there] <= token_T) & (token_T < units.key_end[there]) & (there == number_T)
+        return np.where(has_it, there * length + token_T - units.key_begin[there], -1)
+
+    other_T = np.maximum(place(unit_T - 1), place(unit_T + 1))
+    return {"place_T": torch.from_numpy(place(unit_T)).to(device), "other_T": torch.from_numpy(other_T).to(device)}

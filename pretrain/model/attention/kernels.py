@@ -1,12 +1,13 @@
 """The operations between the matmuls of the grouped attention: plain functions, each fused by torch.compile.
 
 Shape letters: T tokens of the micro-batch, R query positions, N heads of width D, H = N * D; inside a group of G
-sequences L tokens and Q queries each, B = G * N.
+units (sequences, or chunks of them) L tokens and Q queries each, B = G * N.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -23,8 +24,12 @@ class Kernels(NamedTuple):
     to_heads: Callable[..., Tensor]
     grad_to_heads: Callable[..., tuple[Tensor, Tensor]]
     to_tokens: Callable[..., Tensor]
+    to_shared_tokens: Callable[..., Tensor]
     softmax: Callable[..., tuple[Tensor, Tensor]]
     softmax_backward: Callable[..., tuple[Tensor, Tensor]]
+
+
+_TERMS = ("BQ", "BQ", "BQL")
 
 
 @functools.cache
@@ -34,8 +39,11 @@ def kernels(fused: bool) -> Kernels:
         to_heads=program_of_any_size(_to_heads, ("T", "", "GL"), fused),
         grad_to_heads=program_of_any_size(_grad_to_heads, ("T", "T", "GQ", "GQ"), fused),
         to_tokens=program_of_any_size(_to_tokens, ("CBL", "T"), fused),
-        softmax=program_of_any_size(_softmax, ("BQL", "BL", "", "BQ"), fused),
-        softmax_backward=program_of_any_size(_softmax_backward, ("BQL", "BQL", "BQ", "BQ", "BL", "", "BQ"), fused),
+        to_shared_tokens=program_of_any_size(_to_shared_tokens, ("CBL", "T", "T"), fused),
+        softmax=program_of_any_size(_softmax, ("BQL", "BL", "", "BQ", "", *_TERMS), fused),
+        softmax_backward=program_of_any_size(
+            _softmax_backward, ("BQL", "BQL", "BQ", "BQ", "BL", "", "BQ", "", *_TERMS), fused
+        ),
     )
 
 
@@ -44,9 +52,11 @@ def heads_first(x_GQN: Tensor) -> Tensor:
     return x_GQN.transpose(1, 2).clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
 
-def _to_heads(x_TCH: Tensor, bias_CH: Tensor, rows_GL: Tensor, parts: int, heads: int) -> Tensor:
-    """[T, parts * H] -> [parts, B, L, D] of one group's rows, with the bias added."""
-    x_GLCH = (x_TCH[rows_GL].float() + bias_CH.float()).to(x_TCH.dtype)
+def _to_heads(x_TCH: Tensor, bias_CH: Tensor | None, rows_GL: Tensor, parts: int, heads: int) -> Tensor:
+    """[T, parts * H] -> [parts, B, L, D] of one group's rows, with the bias added if there is one."""
+    x_GLCH = x_TCH[rows_GL]
+    if bias_CH is not None:
+        x_GLCH = (x_GLCH.float() + bias_CH.float()).to(x_TCH.dtype)
     x_GLCND = x_GLCH.unflatten(-1, (parts, heads, x_TCH.shape[1] // (parts * heads)))
     return x_GLCND.permute(2, 0, 3, 1, 4).flatten(1, 2).contiguous()
 
@@ -72,17 +82,50 @@ def _to_tokens(x_CBLD: Tensor, place_T: Tensor, heads: int) -> Tensor:
     return x_GLCND.flatten(0, 1)[place_T].flatten(1)
 
 
+def _to_shared_tokens(x_CBLD: Tensor, place_T: Tensor, other_T: Tensor, heads: int) -> Tensor:
+    """As `_to_tokens`, plus what is at a second place; -1 if there is none."""
+    other_TX = _to_tokens(x_CBLD, other_T.clamp_min(0), heads).float()
+    summed_TX = _to_tokens(x_CBLD, place_T, heads).float() + torch.where(other_T[:, None] >= 0, other_TX, 0.0)
+    return summed_TX.to(x_CBLD.dtype)
+
+
 def _dropout_factor(keys_BQ: Tensor, length: int, dropout: float) -> Tensor:
     """fp32 [B, Q, L]: 0 where dropped, else 1 / (1 - dropout)."""
     along_L = torch.arange(length, device=keys_BQ.device, dtype=torch.int32) * ALONG
     return keep_mask(keys_BQ[..., None] + along_L, dropout) * (1 / (1 - dropout))
 
 
+def _finish_scores(
+    scores_BQL: Tensor,
+    mask_BL: Tensor,
+    scale: float,
+    first_BQ: Tensor | None,
+    last_BQ: Tensor | None,
+    bias_BQL: Tensor | None,
+) -> Tensor:
+    """fp32 [B, Q, L]: scaled products with their `terms.ScoreTerms`, -inf where a query does not attend."""
+    x_BQL = scores_BQL.float() * scale + mask_BL[:, None]
+    if bias_BQL is not None:
+        x_BQL = x_BQL + bias_BQL
+    if first_BQ is None or last_BQ is None:
+        return x_BQL
+    key_L = torch.arange(scores_BQL.shape[-1], device=scores_BQL.device, dtype=torch.int32)
+    sees_BQL = (key_L >= first_BQ[..., None]) & (key_L <= last_BQ[..., None])
+    return torch.where(sees_BQL, x_BQL, -math.inf)
+
+
 def _softmax(
-    scores_BQL: Tensor, mask_BL: Tensor, scale: float, keys_BQ: Tensor | None, dropout: float
+    scores_BQL: Tensor,
+    mask_BL: Tensor,
+    scale: float,
+    keys_BQ: Tensor | None,
+    dropout: float,
+    first_BQ: Tensor | None = None,
+    last_BQ: Tensor | None = None,
+    bias_BQL: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(attention weights after dropout [B, Q, L], log-sum-exp of the rows fp32 [B, Q])."""
-    x_BQL = scores_BQL.float() * scale + mask_BL[:, None]
+    x_BQL = _finish_scores(scores_BQL, mask_BL, scale, first_BQ, last_BQ, bias_BQL)
     top_BQ1 = x_BQL.amax(-1, keepdim=True)
     weights_BQL = (x_BQL - top_BQ1).exp()
     total_BQ1 = weights_BQL.sum(-1, keepdim=True)
@@ -101,9 +144,13 @@ def _softmax_backward(
     scale: float,
     keys_BQ: Tensor | None,
     dropout: float,
+    first_BQ: Tensor | None = None,
+    last_BQ: Tensor | None = None,
+    bias_BQL: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """(weights after dropout, gradient of the scores), both [B, Q, L]; `grad_BQL` is that of dropped weights."""
-    weights_BQL = (scores_BQL.float() * scale + mask_BL[:, None] - lse_BQ[..., None]).exp()
+    """(weights after dropout, gradient of the products), both [B, Q, L]; `grad_BQL` is that of dropped weights."""
+    x_BQL = _finish_scores(scores_BQL, mask_BL, scale, first_BQ, last_BQ, bias_BQL)
+    weights_BQL = (x_BQL - lse_BQ[..., None]).exp()
     dropped_BQL, grad = weights_BQL, grad_BQL.float()
     if keys_BQ is not None:
         factor_BQL = _dropout_factor(keys_BQ, scores_BQL.shape[-1], dropout)

@@ -1,11 +1,14 @@
-"""The arguments of attention besides the tensors: which tokens attend to which, and how."""
+"""The arguments of attention besides the hidden states: its weights, which tokens attend to which, and how."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from pretrain.config import ModelConfig
+from pretrain.model.positions import Rotation
 
 
 class TokenLayout(NamedTuple):
@@ -15,6 +18,8 @@ class TokenLayout(NamedTuple):
     max_seqlen: int  # length of the longest sequence
     rows: Tensor | None  # int64 [R], ascending: the query positions; None if every token is one
     keys: Tensor  # int32 [T], the dropout seed of each token as a query
+    rotation: Rotation | None = None  # of queries and keys, [T, K]
+    distance_bias: Tensor | None = None  # [N, 2M - 1], added to the scores: of the distances 1 - M to M - 1
 
 
 class AttentionOptions(NamedTuple):
@@ -23,6 +28,21 @@ class AttentionOptions(NamedTuple):
     heads: int
     dropout: float = 0.0  # probability of dropping an attention weight
     fused: bool = False  # let torch.compile fuse the steps between the matmuls
+    window: int = 0  # tokens that a query attends to on each side; 0 if to all
+
+
+class ProjectionWeights(NamedTuple):
+    """The projections to query, key and value. Either stacked, or the query apart if it has more heads."""
+
+    weights: tuple[Tensor, ...]  # one [3H, H], or [H, H] and [2 * kv_heads * D, H]
+    biases: tuple[Tensor | None, ...]
+
+    @classmethod
+    def of(cls, layer: Any, model: ModelConfig) -> ProjectionWeights:
+        """Those of a module whose parameters are `parameters.layer_parameters`."""
+        names = ("qkv",) if model.kv_heads in (0, model.heads) else ("q", "kv")
+        weights = tuple(getattr(layer, f"{name}_weight") for name in names)
+        return cls(weights, tuple(getattr(layer, f"{name}_bias", None) for name in names))
 
 
 def query_boundaries(rows_R: Tensor, cu_seqlens: Tensor) -> Tensor:

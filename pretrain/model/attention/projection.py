@@ -1,0 +1,45 @@
+"""Query, key and value from their products: bias, rotation, and keys and values shared by several heads.
+
+Shape letters: T tokens (the padded twin has sequences and tokens), N heads of width D, G heads of keys and values,
+H = N * D.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from pretrain.model.positions import Rotation, rotate
+
+
+def form_qkv(
+    products: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], rotation: Rotation | None, heads: int
+) -> Tensor:
+    """[T, 3H]: query, key and value of every head, in the dtype of the products.
+
+    Args:
+        products: hidden states times the weights of `layout.ProjectionWeights`: [T, 3H], or [T, H] and [T, 2GD].
+        biases: of the products, or None.
+        rotation: of query and key; None leaves them as they are.
+        heads: N.
+    """
+    # Rotation in fp32 in every precision, as transformers does (modeling_modernbert.py, apply_rotary_pos_emb).
+    sums = [x.float() if bias is None else x.float() + bias.float() for x, bias in zip(products, biases, strict=True)]
+    width = products[0].shape[-1] // heads // (3 if len(products) == 1 else 1)
+    if len(products) == 1:
+        q_TND, k_TND, v_TND = sums[0].unflatten(-1, (3, heads, width)).unbind(-3)
+    else:
+        q_TND = sums[0].unflatten(-1, (heads, width))
+        k_TND, v_TND = sums[1].unflatten(-1, (2, -1, width)).unbind(-3)
+    if rotation is not None:
+        q_TND, k_TND = rotate(q_TND, rotation), rotate(k_TND, rotation)
+    parts = (q_TND, *(_for_each_head(x, heads) for x in (k_TND, v_TND)))
+    return torch.cat([part.to(products[0].dtype).flatten(-2) for part in parts], dim=-1)
+
+
+def _for_each_head(x_TGD: Tensor, heads: int) -> Tensor:
+    """[T, G, D] -> [T, N, D]: each shared head once for every query head that reads it, one after the other."""
+    shared = x_TGD.shape[-2]
+    if shared == heads:
+        return x_TGD
+    return x_TGD.repeat_interleave(heads // shared, dim=-2)

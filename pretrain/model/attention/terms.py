@@ -1,0 +1,77 @@
+"""What a group's scores get besides the product of query and key: the window of a local layer, and relative positions.
+
+Shape letters: T tokens, N heads, inside a group of G units L keys and Q queries each, B = G * N; M the longest distance
+that a table of biases has, plus one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pretrain.model.attention.grouping import SequenceGroup
+
+
+class ScoreTerms(NamedTuple):
+    """Arguments of `kernels.softmax` for some rows of a group; all None if the scores are only products."""
+
+    first_BQ: Tensor | None = None  # int32, the first and the last key that a query sees
+    last_BQ: Tensor | None = None
+    bias_BQL: Tensor | None = None  # fp32, added to the scaled scores
+
+
+class GroupTerms:
+    """The terms of one group, a slice of its B rows at a time.
+
+    Args:
+        group: the group.
+        token_GQ: int64, the token row of each query.
+        heads: N.
+        window: as `layout.AttentionOptions.window`.
+        distance_bias: as `layout.TokenLayout.distance_bias`.
+    """
+
+    def __init__(
+        self, group: SequenceGroup, token_GQ: Tensor, heads: int, window: int, distance_bias: Tensor | None
+    ) -> None:
+        self._heads = heads
+        self._bounds = _bounds(group, token_GQ, window, heads) if window else None
+        self._bias = distance_bias
+        if distance_bias is not None:
+            middle = distance_bias.shape[1] // 2
+            distance_GQL = group.keys.number_GL[:, None] - token_GQ[..., None] + middle
+            self._column_GQL = distance_GQL.clamp_(0, 2 * middle)  # padding may be farther
+
+    def of(self, b: slice) -> ScoreTerms:
+        """The terms of some rows."""
+        first_BQ, last_BQ = (None, None) if self._bounds is None else (x[b] for x in self._bounds)
+        if self._bias is None:
+            return ScoreTerms(first_BQ, last_BQ)
+        return ScoreTerms(first_BQ, last_BQ, self._bias.float().flatten()[self._entries(b)])
+
+    def add_gradient(self, total_NM: Tensor, b: slice, grad_BQL: Tensor) -> None:
+        """Add the gradient of the biases that rows `b` used to fp32 `total_NM` [N, 2M - 1]."""
+        total_NM.view(-1).index_add_(0, self._entries(b).flatten(), grad_BQL.float().flatten())
+
+    def _entries(self, b: slice) -> Tensor:
+        """int64 [B, Q, L]: which entry of the flattened table each score reads."""
+        row_B = torch.arange(b.start, min(b.stop, len(self._column_GQL) * self._heads), device=self._column_GQL.device)
+        head_B11 = (row_B % self._heads)[:, None, None]
+        assert self._bias is not None
+        return self._column_GQL[row_B // self._heads] + head_B11 * self._bias.shape[1]
+
+
+def _bounds(group: SequenceGroup, token_GQ: Tensor, window: int, heads: int) -> tuple[Tensor, Tensor] | None:
+    """int32 [B, Q] twice: the first and the last key of its unit that each query sees; None if it sees all."""
+    keys = group.keys
+    if keys.number_GL.shape[1] <= window + 1:
+        return None
+    count_G1 = keys.real_GL.sum(1, keepdim=True)
+    place_GQ = token_GQ - keys.number_GL[:, :1]
+    # Padding may repeat a query of another unit: it must see a key, too, or its weights would be NaN.
+    first_GQ = (place_GQ - window).clamp_min(0).minimum(count_G1 - 1)
+    last_GQ = (place_GQ + window).minimum(count_G1 - 1).maximum(first_GQ)
+    first_BQ, last_BQ = (x.int().repeat_interleave(heads, 0) for x in (first_GQ, last_GQ))
+    return first_BQ, last_BQ
