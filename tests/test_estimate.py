@@ -16,9 +16,11 @@ from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 from pretrain import estimate
 from pretrain.common.errors import InputError
 from pretrain.config import (
+    AveragingConfig,
     CorpusConfig,
     EngineConfig,
     ModelConfig,
+    OptimizerConfig,
     PairsConfig,
     PhaseConfig,
     PretrainConfig,
@@ -27,6 +29,7 @@ from pretrain.config import (
     VocabularyConfig,
     load_config,
 )
+from pretrain.model import cost
 from pretrain.model.cost import parameter_count
 from pretrain.model.heads import PretrainingModel
 
@@ -146,6 +149,38 @@ def test_states_follow_rajbhandari():
     assert states(2, 8)["gradients"] == 4 * parameters // 8
     assert states(2, 8)["weights"] == 2 * parameters
     assert states(0, 8, precision="fp32")["optimizer"] == 8 * parameters
+
+
+def test_muon_keeps_one_moment_of_matrices_and_averages_need_a_copy():
+    """4 bytes less for each entry of the 24 layers' matrices; 4 more for each averaged parameter."""
+    parameters, matrices = 336_226_108, 24 * 12 * 1024**2
+
+    def optimizer(stage: int, **changes: Any) -> int:
+        config = make_config(model=ModelConfig(size="large"), **changes)
+        return estimate.memory_bytes(config, stage, 8, "cuda")["optimizer"]
+
+    muon = {"optimizer": OptimizerConfig(name="muon")}
+    averaging = {"averaging": AveragingConfig(share=0.1)}
+    assert optimizer(0, **muon) == 12 * parameters - 4 * matrices
+    assert optimizer(1, **muon) == pytest.approx((12 * parameters - 4 * matrices) / 8, abs=8)
+    assert optimizer(0, **averaging) == 16 * parameters
+    assert optimizer(2, **muon, **averaging) == pytest.approx((16 * parameters - 4 * matrices) / 8, abs=8)
+    assert optimizer(1, optimizer=OptimizerConfig(name="stable_adamw")) == optimizer(1)
+
+
+def test_the_flops_of_muon_are_those_of_its_products():
+    from pretrain.training.optim.muon import orthogonalise
+
+    config = make_config(
+        model=ModelConfig(size="custom", layers=2, hidden=8, heads=2, intermediate=24),
+        optimizer=OptimizerConfig(name="muon"),
+    )
+    with FlopCounterMode(display=False) as counter:
+        for shape in [(8, 8)] * 4 + [(24, 8), (8, 24)]:
+            orthogonalise(torch.ones(shape))
+    assert cost.orthogonalisation_flops(config.model) == 2 * counter.get_total_flops()
+    assert "Muon" in estimate._work_lines(config, 100, None)
+    assert "Muon" not in estimate._work_lines(make_config(), 100, None)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

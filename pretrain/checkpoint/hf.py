@@ -77,8 +77,10 @@ def export(
         (aside / "README.md").write_text(card, encoding="utf-8")
 
 
-def export_run(run_dir: Path, out: Path, checkpoint: str | None = None) -> None:
+def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, averaged: bool = False) -> None:
     """Export a run's checkpoint with its model card: the one named, the "best", or the newest intact one.
+
+    `averaged` exports the mean of the last steps' weights that the checkpoint keeps.
 
     Raises:
         InputError: the run, the checkpoint or the corpus's tokenizer is missing or damaged, or the family's layout
@@ -88,15 +90,21 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None) -> None:
         raise InputError(f"{run_dir}: not a run folder (no config.yaml). Give one such as runs/bert-mini.")
     config = load_config(run_dir / "config.yaml")
     path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
-    state = store.read_weights(path)
+    state = store.read_weights(path, averaged=averaged)
     corpus = Path(config.corpus.dir)
     export(
         state,
         config.model,
         corpus,
         out,
-        next_sentence=config.pairs.next_sentence,
-        card=_model_card(config, run_dir, store.step_of(path), sum(p.numel() for p in state.values())),
+        next_sentence=config.pairs.has_classifier,
+        card=_model_card(
+            config,
+            run_dir,
+            store.step_of(path),
+            sum(p.numel() for p in state.values()),
+            averaged=store.read_state(path)["averaged"] if averaged else 0,
+        ),
     )
 
 
@@ -138,8 +146,11 @@ def _choose_checkpoint(folder: Path, name: str | None) -> Path:
     return path
 
 
-def _model_card(config: PretrainConfig, run_dir: Path, step: int, parameters: int) -> str:
-    """README.md of an export: what it is, how it was trained, its measurements, and its text."""
+def _model_card(config: PretrainConfig, run_dir: Path, step: int, parameters: int, *, averaged: int = 0) -> str:
+    """README.md of an export: what it is, how it was trained, its measurements, and its text.
+
+    `averaged` is the number of steps whose weights are averaged; 0 for the weights of a single step.
+    """
     import jinja2
 
     templates = jinja2.Environment(
@@ -153,19 +164,20 @@ def _model_card(config: PretrainConfig, run_dir: Path, step: int, parameters: in
         model=config.model,
         parameters=parameters,
         step=step,
-        measured=_measured(run_dir, step),
+        averaged=averaged,
+        measured=_measured(run_dir, step, averaged=averaged > 0),
         corpus_card=_two_levels_down(corpus_card.read_text(encoding="utf-8")) if corpus_card.is_file() else "",
         config_yaml=dump(config).strip(),
     )
 
 
-def _measured(run_dir: Path, step: int) -> list[tuple[str, str]]:
-    """Labels and values of the last evaluation up to `step`; [] without one."""
-    evaluations = [
-        record
-        for record in read_records(run_dir)
-        if record.get("split") == "validation" and record.get("step", 0) <= step
-    ]
+def _measured(run_dir: Path, step: int, *, averaged: bool = False) -> list[tuple[str, str]]:
+    """Labels and values of the last evaluation up to `step`, or of the averaged weights at `step`; [] without one."""
+    records = read_records(run_dir)
+    if averaged:
+        evaluations = [one for one in records if one.get("event") == "average" and one.get("step") == step]
+    else:
+        evaluations = [one for one in records if one.get("split") == "validation" and one.get("step", 0) <= step]
     if not evaluations:
         return []
     last = evaluations[-1]
@@ -175,6 +187,8 @@ def _measured(run_dir: Path, step: int) -> list[tuple[str, str]]:
         "mlm_accuracy": ("masked-token accuracy", "{:.2%}"),
         "nsp_loss": ("next-sentence loss", "{:.4f}"),
         "nsp_accuracy": ("next-sentence accuracy", "{:.2%}"),
+        "sop_loss": ("sentence-order loss", "{:.4f}"),
+        "sop_accuracy": ("sentence-order accuracy", "{:.2%}"),
     }
     return [(label, form.format(last[key])) for key, (label, form) in labels.items() if last.get(key) is not None]
 
@@ -187,9 +201,7 @@ def _two_levels_down(markdown: str) -> str:
 # ---- writing
 
 
-def _config_json(
-    facts: ReleasedFacts, rows: int, ids: Mapping[str, int | None], next_sentence: bool
-) -> dict[str, Any]:
+def _config_json(facts: ReleasedFacts, rows: int, ids: Mapping[str, int | None], next_sentence: bool) -> dict[str, Any]:
     """The fields of transformers' config as 5.x writes them; 4.x reads them too."""
     fields = {
         "bos_token_id": None,
@@ -212,7 +224,11 @@ def _read_special_ids(folder: Path, size: int) -> dict[str, int | None]:
             raise InputError(f"{folder / 'tokenizer.json'}: has no [PAD]. Prepare the corpus again.")
         return ids
     vocabulary = _read_vocabulary(folder, size)
-    return {role: vocabulary.index(f"[{role.upper()}]") for role in ("pad", "cls", "sep", "mask") if f"[{role.upper()}]" in vocabulary}
+    return {
+        role: vocabulary.index(f"[{role.upper()}]")
+        for role in ("pad", "cls", "sep", "mask")
+        if f"[{role.upper()}]" in vocabulary
+    }
 
 
 def _read_vocabulary(folder: Path, size: int) -> list[str]:

@@ -190,7 +190,7 @@ def start_table(config: PretrainConfig) -> str:
     """Where each tensor of the checkpoint goes, and how the rest is initialised, as lines. Raises as `read_start`."""
     shards = open_shards(Path(config.corpus.dir), "train")
     with torch.device("meta"):
-        model = PretrainingModel(config.model, shards.vocabulary_size, config.pairs.next_sentence)
+        model = PretrainingModel(config.model, shards.vocabulary_size, config.pairs.has_classifier)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return read_start(config, shapes, shards, count=False).table
 

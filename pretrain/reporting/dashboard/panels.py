@@ -32,6 +32,8 @@ PANELS = (
     Panel("MLM accuracy", ("mlm_accuracy",), "share", "Learning"),
     Panel("NSP loss", ("nsp_loss",), "nats", "Learning"),
     Panel("NSP accuracy", ("nsp_accuracy",), "share", "Learning"),
+    Panel("SOP loss", ("sop_loss",), "nats", "Learning"),
+    Panel("SOP accuracy", ("sop_accuracy",), "share", "Learning"),
     Panel("Gradient norm before clipping", ("grad_norm",), "", "Learning"),
     Panel("Learning rate", ("lr",), "", "Learning"),
     Panel("Useful tokens per second", ("tokens_per_second",), "tokens/s", "Speed"),
