@@ -258,9 +258,7 @@ def padded_logits(released: Released, inputs: dict[str, Tensor], head: Head) -> 
 def task_model(released: Released, head: Head, objective: Objective) -> TaskModel:
     """The model that is trained, with the head that the checkpoint has."""
     outputs = len(released.head["out_weight"])
-    model = TaskModel(
-        released.model, released.vocabulary_size, head, objective, outputs, released.task_head(head)
-    )
+    model = TaskModel(released.model, released.vocabulary_size, head, objective, outputs, released.task_head(head))
     model.load_state_dict({**released.backbone, **{f"head.{name}": tensor for name, tensor in released.head.items()}})
     return model
 

@@ -21,6 +21,7 @@ from pretrain import config
 from pretrain.batches.documents import Documents, DocumentTable
 from pretrain.batches.order import Order, below, binomial, draw, root_key, uniform
 from pretrain.batches.packing import fill_across_documents, pieces
+from pretrain.batches.replay import mixture_weights
 from pretrain.common.errors import InputError
 from pretrain.corpus.shards import TokenShards
 
@@ -109,6 +110,7 @@ class Sampler:
         key = root_key(shards.fingerprint, seed, phase)
         order_key, self._sample_key, self._anchor_key = draw(key, np.arange(3))
         mixture = shards.weights(weights or {}, f"phases.{phase}.weights")
+        mixture = mixture_weights(shards.sources, mixture, self._corpus.samples)
         self._order = Order(self._corpus.samples, mixture, order_key)
         if not self.samples_per_epoch:
             raise InputError(

@@ -37,9 +37,11 @@ from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest,
 from pretrain.config import CorpusConfig, PretrainConfig
 from pretrain.corpus import card, sources, stages
 from pretrain.corpus.documents import Documents, PieceSummary, ShardPlan
+from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.inputs import Input, Piece, Problems
 from pretrain.corpus.manifest import (
     accept_copies,
+    check_same_tokenizer,
     content_state,
     fingerprint,
     fingerprint_settings,
@@ -47,6 +49,7 @@ from pretrain.corpus.manifest import (
     refuse_changes,
     source_facts,
     source_name,
+    without_vocabulary,
 )
 from pretrain.corpus.parallel import Pool, result_of
 from pretrain.corpus.shards import token_dtype, verify_shards
@@ -54,13 +57,18 @@ from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.vocabulary import load_vocabulary, save_tokenizer, train_vocabulary
 
 WORK = ".work"
+_EXTENSION = "extension.json"  # facts about an extended vocabulary, for the card
 _MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; above it the rarest are dropped
 
 
-def prepare(config: PretrainConfig, *, quiet: bool = False, bar: StageBar | None = None) -> str:
+def prepare(
+    config: PretrainConfig, *, tokenizer: Tokenizer | None = None, quiet: bool = False, bar: StageBar | None = None
+) -> str:
     """Prepare the corpus of `config` in its folder, or continue where an earlier run stopped. Returns a summary line.
 
     Args:
+        tokenizer: of the checkpoint that a run continues from; takes the place of corpus.vocabulary, which says only
+            how many words are added to it.
         quiet: show no progress.
         bar: shows the progress instead of one made here.
 
@@ -71,14 +79,16 @@ def prepare(config: PretrainConfig, *, quiet: bool = False, bar: StageBar | None
     """
     folder = Path(config.corpus.dir)
     if config.corpus.sources:
-        return _Preparation(config, bar or StageBar(quiet=quiet)).run()
+        return _Preparation(config, bar or StageBar(quiet=quiet), tokenizer).run()
     if (folder / MANIFEST).exists():
         return card.summary_line(folder, "already prepared")
     raise InputError(f"corpus.sources: empty, and {folder} is not prepared. Give at least one source.")
 
 
-def describe(config: PretrainConfig) -> dict[str, Any]:
+def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict[str, Any]:
     """What `prepare` would read, for --dry-run: dir, state, processes, bytes, and the files of every source.
+
+    `tokenizer` as for `prepare`.
 
     Raises `InputError` as `prepare` does, also if the corpus is finished and was prepared with other settings.
     """
@@ -86,7 +96,8 @@ def describe(config: PretrainConfig) -> dict[str, Any]:
     state = "finished" if (folder / MANIFEST).exists() else "started" if (folder / WORK).exists() else "new"
     found = _find_inputs(corpus)
     if state == "finished" and found:
-        _accepted_manifest(folder, found, fingerprint_settings(corpus, found, _given_tokenizer(corpus)))
+        settings = fingerprint_settings(corpus, found, tokenizer or _given_tokenizer(corpus))
+        _accepted_manifest(folder, found, settings, None if corpus.vocabulary.added_words else tokenizer)
     rows = [
         {
             "name": source_name(source),
@@ -116,11 +127,22 @@ def _given_tokenizer(corpus: CorpusConfig) -> Tokenizer | None:
     return load_vocabulary(Path(given), lowercase=corpus.vocabulary.lowercase) if given else None
 
 
-def _accepted_manifest(folder: Path, inputs: list[list[Input]], settings: dict[str, Any]) -> dict[str, Any]:
-    """The manifest of a finished corpus; `InputError` if its settings or the content of its sources were others."""
+def _accepted_manifest(
+    folder: Path, inputs: list[list[Input]], settings: dict[str, Any], same_tokenizer: Tokenizer | None = None
+) -> dict[str, Any]:
+    """The manifest of a finished corpus; `InputError` if its settings or the content of its sources were others.
+
+    Args:
+        same_tokenizer: the tokenizer that the corpus must have, however its vocabulary was made; otherwise the settings
+            of the vocabulary must be the same.
+    """
     manifest = read_manifest(folder)
     accept_copies(manifest, inputs, settings)
-    refuse_changes(folder, manifest["settings"], settings)
+    before = manifest["settings"]
+    if same_tokenizer is not None:
+        check_same_tokenizer(folder, same_tokenizer)
+        before, settings = without_vocabulary(before), without_vocabulary(settings)
+    refuse_changes(folder, before, settings)
     return manifest
 
 
@@ -133,7 +155,7 @@ def _processes(config: PretrainConfig) -> int:
 class _Preparation:
     """One run of `prepare`."""
 
-    def __init__(self, config: PretrainConfig, bar: StageBar) -> None:
+    def __init__(self, config: PretrainConfig, bar: StageBar, tokenizer: Tokenizer | None) -> None:
         self._corpus = corpus = config.corpus
         self._address = config.scheduling.address
         self._processes = _processes(config)
@@ -142,8 +164,13 @@ class _Preparation:
         self._bar = bar
         self._problems = Problems()
         self._inputs = _find_inputs(corpus)
-        self._tokenizer = _given_tokenizer(corpus)
-        self._settings = fingerprint_settings(corpus, self._inputs, self._tokenizer)
+        self._of_start, added = tokenizer, corpus.vocabulary.added_words
+        tokenizer = tokenizer or _given_tokenizer(corpus)
+        if tokenizer is not None and added:
+            check_extension(tokenizer, added)
+        self._settings = fingerprint_settings(corpus, self._inputs, tokenizer)
+        # One that is extended is not known until the words are counted.
+        self._tokenizer = None if added else tokenizer
 
     def run(self) -> str:
         started = time.monotonic()
@@ -199,7 +226,8 @@ class _Preparation:
 
     def _check_finished(self) -> None:
         """Refuse a folder made with other settings. Names, weights and licences may change: the manifest takes them."""
-        manifest = _accepted_manifest(self._folder, self._inputs, self._settings)
+        same_tokenizer = None if self._of_start is None else self._tokenizer
+        manifest = _accepted_manifest(self._folder, self._inputs, self._settings, same_tokenizer)
         for number, entry in enumerate(manifest["sources"]):
             entry |= source_facts(self._corpus.sources[number])
         manifest["fingerprint"] = fingerprint(manifest)
@@ -291,11 +319,21 @@ class _Preparation:
                 _forget_rarest(counts)
                 advance(size)
         with self._bar.stage("training the vocabulary", 0):
-            tokenizer = train_vocabulary(
+            tokenizer = self._extended(counts) or train_vocabulary(
                 counts, settings.size, lowercase=settings.lowercase, min_frequency=settings.min_frequency
             )
         save_tokenizer(self._work, tokenizer)
         return tokenizer
+
+    def _extended(self, counts: collections.Counter[bytes]) -> Tokenizer | None:
+        """The checkpoint's tokenizer with further words, if there is one; what they save goes to the work folder."""
+        if self._of_start is None:
+            return None
+        extension = extend_vocabulary(self._of_start, counts, self._corpus.vocabulary.added_words)
+        share = 1 - extension.tokens_after / max(1, extension.tokens_before)
+        facts = {"added": len(extension.words), "saved_share": round(share, 6), "first_added": extension.words[:20]}
+        write_json(self._work / _EXTENSION, facts)
+        return extension.tokenizer
 
     def _tokenize(self, pool: Pool, summaries: list[PieceSummary]) -> None:
         """Part files of words become part files of tokens, under the new names in `summaries`."""
@@ -349,6 +387,7 @@ class _Preparation:
             lowercase=self._corpus.vocabulary.lowercase,
             language=self._corpus.language,
             shards=shards,
+            extension=_read_json(self._work / _EXTENSION),
         )
         shard_hashes = {name: digest for result in results for name, digest in result["hashes"].items()}
         manifest = make_manifest(

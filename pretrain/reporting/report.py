@@ -23,6 +23,7 @@ from pretrain.config import PretrainConfig, load_config
 from pretrain.reporting.attention.progress import attention_section
 from pretrain.reporting.charts import Bar, Series, bar_chart, line_chart
 from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences
+from pretrain.reporting.gains import gains
 from pretrain.reporting.pages import write_page
 from pretrain.tracking.live import clock
 from pretrain.tracking.records import is_training, read_records
@@ -47,6 +48,7 @@ def write_report(run_dir: Path, out: Path) -> Path:
         tiles=_tiles(run),
         charts=list(_charts(run)),
         attention=attention_section(run_dir, Path(run.config.corpus.dir)),
+        domains=gains(run_dir),
         fillings=_predictions(run),
         finetuned=_finetuned(run),
         gains=_gains(_read_finetuned(run)),
@@ -263,6 +265,11 @@ def _charts(run: _ReportData) -> Iterator[str]:
         return [
             Series("training", run.curve(field), "train", smooth=True),
             Series("held-out", run.curve(field, "validation"), "held-out"),
+            *(
+                [Series("general text", general, "baseline")]
+                if (general := run.curve(f"general_{field}", "validation"))
+                else []
+            ),
         ]
 
     def one(field: str, x: str = "step", scale: float = 1.0, smooth: bool = True) -> list[Series]:

@@ -50,6 +50,7 @@ class TrainingPlan:
         0  # consecutive evaluations without a better score after which training ends; 0 disables early stopping
     )
     average_from: int | None = None  # 0-based step from which on weights are averaged
+    evaluate_first: bool = False  # before the first step, for a run that does not begin from random weights
     peak_flops: float = math.nan  # matmul peak of all workers together, FLOP/s, measured when training starts
 
 
@@ -73,6 +74,8 @@ def fit(
     """
     training = _Fit(engine, task, plan, progress, checkpoints, extra_state, recorder)
     try:
+        if plan.evaluate_first:
+            training.evaluate(judge=False)
         while failure := training.train(stop_requested):
             training.roll_back(failure)
     finally:
@@ -340,15 +343,16 @@ class _Fit(Generic[S]):
         progress.window = Window()
         self.stopwatch.excluded = dict.fromkeys(self.stopwatch.excluded, 0.0)
 
-    def evaluate(self) -> None:
-        """Evaluate, record the means, and note whether they are the best so far."""
+    def evaluate(self, *, judge: bool = True) -> None:
+        """Evaluate, record the means, and note whether they are the best so far; not if `judge` is false."""
         began = time.perf_counter()
         means = self._evaluated()
         seconds = time.perf_counter() - began
         self.stopwatch.leave_out("evaluation", seconds)
         if means:
-            self._judge(self.task.to_minimise(means))
-            best = self.progress.evaluations_without_gain == 0
+            if judge:
+                self._judge(self.task.to_minimise(means))
+            best = judge and self.progress.evaluations_without_gain == 0
             self.recorder.log(
                 {"step": self.progress.step, "split": "validation", **means, "best": best, "seconds": seconds}
             )

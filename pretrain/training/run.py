@@ -11,6 +11,7 @@ from typing import Any, Generic
 
 from pretrain.common.worker import Worker
 from pretrain.tracking import starting
+from pretrain.tracking.records import read_records
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
 from pretrain.training.loop import LONG_SECONDS, TrainingPlan, fit
@@ -32,6 +33,7 @@ class Training(Generic[S]):
         job_type: the tracker's name for runs of this kind.
         card: facts about the data for the tracker.
         identity: facts about the data that each checkpoint keeps, for `check`.
+        begin: called on every rank when there is no checkpoint to resume from, before the first one is written.
         check: called with the state of a checkpoint and its folder before the run resumes from it; raises `InputError`
             if it belongs to another run.
         finish: called on every rank when all steps are done.
@@ -44,6 +46,7 @@ class Training(Generic[S]):
     identity: dict[str, Any]
     check: Callable[[dict[str, Any], Path], None]
     finish: Callable[[Tracker], None]
+    begin: Callable[[], None] = lambda: None
 
 
 def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[str, Any]) -> None:
@@ -63,6 +66,9 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
         training.check(state, checkpoint)
         progress = Progress.from_state(state)
         logger.info("resumed from %s", checkpoint)
+    else:
+        with engine.allow(LONG_SECONDS):
+            training.begin()
     tracker = Tracker(
         config,
         config.folder,
@@ -73,6 +79,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
         enabled=worker.rank == 0,
     )
     tracker.log_events(payload.get("events", ()), progress.step)
+    first = plan.evaluate_first and progress.step == 0 and not _was_evaluated(config.folder, engine)
     extra_state = {"run_id": tracker.run_id, **training.identity, "config": config.model_dump(mode="json")}
     try:
         if progress.step < plan.total_steps and not progress.stopped_early:
@@ -80,7 +87,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
             fit(
                 engine,
                 task,
-                plan,
+                dataclasses.replace(plan, evaluate_first=first),
                 progress,
                 checkpoints=checkpoints,
                 extra_state=extra_state,
@@ -112,3 +119,9 @@ def _prepared(
     if engine.rank == 0:
         starting.end_phases(config.folder)
     return plan
+
+
+def _was_evaluated(folder: Path, engine: Engine) -> bool:
+    """Whether rank 0's records have an evaluation."""
+    found = engine.rank == 0 and any(record.get("split") == "validation" for record in read_records(folder))
+    return engine.gather_objects(found)[0]

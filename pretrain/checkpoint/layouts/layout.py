@@ -261,7 +261,9 @@ class KeyMapping:
 
     def _activation(self, config: Mapping[str, Any]) -> str:
         """Our name of the activation in a config.json; raises ValueError for an unknown one."""
-        return activation_name(self.activation_key, config.get(self.activation_key, PARTS[self.parts].get("activation", "gelu")))
+        return activation_name(
+            self.activation_key, config.get(self.activation_key, PARTS[self.parts].get("activation", "gelu"))
+        )
 
     @property
     def _prefix(self) -> str:
