@@ -89,7 +89,9 @@ def test_a_written_config_reads_the_same_in_both_programs(family: str) -> None:
     assert read_config(written) == facts
     again = getattr(transformers, name)(**written)
     expected, found = theirs.to_dict(), again.to_dict()
-    same = {key for key in expected if key not in ("architectures", "dtype", "global_attn_every_n_layers", "rope_theta")}
+    same = {
+        key for key in expected if key not in ("architectures", "dtype", "global_attn_every_n_layers", "rope_theta")
+    }
     assert {key: found[key] for key in same} == {key: expected[key] for key in same}
     # Without the config that was read, as for a run of ours.
     bare = write_config({}, facts, "ForMaskedLM", 101, 0)

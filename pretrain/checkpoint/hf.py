@@ -187,9 +187,7 @@ def _two_levels_down(markdown: str) -> str:
 # ---- writing
 
 
-def _config_json(
-    facts: ReleasedFacts, rows: int, ids: Mapping[str, int | None], next_sentence: bool
-) -> dict[str, Any]:
+def _config_json(facts: ReleasedFacts, rows: int, ids: Mapping[str, int | None], next_sentence: bool) -> dict[str, Any]:
     """The fields of transformers' config as 5.x writes them; 4.x reads them too."""
     fields = {
         "bos_token_id": None,
@@ -212,7 +210,11 @@ def _read_special_ids(folder: Path, size: int) -> dict[str, int | None]:
             raise InputError(f"{folder / 'tokenizer.json'}: has no [PAD]. Prepare the corpus again.")
         return ids
     vocabulary = _read_vocabulary(folder, size)
-    return {role: vocabulary.index(f"[{role.upper()}]") for role in ("pad", "cls", "sep", "mask") if f"[{role.upper()}]" in vocabulary}
+    return {
+        role: vocabulary.index(f"[{role.upper()}]")
+        for role in ("pad", "cls", "sep", "mask")
+        if f"[{role.upper()}]" in vocabulary
+    }
 
 
 def _read_vocabulary(folder: Path, size: int) -> list[str]:

@@ -90,9 +90,7 @@ def write_released(
             (aside / name).write_text(text, encoding="utf-8")
 
 
-def released_tensors(
-    state: Mapping[str, Tensor], facts: ReleasedFacts, purpose: str = "sequence"
-) -> dict[str, Tensor]:
+def released_tensors(state: Mapping[str, Tensor], facts: ReleasedFacts, purpose: str = "sequence") -> dict[str, Tensor]:
     """`their_tensors` of the layout, the segments and the positions that the facts tell."""
     return their_tensors(
         state,
