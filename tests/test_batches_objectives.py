@@ -335,7 +335,7 @@ def test_full_sentences_go_on_across_documents(length: int) -> None:
         tokens = np.concatenate(pieces)
         assert np.array_equal(tokens, np.arange(tokens[0], tokens[0] + len(tokens)))
         assert [len(set(text.document[piece])) for piece in pieces] == [1] * len(pieces)
-        assert len({text.document[piece[0]] for piece in pieces}) == len(pieces)
+        assert len({int(text.document[piece[0]]) for piece in pieces}) == len(pieces)
         if len(set(text.sentence[tokens])) > 1:  # whole sentences
             assert text.sentence[tokens[0]] != text.sentence[tokens[0] - 1]
             if tokens[-1] not in ends:

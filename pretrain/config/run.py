@@ -233,7 +233,8 @@ class PretrainConfig(RunConfig):
         """
         own, masking = self.phases[phase].masking_probability, self.masking
         if own or not masking.final_probability:
-            return (own or masking.probability,) * 2
+            constant = own or masking.probability
+            return constant, constant
         before = sum(earlier.steps for earlier in self.phases[:phase])
         ends = (before / self.total_steps, (before + self.phases[phase].steps) / self.total_steps)
         first, last = (masking.probability * (1 - at) + masking.final_probability * at for at in ends)

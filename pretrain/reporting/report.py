@@ -413,4 +413,4 @@ def _predictions(run: _ReportData) -> list[Filling]:
     from pretrain.corpus.vocabulary import read_vocabulary
 
     sentences = held_out_sentences(open_shards(corpus, "validation"), read_vocabulary(corpus / "vocab.txt"), SENTENCES)
-    return fill(export_dir, sentences)
+    return fill(export_dir, sentences, shifted=run.config.masking.shifted_targets)

@@ -19,8 +19,8 @@ TRAINING_METRICS: dict[str, Metric] = {
     "tokens": Metric("tokens", "Tokens trained on so far, without padding."),
     "loss": Metric(
         "nats",
-        "Sum of mlm_loss and nsp_loss or sop_loss; with causal sequences, the mean of mlm_loss and causal_loss weighted "
-        "by the numbers of sequences; for fine-tuning, the loss of the task.",
+        "Sum of mlm_loss and nsp_loss or sop_loss; with causal sequences, the mean of mlm_loss and causal_loss, "
+        "weighted by the numbers of sequences; for fine-tuning, the loss of the task.",
     ),
     "mlm_loss": Metric("nats", "Cross-entropy per masked token; mean since the last record."),
     "mlm_accuracy": Metric("fraction", "Masked tokens predicted correctly since the last record."),
