@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -97,8 +98,10 @@ def test_batches_of_a_ramp_follow_each_other_without_a_gap(corpus: Path, tmp_pat
 def test_a_rollback_in_a_ramp_passes_over_the_samples_of_its_steps(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = object.__new__(Pretraining)
-    task._config = PretrainConfig.model_validate(settings(corpus, tmp_path))
+    config = PretrainConfig.model_validate(settings(corpus, tmp_path))
+    shards, held_out = open_shards(corpus, "train"), open_shards(corpus, "validation")
+    engine: Any = SimpleNamespace(rank=0, world_size=1)
+    task = Pretraining(config, shards, held_out, engine, torch.device("cpu"))
     opened: list[tuple[int, int, int]] = []
     task._loader = iter(())  # type: ignore[assignment]
     monkeypatch.setattr(task, "_open_loader", lambda *given: opened.append(given))
