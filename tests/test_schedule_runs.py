@@ -14,7 +14,7 @@ from corpora import make_corpus
 from safetensors.torch import load_file
 
 from pretrain import train
-from pretrain.batches.loader import Loader
+from pretrain.batches.loader import BatchMaker, Loader
 from pretrain.checkpoint import hf, store
 from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig, PretrainConfig
@@ -79,6 +79,13 @@ def test_the_first_batch_of_a_ramp_needs_a_sequence_for_each_worker(tmp_path: Pa
     values = settings(tmp_path, tmp_path / "run", scheduling={"workers": 6})
     with pytest.raises(ValueError, match=r"phases.0.ramp_from \(4\) is less than the number of workers \(6\)"):
         PretrainConfig.model_validate(values)
+
+
+def test_torchrun_may_start_more_workers_than_the_config_has(corpus: Path, tmp_path: Path) -> None:
+    config = PretrainConfig.model_validate(settings(corpus, tmp_path))
+    maker = BatchMaker(open_shards(corpus, "train"), config, 0, seed=0, rank=0, world_size=5)
+    with pytest.raises(InputError, match=r"phases.0.ramp_from \(4\) is less than the number of workers \(5\)"):
+        maker.check_batch()
 
 
 def test_batches_of_a_ramp_follow_each_other_without_a_gap(corpus: Path, tmp_path: Path) -> None:
