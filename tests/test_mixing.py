@@ -79,7 +79,7 @@ def test_evaluations_keep_the_weights_of_the_corpus(corpus: Path) -> None:
     held_out = open_shards(corpus, "validation")
     plain, mixed = (
         validation_batches(held_out, configured(corpus, given), 0, rank=0, world_size=1)
-        for given in ({}, {"source-0": 0, "source-1": 9})
+        for given in ({}, {"source-0": 0.0, "source-1": 9.0})
     )
     assert all(same(a, b) for a, b in zip(plain, mixed, strict=True))
 

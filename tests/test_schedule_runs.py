@@ -18,6 +18,7 @@ from pretrain.batches.loader import BatchMaker, Loader
 from pretrain.checkpoint import hf, store
 from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig, PretrainConfig
+from pretrain.continuation import Corpora
 from pretrain.corpus.shards import open_shards
 from pretrain.train import Pretraining
 from tests.distributed import run_workers
@@ -92,7 +93,7 @@ def test_batches_of_a_ramp_follow_each_other_without_a_gap(corpus: Path, tmp_pat
     config = PretrainConfig.model_validate(settings(corpus, tmp_path))
     shards = open_shards(corpus, "train")
 
-    def found(**more: int) -> list[tuple[int, int]]:
+    def found(**more: Any) -> list[tuple[int, int]]:
         return [
             (batch.first_sample, batch.sequences) for batch in Loader(shards, config, 0, rank=0, world_size=1, **more)
         ]
@@ -108,7 +109,7 @@ def test_a_rollback_in_a_ramp_passes_over_the_samples_of_its_steps(
     config = PretrainConfig.model_validate(settings(corpus, tmp_path))
     shards, held_out = open_shards(corpus, "train"), open_shards(corpus, "validation")
     engine: Any = SimpleNamespace(rank=0, world_size=1)
-    task = Pretraining(config, shards, held_out, engine, torch.device("cpu"))
+    task = Pretraining(config, Corpora(own=shards, training=shards, held_out=held_out), engine, torch.device("cpu"))
     opened: list[tuple[int, int, int]] = []
     task._loader = iter(())  # type: ignore[assignment]
     monkeypatch.setattr(task, "_open_loader", lambda *given: opened.append(given))

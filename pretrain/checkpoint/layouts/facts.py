@@ -129,7 +129,7 @@ def _family(config: Mapping[str, Any]) -> str:
     model_type = config.get("model_type")
     if model_type is not None:
         others = {name: layout.family for layout in LAYOUTS.values() for name in (*layout.alike, *layout.older)}
-        return others.get(model_type, model_type)
+        return others.get(model_type) or model_type
     architecture = (config.get("architectures") or [""])[0]
     for layout in LAYOUTS.values():
         if architecture.startswith(layout.classes):
