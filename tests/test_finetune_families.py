@@ -255,7 +255,7 @@ def test_words_have_the_tokens_of_a_text(split: bool, tmp_path: Path) -> None:
     assert split_up == column.ids.tolist()
     again = TextEncoder(read_tokenizer(tmp_path / "out"), 32).encode_words(words)
     assert again.ids.tolist() == column.ids.tolist()
-    assert again.offsets.tolist() == column.offsets.tolist()
+    assert again.offsets[again.starts[1:] - 1, 1].tolist() == [len(word) for word in words]
     text = "anna went, to paris"
     assert theirs(text)["input_ids"] == tokenizer.encode(f" {text}").ids
 
