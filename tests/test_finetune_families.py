@@ -144,6 +144,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "dev": write_conll(root / "dev.conll", sentences(32, 3)),
     }
     asked = {
+        "stride": 8,
+        "max_question_tokens": 8,
         "train": write_questions(root / "train-questions.jsonl", 128, 4),
         "dev": write_questions(root / "dev-questions.jsonl", 16, 5),
     }
