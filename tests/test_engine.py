@@ -239,6 +239,35 @@ def test_a_step_with_nan_changes_nothing(world: int) -> None:
         assert updates == 4, (stage, precision)
 
 
+def lend_parameters() -> dict[int, tuple[bool, Any, Any]]:
+    """By stage: whether parameters that are lent are the master weights, and the steps with and without lending."""
+    found = {}
+    for stage in STAGES:
+        steps = []
+        equal = True
+        for lend in (True, False):
+            engine, taken = make_engine(stage), []
+            for step in range(3):
+                if lend:
+                    with engine.whole_parameters() as parameters:
+                        copies = {f"weight|{name}": parameter.clone() for name, parameter in parameters.items()}
+                    state = whole_state(engine)
+                    equal &= all(torch.equal(copies[name], state[name]) for name in copies)
+                    equal &= len(copies) == len(engine.shapes)
+                taken += take_steps(engine, range(step, step + 1))
+            steps.append(taken)
+            engine.close()
+        found[stage] = (equal, *steps)
+    return found
+
+
+def test_lent_parameters_are_whole_and_change_no_step() -> None:
+    for by_stage in run_workers(2, lend_parameters):
+        for stage, (equal, lent, plain) in by_stage.items():
+            assert equal, stage
+            assert lent == plain, stage
+
+
 def save_at(folder: Path, stage: int, optimizer: str, precision: str) -> tuple[dict[str, torch.Tensor], Any]:
     engine = make_engine(stage, precision, optimizer)
     take_steps(engine, range(2))
