@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
+from pretrain.corpus.byte_level import byte_level_from_json, is_byte_level, repeated, train_byte_level
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
 MAX_WORD_CHARACTERS = 100  # longer words are [UNK]: google-research/bert tokenization.py, WordpieceTokenizer
 _MAX_ALPHABET = 1000  # most frequent characters kept; `tokenizers`' BertWordPieceTokenizer has the same default
-_TRAINING_CHUNK = 1 << 16  # characters handed to the trainer at once
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
@@ -141,7 +141,7 @@ def train_vocabulary(counts: dict[bytes, int], size: int, *, lowercase: bool, mi
     )
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.train_from_iterator(_training_text(words), trainer)
+    tokenizer.train_from_iterator(repeated(words), trainer)
     return bert_tokenizer(tokenizer.get_vocab(with_added_tokens=False), normalizer)
 
 
@@ -166,23 +166,6 @@ def _alphabet(words: dict[str, int]) -> list[str]:
         for character in word:
             characters[character] += count
     return [c for c, _ in sorted(characters.items(), key=lambda item: (-item[1], item[0]))[:_MAX_ALPHABET]]
-
-
-def _training_text(words: dict[str, int]) -> Iterator[str]:
-    """Every word as often as it was counted: the trainer's Python interface takes text, not counts."""
-    chunk: list[str] = []
-    room = _TRAINING_CHUNK
-    for word, count in words.items():
-        text = word + " "
-        while count:
-            times = min(count, room // len(text) + 1)
-            chunk.append(text * times)
-            count -= times
-            room -= times * len(text)
-            if room <= 0:
-                yield "".join(chunk)
-                chunk, room = [], _TRAINING_CHUNK
-    yield "".join(chunk)
 
 
 # ---------------------------------------------------------------- writing
