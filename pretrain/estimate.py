@@ -114,7 +114,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     process       the interpreter and its libraries (CPU)
     """
     size = vocabulary_size(config)
-    p = cost.parameter_count(config.model, size, config.pairs.next_sentence).total
+    p = cost.parameter_count(config.model, size, config.pairs.has_classifier).total
     half = config.engine.precision != "fp32"
     activations, logits = _micro_batch_bytes(config, size, workers)
     # The tied embedding has two gradients: the decoder's, and the look-up's, which is summed in fp32. The second one is
@@ -192,8 +192,10 @@ def micro_batch_tokens(config: PretrainConfig, workers: int) -> int:
 def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> tuple[int, int]:
     """(activations, logits) in bytes of the largest micro-batch that a worker can get."""
     engine, tokens = config.engine, micro_batch_tokens(config, workers)
-    masked = round(config.masking.probability * tokens)
+    masked = round(config.largest_masking_share * tokens)
     queries = masked + tokens // max(phase.sequence_length for phase in config.phases)
+    if config.pairs.next_sentence and config.model.pooling != "cls":
+        queries = tokens
     itemsize = 4 if engine.precision == "fp32" else 2
     activations = cost.activation_bytes(
         config.model,
@@ -219,12 +221,12 @@ def expected_length(config: PretrainConfig, phase: PhaseConfig) -> float:
 
 def step_flops(config: PretrainConfig, vocabulary: int, lengths: Sequence[int], masked: int) -> float:
     """Useful FLOPs of one forward and backward pass over sequences of `lengths` tokens, as `cost.flops`."""
-    return cost.flops(config.model, vocabulary, lengths, masked, config.pairs.next_sentence)
+    return cost.flops(config.model, vocabulary, lengths, masked, config.pairs.has_classifier)
 
 
 def executed_flops(config: PretrainConfig, vocabulary: int, lengths: Sequence[int], masked: int) -> float:
     """FLOPs that MFU counts, as `cost.executed_flops`."""
-    return cost.executed_flops(config.model, vocabulary, lengths, masked, config.pairs.next_sentence)
+    return cost.executed_flops(config.model, vocabulary, lengths, masked, config.pairs.has_classifier)
 
 
 @dataclass(frozen=True)
@@ -241,9 +243,11 @@ class Work:
 def phase_work(config: PretrainConfig, phase: PhaseConfig, vocabulary: int, mean_length: float | None = None) -> Work:
     """Sequences, tokens and useful FLOPs of a phase; all lengths are assumed to equal the mean."""
     mean = min(mean_length or expected_length(config, phase), phase.sequence_length)
-    most = phase.max_predictions or round(config.masking.probability * phase.sequence_length)
-    masked = min(config.masking.probability * mean, most)
-    flops = cost.flops(config.model, vocabulary, [mean], masked, config.pairs.next_sentence)
+    number = next(n for n, one in enumerate(config.phases) if one is phase)
+    share = sum(config.masking_shares(number)) / 2
+    most = phase.max_predictions or round(share * phase.sequence_length)
+    masked = min(share * mean, most) * (1 - phase.causal_share) + mean * phase.causal_share
+    flops = cost.flops(config.model, vocabulary, [mean], masked, config.pairs.has_classifier)
     sequences = phase.steps * phase.global_sequences
     return Work(phase.steps, sequences, sequences * mean, mean, sequences * flops)
 
@@ -307,11 +311,11 @@ def _measure_peak(precision: Precision) -> tuple[Device, float]:
 
 
 def _parameter_lines(config: PretrainConfig, size: int) -> str:
-    count = cost.parameter_count(config.model, size, config.pairs.next_sentence)
+    count = cost.parameter_count(config.model, size, config.pairs.has_classifier)
     model = config.model
-    name = "BertForPreTraining" if config.pairs.next_sentence else "BertForMaskedLM"
+    name = "BertForPreTraining" if config.pairs.has_classifier else "BertForMaskedLM"
     shape = f"{model.layers} of hidden {model.hidden}, {model.heads} heads, feed-forward {model.intermediate}"
-    pooler = ", pooler, NSP" if config.pairs.next_sentence else ""
+    pooler = f", pooler, {config.pairs.chosen_objective.upper()}" if config.pairs.has_classifier else ""
     rows = [
         ("embeddings", count.embeddings, f"{size:,} words, {model.max_positions} positions, 2 segments"),
         ("layers", count.layers, shape),

@@ -83,7 +83,7 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None) -> None:
         config.model,
         corpus,
         out,
-        next_sentence=config.pairs.next_sentence,
+        next_sentence=config.pairs.has_classifier,
         card=_model_card(config, run_dir, store.step_of(path), sum(p.numel() for p in state.values())),
     )
 
@@ -163,6 +163,8 @@ def _measured(run_dir: Path, step: int) -> list[tuple[str, str]]:
         "mlm_accuracy": ("masked-token accuracy", "{:.2%}"),
         "nsp_loss": ("next-sentence loss", "{:.4f}"),
         "nsp_accuracy": ("next-sentence accuracy", "{:.2%}"),
+        "sop_loss": ("sentence-order loss", "{:.4f}"),
+        "sop_accuracy": ("sentence-order accuracy", "{:.2%}"),
     }
     return [(label, form.format(last[key])) for key, (label, form) in labels.items() if last.get(key) is not None]
 

@@ -233,6 +233,7 @@ def _pieces(progress: _Progress) -> dict[str, str]:
         "loss": _piece(last.get("loss"), "loss {:.3f}"),
         "mlm": _piece(last.get("mlm_accuracy"), "mlm {:.1%}"),
         "nsp": _piece(last.get("nsp_accuracy"), "nsp {:.1%}"),
+        "sop": _piece(last.get("sop_accuracy"), "sop {:.1%}"),
         "speed": _piece(last.get("tokens_per_second"), "{:,.0f} tokens/s"),
         "mfu": _piece(last.get("mfu"), "{:.0%} MFU"),
         "stall": _piece(last.get("data_stall_fraction"), "stall {:.1%}"),
@@ -247,11 +248,12 @@ def _piece(value: float | None, form: str) -> str:
 
 
 # In order of importance: on a narrow terminal the last ones are left out first.
-_PRIORITY = ("step", "loss", "left", "skipped", "speed", "mlm", "mfu", "phase", "nsp", "stall")
+_PRIORITY = ("step", "loss", "left", "skipped", "speed", "mlm", "mfu", "phase", "nsp", "sop", "stall")
 _STYLES = {
     "loss": "bold",
     "mlm": "green",
     "nsp": "green",
+    "sop": "green",
     "speed": "cyan",
     "mfu": "cyan",
     "skipped": "yellow",
@@ -301,6 +303,7 @@ _SCORES = {
     "mlm_loss": ("mlm loss", "{:.3f}"),
     "mlm_accuracy": ("mlm", "{:.1%}"),
     "nsp_accuracy": ("nsp", "{:.1%}"),
+    "sop_accuracy": ("sop", "{:.1%}"),
 }
 _MOST_SCORES = 4
 
