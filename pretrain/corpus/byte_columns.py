@@ -24,7 +24,8 @@ from tokenizers import pre_tokenizers
 from pretrain.corpus.tokenize import END_OF_DOCUMENT, PADDING, Columns, WordTable, text_hashes
 
 # Classes of bytes, in this order: white space, ends, and what pieces are made of.
-_BLANK, _TAB, _OTHER_SPACE, _SENTENCE_END, _DOCUMENT_END, _LETTER, _NUMBER, _MARK = range(8)
+_BLANK, _TAB, _OTHER_SPACE, _SENTENCE_END, _DOCUMENT_END = range(5)
+LETTER, NUMBER, MARK = range(5, 8)
 _TWO, _THREE, _FOUR, _CONTINUATION = range(8, 12)  # bytes of a character that is not ASCII
 _APOSTROPHE, _LINE_FEED = ord("'"), ord("\n")
 _BLOCK = 1 << 12  # characters whose classes are asked together
@@ -32,7 +33,7 @@ _BLANKS_FOR_ENDS = bytes.maketrans(b"\n\0", b"  ")
 
 
 def byte_columns(texts: Sequence[str], table: WordTable) -> Columns:
-    """Cut documents into columns of pieces, in the fields for words. Each text holds its sentences one per line, no NUL.
+    """Cut documents into columns of pieces, in the fields for words. A text has one sentence per line and no NUL.
 
     Lines of white space alone are no sentences. Words of a document are still those between ASCII blanks.
     """
@@ -50,7 +51,7 @@ def byte_columns(texts: Sequence[str], table: WordTable) -> Columns:
     filled = np.diff(pieces_before, prepend=0) > 0
     document_ends = kinds[line_ends] == _DOCUMENT_END
     text_ends = line_ends[document_ends]
-    solid = (kinds >= _LETTER) | (kinds == _OTHER_SPACE)
+    solid = (kinds >= LETTER) | (kinds == _OTHER_SPACE)
     word_starts = np.flatnonzero(solid[1:] & ~solid[:-1]) + 1
     return Columns(
         words=pieces,
@@ -64,14 +65,14 @@ def byte_columns(texts: Sequence[str], table: WordTable) -> Columns:
 
 def _piece_bounds(kinds: np.ndarray, text: np.ndarray, line_ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Start and end byte of each piece; that of a sentence's first one is the end of the line before, its blank."""
-    solid, at_end = kinds >= _LETTER, np.zeros(len(kinds), bool)
+    solid, at_end = kinds >= LETTER, np.zeros(len(kinds), bool)
     at_end[line_ends] = True
     space = ~(solid | at_end)
     starts = np.zeros(len(kinds), bool)
     before, here = slice(None, -1), slice(1, None)
     starts[here] = space[here] & solid[before]
     changes = solid[here] & solid[before] & (kinds[here] != kinds[before])
-    changes &= (text[before] != _APOSTROPHE) | (kinds[here] != _LETTER)
+    changes &= (text[before] != _APOSTROPHE) | (kinds[here] != LETTER)
     starts[here] |= changes
     # Of several blanks the last one belongs to what follows, the others are a pre-token of their own.
     starts[1:-1] |= (kinds[1:-1] == _BLANK) & space[:-2] & solid[2:]
@@ -101,13 +102,13 @@ def _start_lines(
 
 
 def _ascii_classes() -> bytes:
-    classes = bytearray([_MARK]) * 256
+    classes = bytearray([MARK]) * 256
     for number in range(128):
         character = chr(number)
         if character.isalpha():
-            classes[number] = _LETTER
+            classes[number] = LETTER
         elif character.isdigit():
-            classes[number] = _NUMBER
+            classes[number] = NUMBER
     for number in b"\x0b\x0c":
         classes[number] = _OTHER_SPACE
     classes[ord("\t")] = classes[ord("\r")] = _TAB
@@ -131,18 +132,20 @@ def _kinds(raw: bytes, text: np.ndarray) -> np.ndarray:
         further = kind - _TWO + 1
         for number in range(1, further + 1):
             characters = (characters << 6) | (text[leads + number] & 0x3F)
-        classes = _classes(characters)
+        classes = character_classes(characters)
         for number in range(further + 1):
             kinds[leads + number] = classes
     return kinds
 
 
-def _classes(characters: np.ndarray) -> np.ndarray:
+def character_classes(characters: np.ndarray) -> np.ndarray:
     """The class of each character, uint8."""
-    blocks, place = np.divmod(characters, _BLOCK)
-    found, block_of = np.unique(blocks, return_inverse=True)
-    tables = [_block_classes(block) for block in found.tolist()]
-    return np.stack(tables)[block_of, place] if tables else np.zeros(0, np.uint8)
+    classes = np.zeros(len(characters), np.uint8)
+    blocks = characters // _BLOCK
+    for block in np.flatnonzero(np.bincount(blocks)).tolist():
+        chosen = blocks == block
+        classes[chosen] = _block_classes(block)[characters[chosen] % _BLOCK]
+    return classes
 
 
 @functools.cache
@@ -159,4 +162,4 @@ def _block_classes(block: int) -> np.ndarray:
     return classes
 
 
-_EXAMPLES = ((_LETTER, "a"), (_NUMBER, "1"), (_MARK, "!"))
+_EXAMPLES = ((LETTER, "a"), (NUMBER, "1"), (MARK, "!"))

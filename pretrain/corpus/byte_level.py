@@ -142,14 +142,16 @@ def byte_level_from_json(path: Path, text: str, special_tokens: Sequence[str]) -
             f"{path}: uses {', '.join(kinds)}; expected a byte-level BPE as `prepare` trains it (BPE, Metaspace, "
             "ByteLevel). Choose another vocabulary, or leave corpus.vocabulary.path empty."
         )
-    merges = [(merge[0], merge[1]) if isinstance(merge, list) else tuple(merge.split(" ")) for merge in model["merges"]]
+    merges = [
+        (merge[0], merge[1]) if isinstance(merge, list) else tuple(merge.split(" ", 1)) for merge in model["merges"]
+    ]
     missing = [token for token in special_tokens if token not in model["vocab"]]
     if missing:
         raise InputError(f"{path}: {', '.join(missing)} missing. Pretraining needs {' '.join(special_tokens)}.")
-    tokenizer = byte_tokenizer(model["vocab"], merges, special_tokens)
-    if json.loads(tokenizer.to_str()) != parts:
-        raise InputError(f"{path}: was changed after `prepare` made it. Restore it.")
-    return tokenizer
+    added = [token["content"] for token in parts["added_tokens"] if token["content"] not in special_tokens]
+    if added:
+        raise InputError(f"{path}: has the added token {added[0]!r}, which `prepare` cannot take over. Remove it.")
+    return byte_tokenizer(model["vocab"], merges, special_tokens)
 
 
 def _kinds_of(part: dict[str, Any] | None) -> list[str]:

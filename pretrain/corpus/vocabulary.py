@@ -1,4 +1,4 @@
-"""WordPiece vocabularies: trained on word counts, or given; written as files that `transformers` loads."""
+"""WordPiece and byte-level BPE vocabularies: trained on word counts, or given; written as `transformers` loads them."""
 
 from __future__ import annotations
 
@@ -62,10 +62,10 @@ def numbered(path: Path, entries: Sequence[str]) -> dict[str, int]:
     return vocabulary
 
 
-def load_vocabulary(path: Path, *, lowercase: bool) -> Tokenizer:
-    """The tokenizer of a vocab.txt or a BERT tokenizer.json, or of a folder that holds one.
+def load_vocabulary(path: Path, *, lowercase: bool, kind: str = "wordpiece") -> Tokenizer:
+    """The tokenizer of a vocab.txt, of a tokenizer.json (BERT's, or a byte-level BPE of ours), or of a folder with one.
 
-    Raises `InputError` if it is missing, damaged, not a BERT WordPiece, or its casing contradicts `lowercase`.
+    Raises `InputError` if it is missing, damaged, of another kind, or its casing contradicts `lowercase`.
     """
     path = path.expanduser()
     if path.is_dir():
@@ -76,8 +76,14 @@ def load_vocabulary(path: Path, *, lowercase: bool) -> Tokenizer:
         raise InputError(f"corpus.vocabulary.path: {path}: not found.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"corpus.vocabulary.path: {path}: cannot be read ({error}).") from None
-    if path.suffix == ".json":
-        return _from_json(path, text, lowercase=lowercase)
+    tokenizer = _from_json(path, text, lowercase=lowercase) if path.suffix == ".json" else None
+    found = "byte_bpe" if tokenizer is not None and is_byte_level(tokenizer) else "wordpiece"
+    if found != kind:
+        raise InputError(
+            f"corpus.vocabulary.kind: {kind}, but {path} is a vocabulary of kind {found}. Make them agree."
+        )
+    if tokenizer is not None:
+        return tokenizer
     vocabulary = numbered(path, split_entries(text))
     return bert_tokenizer(vocabulary, normalizers.BertNormalizer(lowercase=lowercase))
 
@@ -86,8 +92,12 @@ def _from_json(path: Path, text: str, *, lowercase: bool) -> Tokenizer:
     try:
         description: dict[str, Any] = json.loads(text)
         Tokenizer.from_str(text)
+        if description["model"]["type"] == "BPE":
+            return byte_level_from_json(path, text, SPECIAL_TOKENS)
         parts = [description[part]["type"] for part in ("model", "normalizer", "pre_tokenizer")]
         model, settings = description["model"], dict(description["normalizer"])
+    except InputError:
+        raise
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"{path}: not a tokenizer.json of a BERT model ({error}).") from None
     if parts != ["WordPiece", "BertNormalizer", "BertPreTokenizer"]:
@@ -113,6 +123,11 @@ def _check_specials(path: Path, vocabulary: dict[str, int]) -> None:
 
 
 # ---------------------------------------------------------------- training
+
+
+def train_byte_vocabulary(counts: dict[bytes, int], size: int, *, min_frequency: int) -> Tokenizer:
+    """`byte_level.train_byte_level` with BERT's special tokens at the ids that they have in a WordPiece vocabulary."""
+    return train_byte_level(counts, size, SPECIAL_TOKENS, min_frequency=min_frequency)
 
 
 def train_vocabulary(counts: dict[bytes, int], size: int, *, lowercase: bool, min_frequency: int) -> Tokenizer:
@@ -172,8 +187,10 @@ def _alphabet(words: dict[str, int]) -> list[str]:
 
 
 def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Write tokenizer.json, vocab.txt and tokenizer_config.json, the files of a released BERT."""
-    normalizer: Any = tokenizer.normalizer
+    """Write tokenizer.json, vocab.txt and tokenizer_config.json, the files of a released BERT.
+
+    A byte-level BPE has a vocab.txt, too: its entries, each byte as GPT-2's character for it.
+    """
     tokens = [tokenizer.id_to_token(number) or "" for number in range(tokenizer.get_vocab_size())]
     with atomic_open(folder / "tokenizer.json", "w") as file:
         file.write(tokenizer.to_str(pretty=True))
@@ -182,11 +199,21 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     write_json(
         folder / "tokenizer_config.json",
         {
-            "tokenizer_class": "BertTokenizer",
-            "do_lower_case": normalizer.lowercase,
-            "strip_accents": normalizer.strip_accents,
-            "tokenize_chinese_chars": normalizer.handle_chinese_chars,
+            **_settings(tokenizer),
             "model_max_length": 512,
             **{f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS},
         },
     )
+
+
+def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What tokenizer_config.json says of a kind of vocabulary."""
+    normalizer: Any = tokenizer.normalizer
+    if is_byte_level(tokenizer):
+        return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return {
+        "tokenizer_class": "BertTokenizer",
+        "do_lower_case": normalizer.lowercase,
+        "strip_accents": normalizer.strip_accents,
+        "tokenize_chinese_chars": normalizer.handle_chinese_chars,
+    }
