@@ -20,7 +20,11 @@ class MaskingVocabulary:
 
     mask_id: int
     ordinary: np.ndarray  # int64, ascending ids of the entries that may replace a token: no special, no [unused]
-    continues: np.ndarray  # bool [V], whether the entry continues a word ("##ing")
+    continues: np.ndarray  # bool [V], whether the entry continues a word ("##ing"), if the next two allow it
+    # uint8 [V], the classes of the entry's first and last character: letter, number, mark. Between two classes a word
+    # begins; 0 fits all. WordPiece has none: its marks are words without "##".
+    first: np.ndarray | None = None
+    last: np.ndarray | None = None
 
 
 class MaskingScheme:
@@ -84,12 +88,16 @@ class MaskingScheme:
         return replaced
 
 
-def word_heads(rows: Rows, candidates: np.ndarray, continues: np.ndarray) -> np.ndarray:
+def word_heads(rows: Rows, candidates: np.ndarray, vocabulary: MaskingVocabulary) -> np.ndarray:
     """Which of the `candidates`, rows of ordinary tokens, begin a word; int64, ascending indices into `candidates`.
 
-    `continues` is that of `MaskingVocabulary`. The first piece after a special token begins a word in any case.
+    The first piece after a special token begins a word in any case.
     """
-    begins_word = ~continues[rows.input_ids[candidates]]
+    tokens = rows.input_ids[candidates]
+    begins_word = ~vocabulary.continues[tokens]
+    if vocabulary.first is not None and vocabulary.last is not None:
+        here, before = vocabulary.first[tokens[1:]], vocabulary.last[tokens[:-1]]
+        begins_word[1:] |= (here != before) & (here > 0) & (before > 0)
     begins_word[0] = True
     begins_word[1:] |= np.diff(candidates) > 1
     return np.flatnonzero(begins_word)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -60,13 +60,29 @@ class SourceConfig(Section):
 
 
 class VocabularyConfig(Section):
-    """The WordPiece vocabulary: trained on the corpus, or read from `path`."""
+    """The vocabulary: trained on the corpus, or read from `path`."""
 
-    path: LocalPath = Field(
-        default="", description="Existing vocab.txt or tokenizer.json to use. Empty trains a new vocabulary."
+    kind: Literal["wordpiece", "byte_bpe"] = Field(
+        default="wordpiece",
+        description="wordpiece is BERT's. byte_bpe is the byte-level BPE of GPT-2, RoBERTa and ModernBERT: it spells "
+        "every text and normalises nothing.",
     )
-    size: int = Field(default=30522, ge=64, description="Size of a new vocabulary in tokens, special tokens included.")
-    lowercase: bool = Field(default=True, description="Lower-case the text and strip accents (an uncased vocabulary).")
+    path: LocalPath = Field(
+        default="",
+        description="Existing vocab.txt or tokenizer.json to use; of byte_bpe, a tokenizer.json that `prepare` made. "
+        "Empty trains a new vocabulary.",
+    )
+    size: int = Field(
+        default=30522,
+        ge=64,
+        description="Size of a new vocabulary in tokens, special tokens included. The default of byte_bpe is 32768: a "
+        "multiple of 64 makes the last matrix multiplication faster on GPUs.",
+    )
+    lowercase: bool = Field(
+        default=True,
+        description="Lower-case the text and strip accents (an uncased vocabulary). byte_bpe takes only false, its "
+        "default.",
+    )
     min_frequency: int = Field(default=2, ge=1, description="Occurrences that a pair of tokens needs to be merged.")
     training_bytes: int = Field(
         default=1 << 30,
@@ -79,6 +95,19 @@ class VocabularyConfig(Section):
         description="Only with start_from: most words of the text to add to the checkpoint's vocabulary, those that "
         "save the most tokens first.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_kind(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("kind") == "byte_bpe":
+            return {"size": 32768, "lowercase": False, **values}
+        return values
+
+    @model_validator(mode="after")
+    def _check_case(self) -> VocabularyConfig:
+        if self.kind == "byte_bpe" and self.lowercase:
+            raise ValueError("kind: byte_bpe normalises nothing, so lowercase must be false. Remove it")
+        return self
 
 
 class CorpusConfig(Section):

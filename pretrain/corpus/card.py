@@ -53,6 +53,7 @@ def write_card(
     problems: list[dict[str, Any]],
     *,
     vocabulary_size: int,
+    kind: str,
     lowercase: bool,
     language: str,
     shards: list[dict[str, Any]],
@@ -70,7 +71,7 @@ def write_card(
         for source, files in zip(sources, hashes, strict=True)
     ]
     card = {
-        "vocabulary": {"size": vocabulary_size, "lowercase": lowercase, **(extension or {})},
+        "vocabulary": {"size": vocabulary_size, "lowercase": lowercase, **_kind_of(kind), **(extension or {})},
         "language": language,
         "totals": totals,
         "sources": listed,
@@ -79,6 +80,14 @@ def write_card(
     write_json(folder / "card.json", card)
     with atomic_open(folder / "card.md", "w") as file:
         file.write(_markdown(card))
+
+
+_KINDS = {"wordpiece": "WordPiece", "byte_bpe": "Byte-level BPE"}
+
+
+def _kind_of(kind: str) -> dict[str, str]:
+    """The kind as an entry of the card; that of a WordPiece is left out, as in cards from before there were kinds."""
+    return {} if kind == "wordpiece" else {"kind": kind}
 
 
 def summary_line(folder: Path, what: str) -> str:
@@ -122,11 +131,12 @@ def _markdown(card: dict[str, Any]) -> str:
 def _overview(card: dict[str, Any]) -> list[str]:
     totals = card["totals"]
     case = "uncased" if card["vocabulary"]["lowercase"] else "cased"
+    kind = _KINDS[card["vocabulary"].get("kind", "wordpiece")]
     return [
         f"{totals['documents']:,} documents, {totals['sentences']:,} sentences, {totals['words']:,} words, "
         f"{totals['tokens']:,} tokens ({totals['tokens'] / max(totals['words'], 1):.3f} per word), "
         f"{totals['text_bytes'] / 1e6:,.1f} MB of text.",
-        f"WordPiece vocabulary of {card['vocabulary']['size']:,} entries, {case}; unknown tokens: "
+        f"{kind} vocabulary of {card['vocabulary']['size']:,} entries, {case}; unknown tokens: "
         f"{totals['unknown_tokens']:,} ({100 * totals['unknown_rate']:.4f} %). Language of the sentence splitter: "
         f"{card['language']}.",
         f"Read {totals['documents_read']:,} documents; left out {totals['duplicates']:,} exact duplicates and "

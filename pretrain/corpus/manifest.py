@@ -76,6 +76,8 @@ def fingerprint_settings(
     for key in ("language", "min_document_words", "validation_fraction", "shard_tokens"):
         settings[f"corpus.{key}"] = getattr(corpus, key)
     settings["corpus.vocabulary.lowercase"] = vocabulary.lowercase
+    if vocabulary.kind != "wordpiece":  # corpora from before there were kinds stay as they are
+        settings["corpus.vocabulary.kind"] = vocabulary.kind
     if tokenizer is not None:
         settings["corpus.vocabulary.path"] = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
     else:

@@ -1,7 +1,7 @@
 """`prepare`: raw text to vocabulary, token shards and corpus card, in stages that can each be resumed.
 
     read        pieces of the sources -> part files
-    vocabulary  counts of the words of the documents that stay -> WordPiece, unless a vocabulary is given
+    vocabulary  counts of the words of the documents that stay -> a vocabulary, unless one is given
     tokenize    part files of words -> part files of tokens, unless a vocabulary is given
     shards      the documents that stay, in the order of the sources -> shard files
     card        figures; then the manifest, which makes the folder a corpus
@@ -34,8 +34,9 @@ from tokenizers import Tokenizer
 
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest, write_json
-from pretrain.config import CorpusConfig, PretrainConfig
+from pretrain.config import CorpusConfig, PretrainConfig, VocabularyConfig
 from pretrain.corpus import card, sources, stages
+from pretrain.corpus.byte_level import is_byte_level
 from pretrain.corpus.documents import Documents, PieceSummary, ShardPlan
 from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.inputs import Input, Piece, Problems
@@ -54,7 +55,7 @@ from pretrain.corpus.manifest import (
 from pretrain.corpus.parallel import Pool, result_of
 from pretrain.corpus.shards import token_dtype, verify_shards
 from pretrain.corpus.stage_bar import StageBar
-from pretrain.corpus.vocabulary import load_vocabulary, save_tokenizer, train_vocabulary
+from pretrain.corpus.vocabulary import load_vocabulary, save_tokenizer, train_byte_vocabulary, train_vocabulary
 
 WORK = ".work"
 _EXTENSION = "extension.json"  # facts about an extended vocabulary, for the card
@@ -123,8 +124,9 @@ def _find_inputs(corpus: CorpusConfig) -> list[list[Input]]:
 
 
 def _given_tokenizer(corpus: CorpusConfig) -> Tokenizer | None:
-    given = corpus.vocabulary.path
-    return load_vocabulary(Path(given), lowercase=corpus.vocabulary.lowercase) if given else None
+    """The vocabulary that the config names; None if it is trained."""
+    given = corpus.vocabulary
+    return load_vocabulary(Path(given.path), lowercase=given.lowercase, kind=given.kind) if given.path else None
 
 
 def _accepted_manifest(
@@ -169,6 +171,7 @@ class _Preparation:
         if tokenizer is not None and added:
             check_extension(tokenizer, added)
         self._settings = fingerprint_settings(corpus, self._inputs, tokenizer)
+        self._byte_level = is_byte_level(tokenizer) if tokenizer else corpus.vocabulary.kind == "byte_bpe"
         # One that is extended is not known until the words are counted.
         self._tokenizer = None if added else tokenizer
 
@@ -221,6 +224,7 @@ class _Preparation:
             language=self._corpus.language,
             min_document_words=self._corpus.min_document_words,
             vocabulary_given=self._tokenizer is not None,
+            byte_level=self._byte_level,
         )
         return Pool(self._processes, settings, self._tokenizer, self._address)
 
@@ -319,9 +323,7 @@ class _Preparation:
                 _forget_rarest(counts)
                 advance(size)
         with self._bar.stage("training the vocabulary", 0):
-            tokenizer = self._extended(counts) or train_vocabulary(
-                counts, settings.size, lowercase=settings.lowercase, min_frequency=settings.min_frequency
-            )
+            tokenizer = self._extended(counts) or _trained_vocabulary(counts, settings)
         save_tokenizer(self._work, tokenizer)
         return tokenizer
 
@@ -384,6 +386,7 @@ class _Preparation:
             hashes,
             self._problems.entries(),
             vocabulary_size=tokenizer.get_vocab_size(),
+            kind="byte_bpe" if self._byte_level else "wordpiece",
             lowercase=self._corpus.vocabulary.lowercase,
             language=self._corpus.language,
             shards=shards,
@@ -418,6 +421,12 @@ class _Preparation:
                 }
             )
         return entries
+
+
+def _trained_vocabulary(counts: dict[bytes, int], settings: VocabularyConfig) -> Tokenizer:
+    if settings.kind == "byte_bpe":
+        return train_byte_vocabulary(counts, settings.size, min_frequency=settings.min_frequency)
+    return train_vocabulary(counts, settings.size, lowercase=settings.lowercase, min_frequency=settings.min_frequency)
 
 
 def _read_json(path: Path) -> Any:

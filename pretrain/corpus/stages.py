@@ -21,12 +21,13 @@ from tokenizers import Tokenizer
 from pretrain.common.errors import MachineError
 from pretrain.common.files import sha256_file, write_json
 from pretrain.common.memory import hold_freed_memory
+from pretrain.corpus.byte_columns import byte_columns
 from pretrain.corpus.inputs import Piece, Problems
 from pretrain.corpus.parts import DOCUMENT, Part
 from pretrain.corpus.sentences import split_sentences
 from pretrain.corpus.shards import ShardWriter, token_dtype
 from pretrain.corpus.sources import cut_stream, documents
-from pretrain.corpus.tokenize import MAX_TABLE_WORDS, Columns, WordPieces, WordTable, columns
+from pretrain.corpus.tokenize import MAX_TABLE_WORDS, BytePairs, Columns, KnownWords, WordPieces, WordTable, columns
 from pretrain.corpus.vocabulary import special_ids
 
 LOCK = "lock"  # in the work folder, held by the coordinating process
@@ -45,6 +46,7 @@ class PreparationSettings:
     language: str
     min_document_words: int
     vocabulary_given: bool
+    byte_level: bool = False  # whether the vocabulary is a byte-level BPE
 
 
 # ---------------------------------------------------------------- the process
@@ -61,18 +63,19 @@ class _Process:
         self.unknown_id = -1
         self.is_remote = False  # on a cluster, whose machines may not have the coordinating process's files
         self._tokenizer = tokenizer
-        self._pieces: WordPieces | None = None
+        self._pieces: KnownWords | None = None
         if tokenizer is not None:
             self.pieces()  # now, while the coordinating process is still busy itself
 
-    def pieces(self) -> WordPieces:
+    def pieces(self) -> KnownWords:
         """The tokens of the words of `table`."""
         if self._pieces is None:
             if self._tokenizer is None:
                 self._tokenizer = Tokenizer.from_file(str(self.work / TOKENIZER))
             self.dtype = token_dtype(self._tokenizer.get_vocab_size())
             self.unknown_id = special_ids(self._tokenizer)["unk"]
-            self._pieces = WordPieces(self._tokenizer, self.table)
+            known_words = BytePairs if self.settings.byte_level else WordPieces
+            self._pieces = known_words(self._tokenizer, self.table)
         return self._pieces
 
     def renew(self) -> None:
@@ -274,8 +277,14 @@ def chunks(texts: Iterator[str]) -> Iterator[list[str]]:
 
 def _batch(texts: list[str], state: _Process) -> Part:
     """The documents of `texts` that are long enough, tokenized if there is a vocabulary."""
-    lines = ["\n".join(split_sentences(text, state.settings.language)) for text in texts]
-    part = _numbered(columns(lines, state.table, lowercase=state.settings.lowercase))
+    settings = state.settings
+    sentences = (split_sentences(text, settings.language) for text in texts)
+    if settings.byte_level:
+        # A byte-level vocabulary would spell the white space around a sentence.
+        cut = byte_columns(["\n".join(map(str.strip, lines)) for lines in sentences], state.table)
+    else:
+        cut = columns(["\n".join(lines) for lines in sentences], state.table, lowercase=settings.lowercase)
+    part = _numbered(cut)
     long_enough = part.documents["words"] >= state.settings.min_document_words
     part = part.select(long_enough & (part.documents["sentences"] > 0))
     given = state.settings.vocabulary_given

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 from tokenizers import Tokenizer
 
+from pretrain.corpus import byte_level
 from pretrain.corpus.keytable import KeyTable
 from pretrain.corpus.trie import TokenTrie
 from pretrain.corpus.vocabulary import bert_tokenizer
@@ -28,7 +29,7 @@ END_OF_DOCUMENT = "\0"
 
 # Classes of bytes. An ideograph's first byte is inside a word, too: so are all classes from _WORD on.
 _BLANK, _SENTENCE_END, _DOCUMENT_END, _PUNCTUATION, _WORD, _IDEOGRAPH = range(6)
-_PADDING = 16  # zero bytes after the text, so that 16 bytes can be loaded at any word
+PADDING = 16  # zero bytes after the text, so that 16 bytes can be loaded at any word
 
 
 def _character_classes() -> bytes:
@@ -78,7 +79,7 @@ def columns(texts: Sequence[str], table: WordTable, *, lowercase: bool) -> Colum
     text = raw.translate(_LOWER) if lowercase else raw
     kinds = np.frombuffer(text.translate(_CLASSES), np.uint8)
     starts, ends, blank_words = _word_bounds(kinds, np.frombuffer(text, np.uint8))
-    words = table.intern(np.frombuffer(text + bytes(_PADDING), np.uint8), starts, ends - starts)
+    words = table.intern(np.frombuffer(text + bytes(PADDING), np.uint8), starts, ends - starts)
 
     line_ends = np.flatnonzero((kinds == _SENTENCE_END) | (kinds == _DOCUMENT_END))
     words_before = np.searchsorted(starts, line_ends)
@@ -91,7 +92,7 @@ def columns(texts: Sequence[str], table: WordTable, *, lowercase: bool) -> Colum
         documents=np.concatenate([[0], np.cumsum(filled)[document_ends]]),
         document_words=np.diff(np.searchsorted(blank_words, text_ends), prepend=0),
         document_bytes=np.diff(text_ends, prepend=-1) - 1,
-        hashes=_hashes(raw, len(texts)),
+        hashes=text_hashes(raw, len(texts)),
     )
 
 
@@ -114,7 +115,7 @@ def _word_bounds(kinds: np.ndarray, text: np.ndarray) -> tuple[np.ndarray, np.nd
     return np.flatnonzero(starts), np.flatnonzero(ends) + 1, np.flatnonzero(blank_starts)
 
 
-def _hashes(raw: bytes, count: int) -> np.ndarray:
+def text_hashes(raw: bytes, count: int) -> np.ndarray:
     """uint64 [count, 2]: BLAKE2b of each text without its ASCII blanks and letter case."""
     folded = raw.translate(_LOWER, b" \t\r\n").split(b"\0")[:count]
     digests = b"".join(hashlib.blake2b(text, digest_size=16).digest() for text in folded)
@@ -151,7 +152,7 @@ class WordTable:
     def intern_words(self, words: Sequence[bytes]) -> np.ndarray:
         """int32 numbers of `words`."""
         lengths = np.fromiter(map(len, words), np.int64, len(words))
-        buffer = np.frombuffer(b"".join(words) + bytes(_PADDING), np.uint8)
+        buffer = np.frombuffer(b"".join(words) + bytes(PADDING), np.uint8)
         return self.intern(buffer, np.cumsum(lengths) - lengths, lengths)
 
     def words(self, numbers: np.ndarray) -> list[bytes]:
@@ -191,12 +192,10 @@ class WordTable:
             self._words = np.concatenate([self._words, np.zeros(max(needed, len(self._words)), "S16")])
 
 
-class WordPieces:
-    """The tokens of every word in a `WordTable`, worked out once per word."""
+class KnownWords:
+    """The tokens of every word in a `WordTable`, worked out once per word. Vocabularies differ in `_pieces`."""
 
-    def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
-        self._trie = TokenTrie(tokenizer)
-        self._whole_tokenizer = _WholeTokenizer(tokenizer)
+    def __init__(self, table: WordTable) -> None:
         self._table = table
         self._words = self._pooled = 0  # how many words are known, and how many tokens they have together
         self._heads = np.zeros(0, np.int32)  # first token of each word, 0 if it has none
@@ -236,6 +235,19 @@ class WordPieces:
         self._words, self._pooled = size, self._pooled + len(tokens)
 
     def _pieces(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens per word, tokens end to end) of words of the table."""
+        raise NotImplementedError
+
+
+class WordPieces(KnownWords):
+    """The tokens of words in a BERT vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
+        super().__init__(table)
+        self._trie = TokenTrie(tokenizer)
+        self._whole_tokenizer = _WholeTokenizer(tokenizer)
+
+    def _pieces(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """(tokens per word, tokens end to end) of words of the table.
 
         Printable ASCII is left as it is by BERT's normaliser, and its marks are single words already: such words can
@@ -249,6 +261,18 @@ class WordPieces:
         words = np.concatenate([walking[walked_words], others[other_words]])
         tokens = np.concatenate([walked_tokens, other_tokens])
         return np.bincount(words, minlength=len(numbers)), tokens[np.argsort(words, kind="stable")]
+
+
+class BytePairs(KnownWords):
+    """The tokens of the pieces of `byte_columns` in a byte-level BPE vocabulary."""
+
+    def __init__(self, tokenizer: Tokenizer, table: WordTable) -> None:
+        super().__init__(table)
+        self._encoder = byte_level.PieceEncoder(tokenizer)
+
+    def _pieces(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        counts, tokens = self._encoder.encode(self._table.words(numbers))
+        return counts, tokens
 
 
 def _appended(array: np.ndarray, size: int, new: np.ndarray) -> np.ndarray:

@@ -1,10 +1,10 @@
-"""WordPiece vocabularies: trained on word counts, or given; written as files that `transformers` loads."""
+"""WordPiece and byte-level BPE vocabularies: trained on word counts, or given; written as `transformers` loads them."""
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,12 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
+from pretrain.corpus.byte_level import byte_level_from_json, is_byte_level, repeated, train_byte_level
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
 MAX_WORD_CHARACTERS = 100  # longer words are [UNK]: google-research/bert tokenization.py, WordpieceTokenizer
 _MAX_ALPHABET = 1000  # most frequent characters kept; `tokenizers`' BertWordPieceTokenizer has the same default
-_TRAINING_CHUNK = 1 << 16  # characters handed to the trainer at once
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
@@ -62,10 +62,10 @@ def numbered(path: Path, entries: Sequence[str]) -> dict[str, int]:
     return vocabulary
 
 
-def load_vocabulary(path: Path, *, lowercase: bool) -> Tokenizer:
-    """The tokenizer of a vocab.txt or a BERT tokenizer.json, or of a folder that holds one.
+def load_vocabulary(path: Path, *, lowercase: bool, kind: str = "wordpiece") -> Tokenizer:
+    """The tokenizer of a vocab.txt, of a tokenizer.json (BERT's, or a byte-level BPE of ours), or of a folder with one.
 
-    Raises `InputError` if it is missing, damaged, not a BERT WordPiece, or its casing contradicts `lowercase`.
+    Raises `InputError` if it is missing, damaged, of another kind, or its casing contradicts `lowercase`.
     """
     path = path.expanduser()
     if path.is_dir():
@@ -76,8 +76,14 @@ def load_vocabulary(path: Path, *, lowercase: bool) -> Tokenizer:
         raise InputError(f"corpus.vocabulary.path: {path}: not found.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"corpus.vocabulary.path: {path}: cannot be read ({error}).") from None
-    if path.suffix == ".json":
-        return tokenizer_from_json(path, text, lowercase=lowercase)
+    tokenizer = tokenizer_from_json(path, text, lowercase=lowercase) if path.suffix == ".json" else None
+    kind_in_file = "byte_bpe" if tokenizer is not None and is_byte_level(tokenizer) else "wordpiece"
+    if kind_in_file != kind:
+        raise InputError(
+            f"corpus.vocabulary.kind: {kind}, but {path} is a vocabulary of kind {kind_in_file}. Make them agree."
+        )
+    if tokenizer is not None:
+        return tokenizer
     vocabulary = numbered(path, split_entries(text))
     return bert_tokenizer(vocabulary, normalizers.BertNormalizer(lowercase=lowercase))
 
@@ -87,8 +93,12 @@ def tokenizer_from_json(path: Path, text: str, *, lowercase: bool) -> Tokenizer:
     try:
         description: dict[str, Any] = json.loads(text)
         Tokenizer.from_str(text)
+        if description["model"]["type"] == "BPE":
+            return byte_level_from_json(path, text, SPECIAL_TOKENS)
         parts = [description[part]["type"] for part in ("model", "normalizer", "pre_tokenizer")]
         model, settings = description["model"], dict(description["normalizer"])
+    except InputError:
+        raise
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"{path}: not a tokenizer.json of a BERT model ({error}).") from None
     if parts != ["WordPiece", "BertNormalizer", "BertPreTokenizer"]:
@@ -114,6 +124,11 @@ def _check_specials(path: Path, vocabulary: dict[str, int]) -> None:
 
 
 # ---------------------------------------------------------------- training
+
+
+def train_byte_vocabulary(counts: dict[bytes, int], size: int, *, min_frequency: int) -> Tokenizer:
+    """`byte_level.train_byte_level` with BERT's special tokens at the ids that they have in a WordPiece vocabulary."""
+    return train_byte_level(counts, size, SPECIAL_TOKENS, min_frequency=min_frequency)
 
 
 def train_vocabulary(counts: dict[bytes, int], size: int, *, lowercase: bool, min_frequency: int) -> Tokenizer:
@@ -142,7 +157,7 @@ def train_vocabulary(counts: dict[bytes, int], size: int, *, lowercase: bool, mi
     )
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.train_from_iterator(_training_text(words), trainer)
+    tokenizer.train_from_iterator(repeated(words), trainer)
     return bert_tokenizer(tokenizer.get_vocab(with_added_tokens=False), normalizer)
 
 
@@ -169,29 +184,14 @@ def _alphabet(words: dict[str, int]) -> list[str]:
     return [c for c, _ in sorted(characters.items(), key=lambda item: (-item[1], item[0]))[:_MAX_ALPHABET]]
 
 
-def _training_text(words: dict[str, int]) -> Iterator[str]:
-    """Every word as often as it was counted: the trainer's Python interface takes text, not counts."""
-    chunk: list[str] = []
-    left = _TRAINING_CHUNK
-    for word, count in words.items():
-        text = word + " "
-        while count:
-            times = min(count, left // len(text) + 1)
-            chunk.append(text * times)
-            count -= times
-            left -= times * len(text)
-            if left <= 0:
-                yield "".join(chunk)
-                chunk, left = [], _TRAINING_CHUNK
-    yield "".join(chunk)
-
-
 # ---------------------------------------------------------------- writing
 
 
 def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    """Write tokenizer.json, vocab.txt and tokenizer_config.json, the files of a released BERT."""
-    normalizer: Any = tokenizer.normalizer
+    """Write tokenizer.json, vocab.txt and tokenizer_config.json, the files of a released BERT.
+
+    A byte-level BPE has a vocab.txt, too: its entries, each byte as GPT-2's character for it.
+    """
     tokens = [tokenizer.id_to_token(number) or "" for number in range(tokenizer.get_vocab_size())]
     with atomic_open(folder / "tokenizer.json", "w") as file:
         file.write(tokenizer.to_str(pretty=True))
@@ -200,11 +200,21 @@ def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
     write_json(
         folder / "tokenizer_config.json",
         {
-            "tokenizer_class": "BertTokenizer",
-            "do_lower_case": normalizer.lowercase,
-            "strip_accents": normalizer.strip_accents,
-            "tokenize_chinese_chars": normalizer.handle_chinese_chars,
+            **_settings(tokenizer),
             "model_max_length": 512,
             **{f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS},
         },
     )
+
+
+def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What tokenizer_config.json says of a kind of vocabulary."""
+    normalizer: Any = tokenizer.normalizer
+    if is_byte_level(tokenizer):
+        return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+    return {
+        "tokenizer_class": "BertTokenizer",
+        "do_lower_case": normalizer.lowercase,
+        "strip_accents": normalizer.strip_accents,
+        "tokenize_chinese_chars": normalizer.handle_chinese_chars,
+    }

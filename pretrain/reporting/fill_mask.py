@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from pretrain.common.errors import InputError
+from pretrain.corpus.byte_words import is_byte_vocabulary, spelt
 from pretrain.corpus.vocabulary import read_vocabulary
 
 if TYPE_CHECKING:
@@ -53,9 +54,10 @@ def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: in
     The choice depends on the shards only, so reports of different runs on one corpus are comparable.
     """
     chosen: list[MaskedSentence] = []
+    maskable = _maskable_bytes if is_byte_vocabulary(vocabulary) else _maskable
     seen: set[tuple[int, ...]] = set()
     for tokens in _spread_sentences(shards, 40 * count):
-        words = _maskable(tokens, vocabulary)
+        words = maskable(tokens, vocabulary)
         if words and tokens not in seen:
             seen.add(tokens)
             # A fixed stride through the candidate words avoids a bias to the first or last ones.
@@ -133,6 +135,22 @@ def _maskable(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[int]:
     ]
 
 
+def _maskable_bytes(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[int]:
+    """`_maskable` of a byte-level vocabulary: a whole word is one token that begins with a blank."""
+    if not 10 <= len(tokens) <= 40:
+        return []
+    texts = spelt([vocabulary[token] for token in tokens])
+    prose = sum(text.strip().isalpha() for text in texts)
+    if prose < 0.8 * len(texts) or texts[-1] not in (".", "!", "?"):
+        return []
+    followers = [*texts[1:], ""]
+    return [
+        index
+        for index, (text, follower) in enumerate(zip(texts, followers, strict=True))
+        if len(text) >= 4 and text[0] == " " and text[1:].isalpha() and not follower[:1].isalnum()
+    ]
+
+
 # ---- predicting
 
 
@@ -165,14 +183,19 @@ def _as_batch(sentences: Sequence[MaskedSentence], vocabulary: Sequence[str]) ->
 
 def _filling(sentence: MaskedSentence, probabilities: list[float], vocabulary: Sequence[str]) -> Filling:
     words = [vocabulary[token] for token in sentence.tokens]
-    spaced = _spaced(words)
+    bytewise = is_byte_vocabulary(vocabulary)
+    spaced = spelt(words) if bytewise else _spaced(words)
     truth = sentence.tokens[sentence.masked]
+
+    def shown(token: int) -> str:
+        return spelt([vocabulary[token]])[0].strip() if bytewise else vocabulary[token]
+
     best = sorted(range(len(probabilities)), key=lambda token: -probabilities[token])[:GUESSES]
     return Filling(
-        before="".join(spaced[: sentence.masked]) + (" " if spaced[sentence.masked].startswith(" ") else ""),
+        before="".join(spaced[: sentence.masked]).lstrip() + (" " if spaced[sentence.masked].startswith(" ") else ""),
         after="".join(spaced[sentence.masked + 1 :]),
-        truth=vocabulary[truth],
-        guesses=tuple((vocabulary[token], probabilities[token]) for token in best),
+        truth=shown(truth),
+        guesses=tuple((shown(token), probabilities[token]) for token in best),
         rank=1 + sum(one > probabilities[truth] for one in probabilities),
         probability=probabilities[truth],
     )

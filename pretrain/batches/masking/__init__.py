@@ -18,6 +18,7 @@ from pretrain.batches.scheme import MaskingScheme, MaskingVocabulary
 from pretrain.common.errors import InputError
 from pretrain.common.kinds import load_kind
 from pretrain.config import MaskingConfig
+from pretrain.corpus.byte_words import is_byte_vocabulary, word_edges
 from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.vocabulary import read_vocabulary
 
@@ -98,5 +99,9 @@ def _vocabulary(shards: TokenShards) -> MaskingVocabulary:
     ordinary = [i for i, entry in enumerate(entries) if i not in special and not _UNUSED.fullmatch(entry)]
     if not ordinary:
         raise InputError(f"{path}: no token besides special and unused ones. Prepare the corpus again.")
+    mask = shards.special_ids["mask"]
+    if is_byte_vocabulary(entries):
+        edges = word_edges(entries)
+        return MaskingVocabulary(mask, np.array(ordinary), edges.continues, edges.first, edges.last)
     continues = np.array([entry.startswith("##") for entry in entries])
-    return MaskingVocabulary(shards.special_ids["mask"], np.array(ordinary), continues)
+    return MaskingVocabulary(mask, np.array(ordinary), continues)

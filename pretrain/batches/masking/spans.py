@@ -34,7 +34,7 @@ class Scheme(MaskingScheme):
             return candidates
         units = np.arange(len(candidates))
         if self.masking.whole_word:
-            units = word_heads(rows, candidates, self.vocabulary.continues)
+            units = word_heads(rows, candidates, self.vocabulary)
         # A run ends where a special token stands between.
         new_run = np.append(True, np.diff(candidates) > 1)[units]
         heads = units[self._divide(new_run, draw(bits[candidates[units]], _LENGTH))]

@@ -16,7 +16,7 @@ class Scheme(MaskingScheme):
 
     def choose(self, rows: Rows, bits: np.ndarray, limits: np.ndarray) -> np.ndarray:
         candidates = np.flatnonzero(rows.ordinary)
-        first = word_heads(rows, candidates, self.vocabulary.continues)
+        first = word_heads(rows, candidates, self.vocabulary)
         sizes = np.zeros(len(rows.input_ids), np.int64)
         sizes[candidates[first]] = np.diff(first, append=len(candidates))
         ends, order = shuffle(rows, candidates[first], bits)

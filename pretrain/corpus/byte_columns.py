@@ -1,0 +1,165 @@
+"""Text cut into columns of pieces for byte-level BPE: GPT-2's division into words, done by numpy.
+
+Byte-level BPE is a function of the pre-token, and `tokenizers` finds pre-tokens with GPT-2's regular expression:
+
+    's|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+
+
+A batch is cut only where this always cuts, whatever stands around: before white space; between letters, numbers and
+marks; before the last of several blanks. An apostrophe stays with the letters after it, and white space with what
+follows. So the pre-tokens of a text are those of its pieces, and the ids of every distinct piece, which the library
+itself works out, can be kept (`tokenize.BytePairs`). What a letter is, is asked of the library, too.
+
+Every sentence begins with a blank, as `byte_level.tokenizer` adds it: "The" at the beginning is the same token as
+" The" within a text, and sentences end to end have the tokens of the text with single blanks between them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+from tokenizers import pre_tokenizers
+
+from pretrain.corpus.tokenize import END_OF_DOCUMENT, PADDING, Columns, WordTable, text_hashes
+
+# Classes of bytes, in this order: white space, ends, and what pieces are made of.
+_BLANK, _TAB, _OTHER_SPACE, _SENTENCE_END, _DOCUMENT_END = range(5)
+LETTER, NUMBER, MARK = range(5, 8)
+_TWO, _THREE, _FOUR, _CONTINUATION = range(8, 12)  # bytes of a character that is not ASCII
+_APOSTROPHE, _LINE_FEED = ord("'"), ord("\n")
+_BLOCK = 1 << 12  # characters whose classes are asked together
+_BLANKS_FOR_ENDS = bytes.maketrans(b"\n\0", b"  ")
+
+
+def byte_columns(texts: Sequence[str], table: WordTable) -> Columns:
+    """Cut documents into columns of pieces, in the fields for words. A text has one sentence per line and no NUL.
+
+    Lines of white space alone are no sentences. Words of a document are still those between ASCII blanks.
+    """
+    # A NUL comes first, too, so that every sentence has a byte before it that can stand for its blank.
+    raw = (END_OF_DOCUMENT + END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
+    text = np.frombuffer(raw, np.uint8)
+    kinds = _kinds(raw, text)
+    line_ends = np.flatnonzero((kinds == _SENTENCE_END) | (kinds == _DOCUMENT_END))
+    starts, ends = _piece_bounds(kinds, text, line_ends)
+    letters = np.frombuffer(raw.translate(_BLANKS_FOR_ENDS) + bytes(PADDING), np.uint8)
+    pieces = table.intern(letters, starts, ends - starts)
+
+    line_ends = line_ends[1:]
+    pieces_before = np.searchsorted(starts, line_ends)
+    filled = np.diff(pieces_before, prepend=0) > 0
+    document_ends = kinds[line_ends] == _DOCUMENT_END
+    text_ends = line_ends[document_ends]
+    solid = (kinds >= LETTER) | (kinds == _OTHER_SPACE)
+    word_starts = np.flatnonzero(solid[1:] & ~solid[:-1]) + 1
+    return Columns(
+        words=pieces,
+        sentences=np.concatenate([[0], pieces_before[filled]]),
+        documents=np.concatenate([[0], np.cumsum(filled)[document_ends]]),
+        document_words=np.diff(np.searchsorted(word_starts, text_ends), prepend=0),
+        document_bytes=np.diff(text_ends, prepend=0) - 1,
+        hashes=text_hashes(raw[1:], len(texts)),
+    )
+
+
+def _piece_bounds(kinds: np.ndarray, text: np.ndarray, line_ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Start and end byte of each piece; that of a sentence's first one is the end of the line before, its blank."""
+    solid, at_end = kinds >= LETTER, np.zeros(len(kinds), bool)
+    at_end[line_ends] = True
+    space = ~(solid | at_end)
+    starts = np.zeros(len(kinds), bool)
+    before, here = slice(None, -1), slice(1, None)
+    starts[here] = space[here] & solid[before]
+    changes = solid[here] & solid[before] & (kinds[here] != kinds[before])
+    changes &= (text[before] != _APOSTROPHE) | (kinds[here] != LETTER)
+    starts[here] |= changes
+    # Of several blanks the last one belongs to what follows, the others are a pre-token of their own.
+    starts[1:-1] |= (kinds[1:-1] == _BLANK) & space[:-2] & solid[2:]
+    _start_lines(starts, kinds, solid, space, line_ends[:-1])
+    bounds = np.flatnonzero(starts | at_end)
+    first = np.flatnonzero(starts[bounds])
+    return bounds[first], bounds[first + 1]
+
+
+def _start_lines(
+    starts: np.ndarray, kinds: np.ndarray, solid: np.ndarray, space: np.ndarray, line_ends: np.ndarray
+) -> None:
+    """Set `starts` of the first piece of each line; lines without a word have none. A line's own blank is its first."""
+    first = line_ends + 1
+    begun = solid[first]
+    blank = np.flatnonzero(space[first])
+    if blank.size:
+        words = np.flatnonzero(~space)
+        following = words[np.searchsorted(words, first[blank])]
+        begun[blank] = solid[following]
+    own = kinds[first] == _BLANK
+    starts[line_ends[begun & ~own]] = True
+    starts[first[begun & own]] = True
+
+
+# ---------------------------------------------------------------- classes
+
+
+def _ascii_classes() -> bytes:
+    classes = bytearray([MARK]) * 256
+    for number in range(128):
+        character = chr(number)
+        if character.isalpha():
+            classes[number] = LETTER
+        elif character.isdigit():
+            classes[number] = NUMBER
+    for number in b"\x0b\x0c":
+        classes[number] = _OTHER_SPACE
+    classes[ord("\t")] = classes[ord("\r")] = _TAB
+    classes[ord(" ")], classes[_LINE_FEED], classes[0] = _BLANK, _SENTENCE_END, _DOCUMENT_END
+    for first, kind in ((0x80, _CONTINUATION), (0xC0, _TWO), (0xE0, _THREE), (0xF0, _FOUR)):
+        classes[first:] = bytes([kind]) * (256 - first)
+    return bytes(classes)
+
+
+_ASCII = _ascii_classes()
+
+
+def _kinds(raw: bytes, text: np.ndarray) -> np.ndarray:
+    """The class of each byte, uint8; all bytes of a character have its class."""
+    kinds = np.frombuffer(bytearray(raw.translate(_ASCII)), np.uint8)
+    if raw.isascii():
+        return kinds
+    for kind, bits in ((_TWO, 0x1F), (_THREE, 0x0F), (_FOUR, 0x07)):
+        leads = np.flatnonzero(kinds == kind)
+        characters = (text[leads] & bits).astype(np.int32)
+        further = kind - _TWO + 1
+        for number in range(1, further + 1):
+            characters = (characters << 6) | (text[leads + number] & 0x3F)
+        classes = character_classes(characters)
+        for number in range(further + 1):
+            kinds[leads + number] = classes
+    return kinds
+
+
+def character_classes(characters: np.ndarray) -> np.ndarray:
+    """The class of each character, uint8."""
+    classes = np.zeros(len(characters), np.uint8)
+    blocks = characters // _BLOCK
+    for block in np.flatnonzero(np.bincount(blocks)).tolist():
+        chosen = blocks == block
+        classes[chosen] = _block_classes(block)[characters[chosen] % _BLOCK]
+    return classes
+
+
+@functools.cache
+def _block_classes(block: int) -> np.ndarray:
+    """The classes of `_BLOCK` characters, as the library's pre-tokenizer divides them."""
+    divide = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
+    characters = [chr(n) for n in range(block * _BLOCK, (block + 1) * _BLOCK)]
+    text = "".join("?" if "\ud800" <= character <= "\udfff" else character for character in characters)
+    classes = np.zeros(_BLOCK, np.uint8)
+    # A pre-token is of one class, and joins a neighbour of the same class. That of the first character tells.
+    for _, (begin, end) in divide(text):
+        alike = [kind for kind, other in _EXAMPLES if len(divide(other + text[begin])) == 1]
+        classes[begin:end] = alike[0] if alike else _OTHER_SPACE
+    return classes
+
+
+_EXAMPLES = ((LETTER, "a"), (NUMBER, "1"), (MARK, "!"))

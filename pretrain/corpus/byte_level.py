@@ -1,0 +1,185 @@
+"""Byte-level BPE vocabularies (Radford et al. 2019, section 2.2): trained, taken over, and read token by token.
+
+Every text can be spelt, so there is no unknown token, and nothing is normalised. A blank belongs to the word after it
+("\u0120word"). A text's first word gets one, too: it is then the same token at the beginning as within a text, which
+words given one by one and short texts need (RoBERTa and ModernBERT lack it: their weak spot in named entities).
+tokenizers' own `add_prefix_space` would also put a blank after each special token ("[MASK]." would end in " ."), so
+the pre-tokenizer is Metaspace, which knows what comes first, with a blank for its mark; then GPT-2's.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+from pretrain.common.errors import InputError
+
+BLANK = "\u0120"  # the character that stands for the byte of a blank
+_END_OF_PIECE = "\0"
+_PIECES_PER_TEXT = 100
+
+
+def is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether it is a byte-level BPE."""
+    parts = json.loads(tokenizer.to_str())
+    return parts["model"]["type"] == "BPE" and "ByteLevel" in _kinds_of(parts["pre_tokenizer"])
+
+
+def byte_tokenizer(
+    vocabulary: dict[str, int], merges: Sequence[tuple[str, str]], special_tokens: Sequence[str]
+) -> Tokenizer:
+    """The tokenizer over `vocabulary` (token -> id), with the post-processor for [CLS] A [SEP] B [SEP].
+
+    [MASK] takes the blank before it, as RoBERTa's, so that a blank in the text does not tell what is missing.
+    """
+    tokenizer = Tokenizer(models.BPE(vocabulary, list(merges)))
+    first = pre_tokenizers.Metaspace(replacement=" ", prepend_scheme="first", split=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([first, pre_tokenizers.ByteLevel(add_prefix_space=False)])  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    ends = processors.BertProcessing(("[SEP]", vocabulary["[SEP]"]), ("[CLS]", vocabulary["[CLS]"]))
+    # The offsets of a token are those of its letters, without the blank.
+    offsets = processors.ByteLevel(add_prefix_space=True, trim_offsets=True)
+    tokenizer.post_processor = processors.Sequence([offsets, ends])  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.add_special_tokens(
+        [AddedToken(name, special=True, normalized=False, lstrip=name == "[MASK]") for name in special_tokens]
+    )
+    return tokenizer
+
+
+class PieceEncoder:
+    """The ids of pieces of text, many in one call: one by one they would cost several times as much.
+
+    A piece is divided and encoded as it stands: no blank is added, and a special token's name is ordinary text.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        model = json.loads(tokenizer.to_str())["model"]
+        merges = [(merge[0], merge[1]) for merge in model["merges"]]
+        self._tokenizer = Tokenizer(models.BPE(model["vocab"], merges))
+        self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
+        self._tokenizer.add_special_tokens([AddedToken(_END_OF_PIECE, special=True, normalized=False)])
+        self._end = self._tokenizer.token_to_id(_END_OF_PIECE)
+
+    def encode(self, pieces: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
+        """Tokens per piece, int64 [pieces], and the tokens end to end, int32. No piece holds a NUL."""
+        starts = range(0, len(pieces), _PIECES_PER_TEXT)
+        texts = [b"\0".join((*pieces[first : first + _PIECES_PER_TEXT], b"")).decode() for first in starts]
+        encoded = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        tokens = np.concatenate([np.zeros(0, np.int32), *(np.array(encoding.ids, np.int32) for encoding in encoded)])
+        ends = tokens == self._end
+        return np.bincount(np.cumsum(ends)[~ends], minlength=len(pieces)), tokens[~ends]
+
+
+# ---------------------------------------------------------------- training and taking over
+
+
+def train_byte_level(
+    counts: dict[bytes, int], size: int, special_tokens: Sequence[str], *, min_frequency: int
+) -> Tokenizer:
+    """A vocabulary of at most `size` entries, `special_tokens` first, from the counts of pieces of `byte_columns`.
+
+    All 256 bytes are entries. The same counts give the same vocabulary, id by id: with every byte fixed beforehand,
+    `tokenizers` numbers nothing in the order of a hash map.
+    """
+    words = _pre_tokens(counts)
+    if not words:
+        raise InputError("corpus.sources: no words to train a vocabulary on.")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if size < len(special_tokens) + len(alphabet):
+        raise InputError(
+            f"corpus.vocabulary.size: {size}, but byte_bpe needs {len(special_tokens) + len(alphabet)} entries for the "
+            "special tokens and the 256 bytes alone. Raise it, such as to 32768."
+        )
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        min_frequency=min_frequency,
+        special_tokens=[*special_tokens, *alphabet],
+        initial_alphabet=alphabet,
+        show_progress=False,
+    )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # pyright: ignore[reportAttributeAccessIssue]
+    tokenizer.train_from_iterator(repeated(words), trainer)
+    model = json.loads(tokenizer.to_str())["model"]
+    return byte_tokenizer(model["vocab"], [(merge[0], merge[1]) for merge in model["merges"]], special_tokens)
+
+
+def _pre_tokens(counts: dict[bytes, int]) -> dict[str, int]:
+    """Counts of the pre-tokens, each byte as the character that stands for it, ascending."""
+    divide = pre_tokenizers.ByteLevel(add_prefix_space=False).pre_tokenize_str
+    words: Counter[str] = Counter()
+    for piece, count in counts.items():
+        inner = piece.removeprefix(b" ")
+        # Most are letters with or without one blank, and stay together.
+        if inner.isalpha():
+            words[(BLANK if len(inner) < len(piece) else "") + inner.decode()] += count
+            continue
+        for word, _ in divide(piece.decode()):
+            words[word] += count
+    return dict(sorted(words.items()))
+
+
+def byte_level_from_json(path: Path, text: str, special_tokens: Sequence[str]) -> Tokenizer:
+    """The tokenizer that the `text` of a tokenizer.json describes, made by `train_byte_level`.
+
+    Raises `InputError`, which names `path`, for any other: a corpus would not hold its ids.
+    """
+    try:
+        parts: dict[str, Any] = json.loads(text)
+        Tokenizer.from_str(text)
+        model = parts["model"]
+        kinds = [model["type"], *_kinds_of(parts["normalizer"]), *_kinds_of(parts["pre_tokenizer"])]
+    except Exception as error:  # tokenizers raises bare Exception
+        raise InputError(f"{path}: not a tokenizer.json of a byte-level BPE ({error}).") from None
+    if kinds != ["BPE", "Metaspace", "ByteLevel"]:
+        raise InputError(
+            f"{path}: uses {', '.join(kinds)}; expected a byte-level BPE as `prepare` trains it (BPE, Metaspace, "
+            "ByteLevel). Choose another vocabulary, or leave corpus.vocabulary.path empty."
+        )
+    merges = [
+        (merge[0], merge[1]) if isinstance(merge, list) else tuple(merge.split(" ", 1)) for merge in model["merges"]
+    ]
+    missing = [token for token in special_tokens if token not in model["vocab"]]
+    if missing:
+        raise InputError(f"{path}: {', '.join(missing)} missing. Pretraining needs {' '.join(special_tokens)}.")
+    added = [token["content"] for token in parts["added_tokens"] if token["content"] not in special_tokens]
+    if added:
+        raise InputError(f"{path}: has the added token {added[0]!r}, which `prepare` cannot take over. Remove it.")
+    return byte_tokenizer(model["vocab"], merges, special_tokens)
+
+
+def _kinds_of(part: dict[str, Any] | None) -> list[str]:
+    """The types of a normaliser or pre-tokenizer, or of those in a sequence."""
+    if part is None:
+        return []
+    inner = part.get("pretokenizers", part.get("normalizers", [part]))
+    return [one["type"] for one in inner]
+
+
+# ---------------------------------------------------------------- training text
+
+
+_TRAINING_CHUNK = 1 << 16  # characters handed to a trainer at once
+
+
+def repeated(words: dict[str, int]) -> Iterator[str]:
+    """Every word as often as it was counted: the trainers' Python interface takes text, not counts."""
+    chunk: list[str] = []
+    left = _TRAINING_CHUNK
+    for word, count in words.items():
+        text = word + " "
+        while count:
+            times = min(count, left // len(text) + 1)
+            chunk.append(text * times)
+            count -= times
+            left -= times * len(text)
+            if left <= 0:
+                yield "".join(chunk)
+                chunk, left = [], _TRAINING_CHUNK
+    yield "".join(chunk)

@@ -1,0 +1,104 @@
+"""The entries of a byte-level BPE vocabulary as text, and which of them begin a word."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pretrain.corpus.byte_columns import LETTER, MARK, NUMBER, character_classes
+
+_ANY, _SPACE = 0, 255  # classes besides those of characters: part of a character, and white space
+_IDEOGRAPHS = range(0xE4, 0xEA)  # first bytes of U+4000 to U+9FFF in UTF-8
+
+
+def _bytes_of_characters() -> dict[str, int]:
+    """openai/gpt-2 encoder.py, bytes_to_unicode, inverted: printable bytes stand for themselves, 256 + n for others."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [number for number in range(256) if number not in printable]
+    return {chr(n): n for n in printable} | {chr(256 + place): n for place, n in enumerate(others)}
+
+
+_BYTES = _bytes_of_characters()
+
+
+def is_byte_vocabulary(entries: Sequence[str]) -> bool:
+    """Whether these are entries of a byte-level BPE and not of a WordPiece.
+
+    All 256 bytes are entries, and none is "##" and letters: GPT-2's division keeps marks and letters apart.
+    """
+    known = set(entries)
+    joined = (entry for entry in entries if entry.startswith("##") and entry[2:].isalnum())
+    return known.issuperset(_BYTES) and next(joined, None) is None
+
+
+def entry_bytes(entry: str) -> bytes:
+    """What an entry spells; a special token, which has characters that stand for no byte, spells its name."""
+    if any(character not in _BYTES for character in entry):
+        return entry.encode()
+    return bytes(_BYTES[character] for character in entry)
+
+
+def spelt(entries: Sequence[str]) -> list[str]:
+    """The text of each entry of a sentence, with its blanks. Joined, they are the sentence.
+
+    A character whose bytes are in several entries stands in the last of them; a broken one is U+FFFD.
+    """
+    texts, left = [], b""
+    for number, entry in enumerate(entries):
+        left += entry_bytes(entry)
+        whole = len(left) if number + 1 == len(entries) else _whole_characters(left)
+        texts.append(left[:whole].decode("utf-8", "replace"))
+        left = left[whole:]
+    return texts
+
+
+def _whole_characters(text: bytes) -> int:
+    """How many bytes of `text` are not the beginning of a character whose other bytes may follow."""
+    for back in range(1, min(4, len(text) + 1)):
+        byte = text[-back]
+        if byte >= 0xC0:
+            needed = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return len(text) - back if back < needed else len(text)
+        if byte < 0x80:
+            break
+    return len(text)
+
+
+@dataclass(frozen=True)
+class WordEdges:
+    """Where words begin among the V entries of a vocabulary. A token continues the word of the one before it if
+
+    continues bool [V] is true for it, and its class first uint8 [V] is the class last uint8 [V] of the one before; 0
+    fits all.
+    """
+
+    continues: np.ndarray
+    first: np.ndarray
+    last: np.ndarray
+
+
+def word_edges(entries: Sequence[str]) -> WordEdges:
+    """Words are GPT-2's pre-tokens, as far as single tokens tell: letters, numbers or marks, with the blank before.
+
+    Each ideograph begins a word, as in BERT. Part of a character belongs to the word around it.
+    """
+    spelled = [entry_bytes(entry) for entry in entries]
+    first = np.array([_class_of(text, 0) for text in spelled], np.uint8)
+    last = np.array([_class_of(text, -1) for text in spelled], np.uint8)
+    begins = np.array([text[:1].isspace() or (text and text[0] in _IDEOGRAPHS) for text in spelled], bool)
+    return WordEdges(~begins, first, last)
+
+
+def _class_of(text: bytes, place: int) -> int:
+    """The class of the first (0) or last (-1) character; 0 if not all of its bytes are there.
+
+    A blank has the class of what follows, with which it is one pre-token.
+    """
+    decoded = text.decode("utf-8", "replace")
+    character = decoded[place] if decoded else "\ufffd"
+    if character in ("\ufffd", " "):
+        return _ANY
+    kind = int(character_classes(np.array([ord(character)]))[0])
+    return kind if kind in (LETTER, NUMBER, MARK) else _SPACE
