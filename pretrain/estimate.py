@@ -204,6 +204,8 @@ def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) ->
     engine, tokens = config.engine, micro_batch_tokens(config, workers)
     masked = round(config.largest_masking_share * tokens)
     queries = masked + tokens // max(phase.sequence_length for phase in config.phases)
+    if config.pairs.next_sentence and config.model.pooling != "cls":
+        queries = tokens
     itemsize = 4 if engine.precision == "fp32" else 2
     activations = cost.activation_bytes(
         config.model,

@@ -1,7 +1,7 @@
 """Our models beside transformers' own classes with the same random weights: the largest differences, family by family.
 
-`python -m tests.parity --write` measures all of `SHAPES` in fp32 and writes docs/benchmarks/parity.md; the tests measure
-the first shape.
+`python -m tests.parity --write` measures all of `SHAPES` in fp32 and writes docs/benchmarks/parity.md; the tests
+measure the first shape.
 """
 
 from __future__ import annotations
@@ -329,9 +329,9 @@ def table(measured: dict[str, dict[str, float]]) -> str:
         [
             "# Parity with transformers",
             "",
-            "The largest difference from transformers' own class with the same random weights, in fp32 on CPU over padded",
-            f"batches, relative to the largest value if that exceeds 1. Every figure must stay below {LIMIT:.0e}. Spans of",
-            "families without a class of transformers for them are tested against our own padded model alone.",
+            "The largest difference from transformers' own class with the same random weights, in fp32 on CPU over",
+            "padded batches, relative to the largest value if that exceeds 1. Every figure must stay below",
+            f"{LIMIT:.0e}. Where transformers has no class, our padded twin is the reference of a test.",
             "",
             f"Shapes (layers x width, heads, feed-forward width): {shapes}. Local layers look 4 tokens to each side.",
             "",
@@ -339,8 +339,8 @@ def table(measured: dict[str, dict[str, float]]) -> str:
             f"|---|{'---|' * len(columns)}",
             *rows,
             "",
-            "MLM gradients: of the summed loss, every parameter, under transformers' names. ONNX: onnxruntime's scores of the",
-            "classification head beside transformers'. Measure again with `python -m tests.parity --write`.",
+            "MLM gradients: of the summed loss, every parameter, under transformers' names. ONNX: onnxruntime's scores",
+            "of the classification head beside transformers'. Measure again: `python -m tests.parity --write`.",
             "",
         ]
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.layouts import KeyMapping, ReleasedFacts, StackedName, TaskHead, encoder_shapes, task_head
+from pretrain.checkpoint.layouts import ReleasedFacts, StackedName, TaskHead, encoder_shapes, task_head
 from pretrain.checkpoint.mapping import LEFT_OUT, MappedTensor
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig

@@ -16,9 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from pretrain.checkpoint import store
-from pretrain.checkpoint.layouts import BERT, ReleasedFacts, layout_of, write_config
+from pretrain.checkpoint.layouts import BERT, LAYOUTS, ReleasedFacts, layout_of, write_config
 from pretrain.checkpoint.released import read_released
-from pretrain.checkpoint.released_writer import released_tensors, special_ids, their_tensors
+from pretrain.checkpoint.released_writer import released_tensors, special_ids, their_tensors, written_facts
+from pretrain.checkpoint.start import START_FILE
 from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer
 from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
 from pretrain.common.errors import InputError
@@ -46,6 +47,8 @@ def export(
     *,
     next_sentence: bool,
     card: str,
+    family: str = "",
+    config: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint that transformers loads, atomically; an earlier export at `out` is replaced.
 
@@ -57,23 +60,30 @@ def export(
         next_sentence: whether to write BertForPreTraining or BertForMaskedLM. Other families have no next-sentence
             head: theirs is left out, with a warning.
         card: README.md in Markdown.
+        family: a key of `layouts.LAYOUTS`, for a model that began as a released one; "" takes the model's own.
+        config: config.json of that released model, whose other fields are kept.
 
     Raises:
         InputError: the family's layout cannot hold the model, or the tokenizer is incomplete or has another size.
     """
-    layout, rows = layout_of(model), len(state["embeddings.word"])
-    ids = _read_special_ids(tokenizer_folder, rows)
-    facts = ReleasedFacts(layout, model, 2 if model.token_types else 0)
+    layout, rows = LAYOUTS[family] if family else layout_of(model), len(state["embeddings.word"])
+    if family:
+        read_tokenizer(tokenizer_folder, rows)
+        facts, ids = written_facts(layout, model, state, config or {}, tokenizer_folder)
+    else:
+        ids = _read_special_ids(tokenizer_folder, rows)
+        facts = ReleasedFacts(layout, model, 2 if model.token_types else 0)
     if next_sentence and not layout.next_sentence:
         logger.warning("the layout of %s has no next-sentence head: it is left out of %s", layout.family, out)
         next_sentence = False
-    values = _config_json(facts, rows, ids, next_sentence)
+    values = _config_json(config, facts, rows, ids, next_sentence)
     left_out = () if next_sentence else ("heads.pooler_", "heads.nsp_")
     kept = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
     with whole_folder(out) as aside:
         save_weights(released_tensors(kept, facts), aside / WEIGHTS)
         write_json(aside / "config.json", values)
-        _copy_tokenizer(tokenizer_folder, aside, model.max_positions, layout.tokenizer_class or "BertTokenizer")
+        kind = layout.tokenizer_class or f"{layout.alike.get(values['model_type'], layout.classes)}Tokenizer"
+        _copy_tokenizer(tokenizer_folder, aside, model.max_positions, kind)
         (aside / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -105,6 +115,7 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, avera
             sum(p.numel() for p in state.values()),
             averaged=store.read_state(path)["averaged"] if averaged else 0,
         ),
+        **_began_as(run_dir),
     )
 
 
@@ -122,6 +133,13 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
 
 
 # ---- a run
+
+
+def _began_as(run_dir: Path) -> dict[str, Any]:
+    """`family` and `config` of the release that a run continues; {} for a run from random weights."""
+    path = run_dir / START_FILE
+    start = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {key: start[key] for key in ("family", "config")} if start.get("config") else {}
 
 
 def _choose_checkpoint(folder: Path, name: str | None) -> Path:
@@ -201,7 +219,13 @@ def _two_levels_down(markdown: str) -> str:
 # ---- writing
 
 
-def _config_json(facts: ReleasedFacts, rows: int, ids: Mapping[str, int | None], next_sentence: bool) -> dict[str, Any]:
+def _config_json(
+    config: Mapping[str, Any] | None,
+    facts: ReleasedFacts,
+    rows: int,
+    ids: Mapping[str, int | None],
+    next_sentence: bool,
+) -> dict[str, Any]:
     """The fields of transformers' config as 5.x writes them; 4.x reads them too."""
     fields = {
         "bos_token_id": None,
@@ -213,7 +237,9 @@ def _config_json(facts: ReleasedFacts, rows: int, ids: Mapping[str, int | None],
         "add_cross_attention": False,
     }
     head = "ForPreTraining" if next_sentence else "ForMaskedLM"
-    return write_config(fields if facts.layout is BERT else {}, facts, head, rows, ids["pad"], ids)
+    if config is None:
+        config = fields if facts.layout is BERT else {}
+    return write_config(config, facts, head, rows, ids["pad"], ids)
 
 
 def _read_special_ids(folder: Path, size: int) -> dict[str, int | None]:
@@ -248,7 +274,7 @@ def _read_vocabulary(folder: Path, size: int) -> list[str]:
 
 
 def _copy_tokenizer(folder: Path, out: Path, max_positions: int, tokenizer_class: str) -> None:
-    if not (folder / "vocab.txt").is_file():
+    if not all((folder / name).is_file() for name in _TOKENIZER_FILES):
         copy_tokenizer(folder, out, tokenizer_class=tokenizer_class, max_positions=max_positions)
         return
     for name in _TOKENIZER_FILES:

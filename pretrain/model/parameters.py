@@ -1,7 +1,7 @@
 """Every parameter of the model: name, shape and initial values. Modules, estimates and file layouts read this list.
 
 Modules create their parameters from it, so a parameter that is added here exists, is counted, and must have a place in
-the released layouts (`pretrain/checkpoint/layouts.py`). No torch is needed.
+the released layouts (`pretrain/checkpoint/layouts/`). No torch is needed.
 
 A name is MODULE_KIND: `ffn_norm_weight` is the weight of the module ffn_norm. Modules that end with `norm` are norms.
 """

@@ -1,6 +1,6 @@
 """What describes a released layout: the names that a family's files give to our parameters, and its config.json.
 
-`pretrain/model/parameters.py` has our names. A family's tables map modules, which have a weight and a bias in the files:
+`pretrain/model/parameters.py` has our names. The tables map modules, which have a weight and a bias in the files:
 
     embeddings.word, .position, .token_type    the three tables
     embeddings.norm, .project                  norm of their sum; projection to the hidden width, if any
