@@ -204,7 +204,7 @@ def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) ->
     engine, tokens = config.engine, micro_batch_tokens(config, workers)
     masked = round(config.largest_masking_share * tokens)
     queries = masked + tokens // max(phase.sequence_length for phase in config.phases)
-    if config.pairs.next_sentence and config.model.pooling != "cls":
+    if config.pairs.has_classifier and config.model.pooling != "cls":
         queries = tokens
     itemsize = 4 if engine.precision == "fp32" else 2
     activations = cost.activation_bytes(
@@ -256,7 +256,7 @@ def phase_work(config: PretrainConfig, phase: PhaseConfig, vocabulary: int, mean
     number = next(n for n, one in enumerate(config.phases) if one is phase)
     share = sum(config.masking_shares(number)) / 2
     most = phase.max_predictions or round(share * phase.sequence_length)
-    masked = min(share * mean, most)
+    masked = min(share * mean, most) * (1 - phase.causal_share) + mean * phase.causal_share
     flops = cost.flops(config.model, vocabulary, [mean], masked, config.pairs.has_classifier)
     sequences = phase.sequences
     return Work(phase.steps, sequences, sequences * mean, mean, sequences * flops)

@@ -160,13 +160,23 @@ class Pretraining:
     def loss(self, output: Losses, step: StepBatch) -> Tensor:
         # Invariant: losses are normalised globally, by counts over all ranks and micro-batches. As in Devlin et al.,
         # the loss is the sum of the two means.
-        return output.mlm_loss / step.masked + output.nsp_loss / step.sequences
+        if not self._config.has_causal:
+            return output.mlm_loss / step.masked + output.nsp_loss / step.sequences
+        # Masked and causal sequences weigh as many as they are, not as their targets (GPT-BERT, section 3).
+        share = step.causal / step.sequences
+        loss = output.mlm_loss * ((1 - share) / max(step.masked, 1))
+        return loss if output.causal_loss is None else loss + output.causal_loss * (share / step.causal_targets)
 
     def totals(self, output: Losses) -> Tensor:
-        return torch.stack(list(output))
+        sums = list(output[:4])
+        if self._config.has_causal:
+            nothing = torch.zeros_like(output.mlm_loss)
+            sums += [nothing if total is None else total for total in (output.causal_loss, output.causal_correct)]
+        return torch.stack(sums)
 
     def counts(self, step: StepBatch) -> Tensor:
-        return torch.tensor([step.masked, step.sequences], dtype=torch.float64)
+        causal = [step.causal_targets, step.causal] if self._config.has_causal else []
+        return torch.tensor([step.masked, step.sequences, *causal], dtype=torch.float64)
 
     def flops(self, micro_batch: MicroBatch) -> float:
         return executed_flops(
@@ -174,6 +184,8 @@ class Pretraining:
         )
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
+        if self._config.has_causal:
+            return _causal_metrics(totals, counts)
         mlm_loss, nsp_loss, mlm_correct, nsp_correct = totals
         masked, sequences = counts
         means = {
@@ -193,7 +205,8 @@ class Pretraining:
 
     def _means(self, engine: Engine, steps: list[StepBatch]) -> dict[str, float]:
         """The means over held-out batches; {} without any."""
-        totals, counts = torch.zeros(4, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+        more = 2 * self._config.has_causal
+        totals, counts = torch.zeros(4 + more, dtype=torch.float64), torch.zeros(2 + more, dtype=torch.float64)
         for step in steps:
             for micro_batch in step.micro_batches:
                 totals += self.totals(engine.forward(micro_batch.to(self._device))).double().cpu()
@@ -233,6 +246,21 @@ class Pretraining:
         self._stalled_before += time.perf_counter() - began
 
 
+def _causal_metrics(totals: list[float], counts: list[float]) -> dict[str, float]:
+    """Means of masked and of causal sequences, if there are any, and `loss`, weighted by the numbers of sequences."""
+    mlm_loss, _, mlm_correct, _, causal_loss, causal_correct = totals
+    masked, sequences, targets, causal = counts
+    share = causal / sequences
+    means = {"loss": 0.0}
+    if masked:
+        means |= {"mlm_loss": mlm_loss / masked, "mlm_accuracy": mlm_correct / masked}
+        means["loss"] += (1 - share) * means["mlm_loss"]
+    if targets:
+        means |= {"causal_loss": causal_loss / targets, "causal_accuracy": causal_correct / targets}
+        means["loss"] += share * means["causal_loss"]
+    return means
+
+
 def _check_state(state: dict[str, Any], checkpoint: Path, config: PretrainConfig, shards: TokenShards) -> None:
     if state["fingerprint"] != shards.fingerprint:
         raise InputError(
@@ -254,7 +282,7 @@ def full_batch(config: PretrainConfig, lengths: list[int], vocabulary_size: int)
     """A micro-batch of random tokens, with sequences of these lengths and as many masked tokens as possible."""
     tokens = sum(lengths)
     generator = torch.Generator().manual_seed(0)
-    masked = [max(1, round(config.largest_masking_share * length)) for length in lengths]
+    masked = [max(1, min(round(config.largest_masking_share * length), length - 2)) for length in lengths]
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
     rows = [start + 1 + i for start, count in zip(starts, masked, strict=True) for i in range(count)]
     return MicroBatch(

@@ -150,7 +150,7 @@ def run(tmp_path: Path) -> Path:
 
 class TestPanels:
     def test_every_metric_is_one_that_a_run_writes(self) -> None:
-        """Compared with the records that the training loop writes, with either objective of pairs."""
+        """Compared with the records that the training loop writes, with each objective."""
         written: list[dict[str, Any]] = []
         engine: Any = SimpleNamespace(
             peak_memory_bytes=lambda: 1,
@@ -159,12 +159,12 @@ class TestPanels:
             device=torch.device("cpu"),
             sum_over_workers=lambda it: it,
         )
-        for objective in ("nsp", "sop"):
-            task: Any = SimpleNamespace(
-                _config=SimpleNamespace(pairs=PairsConfig.model_validate({"objective": objective}))
-            )
+        for objective, causal in (("nsp", False), ("sop", False), ("none", True)):
+            pairs = PairsConfig.model_validate({"objective": objective})
+            task: Any = SimpleNamespace(_config=SimpleNamespace(pairs=pairs, has_causal=causal))
+            more = 2 * causal
             run: Any = SimpleNamespace(
-                progress=Progress(step=1, window=Window(totals=[1.0] * 4, counts=[1.0] * 2)),
+                progress=Progress(step=1, window=Window(totals=[1.0] * (4 + more), counts=[1.0] * (2 + more))),
                 engine=engine,
                 task=SimpleNamespace(metrics=functools.partial(train.Pretraining.metrics, task)),
                 plan=SimpleNamespace(peak_flops=1.0),
@@ -176,8 +176,9 @@ class TestPanels:
                 norm=1.0,
             )
             loop._Fit.log(run)
-        assert [{"nsp_loss", "sop_loss"} & set(record) for record in written] == [{"nsp_loss"}, {"sop_loss"}]
-        record = written[0] | written[1]
+        own = {"nsp_loss", "sop_loss", "causal_loss"}
+        assert [own & set(record) for record in written] == [{"nsp_loss"}, {"sop_loss"}, {"causal_loss"}]
+        record = written[0] | written[1] | written[2]
         assert {metric for panel in PANELS for metric in panel.metrics} <= set(record)
         assert set(record) == set(TRAINING_METRICS)
         by_rank = {metric for panel in PANELS if panel.kind == "ranks" for metric in panel.metrics}

@@ -19,6 +19,7 @@ from pretrain.config import (
     AveragingConfig,
     CorpusConfig,
     EngineConfig,
+    MaskingConfig,
     ModelConfig,
     OptimizerConfig,
     PairsConfig,
@@ -126,6 +127,29 @@ def test_work_of_the_two_phase_recipe():
         for phase, length in zip(config.phases, (128, 254), strict=True)
     )
     assert full == pytest.approx(1.36e20, rel=0.01)  # NVIDIA's recipe with Wikipedia's mean of 254 tokens at 512
+
+
+def test_work_and_memory_follow_the_masking_schedule():
+    """Of a falling share the mean counts for the work and the largest for memory; causal sequences predict all."""
+    phase = PhaseConfig(sequence_length=128, global_sequences=256, steps=1000, peak_learning_rate=1e-4)
+
+    def figures(phases: list[dict[str, Any]], **masking: Any) -> tuple[list[float], int]:
+        config = make_config(
+            phases=tuple(phase.model_copy(update=one) for one in phases),
+            masking=MaskingConfig(**masking),
+            pairs=PairsConfig(next_sentence=False),
+        )
+        work = [estimate.phase_work(config, one, 30522).flops for one in config.phases]
+        return work, estimate.memory_bytes(config, 1, 1)["logits"]
+
+    (high, low), logits = figures([{}, {}], probability=0.4, final_probability=0.2)
+    assert high == pytest.approx(figures([{}], probability=0.35)[0][0])
+    assert low == pytest.approx(figures([{}], probability=0.25)[0][0])
+    assert logits == figures([{}], probability=0.4)[1]
+    assert figures([{"masking_probability": 0.25}], probability=0.4)[0][0] == pytest.approx(low)
+    constant, causal, half = (figures([{"causal_share": share}])[0][0] for share in (0.0, 1.0, 0.5))
+    assert half == pytest.approx((constant + causal) / 2)
+    assert figures([{"causal_share": 0.1}])[1] > 6 * figures([{}])[1]
 
 
 def test_the_mean_length_is_bounded_by_the_phase():

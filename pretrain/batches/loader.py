@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pretrain.batches.causal import is_causal, with_causal_targets
 from pretrain.batches.masking import Masker
 from pretrain.batches.pairs import SamplePlan, Sampler
 from pretrain.common.errors import InputError
@@ -36,20 +37,22 @@ _EVALUATION_SEQUENCES = 1024  # per StepBatch of an evaluation
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The input of one forward pass of one rank: S sequences end to end in T tokens, K of them masked.
+    """The input of one forward pass of one rank: S sequences end to end in T tokens, K of them to predict.
 
-    Sequences lie in ascending length order, without padding (invariant 2).
+    Sequences lie in ascending length order, without padding (invariant 2). Causal ones follow the others.
     """
 
     input_ids: Tensor  # int64 [T], after masking
     token_types: Tensor  # int64 [T], 0 for the first segment, 1 for the second
     positions: Tensor  # int64 [T], 0 .. length-1 within each sequence
     cu_seqlens: Tensor  # int32 [S+1], where each sequence begins; the last value is T
-    masked_rows: Tensor  # int64 [K], ascending rows of the token axis
+    masked_rows: Tensor  # int64 [K], ascending rows of the token axis at which tokens are predicted
     masked_labels: Tensor  # int64 [K], the tokens before masking
     nsp_labels: Tensor  # int64 [S], 0 next / 1 random, or 0 in order / 1 swapped; [0] without pairs
     token_keys: Tensor  # int32 [T], 32 pseudo-random bits of (sample, position): the seed of dropout
-    lengths: tuple[int, ...]  # tokens of each sequence, ascending
+    lengths: tuple[int, ...]  # tokens of each sequence, ascending among masked and among causal ones
+    causal: int = 0  # sequences with causal attention, the last ones
+    causal_targets: int = 0  # how many of the masked rows are theirs, the last ones
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same batch on `device`, copied without waiting if the memory is pinned."""
@@ -86,6 +89,8 @@ class StepBatch:
     masked: int  # over all ranks
     epoch: int  # of the first sample
     first_sample: int  # its number in the phase, counted across epochs
+    causal: int = 0  # sequences over all ranks
+    causal_targets: int = 0  # over all ranks
 
     def to(self, device: torch.device) -> StepBatch:
         """The same batch with its micro-batches on `device`."""
@@ -233,6 +238,8 @@ class BatchMaker:
         self._paired = config.pairs.has_classifier
         last = config.held_out_masking_share
         self._shares = (last, last) if held_out else config.masking_shares(phase)
+        self._causal_share = 0.0 if held_out else settings.causal_share
+        self._shift = config.masking.shifted_targets
         self._phase_sequences = settings.sequences
         weights = None if held_out else settings.weights
         self._sampler = Sampler(shards, config.pairs, sequence_length=length, seed=seed, phase=phase, weights=weights)
@@ -256,19 +263,28 @@ class BatchMaker:
         """The batch of samples `first_sample` to `first_sample + sequences - 1`, this rank's part of it."""
         plan = self._sampler.plan(np.arange(first_sample, first_sample + sequences))
         micro_batches = balance(plan.lengths, self.world_size, self._budget)
+        causal = is_causal(plan.key, self._causal_share)
         own = micro_batches[self.rank :: self.world_size]
         return StepBatch(
             micro_batches=tuple(self._micro_batch(plan[members]) for members in own),
             sequences=sequences,
             tokens=int(plan.lengths.sum()),
-            masked=self._masked(plan),
+            masked=self._masked(plan[~causal]) if self._causal_share else self._masked(plan),
             epoch=first_sample // self.samples_per_epoch,
             first_sample=first_sample,
+            causal=int(causal.sum()),
+            causal_targets=int(plan.ordinary[causal].sum()),
         )
 
     def _micro_batch(self, plan: SamplePlan) -> MicroBatch:
+        causal = is_causal(plan.key, self._causal_share)
+        if causal.any():
+            plan = plan[np.argsort(causal, kind="stable")]
         rows = self._sampler.gather(plan)
         masked = self._masker.apply(rows, plan.key, self._share(plan))
+        if self._shift:
+            masked = dataclasses.replace(masked, rows=masked.rows - 1)
+        masked, causal_targets = with_causal_targets(rows, masked, int(causal.sum()))
         return MicroBatch(
             input_ids=torch.from_numpy(masked.input_ids),
             token_types=torch.from_numpy(rows.token_types),
@@ -279,10 +295,14 @@ class BatchMaker:
             nsp_labels=torch.from_numpy(plan.label if self._paired else plan.label[:0]),
             token_keys=torch.from_numpy(masked.token_keys),
             lengths=tuple(plan.lengths.tolist()),
+            causal=int(causal.sum()),
+            causal_targets=causal_targets,
         )
 
     def _masked(self, plan: SamplePlan) -> int:
-        """Masked tokens of the whole global batch."""
+        """Masked tokens of these samples."""
+        if not len(plan.key):
+            return 0
         if self._masker.has_exact_counts:
             special = plan.lengths - plan.ordinary
             return int(self._masker.counts(plan.lengths, special_tokens=special, share=self._share(plan)).sum())

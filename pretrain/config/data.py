@@ -150,6 +150,12 @@ class MaskingConfig(Section):
         default=10, ge=1, description="Only spans: longest span, in tokens, or in words if whole_word is true."
     )
 
+    shifted_targets: bool = Field(
+        default=False,
+        description="Predict a masked token at the position before it, as causal sequences do (masked next-token "
+        "prediction, Lv et al. 2024; GPT-BERT). The exported head then predicts the following token.",
+    )
+
     @property
     def chosen_scheme(self) -> str:
         """The scheme that `scheme` and `whole_word` name together."""

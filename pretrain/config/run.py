@@ -165,6 +165,17 @@ class PretrainConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_causal(self) -> PretrainConfig:
+        for number, phase in enumerate(self.phases):
+            if phase.causal_share and self.pairs.has_classifier:
+                raise ValueError(
+                    f"phases.{number}.causal_share ({phase.causal_share}) does not fit the objective "
+                    f"{self.pairs.chosen_objective}: with causal attention [CLS] sees nothing of a pair. Set "
+                    "pairs.objective: none"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_phases(self) -> PretrainConfig:
         if self.model.embedding not in (0, self.model.hidden):
             raise ValueError(
@@ -221,7 +232,8 @@ class PretrainConfig(RunConfig):
         """
         own, masking = self.phases[phase].masking_probability, self.masking
         if own or not masking.final_probability:
-            return (own or masking.probability,) * 2
+            constant = own or masking.probability
+            return constant, constant
         before = sum(earlier.steps for earlier in self.phases[:phase])
         ends = (before / self.total_steps, (before + self.phases[phase].steps) / self.total_steps)
         first, last = (masking.probability * (1 - at) + masking.final_probability * at for at in ends)
@@ -233,9 +245,15 @@ class PretrainConfig(RunConfig):
         return self.masking_shares(len(self.phases) - 1)[1]
 
     @property
+    def has_causal(self) -> bool:
+        """Whether any phase has causal sequences."""
+        return any(phase.causal_share for phase in self.phases)
+
+    @property
     def largest_masking_share(self) -> float:
-        """The largest share of tokens to predict at any time."""
-        return max(share for phase in range(len(self.phases)) for share in self.masking_shares(phase))
+        """The largest share of tokens to predict in a sequence at any time; 1 of a causal one."""
+        shares = [share for phase in range(len(self.phases)) for share in self.masking_shares(phase)]
+        return 1.0 if self.has_causal else max(shares)
 
     def phase_at(self, step: int) -> tuple[int, int]:
         """(phase number, 0-based step within it) of the 0-based optimizer `step`."""

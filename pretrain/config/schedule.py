@@ -92,6 +92,14 @@ class PhaseConfig(Section):
         description="Share of each sequence's tokens to predict in this phase; 0.3 and then 0.15 is Ettin's schedule. "
         "0 follows masking.",
     )
+    causal_share: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of the sequences in which every token is predicted from those before it, with causal "
+        "attention; the others are masked. GPT-BERT has 1/16 to 1/8 (Charpentier and Samuel 2024); 1 makes a causal "
+        "phase, such as a first one before a masked one. It needs pairs.objective: none.",
+    )
 
     @property
     def batch_sizes(self) -> tuple[int, ...]:

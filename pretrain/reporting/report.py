@@ -251,6 +251,8 @@ def _charts(run: _ReportData) -> Iterator[str]:
         line_chart("NSP accuracy", pair("nsp_accuracy"), form=_percent, **at_step),
         line_chart("SOP loss", pair("sop_loss"), form=_plain, **at_step),
         line_chart("SOP accuracy", pair("sop_accuracy"), form=_percent, **at_step),
+        line_chart("Loss of causal sequences", one("causal_loss"), form=_plain, **at_step),
+        line_chart("Accuracy of causal sequences", one("causal_accuracy"), form=_percent, **at_step),
         line_chart("Gradient norm", one("grad_norm"), form=_plain, from_zero=True, **at_step),
         timed("Useful tokens per second", "tokens_per_second", short),
         timed("MFU", "mfu", _percent),
@@ -373,4 +375,4 @@ def _predictions(run: _ReportData) -> list[Filling]:
     from pretrain.corpus.vocabulary import read_vocabulary
 
     sentences = held_out_sentences(open_shards(corpus, "validation"), read_vocabulary(corpus / "vocab.txt"), SENTENCES)
-    return fill(export_dir, sentences)
+    return fill(export_dir, sentences, shifted=run.config.masking.shifted_targets)

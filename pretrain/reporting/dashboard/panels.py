@@ -34,6 +34,8 @@ PANELS = (
     Panel("NSP accuracy", ("nsp_accuracy",), "share", "Learning"),
     Panel("SOP loss", ("sop_loss",), "nats", "Learning"),
     Panel("SOP accuracy", ("sop_accuracy",), "share", "Learning"),
+    Panel("Loss of causal sequences", ("causal_loss",), "nats", "Learning"),
+    Panel("Accuracy of causal sequences", ("causal_accuracy",), "share", "Learning"),
     Panel("Gradient norm before clipping", ("grad_norm",), "", "Learning"),
     Panel("Learning rate", ("lr",), "", "Learning"),
     Panel("Useful tokens per second", ("tokens_per_second",), "tokens/s", "Speed"),
