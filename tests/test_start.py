@@ -365,6 +365,7 @@ def test_the_checkpoint_decides_the_model(place: Place) -> None:
         ("model.hidden=64", "model.hidden: 64, but the checkpoint in start_from"),
         ("model.size=mini", "model.size: mini has layers 4, but the checkpoint in start_from"),
         ("model.norm=rms_norm", "model.norm: 'rms_norm', but the checkpoint"),
+        ("model.attention_bias=false", "model.attention_bias: False, but the checkpoint"),
         ("model.hiden=32", r"model.hiden is not a known setting; did you mean hidden\?"),
         ("corpus.vocabulary.path=vocab.txt", "corpus.vocabulary.path: vocab.txt, but start_from"),
         ("corpus.vocabulary.lowercase=false", "but the tokenizer of start_from .* is uncased"),
