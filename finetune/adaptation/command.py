@@ -96,7 +96,8 @@ class _Stages:
             yield self._titled("tokenizing the general text", ["prepare", str(general)]), pretrain
         config = self._run_config(corpus)
         resume = ["--resume"] if any((out / "run").glob(f"checkpoints/*/{MANIFEST}")) else []
-        yield self._titled("training", ["pretrain", str(config), *resume]), pretrain
+        alone = ["--no-ray"] if arguments.workers == 1 else []
+        yield self._titled("training", ["pretrain", str(config), *alone, *resume]), pretrain
         yield self._titled("export", ["export", str(out / "run"), str(out / "model")]), pretrain
         yield from ((words, finetune) for words in self._finetunings(load_config(config)))
 

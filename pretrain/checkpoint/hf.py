@@ -20,6 +20,7 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.layouts import BERT, LAYOUTS, ReleasedFacts, layout_of, write_config
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import released_tensors, special_ids, their_tensors, written_facts
+from pretrain.checkpoint.start import START_FILE
 from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer
 from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
 from pretrain.common.errors import InputError
@@ -115,6 +116,7 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, avera
             sum(p.numel() for p in state.values()),
             averaged=store.read_state(path)["averaged"] if averaged else 0,
         ),
+        **_began_as(run_dir),
     )
 
 
@@ -132,6 +134,13 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
 
 
 # ---- a run
+
+
+def _began_as(run_dir: Path) -> dict[str, Any]:
+    """`family` and `config` of the release that a run continues; {} for a run from random weights."""
+    path = run_dir / START_FILE
+    start = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {key: start[key] for key in ("family", "config")} if start.get("config") else {}
 
 
 def _choose_checkpoint(folder: Path, name: str | None) -> Path:

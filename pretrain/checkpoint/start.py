@@ -26,13 +26,14 @@ from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
 from pretrain.common.settings import given_values, load
 from pretrain.config import ModelConfig, PretrainConfig, began_from, run_folder
-from pretrain.config.families import SIZES
+from pretrain.config.families import SIZES, Shape
 from pretrain.corpus.extension import old_pieces
 from pretrain.corpus.manifest import check_same_tokenizer
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.vocabulary import tokenizer_from_json
 from pretrain.model.heads import PretrainingModel
 
+START_FILE = "start.json"  # in the run folder: what the run began with, and the release that it continues
 # Settings of the model that are no property of its weights.
 _FREE = ("hidden_dropout", "attention_dropout", "init_std")
 # Parameters with one row per entry of the vocabulary.
@@ -111,7 +112,8 @@ def _model_overrides(folder: str, model: ModelConfig, given: Mapping[str, Any]) 
 
 def _refuse_contradictions(folder: str, model: ModelConfig, given: Mapping[str, Any]) -> None:
     """Raise `InputError` for the first setting of the model that the config gives and the checkpoint has otherwise."""
-    wanted = {name: value for name, value in given.items() if name not in (*_FREE, "size") and value != 0}
+    from_size = {name for name in Shape._fields if given.get(name) == 0}
+    wanted = {name: value for name, value in given.items() if name not in (*_FREE, "size", *from_size)}
     size = SIZES[model.family].get(str(given.get("size")))
     if size is not None:
         wanted = {**size._asdict(), **wanted}
@@ -166,6 +168,8 @@ class Start:
         old_entries: rows of the vocabulary that the checkpoint had.
         initialised: parameters that are not in `state`.
         table: lines for the user: where each tensor goes, and how the rest is initialised.
+        family: a key of `layouts.LAYOUTS`.
+        config: config.json of the checkpoint; {} if it is a run of ours.
     """
 
     state: dict[str, Tensor]
@@ -173,6 +177,8 @@ class Start:
     old_entries: int
     initialised: tuple[str, ...]
     table: str
+    family: str
+    config: dict[str, Any]
 
 
 def check_start_corpus(config: PretrainConfig) -> None:
@@ -237,7 +243,7 @@ def read_start(
     if wrong := [name for name in missing if not name.startswith("heads.")]:
         raise InputError(f"start_from: {folder} has no {wrong[0]}, which this run's model needs. Start a new run.")
     table = _table(released, shapes, missing, from_corpus=from_corpus, added=len(added))
-    return Start(found, digest, old, missing, table)
+    return Start(found, digest, old, missing, table, released.family, released.config)
 
 
 def log_frequencies(shards: TokenShards) -> Tensor:
