@@ -43,7 +43,10 @@ TEXT = (
 )
 PLAIN = "the cat sat on a mat and the dog ran to the house where many people lived for a long time near the big river"
 # What GPT-2's division treats specially: white space of all kinds, apostrophes, numbers, combining marks, emoji.
-ODD = "  \t\r\x01\x0b\x0c\x1c\x7f\x85\xa0\xad\u0301\u1680\u200b\u2003\u2028\u3000\ufeff''''sdmtrevl019²½٣Ⅷ漢字ß。—“😀𝒳𠀀€é"
+ODD = (
+    "  \t\r\x01\x0b\x0c\x1c\x7f\x85\xa0\xad\u0301\u1680\u200b\u2003\u2028\u3000\ufeff"
+    "''''sdmtrevl019²½٣Ⅷ漢字ß。—“😀𝒳𠀀€é"
+)
 SPACES = "\t\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 LINE = st.text(
     st.one_of(
@@ -149,7 +152,7 @@ def test_a_text_begins_as_it_would_within_another() -> None:
     tokenizer = trained()
     first, second = "The dog doesn't care.", "In 1999 they're all here."
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
-    assert sum(ours([f"{first}\n{second}"]), []) == encode(f"{first} {second}").ids
+    assert list(itertools.chain(*ours([f"{first}\n{second}"]))) == encode(f"{first} {second}").ids
     assert encode("dog").ids == encode(" dog").ids == encode("the dog").ids[-1:]
     assert encode("dog [MASK].").tokens == ["Ġdog", "[MASK]", "."]
     assert tokenizer.encode("The [MASK] ran", "dog").tokens == [
