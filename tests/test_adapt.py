@@ -125,12 +125,8 @@ def test_steps_follow_from_the_prepared_text(tmp_path: Path, tokens: int, replay
     write_manifest(tmp_path, {"shards": [{"split": "train", "tokens": tokens}, {"split": "validation", "tokens": 9}]})
     path = tmp_path / "run.yaml"
     arguments = options("x", "--from", "y", "--out", str(tmp_path))
-    values = settings.run_values(
-        arguments,
-        {"dir": str(tmp_path)},
-        SimpleNamespace(hidden=256, max_positions=512),
-        1,  # pyright: ignore[reportArgumentType]
-    )
+    model: Any = SimpleNamespace(hidden=256, max_positions=512)
+    values = settings.run_values(arguments, {"dir": str(tmp_path)}, model, 1)
     values["adaptation"] |= {"general": "g", "replay_share": replay}
     path.write_text(json.dumps(values))
     assert settings.steps_of(load_config(path), arguments) == pytest.approx(expected, abs=1)
