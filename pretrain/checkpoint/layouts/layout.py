@@ -192,6 +192,13 @@ class KeyMapping:
             KeyError: a size is missing.
             ValueError: a value that our encoder does not have, or values that do not fit.
         """
+        model = self._shape_of(config)
+        if reason := self._unlike(model, model):
+            raise ValueError(reason)
+        return model
+
+    def _shape_of(self, config: Mapping[str, Any]) -> ModelConfig:
+        """`model_of`, without a look at what the layout can name."""
         config = self.today(config)
         for key, supported in self.supported.items():
             if config.get(key, supported[0]) not in supported:
@@ -202,10 +209,7 @@ class KeyMapping:
         if self.padded_positions:
             sizes["max_positions"] -= first_position(config)
         values = {"family": self.parts, "size": "custom", **self.defaults, "activation": self._activation(config)}
-        model = ModelConfig.model_validate({**values, **sizes, **self.read(config)})
-        if reason := self._unlike(model, model):
-            raise ValueError(reason)
-        return model
+        return ModelConfig.model_validate({**values, **sizes, **self.read(config)})
 
     def values_of(self, model: ModelConfig, config: Mapping[str, Any], token_types: int = 2) -> dict[str, Any]:
         """The fields of config.json that a shape decides.
@@ -233,7 +237,7 @@ class KeyMapping:
             values = self.values_of(model, {})
             if self.padded_positions:
                 values["max_position_embeddings"] += first_position(values)
-            back = self.model_of(values)
+            back = self._shape_of(values)
         except (KeyError, ValueError) as error:
             return " ".join(str(error).split())
         return self._unlike(model, back)
