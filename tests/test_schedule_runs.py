@@ -92,7 +92,7 @@ def test_batches_of_a_ramp_follow_each_other_without_a_gap(corpus: Path, tmp_pat
     config = PretrainConfig.model_validate(settings(corpus, tmp_path))
     shards = open_shards(corpus, "train")
 
-    def found(**more: int) -> list[tuple[int, int]]:
+    def found(**more: Any) -> list[tuple[int, int]]:
         return [
             (batch.first_sample, batch.sequences) for batch in Loader(shards, config, 0, rank=0, world_size=1, **more)
         ]
