@@ -97,7 +97,7 @@ def test_a_few_plain_texts_are_cut_into_documents_without_loss(tmp_path: Path) -
     (source,) = sources_of([tmp_path / "long.txt"], pieces)
     assert source == {"kind": "jsonl", "name": "long", "path": str(pieces)}
     documents = [json.loads(line)["text"] for line in pieces.read_text().splitlines()]
-    assert len(documents) == 8
+    assert len(documents) == 7
     assert "\n".join(documents).split("\n") == lines
     before = pieces.stat().st_mtime_ns
     sources_of([tmp_path / "long.txt"], pieces)
