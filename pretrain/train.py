@@ -124,7 +124,7 @@ class Pretraining:
             self._history = AttentionHistory(config.folder, config.model, corpora.held_out)
         self._validation: dict[int, list[StepBatch]] = {}
         self._general: dict[int, list[StepBatch]] = {}
-        place: Any = {"rank": engine.rank, "world_size": engine.world_size}
+        place: dict[str, Any] = {"rank": engine.rank, "world_size": engine.world_size}
         for number in range(len(config.phases)):  # report errors of later phases now, not after hours of training
             BatchMaker(self._shards, config, number, seed=config.seed, **place).check_batch()
             self._validation[number] = validation_batches(corpora.held_out, config, number, **place)

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from finetune.adaptation.command import run
 from finetune.adaptation.texts import held_out_share, sources_of
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_manifest
-from pretrain.config import load_config
+from pretrain.config import ModelConfig, load_config
 from pretrain.reporting.gains import COMPARED, gain_lines, gains
 from tests.test_start import JARGON, make_pretrained, write_text
 from tests.tiny_checkpoints import WORDS
@@ -97,7 +96,7 @@ def test_a_few_plain_texts_are_cut_into_documents_without_loss(tmp_path: Path) -
     (source,) = sources_of([tmp_path / "long.txt"], pieces)
     assert source == {"kind": "jsonl", "name": "long", "path": str(pieces)}
     documents = [json.loads(line)["text"] for line in pieces.read_text().splitlines()]
-    assert len(documents) == 8
+    assert len(documents) == 7
     assert "\n".join(documents).split("\n") == lines
     before = pieces.stat().st_mtime_ns
     sources_of([tmp_path / "long.txt"], pieces)
@@ -125,8 +124,7 @@ def test_steps_follow_from_the_prepared_text(tmp_path: Path, tokens: int, replay
     write_manifest(tmp_path, {"shards": [{"split": "train", "tokens": tokens}, {"split": "validation", "tokens": 9}]})
     path = tmp_path / "run.yaml"
     arguments = options("x", "--from", "y", "--out", str(tmp_path))
-    model: Any = SimpleNamespace(hidden=256, max_positions=512)
-    values = settings.run_values(arguments, {"dir": str(tmp_path)}, model, 1)
+    values = settings.run_values(arguments, {"dir": str(tmp_path)}, ModelConfig(size="mini"), 1)
     values["adaptation"] |= {"general": "g", "replay_share": replay}
     path.write_text(json.dumps(values))
     assert settings.steps_of(load_config(path), arguments) == pytest.approx(expected, abs=1)

@@ -247,7 +247,7 @@ def test_old_rows_move_by_their_share_of_the_rate(runs: dict[str, Path]) -> None
 
     full, slow = change(runs["full"]), change(runs["slow"])
     word, old = "embeddings.word", len(full["embeddings.word"]) - 3
-    close: Any = {"rtol": 1e-3, "atol": 1e-7}
+    close: dict[str, Any] = {"rtol": 1e-3, "atol": 1e-7}
     torch.testing.assert_close(slow[word][:old], full[word][:old] * 0.5**3, **close)
     torch.testing.assert_close(slow[word][old:], full[word][old:], **close)
     torch.testing.assert_close(slow["layers.0.ffn_in_weight"], full["layers.0.ffn_in_weight"] * 0.5**2, **close)
