@@ -138,7 +138,7 @@ def unpacked(matrix: str) -> np.ndarray:
 
 
 def _packed(weights_LL: np.ndarray) -> str:
-    return base64.b64encode(np.rint(weights_LL * 255).astype(np.uint8)).decode()
+    return base64.b64encode(np.rint(weights_LL * 255).astype(np.uint8).tobytes()).decode()
 
 
 def _texts(shards: TokenShards, length: int) -> list[np.ndarray]:

@@ -122,7 +122,7 @@ def _page_data(shown: ShownTokens, weights: list[np.ndarray], statistics: HeadSt
             {"text": text, "special": bool(one), "joined": joined}
             for text, one, joined in zip(shown.texts, special, shown.joined, strict=True)
         ],
-        "weights": [base64.b64encode(np.rint(layer * 65535).astype("<u2")).decode() for layer in weights],
+        "weights": [base64.b64encode(np.rint(layer * 65535).astype("<u2").tobytes()).decode() for layer in weights],
         "kinds": [
             {
                 "name": kind,
