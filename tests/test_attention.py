@@ -263,14 +263,14 @@ def test_what_is_refused(folders: dict[str, Path], tmp_path: Path) -> None:
     out, empty, bytes_ = tmp_path / "page.html", tmp_path / "empty.txt", tmp_path / "bytes.txt"
     empty.write_text("\n \n")
     bytes_.write_bytes(b"caf\xe9")
-    cases: tuple[tuple[dict[str, Any], str], ...] = (
+    cases: list[tuple[dict[str, Any], str]] = [
         ({}, "no text is given. Add --text TEXT, or --texts FILE."),
         ({"text": "  "}, "the text has no token"),
         ({"text": "good " * 63}, "the text has 65 tokens, and the page holds at most 64 for this model"),
         ({"texts": tmp_path / "no.txt"}, "no.txt: no such file"),
         ({"texts": empty}, "empty.txt: has no text"),
         ({"texts": bytes_}, "bytes.txt: not a UTF-8 text file"),
-    )
+    ]
     for given, expected in cases:
         with pytest.raises(InputError, match=expected):
             write_attention_page(folders["bert"], out, **given)
