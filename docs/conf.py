@@ -17,6 +17,7 @@ NAVIGATION = {
         "guides/sources",
         "guides/pretraining",
         "guides/tokenizers",
+        "guides/adapt",
         "guides/objectives",
         "guides/finetuning",
         "guides/monitoring",

@@ -32,6 +32,9 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.training": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint pretrain.preflight"
     ),
+    "pretrain.continuation": (
+        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.training"
+    ),
     "finetune.datasets": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.launch": "pretrain.common pretrain.config cluster.workers pretrain.tracking pretrain.preflight",
     "finetune.metrics": "finetune.datasets",
@@ -48,7 +51,7 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "pretrain.train": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.estimate pretrain.training"
+        "pretrain.checkpoint pretrain.estimate pretrain.training pretrain.continuation"
     ),
     "pretrain.bench": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
@@ -91,11 +94,16 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.common pretrain.config cluster.workers cluster.trials pretrain.tracking pretrain.model "
         "pretrain.preflight finetune.datasets finetune.tasks finetune.config finetune.artifacts finetune.runs"
     ),
+    "finetune.adaptation": (
+        "pretrain.common pretrain.config pretrain.corpus pretrain.checkpoint pretrain.estimate pretrain.commands "
+        "pretrain.reporting finetune.artifacts"
+    ),
     "finetune.demo_data": "pretrain.common pretrain.corpus",
     "finetune.demo": "pretrain.common pretrain.reporting pretrain.demo finetune.artifacts finetune.demo_data",
     "finetune.__main__": (
         "pretrain.common pretrain.preflight pretrain.commands pretrain.launch finetune.config pretrain.demo "
-        "pretrain.__main__ finetune.artifacts finetune.runs finetune.bench finetune.experiments finetune.demo"
+        "pretrain.__main__ finetune.artifacts finetune.runs finetune.bench finetune.experiments finetune.demo "
+        "finetune.adaptation"
     ),
     "finetune.cli": "pretrain.common pretrain.commands",
 }

@@ -24,7 +24,7 @@ from pretrain.batches.causal import is_causal, with_causal_targets
 from pretrain.batches.masking import Masker
 from pretrain.batches.pairs import SamplePlan, Sampler
 from pretrain.common.errors import InputError
-from pretrain.config import PretrainConfig
+from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Loader:
 
     Args:
         start_step: the first step of the phase to give a batch for.
-        passed_over: steps of data that are skipped.
+        passed_over: samples of data that are skipped.
         prefetch: batches to make ahead, at most.
         pinned: whether batches lie in page-locked memory, for a GPU.
 
@@ -134,14 +134,13 @@ class Loader:
         self._pinned = pinned
         self._maker = BatchMaker(shards, config, phase, seed=config.seed, rank=rank, world_size=world_size)
         self._maker.check_batch()
-        sequences = config.phases[phase].global_sequences
-        step_tokens = sequences * config.phases[phase].sequence_length // world_size
+        settings = config.phases[phase]
+        step_tokens = settings.global_sequences * settings.sequence_length // world_size
         depth = max(1, min(prefetch, _PREFETCH_TOKENS // step_tokens))
         self._queue: queue.Queue[StepBatch | BaseException | None] = queue.Queue(depth)
         self._closed = threading.Event()
-        steps = range(start_step + passed_over, config.phases[phase].steps + passed_over)
         self._thread = threading.Thread(
-            target=self._produce, args=(steps, sequences), name=f"loader-{rank}", daemon=True
+            target=self._produce, args=(settings, start_step, passed_over), name=f"loader-{rank}", daemon=True
         )
         self._thread.start()
 
@@ -170,11 +169,11 @@ class Loader:
         self._closed.set()
         self._thread.join()
 
-    def _produce(self, steps: range, sequences: int) -> None:
+    def _produce(self, phase: PhaseConfig, start_step: int, passed_over: int) -> None:
         last: BaseException | None = None
         try:
-            for step in steps:
-                made = self._maker.make(step * sequences, sequences)
+            for step in range(start_step, phase.steps):
+                made = self._maker.make(passed_over + phase.first_sample(step), phase.sequences_at(step))
                 if not self._put(made.pinned() if self._pinned else made):
                     return
         except BaseException as error:  # raised by the consumer, whatever its class
@@ -216,7 +215,8 @@ def validation_batches(
 class BatchMaker:
     """Makes one rank's share of any batch, in the calling thread.
 
-    `held_out` batches are masked as at the end of the run, whatever the schedule of masking, so that losses compare.
+    `held_out` batches are masked as at the end of the run, whatever the schedule of masking, and mixed as the corpus
+    says, so that losses compare.
     """
 
     def __init__(
@@ -241,7 +241,8 @@ class BatchMaker:
         self._causal_share = 0.0 if held_out else settings.causal_share
         self._shift = config.masking.shifted_targets
         self._phase_sequences = settings.sequences
-        self._sampler = Sampler(shards, config.pairs, sequence_length=length, seed=seed, phase=phase)
+        weights = None if held_out else settings.weights
+        self._sampler = Sampler(shards, config.pairs, sequence_length=length, seed=seed, phase=phase, weights=weights)
         self._masker = Masker(shards, config.masking, sequence_length=length, max_predictions=settings.max_predictions)
 
     @property

@@ -12,6 +12,7 @@ where they are in every other epoch, so that heads and tails are read often enou
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,6 +21,7 @@ from pretrain import config
 from pretrain.batches.documents import Documents, DocumentTable
 from pretrain.batches.order import Order, below, binomial, draw, root_key, uniform
 from pretrain.batches.packing import fill_across_documents, pieces
+from pretrain.batches.replay import mixture_weights
 from pretrain.common.errors import InputError
 from pretrain.corpus.shards import TokenShards
 
@@ -71,12 +73,20 @@ class Rows:
 class Sampler:
     """The samples of one split of a corpus at one sequence length.
 
-    A sample is a pure function of the corpus, `seed`, `phase` and its number, which counts from 0 across epochs.
-    Raises `InputError` if the corpus has no sample.
+    A sample is a pure function of the corpus, `seed`, `phase`, `weights` and its number, which counts from 0 across
+    epochs. `weights` replaces those of the sources that it names. Raises `InputError` if the corpus has no sample, or
+    no source of such a name.
     """
 
     def __init__(
-        self, shards: TokenShards, pairs: config.PairsConfig, *, sequence_length: int, seed: int, phase: int
+        self,
+        shards: TokenShards,
+        pairs: config.PairsConfig,
+        *,
+        sequence_length: int,
+        seed: int,
+        phase: int,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         if not shards.shards:
             raise InputError(f"{shards.folder}: no text in this split. Prepare the corpus again.")
@@ -99,8 +109,9 @@ class Sampler:
             )
         key = root_key(shards.fingerprint, seed, phase)
         order_key, self._sample_key, self._anchor_key = draw(key, np.arange(3))
-        weights = [float(source.get("weight", 1.0)) for source in shards.sources]
-        self._order = Order(self._corpus.samples, weights, order_key)
+        mixture = shards.weights(weights or {}, f"phases.{phase}.weights")
+        mixture = mixture_weights(shards.sources, mixture, self._corpus.samples)
+        self._order = Order(self._corpus.samples, mixture, order_key)
         if not self.samples_per_epoch:
             raise InputError(
                 f"{shards.folder}: no document has the {self._corpus.least_sentences} sentences a sample "

@@ -20,6 +20,7 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.layouts import BERT, LAYOUTS, ReleasedFacts, layout_of, write_config
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import released_tensors, special_ids, their_tensors, written_facts
+from pretrain.checkpoint.start import START_FILE
 from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer
 from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
 from pretrain.common.errors import InputError
@@ -92,8 +93,10 @@ def export(
         (aside / "README.md").write_text(card, encoding="utf-8")
 
 
-def export_run(run_dir: Path, out: Path, checkpoint: str | None = None) -> None:
+def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, averaged: bool = False) -> None:
     """Export a run's checkpoint with its model card: the one named, the "best", or the newest intact one.
+
+    `averaged` exports the mean of the last steps' weights that the checkpoint keeps.
 
     Raises:
         InputError: the run, the checkpoint or the corpus's tokenizer is missing or damaged, or the family's layout
@@ -103,7 +106,7 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None) -> None:
         raise InputError(f"{run_dir}: not a run folder (no config.yaml). Give one such as runs/bert-mini.")
     config = load_config(run_dir / "config.yaml")
     path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
-    state = store.read_weights(path)
+    state = store.read_weights(path, averaged=averaged)
     corpus = Path(config.corpus.dir)
     export(
         state,
@@ -111,7 +114,14 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None) -> None:
         corpus,
         out,
         next_sentence=config.pairs.has_classifier,
-        card=_model_card(config, run_dir, store.step_of(path), sum(p.numel() for p in state.values())),
+        card=_model_card(
+            config,
+            run_dir,
+            store.step_of(path),
+            sum(p.numel() for p in state.values()),
+            averaged=store.read_state(path)["averaged"] if averaged else 0,
+        ),
+        **_began_as(run_dir),
     )
 
 
@@ -129,6 +139,13 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
 
 
 # ---- a run
+
+
+def _began_as(run_dir: Path) -> dict[str, Any]:
+    """`family` and `config` of the release that a run continues; {} for a run from random weights."""
+    path = run_dir / START_FILE
+    start = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {key: start[key] for key in ("family", "config")} if start.get("config") else {}
 
 
 def _choose_checkpoint(folder: Path, name: str | None) -> Path:
@@ -153,8 +170,11 @@ def _choose_checkpoint(folder: Path, name: str | None) -> Path:
     return path
 
 
-def _model_card(config: PretrainConfig, run_dir: Path, step: int, parameters: int) -> str:
-    """README.md of an export: what it is, how it was trained, its measurements, and its text."""
+def _model_card(config: PretrainConfig, run_dir: Path, step: int, parameters: int, *, averaged: int = 0) -> str:
+    """README.md of an export: what it is, how it was trained, its measurements, and its text.
+
+    `averaged` is the number of steps whose weights are averaged; 0 for the weights of a single step.
+    """
     import jinja2
 
     templates = jinja2.Environment(
@@ -168,19 +188,20 @@ def _model_card(config: PretrainConfig, run_dir: Path, step: int, parameters: in
         model=config.model,
         parameters=parameters,
         step=step,
-        measured=_measured(run_dir, step),
+        averaged=averaged,
+        measured=_measured(run_dir, step, averaged=averaged > 0),
         corpus_card=_two_levels_down(corpus_card.read_text(encoding="utf-8")) if corpus_card.is_file() else "",
         config_yaml=dump(config).strip(),
     )
 
 
-def _measured(run_dir: Path, step: int) -> list[tuple[str, str]]:
-    """Labels and values of the last evaluation up to `step`; [] without one."""
-    evaluations = [
-        record
-        for record in read_records(run_dir)
-        if record.get("split") == "validation" and record.get("step", 0) <= step
-    ]
+def _measured(run_dir: Path, step: int, *, averaged: bool = False) -> list[tuple[str, str]]:
+    """Labels and values of the last evaluation up to `step`, or of the averaged weights at `step`; [] without one."""
+    records = read_records(run_dir)
+    if averaged:
+        evaluations = [one for one in records if one.get("event") == "average" and one.get("step") == step]
+    else:
+        evaluations = [one for one in records if one.get("split") == "validation" and one.get("step", 0) <= step]
     if not evaluations:
         return []
     last = evaluations[-1]

@@ -4,6 +4,7 @@ Every field has its default, its limits and a description with its unit. Unknown
 line of the file and the nearest known key.
 """
 
+from pretrain.config.adaptation import AdaptationConfig
 from pretrain.config.data import (
     MASKING_SCHEMES,
     SOURCES,
@@ -15,15 +16,24 @@ from pretrain.config.data import (
 )
 from pretrain.config.engine import CheckpointConfig, EngineConfig, Precision, SpikeConfig
 from pretrain.config.model import MAX_WIDTH, ModelConfig
-from pretrain.config.resume import FREE_ON_RESUME, changed_for_resume, keep_precision, with_precision
+from pretrain.config.resume import (
+    FREE_ON_RESUME,
+    began_from,
+    changed_for_resume,
+    keep_precision,
+    run_folder,
+    with_precision,
+)
 from pretrain.config.run import PretrainConfig, R, RunConfig, SchedulingConfig, TrackingConfig, load_config
-from pretrain.config.schedule import EvaluationConfig, OptimizerConfig, PhaseConfig
+from pretrain.config.schedule import AveragingConfig, EvaluationConfig, OptimizerConfig, PhaseConfig
 
 __all__ = [
     "FREE_ON_RESUME",
     "MASKING_SCHEMES",
     "MAX_WIDTH",
     "SOURCES",
+    "AdaptationConfig",
+    "AveragingConfig",
     "CheckpointConfig",
     "CorpusConfig",
     "EngineConfig",
@@ -42,8 +52,10 @@ __all__ = [
     "SpikeConfig",
     "TrackingConfig",
     "VocabularyConfig",
+    "began_from",
     "changed_for_resume",
     "keep_precision",
     "load_config",
+    "run_folder",
     "with_precision",
 ]

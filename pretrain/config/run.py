@@ -11,10 +11,11 @@ from pydantic import Field, field_validator, model_validator
 
 from pretrain.common import settings
 from pretrain.common.settings import LocalPath, Section
+from pretrain.config.adaptation import AdaptationConfig
 from pretrain.config.data import CorpusConfig, MaskingConfig, PairsConfig
 from pretrain.config.engine import CheckpointConfig, EngineConfig, SpikeConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.schedule import EvaluationConfig, OptimizerConfig, PhaseConfig
+from pretrain.config.schedule import AveragingConfig, EvaluationConfig, OptimizerConfig, PhaseConfig
 
 _RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
@@ -133,7 +134,35 @@ class PretrainConfig(RunConfig):
     pairs: PairsConfig = Field(default=PairsConfig(), description="How sequences are cut from documents.")
     masking: MaskingConfig = Field(default=MaskingConfig(), description="Masked language modelling.")
     phases: tuple[PhaseConfig, ...] = Field(min_length=1, description="Phases of training, in order; at least one.")
+    averaging: AveragingConfig = Field(default=AveragingConfig(), description="Mean of the weights of the last steps.")
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="Evaluation on held-out sequences.")
+    start_from: LocalPath = Field(
+        default="",
+        description="Folder of a checkpoint to continue from: a released one, an export or a run. model and "
+        "corpus.vocabulary are then the checkpoint's. --from sets it, too. Empty starts from random weights.",
+    )
+    adaptation: AdaptationConfig = Field(
+        default=AdaptationConfig(), description="How a run continues from the checkpoint in start_from."
+    )
+
+    @model_validator(mode="after")
+    def _check_start(self) -> PretrainConfig:
+        """Refuse settings that have an effect only with a checkpoint to continue from."""
+        if self.start_from:
+            if self.adaptation.freeze_layers > self.model.layers:
+                raise ValueError(
+                    f"adaptation.freeze_layers ({self.adaptation.freeze_layers}) exceeds the {self.model.layers} "
+                    "layers of the checkpoint"
+                )
+            return self
+        for name, value in self.adaptation:
+            if value != AdaptationConfig.model_fields[name].default:
+                raise ValueError(f"adaptation.{name} ({value}) needs start_from: the checkpoint to continue from")
+        if added := self.corpus.vocabulary.added_words:
+            raise ValueError(
+                f"corpus.vocabulary.added_words ({added}) needs start_from: the checkpoint whose vocabulary is extended"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_causal(self) -> PretrainConfig:
@@ -166,6 +195,9 @@ class PretrainConfig(RunConfig):
                 )
             fewest = self.scheduling.min_workers or self.scheduling.workers
             for workers in range(fewest, self.scheduling.workers + 1):
+                # The batches of a ramp are multiples of its first one.
+                if phase.ramp_from and (why := self.why_not_balanced(number, phase.ramp_from, workers)):
+                    raise ValueError(f"phases.{number}.ramp_from ({phase.ramp_from}) {why}")
                 if why := self.why_not_balanced(number, phase.global_sequences, workers):
                     raise ValueError(f"phases.{number}.global_sequences ({phase.global_sequences}) {why}")
         return self
@@ -185,6 +217,12 @@ class PretrainConfig(RunConfig):
     @property
     def total_steps(self) -> int:
         return sum(phase.steps for phase in self.phases)
+
+    @property
+    def average_from(self) -> int | None:
+        """The 0-based step from which on weights are averaged; None if they are not."""
+        share = self.averaging.share
+        return self.total_steps - max(1, round(share * self.total_steps)) if share else None
 
     def masking_shares(self, phase: int) -> tuple[float, float]:
         """The share of tokens to predict at the beginning and at the end of a phase; linear in between.

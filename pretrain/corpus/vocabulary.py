@@ -76,7 +76,7 @@ def load_vocabulary(path: Path, *, lowercase: bool, kind: str = "wordpiece") -> 
         raise InputError(f"corpus.vocabulary.path: {path}: not found.") from None
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"corpus.vocabulary.path: {path}: cannot be read ({error}).") from None
-    tokenizer = _from_json(path, text, lowercase=lowercase) if path.suffix == ".json" else None
+    tokenizer = tokenizer_from_json(path, text, lowercase=lowercase) if path.suffix == ".json" else None
     found = "byte_bpe" if tokenizer is not None and is_byte_level(tokenizer) else "wordpiece"
     if found != kind:
         raise InputError(
@@ -88,7 +88,8 @@ def load_vocabulary(path: Path, *, lowercase: bool, kind: str = "wordpiece") -> 
     return bert_tokenizer(vocabulary, normalizers.BertNormalizer(lowercase=lowercase))
 
 
-def _from_json(path: Path, text: str, *, lowercase: bool) -> Tokenizer:
+def tokenizer_from_json(path: Path, text: str, *, lowercase: bool) -> Tokenizer:
+    """The tokenizer that the `text` of a BERT tokenizer.json describes; errors name `path`, as in `load_vocabulary`."""
     try:
         description: dict[str, Any] = json.loads(text)
         Tokenizer.from_str(text)
@@ -137,7 +138,7 @@ def train_vocabulary(counts: dict[bytes, int], size: int, *, lowercase: bool, mi
     the order of a randomly seeded hash map), so the alphabet is handed to it as fixed tokens.
     """
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    words = _normal_words(counts, normalizer)
+    words = count_normal_words(counts, normalizer)
     if not words:
         raise InputError("corpus.sources: no words to train a vocabulary on.")
     alphabet = _alphabet(words)
@@ -160,8 +161,8 @@ def train_vocabulary(counts: dict[bytes, int], size: int, *, lowercase: bool, mi
     return bert_tokenizer(tokenizer.get_vocab(with_added_tokens=False), normalizer)
 
 
-def _normal_words(counts: dict[bytes, int], normalizer: normalizers.BertNormalizer) -> dict[str, int]:
-    """Counts of the words as BERT's normaliser and pre-tokeniser leave them, ascending."""
+def count_normal_words(counts: dict[bytes, int], normalizer: normalizers.BertNormalizer) -> dict[str, int]:
+    """Counts of the words as BERT's normaliser and pre-tokeniser leave them, in ascending order of the words."""
     cut, lowercase = pre_tokenizers.BertPreTokenizer(), normalizer.lowercase
     words: Counter[str] = Counter()
     for word, count in counts.items():

@@ -12,12 +12,14 @@ from pretrain.config import ModelConfig
 from pretrain.model.activations import get_activation
 from pretrain.model.norms import get_norm
 from pretrain.model.parameters import (
+    Parameter,
     embedding_parameters,
     final_parameters,
     head_parameters,
     layer_parameters,
     matrix_entries,
     position_parameters,
+    stacked_parts,
     total,
 )
 
@@ -199,3 +201,19 @@ def _activation_saves(model: ModelConfig, itemsize: int) -> int:
     # An output in fp32 is kept once: the matmul after it needs the same tensor.
     own = get_activation(model.activation).saves_input or itemsize < 4
     return model.intermediate * (itemsize + 4 * own)
+
+
+def hidden_matrices(model: ModelConfig) -> list[Parameter]:
+    """The weight matrices of the layers, those that Muon orthogonalises (`parameters.is_hidden_matrix`)."""
+    layers = (layer_parameters(model, number) for number in range(model.layers))
+    return [parameter for layer in layers for parameter in layer if len(parameter.shape) == 2]
+
+
+def orthogonalisation_flops(model: ModelConfig) -> int:
+    """FLOPs of the five Newton-Schulz iterations with which Muon orthogonalises all `hidden_matrices` in a step."""
+    flops = 0
+    for parameter in hidden_matrices(model):
+        parts = stacked_parts(parameter.name)
+        small, large = sorted((parameter.shape[0] // parts, parameter.shape[1]))
+        flops += parts * 5 * (4 * small * small * large + 2 * small**3)
+    return flops

@@ -117,6 +117,11 @@ def has_weight_decay(name: str) -> bool:
     return not kind.endswith("bias") and not module.endswith("norm")
 
 
+def is_hidden_matrix(name: str) -> bool:
+    """Whether Muon steps a parameter: the weight matrices of the layers, not embeddings, heads, norms or biases."""
+    return ".layers." in f".{name}" and has_weight_decay(name)
+
+
 def stacked_parts(name: str) -> int:
     """How many projections a parameter stacks; 1 for most."""
     return STACKED.get(name.rpartition(".")[2].rpartition("_")[0], 1)

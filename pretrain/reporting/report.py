@@ -21,6 +21,7 @@ from pretrain.common.settings import dump
 from pretrain.config import PretrainConfig, load_config
 from pretrain.reporting.charts import Bar, Series, bar_chart, line_chart
 from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences
+from pretrain.reporting.gains import gains
 from pretrain.reporting.pages import write_page
 from pretrain.tracking.live import clock
 from pretrain.tracking.records import is_training, read_records
@@ -43,6 +44,7 @@ def write_report(run_dir: Path, out: Path) -> Path:
         model=_model_line(run.config),
         tiles=_tiles(run),
         charts=list(_charts(run)),
+        gains=gains(run_dir),
         fillings=_predictions(run),
         finetuned=_finetuned(run),
         card=_card(run.card),
@@ -225,6 +227,11 @@ def _charts(run: _ReportData) -> Iterator[str]:
         return [
             Series("training", run.curve(field), "train", smooth=True),
             Series("held-out", run.curve(field, "validation"), "held-out"),
+            *(
+                [Series("general text", general, "baseline")]
+                if (general := run.curve(f"general_{field}", "validation"))
+                else []
+            ),
         ]
 
     def one(field: str, x: str = "step", scale: float = 1.0, smooth: bool = True) -> list[Series]:

@@ -12,6 +12,9 @@ EVALUATION_FIELDS: dict[str, Metric] = {
     "step": Metric("steps", "Optimizer steps taken before the evaluation."),
     "best": Metric("", "Whether this evaluation is the best so far."),
     "seconds": Metric("s", "Time that the evaluation took."),
+    "general_mlm_loss": Metric(
+        "nats", "mlm_loss on `adaptation.general`. Its other losses and accuracies have the same prefix."
+    ),
 }
 """Fields of an evaluation besides its losses, accuracies and scores."""
 
@@ -32,6 +35,7 @@ EVENTS: dict[str, str] = {
     "left_out": "A node was excluded after repeated crashes.",
     "rollback": "Training went back to an earlier checkpoint after a loss spike or repeated NaN.",
     "straggler": "A rank was slower than the others for a while.",
+    "average": "The averaged weights were evaluated at the end of training.",
     "storage": "Storage failed and was tried again.",
     "stop": "The run was stopped; it can be resumed.",
     "diverged": "The run ended because training diverged.",
