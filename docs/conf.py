@@ -16,6 +16,7 @@ NAVIGATION = {
     "Guides": [
         "guides/sources",
         "guides/pretraining",
+        "guides/tokenizers",
         "guides/adapt",
         "guides/objectives",
         "guides/optimizers",

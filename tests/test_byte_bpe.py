@@ -20,7 +20,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from pretrain.batches.masking import Masker
 from pretrain.batches.pairs import Sampler
 from pretrain.common.errors import InputError
-from pretrain.config import MaskingConfig, PairsConfig, PhaseConfig, PretrainConfig, VocabularyConfig
+from pretrain.config import MaskingConfig, PairsConfig, PretrainConfig, VocabularyConfig
 from pretrain.corpus.byte_columns import byte_columns
 from pretrain.corpus.byte_words import entry_bytes, is_byte_vocabulary, spelt, word_edges
 from pretrain.corpus.prepare import prepare
@@ -43,10 +43,7 @@ TEXT = (
 )
 PLAIN = "the cat sat on a mat and the dog ran to the house where many people lived for a long time near the big river"
 # What GPT-2's division treats specially: white space of all kinds, apostrophes, numbers, combining marks, emoji.
-ODD = (
-    "  \t\r\x01\x0b\x0c\x1c\x7f\x85\xa0\xad\u0301\u1680\u200b\u2003\u2028\u3000\ufeff"
-    "''''sdmtrevl019²½٣Ⅷ漢字ß。—“😀𝒳𠀀€é"
-)
+ODD = " \t\r\x01\x0b\x0c\x1c\x7f\x85\xa0\xad\u0301\u1680\u200b\u2003\u2028\u3000\ufeff''sdmtrevl019²½٣Ⅷ漢字ß。—“😀𝒳𠀀€é"
 SPACES = "\t\x0b\x0c\r \x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(map(chr, range(0x2000, 0x200B)))
 LINE = st.text(
     st.one_of(
@@ -56,7 +53,7 @@ LINE = st.text(
     ),
     max_size=60,
 )
-TRAIN = "from test_byte_bpe import trained; print(trained.__wrapped__().to_str())"
+TRAIN = "from tests.test_byte_bpe import trained; print(trained.__wrapped__().to_str())"
 
 
 def counts(*texts: str) -> dict[bytes, int]:
@@ -66,7 +63,7 @@ def counts(*texts: str) -> dict[bytes, int]:
 
 
 @functools.cache
-def trained(size: int = 500) -> Tokenizer:
+def trained(size: int = 420) -> Tokenizer:
     return train_byte_vocabulary(counts(TEXT * 3, PLAIN * 5, "漢字 " * 2), size, min_frequency=2)
 
 
@@ -111,9 +108,7 @@ def test_columns_know_sentences_documents_words_and_hashes_as_those_of_wordpiece
 
 def test_training_gives_the_same_ids_in_every_process() -> None:
     outputs = {
-        subprocess.run(
-            [sys.executable, "-c", TRAIN], capture_output=True, check=True, text=True, cwd=Path(__file__).parent
-        ).stdout.strip()
+        subprocess.run([sys.executable, "-c", TRAIN], capture_output=True, check=True, text=True).stdout.strip()
         for _ in range(2)
     }
     assert outputs == {trained().to_str()}
@@ -123,7 +118,7 @@ def test_a_vocabulary_has_the_special_tokens_all_bytes_and_the_most_frequent_wor
     vocabulary = trained().get_vocab()
     entries = sorted(vocabulary, key=vocabulary.__getitem__)
     assert tuple(entries[:5]) == SPECIAL_TOKENS
-    assert sorted(vocabulary.values()) == list(range(500))
+    assert sorted(vocabulary.values()) == list(range(420))
     assert set(entries[5:261]) == set(pre_tokenizers.ByteLevel.alphabet())
     assert {"Ġthe", "Ġdog", "'t"} <= set(entries)
     with pytest.raises(InputError, match=r"size: 260, but byte_bpe needs 261"):
@@ -137,7 +132,7 @@ def test_merges_are_those_of_the_library_trained_on_the_text_itself() -> None:
     library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # pyright: ignore[reportAttributeAccessIssue]
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = trainers.BpeTrainer(
-        vocab_size=500,
+        vocab_size=420,
         min_frequency=2,
         special_tokens=[*SPECIAL_TOKENS, *alphabet],
         initial_alphabet=alphabet,
@@ -152,11 +147,11 @@ def test_a_text_begins_as_it_would_within_another() -> None:
     tokenizer = trained()
     first, second = "The dog doesn't care.", "In 1999 they're all here."
     encode = functools.partial(tokenizer.encode, add_special_tokens=False)
-    assert list(itertools.chain(*ours([f"{first}\n{second}"]))) == encode(f"{first} {second}").ids
+    assert [*itertools.chain(*ours([f"{first}\n{second}"]))] == encode(f"{first} {second}").ids
     assert encode("dog").ids == encode(" dog").ids == encode("the dog").ids[-1:]
-    assert encode("dog [MASK].").tokens == ["Ġdog", "[MASK]", "."]
+    assert encode("dog [MASK].").tokens == ["Ġdog", " [MASK]", "."]
     assert tokenizer.encode("The [MASK] ran", "dog").tokens == [
-        *("[CLS]", "ĠThe", "[MASK]", "Ġr", "an", "[SEP]", "Ġdog", "[SEP]")
+        *("[CLS]", "ĠThe", " [MASK]", "Ġr", "an", "[SEP]", "Ġdog", "[SEP]")
     ]
 
 
@@ -217,7 +212,6 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for n in range(12)
     ]
     (folder / "a.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
-    config(folder, folder / "corpus")
     prepare(config(folder, folder / "corpus"), quiet=True)
     return folder
 
@@ -232,7 +226,7 @@ def config(folder: Path, target: Path, **vocabulary) -> PretrainConfig:
                 "vocabulary": {"kind": "byte_bpe", "size": 400, **vocabulary},
                 "processes": 1,
             },
-            "phases": [PhaseConfig(sequence_length=32, steps=1, global_batch=8).model_dump()],
+            "phases": [{"sequence_length": 32, "global_sequences": 8, "steps": 1, "peak_learning_rate": 1e-3}],
         }
     )
 
@@ -299,9 +293,7 @@ def test_whole_words_are_masked_together(corpus: Path) -> None:
     joined = [
         n
         for n in range(1, len(hidden))
-        if rows.ordinary[n]
-        and rows.ordinary[n - 1]
-        and is_inside_word(*(entries[rows.input_ids[k]] for k in (n - 1, n)))
+        if rows.ordinary[n - 1 : n + 1].all() and is_inside_word(*(entries[k] for k in rows.input_ids[n - 1 : n + 1]))
     ]
     assert (hidden[joined] == hidden[np.array(joined) - 1]).all()
     assert hidden[joined].sum() > 20
@@ -335,11 +327,17 @@ def test_a_wordpiece_vocabulary_is_not_taken_for_bytes() -> None:
 
 def test_a_filling_shows_text() -> None:
     entries = sorted(trained().get_vocab(), key=trained().get_vocab().__getitem__)
-    tokens = tuple(trained().encode("The dog ran to the house, naïve.", add_special_tokens=False).ids)
-    place = tokens.index(entries.index("Ġhouse"))
-    assert place in _maskable_bytes(tokens, entries)
+    text = "the dog and the dog and the dog and the dog and the, the naïve."
+    tokens = tuple(trained().encode(text, add_special_tokens=False).ids)
+    place = tokens.index(entries.index("Ġand"))
+    words = {entries[tokens[n]] for n in _maskable_bytes(tokens, entries)}
+    assert {"Ġthe", "Ġdog", "Ġand"} <= words <= {entry for entry in entries if entry.startswith("Ġ")}
     probabilities = [0.0] * len(entries)
     probabilities[entries.index("Ġdog")] = 0.75
     filling = _filling(MaskedSentence(tokens, place), probabilities, entries)
-    assert (filling.before, filling.truth, filling.after) == ("The dog ran to the ", "house", ", naïve.")
+    assert (filling.before, filling.truth, filling.after) == (
+        "the dog ",
+        "and",
+        " the dog and the dog and the dog and the, the naïve.",
+    )
     assert filling.guesses[0] == ("dog", 0.75)

@@ -85,6 +85,11 @@ def export(
         write_json(aside / "config.json", values)
         kind = layout.tokenizer_class or f"{layout.alike.get(values['model_type'], layout.classes)}Tokenizer"
         _copy_tokenizer(tokenizer_folder, aside, model.max_positions, kind)
+        if not facts.token_types:
+            # transformers would pass token types to a model that takes none.
+            path = aside / "tokenizer_config.json"
+            inputs = {"model_input_names": ["input_ids", "attention_mask"]}
+            write_json(path, json.loads(path.read_text(encoding="utf-8")) | inputs)
         (aside / "README.md").write_text(card, encoding="utf-8")
 
 
