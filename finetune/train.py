@@ -35,6 +35,7 @@ from pretrain.model.cost import encoder_flops
 from pretrain.model.parameters import layer_of
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
+from pretrain.training.fresh_state import FreshState
 from pretrain.training.loop import TrainingPlan
 from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
 from pretrain.training.progress import read_state
@@ -61,8 +62,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
             config.engine,
             watchdog,
         )
-        # DeepSpeed takes its master weights from a rounded copy.
-        engine.load(_FreshState(weights), 0)
+        engine.load(FreshState(weights), 0)
         del weights
         job = Finetuning(config, task, examples, _text_encoder(config, released), released.model, engine, device)
         training = Training(
@@ -327,13 +327,3 @@ def _finish(
         tracker.log_artifact(config.folder / MODEL)
         shutil.rmtree(checkpoints)
     engine.barrier()
-
-
-class _FreshState:
-    """A reader for `Engine.load`: a model's own weights, and moments of zero."""
-
-    def __init__(self, weights: Mapping[str, Tensor]) -> None:
-        self._weights = {name: weight.detach().clone().view(-1) for name, weight in weights.items()}
-
-    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
-        return self._weights[name][start : start + numel] if kind == "weight" else torch.zeros(numel)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pretrain import demo
@@ -73,7 +75,12 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
         print(estimate.preparation_lines(prepare.describe(config)))
         return
-    print(prepare.prepare(config))
+    tokenizer = None
+    if config.start_from:
+        from pretrain.checkpoint.start import start_tokenizer
+
+        tokenizer = start_tokenizer(Path(config.start_from))
+    print(prepare.prepare(config, tokenizer=tokenizer))
 
 
 def _pretrain(arguments: argparse.Namespace) -> None:
@@ -85,13 +92,20 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         print(estimate.dry_run(config, on=arguments.on, mean_length=arguments.mean_length))
         return
     from pretrain import launch, preflight
-    from pretrain.config import changed_for_resume
+    from pretrain.config import began_from, changed_for_resume
     from pretrain.model.cost import check_names
 
     def check(config: PretrainConfig, alone: bool) -> int:
         check_names(config.model)
+        begins = config.start_from and not (arguments.resume and began_from(config.folder))
+        if begins:
+            from pretrain.checkpoint.start import check_start_corpus, start_table
+
+            check_start_corpus(config)
         preflight.check_corpus(config)
         launch.check_cores(config, alone)
+        if begins:
+            print(f"{config.start_from}:\n{start_table(config)}")
         return config.total_steps
 
     started = launch.start_run(
@@ -145,11 +159,20 @@ def _bench(arguments: argparse.Namespace) -> None:
 
 
 def _config(arguments: argparse.Namespace) -> PretrainConfig:
-    from pretrain.config import load_config
+    from pretrain.common import settings
+    from pretrain.config import PretrainConfig, began_from, load_config, run_folder
 
+    resume = getattr(arguments, "resume", False)
     overrides = list(arguments.set)
     if getattr(arguments, "workers", None) is not None:
         overrides.append(f"scheduling.workers={arguments.workers}")
+    if arguments.start_from is not None:
+        overrides.append(f"start_from={json.dumps(str(arguments.start_from))}")
+    given = settings.given_values(arguments.config, PretrainConfig, overrides)
+    if given.get("start_from") or (resume and began_from(run_folder(given))):
+        from pretrain.checkpoint.start import start_overrides
+
+        overrides += start_overrides(arguments.config, overrides, resume=resume)
     return load_config(arguments.config, overrides)
 
 
@@ -165,10 +188,12 @@ def _add_prepare(commands: Any) -> None:
         """
   ./launch.sh prepare configs/pretrain/bert-mini.yaml
   ./launch.sh prepare configs/pretrain/bert-mini.yaml --dry-run
+  ./launch.sh prepare configs/pretrain/adapt.yaml --from bert-base-uncased/
   ./launch.sh prepare my.yaml --set corpus.dir=/data/wiki --set corpus.processes=8""",
     )
     _add_config(parser)
     parser.add_argument("--dry-run", action="store_true", help="print what would be read and written, then exit")
+    _add_from(parser, "checkpoint whose tokenizer is used: a released model, an export or a run folder")
     add_set(parser)
 
 
@@ -181,6 +206,7 @@ def _add_pretrain(commands: Any) -> None:
         """
   ./launch.sh pretrain configs/pretrain/bert-mini.yaml --workers 2
   ./launch.sh pretrain configs/pretrain/bert-mini.yaml --resume
+  ./launch.sh pretrain configs/pretrain/adapt.yaml --from bert-base-uncased/
   ./launch.sh pretrain configs/pretrain/bert-large-phase1-phase2.yaml --dry-run --on 8xH100
   ./launch.sh pretrain my.yaml --set phases.0.steps=100 --set engine.zero_stage=2
   torchrun --nproc-per-node 8 -m pretrain pretrain my.yaml""",
@@ -191,6 +217,7 @@ def _add_pretrain(commands: Any) -> None:
         action="store_true",
         help="print the resolved config, parameters, memory, FLOPs and time, then exit",
     )
+    _add_from(parser, "checkpoint to continue from: a released model, an export or a run folder")
     add_set(parser)
     add_workers(parser)
     add_run_options(parser)
@@ -284,6 +311,12 @@ benchmarks:
   finetune    fine-tuning against transformers (./launch.sh bench finetune --help)""",
     )
     parser.add_argument("name", metavar="NAME", help="one of the benchmarks below; each takes --help")
+
+
+def _add_from(parser: argparse.ArgumentParser, purpose: str) -> None:
+    parser.add_argument(
+        "--from", dest="start_from", type=local_path, metavar="DIR", help=f"{purpose} (overrides start_from)"
+    )
 
 
 def _add_config(parser: argparse.ArgumentParser) -> None:

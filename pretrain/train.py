@@ -21,13 +21,15 @@ from pretrain.checkpoint.layouts import BERT
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
-from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.continuation import Continuation, Corpora
+from pretrain.corpus.shards import TokenShards
 from pretrain.estimate import executed_flops, micro_batch_tokens
 from pretrain.model.heads import Losses, PretrainingModel
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
 from pretrain.training.loop import TrainingPlan
-from pretrain.training.optim import learning_rate, make_optimizer, parameter_groups
+from pretrain.training.optim import learning_rate, make_optimizer
+from pretrain.training.rates import rated_groups
 from pretrain.training.run import Training, run
 from pretrain.training.session import started
 
@@ -41,29 +43,36 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
     """
     config = PretrainConfig.model_validate(payload["config"])
     with started(config, worker) as (config, device, watchdog):
-        shards = open_shards(Path(config.corpus.dir), "train")
-        held_out = open_shards(Path(config.corpus.dir), "validation")
+        corpora = Corpora.open(config)
         model = PretrainingModel(
             config.model,
-            shards.vocabulary_size,
+            corpora.own.vocabulary_size,
             config.pairs.next_sentence,
             compile=config.engine.compile,
             activation_checkpointing=config.engine.activation_checkpointing,
         )
+        continuation = Continuation(config, corpora, model.state_dict())
+        shares = continuation.rate_shares
         engine = Engine(
             model,
-            lambda named: make_optimizer(config.optimizer, parameter_groups(named, config.optimizer.weight_decay)),
+            lambda named: make_optimizer(config.optimizer, rated_groups(named, config.optimizer.weight_decay, shares)),
             config.engine,
             watchdog,
         )
+
+        def check(state: dict[str, Any], checkpoint: Path) -> None:
+            _check_state(state, checkpoint, config, corpora.training)
+            continuation.resume(engine, state)
+
         training = Training(
-            Pretraining(config, shards, held_out, engine, device),
+            Pretraining(config, corpora, engine, device),
             _plan(config),
             job_type="pretrain",
             card={"corpus_card": _card(config)},
-            identity={"fingerprint": shards.fingerprint},
-            check=lambda state, checkpoint: _check_state(state, checkpoint, config, shards),
+            identity=continuation.identity,
+            check=check,
             finish=lambda tracker: _export(config, tracker),
+            begin=lambda: continuation.begin(engine),
         )
         run(training, engine, worker, payload)
         engine.close()
@@ -76,6 +85,7 @@ def _plan(config: PretrainConfig) -> TrainingPlan:
         learning_rate=lambda step: learning_rate(config.phases, step),
         evaluate_every_steps=config.evaluation.every_steps,
         checkpoint_every_steps=config.checkpoint.every_steps,
+        evaluate_first=bool(config.start_from),
     )
 
 
@@ -96,24 +106,23 @@ class Pretraining:
     def __init__(
         self,
         config: PretrainConfig,
-        shards: TokenShards,
-        held_out: TokenShards,
+        corpora: Corpora,
         engine: Engine,
         device: torch.device,
     ) -> None:
-        self._config, self._shards = config, shards
+        self._config, self._shards = config, corpora.training
         self._engine, self._device = engine, device
         self._loader: Loader | None = None
         self._stalled_before = 0.0
         self._phase = 0
         self._validation: dict[int, list[StepBatch]] = {}
+        self._general: dict[int, list[StepBatch]] = {}
+        place = {"rank": engine.rank, "world_size": engine.world_size}
         for number in range(len(config.phases)):  # report errors of later phases now, not after hours of training
-            BatchMaker(
-                shards, config, number, seed=config.seed, rank=engine.rank, world_size=engine.world_size
-            ).check_batch()
-            self._validation[number] = validation_batches(
-                held_out, config, number, rank=engine.rank, world_size=engine.world_size
-            )
+            BatchMaker(self._shards, config, number, seed=config.seed, **place).check_batch()
+            self._validation[number] = validation_batches(corpora.held_out, config, number, **place)
+            if corpora.general is not None:
+                self._general[number] = validation_batches(corpora.general, config, number, **place)
 
     def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[StepBatch]:
         first_phase, phase_step = self._config.phase_at(start_step)
@@ -173,8 +182,14 @@ class Pretraining:
         return means
 
     def evaluate(self, engine: Engine) -> dict[str, float]:
+        means = self._means(engine, self._validation[self._phase])
+        general = self._means(engine, self._general.get(self._phase, []))
+        return {**means, **{f"general_{name}": value for name, value in general.items()}} if means else {}
+
+    def _means(self, engine: Engine, steps: list[StepBatch]) -> dict[str, float]:
+        """The means over held-out batches; {} without any."""
         totals, counts = torch.zeros(4, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
-        for step in self._validation[self._phase]:
+        for step in steps:
             for micro_batch in step.micro_batches:
                 totals += self.totals(engine.forward(micro_batch.to(self._device))).double().cpu()
             counts += self.counts(step)

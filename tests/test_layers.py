@@ -32,6 +32,9 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.training": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint pretrain.preflight"
     ),
+    "pretrain.continuation": (
+        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.training"
+    ),
     "finetune.datasets": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.launch": "pretrain.common pretrain.config cluster.workers pretrain.tracking pretrain.preflight",
     "finetune.metrics": "finetune.datasets",
@@ -48,7 +51,7 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "pretrain.train": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.estimate pretrain.training"
+        "pretrain.checkpoint pretrain.estimate pretrain.training pretrain.continuation"
     ),
     "pretrain.bench": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "

@@ -21,6 +21,7 @@ from numpy.lib.stride_tricks import as_strided
 
 from pretrain import config
 from pretrain.batches.order import Order, below, binomial, draw, root_key, uniform
+from pretrain.batches.replay import mixture_weights
 from pretrain.common.errors import InputError
 from pretrain.corpus.shards import TokenShards
 
@@ -97,7 +98,7 @@ class Sampler:
             )
         key = root_key(shards.fingerprint, seed, phase)
         order_key, self._sample_key, self._anchor_key = draw(key, np.arange(3))
-        weights = [float(source.get("weight", 1.0)) for source in shards.sources]
+        weights = mixture_weights(shards.sources, self._corpus.samples)
         self._order = Order(self._corpus.samples, weights, order_key)
         if not self.samples_per_epoch:
             raise InputError(

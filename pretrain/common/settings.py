@@ -35,6 +35,7 @@ __all__ = [
     "Section",
     "differences",
     "dump",
+    "given_values",
     "load",
     "names",
     "read_values",
@@ -59,6 +60,17 @@ def load(path: Path | str, kind: type[S], overrides: Sequence[str] = ()) -> S:
     for override in overrides:
         source.override(override)
     return source.validate()
+
+
+def given_values(path: Path | str, kind: type[Section], overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The values in the YAML file `path` with `overrides` applied, as `load` takes them, but not validated.
+
+    Raises `InputError` if the file cannot be read, or an override cannot be applied.
+    """
+    source = _Document(Path(path), kind)
+    for override in overrides:
+        source.override(override)
+    return source.values
 
 
 def read_values(path: Path | str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ Every field has its default, its limits and a description with its unit. Unknown
 line of the file and the nearest known key.
 """
 
+from pretrain.config.adaptation import AdaptationConfig
 from pretrain.config.data import (
     MASKING_SCHEMES,
     SOURCES,
@@ -15,7 +16,14 @@ from pretrain.config.data import (
 )
 from pretrain.config.engine import CheckpointConfig, EngineConfig, Precision, SpikeConfig
 from pretrain.config.model import MAX_WIDTH, ModelConfig
-from pretrain.config.resume import FREE_ON_RESUME, changed_for_resume, keep_precision, with_precision
+from pretrain.config.resume import (
+    FREE_ON_RESUME,
+    began_from,
+    changed_for_resume,
+    keep_precision,
+    run_folder,
+    with_precision,
+)
 from pretrain.config.run import PretrainConfig, R, RunConfig, SchedulingConfig, TrackingConfig, load_config
 from pretrain.config.schedule import EvaluationConfig, OptimizerConfig, PhaseConfig
 
@@ -24,6 +32,7 @@ __all__ = [
     "MASKING_SCHEMES",
     "MAX_WIDTH",
     "SOURCES",
+    "AdaptationConfig",
     "CheckpointConfig",
     "CorpusConfig",
     "EngineConfig",
@@ -42,8 +51,10 @@ __all__ = [
     "SpikeConfig",
     "TrackingConfig",
     "VocabularyConfig",
+    "began_from",
     "changed_for_resume",
     "keep_precision",
     "load_config",
+    "run_folder",
     "with_precision",
 ]

@@ -71,6 +71,12 @@ class VocabularyConfig(Section):
         ge=1,
         description="Most bytes of text to train the vocabulary on. Larger corpora are sampled by document hash.",
     )
+    added_words: int = Field(
+        default=0,
+        ge=0,
+        description="Only with start_from: most words of the text to add to the checkpoint's vocabulary, those that "
+        "save the most tokens first.",
+    )
 
 
 class CorpusConfig(Section):

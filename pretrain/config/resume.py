@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
 from pretrain.common import settings
+from pretrain.common.files import MANIFEST
 from pretrain.config.engine import Precision
 from pretrain.config.run import PretrainConfig, R, RunConfig
 
@@ -24,6 +29,9 @@ _FREE_ON_RESUME = (
     *FREE_ON_RESUME,
     # The corpus is compared by the fingerprint in the checkpoint.
     "corpus",
+    "adaptation.general",
+    "adaptation.finetuning",
+    "adaptation.finetuning_seeds",
     "evaluation.every_steps",
     # Learning rates: a diverged run is resumed with lower ones.
     "phases.*.peak_learning_rate",
@@ -49,3 +57,16 @@ def keep_precision(config: R, before: RunConfig) -> R:
 def with_precision(config: R, precision: Precision) -> R:
     """`config` with this `engine.precision`."""
     return config.model_copy(update={"engine": config.engine.model_copy(update={"precision": precision})})
+
+
+def run_folder(given: Mapping[str, Any]) -> Path:
+    """The run folder of a config's values, not validated; as `RunConfig.folder`."""
+    return Path(str(given.get("run_dir") or f"runs/{given.get('name')}")).expanduser()
+
+
+def began_from(folder: Path) -> bool:
+    """Whether the run in `folder` began from a checkpoint (`start_from`) and has one of its own to resume from."""
+    config = folder / "config.yaml"
+    if not config.is_file() or not any(folder.glob(f"checkpoints/*/{MANIFEST}")):
+        return False
+    return bool(settings.read_values(config).get("start_from"))

@@ -11,6 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pretrain.common import settings
 from pretrain.common.settings import LocalPath, Section
+from pretrain.config.adaptation import AdaptationConfig
 from pretrain.config.data import CorpusConfig, MaskingConfig, PairsConfig
 from pretrain.config.engine import CheckpointConfig, EngineConfig, SpikeConfig
 from pretrain.config.model import ModelConfig
@@ -134,6 +135,33 @@ class PretrainConfig(RunConfig):
     masking: MaskingConfig = Field(default=MaskingConfig(), description="Masked language modelling.")
     phases: tuple[PhaseConfig, ...] = Field(min_length=1, description="Phases of training, in order; at least one.")
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="Evaluation on held-out sequences.")
+    start_from: LocalPath = Field(
+        default="",
+        description="Folder of a checkpoint to continue from: a released one, an export or a run. model and "
+        "corpus.vocabulary are then the checkpoint's. --from sets it, too. Empty starts from random weights.",
+    )
+    adaptation: AdaptationConfig = Field(
+        default=AdaptationConfig(), description="How a run continues from the checkpoint in start_from."
+    )
+
+    @model_validator(mode="after")
+    def _check_start(self) -> PretrainConfig:
+        """Refuse settings that have an effect only with a checkpoint to continue from."""
+        if self.start_from:
+            if self.adaptation.freeze_layers > self.model.layers:
+                raise ValueError(
+                    f"adaptation.freeze_layers ({self.adaptation.freeze_layers}) exceeds the {self.model.layers} "
+                    "layers of the checkpoint"
+                )
+            return self
+        for name, value in self.adaptation:
+            if value != AdaptationConfig.model_fields[name].default:
+                raise ValueError(f"adaptation.{name} ({value}) needs start_from: the checkpoint to continue from")
+        if added := self.corpus.vocabulary.added_words:
+            raise ValueError(
+                f"corpus.vocabulary.added_words ({added}) needs start_from: the checkpoint whose vocabulary is extended"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_phases(self) -> PretrainConfig:

@@ -54,8 +54,12 @@ def write_card(
     lowercase: bool,
     language: str,
     shards: list[dict[str, Any]],
+    extension: dict[str, Any] | None = None,
 ) -> None:
-    """Write card.json and card.md. `hashes` has {path: SHA-256} of each source's files."""
+    """Write card.json and card.md.
+
+    `hashes` has {path: SHA-256} of each source's files, `extension` further facts about an extended vocabulary.
+    """
     totals = {key: sum(source[key] for source in sources) for key in _COUNTS}
     totals["unknown_rate"] = totals["unknown_tokens"] / max(totals["tokens"], 1)  # pyright: ignore[reportArgumentType]
     totals["shards"] = len(shards)
@@ -64,7 +68,7 @@ def write_card(
         for source, files in zip(sources, hashes, strict=True)
     ]
     card = {
-        "vocabulary": {"size": vocabulary_size, "lowercase": lowercase},
+        "vocabulary": {"size": vocabulary_size, "lowercase": lowercase, **(extension or {})},
         "language": language,
         "totals": totals,
         "sources": listed,
@@ -81,11 +85,15 @@ def summary_line(folder: Path, what: str) -> str:
     card = json.loads((folder / "card.json").read_text(encoding="utf-8"))
     totals = card["totals"]
     faults = sum(problem["count"] for problem in card["problems"])
+    vocabulary = f"vocabulary {manifest['vocabulary_size']:,}"
+    if "added" in card["vocabulary"]:
+        added, saved = card["vocabulary"]["added"], card["vocabulary"]["saved_share"]
+        vocabulary += f" ({added:,} words added, {saved:.1%} fewer tokens)"
     line = (
         f"{folder}: {what}: {totals['documents']:,} documents ({totals['validation_documents']:,} held out, "
         f"{totals['duplicates']:,} duplicates and {totals['too_short']:,} too short left out), "
         f"{totals['sentences']:,} sentences, {totals['tokens']:,} tokens in {totals['shards']} shards, "
-        f"vocabulary {manifest['vocabulary_size']:,}, unknown {100 * totals['unknown_rate']:.3f} %."
+        f"{vocabulary}, unknown {100 * totals['unknown_rate']:.3f} %."
     )
     if not faults:
         return line

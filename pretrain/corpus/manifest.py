@@ -81,6 +81,9 @@ def fingerprint_settings(
     else:
         for key in ("size", "min_frequency", "training_bytes"):
             settings[f"corpus.vocabulary.{key}"] = getattr(vocabulary, key)
+    if vocabulary.added_words:
+        settings["corpus.vocabulary.added_words"] = vocabulary.added_words
+        settings["corpus.vocabulary.training_bytes"] = vocabulary.training_bytes
     for number, (source, its_inputs) in enumerate(zip(corpus.sources, inputs, strict=True)):
         for key in ("kind", "subset", "split", "revision", "text_column"):
             settings[f"corpus.sources.{number}.{key}"] = getattr(source, key)
@@ -103,6 +106,40 @@ def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) ->
         f"{folder}: prepared with other settings. {what}{others}. "
         "Restore them, choose another corpus.dir, or delete this folder to prepare it again."
     )
+
+
+def without_vocabulary(settings: dict[str, Any]) -> dict[str, Any]:
+    """The deciding settings besides those of the vocabulary."""
+    return {key: value for key, value in settings.items() if not key.startswith("corpus.vocabulary.")}
+
+
+def check_same_tokenizer(folder: Path, tokenizer: Tokenizer, *, extended: bool = False) -> None:
+    """Raise `InputError` unless the corpus in `folder` was prepared with `tokenizer`, that of a checkpoint.
+
+    `extended`: it may have further entries after those of the checkpoint.
+    """
+    own = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    size, entries = tokenizer.get_vocab_size(), own.get_vocab()
+    more = len(entries) - size
+    if more < 0 or (more and not extended):
+        reason = f"its vocabulary has {len(entries)} entries, the checkpoint's {size}"
+    elif wrong := [entry for entry, number in tokenizer.get_vocab().items() if entries.get(entry) != number]:
+        first = min(wrong, key=tokenizer.get_vocab().__getitem__)
+        reason = f"the id of {first!r} is {entries.get(first)}, and {tokenizer.token_to_id(first)} in the checkpoint"
+    elif _steps_before_model(own) != _steps_before_model(tokenizer):
+        reason = "it normalises text in another way, such as case or accents"
+    else:
+        return
+    raise InputError(
+        f"{folder}: prepared with another tokenizer than start_from has: {reason}. Prepare the text into another "
+        "corpus.dir with the same start_from."
+    )
+
+
+def _steps_before_model(tokenizer: Tokenizer) -> list[Any]:
+    """What a tokenizer does to text before its vocabulary is used."""
+    described = json.loads(tokenizer.to_str())
+    return [described["normalizer"], described["pre_tokenizer"]]
 
 
 def accept_copies(manifest: dict[str, Any], inputs: list[list[Input]], now: dict[str, Any]) -> None:

@@ -37,9 +37,11 @@ from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest,
 from pretrain.config import CorpusConfig, PretrainConfig
 from pretrain.corpus import card, sources, stages
 from pretrain.corpus.documents import Documents, PieceSummary, ShardPlan
+from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.inputs import Input, Piece, Problems
 from pretrain.corpus.manifest import (
     accept_copies,
+    check_same_tokenizer,
     content_state,
     fingerprint,
     fingerprint_settings,
@@ -47,6 +49,7 @@ from pretrain.corpus.manifest import (
     refuse_changes,
     source_facts,
     source_name,
+    without_vocabulary,
 )
 from pretrain.corpus.parallel import Pool, result_of
 from pretrain.corpus.shards import token_dtype, verify_shards
@@ -54,13 +57,18 @@ from pretrain.corpus.stage_bar import StageBar
 from pretrain.corpus.vocabulary import load_vocabulary, save_tokenizer, train_vocabulary
 
 WORK = ".work"
+_EXTENSION = "extension.json"  # facts about an extended vocabulary, for the card
 _MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about 0.5 GB; above it the rarest are dropped
 
 
-def prepare(config: PretrainConfig, *, quiet: bool = False, bar: StageBar | None = None) -> str:
+def prepare(
+    config: PretrainConfig, *, tokenizer: Tokenizer | None = None, quiet: bool = False, bar: StageBar | None = None
+) -> str:
     """Prepare the corpus of `config` in its folder, or continue where an earlier run stopped. Returns a summary line.
 
     Args:
+        tokenizer: of the checkpoint that a run continues from; takes the place of corpus.vocabulary, which says only
+            how many words are added to it.
         quiet: show no progress.
         bar: shows the progress instead of one made here.
 
@@ -71,7 +79,7 @@ def prepare(config: PretrainConfig, *, quiet: bool = False, bar: StageBar | None
     """
     folder = Path(config.corpus.dir)
     if config.corpus.sources:
-        return _Preparation(config, bar or StageBar(quiet=quiet)).run()
+        return _Preparation(config, bar or StageBar(quiet=quiet), tokenizer).run()
     if (folder / MANIFEST).exists():
         return card.summary_line(folder, "already prepared")
     raise InputError(f"corpus.sources: empty, and {folder} is not prepared. Give at least one source.")
@@ -114,7 +122,7 @@ def _processes(config: PretrainConfig) -> int:
 class _Preparation:
     """One run of `prepare`."""
 
-    def __init__(self, config: PretrainConfig, bar: StageBar) -> None:
+    def __init__(self, config: PretrainConfig, bar: StageBar, tokenizer: Tokenizer | None) -> None:
         self._corpus = corpus = config.corpus
         self._address = config.scheduling.address
         self._processes = _processes(config)
@@ -123,9 +131,15 @@ class _Preparation:
         self._bar = bar
         self._problems = Problems()
         self._inputs = _find_inputs(corpus)
-        given = corpus.vocabulary.path
-        self._tokenizer = load_vocabulary(Path(given), lowercase=corpus.vocabulary.lowercase) if given else None
-        self._settings = fingerprint_settings(corpus, self._inputs, self._tokenizer)
+        given, added = corpus.vocabulary.path, corpus.vocabulary.added_words
+        self._of_start = tokenizer
+        if tokenizer is None and given:
+            tokenizer = load_vocabulary(Path(given), lowercase=corpus.vocabulary.lowercase)
+        if tokenizer is not None and added:
+            check_extension(tokenizer, added)
+        self._settings = fingerprint_settings(corpus, self._inputs, tokenizer)
+        # One that is extended is not known until the words are counted.
+        self._tokenizer = None if added else tokenizer
 
     def run(self) -> str:
         started = time.monotonic()
@@ -183,7 +197,12 @@ class _Preparation:
         """Refuse a folder made with other settings. Names, weights and licences may change: the manifest takes them."""
         manifest = read_manifest(self._folder)
         accept_copies(manifest, self._inputs, self._settings)
-        refuse_changes(self._folder, manifest["settings"], self._settings)
+        before, now = manifest["settings"], self._settings
+        if self._of_start is not None and self._tokenizer is not None:
+            # However the vocabulary was made, it is the checkpoint's or not.
+            check_same_tokenizer(self._folder, self._tokenizer)
+            before, now = without_vocabulary(before), without_vocabulary(now)
+        refuse_changes(self._folder, before, now)
         for number, entry in enumerate(manifest["sources"]):
             entry |= source_facts(self._corpus.sources[number])
         manifest["fingerprint"] = fingerprint(manifest)
@@ -275,11 +294,21 @@ class _Preparation:
                 _forget_rarest(counts)
                 advance(size)
         with self._bar.stage("training the vocabulary", 0):
-            tokenizer = train_vocabulary(
+            tokenizer = self._extended(counts) or train_vocabulary(
                 counts, settings.size, lowercase=settings.lowercase, min_frequency=settings.min_frequency
             )
         save_tokenizer(self._work, tokenizer)
         return tokenizer
+
+    def _extended(self, counts: collections.Counter[bytes]) -> Tokenizer | None:
+        """The checkpoint's tokenizer with further words, if there is one; what they save goes to the work folder."""
+        if self._of_start is None:
+            return None
+        extension = extend_vocabulary(self._of_start, counts, self._corpus.vocabulary.added_words)
+        share = 1 - extension.tokens_after / max(1, extension.tokens_before)
+        facts = {"added": len(extension.words), "saved_share": round(share, 6), "first_added": extension.words[:20]}
+        write_json(self._work / _EXTENSION, facts)
+        return extension.tokenizer
 
     def _tokenise(self, pool: Pool, summaries: list[PieceSummary]) -> None:
         """Part files of words become part files of tokens, under the new names in `summaries`."""
@@ -333,6 +362,7 @@ class _Preparation:
             lowercase=self._corpus.vocabulary.lowercase,
             language=self._corpus.language,
             shards=shards,
+            extension=_read_json(self._work / _EXTENSION),
         )
         shard_hashes = {name: digest for result in results for name, digest in result["hashes"].items()}
         manifest = make_manifest(

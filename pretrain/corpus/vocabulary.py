@@ -77,12 +77,13 @@ def load_vocabulary(path: Path, *, lowercase: bool) -> Tokenizer:
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"corpus.vocabulary.path: {path}: cannot be read ({error}).") from None
     if path.suffix == ".json":
-        return _from_json(path, text, lowercase=lowercase)
+        return tokenizer_from_json(path, text, lowercase=lowercase)
     vocabulary = numbered(path, split_entries(text))
     return bert_tokenizer(vocabulary, normalizers.BertNormalizer(lowercase=lowercase))
 
 
-def _from_json(path: Path, text: str, *, lowercase: bool) -> Tokenizer:
+def tokenizer_from_json(path: Path, text: str, *, lowercase: bool) -> Tokenizer:
+    """The tokenizer that the `text` of a BERT tokenizer.json describes; errors name `path`, as in `load_vocabulary`."""
     try:
         description: dict[str, Any] = json.loads(text)
         Tokenizer.from_str(text)
@@ -122,7 +123,7 @@ def train_vocabulary(counts: dict[bytes, int], size: int, *, lowercase: bool, mi
     the order of a randomly seeded hash map), so the alphabet is handed to it as fixed tokens.
     """
     normalizer = normalizers.BertNormalizer(lowercase=lowercase)
-    words = _normal_words(counts, normalizer)
+    words = count_normal_words(counts, normalizer)
     if not words:
         raise InputError("corpus.sources: no words to train a vocabulary on.")
     alphabet = _alphabet(words)
@@ -145,8 +146,8 @@ def train_vocabulary(counts: dict[bytes, int], size: int, *, lowercase: bool, mi
     return bert_tokenizer(tokenizer.get_vocab(with_added_tokens=False), normalizer)
 
 
-def _normal_words(counts: dict[bytes, int], normalizer: normalizers.BertNormalizer) -> dict[str, int]:
-    """Counts of the words as BERT's normaliser and pre-tokeniser leave them, ascending."""
+def count_normal_words(counts: dict[bytes, int], normalizer: normalizers.BertNormalizer) -> dict[str, int]:
+    """Counts of the words as BERT's normaliser and pre-tokeniser leave them, in ascending order of the words."""
     cut, lowercase = pre_tokenizers.BertPreTokenizer(), normalizer.lowercase
     words: Counter[str] = Counter()
     for word, count in counts.items():

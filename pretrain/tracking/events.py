@@ -12,6 +12,9 @@ EVALUATION_FIELDS: dict[str, Metric] = {
     "step": Metric("steps", "Optimizer steps taken before the evaluation."),
     "best": Metric("", "Whether this evaluation is the best so far."),
     "seconds": Metric("s", "Time that the evaluation took."),
+    "general_mlm_loss": Metric(
+        "nats", "mlm_loss on `adaptation.general`. Its other losses and accuracies have the same prefix."
+    ),
 }
 """Fields of an evaluation besides its losses, accuracies and scores."""
 

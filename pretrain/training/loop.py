@@ -48,6 +48,7 @@ class TrainingPlan:
     patience: int = (
         0  # consecutive evaluations without a better score after which training ends; 0 disables early stopping
     )
+    evaluate_first: bool = False  # before the first step, for a run that does not begin from random weights
     peak_flops: float = math.nan  # matmul peak of all workers together, FLOP/s, measured when training starts
 
 
@@ -71,6 +72,8 @@ def fit(
     """
     training = _Fit(engine, task, plan, progress, checkpoints, extra_state, recorder)
     try:
+        if plan.evaluate_first:
+            training.evaluate(judge=False)
         while failure := training.train(stop_requested):
             training.roll_back(failure)
     finally:
@@ -333,8 +336,8 @@ class _Fit(Generic[S]):
         progress.window = Window()
         self.stopwatch.excluded = dict.fromkeys(self.stopwatch.excluded, 0.0)
 
-    def evaluate(self) -> None:
-        """Evaluate, record the means, and note whether they are the best so far."""
+    def evaluate(self, *, judge: bool = True) -> None:
+        """Evaluate, record the means, and note whether they are the best so far; not if `judge` is false."""
         began = time.perf_counter()
         self.engine.module.eval()
         with torch.no_grad(), self.engine.allow(LONG_SECONDS):
@@ -343,8 +346,9 @@ class _Fit(Generic[S]):
         seconds = time.perf_counter() - began
         self.stopwatch.leave_out("evaluation", seconds)
         if means:
-            self._judge(self.task.to_minimise(means))
-            best = self.progress.evaluations_without_gain == 0
+            if judge:
+                self._judge(self.task.to_minimise(means))
+            best = judge and self.progress.evaluations_without_gain == 0
             self.recorder.log(
                 {"step": self.progress.step, "split": "validation", **means, "best": best, "seconds": seconds}
             )

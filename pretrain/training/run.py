@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Generic
 
 from pretrain.common.worker import Worker
+from pretrain.tracking.records import read_records
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
 from pretrain.training.loop import LONG_SECONDS, TrainingPlan, fit
@@ -31,6 +32,7 @@ class Training(Generic[S]):
         job_type: the tracker's name for runs of this kind.
         card: facts about the data for the tracker.
         identity: facts about the data that each checkpoint keeps, for `check`.
+        begin: called on every rank when there is no checkpoint to resume from, before the first one is written.
         check: called with the state of a checkpoint and its folder before the run resumes from it; raises `InputError`
             if it belongs to another run.
         finish: called on every rank when all steps are done.
@@ -43,6 +45,7 @@ class Training(Generic[S]):
     identity: dict[str, Any]
     check: Callable[[dict[str, Any], Path], None]
     finish: Callable[[Tracker], None]
+    begin: Callable[[], None] = lambda: None
 
 
 def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[str, Any]) -> None:
@@ -62,6 +65,9 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
         training.check(state, checkpoint)
         progress = Progress.from_state(state)
         logger.info("resumed from %s", checkpoint)
+    else:
+        with engine.allow(LONG_SECONDS):
+            training.begin()
     tracker = Tracker(
         config,
         config.folder,
@@ -72,6 +78,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
         enabled=worker.rank == 0,
     )
     tracker.log_events(payload.get("events", ()), progress.step)
+    first = plan.evaluate_first and progress.step == 0 and not _was_evaluated(config.folder, engine)
     extra_state = {"run_id": tracker.run_id, **training.identity, "config": config.model_dump(mode="json")}
     try:
         if progress.step < plan.total_steps and not progress.stopped_early:
@@ -79,7 +86,7 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
             fit(
                 engine,
                 task,
-                dataclasses.replace(plan, peak_flops=total_matmul_peak(engine)),
+                dataclasses.replace(plan, peak_flops=total_matmul_peak(engine), evaluate_first=first),
                 progress,
                 checkpoints=checkpoints,
                 extra_state=extra_state,
@@ -92,3 +99,9 @@ def run(training: Training[S], engine: Engine, worker: Worker, payload: Mapping[
         with engine.allow(LONG_SECONDS):  # W&B may wait for its network
             task.close()
             tracker.close()
+
+
+def _was_evaluated(folder: Path, engine: Engine) -> bool:
+    """Whether rank 0's records have an evaluation."""
+    found = engine.rank == 0 and any(record.get("split") == "validation" for record in read_records(folder))
+    return engine.gather_objects(found)[0]

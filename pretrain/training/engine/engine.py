@@ -149,6 +149,26 @@ class Engine:
         applied, norm = self._layout.step(self.scaler_state().get("cur_scale", 1.0))
         return StepResult(applied, norm if applied else math.inf)
 
+    def slow_entries(self, name: str, entries: int, share: float) -> None:
+        """From now on apply only `share` of every update of a parameter's first `entries`; 0 keeps them bit for bit."""
+        held = [
+            fragment.tensors["weight"][: entries - fragment.start]
+            for fragment in self.fragments()
+            if fragment.name == name and fragment.start < entries
+        ]
+        before: list[Tensor] = []
+
+        def keep(*_: Any) -> None:
+            before[:] = [weights.clone() for weights in held]
+
+        @torch.no_grad()
+        def scale(*_: Any) -> None:
+            for weights, old in zip(held, before, strict=True):
+                weights.copy_(old.lerp(weights, share) if share else old)
+
+        self._optimizer.register_step_pre_hook(keep)
+        self._optimizer.register_step_post_hook(scale)
+
     def fragments(self) -> Iterator[Fragment]:
         """Every piece of weights and moments that this rank holds."""
         return self._layout.fragments()

@@ -1,0 +1,304 @@
+"""A run that continues from a checkpoint (`start_from`): its settings, its tokenizer and its first weights.
+
+The checkpoint decides `model` and `corpus.vocabulary`. What it lacks is initialised as in a new run, with two
+exceptions. Rows of words that the corpus's vocabulary adds are the mean of the rows of the pieces they replace, so
+all other logits stay what they were. A missing decoder bias is the logarithm of the frequencies in the corpus, so
+that a new masked-language-modelling head begins with the guess that needs no context.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+from torch import Tensor
+
+from pretrain.checkpoint.mapping import LEFT_OUT, mapping_table
+from pretrain.checkpoint.released import Released, read_released
+from pretrain.checkpoint.tokenizer import read_tokenizer
+from pretrain.common.errors import InputError
+from pretrain.common.settings import given_values, load
+from pretrain.config import ModelConfig, PretrainConfig, began_from, run_folder
+from pretrain.config.families import SIZES
+from pretrain.corpus.extension import old_pieces
+from pretrain.corpus.manifest import check_same_tokenizer
+from pretrain.corpus.shards import TokenShards, open_shards
+from pretrain.corpus.vocabulary import tokenizer_from_json
+from pretrain.model.heads import PretrainingModel
+
+# Settings of the model that are no property of its weights.
+_FREE = ("hidden_dropout", "attention_dropout", "init_std")
+# Parameters with one row per entry of the vocabulary.
+_BY_ENTRY = ("embeddings.word", "heads.decoder", "heads.mlm_bias")
+_POOLER = {"heads.pooler_weight": "dense_weight", "heads.pooler_bias": "dense_bias"}
+
+
+# ---- settings
+
+
+def start_overrides(path: Path, overrides: Sequence[str], *, resume: bool = False) -> list[str]:
+    """Further overrides of the run's config `path`, for what the checkpoint in its `start_from` decides.
+
+    A run that resumes takes them from its own folder, so the checkpoint is not needed any more.
+
+    Raises:
+        InputError: the checkpoint cannot be read, or the config sets something that contradicts it.
+    """
+    given = given_values(path, PretrainConfig, overrides)
+    earlier = _earlier(given) if resume else None
+    if earlier is not None:
+        return _of_earlier_start(earlier, given)
+    folder = given.get("start_from")
+    if not folder or not isinstance(folder, str):
+        return []
+    released = read_released(Path(folder).expanduser())
+    tokenizer = start_tokenizer(Path(folder).expanduser(), released)
+    model = _model(folder, released)
+    return [*_model_overrides(folder, model, given), *_vocabulary_overrides(folder, tokenizer, given)]
+
+
+def start_tokenizer(folder: Path, released: Released | None = None) -> Tokenizer:
+    """The tokenizer of the checkpoint in `folder`, as the preparation of a corpus needs it.
+
+    Raises `InputError` if it is missing, or no corpus can be prepared with it.
+    """
+    tokenizer = read_tokenizer(folder, released.vocabulary_size if released else None)
+    described = json.loads(tokenizer.to_str())
+    lowercase = (described["normalizer"] or {}).get("lowercase", False)
+    return tokenizer_from_json(folder, json.dumps(described), lowercase=lowercase)
+
+
+def _earlier(given: Mapping[str, Any]) -> PretrainConfig | None:
+    """The config with which the run began, if it began from a checkpoint and has one to resume from."""
+    folder = run_folder(given)
+    return load(folder / "config.yaml", PretrainConfig) if began_from(folder) else None
+
+
+def _of_earlier_start(earlier: PretrainConfig, given: Mapping[str, Any]) -> list[str]:
+    values: dict[str, Any] = {}
+    for key in ("size", "lowercase", "added_words"):
+        values[f"corpus.vocabulary.{key}"] = getattr(earlier.corpus.vocabulary, key)
+    if not given.get("start_from"):
+        values["start_from"] = earlier.start_from
+    overrides = [_override(key, value) for key, value in values.items()]
+    return [*_model_overrides(earlier.start_from, earlier.model, given), *overrides]
+
+
+def _model(folder: str, released: Released) -> ModelConfig:
+    """The checkpoint's shape."""
+    if released.model.embedding not in (0, released.model.hidden):
+        raise InputError(
+            f"start_from: {folder} has embeddings of {released.model.embedding} below layers of "
+            f"{released.model.hidden}, which can be fine-tuned, but not pretrained. Choose another checkpoint."
+        )
+    return released.model.model_copy(update={"attention_init": "normal"})
+
+
+def _model_overrides(folder: str, model: ModelConfig, given: Mapping[str, Any]) -> list[str]:
+    """The checkpoint's shape, without those settings of the config that may differ from it."""
+    section = _section(given, "model")
+    _refuse_contradictions(folder, model, section)
+    values = model.model_dump(mode="json")
+    return [_override(f"model.{key}", values[key]) for key in values if not (key in _FREE and key in section)]
+
+
+def _refuse_contradictions(folder: str, model: ModelConfig, given: Mapping[str, Any]) -> None:
+    """Raise `InputError` for the first setting of the model that the config gives and the checkpoint has otherwise."""
+    wanted = {name: value for name, value in given.items() if name not in (*_FREE, "size") and value != 0}
+    size = SIZES[model.family].get(str(given.get("size")))
+    if size is not None:
+        wanted = {**size._asdict(), **wanted}
+    for name, value in wanted.items():
+        if name in ModelConfig.model_fields and value != getattr(model, name):
+            where = (
+                f"model.size: {given['size']} has {name} {value!r}" if name not in given else f"model.{name}: {value!r}"
+            )
+            raise InputError(
+                f"{where}, but the checkpoint in start_from ({folder}) has {getattr(model, name)!r}. "
+                "Remove it: the checkpoint decides the model."
+            )
+
+
+def _vocabulary_overrides(folder: str, tokenizer: Tokenizer, given: Mapping[str, Any]) -> list[str]:
+    vocabulary = _section(_section(given, "corpus"), "vocabulary")
+    lowercase = bool(getattr(tokenizer.normalizer, "lowercase", False))
+    if vocabulary.get("path"):
+        raise InputError(
+            f"corpus.vocabulary.path: {vocabulary['path']}, but start_from ({folder}) has its own tokenizer. Remove it."
+        )
+    if vocabulary.get("lowercase", lowercase) != lowercase:
+        kind = "uncased" if lowercase else "cased"
+        raise InputError(
+            f"corpus.vocabulary.lowercase: {str(not lowercase).lower()}, but the tokenizer of start_from ({folder}) is "
+            f"{kind}. Remove it."
+        )
+    added = vocabulary.get("added_words", 0)
+    size = tokenizer.get_vocab_size() + (added if isinstance(added, int) else 0)
+    return [_override("corpus.vocabulary.size", max(64, size)), _override("corpus.vocabulary.lowercase", lowercase)]
+
+
+def _section(values: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = values.get(name)
+    return section if isinstance(section, dict) else {}
+
+
+def _override(key: str, value: Any) -> str:
+    return f"{key}={json.dumps(value)}"
+
+
+# ---- weights
+
+
+@dataclass(frozen=True)
+class Start:
+    """The weights that a run begins with.
+
+    Attributes:
+        state: of `pretrain.model.heads.PretrainingModel`, those that the checkpoint decides; fp32.
+        fingerprint: SHA-256 of what was read, as hexadecimal digits.
+        old_entries: rows of the vocabulary that the checkpoint had.
+        initialised: parameters that are not in `state`.
+        table: lines for the user: where each tensor goes, and how the rest is initialised.
+    """
+
+    state: dict[str, Tensor]
+    fingerprint: str
+    old_entries: int
+    initialised: tuple[str, ...]
+    table: str
+
+
+def check_start_corpus(config: PretrainConfig) -> None:
+    """Compare the tokenizers of the prepared corpora with the checkpoint's.
+
+    Raises `InputError` if the corpus, or the general one, was prepared with another.
+    """
+    tokenizer = start_tokenizer(Path(config.start_from))
+    for folder in filter(None, (config.corpus.dir, config.adaptation.general)):
+        open_shards(Path(folder), "train")
+        check_same_tokenizer(Path(folder), tokenizer, extended=folder == config.corpus.dir)
+
+
+def start_table(config: PretrainConfig) -> str:
+    """Where each tensor of the checkpoint goes, and how the rest is initialised, as lines. Raises as `read_start`."""
+    shards = open_shards(Path(config.corpus.dir), "train")
+    with torch.device("meta"):
+        model = PretrainingModel(config.model, shards.vocabulary_size, config.pairs.next_sentence)
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return read_start(config, shapes, shards, count=False).table
+
+
+def read_start(
+    config: PretrainConfig, shapes: Mapping[str, Sequence[int]], shards: TokenShards, *, count: bool = True
+) -> Start:
+    """Read the checkpoint in `config.start_from` for a model with parameters of these shapes.
+
+    Args:
+        config: the run.
+        shapes: of the model's parameters, by name.
+        shards: the corpus, which has the checkpoint's vocabulary, or an extended one.
+        count: count the tokens of the corpus for a decoder bias that is missing; else it is 0.
+
+    Raises:
+        InputError: the checkpoint cannot be read, or is not the one that `config.model` was taken from.
+    """
+    folder = Path(config.start_from)
+    released = read_released(folder)
+    tokenizer = start_tokenizer(folder, released)
+    found = {**released.backbone, **released.pretraining}
+    for ours, theirs in _POOLER.items():
+        if ours in shapes and theirs in released.head:
+            found[ours] = released.head[theirs]
+    found = {name: tensor for name, tensor in found.items() if name in shapes}
+    digest = _digest(found)
+    old = tokenizer.get_vocab_size()
+    added = _added_entries(tokenizer, shards)
+    for name in _BY_ENTRY:
+        if name in found:
+            found[name] = _with_rows(found[name][:old], added)
+    bias = "heads.mlm_bias"
+    from_corpus = bias in shapes and bias not in found
+    if from_corpus:
+        found[bias] = log_frequencies(shards) if count else torch.zeros(shards.vocabulary_size)
+    for name, tensor in found.items():
+        if list(tensor.shape) != list(shapes[name]):
+            raise InputError(
+                f"start_from: {folder}: {name} is {list(tensor.shape)}, but this run's model has {list(shapes[name])}. "
+                "Start a new run, whose model is taken from the checkpoint."
+            )
+    missing = tuple(name for name in shapes if name not in found)
+    if wrong := [name for name in missing if not name.startswith("heads.")]:
+        raise InputError(f"start_from: {folder} has no {wrong[0]}, which this run's model needs. Start a new run.")
+    table = _table(released, shapes, missing, from_corpus=from_corpus, added=len(added))
+    return Start(found, digest, old, missing, table)
+
+
+def log_frequencies(shards: TokenShards) -> Tensor:
+    """The logarithm of each token's share of the corpus, fp32 [V]; every token counts as seen once more.
+
+    The specials, which no one has to predict, are in no shard and so have the lowest value.
+    """
+    counts = np.ones(shards.vocabulary_size, np.float64)
+    for shard in shards.shards:
+        for begin in range(0, len(shard.tokens), _TOKENS_AT_ONCE):
+            counts += np.bincount(shard.tokens[begin : begin + _TOKENS_AT_ONCE], minlength=len(counts))
+    return torch.from_numpy(np.log(counts / counts.sum())).float()
+
+
+_TOKENS_AT_ONCE = 1 << 24
+
+
+def _added_entries(tokenizer: Tokenizer, shards: TokenShards) -> list[list[int]]:
+    """The old ids that each added entry of the corpus's vocabulary replaces, in the order of the new ids."""
+    own = Tokenizer.from_file(str(shards.folder / "tokenizer.json"))
+    entries = [own.id_to_token(number) or "" for number in range(tokenizer.get_vocab_size(), shards.vocabulary_size)]
+    return old_pieces(tokenizer, entries)
+
+
+def _with_rows(rows_VH: Tensor, added: Sequence[Sequence[int]]) -> Tensor:
+    """`rows_VH` [V, ...] with a further row for each list of ids: the mean of those rows."""
+    if not added:
+        return rows_VH.contiguous()
+    return torch.cat([rows_VH, torch.stack([rows_VH[list(ids)].mean(0) for ids in added])])
+
+
+def _digest(state: Mapping[str, Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(state):
+        digest.update(f"{name} {list(state[name].shape)}\n".encode())
+        digest.update(state[name].contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _table(
+    released: Released,
+    shapes: Mapping[str, Sequence[int]],
+    missing: Sequence[str],
+    *,
+    from_corpus: bool,
+    added: int,
+) -> str:
+    """The mapping of the checkpoint's tensors, and how what it lacks is initialised, as lines."""
+    used = {*shapes, *(f"head.{part}" for ours, part in _POOLER.items() if ours in shapes)}
+    mapping = [
+        tensor._replace(target=f"{LEFT_OUT}this run has no such head")
+        if tensor.is_read and tensor.target.startswith("head") and tensor.target not in used
+        else tensor
+        for tensor in released.mapping
+    ]
+    lines = [mapping_table(mapping)]
+    heads = dict.fromkeys(f"{name.rpartition('_')[0]}.*" for name in missing)
+    if heads:
+        lines.append(f"initialised as in a new run: {', '.join(heads)}")
+    if from_corpus:
+        lines.append("initialised from the frequencies of tokens in the corpus: heads.mlm_bias")
+    if added:
+        lines.append(f"initialised from the mean of their pieces: the rows of {added:,} added words")
+    return "\n".join(lines)

@@ -1,0 +1,46 @@
+"""Settings of a run that continues from a checkpoint: what may change, how fast, and what it must not forget."""
+
+from __future__ import annotations
+
+from pydantic import Field, model_validator
+
+from pretrain.common.settings import LocalPath, Section
+
+
+class AdaptationConfig(Section):
+    """How a run continues from the checkpoint in `start_from`."""
+
+    freeze_embeddings: bool = Field(
+        default=False,
+        description="Keep the embeddings of start_from as they are. Rows of added words are trained.",
+    )
+    freeze_layers: int = Field(default=0, ge=0, description="Number of lowest layers that stay as they are.")
+    layer_decay: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Learning rate of a layer divided by that of the layer above it; heads and added words have the "
+        "full rate. 1 is the same rate for all.",
+    )
+    general: LocalPath = Field(
+        default="",
+        description="Folder of a second prepared corpus, of text like that which start_from was trained on. Its "
+        "held-out loss shows what the model forgets.",
+    )
+    replay_share: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of the training sequences that come from general, so that the model forgets less.",
+    )
+    finetuning: tuple[LocalPath, ...] = Field(
+        default=(),
+        description="Configs of fine-tunings that `adapt` runs from start_from and from the result, to compare scores.",
+    )
+    finetuning_seeds: int = Field(default=1, ge=1, description="Runs of each fine-tuning, which differ in their seed.")
+
+    @model_validator(mode="after")
+    def _check_replay(self) -> AdaptationConfig:
+        if self.replay_share and not self.general:
+            raise ValueError(f"replay_share ({self.replay_share}) needs general: the corpus to take the text from")
+        return self

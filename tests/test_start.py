@@ -1,0 +1,401 @@
+"""Runs that continue from a checkpoint: what they take over, what they add, what they refuse."""
+
+from __future__ import annotations
+
+import json
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from corpora import make_corpus
+from tiny_checkpoints import WORDS, make_bert
+
+from pretrain.__main__ import main
+from pretrain.batches.replay import mixture_weights, with_replay
+from pretrain.checkpoint import store
+from pretrain.checkpoint.start import log_frequencies, start_overrides
+from pretrain.common.errors import InputError
+from pretrain.common.yaml_text import Dumper
+from pretrain.config import AdaptationConfig, PairsConfig, PretrainConfig, load_config
+from pretrain.corpus.extension import check_extension, extend_vocabulary
+from pretrain.corpus.shards import open_shards
+from pretrain.corpus.vocabulary import load_vocabulary
+from pretrain.training.rates import rate_shares, rated_groups
+from tests.distributed import run_workers
+from tests.starts import Start, make_starts, records, with_changes
+
+JARGON = ["zymurgy", "quotidian", "vexillology", "jumbuck", "wyvern"]
+
+
+def write_text(folder: Path, words: list[str], *, documents: int = 60, seed: int = 0) -> Path:
+    """Plain-text files of sentences of these words, one document each."""
+    draw = random.Random(seed)
+    folder.mkdir(parents=True)
+    for number in range(documents):
+        sentences = [" ".join(draw.choices(words, k=draw.randint(4, 12))) + "." for _ in range(draw.randint(4, 9))]
+        (folder / f"{number:03d}.txt").write_text("\n\n".join(sentences), encoding="utf-8")
+    return folder
+
+
+def make_pretrained(folder: Path) -> Path:
+    """A released BertForPreTraining of random weights, with the tokenizer of `make_bert`."""
+    from transformers import BertConfig, BertForPreTraining
+
+    make_bert(folder)
+    torch.manual_seed(1)
+    BertForPreTraining(BertConfig.from_pretrained(folder)).save_pretrained(folder)
+    return folder
+
+
+def write_config(path: Path, corpus: Path, text: Path, start: Path, **changes: Any) -> Path:
+    """A config that continues from `start`; section__key changes it."""
+    import yaml
+
+    values = {
+        "name": "trial",
+        "run_dir": str(path.with_suffix("")),
+        "start_from": str(start),
+        "corpus": {
+            "dir": str(corpus),
+            "sources": [{"kind": "books", "path": str(text)}],
+            "validation_fraction": 0.2,
+            "processes": 1,
+        },
+        "phases": [{"sequence_length": 32, "global_sequences": 8, "steps": 4, "peak_learning_rate": 1e-3}],
+        "engine": {"precision": "fp32", "compile": False, "micro_batch_tokens": 128},
+        "evaluation": {"every_steps": 2, "sequences": 16},
+        "checkpoint": {"every_steps": 100},
+        "tracking": {"log_every_steps": 1, "wandb": "off"},
+    }
+    path.write_text(yaml.dump(with_changes(values, changes), Dumper=Dumper))
+    return path
+
+
+def resolved(path: Path, *overrides: str) -> PretrainConfig:
+    return load_config(path, [*overrides, *start_overrides(path, overrides)])
+
+
+def starts(given: list[Start]) -> list[str]:
+    from pretrain import train
+
+    return make_starts(train.main, given)
+
+
+def start_of(path: Path, **options: Any) -> Start:
+    config = resolved(path)
+    config.folder.mkdir(parents=True, exist_ok=True)
+    return Start(config.model_dump(mode="json"), **options)
+
+
+def weights(run: Path, step: int) -> dict[str, torch.Tensor]:
+    return store.read_weights(run / "checkpoints" / f"step-{step:08d}")
+
+
+def losses(run: Path, split: str = "train", key: str = "mlm_loss") -> list[tuple[int, float]]:
+    return [(record["step"], record[key]) for record in records(run, split)]
+
+
+class Place:
+    """A checkpoint, and the corpora that are prepared with its tokenizer."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.start = make_pretrained(root / "start")
+        self.text = write_text(root / "text", [*WORDS, *JARGON])
+        self.corpus, self.extended, self.general = (root / name for name in ("corpus", "extended", "general"))
+        self.config = write_config(root / "run.yaml", self.corpus, self.text, self.start)
+        other = write_text(root / "other", WORDS, seed=7)
+        assert main(["prepare", str(self.config)]) == 0
+        assert main(["prepare", str(self.changed("g", self.general, corpus__sources__0__path=str(other)))]) == 0
+        assert main(["prepare", str(self.changed("x", self.extended, corpus__vocabulary__added_words=3))]) == 0
+
+    def changed(self, name: str, corpus: Path | None = None, **changes: Any) -> Path:
+        """The config of another run."""
+        path = changes.pop("corpus__sources__0__path", str(self.text))
+        return write_config(self.root / f"{name}.yaml", corpus or self.corpus, Path(path), self.start, **changes)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    return Place(tmp_path_factory.mktemp("start"))
+
+
+# ---- weights
+
+
+def test_a_run_begins_with_the_checkpoint_and_resumes_without_it(place: Place) -> None:
+    """Bitwise as one that was never stopped; the held-out loss before the first step is recorded once."""
+    gone = shutil.copytree(place.start, place.root / "gone")
+    through, broken = place.changed("through"), place.changed("broken", start_from=str(gone))
+    again = start_of(broken)
+    assert run_workers(1, starts, [start_of(through), Start(again.config, stop_at=2)]) == [
+        ["", "StoppedError: stopped at step 2 of 4; checkpoint step-00000002 is saved. Continue with --resume."]
+    ]
+    shutil.rmtree(gone)
+    assert run_workers(1, starts, [Start(again.config, resume=True)]) == [[""]]
+    runs = through.with_suffix(""), broken.with_suffix("")
+    assert losses(runs[0]) == losses(runs[1])
+    assert losses(runs[0], "validation") == losses(runs[1], "validation")
+    assert [step for step, _ in losses(runs[0], "validation")] == [0, 2, 4]
+    for name, tensor in weights(runs[0], 4).items():
+        assert torch.equal(tensor, weights(runs[1], 4)[name]), name
+    fingerprints = {store.read_state(run / "checkpoints/step-00000004")["start"]["fingerprint"] for run in runs}
+    assert len(fingerprints) == 1
+    assert_same_logits(place.start, weights(runs[0], 0))
+
+
+def assert_same_logits(start: Path, state: dict[str, torch.Tensor]) -> None:
+    """The run's first weights give the logits of the released model."""
+    from transformers import BertForPreTraining
+
+    from pretrain.checkpoint.hf import to_hf
+
+    theirs = BertForPreTraining.from_pretrained(start).eval()
+    ids = torch.tensor([[2, 9, 10, 4, 12, 3]])
+    expected = theirs(ids)
+    missing, unexpected = theirs.load_state_dict(to_hf(state), strict=False)
+    assert unexpected == []
+    assert set(missing) <= {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias"}
+    found = theirs(ids)
+    assert torch.equal(found.prediction_logits, expected.prediction_logits)
+    assert torch.equal(found.seq_relationship_logits, expected.seq_relationship_logits)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_two_workers_train_alike(place: Place, stage: int) -> None:
+    one = place.changed(f"one{stage}", engine__zero_stage=stage, adaptation__layer_decay=0.5)
+    two = place.changed(f"two{stage}", engine__zero_stage=stage, adaptation__layer_decay=0.5)
+    assert run_workers(1, starts, [start_of(one)]) == [[""]]
+    assert run_workers(2, starts, [start_of(two)]) == [[""]] * 2
+    for (_, loss), (_, other) in zip(losses(one.with_suffix("")), losses(two.with_suffix("")), strict=True):
+        assert loss == pytest.approx(other, abs=1e-5)
+
+
+def test_missing_heads_are_named_and_the_decoder_begins_with_frequencies(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pretrain.checkpoint.start import start_table
+
+    bare = make_bert(place.root / "bare")
+    path = place.changed("bare-run", start_from=str(bare))
+    table = start_table(resolved(path))
+    assert "initialised as in a new run: heads.nsp.*, heads.mlm_transform.*, heads.mlm_norm.*" in table
+    assert "initialised from the frequencies of tokens in the corpus: heads.mlm_bias" in table
+    assert "pooler.dense.*        2 tensors -> head.dense.*" in table
+    assert run_workers(1, starts, [start_of(path)]) == [[""]]
+    shards = open_shards(place.corpus, "train")
+    bias = weights(path.with_suffix(""), 0)["heads.mlm_bias"]
+    counts = np.bincount(np.concatenate([shard.tokens for shard in shards.shards]), minlength=len(bias)) + 1
+    torch.testing.assert_close(bias, torch.from_numpy(np.log(counts / counts.sum())).float())
+    assert torch.equal(bias, log_frequencies(shards))
+
+
+# ---- frozen and slow parts
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_frozen_parts_stay_and_added_rows_learn(place: Place, stage: int) -> None:
+    freeze = {"adaptation__freeze_embeddings": True, "adaptation__freeze_layers": 1, "engine__zero_stage": stage}
+    path = place.changed(f"frozen{stage}", place.extended, corpus__vocabulary__added_words=3, **freeze)
+    assert run_workers(1, starts, [start_of(path)]) == [[""]]
+    before, after = (weights(path.with_suffix(""), step) for step in (0, 4))
+    old = len(before["embeddings.word"]) - 3
+    assert torch.equal(before["embeddings.word"][:old], after["embeddings.word"][:old])
+    assert (before["embeddings.word"][old:] != after["embeddings.word"][old:]).all()
+    for name in before:
+        frozen = name.startswith(("embeddings.", "layers.0."))
+        if name != "embeddings.word":
+            assert torch.equal(before[name], after[name]) == frozen, name
+
+
+def test_old_rows_move_by_their_share_of_the_rate(place: Place) -> None:
+    """One step of AdamW from the same state: the change of a row is proportional to its rate."""
+    changes = []
+    for name, decay in (("full", 1.0), ("slow", 0.5)):
+        path = place.changed(
+            name,
+            place.extended,
+            corpus__vocabulary__added_words=3,
+            adaptation__layer_decay=decay,
+            phases=[{"sequence_length": 32, "global_sequences": 8, "steps": 1, "peak_learning_rate": 1e-3}],
+            optimizer__weight_decay=0.0,
+        )
+        assert run_workers(1, starts, [start_of(path)]) == [[""]]
+        changes.append(
+            {
+                key: value - weights(path.with_suffix(""), 0)[key]
+                for key, value in weights(path.with_suffix(""), 1).items()
+            }
+        )
+    full, slow = changes
+    word, old = "embeddings.word", len(full["embeddings.word"]) - 3
+    close = {"rtol": 1e-3, "atol": 1e-7}
+    torch.testing.assert_close(slow[word][:old], full[word][:old] * 0.5**3, **close)
+    torch.testing.assert_close(slow[word][old:], full[word][old:], **close)
+    torch.testing.assert_close(slow["layers.0.ffn_in_weight"], full["layers.0.ffn_in_weight"] * 0.5**2, **close)
+    torch.testing.assert_close(slow["heads.mlm_transform_weight"], full["heads.mlm_transform_weight"], **close)
+
+
+def test_without_an_adaptation_the_optimizer_groups_are_as_ever() -> None:
+    named = [
+        ("embeddings.word", torch.zeros(1)),
+        ("layers.0.qkv_bias", torch.zeros(1)),
+        ("heads.mlm_bias", torch.ones(1)),
+    ]
+    shares = rate_shares([name for name, _ in named], AdaptationConfig(), 1)
+    assert [sorted(group) for group in rated_groups(named, 0.1, shares)] == 2 * [
+        ["layer_adaptation", "names", "params", "weight_decay"]
+    ]
+
+
+# ---- extension of the vocabulary
+
+
+def test_added_words_save_tokens_and_leave_other_logits(place: Place) -> None:
+    from pretrain.checkpoint.hf import load
+    from pretrain.checkpoint.start import start_tokenizer
+
+    old = start_tokenizer(place.start)
+    new = load_vocabulary(place.extended, lowercase=True)
+    size = old.get_vocab_size()
+    words = [new.id_to_token(number) for number in range(size, new.get_vocab_size())]
+    assert len(words) == 3
+    assert set(words) < set(JARGON)
+    assert {token: new.token_to_id(token) for token in old.get_vocab()} == old.get_vocab()
+    card = json.loads((place.extended / "card.json").read_text())["vocabulary"]
+    tokens = [
+        sum(len(s.tokens) for s in open_shards(folder, "train").shards) for folder in (place.corpus, place.extended)
+    ]
+    assert card["added"] == 3
+    assert 0.1 < card["saved_share"] == pytest.approx(1 - tokens[1] / tokens[0], abs=0.02)
+    path = place.changed("rows", place.extended, corpus__vocabulary__added_words=3)
+    assert run_workers(1, starts, [start_of(path)]) == [[""]]
+    before, after = load(place.start)[1], weights(path.with_suffix(""), 0)
+    for number, word in enumerate(words):
+        ids = old.encode(word, add_special_tokens=False).ids
+        for name in ("embeddings.word", "heads.mlm_bias"):
+            torch.testing.assert_close(after[name][size + number], before[name][ids].mean(0))
+    for name, tensor in before.items():
+        assert torch.equal(after[name][: len(tensor)], tensor), name
+
+
+def test_an_extension_depends_on_counts_alone_and_breaks_no_word(place: Place) -> None:
+    tokenizer = load_vocabulary(place.start, lowercase=True)
+    counts = {b"zebra": 9, b"zebras": 2, b"quagga": 5, b"once": 1, b"film": 99, b"1234": 50, b"\xc3\xa6on": 7}
+    extension = extend_vocabulary(tokenizer, counts, 10)
+    assert extension.words == ["zebra", "quagga"]
+    assert extension.tokens_before - extension.tokens_after == 9 * 4 + 2 * 4 + 5 * 5
+    again = extend_vocabulary(tokenizer, dict(reversed(counts.items())), 10)
+    assert again.tokenizer.to_str() == extension.tokenizer.to_str()
+    assert extend_vocabulary(tokenizer, counts, 1).words == ["zebra"]
+
+
+def test_an_extension_that_exceeds_16_bits_is_refused(place: Place) -> None:
+    tokenizer = load_vocabulary(place.start, lowercase=True)
+    most = (1 << 16) - tokenizer.get_vocab_size()
+    check_extension(tokenizer, most)
+    with pytest.raises(InputError, match=rf"would exceed the 16 bits .* Lower it to {most} or less"):
+        check_extension(tokenizer, most + 1)
+
+
+# ---- replay
+
+
+def test_replayed_text_has_its_share_of_every_epoch(tmp_path: Path) -> None:
+    from pretrain.batches.pairs import Sampler
+
+    own = open_shards(make_corpus(tmp_path / "own", documents=40), "train")
+    general = open_shards(make_corpus(tmp_path / "general", documents=150, seed=3, sources=2), "train")
+    mixed = with_replay(own, general, 0.25)
+    assert mixed.fingerprint not in (own.fingerprint, general.fingerprint)
+    assert with_replay(own, general, 0.3).fingerprint != mixed.fingerprint
+    sampler = Sampler(mixed, PairsConfig(next_sentence=False), sequence_length=64, seed=0, phase=0)
+    alone = Sampler(own, PairsConfig(next_sentence=False), sequence_length=64, seed=0, phase=0)
+    whole = np.arange(sampler.samples_per_epoch)
+    source = sampler._order.locate(whole).source
+    assert (source > 0).mean() == pytest.approx(0.25, abs=0.002)
+    assert (source == 0).sum() == alone.samples_per_epoch
+    assert sampler.plan(whole[5:9]).begin_a.tolist() == sampler.plan(whole).begin_a[5:9].tolist()
+
+
+def test_sources_without_replay_keep_their_weights() -> None:
+    assert mixture_weights([{"weight": 0.5}, {}], [10, 20]) == [0.5, 1.0]
+    assert mixture_weights([{}, {"replay_share": 0.5}], [10, 40]) == [1.0, 0.25]
+
+
+def test_general_text_is_replayed_and_scored(place: Place) -> None:
+    general = {"adaptation__general": str(place.general), "adaptation__replay_share": 0.5}
+    path, plain = (
+        place.changed("replay", place.extended, corpus__vocabulary__added_words=3, **general),
+        place.changed("plain"),
+    )
+    assert run_workers(1, starts, [start_of(path), start_of(plain)]) == [["", ""]]
+    found = records(path.with_suffix(""), "validation")
+    assert [record["step"] for record in found] == [0, 2, 4]
+    assert all(record["general_mlm_loss"] > 0 for record in found)
+    assert found[0]["general_mlm_loss"] != found[0]["mlm_loss"]
+    state = store.read_state(path.with_suffix("") / "checkpoints/step-00000004")
+    assert state["fingerprint"] != open_shards(place.extended, "train").fingerprint
+
+
+# ---- settings
+
+
+def test_the_checkpoint_decides_the_model(place: Place) -> None:
+    config = resolved(place.config, "model.hidden_dropout=0.0")
+    assert (config.model.layers, config.model.hidden, config.model.max_positions) == (2, 32, 64)
+    assert config.model.hidden_dropout == 0.0
+    assert config.corpus.vocabulary.size == open_shards(place.corpus, "train").vocabulary_size
+    assert resolved(place.config, "model.hidden=32").model == resolved(place.config).model
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("model.hidden=64", "model.hidden: 64, but the checkpoint in start_from"),
+        ("model.size=mini", "model.size: mini has layers 4, but the checkpoint in start_from"),
+        ("model.norm=rms_norm", "model.norm: 'rms_norm', but the checkpoint"),
+        ("model.hiden=32", r"model.hiden is not a known setting; did you mean hidden\?"),
+        ("corpus.vocabulary.path=vocab.txt", "corpus.vocabulary.path: vocab.txt, but start_from"),
+        ("corpus.vocabulary.lowercase=false", "but the tokenizer of start_from .* is uncased"),
+        ("adaptation.freeze_layers=3", r"adaptation.freeze_layers \(3\) exceeds the 2 layers"),
+        ("phases.0.sequence_length=128", "exceeds model.max_positions"),
+        ("start_from=nowhere", "nowhere: no such folder"),
+    ],
+)
+def test_contradictions_name_the_setting(place: Place, setting: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        resolved(place.config, setting)
+
+
+@pytest.mark.parametrize(
+    "setting", ["adaptation.layer_decay=0.9", "adaptation.general=x", "corpus.vocabulary.added_words=5"]
+)
+def test_options_of_a_continuation_need_a_checkpoint(place: Place, setting: str) -> None:
+    name = setting.partition("=")[0]
+    with pytest.raises(InputError, match=rf"{name} \(.*\) needs start_from"):
+        load_config(place.config, ["start_from=", setting])
+
+
+def test_a_corpus_of_another_tokenizer_is_refused(place: Place, capsys: pytest.CaptureFixture[str]) -> None:
+    other = make_corpus(place.root / "foreign")
+    path = place.changed("foreign-run", other)
+    assert main(["pretrain", str(path), "--no-ray"]) == 2
+    assert "prepared with another tokenizer than start_from has" in capsys.readouterr().err
+    assert not path.with_suffix("").exists()
+
+
+def test_a_resumed_run_takes_its_settings_from_its_folder(place: Place) -> None:
+    path = place.changed("kept")
+    config = resolved(path)
+    (config.folder / "checkpoints/step-00000002").mkdir(parents=True)
+    (config.folder / "checkpoints/step-00000002/manifest.json").write_text("{}")
+    from pretrain import preflight
+
+    preflight.record_config(config)
+    found = load_config(path, ["start_from=", *start_overrides(path, ["start_from="], resume=True)])
+    assert found == config
