@@ -25,7 +25,6 @@ from finetune.model.task_model import Output, TaskModel
 from finetune.tasks.base import Task, Windows, data_digest
 from finetune.tasks.registry import make_task
 from pretrain.checkpoint import store
-from pretrain.checkpoint.layouts import HEAD_ACTIVATION, head_dropout
 from pretrain.checkpoint.released import Released, read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
@@ -88,8 +87,7 @@ def make_model(config: FinetuneConfig, task: Task[Any], released: Released) -> T
         task.head,
         task.objective,
         task.outputs,
-        HEAD_ACTIVATION[released.family],
-        dropout=head_dropout(released.family, released.config, released.model, task.head),
+        released.task_head(task.head),
         compile=config.engine.compile,
         activation_checkpointing=config.engine.activation_checkpointing,
     )

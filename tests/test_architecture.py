@@ -255,13 +255,11 @@ def test_relu_follows_into_the_released_layout_and_back() -> None:
 
 
 def test_what_has_no_counterpart_is_named(swapped: ModelConfig) -> None:
-    for layout in LAYOUTS.values():
+    for family in ("bert", "distilbert", "electra", "roberta"):
         with pytest.raises(InputError) as error:
-            write_config({}, ReleasedFacts(layout, swapped), "", VOCABULARY, 0)
+            write_config({}, ReleasedFacts(LAYOUTS[family], swapped), "", VOCABULARY, 0)
         message = str(error.value)
-        assert (
-            f"the released layout of {layout.family} cannot hold this model: model.norm is rms_norm" in message.lower()
-        )
+        assert f"the released layout of {family} cannot hold this model: model.norm is rms_norm" in message.lower()
         for name in ("embeddings.norm_bias", "layers.*.attention_norm_bias", "layers.*.ffn_norm_bias"):
             assert name in message
 

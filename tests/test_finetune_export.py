@@ -27,7 +27,6 @@ from finetune.model.batches import Batches, LabelledBatch
 from finetune.model.task_model import TaskModel
 from finetune.tasks.base import Head, Objective, Task, Windows
 from finetune.tasks.registry import make_task
-from pretrain.checkpoint.layouts import HEAD_ACTIVATION
 from pretrain.checkpoint.released import Released, read_released
 from pretrain.checkpoint.released_writer import write_released
 from pretrain.common.errors import InputError, MachineError
@@ -123,7 +122,7 @@ def task_logits(released: Released, head: Head, batch: LabelledBatch) -> Tensor:
         head,
         OBJECTIVES[head],
         len(released.head["out_weight"]),
-        HEAD_ACTIVATION[released.family],
+        released.task_head(head),
     )
     state = {f"head.{name}": tensor for name, tensor in released.head.items()}
     model.load_state_dict({**released.backbone, **state})
@@ -221,7 +220,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         task.head,
         task.objective,
         task.outputs,
-        "tanh",
+        released.task_head(task.head),
     )
     predictions: list[dict[str, Any]] = [{"label": "negative"} for _ in held_out["dev"]]
     save_model(

@@ -16,7 +16,7 @@ from finetune.model.batches import Batches, LabelledBatch
 from finetune.model.task_model import TaskModel
 from finetune.tasks.base import Head, Objective, Windows
 from pretrain.checkpoint.assembly import assemble
-from pretrain.checkpoint.layouts import HEAD_ACTIVATION, HeadDropout, head_dropout, read_config
+from pretrain.checkpoint.layouts import HeadDropout, TaskHead, read_config
 from pretrain.checkpoint.released import read_released
 from pretrain.config import ModelConfig
 from pretrain.model.heads import PretrainingModel
@@ -33,7 +33,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def ours(checkpoint: Path, head: Head, objective: Objective, outputs: int) -> TaskModel:
     released = read_released(checkpoint)
-    model = TaskModel(released.model, released.vocabulary_size, head, objective, outputs, "tanh")
+    model = TaskModel(released.model, released.vocabulary_size, head, objective, outputs, released.task_head(head))
     weights = {name: torch.randn_like(p) * 0.1 for name, p in model.state_dict().items() if name.startswith("head.")}
     model.load_state_dict({**released.backbone, **weights})
     return model.eval()
@@ -210,8 +210,7 @@ def test_heads_drop_where_and_as_much_as_transformers(
         head,
         "span" if head == "spans" else "classes",
         2,
-        HEAD_ACTIVATION[released.family],
-        dropout=head_dropout(released.family, released.config, released.model, head),
+        released.task_head(head),
     ).train()
     model.load_state_dict(released.backbone | {f"head.{name}": tensor for name, tensor in released.head.items()})
     asked = FIRST if head == "sequence" else ALL
@@ -231,7 +230,7 @@ def test_heads_drop_where_and_as_much_as_transformers(
 @pytest.mark.parametrize(("head", "objective"), [("sequence", "classes"), ("tokens", "classes")])
 def test_heads_drop_in_training_alone(head: Head, objective: Objective) -> None:
     shape = ModelConfig(size="custom", layers=1, hidden=32, heads=2, max_positions=24)
-    model = TaskModel(shape, 40, head, objective, 3, "tanh", dropout=HeadDropout(0.5, 0.5)).eval()
+    model = TaskModel(shape, 40, head, objective, 3, TaskHead("tanh", dropout=HeadDropout(0.5, 0.5))).eval()
     hidden, keys = torch.randn(50, 32), torch.arange(50, dtype=torch.int32)
     kept = model.head(hidden, keys)
     assert torch.equal(model.head(hidden, keys), kept)

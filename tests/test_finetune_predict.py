@@ -27,7 +27,6 @@ from finetune.model.task_model import TaskModel
 from finetune.tasks.classification.settings import ClassificationSettings
 from finetune.tasks.classification.task import Classification
 from finetune.tasks.registry import make_task
-from pretrain.checkpoint.layouts import HEAD_ACTIVATION
 from pretrain.checkpoint.released import read_released
 
 CONTEXT = "the film was good and the book was bad"
@@ -78,7 +77,7 @@ def save_untrained(folder: Path, name: str, section: dict[str, Any]) -> None:
     examples, released = task.read_train(), read_released(folder / "bert")
     torch.manual_seed(1)
     model = TaskModel(
-        released.model, released.vocabulary_size, task.head, task.objective, task.outputs, HEAD_ACTIVATION["bert"]
+        released.model, released.vocabulary_size, task.head, task.objective, task.outputs, released.task_head(task.head)
     )
     with torch.no_grad():
         for parameter in model.parameters():  # else all predictions would be nearly the same

@@ -17,6 +17,7 @@ from finetune import train
 from finetune.artifacts.evaluation import evaluate
 from finetune.model.batches import LabelledBatch
 from finetune.model.task_model import TaskModel
+from pretrain.checkpoint.layouts import TaskHead
 from pretrain.config import ModelConfig
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts
@@ -112,7 +113,7 @@ def test_a_regression_in_bf16_gives_as_many_values_as_pairs(root: Path) -> None:
 
 def test_heads_compute_in_fp32() -> None:
     shape = ModelConfig(size="custom", layers=1, hidden=16, heads=2, max_positions=16)
-    model = TaskModel(shape, 20, "tokens", "classes", 3, "tanh").eval().bfloat16()
+    model = TaskModel(shape, 20, "tokens", "classes", 3, TaskHead()).eval().bfloat16()
     rows = torch.arange(6)
     batch = LabelledBatch(
         input_ids=rows + 3,

@@ -20,7 +20,7 @@ from torch import Tensor
 from pretrain.batches.loader import MicroBatch
 from pretrain.bench.baselines import pad
 from pretrain.checkpoint.assembly import Released, assemble
-from pretrain.checkpoint.layouts import BERT, HEAD_ACTIVATION, read_config
+from pretrain.checkpoint.layouts import BERT, read_config
 from pretrain.checkpoint.mapping import MappedTensor, mapping_table
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import their_tensors, write_released
@@ -112,9 +112,12 @@ def our_logits(released: Released, purpose: str) -> Tensor:
     """[sequences or tokens, labels], by the head as its description says."""
     batch = batch_of(released)
     states, head = hidden_states(released, batch), released.head
+    layers = released.task_head(purpose)
     if purpose == "sequence":
-        activation = {"tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu}[HEAD_ACTIVATION[released.family]]
-        states = activation(F.linear(states[batch.cu_seqlens[:-1].long()], head["dense_weight"], head["dense_bias"]))
+        states = states[batch.cu_seqlens[:-1].long()]
+    if layers.activation:
+        activation = {"tanh": torch.tanh, "relu": F.relu, "gelu": F.gelu}[layers.activation]
+        states = activation(F.linear(states, head["dense_weight"], head["dense_bias"]))
     return F.linear(states, head["out_weight"], head["out_bias"])
 
 
@@ -177,6 +180,19 @@ def test_every_family_comes_in_and_goes_out_with_equal_logits(family: str, purpo
 def test_masked_language_models_keep_their_head(family: str, tmp_path: Path) -> None:
     theirs = make_theirs("AutoModelForMaskedLM", CONFIGS[family]())
     released = read_released(save(theirs, tmp_path))
+    model = PretrainingModel(released.model, ROWS, next_sentence=False).eval()
+    model.load_state_dict({**released.backbone, **released.pretraining})
+    batch = batch_of(released)
+    inputs = inputs_of(batch, released)
+    with torch.no_grad():
+        logits = theirs(**inputs).logits[inputs["attention_mask"].bool()][batch.masked_rows]
+        torch.testing.assert_close(model.masked_logits(batch), logits, atol=5e-5, rtol=0)
+
+
+def test_electra_generators_keep_their_head(tmp_path: Path) -> None:
+    theirs = make_theirs("AutoModelForMaskedLM", CONFIGS["electra"]())
+    released = read_released(save(theirs, tmp_path))
+    assert all(tensor.is_read for tensor in released.mapping)
     model = PretrainingModel(released.model, ROWS, next_sentence=False).eval()
     model.load_state_dict({**released.backbone, **released.pretraining})
     batch = batch_of(released)
@@ -482,7 +498,7 @@ def test_a_tensor_given_twice_and_quantised_weights_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "modernbert"}, "model_type is 'modernbert'; bert, distilbert, .* are supported"),
+        ({"model_type": "deberta"}, "model_type is 'deberta'; bert, distilbert, .* are supported"),
         ({"hidden_act": "gelu_new"}, "hidden_act is 'gelu_new'; only 'gelu'"),
         ({"layer_norm_eps": 0}, "greater than 0"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),

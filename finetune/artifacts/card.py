@@ -19,7 +19,16 @@ from pretrain.config import ModelConfig
 _MOST_CLASSES = 20  # a larger confusion matrix is not shown in full
 _MOST_CONFUSIONS = 20  # shown of a larger matrix
 
-_FAMILIES = {"bert": "BERT", "distilbert": "DistilBERT", "roberta": "RoBERTa", "electra": "ELECTRA"}
+_FAMILIES = {
+    "bert": "BERT",
+    "distilbert": "DistilBERT",
+    "roberta": "RoBERTa",
+    "electra": "ELECTRA",
+    "modernbert": "ModernBERT",
+    "eurobert": "EuroBERT",
+    "nomic_bert": "Nomic BERT",
+    "gte": "GTE",
+}
 _PIPELINES = {
     "sequence": "text-classification",
     "tokens": "token-classification",

@@ -138,7 +138,7 @@ def _example(model: PaddedModel, lengths: list[int]) -> tuple[torch.Tensor, ...]
     import torch
 
     generator = torch.Generator().manual_seed(0)
-    vocabulary, positions = len(model.embeddings.word), len(model.embeddings.position)
+    vocabulary, positions = len(model.embeddings.word), model.shape.max_positions
     lengths_B = torch.tensor(lengths).clamp_max(positions)
     size = (len(lengths), int(lengths_B.max()))
     mask_BL = (torch.arange(size[1]) < lengths_B[:, None]).long()

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from finetune.tasks.base import Head
-from pretrain.checkpoint.layouts import HEAD_ACTIVATION
 from pretrain.checkpoint.released import Released
 from pretrain.model.activations import get_activation
+from pretrain.model.norms import get_norm
 from pretrain.model.padded import PaddedEncoder, constants
 
 
@@ -29,7 +29,7 @@ class PaddedModel(PaddedEncoder):
         super().__init__(released.model, released.backbone)
         self.head = head
         self.token_types = released.token_types > 1
-        self.activation = get_activation(HEAD_ACTIVATION[released.family]).function
+        self.layers_of_head = released.task_head(head)
         self.out = constants(released.head, "")
 
     @property
@@ -47,8 +47,31 @@ class PaddedModel(PaddedEncoder):
     ) -> tuple[Tensor, ...]:
         """Logits from int64 [B, L] each: [B, C] for sequences, [B, L, C] for tokens, two [B, L] for spans."""
         hidden_BLH = self.encode(input_ids, attention_mask, token_type_ids)
-        if self.head == "sequence":
-            pooled_BH = F.linear(hidden_BLH[:, 0], self.out.dense_weight, self.out.dense_bias)
-            return (F.linear(self.activation(pooled_BH), self.out.out_weight, self.out.out_bias),)
-        logits_BLC = F.linear(hidden_BLH, self.out.out_weight, self.out.out_bias)
-        return logits_BLC.unbind(-1) if self.head == "spans" else (logits_BLC,)
+        if self.head != "sequence":
+            logits_BLC = self._output(self._layers(hidden_BLH))
+            return logits_BLC.unbind(-1) if self.head == "spans" else (logits_BLC,)
+        pooling = self.layers_of_head.pooling
+        if pooling == "late":
+            return (self._output(_mean(self._layers(hidden_BLH), attention_mask)),)
+        return (self._output(self._layers(hidden_BLH[:, 0] if pooling == "cls" else _mean(hidden_BLH, attention_mask))),)
+
+    def _layers(self, hidden: Tensor) -> Tensor:
+        """[..., H]: what the family has before the output layer."""
+        layers, own = self.layers_of_head, self.out
+        if layers.activation:
+            hidden = F.linear(hidden, own.dense_weight, own.dense_bias if layers.bias else None)
+            hidden = get_activation(layers.activation).function(hidden)
+        if layers.norm:
+            norm = get_norm(layers.norm)
+            weights = (getattr(own, f"norm_{kind}") for kind in norm.parameters)
+            hidden = norm.function(hidden, *weights, eps=self.shape.layer_norm_eps)
+        return hidden
+
+    def _output(self, hidden: Tensor) -> Tensor:
+        return F.linear(hidden, self.out.out_weight, self.out.out_bias)
+
+
+def _mean(hidden_BLH: Tensor, attention_mask: Tensor) -> Tensor:
+    """[B, H] over the tokens that are no padding."""
+    weights_BL1 = attention_mask[..., None].to(hidden_BLH.dtype)
+    return (hidden_BLH * weights_BL1).sum(1) / weights_BL1.sum(1)

@@ -12,7 +12,6 @@ from torch import Tensor
 from finetune.model.batches import Batches, LabelledBatch
 from finetune.model.task_model import Output, TaskModel
 from finetune.tasks.base import Task
-from pretrain.checkpoint.layouts import HEAD_ACTIVATION
 from pretrain.checkpoint.released import Released
 from pretrain.config import Precision
 from pretrain.model.precision import torch_dtype
@@ -39,7 +38,7 @@ def inference_model(
         task.head,
         task.objective,
         task.outputs,
-        HEAD_ACTIVATION[released.family],
+        released.task_head(task.head),
         compile=compile,
     )
     model.load_state_dict(weights)

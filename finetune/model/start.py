@@ -44,8 +44,9 @@ def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> 
         for tensor in released.mapping
     ]
     filled = initial_state(config, task, released)
-    parts = ("head.dense", "head.out") if task.head == "sequence" else ("head.out",)
-    empty = [f"{part}.*" for part in parts if f"{part}_weight" not in filled]
+    head = released.task_head(task.head)
+    parts = {"head.dense": head.activation, "head.norm": head.norm, "head.out": True}
+    empty = [f"{part}.*" for part, there in parts.items() if there and f"{part}_weight" not in filled]
     return "\n".join([mapping_table(mapping), *([f"initialised at random: {', '.join(empty)}"] if empty else [])])
 
 
@@ -59,8 +60,8 @@ def _why_left_out(name: str, config: FinetuneConfig, task: Task[Any], released: 
         return f"initialised at random (training.reinitialised_layers: {again})"
     if part == "heads":
         return "a head of pretraining"
-    if rest.startswith("dense_") and part == "head":
-        if task.head != "sequence":
+    if rest.startswith(("dense_", "norm_")) and part == "head":
+        if not released.task_head(task.head).activation:
             return f"the head of {config.task_name} has only one layer"
         if config.training.reinitialise_pooler:
             return "initialised at random (training.reinitialise_pooler)"

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from finetune.model.batches import LabelledBatch
 from finetune.tasks.base import Head, Objective
-from pretrain.checkpoint.layouts import HeadDropout
+from pretrain.checkpoint.layouts import HeadDropout, TaskHead
 from pretrain.config import ModelConfig
 from pretrain.model.activations import get_activation
 from pretrain.model.encoder import Encoder
 from pretrain.model.hash_rng import hash_dropout
 from pretrain.model.initialisation import create_parameters
-from pretrain.model.parameters import linear_parameters
+from pretrain.model.norms import get_norm
+from pretrain.model.parameters import Parameter, linear_parameters
 
 _NO_DROPOUT = HeadDropout()
 _BEFORE_OUT, _BEFORE_DENSE = 3, 4  # streams of a token's key that the encoder does not use
@@ -42,8 +43,7 @@ class TaskModel(Encoder):
         head: kind of head.
         objective: kind of loss.
         outputs: width C of the output layer.
-        activation: of the sequence head, a name in `pretrain.model.activations.ACTIVATIONS`.
-        dropout: dropout of the head, in training.
+        layers: what the family has between the encoder and the output layer.
         compile, activation_checkpointing: as `Encoder`.
     """
 
@@ -54,72 +54,86 @@ class TaskModel(Encoder):
         head: Head,
         objective: Objective,
         outputs: int,
-        activation: str,
+        layers: TaskHead,
         *,
-        dropout: HeadDropout = _NO_DROPOUT,
         compile: bool = False,
         activation_checkpointing: bool = False,
     ) -> None:
         super().__init__(shape, vocabulary_size, compile=compile, activation_checkpointing=activation_checkpointing)
         self.embeddings.tied = False
         self.loss = LOSSES[head, objective]
-        self.every_row = head == "spans"
-        if head == "sequence":
-            self.head: nn.Module = SequenceHead(shape, outputs, activation, dropout)
-        else:
-            self.head = RowHead(shape, outputs, dropout)
+        self.pooling = layers.pooling if head == "sequence" else "cls"
+        self.every_row = head == "spans" or self.pooling != "cls"
+        self.head = OutputHead(shape, outputs, layers)
 
     def forward(self, batch: LabelledBatch) -> Output:
         """Loss and logits of one micro-batch."""
-        rows = None if self.every_row else batch.rows
-        logits_RC = self.head(self.encode(batch, rows), batch.token_keys[batch.rows])
+        hidden_RH = self.encode(batch, None if self.every_row else batch.rows)
+        keys_R = batch.token_keys if self.pooling == "late" else batch.token_keys[batch.rows]
+        logits_RC = self.head(hidden_RH, keys_R, None if self.pooling == "cls" else batch.cu_seqlens)
         return Output(self.loss(logits_RC, batch), logits_RC)
 
 
-class SequenceHead(nn.Module):
-    """dense, activation, out: BERT's pooler and classifier, or the equivalent of another family."""
+class OutputHead(nn.Module):
+    """A task's head: the layers that the family has, then a linear layer, at each row or once for each window."""
 
-    dense_weight: nn.Parameter  # [H, H]
-    dense_bias: nn.Parameter
+    dense_weight: nn.Parameter  # [H, H], and dense_bias [H], norm_weight [H], norm_bias [H] if the family has them
     out_weight: nn.Parameter  # [C, H]
     out_bias: nn.Parameter
 
-    def __init__(self, shape: ModelConfig, outputs: int, activation: str, dropout: HeadDropout) -> None:
+    def __init__(self, shape: ModelConfig, outputs: int, layers: TaskHead) -> None:
         super().__init__()
-        self.dropout, self.activation = dropout, get_activation(activation).function
-        dense = linear_parameters("dense", shape.hidden, shape.hidden)
-        create_parameters(self, (*dense, *linear_parameters("out", outputs, shape.hidden)), shape.init_std)
+        self.layers, self.eps = layers, shape.layer_norm_eps
+        self.norm_kinds = tuple(get_norm(layers.norm).parameters) if layers.norm else ()
+        create_parameters(self, head_parameters(shape, outputs, layers), shape.init_std)
 
-    def forward(self, hidden_RH: Tensor, keys_R: Tensor) -> Tensor:
-        """[R, C]"""
-        before_dense, before_out = self.dropout if self.training else _NO_DROPOUT
+    def forward(self, hidden_RH: Tensor, keys_R: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """[R, C] of the rows given.
+
+        Args:
+            hidden_RH: last hidden states; of all tokens if `cu_seqlens` is given.
+            keys_R: int32, seeds of dropout, of the rows that it applies to.
+            cu_seqlens: int32 [S + 1], the bounds of the windows, whose mean is taken: [S, C].
+        """
+        before_dense, before_out = self.layers.dropout if self.training else _NO_DROPOUT
+        if cu_seqlens is not None and self.layers.pooling == "mean":
+            hidden_RH, cu_seqlens = window_means(hidden_RH, cu_seqlens), None
         hidden_RH = hash_dropout(hidden_RH, keys_R, _BEFORE_DENSE, before_dense)
-        pooled_RH = self.activation(_linear_fp32(hidden_RH, self.dense_weight, self.dense_bias))
-        pooled_RH = hash_dropout(pooled_RH, keys_R, _BEFORE_OUT, before_out)
-        return _linear_fp32(pooled_RH, self.out_weight, self.out_bias)
+        if self.layers.activation:
+            bias = self.dense_bias if self.layers.bias else None
+            hidden_RH = get_activation(self.layers.activation).function(_linear_fp32(hidden_RH, self.dense_weight, bias))
+        if self.norm_kinds:
+            weights = (getattr(self, f"norm_{kind}").float() for kind in self.norm_kinds)
+            hidden_RH = get_norm(self.layers.norm).function(hidden_RH, *weights, eps=self.eps)
+        hidden_RH = hash_dropout(hidden_RH, keys_R, _BEFORE_OUT, before_out)
+        if cu_seqlens is not None:
+            hidden_RH = window_means(hidden_RH, cu_seqlens)
+        return _linear_fp32(hidden_RH, self.out_weight, self.out_bias)
 
 
-class RowHead(nn.Module):
-    """A linear layer at each query position."""
-
-    out_weight: nn.Parameter  # [C, H]
-    out_bias: nn.Parameter
-
-    def __init__(self, shape: ModelConfig, outputs: int, dropout: HeadDropout) -> None:
-        super().__init__()
-        self.dropout = dropout
-        create_parameters(self, linear_parameters("out", outputs, shape.hidden), shape.init_std)
-
-    def forward(self, hidden_RH: Tensor, keys_R: Tensor) -> Tensor:
-        """[R, C]"""
-        before_out = self.dropout.before_out if self.training else 0.0
-        dropped_RH = hash_dropout(hidden_RH, keys_R, _BEFORE_OUT, before_out)
-        return _linear_fp32(dropped_RH, self.out_weight, self.out_bias)
+def head_parameters(shape: ModelConfig, outputs: int, layers: TaskHead) -> tuple[Parameter, ...]:
+    """The parameters of `OutputHead`."""
+    hidden = shape.hidden
+    norm = get_norm(layers.norm).parameters if layers.norm else {}
+    return (
+        *(linear_parameters("dense", hidden, hidden, bias=layers.bias) if layers.activation else ()),
+        *(Parameter(f"norm_{kind}", (hidden,), initial) for kind, initial in norm.items()),
+        *linear_parameters("out", outputs, hidden),
+    )
 
 
-def _linear_fp32(hidden_RH: Tensor, weight_CH: Tensor, bias_C: Tensor) -> Tensor:
+def window_means(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """fp32 [S, X]: the mean of the rows of each window."""
+    lengths_S = cu_seqlens.diff().long()
+    window_T = torch.repeat_interleave(torch.arange(len(lengths_S), device=values_TX.device), lengths_S)
+    values_TX = values_TX.float()
+    sums_SX = values_TX.new_zeros(len(lengths_S), values_TX.shape[1]).index_add(0, window_T, values_TX)
+    return sums_SX / lengths_S[:, None]
+
+
+def _linear_fp32(hidden_RH: Tensor, weight_CH: Tensor, bias_C: Tensor | None) -> Tensor:
     """fp32 [R, C]"""
-    return F.linear(hidden_RH.float(), weight_CH.float(), bias_C.float())
+    return F.linear(hidden_RH.float(), weight_CH.float(), None if bias_C is None else bias_C.float())
 
 
 def pool(logits_RC: Tensor, batch: LabelledBatch) -> tuple[Tensor, Tensor, Tensor]:

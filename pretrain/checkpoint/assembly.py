@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.layouts import KeyMapping, ReleasedFacts, StackedName
+from pretrain.checkpoint.layouts import KeyMapping, ReleasedFacts, StackedName, TaskHead, encoder_shapes, task_head
 from pretrain.checkpoint.mapping import LEFT_OUT, MappedTensor
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig
-from pretrain.model.encoder import Encoder
+from pretrain.model.norms import get_norm
 from pretrain.model.parameters import head_parameters
 
 _REFUSAL = "A partly filled model is refused; use a whole checkpoint."
+Shapes = dict[str, tuple[int | None, ...]]
+"""Our parameters -> their shapes; None is any number."""
 
 
 @dataclass(frozen=True)
@@ -24,11 +26,12 @@ class Released:
     """A model as it was read; all tensors fp32.
 
     Attributes:
-        family: "bert", "distilbert", "roberta" or "electra".
+        family: a key of `layouts.LAYOUTS`.
         model: the shape of the encoder.
         backbone: state of `pretrain.model.encoder.Encoder`, always whole.
-        head: those of dense_weight [H, H], dense_bias [H] (BERT's pooler, DistilBERT's pre_classifier, the
-            classifier.dense of RoBERTa and ELECTRA), out_weight [labels, H] and out_bias [labels] that the file has.
+        head: those of dense_weight [H, H], dense_bias [H], norm_weight [H], norm_bias [H] (the first layer of a task's
+            head: BERT's pooler, ModernBERT's prediction head), out_weight [labels, H] and out_bias [labels] that the
+            file has.
         config: config.json as read; {} for TensorFlow checkpoints and runs of ours.
         mapping: one entry for each tensor in the file.
         token_types: how many segments the model knows: 2, or less, and then every token must have type 0.
@@ -49,6 +52,10 @@ class Released:
         """Rows of the word embeddings, padding included."""
         return len(self.backbone["embeddings.word"])
 
+    def task_head(self, purpose: str) -> TaskHead:
+        """The head of a task ("sequence", "tokens" or "spans") as the family has it."""
+        return task_head(self.family, self.config, self.model, purpose)
+
 
 def assemble(
     tensors: Mapping[str, Tensor], facts: ReleasedFacts, config: dict[str, Any], *, where: str = "checkpoint"
@@ -56,33 +63,35 @@ def assemble(
     """The model of a family's tensors by their names.
 
     The backbone must be whole. A head that is partly missing or has another shape is left out as a whole, and so is a
-    masked-language-modelling head whose decoder is not the word embeddings.
+    masked-language-modelling head whose decoder is not the word embeddings although the config ties them.
 
     Raises:
         InputError: the backbone is not whole; `where` is the file for the message.
     """
     layout, model = facts.layout, facts.model
-    places = _places(tensors, layout, where)
-    backbone = _backbone(tensors, facts, places, where)
-    targets = {name: f"{LEFT_OUT}{layout.why_left_out(name)}" for name in tensors}
-    targets |= {name: place.name for place, name in places.items()}
+    groups = _heads(facts, task_head(layout.family, config, model, "sequence"))
+    source = _Source(tensors, facts, groups, where)
+    backbone = _backbone(source, facts)
     parts: dict[str, Tensor] = {}
-    for shapes in _heads(model, len(backbone["embeddings.word"])):
-        names = {ours: places[StackedName(ours)] for ours in shapes if StackedName(ours) in places}
+    read = {source.places[place].name: place.name for place in source.places if place.name in backbone}
+    reasons: dict[str, str] = {}
+    for shapes in groups:
+        names = {ours: source.places[StackedName(ours)].name for ours in shapes if StackedName(ours) in source.places}
         if not names:
             continue
-        head = {ours: tensors[name].float().contiguous() for ours, name in names.items()}
-        reason = _why_no_head(head, shapes, tensors, backbone, layout)
+        head = {ours: source.take(StackedName(ours)).float().contiguous() for ours in names}
+        reason = _why_no_head(head, shapes, source, backbone)
         if reason:
-            targets |= dict.fromkeys(names.values(), f"{LEFT_OUT}{reason}")
+            reasons |= dict.fromkeys(names.values(), f"{LEFT_OUT}{reason}")
         else:
             parts |= head
+            read = {**{name: ours for ours, name in names.items()}, **read}
+    targets = {name: f"{LEFT_OUT}{layout.why_left_out(name)}" for name in tensors} | reasons | read
     for name in tensors:
-        tied = layout.tied(name)
-        if tied and targets[name] != tied:
-            targets[name] = f"{LEFT_OUT}tied to {tied}"
-            if "heads.mlm_bias" not in parts:
-                targets[name] = f"{LEFT_OUT}its head is not read"
+        tied = layout.tied(name, model)
+        if tied and name not in read:
+            whole = "heads.mlm_transform_weight" in parts or "heads.mlm_bias" in parts
+            targets[name] = f"{LEFT_OUT}tied to {tied}" if whole else f"{LEFT_OUT}its head is not read"
     return Released(
         family=layout.family,
         model=model,
@@ -91,141 +100,181 @@ def assemble(
         config=config,
         mapping=tuple(MappedTensor(name, tuple(tensor.shape), targets[name]) for name, tensor in tensors.items()),
         token_types=facts.token_types,
-        pretraining=_pretraining(parts),
+        pretraining=_in_order(parts),
     )
+
+
+# ---- where each parameter is in the file
+
+
+class _Chunk(NamedTuple):
+    """A part of a tensor in the file: one of `of` equal ones along the first axis."""
+
+    name: str
+    number: int = 0
+    of: int = 1
+
+
+class _Source:
+    """The tensors of a file, and the place of each of our parameters in them."""
+
+    def __init__(
+        self, tensors: Mapping[str, Tensor], facts: ReleasedFacts, groups: list[Shapes], where: str
+    ) -> None:
+        self.tensors, self.layout, self.model, self.where = tensors, facts.layout, facts.model, where
+        known = self._known(groups)
+        self.places: dict[StackedName, _Chunk] = {}
+        for name in tensors:
+            names = self.layout.spelt_today(name)
+            for number, today in enumerate(names):
+                for place in known.get(today, ()):
+                    self._put(place, _Chunk(name, number, len(names)))
+        self._put_tied()
+        self._refuse_further_layers(known)
+
+    def take(self, place: StackedName) -> Tensor:
+        """The values that fill a place."""
+        name, number, of = self.places[place]
+        return self.tensors[name] if of == 1 else self.tensors[name].chunk(of)[number]
+
+    def _known(self, groups: list[Shapes]) -> dict[str, list[StackedName]]:
+        """Today's name -> the places that it fills: several if a task's head begins as that of pretraining."""
+        known: dict[str, list[StackedName]] = {}
+        ours = [*encoder_shapes(self.model, 0), *(name for shapes in groups for name in shapes)]
+        for name in ours:
+            for purpose in self.layout.out if name.startswith("head.out") else ("sequence",):
+                for part, theirs in enumerate(self.layout.names(name, purpose)):
+                    if StackedName(name, part) not in known.setdefault(theirs, []):
+                        known[theirs].append(StackedName(name, part))
+        return known
+
+    def _put(self, place: StackedName, chunk: _Chunk) -> None:
+        if place in self.places:
+            raise InputError(
+                f"{self.where}: {chunk.name} and {self.places[place].name} both are {place.name}. Remove one of them."
+            )
+        self.places[place] = chunk
+
+    def _put_tied(self) -> None:
+        """A file may have either of two tied tensors. An untied decoder reads its own bias."""
+        for name in self.tensors:
+            tied = self.layout.tied(name, self.model)
+            if tied is not None and (StackedName(tied) not in self.places or not self.model.tied_decoder):
+                self.places[StackedName(tied)] = _Chunk(name)
+
+    def _refuse_further_layers(self, known: Mapping[str, Any]) -> None:
+        layers = self.model.layers
+        for name in sorted(self.tensors):
+            number = self.layout.layer_number(name)
+            if number is None or number < layers:
+                continue
+            like = (today.replace(f".{number}.", f".{layers - 1}.", 1) for today in self.layout.spelt_today(name))
+            if any(one in known for one in like):
+                raise InputError(
+                    f"{self.where}: has {name}, beyond the {layers} layers of its config. "
+                    "Use the config.json that belongs to these weights."
+                )
 
 
 # ---- the backbone
 
 
-def _places(tensors: Mapping[str, Tensor], layout: KeyMapping, where: str) -> dict[StackedName, str]:
-    """The name of the tensor that fills each place."""
-    places: dict[StackedName, str] = {}
-    for name in tensors:
-        place = layout.place(name)
-        if place is None:
-            continue
-        if place in places:
-            raise InputError(f"{where}: {name} and {places[place]} both are {place.name}. Remove one of them.")
-        places[place] = name
-    # A file may have either of two tied tensors.
-    for name in tensors:
-        tied = layout.tied(name)
-        if tied is not None and StackedName(tied) not in places:
-            places[StackedName(tied)] = name
-    return places
-
-
-def _backbone(
-    tensors: Mapping[str, Tensor], facts: ReleasedFacts, places: Mapping[StackedName, str], where: str
-) -> dict[str, Tensor]:
-    """State of the encoder; every tensor must be there in the right shape, and there must be no further layers."""
-    word = places.get(StackedName("embeddings.word"))
-    rows = len(tensors[word]) if word else 0  # may be more than the tokenizer's entries
-    with torch.device("meta"):
-        expected = Encoder(facts.model, rows).state_dict()
-    beyond = [place for place in places if not place.name.startswith("head") and place.name not in expected]
-    if beyond:
-        raise InputError(
-            f"{where}: has {places[min(beyond)]}, beyond the {facts.model.layers} layers of its config. "
-            "Use the config.json that belongs to these weights."
-        )
+def _backbone(source: _Source, facts: ReleasedFacts) -> dict[str, Tensor]:
+    """State of the encoder; every tensor must be there in the right shape."""
+    word = source.places.get(StackedName("embeddings.word"))
+    rows = len(source.tensors[word.name]) if word else 0  # may be more than the tokenizer's entries
     state: dict[str, Tensor] = {}
-    for ours, like in expected.items():
+    for ours, shape in encoder_shapes(facts.model, rows).items():
         if ours == "embeddings.token_type":
-            state[ours] = _token_types(like, tensors, facts, places, where)
+            state[ours] = _token_types(source, shape, facts.token_types)
         elif ours == "embeddings.position":
-            longer = like.new_empty(len(like) + facts.first_position, like.shape[1])
-            state[ours] = _gather(ours, longer, tensors, facts.layout, places, where)[facts.first_position :]
+            longer = (shape[0] + facts.first_position, *shape[1:])
+            state[ours] = _gather(source, ours, longer)[facts.first_position :]
         else:
-            state[ours] = _gather(ours, like, tensors, facts.layout, places, where)
+            state[ours] = _gather(source, ours, shape)
     return state
 
 
-def _token_types(
-    like: Tensor, tensors: Mapping[str, Tensor], facts: ReleasedFacts, places: Mapping[StackedName, str], where: str
-) -> Tensor:
+def _token_types(source: _Source, shape: tuple[int, ...], rows: int) -> Tensor:
     """[2, E]: the rows of the file, a single one twice; zeros if the family has none."""
-    if facts.token_types == 0:
-        return torch.zeros(like.shape)
-    table = _gather("embeddings.token_type", like[: facts.token_types], tensors, facts.layout, places, where)
+    if rows == 0:
+        return torch.zeros(shape)
+    table = _gather(source, "embeddings.token_type", (rows, *shape[1:]))
     return table.expand(2, -1).contiguous()
 
 
-def _gather(
-    ours: str,
-    like: Tensor,
-    tensors: Mapping[str, Tensor],
-    layout: KeyMapping,
-    places: Mapping[StackedName, str],
-    where: str,
-) -> Tensor:
+def _gather(source: _Source, ours: str, shape: tuple[int, ...]) -> Tensor:
     """One parameter of ours, its parts stacked, fp32."""
     parts = []
-    theirs = layout.names(ours)
-    for part, (name, meta) in enumerate(zip(theirs, like.chunk(len(theirs)), strict=True)):
-        if StackedName(ours, part) not in places:
-            raise InputError(f"{where}: {name} is missing. {_REFUSAL}")
-        name = places[StackedName(ours, part)]
-        tensor = tensors[name]
-        if tensor.shape != meta.shape:
+    theirs = source.layout.names(ours)
+    part_shape = [shape[0] // len(theirs), *shape[1:]]
+    for part, name in enumerate(theirs):
+        if StackedName(ours, part) not in source.places:
+            raise InputError(f"{source.where}: {name} is missing. {_REFUSAL}")
+        name, _, of = source.places[StackedName(ours, part)]
+        whole = source.tensors[name]
+        expected = [part_shape[0] * of, *part_shape[1:]]
+        if list(whole.shape) != expected:
             raise InputError(
-                f"{where}: {name} has the shape {list(tensor.shape)}; expected {list(meta.shape)}. "
+                f"{source.where}: {name} has the shape {list(whole.shape)}; expected {expected}. "
                 "The weights do not belong to this config."
             )
-        if not tensor.is_floating_point():
+        if not whole.is_floating_point():
             raise InputError(
-                f"{where}: {name} is {tensor.dtype}; quantised weights are not supported. Give the weights in fp32."
+                f"{source.where}: {name} is {whole.dtype}; quantised weights are not supported. "
+                "Give the weights in fp32."
             )
-        parts.append(tensor.float())
+        parts.append(source.take(StackedName(ours, part)).float())
     return torch.cat(parts) if len(parts) > 1 else parts[0].contiguous()
 
 
 # ---- the heads
 
 
-def _heads(model: ModelConfig, vocabulary: int) -> list[dict[str, tuple[int | None, ...]]]:
-    """The shape of each head's parameters; None is any number."""
-    hidden = model.hidden
-    shapes: dict[str, tuple[int | None, ...]] = {
-        f"heads.{parameter.name}": parameter.shape for parameter in head_parameters(model, vocabulary, True)
+def _heads(facts: ReleasedFacts, first: TaskHead) -> list[Shapes]:
+    """The shape of each head's parameters. `first`: the head of sequences, which has most."""
+    hidden, layout = facts.model.hidden, facts.layout
+    norm = {f"head.norm_{kind}": (hidden,) for kind in get_norm(first.norm).parameters} if first.norm else {}
+    bias: Shapes = {"head.dense_bias": (hidden,)} if first.bias else {}
+    pretraining: Shapes = {
+        f"heads.{parameter.name}": parameter.shape
+        # The vocabulary's size is known once the word embeddings are found.
+        for parameter in head_parameters(facts.model, 0, layout.next_sentence)
     }
+    pretraining |= {name: (None, *pretraining[name][1:]) for name in ("heads.mlm_bias", "heads.decoder") if name in pretraining}
     return [
-        {"head.dense_weight": (hidden, hidden), "head.dense_bias": (hidden,)},
+        {"head.dense_weight": (hidden, hidden), **bias, **norm},
         {"head.out_weight": (None, hidden), "head.out_bias": (None,)},
-        *({name: shapes[name] for name in shapes if name.startswith(head)} for head in ("heads.nsp_", "heads.mlm_")),
+        {name: shape for name, shape in pretraining.items() if name.startswith(("heads.pooler_", "heads.nsp_"))},
+        {name: shape for name, shape in pretraining.items() if name.startswith(("heads.mlm_", "heads.decoder"))},
     ]
 
 
 def _why_no_head(
-    head: Mapping[str, Tensor],
-    shapes: Mapping[str, tuple[int | None, ...]],
-    tensors: Mapping[str, Tensor],
-    backbone: Mapping[str, Tensor],
-    layout: KeyMapping,
+    head: Mapping[str, Tensor], shapes: Shapes, source: _Source, backbone: Mapping[str, Tensor]
 ) -> str:
     """Why a head cannot be filled with the tensors that there are; "" if it can."""
+    rows = len(backbone["embeddings.word"])
     for ours, shape in shapes.items():
         if ours not in head:
-            return f"{layout.names(ours)[0]} is missing"
+            return f"{source.layout.names(ours)[0]} is missing"
         actual = head[ours].shape
+        if ours in ("heads.mlm_bias", "heads.decoder"):
+            shape = (rows, *shape[1:])
         if len(actual) != len(shape) or any(b is not None and a != b for a, b in zip(actual, shape, strict=True)):
             return f"{ours} would be {list(actual)}"
     if "head.out_weight" in head and len(head["head.out_weight"]) != len(head["head.out_bias"]):
         return "its rows and biases differ in number"
-    if "heads.mlm_bias" in head:
-        for name, tensor in tensors.items():
-            tied = layout.tied(name)
-            of = backbone.get(tied or "", head["heads.mlm_bias"])
-            if tied and not torch.equal(tensor.float(), of):
-                return f"{name} differs from {tied}; an untied decoder is not supported"
+    if any(ours.startswith("heads.mlm_") for ours in shapes):
+        known = {**backbone, **head}
+        for name, tensor in source.tensors.items():
+            tied = source.layout.tied(name, source.model)
+            if tied in known and not torch.equal(tensor.float(), known[tied]):
+                return f"{name} differs from {tied}; an untied decoder needs tie_word_embeddings: false in config.json"
     return ""
 
 
-def _pretraining(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """State of `Heads`, in its order; the next-sentence head needs the pooler."""
-    heads = {name: tensor for name, tensor in parts.items() if name.startswith("heads.mlm_")}
-    if "heads.nsp_weight" in parts and "head.dense_weight" in parts:
-        pooler = {f"heads.pooler_{kind}": parts[f"head.dense_{kind}"] for kind in ("weight", "bias")}
-        heads = {**pooler, **{name: parts[name] for name in ("heads.nsp_weight", "heads.nsp_bias")}, **heads}
-    return heads
+def _in_order(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """State of `Heads`; the next-sentence head comes first."""
+    first = {name: tensor for name, tensor in parts.items() if name.startswith(("heads.pooler_", "heads.nsp_"))}
+    return {**first, **{name: parts[name] for name in parts if name.startswith(("heads.mlm_", "heads.decoder"))}}

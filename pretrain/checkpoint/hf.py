@@ -1,11 +1,12 @@
-"""Pretraining runs exported to the Hugging Face layout of BERT, and such models read back (invariant 6).
+"""Pretraining runs exported to the Hugging Face layout of their family, and such models read back (invariant 6).
 
-The names are `layouts.BERT`. The decoder is tied to the word embeddings and, as transformers does, not written.
+The names are those of `layouts`. A decoder that is tied to the word embeddings is not written, as transformers does.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 from collections.abc import Mapping
@@ -15,9 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from pretrain.checkpoint import store
-from pretrain.checkpoint.layouts import BERT, ReleasedFacts, write_config
+from pretrain.checkpoint.layouts import BERT, ReleasedFacts, layout_of, write_config
 from pretrain.checkpoint.released import read_released
-from pretrain.checkpoint.released_writer import their_tensors
+from pretrain.checkpoint.released_writer import released_tensors, special_ids, their_tensors
+from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer
 from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
 from pretrain.common.errors import InputError
 from pretrain.common.files import verify_manifest, write_json
@@ -26,12 +28,14 @@ from pretrain.config import ModelConfig, PretrainConfig, load_config
 from pretrain.corpus.vocabulary import read_vocabulary
 from pretrain.tracking.records import read_records
 
+logger = logging.getLogger(__name__)
+
 _TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
 
 
 def to_hf(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Our parameters under BertForPreTraining's names, fp32; the tied decoder is left out."""
-    return their_tensors({name.replace("heads.pooler_", "head.dense_"): state[name] for name in state}, BERT)
+    return their_tensors(state, BERT)
 
 
 def export(
@@ -50,18 +54,26 @@ def export(
         model: their shape.
         tokenizer_folder: where tokenizer.json, vocab.txt and tokenizer_config.json are.
         out: folder to make.
-        next_sentence: whether to write BertForPreTraining or BertForMaskedLM.
+        next_sentence: whether to write BertForPreTraining or BertForMaskedLM. Other families have no next-sentence
+            head: theirs is left out, with a warning.
         card: README.md in Markdown.
 
     Raises:
-        InputError: BERT's layout cannot hold the model, or the tokenizer is incomplete or has another size.
+        InputError: the family's layout cannot hold the model, or the tokenizer is incomplete or has another size.
     """
-    vocabulary = _read_vocabulary(tokenizer_folder, len(state["embeddings.word"]))
-    values = _config_json(model, vocabulary, next_sentence)
+    layout, rows = layout_of(model), len(state["embeddings.word"])
+    ids = _read_special_ids(tokenizer_folder, rows)
+    facts = ReleasedFacts(layout, model, 2 if model.token_types else 0)
+    if next_sentence and not layout.next_sentence:
+        logger.warning("the layout of %s has no next-sentence head: it is left out of %s", layout.family, out)
+        next_sentence = False
+    values = _config_json(facts, rows, ids, next_sentence)
+    left_out = () if next_sentence else ("heads.pooler_", "heads.nsp_")
+    kept = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
     with whole_folder(out) as aside:
-        save_weights(to_hf(state), aside / WEIGHTS)
+        save_weights(released_tensors(kept, facts), aside / WEIGHTS)
         write_json(aside / "config.json", values)
-        _copy_tokenizer(tokenizer_folder, aside, model.max_positions)
+        _copy_tokenizer(tokenizer_folder, aside, model.max_positions, layout.tokenizer_class or "BertTokenizer")
         (aside / "README.md").write_text(card, encoding="utf-8")
 
 
@@ -69,8 +81,8 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None) -> None:
     """Export a run's checkpoint with its model card: the one named, the "best", or the newest intact one.
 
     Raises:
-        InputError: the run, the checkpoint or the corpus's tokenizer is missing or damaged, or BERT's layout cannot
-            hold the model.
+        InputError: the run, the checkpoint or the corpus's tokenizer is missing or damaged, or the family's layout
+            cannot hold the model.
     """
     if not (run_dir / "config.yaml").is_file():
         raise InputError(f"{run_dir}: not a run folder (no config.yaml). Give one such as runs/bert-mini.")
@@ -175,8 +187,10 @@ def _two_levels_down(markdown: str) -> str:
 # ---- writing
 
 
-def _config_json(model: ModelConfig, vocabulary: list[str], next_sentence: bool) -> dict[str, Any]:
-    """The fields of transformers' BertConfig, as 5.x writes them; 4.x reads them too."""
+def _config_json(
+    facts: ReleasedFacts, rows: int, ids: Mapping[str, int | None], next_sentence: bool
+) -> dict[str, Any]:
+    """The fields of transformers' config as 5.x writes them; 4.x reads them too."""
     fields = {
         "bos_token_id": None,
         "eos_token_id": None,
@@ -187,7 +201,18 @@ def _config_json(model: ModelConfig, vocabulary: list[str], next_sentence: bool)
         "add_cross_attention": False,
     }
     head = "ForPreTraining" if next_sentence else "ForMaskedLM"
-    return write_config(fields, ReleasedFacts(BERT, model), head, len(vocabulary), vocabulary.index("[PAD]"))
+    return write_config(fields if facts.layout is BERT else {}, facts, head, rows, ids["pad"], ids)
+
+
+def _read_special_ids(folder: Path, size: int) -> dict[str, int | None]:
+    """The ids of the special tokens by role; the tokenizer must be complete and of the model's size."""
+    if (folder / "tokenizer.json").is_file() and not (folder / "vocab.txt").is_file():
+        ids = special_ids(read_tokenizer(folder, size))
+        if ids["pad"] is None:
+            raise InputError(f"{folder / 'tokenizer.json'}: has no [PAD]. Prepare the corpus again.")
+        return ids
+    vocabulary = _read_vocabulary(folder, size)
+    return {role: vocabulary.index(f"[{role.upper()}]") for role in ("pad", "cls", "sep", "mask") if f"[{role.upper()}]" in vocabulary}
 
 
 def _read_vocabulary(folder: Path, size: int) -> list[str]:
@@ -206,7 +231,10 @@ def _read_vocabulary(folder: Path, size: int) -> list[str]:
     return vocabulary
 
 
-def _copy_tokenizer(folder: Path, out: Path, max_positions: int) -> None:
+def _copy_tokenizer(folder: Path, out: Path, max_positions: int, tokenizer_class: str) -> None:
+    if not (folder / "vocab.txt").is_file():
+        copy_tokenizer(folder, out, tokenizer_class=tokenizer_class, max_positions=max_positions)
+        return
     for name in _TOKENIZER_FILES:
         shutil.copyfile(folder / name, out / name)
     settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))

@@ -1,7 +1,7 @@
-"""Released models of the BERT family, and our own runs and exports, read from their folders (invariant 6).
+"""Released encoders, and our own runs and exports, read from their folders (invariant 6).
 
-BERT, DistilBERT, RoBERTa and ELECTRA are read as transformers, NVIDIA and Google (TensorFlow 1) wrote them. `layouts`
-has the names, `assembly` puts the model together, and `released_writer` writes a fine-tuned one.
+The families of `layouts` are read as transformers wrote them, BERT also as NVIDIA and Google (TensorFlow 1) did.
+`layouts` has the names, `assembly` puts the model together, and `released_writer` writes a fine-tuned one.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 from pretrain.checkpoint import store
 from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.google_bert import find_checkpoint, read_google
-from pretrain.checkpoint.layouts import BERT, ReleasedFacts, read_config
+from pretrain.checkpoint.layouts import KeyMapping, ReleasedFacts, layout_of, read_config
 from pretrain.checkpoint.mapping import MappedTensor
 from pretrain.checkpoint.tokenizer import is_run, released_folder
 from pretrain.checkpoint.weight_files import read_json, read_weights
@@ -53,7 +53,7 @@ def _facts(config: dict[str, Any], path: Path) -> ReleasedFacts:
     try:
         return read_config(config)
     except KeyError as error:
-        raise InputError(f"{path}: {error} is missing. Give the config.json of a BERT model.") from None
+        raise InputError(f"{path}: {error} is missing. Give the config.json of an encoder.") from None
     except (ValueError, AttributeError, TypeError) as error:  # pydantic's errors are ValueErrors
         reason = " ".join(str(error).split())
         raise InputError(f"{path}: not a model that our encoder supports ({reason}).") from None
@@ -64,24 +64,28 @@ def _read_run(folder: Path) -> Released:
     if checkpoint is None:
         raise InputError(f"{folder / 'checkpoints'}: has no complete checkpoint. Train first.")
     state = store.read_weights(checkpoint)
+    # Re-initialised parameters get BERT's values, as from an export, which does not record the initialisation.
+    model = load_config(folder / "config.yaml").model.model_copy(update={"attention_init": "normal"})
+    layout = layout_of(model)
     pretraining = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
+    task = {name: as_task for name in pretraining if (as_task := _as_task_head(name, layout))}
     return Released(
-        family=BERT.family,
-        # Re-initialised parameters get BERT's values, as from an export, which does not record the initialisation.
-        model=load_config(folder / "config.yaml").model.model_copy(update={"attention_init": "normal"}),
+        family=layout.family,
+        model=model,
         backbone={name: tensor for name, tensor in state.items() if name not in pretraining},
-        head={
-            f"dense_{kind}": pretraining[f"heads.pooler_{kind}"]
-            for kind in ("weight", "bias")
-            if f"heads.pooler_{kind}" in pretraining
-        },
+        head={as_task.removeprefix("head."): pretraining[name] for name, as_task in task.items()},
         config={},
-        mapping=tuple(
-            MappedTensor(name, tuple(tensor.shape), name.replace("heads.pooler_", "head.dense_"))
-            for name, tensor in state.items()
-        ),
+        mapping=tuple(MappedTensor(name, tuple(tensor.shape), task.get(name, name)) for name, tensor in state.items()),
+        token_types=2 if model.token_types else 0,
         pretraining=pretraining,
     )
+
+
+def _as_task_head(name: str, layout: KeyMapping) -> str:
+    """The part of a task's head that a parameter of a pretraining head is as well, such as the pooler; "" if none."""
+    kind = name.rpartition("_")[2]
+    same = (f"head.{module}_{kind}" for module in ("dense", "norm"))
+    return next((ours for ours in same if layout.names(name) == layout.names(ours) != []), "")
 
 
 def _read_tensorflow(prefix: Path, facts: ReleasedFacts) -> Released:

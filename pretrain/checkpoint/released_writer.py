@@ -1,4 +1,4 @@
-"""A fine-tuned model written in its family's own names, as transformers loads it (invariant 6)."""
+"""Models written in their family's own names, as transformers loads them (invariant 6)."""
 
 from __future__ import annotations
 
@@ -7,18 +7,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
-from pretrain.checkpoint.layouts import LAYOUTS, KeyMapping, ReleasedFacts, write_config
+from pretrain.checkpoint.layouts import LAYOUTS, KeyMapping, ReleasedFacts, task_head, write_config
 from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer
 from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
 from pretrain.common.files import write_json
 from pretrain.config import ModelConfig
+from pretrain.model.norms import get_norm
 
 _CLASSES = {
     "sequence": "ForSequenceClassification",
     "tokens": "ForTokenClassification",
     "spans": "ForQuestionAnswering",
+}
+# Role -> the names that special tokens have in released tokenizers.
+_SPECIALS = {
+    "pad": ("[PAD]", "<pad>", "<|pad|>"),
+    "cls": ("[CLS]", "<s>", "<|begin_of_text|>", "<bos>"),
+    "sep": ("[SEP]", "</s>", "<|end_of_text|>", "<eos>"),
+    "mask": ("[MASK]", "<mask>", "<|mask|>"),
 }
 
 
@@ -37,14 +46,14 @@ def write_released(
 ) -> None:
     """Write a fine-tuned model that transformers loads, atomically; an earlier export at `out` is replaced.
 
-    DistilBERT has no token types, so ours are added to its positions. A RoBERTa with one token type is written with one
-    if both of ours are equal, otherwise with two.
+    DistilBERT has no token types, so ours are added to its positions. A RoBERTa or GTE with one token type is written
+    with one if both of ours are equal, otherwise with two.
 
     Args:
         out: folder to make.
         family: a key of `LAYOUTS`.
         model: the shape.
-        backbone, head: as in `assembly.Released`; a sequence head needs both layers, others the second one.
+        backbone, head: as in `assembly.Released`; the head needs what the family's `layouts.TaskHead` has.
         purpose: "sequence", "tokens" or "spans", a key of `_CLASSES`.
         config: fields of config.json that the shape does not decide: the config that was read, id2label, problem_type.
         tokenizer: a folder that `read_tokenizer` reads.
@@ -57,36 +66,42 @@ def write_released(
         ValueError: labels or head that do not fit together.
     """
     layout = LAYOUTS[family]
-    needed = {"out_weight", "out_bias", *(("dense_weight", "dense_bias") if purpose == "sequence" else ())}
+    needed = _head_parts(layout, config, model, purpose)
     if missing := sorted(needed - head.keys()):
         raise ValueError(f"a head for {purpose} needs {', '.join(missing)}")
-    token_types = 0 if family == "distilbert" else 1 if family == "roberta" and _one_type(backbone, config) else 2
-    pad = config.get("pad_token_id")
-    if pad is None:
-        pad = read_tokenizer(tokenizer).token_to_id("<pad>" if family == "roberta" else "[PAD]")
-    first_position = (1 if pad is None else pad) + 1 if family == "roberta" else 0
+    labels = _labels(config, len(head["out_weight"]), purpose)
+    facts, ids = _facts(layout, model, backbone, config, tokenizer)
     values = write_config(
-        {**config, **_labels(config, len(head["out_weight"]), purpose)},
-        ReleasedFacts(layout, model, token_types, first_position),
-        _CLASSES[purpose],
-        len(backbone["embeddings.word"]),
-        pad,
+        {**config, **labels}, facts, _CLASSES[purpose], len(backbone["embeddings.word"]), ids["pad"], ids
     )
     state = {**backbone, **{f"head.{name}": tensor for name, tensor in head.items() if name in needed}}
-    tensors = their_tensors(state, layout, token_types=token_types, first_position=first_position, purpose=purpose)
+    classes = values["architectures"][0].removesuffix(_CLASSES[purpose])
     with whole_folder(out) as aside:
-        save_weights(tensors, aside / WEIGHTS)
+        save_weights(released_tensors(state, facts, purpose), aside / WEIGHTS)
         write_json(aside / "config.json", values)
-        tokenizer_class = f"{values['architectures'][0].removesuffix(_CLASSES[purpose])}Tokenizer"
         copy_tokenizer(
             tokenizer,
             aside,
-            tokenizer_class=tokenizer_class,
+            tokenizer_class=layout.tokenizer_class or f"{classes}Tokenizer",
             max_positions=model.max_positions,
             for_words=purpose == "tokens",
         )
         for name, text in {**(extra or {}), "README.md": card}.items():
             (aside / name).write_text(text, encoding="utf-8")
+
+
+def released_tensors(
+    state: Mapping[str, Tensor], facts: ReleasedFacts, purpose: str = "sequence"
+) -> dict[str, Tensor]:
+    """`their_tensors` of the layout, the segments and the positions that the facts tell."""
+    return their_tensors(
+        state,
+        facts.layout,
+        token_types=facts.token_types,
+        first_position=facts.first_position,
+        purpose=purpose,
+        tied=facts.model.tied_decoder,
+    )
 
 
 def their_tensors(
@@ -96,13 +111,17 @@ def their_tensors(
     token_types: int = 2,
     first_position: int = 0,
     purpose: str = "sequence",
+    tied: bool = True,
 ) -> dict[str, Tensor]:
-    """Our parameters under a family's names, fp32, each with storage of its own; the tied decoder is left out.
+    """Our parameters under a family's names, fp32, each with storage of its own; a tied decoder is left out.
 
-    `token_types` and `first_position` are those of `layouts.ReleasedFacts`.
+    Args:
+        token_types, first_position: as in `layouts.ReleasedFacts`.
+        purpose: the task of head.out.
+        tied: whether the decoder is the word embeddings.
     """
     state = {name: tensor.detach().float() for name, tensor in state.items()}
-    if token_types == 0:
+    if token_types == 0 and "embeddings.token_type" in state:
         # Every token has type 0, so its position can add what the type adds.
         types = state.pop("embeddings.token_type")
         state["embeddings.position"] = state["embeddings.position"] + types[0]
@@ -116,10 +135,52 @@ def their_tensors(
     tensors: dict[str, Tensor] = {}
     for ours, tensor in state.items():
         theirs = layout.names(ours, purpose)
+        if not tied and ours == "heads.mlm_bias":
+            # BERT's bias beside the decoder is read only if the decoder is tied.
+            tensors[f"{layout.decoder}.bias"] = tensor.clone().contiguous()
         # Clones, because safetensors refuses tensors that share their storage.
         parts = (part.clone().contiguous() for part in tensor.chunk(len(theirs)))
         tensors.update(zip(theirs, parts, strict=True))
     return tensors
+
+
+def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
+    """The ids of the special tokens by role: pad, cls, sep and mask; None for those that the tokenizer lacks."""
+    found = {
+        role: [number for name in names if (number := tokenizer.token_to_id(name)) is not None]
+        for role, names in _SPECIALS.items()
+    }
+    return {role: ids[0] if ids else None for role, ids in found.items()}
+
+
+def _head_parts(layout: KeyMapping, config: Mapping[str, Any], model: ModelConfig, purpose: str) -> set[str]:
+    """The names of the parameters of a task's head."""
+    head = task_head(layout.family, config, model, purpose)
+    needed = {"out_weight", "out_bias"}
+    if head.activation:
+        needed |= {"dense_weight", *(("dense_bias",) if head.bias else ())}
+    if head.norm:
+        needed |= {f"norm_{kind}" for kind in get_norm(head.norm).parameters}
+    return needed
+
+
+def _facts(
+    layout: KeyMapping,
+    model: ModelConfig,
+    backbone: Mapping[str, Tensor],
+    config: Mapping[str, Any],
+    tokenizer: Path,
+) -> tuple[ReleasedFacts, dict[str, int | None]]:
+    """What config.json says about segments and positions, and the ids of special tokens."""
+    ids: dict[str, int | None] = {"pad": config.get("pad_token_id")}
+    if ids["pad"] is None or any(key not in config for key in layout.special_ids):
+        given, ids = ids["pad"], special_ids(read_tokenizer(tokenizer))
+        ids["pad"] = ids["pad"] if given is None else given
+    types = 0 if layout.token_types is None or not model.token_types else 2
+    if types and layout.family in ("roberta", "gte") and _one_type(backbone, config):
+        types = 1
+    first = (1 if ids["pad"] is None else ids["pad"]) + 1 if layout.padded_positions else 0
+    return ReleasedFacts(layout, model, types, first), ids
 
 
 def _labels(config: Mapping[str, Any], count: int, purpose: str) -> dict[str, Any]:

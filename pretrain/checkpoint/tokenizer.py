@@ -125,8 +125,15 @@ def copy_tokenizer(
 
 
 def _with_prefix_space(tokenizer: Tokenizer) -> Tokenizer:
-    """The same tokenizer with `add_prefix_space` if it is a byte-level one; others have no such setting."""
+    """The same tokenizer with a blank before every text, if a word at a text's beginning has other tokens without."""
+    alone, inside = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", " a"))
+    if alone == inside:
+        return tokenizer
     if not isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
+        # A ByteLevel after others would put a blank before each of their pieces.
+        tokenizer = Tokenizer.from_str(tokenizer.to_str())
+        blank, own = normalizers.Prepend(" "), tokenizer.normalizer
+        tokenizer.normalizer = blank if own is None else normalizers.Sequence([blank, own])  # pyright: ignore[reportAttributeAccessIssue]
         return tokenizer
     described = json.loads(tokenizer.to_str())
     for part in ("pre_tokenizer", "post_processor"):

@@ -1,0 +1,137 @@
+"""config.json of released models read and written, whatever the family (invariant 6)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from pretrain.checkpoint.layouts import families
+from pretrain.checkpoint.layouts.layout import KeyMapping, first_position
+from pretrain.checkpoint.layouts.task_heads import TaskHead
+from pretrain.common.errors import InputError
+from pretrain.common.kinds import kind_names, load_kind
+from pretrain.config import ModelConfig
+
+LAYOUTS: dict[str, KeyMapping] = {
+    name: load_kind(families.__name__, name).LAYOUT for name in kind_names(families.__name__)
+}
+BERT = LAYOUTS["bert"]
+
+
+class ReleasedFacts(NamedTuple):
+    """The facts in a config.json about a model, besides the names of its tensors."""
+
+    layout: KeyMapping
+    model: ModelConfig
+    token_types: int = 2  # rows of the table in the file; 0 if it has none
+    first_position: int = 0  # row of the position table that the first token has
+
+
+def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
+    """The facts in a config.json or a bert_config.json.
+
+    Raises:
+        KeyError: a size is missing.
+        ValueError: a family, activation or other property that our encoder does not have, or sizes that do not fit.
+    """
+    layout = LAYOUTS.get(_family(config))
+    if layout is None:
+        known = [name for layout in LAYOUTS.values() for name in (layout.family, *layout.alike, *layout.older)]
+        raise ValueError(f"model_type is {config['model_type']!r}; {', '.join(known)} are supported")
+    for key in _HEAD_DROPOUTS:
+        share = config.get(key)
+        if share is not None and not (isinstance(share, int | float) and 0 <= share < 1):
+            raise ValueError(f"{key} is {share!r}; expected a number from 0 to below 1")
+    token_types = 0 if layout.token_types is None else config.get("type_vocab_size", layout.token_types)
+    if token_types not in (0, 1, 2):
+        raise ValueError(f"type_vocab_size is {token_types}; 1 and 2 are supported")
+    return ReleasedFacts(
+        layout, layout.model_of(config), token_types, first_position(config) if layout.padded_positions else 0
+    )
+
+
+def write_config(
+    config: Mapping[str, Any],
+    facts: ReleasedFacts,
+    head: str,
+    vocabulary_size: int,
+    pad: int | None,
+    special: Mapping[str, int | None] | None = None,
+) -> dict[str, Any]:
+    """config.json of a model in fp32: `config`, with all fields that the facts decide replaced.
+
+    Args:
+        head: the end of the class's name, such as ForPreTraining.
+        pad: id of the padding token, if `config` has none.
+        special: role -> id of the other special tokens, for the keys in `KeyMapping.special_ids` that `config` lacks.
+
+    Raises:
+        InputError: the family's layout cannot hold the model.
+    """
+    layout, model, token_types, first = facts
+    refuse_foreign(layout, model)
+    model_type = config["model_type"] if config.get("model_type") in layout.alike else layout.family
+    values = layout.values_of(model, config, token_types)
+    values["max_position_embeddings"] += first
+    ids = {key: number for key, role in layout.special_ids.items() if (number := (special or {}).get(role)) is not None}
+    return {
+        "pad_token_id": pad,
+        **ids,
+        **{key: value for key, value in config.items() if key not in _NOT_COPIED},
+        "architectures": [layout.alike.get(model_type, layout.classes) + head],
+        "model_type": model_type,
+        "dtype": "float32",
+        "vocab_size": vocabulary_size,
+        **values,
+    }
+
+
+def refuse_foreign(layout: KeyMapping, model: ModelConfig) -> None:
+    """Raise `InputError` if the layout cannot hold the model."""
+    if reason := layout.without_counterpart(model):
+        raise InputError(
+            f"The released layout of {layout.family} cannot hold this model: {reason}. "
+            "Keep the run's own checkpoints, or train with the family's own architecture."
+        )
+
+
+def layout_of(model: ModelConfig) -> KeyMapping:
+    """The layout that a pretrained model is exported in."""
+    return LAYOUTS[model.family]
+
+
+def task_head(family: str, config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHead:
+    """A family's head of a task, as transformers has it.
+
+    Args:
+        family: a key of `LAYOUTS`.
+        config: config.json, or {} for the family's defaults.
+        model: the shape; its dropout applies if `config` names none for the head.
+        purpose: "sequence", "tokens" or "spans".
+    """
+    return LAYOUTS[family].task_head(config, model, purpose)
+
+
+_HEAD_DROPOUTS = ("classifier_dropout", "seq_classif_dropout", "qa_dropout")
+# Fields that describe another file or another program.
+_NOT_COPIED = (
+    "transformers_version",
+    "torch_dtype",
+    "_name_or_path",
+    "auto_map",
+    "quantization_config",
+    "num_labels",
+)
+
+
+def _family(config: Mapping[str, Any]) -> str:
+    """The family in our table; configs from before 2020 have no model_type."""
+    model_type = config.get("model_type")
+    if model_type is not None:
+        others = {name: layout.family for layout in LAYOUTS.values() for name in (*layout.alike, *layout.older)}
+        return others.get(model_type, model_type)
+    architecture = (config.get("architectures") or [""])[0]
+    for layout in LAYOUTS.values():
+        if architecture.startswith(layout.classes):
+            return layout.family
+    return "distilbert" if "n_layers" in config else "bert"

@@ -1,0 +1,1 @@
+"""The families: every module of this package is one, with a `LAYOUT`."""

@@ -1,0 +1,95 @@
+"""BERT: transformers models/bert/modeling_bert.py and configuration_bert.py, 5.23.
+
+Also what its close relatives share: names within a layer, and keys of config.json.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pretrain.checkpoint.layouts.layout import KeyMapping
+from pretrain.checkpoint.layouts.task_heads import sequence_head
+from pretrain.config import ModelConfig
+
+IN_LAYER = {
+    "qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
+    "attention_out": ("attention.output.dense",),
+    "attention_norm": ("attention.output.LayerNorm",),
+    "ffn_in": ("intermediate.dense",),
+    "ffn_out": ("output.dense",),
+    "ffn_norm": ("output.LayerNorm",),
+}
+CONFIG = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "intermediate": "intermediate_size",
+    "max_positions": "max_position_embeddings",
+    "hidden_dropout": "hidden_dropout_prob",
+    "attention_dropout": "attention_probs_dropout_prob",
+    "init_std": "initializer_range",
+    "layer_norm_eps": "layer_norm_eps",
+}
+DEFAULTS = {"attention_dropout": 0.1}
+SUPPORTED: dict[str, tuple[Any, ...]] = {
+    "position_embedding_type": ("absolute", None),
+    "is_decoder": (False, None),
+    "add_cross_attention": (False, None),
+    "pruned_heads": ({}, None),
+}
+# NVIDIA DeepLearningExamples modeling.py, LinearActivation.
+SPELLINGS = ((r"\.dense_act\.", ".dense."),)
+BARE = ("embeddings.", "embeddings_project.", "encoder.", "pooler.")
+OUT = {"sequence": "classifier", "tokens": "classifier", "spans": "qa_outputs"}
+
+
+def tables(prefix: str) -> dict[str, str]:
+    """The embeddings of BERT and its relatives."""
+    return {
+        "embeddings.word": f"{prefix}.embeddings.word_embeddings",
+        "embeddings.position": f"{prefix}.embeddings.position_embeddings",
+        "embeddings.token_type": f"{prefix}.embeddings.token_type_embeddings",
+        "embeddings.norm": f"{prefix}.embeddings.LayerNorm",
+    }
+
+
+def read_tying(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Whether the decoder is the word embeddings: it is unless config.json denies it."""
+    return {"tied_decoder": config.get("tie_word_embeddings") is not False}
+
+
+def write_tying(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Nothing for a tied decoder, as older files have it."""
+    absolute = {"position_embedding_type": "absolute"}
+    return absolute if model.tied_decoder else {**absolute, "tie_word_embeddings": False}
+
+
+LAYOUT = KeyMapping(
+    family="bert",
+    classes="Bert",
+    layer="encoder.layer",
+    in_layer=IN_LAYER,
+    elsewhere={
+        **tables("bert"),
+        "heads.mlm_transform": "cls.predictions.transform.dense",
+        "heads.mlm_norm": "cls.predictions.transform.LayerNorm",
+        "heads.mlm": "cls.predictions",
+        "heads.decoder": "cls.predictions.decoder",
+        "heads.nsp": "cls.seq_relationship",
+        "heads.pooler": "bert.pooler.dense",
+        "head.dense": "bert.pooler.dense",
+    },
+    decoder="cls.predictions.decoder",
+    out=OUT,
+    config=CONFIG,
+    task_head=sequence_head("tanh"),
+    bare=BARE,
+    spellings=SPELLINGS,
+    defaults=DEFAULTS,
+    supported=SUPPORTED,
+    read=read_tying,
+    write=write_tying,
+    token_types=2,
+    next_sentence=True,
+)

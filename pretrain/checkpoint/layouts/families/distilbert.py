@@ -1,0 +1,68 @@
+"""DistilBERT: transformers models/distilbert/modeling_distilbert.py and configuration_distilbert.py, 5.23.
+
+It has no segments. Ours train a table all the same, which is added to the positions when the model is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pretrain.checkpoint.layouts.families import bert
+from pretrain.checkpoint.layouts.layout import KeyMapping
+from pretrain.checkpoint.layouts.task_heads import HeadDropout, TaskHead
+from pretrain.config import ModelConfig
+
+
+def _head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHead:
+    own = {"sequence": ("seq_classif_dropout", 0.2), "spans": ("qa_dropout", 0.1)}
+    share = config.get(*own[purpose]) if purpose in own else model.hidden_dropout
+    return TaskHead("relu" if purpose == "sequence" else "", dropout=HeadDropout(before_out=share))
+
+
+def _write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {} if model.tied_decoder else {"tie_word_embeddings": False}
+
+
+LAYOUT = KeyMapping(
+    family="distilbert",
+    classes="DistilBert",
+    layer="transformer.layer",
+    in_layer={
+        "qkv": ("attention.q_lin", "attention.k_lin", "attention.v_lin"),
+        "attention_out": ("attention.out_lin",),
+        "attention_norm": ("sa_layer_norm",),
+        "ffn_in": ("ffn.lin1",),
+        "ffn_out": ("ffn.lin2",),
+        "ffn_norm": ("output_layer_norm",),
+    },
+    elsewhere={
+        "embeddings.word": "distilbert.embeddings.word_embeddings",
+        "embeddings.position": "distilbert.embeddings.position_embeddings",
+        "embeddings.norm": "distilbert.embeddings.LayerNorm",
+        "heads.mlm_transform": "vocab_transform",
+        "heads.mlm_norm": "vocab_layer_norm",
+        "heads.mlm": "vocab_projector",
+        "heads.decoder": "vocab_projector",
+        "head.dense": "pre_classifier",
+    },
+    decoder="vocab_projector",
+    out=bert.OUT,
+    config={
+        "layers": "n_layers",
+        "hidden": "dim",
+        "heads": "n_heads",
+        "intermediate": "hidden_dim",
+        "max_positions": "max_position_embeddings",
+        "hidden_dropout": "dropout",
+        "attention_dropout": "attention_dropout",
+        "init_std": "initializer_range",
+    },
+    task_head=_head,
+    bare=("embeddings.", "transformer."),
+    defaults=bert.DEFAULTS,
+    supported=bert.SUPPORTED,
+    read=bert.read_tying,
+    write=_write,
+    activation_key="activation",
+)

@@ -1,0 +1,40 @@
+"""ELECTRA: transformers models/electra/modeling_electra.py and configuration_electra.py, 5.23.
+
+The generator's masked-language-modelling head is read and written as `heads.mlm_*`. The discriminator's is named in the
+mapping, and left out.
+"""
+
+from __future__ import annotations
+
+from pretrain.checkpoint.layouts.families import bert
+from pretrain.checkpoint.layouts.layout import KeyMapping
+from pretrain.checkpoint.layouts.task_heads import sequence_head
+
+LAYOUT = KeyMapping(
+    family="electra",
+    classes="Electra",
+    layer="encoder.layer",
+    in_layer=bert.IN_LAYER,
+    elsewhere={
+        **bert.tables("electra"),
+        "embeddings.project": "electra.embeddings_project",
+        "heads.mlm_transform": "generator_predictions.dense",
+        "heads.mlm_norm": "generator_predictions.LayerNorm",
+        "heads.mlm": "generator_lm_head",
+        "heads.decoder": "generator_lm_head",
+        "head.dense": "classifier.dense",
+    },
+    decoder="generator_lm_head",
+    out={**bert.OUT, "sequence": "classifier.out_proj"},
+    config={**bert.CONFIG, "embedding": "embedding_size"},
+    task_head=sequence_head("gelu", twice=True),
+    bare=bert.BARE,
+    spellings=bert.SPELLINGS,
+    unused={"discriminator_predictions.": "the head that detects replaced tokens"},
+    defaults=bert.DEFAULTS,
+    supported=bert.SUPPORTED,
+    read=bert.read_tying,
+    write=bert.write_tying,
+    mlm_activation="gelu",
+    token_types=2,
+)

@@ -1,0 +1,115 @@
+"""EuroBERT: transformers models/eurobert/modeling_eurobert.py and configuration_eurobert.py, 5.23.
+
+transformers has no class for question answering; ours is written with the names that BERT's has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pretrain.checkpoint.layouts.layout import KeyMapping
+from pretrain.checkpoint.layouts.rotary import read_single, write_single
+from pretrain.checkpoint.layouts.task_heads import TaskHead
+from pretrain.config import ModelConfig
+
+_POOLINGS = {"bos": "cls", "mean": "mean", "late": "mean"}
+
+
+def _today(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """EuroBERT's own code called the pooling clf_pooling."""
+    return {"classifier_pooling": config.get("clf_pooling", "late"), **config}
+
+
+def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim")
+    if width is not None and width * heads != config["hidden_size"]:
+        raise ValueError(f"head_dim is {width}; only hidden_size / num_attention_heads is supported")
+    keys = config.get("num_key_value_heads") or heads
+    pooling = config["classifier_pooling"]
+    if pooling not in _POOLINGS:
+        raise ValueError(f"classifier_pooling is {pooling!r}; only {', '.join(map(repr, _POOLINGS))} are supported")
+    in_ffn = bool(config.get("mlp_bias", False))
+    return {
+        "rotary_base": read_single(config, 10_000.0),
+        "kv_heads": 0 if keys == heads else keys,
+        "attention_bias": bool(config.get("attention_bias", False)),
+        "ffn_in_bias": in_ffn,
+        "ffn_out_bias": in_ffn,
+        "decoder_bias": in_ffn,  # EuroBertForMaskedLM
+        "tied_decoder": bool(config.get("tie_word_embeddings", False)),
+        "pooling": _POOLINGS[pooling],
+    }
+
+
+def _write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
+    named = _pooling(config, model)
+    return {
+        **write_single(model.rotary_base),
+        "num_key_value_heads": model.kv_heads or model.heads,
+        "head_dim": model.head_width,
+        "attention_bias": model.attention_bias,
+        "mlp_bias": model.ffn_in_bias,
+        "tie_word_embeddings": model.tied_decoder,
+        "classifier_pooling": named,
+    }
+
+
+def _pooling(config: Mapping[str, Any], model: ModelConfig) -> str:
+    """EuroBERT's name of the pooling: late if a file asks for it, or says nothing."""
+    if config and model.pooling == "mean" and _today(config)["classifier_pooling"] == "late":
+        return "late"
+    return {"cls": "bos"}.get(model.pooling, model.pooling)
+
+
+def _head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHead:
+    if purpose != "sequence":
+        return TaskHead()
+    pooling = _pooling(config, model)
+    return TaskHead("gelu", pooling="cls" if pooling == "bos" else "late" if pooling == "late" else "mean")
+
+
+LAYOUT = KeyMapping(
+    family="eurobert",
+    classes="EuroBert",
+    layer="layers",
+    in_layer={
+        "attention_norm": ("input_layernorm",),
+        "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+        "q": ("self_attn.q_proj",),
+        "kv": ("self_attn.k_proj", "self_attn.v_proj"),
+        "attention_out": ("self_attn.o_proj",),
+        "ffn_norm": ("post_attention_layernorm",),
+        "gated_in": ("mlp.gate_proj", "mlp.up_proj"),
+        "ffn_out": ("mlp.down_proj",),
+    },
+    elsewhere={
+        "embeddings.word": "model.embed_tokens",
+        "final.norm": "model.norm",
+        "heads.mlm": "lm_head",
+        "heads.decoder": "lm_head",
+        "head.dense": "dense",
+    },
+    decoder="lm_head",
+    out={"sequence": "classifier", "tokens": "classifier", "spans": "qa_outputs"},
+    config={
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "intermediate": "intermediate_size",
+        "max_positions": "max_position_embeddings",
+        "attention_dropout": "attention_dropout",
+        "init_std": "initializer_range",
+        "layer_norm_eps": "rms_norm_eps",
+    },
+    task_head=_head,
+    parts="eurobert",
+    prefix="model.",
+    bare=("embed_tokens.", "layers.", "norm."),
+    today=_today,
+    read=_read,
+    write=_write,
+    special_ids={"bos_token_id": "cls", "eos_token_id": "sep", "mask_token_id": "mask"},
+    tokenizer_class="PreTrainedTokenizerFast",
+)

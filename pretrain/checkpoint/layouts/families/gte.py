@@ -1,0 +1,92 @@
+"""GTE, the encoder of Alibaba's embedding models: transformers models/gte/modeling_gte.py, 5.23.
+
+The names of the hub's older files (model_type "new") are those that conversion_mapping.py, "gte", turns into today's.
+transformers has no class for question answering; ours is written with the names that BERT's has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pretrain.checkpoint.layouts.families import bert
+from pretrain.checkpoint.layouts.layout import KeyMapping
+from pretrain.checkpoint.layouts.rotary import read_single, write_single
+from pretrain.checkpoint.layouts.task_heads import sequence_head
+from pretrain.config import ModelConfig
+
+# Those that Nomic BERT has as well.
+IN_LAYER = {
+    "qkv": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "attention_out": ("self_attn.o_proj",),
+    "attention_norm": ("post_attention_layernorm",),
+    "gated_in": ("mlp.gate_proj", "mlp.up_proj"),
+    "ffn_out": ("mlp.down_proj",),
+    "ffn_norm": ("post_mlp_layernorm",),
+}
+BARE = ("embeddings.", "layers.", "pooler.")
+
+
+def elsewhere(prefix: str) -> dict[str, str]:
+    """What GTE and Nomic BERT share outside of the layers."""
+    tables = bert.tables(prefix)
+    del tables["embeddings.position"]
+    return {**tables, "heads.pooler": f"{prefix}.pooler.dense", "head.dense": f"{prefix}.pooler.dense"}
+
+
+def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+    default = 10_000.0 if config.get("model_type") == "new" else 160_000.0
+    return {
+        "rotary_base": read_single(config, default),
+        "token_types": bool(config.get("type_vocab_size", 1)),
+        **bert.read_tying(config),
+    }
+
+
+def write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What GTE and Nomic BERT write."""
+    return {**write_single(model.rotary_base), "tie_word_embeddings": model.tied_decoder}
+
+
+LAYOUT = KeyMapping(
+    family="gte",
+    classes="Gte",
+    layer="layers",
+    in_layer=IN_LAYER,
+    elsewhere={
+        **elsewhere("gte"),
+        "heads.mlm_transform": "lm_head.dense",
+        "heads.mlm_norm": "lm_head.layer_norm",
+        "heads.mlm": "lm_head.decoder",
+        "heads.decoder": "lm_head.decoder",
+    },
+    decoder="lm_head.decoder",
+    out=bert.OUT,
+    config=bert.CONFIG,
+    task_head=sequence_head("tanh"),
+    parts="gte",
+    bare=BARE,
+    spellings=(
+        (r"^(new|gte)\.", ""),
+        (r"^encoder\.layer\.", "layers."),
+        (r"\.attention\.o_proj\.", ".self_attn.o_proj."),
+        (r"\.attn_ln\.", ".post_attention_layernorm."),
+        (r"\.mlp_ln\.", ".post_mlp_layernorm."),
+        (r"^lm_head\.norm\.", "lm_head.layer_norm."),
+    ),
+    fused={
+        "attention.qkv_proj": IN_LAYER["qkv"],
+        "mlp.up_gate_proj": ("mlp.up_proj", "mlp.gate_proj"),
+    },
+    supported={
+        "position_embedding_type": ("rope", "absolute", None),
+        "layer_norm_type": ("layer_norm",),
+        "logn_attention_scale": (False, None),
+    },
+    read=_read,
+    write=write,
+    mlm_activation="gelu",
+    token_types=1,
+    tokenizer_class="PreTrainedTokenizerFast",
+    older=("new",),  # Alibaba-NLP/new-impl
+)

@@ -1,0 +1,170 @@
+"""ModernBERT, Ettin and mmBERT: transformers models/modernbert/modeling_modernbert.py and configuration, 5.23.
+
+config.json is read as transformers 5 writes it (layer_types, rope_parameters) and as most released files have it
+(global_attn_every_n_layers, global_rope_theta, local_rope_theta); both are written. The prediction head is the first
+part of the masked-language-modelling head and of every task's head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pretrain.checkpoint.layouts.layout import KeyMapping, activation_name
+from pretrain.checkpoint.layouts.rotary import read_base, write_base
+from pretrain.checkpoint.layouts.task_heads import HeadDropout, TaskHead
+from pretrain.config import ModelConfig
+from pretrain.model.activations import get_activation
+
+_GLOBAL, _LOCAL = "full_attention", "sliding_attention"
+_EVERY = "global_attn_every_n_layers"
+# ModernBertConfig.default_theta, and its key in transformers 4.
+_BASES = {_GLOBAL: ("global_rope_theta", 160_000.0), _LOCAL: ("local_rope_theta", 10_000.0)}
+
+
+def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+    activation = activation_name("hidden_activation", config.get("hidden_activation", "gelu"))
+    in_head = activation_name("classifier_activation", config.get("classifier_activation", "gelu"))
+    if in_head != activation:
+        raise ValueError(f"classifier_activation is {in_head!r}; only hidden_activation's {activation!r} is supported")
+    in_ffn = bool(config.get("mlp_bias", False))
+    return {
+        **_read_layers(config),
+        "norm": "layer_norm" if config.get("norm_bias", False) else "layer_norm_no_bias",
+        "attention_bias": bool(config.get("attention_bias", False)),
+        "ffn_in_bias": in_ffn,
+        "ffn_out_bias": in_ffn,
+        "hidden_dropout": max(config.get("embedding_dropout", 0.0), config.get("mlp_dropout", 0.0)),
+        "mlm_transform_bias": bool(config.get("classifier_bias", False)),
+        "decoder_bias": bool(config.get("decoder_bias", True)),
+        "tied_decoder": config.get("tie_word_embeddings") is not False,
+        "pooling": _pooling(config),
+    }
+
+
+def _read_layers(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Which layers are local, their window, and the rotary bases."""
+    every = _read_every(config)
+    whole = config.get("local_attention", 128)
+    bases = config.get("rope_parameters") or {}
+    scaling = config.get("rope_scaling") or {}
+    base = {
+        kind: read_base({**scaling, **(bases.get(kind) or {})}, f"rope_parameters.{kind}", config.get(*_BASES[kind]))
+        for kind in _BASES
+    }
+    windows = every > 1
+    return {
+        "global_every": every,
+        "local_attention": whole - whole % 2 if windows else 0,
+        "rotary_base": base[_GLOBAL],
+        "local_rotary_base": base[_LOCAL] if windows else 0.0,
+    }
+
+
+def _read_every(config: Mapping[str, Any]) -> int:
+    """`ModelConfig.global_every`; raises ValueError if the global layers are not every n-th, from the first on."""
+    layers = config["num_hidden_layers"]
+    every = config.get(_EVERY, 3)
+    kinds = config.get("layer_types")
+    if kinds is None or kinds == _layer_types(layers, every):
+        return every
+    if not set(kinds) <= {_GLOBAL, _LOCAL}:
+        raise ValueError(f"layer_types has {sorted(set(kinds) - {_GLOBAL, _LOCAL})}; only {_GLOBAL}, {_LOCAL} are supported")
+    later = [number for number, kind in enumerate(kinds) if kind == _GLOBAL and number]
+    every = later[0] if later else max(2, len(kinds))
+    if kinds != _layer_types(layers, every):
+        raise ValueError(
+            f"layer_types is {_shortened(kinds)}; only a {_GLOBAL} at every n-th layer from the first on is supported"
+        )
+    return every
+
+
+def _shortened(kinds: Sequence[str]) -> str:
+    shown = ", ".join(kinds[:6])
+    return f"[{shown}, ...]" if len(kinds) > 6 else f"[{shown}]"
+
+
+def _layer_types(layers: int, every: int) -> list[str]:
+    return [_LOCAL if number % every else _GLOBAL for number in range(layers)]
+
+
+def _pooling(config: Mapping[str, Any]) -> str:
+    pooling = config.get("classifier_pooling", "cls")
+    if pooling not in ("cls", "mean"):
+        raise ValueError(f"classifier_pooling is {pooling!r}; only 'cls' and 'mean' are supported")
+    return pooling
+
+
+def _write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
+    windows, local_base = model.local_attention, model.local_rotary_base or model.rotary_base
+    return {
+        "classifier_activation": get_activation(model.activation).released_names[0],
+        "layer_types": _layer_types(model.layers, model.global_every),
+        _EVERY: model.global_every,
+        "local_attention": windows or config.get("local_attention", 128),
+        "rope_parameters": {_GLOBAL: write_base(model.rotary_base), _LOCAL: write_base(local_base)},
+        "global_rope_theta": model.rotary_base,
+        "local_rope_theta": local_base,
+        "norm_bias": model.norm == "layer_norm",
+        "attention_bias": model.attention_bias,
+        "mlp_bias": model.ffn_in_bias,
+        "embedding_dropout": model.hidden_dropout,
+        "mlp_dropout": model.hidden_dropout,
+        "classifier_bias": model.mlm_transform_bias,
+        "decoder_bias": model.decoder_bias,
+        "tie_word_embeddings": model.tied_decoder,
+        "classifier_pooling": model.pooling,
+    }
+
+
+def _head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHead:
+    pooling = "mean" if purpose == "sequence" and model.pooling == "mean" else "cls"
+    dropout = HeadDropout(before_out=config.get("classifier_dropout") or 0.0)
+    return TaskHead(model.activation, model.mlm_transform_bias, model.norm, pooling, dropout)
+
+
+LAYOUT = KeyMapping(
+    family="modernbert",
+    classes="ModernBert",
+    layer="layers",
+    in_layer={
+        "attention_norm": ("attn_norm",),
+        "qkv": ("attn.Wqkv",),
+        "attention_out": ("attn.Wo",),
+        "ffn_norm": ("mlp_norm",),
+        "gated_in": ("mlp.Wi",),
+        "ffn_out": ("mlp.Wo",),
+    },
+    elsewhere={
+        "embeddings.word": "model.embeddings.tok_embeddings",
+        "embeddings.norm": "model.embeddings.norm",
+        "final.norm": "model.final_norm",
+        "heads.mlm_transform": "head.dense",
+        "heads.mlm_norm": "head.norm",
+        "heads.mlm": "decoder",
+        "heads.decoder": "decoder",
+        "head.dense": "head.dense",
+        "head.norm": "head.norm",
+    },
+    decoder="decoder",
+    out={"sequence": "classifier", "tokens": "classifier", "spans": "classifier"},
+    config={
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "intermediate": "intermediate_size",
+        "max_positions": "max_position_embeddings",
+        "attention_dropout": "attention_dropout",
+        "init_std": "initializer_range",
+        "layer_norm_eps": "norm_eps",
+    },
+    task_head=_head,
+    parts="modernbert",
+    prefix="model.",
+    bare=("embeddings.", "layers.", "final_norm."),
+    read=_read,
+    write=_write,
+    activation_key="hidden_activation",
+    special_ids={"cls_token_id": "cls", "sep_token_id": "sep", "bos_token_id": "cls", "eos_token_id": "sep"},
+    tokenizer_class="PreTrainedTokenizerFast",
+)

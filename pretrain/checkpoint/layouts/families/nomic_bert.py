@@ -1,0 +1,102 @@
+"""Nomic BERT: transformers models/nomic_bert/modeling_nomic_bert.py and configuration_nomic_bert.py, 5.23.
+
+The names and config keys of the hub's older files (n_embd, Wqkv) are those of contrastors; conversion_mapping.py,
+"nomic_bert", turns the names into today's. transformers has no class for question answering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pretrain.checkpoint.layouts.families import bert, gte
+from pretrain.checkpoint.layouts.layout import KeyMapping
+from pretrain.checkpoint.layouts.rotary import read_single
+from pretrain.checkpoint.layouts.task_heads import sequence_head
+
+# Key of the older config.json -> today's.
+_OLDER = {
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+    "n_positions": "max_position_embeddings",
+    "resid_pdrop": "hidden_dropout_prob",
+    "attn_pdrop": "attention_probs_dropout_prob",
+    "layer_norm_epsilon": "layer_norm_eps",
+    "rotary_emb_base": "rope_theta",
+}
+
+
+def _today(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    if "n_embd" not in config or "hidden_size" in config:
+        return config
+    values = {**config, **{today: config[older] for older, today in _OLDER.items() if older in config}}
+    activation = config.get("activation_function", "swiglu")
+    if activation not in ("swiglu", "geglu"):
+        raise ValueError(f"activation_function is {activation!r}; only 'swiglu' and 'geglu' are supported")
+    values["hidden_act"] = {"swiglu": "silu", "geglu": "gelu"}[activation]
+    # The frequencies are scaled only for texts that are longer than those of training.
+    if config.get("rotary_scaling_factor") and config.get("max_trained_positions"):
+        values["max_position_embeddings"] = config["max_trained_positions"]
+    return values
+
+
+def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim")
+    if width is not None and width * heads != config["hidden_size"]:
+        raise ValueError(f"head_dim is {width}; only hidden_size / num_attention_heads is supported")
+    return {"rotary_base": read_single(config, 1_000.0), **bert.read_tying(config)}
+
+
+LAYOUT = KeyMapping(
+    family="nomic_bert",
+    classes="NomicBert",
+    layer="layers",
+    in_layer=gte.IN_LAYER,
+    elsewhere={
+        **gte.elsewhere("nomic_bert"),
+        "heads.mlm_transform": "cls.predictions.transform.dense",
+        "heads.mlm_norm": "cls.predictions.transform.layer_norm",
+        "heads.mlm": "cls.predictions",
+        "heads.decoder": "cls.predictions.decoder",
+    },
+    decoder="cls.predictions.decoder",
+    out=bert.OUT,
+    config=bert.CONFIG,
+    task_head=sequence_head("tanh"),
+    parts="nomic_bert",
+    bare=gte.BARE,
+    spellings=(
+        (r"^(bert|nomic_bert)\.", ""),
+        (r"^encoder\.layers\.", "layers."),
+        (r"^emb_ln\.", "embeddings.LayerNorm."),
+        (r"^cls\.predictions\.transform\.LayerNorm\.", "cls.predictions.transform.layer_norm."),
+        (r"\.attn\.out_proj\.", ".self_attn.o_proj."),
+        (r"\.fc11\.", ".up_proj."),
+        (r"\.fc12\.", ".gate_proj."),
+        (r"\.fc2\.", ".down_proj."),
+        (r"\.norm1\.", ".post_attention_layernorm."),
+        (r"\.norm2\.", ".post_mlp_layernorm."),
+    ),
+    fused={"attn.Wqkv": gte.IN_LAYER["qkv"]},
+    supported={
+        "prenorm": (False, None),
+        "use_rms_norm": (False, None),
+        "parallel_block": (False, None),
+        "causal": (False, None),
+        "qkv_proj_bias": (False, None),
+        "mlp_fc1_bias": (False, None),
+        "mlp_fc2_bias": (False, None),
+        "rotary_emb_fraction": (1.0,),
+        "rotary_emb_interleaved": (False, None),
+        "rotary_emb_scale_base": (None,),
+        "scale_attn_by_inverse_layer_idx": (False, None),
+    },
+    today=_today,
+    read=_read,
+    write=gte.write,
+    token_types=2,
+    tokenizer_class="BertTokenizer",
+)

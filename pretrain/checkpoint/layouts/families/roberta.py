@@ -1,0 +1,38 @@
+"""RoBERTa, and XLM-R and CamemBERT, which have its layout: transformers models/roberta/modeling_roberta.py, 5.23."""
+
+from __future__ import annotations
+
+from pretrain.checkpoint.layouts.families import bert
+from pretrain.checkpoint.layouts.layout import KeyMapping
+from pretrain.checkpoint.layouts.task_heads import sequence_head
+
+LAYOUT = KeyMapping(
+    family="roberta",
+    classes="Roberta",
+    layer="encoder.layer",
+    in_layer=bert.IN_LAYER,
+    elsewhere={
+        **bert.tables("roberta"),
+        "heads.mlm_transform": "lm_head.dense",
+        "heads.mlm_norm": "lm_head.layer_norm",
+        "heads.mlm": "lm_head",
+        "heads.decoder": "lm_head.decoder",
+        "head.dense": "classifier.dense",
+    },
+    decoder="lm_head.decoder",
+    out={**bert.OUT, "sequence": "classifier.out_proj"},
+    config=bert.CONFIG,
+    task_head=sequence_head("tanh", twice=True),
+    bare=bert.BARE,
+    spellings=bert.SPELLINGS,
+    unused={"roberta.pooler.": "a pooler, which RoBERTa's heads do not use"},
+    defaults=bert.DEFAULTS,
+    supported=bert.SUPPORTED,
+    read=bert.read_tying,
+    write=bert.write_tying,
+    mlm_activation="gelu",
+    token_types=2,
+    padded_positions=True,
+    # models/xlm_roberta/modular_xlm_roberta.py, models/camembert/modular_camembert.py
+    alike={"xlm-roberta": "XLMRoberta", "camembert": "Camembert"},
+)

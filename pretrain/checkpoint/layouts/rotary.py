@@ -1,0 +1,43 @@
+"""The rotary frequencies in a config.json, as transformers 5 and 4 write them (modeling_rope_utils.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def read_base(parameters: Mapping[str, Any], where: str, default: float) -> float:
+    """The base of plain rotary frequencies; raises ValueError, naming the field, for scaled or partial ones.
+
+    Args:
+        parameters: what transformers 5 calls rope_parameters: rope_theta, rope_type and what the type needs.
+        where: the name of `parameters`, for errors.
+        default: the base if none is named.
+    """
+    kind = parameters.get("rope_type", parameters.get("type", "default"))
+    if kind != "default":
+        raise ValueError(f"{where}.rope_type is {kind!r}; only 'default' is supported")
+    share = parameters.get("partial_rotary_factor", 1.0)
+    if share != 1:
+        raise ValueError(f"{where}.partial_rotary_factor is {share!r}; only 1.0 is supported")
+    base = parameters.get("rope_theta")
+    return float(default if base is None else base)
+
+
+def read_single(config: Mapping[str, Any], default: float) -> float:
+    """The base of a model whose layers all have the same: from rope_parameters, or from transformers 4's rope_theta."""
+    scaling = config.get("rope_scaling")
+    if scaling:
+        read_base(scaling, "rope_scaling", default)
+    old = {key: config[key] for key in ("rope_theta", "partial_rotary_factor") if config.get(key) is not None}
+    return read_base({**old, **(config.get("rope_parameters") or {})}, "rope_parameters", default)
+
+
+def write_single(base: float) -> dict[str, Any]:
+    """The fields that both versions of transformers read."""
+    return {"rope_parameters": write_base(base), "rope_theta": base}
+
+
+def write_base(base: float) -> dict[str, Any]:
+    """transformers 5's description of plain rotary frequencies."""
+    return {"rope_type": "default", "rope_theta": base}

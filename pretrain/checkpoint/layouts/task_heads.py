@@ -1,0 +1,57 @@
+"""What a released family has between its encoder and the output layer of a task."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
+
+from pretrain.config import ModelConfig
+
+
+class HeadDropout(NamedTuple):
+    """Dropout rates of a task's head in training; a head without head.dense has only the second."""
+
+    before_dense: float = 0.0
+    before_out: float = 0.0
+
+
+class TaskHead(NamedTuple):
+    """The layers of a task's head before its output layer.
+
+    Attributes:
+        activation: of the dense layer, a name in `pretrain.model.activations.ACTIVATIONS`; "" if there is none.
+        bias: whether the dense layer has one.
+        norm: after the activation, a name in `pretrain.model.norms.NORMS`; "" if there is none.
+        pooling: what the head of a sequence reads: its first token, the mean of all tokens, or late: it computes every
+            token and takes the mean of the results.
+        dropout: in training.
+    """
+
+    activation: str = ""
+    bias: bool = True
+    norm: str = ""
+    pooling: Literal["cls", "mean", "late"] = "cls"
+    dropout: HeadDropout = HeadDropout()
+
+
+def sequence_head(
+    activation: str, *, twice: bool = False
+) -> Callable[[Mapping[str, Any], ModelConfig, str], TaskHead]:
+    """The heads of BERT and those like it: a dense layer for sequences alone, none for tokens and spans.
+
+    Args:
+        activation: of the dense layer.
+        twice: whether the input of the dense layer is dropped as well, as RobertaClassificationHead and
+            ElectraClassificationHead do.
+    """
+
+    def head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHead:
+        if purpose == "spans":  # google-research/bert run_squad.py, create_model, drops nothing either
+            return TaskHead()
+        share = config.get("classifier_dropout")
+        share = model.hidden_dropout if share is None else share
+        if purpose == "tokens":
+            return TaskHead(dropout=HeadDropout(0.0, share))
+        return TaskHead(activation, dropout=HeadDropout(share if twice else 0.0, share))
+
+    return head

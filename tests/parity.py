@@ -1,0 +1,334 @@
+"""Our models beside transformers' own classes with the same random weights: the largest differences, family by family.
+
+`python -m tests.parity --write` measures all of `SHAPES` in fp32 and writes docs/benchmarks/parity.md; the tests measure
+the first shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from finetune.artifacts.export import write_onnx
+from finetune.artifacts.padded import PaddedModel
+from finetune.model.batches import LabelledBatch
+from finetune.model.task_model import TaskModel
+from finetune.tasks.base import Head, Objective
+from pretrain.batches.loader import MicroBatch
+from pretrain.bench.baselines import pad
+from pretrain.checkpoint.layouts import read_config
+from pretrain.checkpoint.released import Released, read_released
+from pretrain.checkpoint.released_writer import released_tensors
+from pretrain.model.heads import PretrainingModel
+from tests.batches_by_hand import make_batch
+
+PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "parity.md"
+LIMIT = 1e-4
+ROWS = 101
+
+
+class Shape(NamedTuple):
+    """Sizes of a model and of a batch. Local layers look 4 tokens to each side."""
+
+    layers: int
+    hidden: int
+    heads: int
+    intermediate: int
+    lengths: tuple[int, ...]
+
+
+SHAPES = (
+    Shape(4, 32, 4, 48, (5, 9, 9, 30)),
+    Shape(7, 64, 2, 96, (1, 2, 60, 33)),
+    Shape(3, 48, 6, 200, (17,) * 6),
+    Shape(12, 128, 4, 192, (64, 3, 41)),
+)
+
+
+def _usual(shape: Shape, **more: Any) -> dict[str, Any]:
+    return {
+        "vocab_size": ROWS,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "intermediate_size": shape.intermediate,
+        "max_position_embeddings": 66,
+        "pad_token_id": 0,
+        **more,
+    }
+
+
+def _distilbert(shape: Shape) -> dict[str, Any]:
+    return {
+        "vocab_size": ROWS,
+        "dim": shape.hidden,
+        "n_layers": shape.layers,
+        "n_heads": shape.heads,
+        "hidden_dim": shape.intermediate,
+        "max_position_embeddings": 66,
+    }
+
+
+_MODERN = {"local_attention": 8, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
+_EURO = {"bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 3}
+_ALL_BIASES = {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True}
+# Name in the table -> (transformers' config class, its arguments).
+FAMILIES: dict[str, tuple[str, Callable[[Shape], dict[str, Any]]]] = {
+    "BERT": ("BertConfig", _usual),
+    "RoBERTa": ("RobertaConfig", lambda shape: _usual(shape, type_vocab_size=1)),
+    "XLM-R": ("XLMRobertaConfig", lambda shape: _usual(shape, type_vocab_size=1)),
+    "DistilBERT": ("DistilBertConfig", _distilbert),
+    "ELECTRA": ("ElectraConfig", lambda shape: _usual(shape, embedding_size=24)),
+    "ModernBERT": ("ModernBertConfig", lambda shape: _usual(shape, **_MODERN)),
+    "ModernBERT with biases, untied, mean": (
+        "ModernBertConfig",
+        lambda shape: _usual(shape, **_MODERN, **_ALL_BIASES, tie_word_embeddings=False, classifier_pooling="mean"),
+    ),
+    "EuroBERT, fewer key heads, late": (
+        "EuroBertConfig",
+        lambda shape: _usual(shape, **_EURO, num_key_value_heads=shape.heads // 2),
+    ),
+    "EuroBERT, tied, first token": (
+        "EuroBertConfig",
+        lambda shape: _usual(shape, **_EURO, tie_word_embeddings=True, classifier_pooling="bos"),
+    ),
+    "Nomic BERT": ("NomicBertConfig", _usual),
+    "GTE": ("GteConfig", _usual),
+    "GTE without segments": ("GteConfig", lambda shape: _usual(shape, type_vocab_size=0)),
+}
+MLM, GRADIENTS, ONNX = "MLM logits", "MLM gradients", "ONNX"
+HEADS: dict[str, tuple[Head, Objective]] = {
+    "classification": ("sequence", "classes"),
+    "tokens": ("tokens", "classes"),
+    "spans": ("spans", "span"),
+}
+_CLASSES = {
+    "sequence": "AutoModelForSequenceClassification",
+    "tokens": "AutoModelForTokenClassification",
+    "spans": "AutoModelForQuestionAnswering",
+}
+
+
+def measure(family: str, shape: Shape, cells: tuple[str, ...] = (MLM, GRADIENTS, *HEADS, ONNX)) -> dict[str, float]:
+    """The largest difference of each cell, relative to the largest value if that exceeds 1.
+
+    A cell is missing if transformers has no such class. `ONNX` compares onnxruntime with transformers on the head of
+    sequences.
+    """
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        if {MLM, GRADIENTS} & set(cells):
+            found |= _measure_mlm(family, shape, Path(folder) / "mlm")
+        for cell, (head, objective) in HEADS.items():
+            if cell in cells or (cell == "classification" and ONNX in cells):
+                found |= _measure_task(family, shape, Path(folder) / cell, cell, head, objective, ONNX in cells)
+    return {cell: found[cell] for cell in cells if cell in found}
+
+
+def difference(ours: Tensor, theirs: Tensor) -> float:
+    """The largest difference, relative to the largest value if that exceeds 1."""
+    assert ours.shape == theirs.shape
+    return float((ours - theirs).abs().max()) / max(1.0, float(theirs.abs().max()))
+
+
+def make_theirs(kind: str, family: str, shape: Shape) -> Any | None:
+    """A model of transformers all of whose parameters are random, so that no two could be swapped unseen."""
+    import transformers
+
+    name, values = FAMILIES[family]
+    labels = {"id2label": {0: "none", 1: "some", 2: "all"}} if "Classification" in kind else {}
+    config = getattr(transformers, name)(**values(shape), **labels)
+    torch.manual_seed(0)
+    try:
+        model = getattr(transformers, kind).from_config(config).eval()
+    except ValueError:  # no such class
+        return None
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def read_back(model: Any, folder: Path) -> Released:
+    """The model as we read it from what transformers saves."""
+    model.save_pretrained(folder)
+    return read_released(folder)
+
+
+def batch_for(released: Released, shape: Shape) -> MicroBatch:
+    """A batch of the shape's lengths; one segment if the model has no other."""
+    batch = make_batch(shape.lengths, ROWS)
+    return batch if released.token_types == 2 else MicroBatch(**{**vars(batch), "token_types": 0 * batch.token_types})
+
+
+def inputs_of(batch: MicroBatch, released: Released) -> dict[str, Tensor]:
+    """What transformers' models take."""
+    names = ["input_ids", "attention_mask", *(["token_type_ids"] if released.token_types == 2 else [])]
+    padded = pad(batch)
+    return {name: padded[name] for name in names}
+
+
+# ---- masked language modelling
+
+
+def _measure_mlm(family: str, shape: Shape, folder: Path) -> dict[str, float]:
+    theirs = make_theirs("AutoModelForMaskedLM", family, shape)
+    assert theirs is not None
+    released = read_back(theirs, folder)
+    model = PretrainingModel(released.model, ROWS, next_sentence=False).eval()
+    model.load_state_dict({**released.backbone, **released.pretraining})
+    batch = batch_for(released, shape)
+    inputs = inputs_of(batch, released)
+    logits_KV = theirs(**inputs).logits[inputs["attention_mask"].bool()][batch.masked_rows]
+    with torch.no_grad():
+        ours_KV = model.masked_logits(batch)
+    F.cross_entropy(logits_KV, batch.masked_labels, reduction="sum").backward()
+    model(batch).mlm_loss.backward()
+    return {MLM: difference(ours_KV, logits_KV.detach()), GRADIENTS: _gradient_difference(model, theirs, released)}
+
+
+def _gradient_difference(model: PretrainingModel, theirs: Any, released: Released) -> float:
+    """The largest of all parameters: our gradients under their names."""
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    facts = read_config(released.config)
+    if facts.token_types == 0:
+        gradients.pop("embeddings.token_type", None)  # DistilBERT has none
+    ours = released_tensors(gradients, facts)
+    other = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    bias = f"{facts.layout.decoder}.bias"
+    if bias not in other:  # two names of one parameter
+        ours.pop(bias, None)
+    missing = {name for name in other if name not in ours}
+    assert not missing, missing
+    return max(difference(ours[name], other[name]) for name in other)
+
+
+# ---- tasks
+
+
+def _measure_task(
+    family: str, shape: Shape, folder: Path, cell: str, head: Head, objective: Objective, onnx: bool
+) -> dict[str, float]:
+    theirs = make_theirs(_CLASSES[head], family, shape)
+    if theirs is None:
+        return {}
+    released = read_back(theirs, folder)
+    inputs = inputs_of(batch_for(released, shape), released)
+    with torch.no_grad():
+        expected_RC = their_logits(theirs, inputs, head)
+        ours_RC = task_model(released, head, objective).eval()(task_batch(released, shape, head)).logits
+    found = {cell: difference(ours_RC, expected_RC)}
+    if onnx and head == "sequence":
+        found[ONNX] = difference(_onnx_logits(released, inputs, folder), expected_RC)
+    return found
+
+
+def task_model(released: Released, head: Head, objective: Objective) -> TaskModel:
+    """The model that is trained, with the head that the checkpoint has."""
+    outputs = len(released.head["out_weight"])
+    model = TaskModel(
+        released.model, released.vocabulary_size, head, objective, outputs, released.task_head(head)
+    )
+    model.load_state_dict({**released.backbone, **{f"head.{name}": tensor for name, tensor in released.head.items()}})
+    return model
+
+
+def task_batch(released: Released, shape: Shape, head: Head) -> LabelledBatch:
+    """The same tokens with one window of each length; the head sees the first token of each, or all."""
+    batch = batch_for(released, shape)
+    lengths = torch.tensor(shape.lengths)
+    rows = batch.cu_seqlens[:-1].long() if head == "sequence" else torch.arange(int(lengths.sum()))
+    windows = torch.arange(len(lengths))
+    labels = torch.zeros(len(rows), 2) if head == "spans" else torch.zeros(len(rows), dtype=torch.long)
+    return LabelledBatch(
+        input_ids=batch.input_ids,
+        token_types=batch.token_types,
+        positions=batch.positions,
+        cu_seqlens=batch.cu_seqlens,
+        token_keys=batch.token_keys,
+        rows=rows,
+        sequence=windows if head == "sequence" else torch.repeat_interleave(windows, lengths),
+        owners=windows,
+        labels=labels,
+        weights=torch.ones(len(rows)),
+        lengths=batch.lengths,
+        query_rows=rows.numpy(),
+    )
+
+
+def their_logits(theirs: Any, inputs: dict[str, Tensor], head: Head) -> Tensor:
+    """[R, C] of the rows that our head sees."""
+    output = theirs(**inputs)
+    if head == "sequence":
+        return output.logits
+    logits_BLC = torch.stack([output.start_logits, output.end_logits], -1) if head == "spans" else output.logits
+    return logits_BLC[inputs["attention_mask"].bool()]
+
+
+def _onnx_logits(released: Released, inputs: dict[str, Tensor], folder: Path) -> Tensor:
+    import onnxruntime
+
+    model = PaddedModel(released, "sequence").eval()
+    write_onnx(model, folder / "model.onnx")
+    session = onnxruntime.InferenceSession(str(folder / "model.onnx"), providers=["CPUExecutionProvider"])
+    fed = {name: inputs.get(name, torch.zeros_like(inputs["input_ids"])).numpy() for name in model.inputs}
+    return torch.from_numpy(session.run(list(model.outputs), fed)[0])
+
+
+# ---- the page
+
+
+def table(measured: dict[str, dict[str, float]]) -> str:
+    """The page in Markdown."""
+    columns = (MLM, GRADIENTS, *HEADS, ONNX)
+    rows = [
+        f"| {family} | " + " | ".join(f"{cells[c]:.0e}" if c in cells else "no class" for c in columns) + " |"
+        for family, cells in measured.items()
+    ]
+    shapes = "; ".join(f"{s.layers} x {s.hidden}, {s.heads} heads, {s.intermediate}" for s in SHAPES)
+    return "\n".join(
+        [
+            "# Parity with transformers",
+            "",
+            "The largest difference from transformers' own class with the same random weights, in fp32 on CPU over padded",
+            f"batches, relative to the largest value if that exceeds 1. Every figure must stay below {LIMIT:.0e}. Spans of",
+            "families without a class of transformers for them are tested against our own padded model alone.",
+            "",
+            f"Shapes (layers x width, heads, feed-forward width): {shapes}. Local layers look 4 tokens to each side.",
+            "",
+            f"| Family | {' | '.join(columns)} |",
+            f"|---|{'---|' * len(columns)}",
+            *rows,
+            "",
+            "MLM gradients: of the summed loss, every parameter, under transformers' names. ONNX: onnxruntime's scores of the",
+            "classification head beside transformers'. Measure again with `python -m tests.parity --write`.",
+            "",
+        ]
+    )
+
+
+def main() -> int:
+    """Print the table; with `--write`, write the page. Exits with 1 if a difference exceeds the limit."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--write", action="store_true", help=f"write {PAGE.relative_to(PAGE.parents[2])}")
+    options = parser.parse_args()
+    measured: dict[str, dict[str, float]] = {}
+    for family in FAMILIES:
+        found = [measure(family, shape) for shape in SHAPES]
+        measured[family] = {cell: max(one[cell] for one in found) for cell in found[0]}
+    print(page := table(measured))
+    if options.write:
+        PAGE.write_text(page, encoding="utf-8")
+    return int(any(value > LIMIT for cells in measured.values() for value in cells.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,323 @@
+"""Families of released encoders: their config.json in every spelling, their names, and what is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from pretrain.checkpoint.layouts import LAYOUTS, ReleasedFacts, encoder_shapes, layout_of, read_config, write_config
+from pretrain.checkpoint.released import read_released
+from pretrain.checkpoint.released_writer import released_tensors
+from pretrain.common.errors import InputError
+from pretrain.config import ModelConfig
+from pretrain.model.heads import PretrainingModel
+from tests import parity
+
+transformers: Any = pytest.importorskip("transformers")
+
+SHAPE = parity.SHAPES[0]
+# Hub files of answerdotai/ModernBERT-base and jhu-clsp/mmBERT, made small.
+OLD_MODERNBERT = {
+    "architectures": ["ModernBertForMaskedLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "classifier_activation": "gelu",
+    "classifier_bias": False,
+    "classifier_dropout": 0.0,
+    "classifier_pooling": "mean",
+    "decoder_bias": True,
+    "embedding_dropout": 0.0,
+    "global_attn_every_n_layers": 3,
+    "global_rope_theta": 160000.0,
+    "hidden_activation": "gelu",
+    "hidden_size": 32,
+    "initializer_range": 0.02,
+    "intermediate_size": 48,
+    "layer_norm_eps": 1e-05,
+    "local_attention": 8,
+    "local_rope_theta": 20000.0,
+    "max_position_embeddings": 66,
+    "mlp_bias": False,
+    "model_type": "modernbert",
+    "norm_bias": False,
+    "norm_eps": 1e-05,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 5,
+    "pad_token_id": 0,
+    "position_embedding_type": "sans_pos",
+    "vocab_size": 101,
+}
+GTE = {**parity._usual(SHAPE), "model_type": "gte"}
+EUROBERT = {**parity._usual(SHAPE), "model_type": "eurobert"}
+NOMIC = {**parity._usual(SHAPE), "model_type": "nomic_bert"}
+FULL, SLIDING = "full_attention", "sliding_attention"
+
+
+def modern(**change: Any) -> dict[str, Any]:
+    """The configuration as transformers 5 writes it, with changes; None removes a key."""
+    values = json.loads(json.dumps(transformers.ModernBertConfig(**OLD_MODERNBERT).to_dict()))
+    values.update(change)
+    return {key: value for key, value in values.items() if value is not None}
+
+
+# ---- config.json
+
+
+def test_old_and_new_configs_of_modernbert_are_one() -> None:
+    old, new = read_config(OLD_MODERNBERT), read_config(modern())
+    assert "layer_types" in modern()
+    assert old == new
+    model = old.model
+    assert [model.window(n) for n in range(5)] == [0, 4, 4, 0, 4]
+    assert [model.rotary_base_of(n) for n in range(3)] == [160000, 20000, 20000]
+    assert (model.pooling, model.norm, model.max_positions) == ("mean", "layer_norm_no_bias", 66)
+
+
+@pytest.mark.parametrize("family", [family for family, _ in parity.FAMILIES.items()])
+def test_a_written_config_reads_the_same_in_both_programs(family: str) -> None:
+    name, values = parity.FAMILIES[family]
+    theirs = getattr(transformers, name)(**values(SHAPE))
+    facts = read_config(theirs.to_dict())
+    written = json.loads(json.dumps(write_config(theirs.to_dict(), facts, "ForMaskedLM", 101, 0)))
+    assert read_config(written) == facts
+    again = getattr(transformers, name)(**written)
+    expected, found = theirs.to_dict(), again.to_dict()
+    same = {key for key in expected if key not in ("architectures", "dtype", "global_attn_every_n_layers", "rope_theta")}
+    assert {key: found[key] for key in same} == {key: expected[key] for key in same}
+    # Without the config that was read, as for a run of ours.
+    bare = write_config({}, facts, "ForMaskedLM", 101, 0)
+    assert read_config(bare).model == facts.model or "late" in family
+
+
+def test_a_model_of_global_layers_only_survives() -> None:
+    facts = read_config(modern(layer_types=[FULL] * 5, global_attn_every_n_layers=None))
+    assert (facts.model.local_attention, facts.model.global_every) == (0, 1)
+    assert read_config(write_config({}, facts, "", 101, 0)) == facts
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (modern(layer_types=[FULL, SLIDING, FULL, FULL, SLIDING]), "layer_types is .*every n-th layer"),
+        (modern(layer_types=[SLIDING, SLIDING, FULL, SLIDING, SLIDING]), "layer_types is .*every n-th layer"),
+        (modern(layer_types=["chunked_attention"] * 5), r"layer_types has \['chunked_attention'\]"),
+        (
+            modern(rope_parameters={FULL: {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4}}),
+            r"rope_parameters\.full_attention\.rope_type is 'yarn'; only 'default'",
+        ),
+        (
+            modern(rope_parameters={SLIDING: {"rope_theta": 1e4, "partial_rotary_factor": 0.5}}),
+            r"sliding_attention\.partial_rotary_factor is 0\.5",
+        ),
+        ({**OLD_MODERNBERT, "rope_scaling": {"type": "linear", "factor": 2}}, "rope_type is 'linear'"),
+        (modern(classifier_pooling="late"), "classifier_pooling is 'late'"),
+        (modern(classifier_activation="relu"), "classifier_activation is 'relu'"),
+        (modern(hidden_activation="gelu_new"), "hidden_activation is 'gelu_new'; only 'gelu'"),
+        (modern(local_attention=80), r"local_attention \(80\) exceeds max_positions \(66\)"),
+        ({**EUROBERT, "rope_scaling": {"rope_type": "llama3"}}, r"rope_scaling\.rope_type is 'llama3'"),
+        ({**EUROBERT, "head_dim": 16}, "head_dim is 16"),
+        ({**EUROBERT, "num_key_value_heads": 3}, "multiple of kv_heads"),
+        ({**EUROBERT, "classifier_pooling": "last"}, "classifier_pooling is 'last'"),
+        ({**GTE, "model_type": "new", "rope_scaling": {"type": "ntk", "factor": 8.0}}, "rope_type is 'ntk'"),
+        ({**GTE, "layer_norm_type": "rms_norm"}, "layer_norm_type is 'rms_norm'"),
+        ({**NOMIC, "prenorm": True}, "prenorm is True"),
+        ({**NOMIC, "rotary_emb_fraction": 0.5}, "rotary_emb_fraction is 0.5"),
+        ({**NOMIC, "type_vocab_size": 16}, "type_vocab_size is 16"),
+    ],
+)
+def test_what_our_encoder_lacks_is_refused_by_field_and_value(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_config(config)
+
+
+def test_the_refusal_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(modern(classifier_pooling="late")))
+    with pytest.raises(InputError, match=r"config\.json: not a model that our encoder supports \(classifier_pooling"):
+        read_released(tmp_path)
+
+
+def test_older_keys_of_nomic_are_todays() -> None:
+    older = {
+        "model_type": "nomic_bert",
+        "activation_function": "swiglu",
+        "n_embd": 32,
+        "n_head": 4,
+        "n_inner": 48,
+        "n_layer": 4,
+        "n_positions": 8192,
+        "max_trained_positions": 2048,
+        "rotary_scaling_factor": 2.0,
+        "layer_norm_epsilon": 1e-12,
+        "rotary_emb_base": 1000,
+        "rotary_emb_fraction": 1.0,
+        "resid_pdrop": 0.0,
+        "attn_pdrop": 0.0,
+        "type_vocab_size": 2,
+        "vocab_size": 101,
+    }
+    assert read_config(older).model == read_config({**NOMIC, "max_position_embeddings": 2048}).model
+    written = write_config(older, read_config(older), "ForMaskedLM", 101, 0)
+    assert read_config(written).model == read_config(older).model
+    assert transformers.NomicBertConfig(**written).hidden_size == 32
+
+
+@pytest.mark.parametrize(
+    ("family", "change", "reason"),
+    [
+        ("modernbert", {"norm": "rms_norm"}, "model.norm is rms_norm, and modernbert supports only layer_norm_no_bias"),
+        ("modernbert", {"ffn_in_bias": True}, "model.ffn_out_bias is False, and modernbert supports only True"),
+        ("modernbert", {"positions": "rotary_interleaved"}, "model.positions is rotary_interleaved"),
+        ("modernbert", {"kv_heads": 2}, "model.kv_heads is 2, and modernbert supports only 4"),
+        ("modernbert", {"pooling": "max"}, "classifier_pooling is 'max'"),
+        ("eurobert", {"decoder_bias": True}, "model.decoder_bias is True"),
+        ("gte", {"ffn_out_bias": False}, "the model lacks layers.*.ffn_out_bias"),
+        ("nomic_bert", {"token_types": False}, "model.token_types is False"),
+        ("bert", {"gated": True}, "no counterpart of layers.*.gated_in_bias, layers.*.gated_in_weight"),
+        ("bert", {"positions": "sinusoidal"}, "model.positions is sinusoidal, and bert supports only learned"),
+        ("bert", {"pooling": "mean"}, "model.pooling is mean"),
+    ],
+)
+def test_parts_that_a_layout_cannot_hold_are_named(family: str, change: dict[str, Any], reason: str) -> None:
+    sizes = {"family": family, "size": "custom", "layers": 4, "hidden": 32, "heads": 4}
+    assert layout_of(ModelConfig.model_validate(sizes)).without_counterpart(ModelConfig.model_validate(sizes)) == ""
+    model = ModelConfig.model_validate({**sizes, **change})
+    assert reason in LAYOUTS[family].without_counterpart(model)
+
+
+# ---- names
+
+
+@pytest.mark.parametrize("family", parity.FAMILIES)
+def test_our_names_are_those_of_the_encoder(family: str) -> None:
+    name, values = parity.FAMILIES[family]
+    facts = read_config(getattr(transformers, name)(**values(SHAPE)).to_dict())
+    model = PretrainingModel(facts.model, 101, next_sentence=False)
+    state = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    encoder = encoder_shapes(facts.model, 101)
+    assert {name: shape for name, shape in state.items() if not name.startswith("heads.")} == encoder
+    assert all(facts.layout.names(name) for name in state if name != "embeddings.token_type")
+
+
+def native(model: Any, folder: Path) -> Path:
+    """A model saved under the names that its class has, without transformers' conversion to older ones."""
+    model.config.save_pretrained(folder)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "architectures": [type(model).__name__]}))
+    save_file(state, folder / "model.safetensors")
+    return folder
+
+
+@pytest.mark.parametrize("family", ["GTE", "Nomic BERT"])
+def test_the_hubs_older_names_and_todays_give_one_model(family: str, tmp_path: Path) -> None:
+    theirs = parity.make_theirs("AutoModelForMaskedLM", family, SHAPE)
+    assert theirs is not None
+    theirs.save_pretrained(tmp_path / "older")
+    stacked = {"GTE": "up_gate_proj", "Nomic BERT": "Wqkv"}[family]
+    assert any(stacked in name for name in load_file(tmp_path / "older" / "model.safetensors"))
+    older, today = read_released(tmp_path / "older"), read_released(native(theirs, tmp_path / "today"))
+    assert all(tensor.is_read or "tied" in tensor.target for tensor in (*older.mapping, *today.mapping))
+    assert_same({**older.backbone, **older.pretraining}, {**today.backbone, **today.pretraining})
+    # The encoder alone, as embedding models are saved, without a prefix or with an older one.
+    prefix = {"GTE": "gte.", "Nomic BERT": "nomic_bert."}[family]
+    tensors = load_file(tmp_path / "older" / "model.safetensors")
+    for other in ("", {"GTE": "new.", "Nomic BERT": "bert."}[family]):
+        alone = {name.replace(prefix, other, 1): t for name, t in tensors.items() if name.startswith(prefix)}
+        save_file(alone, tmp_path / "older" / "model.safetensors")
+        assert_same(read_released(tmp_path / "older").backbone, today.backbone)
+
+
+def assert_same(first: dict[str, Tensor], second: dict[str, Tensor]) -> None:
+    assert first.keys() == second.keys()
+    assert not [name for name in first if not torch.equal(first[name], second[name])]
+
+
+def test_an_encoder_saved_alone_or_by_a_trainer_is_read(tmp_path: Path) -> None:
+    for family in ("ModernBERT", "EuroBERT, fewer key heads, late"):
+        theirs = parity.make_theirs("AutoModelForMaskedLM", family, SHAPE)
+        assert theirs is not None
+        whole = read_released(native(theirs, tmp_path / family))
+        tensors = load_file(tmp_path / family / "model.safetensors")
+        for rename in (lambda name: name.removeprefix("model."), lambda name: f"_orig_mod.module.{name}"):
+            save_file({rename(name): t for name, t in tensors.items()}, tmp_path / family / "model.safetensors")
+            again = read_released(tmp_path / family)
+            assert_same(again.backbone, whole.backbone)
+            assert_same(again.pretraining, whole.pretraining)
+
+
+def test_a_missing_tensor_and_a_further_layer_are_named(tmp_path: Path) -> None:
+    theirs = parity.make_theirs("AutoModelForMaskedLM", "EuroBERT, fewer key heads, late", SHAPE)
+    assert theirs is not None
+    tensors = load_file(native(theirs, tmp_path) / "model.safetensors")
+    without = {name: t for name, t in tensors.items() if name != "model.layers.2.mlp.up_proj.weight"}
+    save_file(without, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"model\.layers\.2\.mlp\.up_proj\.weight is missing"):
+        read_released(tmp_path)
+    further = {"model.layers.4.mlp.up_proj.weight": tensors["model.layers.3.mlp.up_proj.weight"].clone()}
+    save_file({**tensors, **further}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"layers\.4\.\S*, beyond the 4 layers"):
+        read_released(tmp_path)
+    changed = {"model.layers.1.self_attn.k_proj.weight": torch.zeros(32, 32)}
+    save_file({**tensors, **changed}, tmp_path / "model.safetensors")
+    with pytest.raises(InputError, match=r"k_proj\.weight has the shape \[32, 32\]; expected \[16, 32\]"):
+        read_released(tmp_path)
+
+
+def test_the_prediction_head_of_modernbert_begins_a_task(tmp_path: Path) -> None:
+    theirs = parity.make_theirs("AutoModelForMaskedLM", "ModernBERT", SHAPE)
+    assert theirs is not None
+    released = parity.read_back(theirs, tmp_path)
+    assert set(released.head) == {"dense_weight", "norm_weight"}
+    assert torch.equal(released.head["dense_weight"], released.pretraining["heads.mlm_transform_weight"])
+    assert torch.equal(released.head["norm_weight"], theirs.head.norm.weight)
+    # A classifier has that head, but no decoder's bias: no masked-language-modelling head can be made of it.
+    theirs = parity.make_theirs("AutoModelForSequenceClassification", "ModernBERT", SHAPE)
+    assert theirs is not None
+    released = parity.read_back(theirs, tmp_path)
+    assert set(released.head) == {"dense_weight", "norm_weight", "out_weight", "out_bias"}
+    assert not released.pretraining
+
+
+@pytest.mark.parametrize("family", parity.FAMILIES)
+@pytest.mark.parametrize("purpose", ["mlm", "sequence", "tokens", "spans"])
+def test_a_written_model_is_whole_in_transformers_and_comes_back(family: str, purpose: str, tmp_path: Path) -> None:
+    kind = parity._CLASSES.get(purpose, "AutoModelForMaskedLM")
+    theirs = parity.make_theirs(kind, family, SHAPE)
+    if theirs is None:
+        pytest.skip("transformers has no such class")
+    released = parity.read_back(theirs, tmp_path / "theirs")
+    facts = read_config(released.config)
+    head = {f"head.{name}": tensor for name, tensor in released.head.items()}
+    state = {**released.backbone, **(released.pretraining if purpose == "mlm" else head)}
+    (tmp_path / "ours").mkdir()
+    purpose_of_out = "sequence" if purpose == "mlm" else purpose
+    save_file(released_tensors(state, facts, purpose_of_out), tmp_path / "ours" / "model.safetensors")
+    end = {"mlm": "ForMaskedLM", "sequence": "ForSequenceClassification", "tokens": "ForTokenClassification"}
+    values = write_config(released.config, facts, end.get(purpose, "ForQuestionAnswering"), 101, 0)
+    (tmp_path / "ours" / "config.json").write_text(json.dumps(values))
+    loaded, report = getattr(transformers, kind).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    assert type(loaded) is type(theirs)
+    inputs = parity.inputs_of(parity.batch_for(released, SHAPE), released)
+    head = "tokens" if purpose == "mlm" else purpose
+    with torch.no_grad():
+        expected, found = (parity.their_logits(model.eval(), inputs, head) for model in (theirs, loaded))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    again = read_released(tmp_path / "ours")
+    assert_same(again.backbone, released.backbone)
+    assert_same(again.pretraining, released.pretraining)
+    assert_same(again.head, released.head)
+
+
+def test_a_facts_tuple_is_not_changed_by_writing() -> None:
+    config = modern()
+    before = copy.deepcopy(config)
+    write_config(config, ReleasedFacts(LAYOUTS["modernbert"], read_config(config).model), "", 101, 0)
+    assert config == before
