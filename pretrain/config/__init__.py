@@ -16,6 +16,7 @@ from pretrain.config.data import (
 )
 from pretrain.config.engine import CheckpointConfig, EngineConfig, Precision, SpikeConfig
 from pretrain.config.model import MAX_WIDTH, ModelConfig
+from pretrain.config.objectives import DistillationConfig
 from pretrain.config.resume import (
     FREE_ON_RESUME,
     began_from,
@@ -35,6 +36,7 @@ __all__ = [
     "AdaptationConfig",
     "CheckpointConfig",
     "CorpusConfig",
+    "DistillationConfig",
     "EngineConfig",
     "EvaluationConfig",
     "MaskingConfig",

@@ -15,6 +15,7 @@ from pretrain.config.adaptation import AdaptationConfig
 from pretrain.config.data import CorpusConfig, MaskingConfig, PairsConfig
 from pretrain.config.engine import CheckpointConfig, EngineConfig, SpikeConfig
 from pretrain.config.model import ModelConfig
+from pretrain.config.objectives import DistillationConfig
 from pretrain.config.schedule import EvaluationConfig, OptimizerConfig, PhaseConfig
 
 _RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
@@ -143,6 +144,9 @@ class PretrainConfig(RunConfig):
     adaptation: AdaptationConfig = Field(
         default=AdaptationConfig(), description="How a run continues from the checkpoint in start_from."
     )
+    distillation: DistillationConfig = Field(
+        default=DistillationConfig(), description="Learning from the predictions of a larger model."
+    )
 
     @model_validator(mode="after")
     def _check_start(self) -> PretrainConfig:
@@ -160,6 +164,28 @@ class PretrainConfig(RunConfig):
         if added := self.corpus.vocabulary.added_words:
             raise ValueError(
                 f"corpus.vocabulary.added_words ({added}) needs start_from: the checkpoint whose vocabulary is extended"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_distillation(self) -> PretrainConfig:
+        settings = self.distillation
+        if not settings.teacher:
+            for name, value in settings:
+                if value != DistillationConfig.model_fields[name].default:
+                    raise ValueError(
+                        f"distillation.{name} ({value}) needs distillation.teacher: the model to learn from"
+                    )
+            return self
+        if self.start_from:
+            raise ValueError(
+                f"start_from ({self.start_from}) and distillation.teacher ({settings.teacher}) both give the first "
+                "weights. Remove one of them"
+            )
+        if len(settings.layers) not in (0, self.model.layers):
+            raise ValueError(
+                f"distillation.layers ({list(settings.layers)}) has {len(settings.layers)} numbers for the "
+                f"{self.model.layers} layers of the model (model.layers)"
             )
         return self
 

@@ -17,11 +17,21 @@ TRAINING_METRICS: dict[str, Metric] = {
     "epoch": Metric("", "Epoch of the current phase, counted from 0."),
     "samples": Metric("sequences", "Sequences trained on so far."),
     "tokens": Metric("tokens", "Tokens trained on so far, without padding."),
-    "loss": Metric("nats", "Sum of mlm_loss and nsp_loss; for fine-tuning, the loss of the task."),
+    "loss": Metric(
+        "nats", "Sum of mlm_loss and nsp_loss; other objectives weight their losses; for fine-tuning, the task's loss."
+    ),
     "mlm_loss": Metric("nats", "Cross-entropy per masked token; mean since the last record."),
     "mlm_accuracy": Metric("fraction", "Masked tokens predicted correctly since the last record."),
     "nsp_loss": Metric("nats", "Cross-entropy per sentence pair; mean since the last record."),
     "nsp_accuracy": Metric("fraction", "Sentence pairs classified correctly since the last record."),
+    "distil_loss": Metric(
+        "nats",
+        "Divergence from the teacher's predictions per masked token, at the temperature and times its square; mean "
+        "since the last record.",
+    ),
+    "cosine_loss": Metric(
+        "", "1 minus the cosine of the last hidden states of student and teacher; mean of tokens since the last record."
+    ),
     "lr": Metric("", "Learning rate of the last step."),
     "grad_norm": Metric("", "Global gradient norm of the last step, before clipping."),
     "tokens_per_second": Metric("tokens/s", "Throughput over all workers, without padding."),
