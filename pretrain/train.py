@@ -187,7 +187,8 @@ class Pretraining:
         counts = sum(self.counts(step) for step in steps)
         outputs = (engine.forward(batch.to(self._device)) for step in steps for batch in step.micro_batches)
         totals = sum(self.totals(output).double().cpu() for output in outputs)
-        assert isinstance(totals, Tensor) and isinstance(counts, Tensor)
+        assert isinstance(totals, Tensor)
+        assert isinstance(counts, Tensor)
         engine.sum_over_workers(totals)
         return self.metrics(totals.tolist(), counts.tolist()) if counts[0] else {}
 
