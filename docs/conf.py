@@ -16,6 +16,8 @@ NAVIGATION = {
     "Guides": [
         "guides/sources",
         "guides/pretraining",
+        "guides/adapt",
+        "guides/objectives",
         "guides/finetuning",
         "guides/monitoring",
         "guides/recovery",

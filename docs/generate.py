@@ -131,8 +131,9 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     pretrain, finetune, cluster = (_subcommands(name) for name in ("pretrain", "finetune", "cluster"))
     yield "demo", finetune["demo"]
     yield from ((name, pretrain[name]) for name in ("prepare", "pretrain"))
+    yield "adapt", finetune["adapt"]
     yield "export: a pretraining run", pretrain["export"]
-    yield from ((name, parser) for name, parser in finetune.items() if name not in ("demo", "export", "bench"))
+    yield from ((name, parser) for name, parser in finetune.items() if name not in ("demo", "adapt", "export", "bench"))
     yield "export: a fine-tuned model", finetune["export"]
     yield from ((name, pretrain[name]) for name in ("report", "dashboard"))
     yield from cluster.items()

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from finetune.adaptation import options
 from pretrain import demo as pretraining_demo
 from pretrain.commands import (
     add_command,
@@ -48,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of every command, for the command line and the command reference."""
     parser = make_parser("Fine-tune BERT-style checkpoints for classification, named entities and question answering.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_demo, _add_finetune, _add_evaluate, _add_predict, _add_export, _add_sweep, _add_glue):
+    for add in (_add_demo, _add_adapt, _add_finetune, _add_evaluate, _add_predict, _add_export, _add_sweep, _add_glue):
         add(commands)
     return parser
 
@@ -70,6 +71,13 @@ def _demo(arguments: argparse.Namespace) -> int:
     from pretrain.__main__ import main as pretrain
 
     return demo.run(arguments, pretrain, main)
+
+
+def _adapt(arguments: argparse.Namespace) -> int:
+    from finetune.adaptation import command
+    from pretrain.__main__ import main as pretrain
+
+    return command.run(arguments, pretrain, main)
 
 
 def _finetune(arguments: argparse.Namespace) -> None:
@@ -196,6 +204,11 @@ def _add_demo(commands: Any) -> None:
         pretraining_demo.EXAMPLES,
     )
     pretraining_demo.add_options(parser)
+
+
+def _add_adapt(commands: Any) -> None:
+    parser = add_command(commands, "adapt", _adapt, options.PURPOSE, options.EXAMPLES)
+    options.add_options(parser)
 
 
 def _add_finetune(commands: Any) -> None:

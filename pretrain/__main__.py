@@ -128,7 +128,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     from pretrain.checkpoint import hf
 
-    hf.export_run(arguments.run, arguments.out, arguments.checkpoint)
+    hf.export_run(arguments.run, arguments.out, arguments.checkpoint, averaged=arguments.averaged)
     print(f"{arguments.out}: written. transformers loads it with AutoModelForPreTraining.from_pretrained.")
 
 
@@ -254,6 +254,9 @@ Fine-tuned models are exported by the same command, also as ONNX:
     parser.add_argument("run", type=local_path, metavar="RUN", help="run folder, such as runs/bert-mini")
     parser.add_argument("out", type=local_path, metavar="DIR", help="folder to write")
     parser.add_argument("--checkpoint", metavar="NAME", help="checkpoint of the run (default: the newest)")
+    parser.add_argument(
+        "--averaged", action="store_true", help="write the mean of the last steps' weights (see averaging.share)"
+    )
 
 
 def _add_report(commands: Any) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from pretrain.batches.replay import with_replay
-from pretrain.checkpoint.start import read_start
+from pretrain.checkpoint.start import START_FILE, read_start
 from pretrain.common.files import write_json
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
@@ -22,7 +22,6 @@ from pretrain.training.engine import Engine
 from pretrain.training.fresh_state import FreshState
 from pretrain.training.rates import rate_shares
 
-START_FILE = "start.json"  # in the run folder: what the run began with
 _WORDS = "embeddings.word"
 
 logger = logging.getLogger(__name__)
@@ -98,7 +97,13 @@ class Continuation:
         if engine.rank == 0:
             write_json(
                 self._config.folder / START_FILE,
-                {**self.identity["start"], "initialised": list(start.initialised), "table": start.table.split("\n")},
+                {
+                    **self.identity["start"],
+                    "initialised": list(start.initialised),
+                    "table": start.table.split("\n"),
+                    "family": start.family,
+                    "config": start.config,
+                },
             )
         logger.info("began from %s (%s)\n%s", self._config.start_from, start.fingerprint[:12], start.table)
 

@@ -19,6 +19,7 @@ from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.common.settings import dump
 from pretrain.config import PhaseConfig, Precision, PretrainConfig, R, with_precision
 from pretrain.model import cost
+from pretrain.model.parameters import total
 from pretrain.model.precision import matmul_peak, resolve_here
 
 Device = Literal["cpu", "cuda"]
@@ -105,7 +106,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     always use it again, so there the two add up.
 
     weights       compute copy: whole, or a shard and the gathered ones (ZeRO 3)
-    optimizer     fp32 master weights and two moments
+    optimizer     fp32 master weights, the optimizer's moments, and the mean of the weights if they are averaged
     gradients     kept from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded in ZeRO 2 and 3
     activations   saved for the backward pass of one micro-batch, and the working space of one layer
     logits        scores of the masked tokens and their gradient
@@ -114,7 +115,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     process       the interpreter and its libraries (CPU)
     """
     size = vocabulary_size(config)
-    p = cost.parameter_count(config.model, size, config.pairs.next_sentence).total
+    p = cost.parameter_count(config.model, size, config.pairs.has_classifier).total
     half = config.engine.precision != "fp32"
     activations, logits = _micro_batch_bytes(config, size, workers)
     # The tied embedding has two gradients: the decoder's, and the look-up's, which is summed in fp32. The second one is
@@ -122,6 +123,8 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     embedding = (6 if half else 12) * size * config.model.hidden
     sums = half and (device == "cpu" or workers == 1)
     states, during, after = _zero_states(stage, half, p, workers, size * config.model.hidden, sums=sums)
+    more = _more_than_adamw(config, p)
+    states["optimizer"] += more // (workers if stage else 1)
     if device == "cuda":
         copies = during + max(0, max(after - during, embedding) - activations - logits)
     else:
@@ -131,9 +134,16 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
         "activations": activations,
         "logits": logits,
         "copies": copies,
-        "checkpoint": 12 * p // workers if config.checkpoint.background and device == "cpu" else 0,
+        "checkpoint": (12 * p + more) // workers if config.checkpoint.background and device == "cpu" else 0,
         "process": _PROCESS_BYTES + config.engine.compile * _COMPILER_BYTES if device == "cpu" else 0,
     }
+
+
+def _more_than_adamw(config: PretrainConfig, p: int) -> int:
+    """Bytes of optimizer state besides AdamW's, over all workers; negative if there is less, as with Muon."""
+    averages = 4 * p if config.averaging.share else 0
+    matrices = total(cost.hidden_matrices(config.model))
+    return averages - (4 * matrices if config.optimizer.name == "muon" else 0)
 
 
 def _zero_states(
@@ -192,8 +202,10 @@ def micro_batch_tokens(config: PretrainConfig, workers: int) -> int:
 def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> tuple[int, int]:
     """(activations, logits) in bytes of the largest micro-batch that a worker can get."""
     engine, tokens = config.engine, micro_batch_tokens(config, workers)
-    masked = round(config.masking.probability * tokens)
+    masked = round(config.largest_masking_share * tokens)
     queries = masked + tokens // max(phase.sequence_length for phase in config.phases)
+    if config.pairs.has_classifier and config.model.pooling != "cls":
+        queries = tokens
     itemsize = 4 if engine.precision == "fp32" else 2
     activations = cost.activation_bytes(
         config.model,
@@ -219,12 +231,12 @@ def expected_length(config: PretrainConfig, phase: PhaseConfig) -> float:
 
 def step_flops(config: PretrainConfig, vocabulary: int, lengths: Sequence[int], masked: int) -> float:
     """Useful FLOPs of one forward and backward pass over sequences of `lengths` tokens, as `cost.flops`."""
-    return cost.flops(config.model, vocabulary, lengths, masked, config.pairs.next_sentence)
+    return cost.flops(config.model, vocabulary, lengths, masked, config.pairs.has_classifier)
 
 
 def executed_flops(config: PretrainConfig, vocabulary: int, lengths: Sequence[int], masked: int) -> float:
     """FLOPs that MFU counts, as `cost.executed_flops`."""
-    return cost.executed_flops(config.model, vocabulary, lengths, masked, config.pairs.next_sentence)
+    return cost.executed_flops(config.model, vocabulary, lengths, masked, config.pairs.has_classifier)
 
 
 @dataclass(frozen=True)
@@ -241,10 +253,12 @@ class Work:
 def phase_work(config: PretrainConfig, phase: PhaseConfig, vocabulary: int, mean_length: float | None = None) -> Work:
     """Sequences, tokens and useful FLOPs of a phase; all lengths are assumed to equal the mean."""
     mean = min(mean_length or expected_length(config, phase), phase.sequence_length)
-    most = phase.max_predictions or round(config.masking.probability * phase.sequence_length)
-    masked = min(config.masking.probability * mean, most)
-    flops = cost.flops(config.model, vocabulary, [mean], masked, config.pairs.next_sentence)
-    sequences = phase.steps * phase.global_sequences
+    number = next(n for n, one in enumerate(config.phases) if one is phase)
+    share = sum(config.masking_shares(number)) / 2
+    most = phase.max_predictions or round(share * phase.sequence_length)
+    masked = min(share * mean, most) * (1 - phase.causal_share) + mean * phase.causal_share
+    flops = cost.flops(config.model, vocabulary, [mean], masked, config.pairs.has_classifier)
+    sequences = phase.sequences
     return Work(phase.steps, sequences, sequences * mean, mean, sequences * flops)
 
 
@@ -307,11 +321,11 @@ def _measure_peak(precision: Precision) -> tuple[Device, float]:
 
 
 def _parameter_lines(config: PretrainConfig, size: int) -> str:
-    count = cost.parameter_count(config.model, size, config.pairs.next_sentence)
+    count = cost.parameter_count(config.model, size, config.pairs.has_classifier)
     model = config.model
-    name = "BertForPreTraining" if config.pairs.next_sentence else "BertForMaskedLM"
+    name = "BertForPreTraining" if config.pairs.has_classifier else "BertForMaskedLM"
     shape = f"{model.layers} of hidden {model.hidden}, {model.heads} heads, feed-forward {model.intermediate}"
-    pooler = ", pooler, NSP" if config.pairs.next_sentence else ""
+    pooler = f", pooler, {config.pairs.chosen_objective.upper()}" if config.pairs.has_classifier else ""
     rows = [
         ("embeddings", count.embeddings, f"{size:,} words, {model.max_positions} positions, 2 segments"),
         ("layers", count.layers, shape),
@@ -377,6 +391,10 @@ def _work_lines(config: PretrainConfig, size: int, mean_length: float | None) ->
     ]
     source = "as given" if mean_length else "for long documents; `prepare` reports yours"
     lines.append(f"  useful FLOPs: no padding, MLM head only at masked tokens; mean length {source}")
+    if config.optimizer.name == "muon":
+        flops = cost.orthogonalisation_flops(config.model)
+        shares = ", ".join(f"{flops / (w.flops / w.steps):.2g}" for w in work)
+        lines.append(f"  besides, Muon takes {flops:.3g} FLOP per step: {shares} of a step's (phase by phase)")
     return "\n".join(lines)
 
 

@@ -41,7 +41,8 @@ def check_corpus(config: PretrainConfig) -> None:
     """Open the corpus and compare its sources and vocabulary with the config.
 
     Raises:
-        InputError: the corpus is missing, damaged, or was prepared with other source weights or another vocabulary.
+        InputError: the corpus is missing, damaged, or was prepared with other source weights or another vocabulary, or
+            lacks a source that a phase weighs.
     """
     from pretrain.corpus.shards import open_shards, verify_shards
 
@@ -54,6 +55,8 @@ def check_corpus(config: PretrainConfig) -> None:
             f"{folder}: was prepared with source weights {prepared}, but the config has {weights}. "
             "Run `prepare` again; it keeps the tokens and updates the weights."
         )
+    for number, phase in enumerate(config.phases):
+        shards.weights(phase.weights, f"phases.{number}.weights")
     verify_shards(folder)
     vocabulary = config.corpus.vocabulary
     advice = "Prepare into another corpus.dir, or set corpus.vocabulary to the one that was used."

@@ -90,6 +90,7 @@ def _plan(config: PretrainConfig) -> TrainingPlan:
         learning_rate=lambda step: learning_rate(config.phases, step),
         evaluate_every_steps=config.evaluation.every_steps,
         checkpoint_every_steps=config.checkpoint.every_steps,
+        average_from=config.average_from,
         evaluate_first=bool(config.start_from),
     )
 
@@ -134,9 +135,11 @@ class Pretraining:
     def batches(self, start_step: int, passed_over: Sequence[tuple[int, int]]) -> Iterator[StepBatch]:
         first_phase, phase_step = self._config.phase_at(start_step)
         # Data that a phase skipped shifts only the later data of the same phase.
-        behind = [0] * len(self._config.phases)
+        behind = [0] * len(self._config.phases)  # in samples
         for step, count in passed_over:
-            behind[self._config.phase_at(step)[0]] += count
+            number, within = self._config.phase_at(step)
+            phase = self._config.phases[number]
+            behind[number] += phase.first_sample(within + count) - phase.first_sample(within)
         for number in range(first_phase, len(self._config.phases)):
             self._open_loader(number, phase_step, behind[number])
             assert self._loader is not None
@@ -256,7 +259,7 @@ def full_batch(config: PretrainConfig, lengths: list[int], vocabulary_size: int)
     """A micro-batch of random tokens, with sequences of these lengths and as many masked tokens as possible."""
     tokens = sum(lengths)
     generator = torch.Generator().manual_seed(0)
-    masked = [max(1, round(config.masking.probability * length)) for length in lengths]
+    masked = [max(1, min(round(config.largest_masking_share * length), length - 2)) for length in lengths]
     starts = [sum(lengths[:number]) for number in range(len(lengths))]
     rows = [start + 1 + i for start, count in zip(starts, masked, strict=True) for i in range(count)]
     return MicroBatch(
@@ -266,7 +269,7 @@ def full_batch(config: PretrainConfig, lengths: list[int], vocabulary_size: int)
         cu_seqlens=torch.tensor([*starts, tokens], dtype=torch.int32),
         masked_rows=torch.tensor(rows),
         masked_labels=torch.zeros(len(rows), dtype=torch.int64),
-        nsp_labels=torch.zeros(len(lengths) if config.pairs.next_sentence else 0, dtype=torch.int64),
+        nsp_labels=torch.zeros(len(lengths) if config.pairs.has_classifier else 0, dtype=torch.int64),
         token_keys=torch.randint(-(2**31), 2**31 - 1, (tokens,), generator=generator).int(),
         lengths=tuple(lengths),
     )

@@ -1,4 +1,4 @@
-"""One place to change the architecture: another norm and another activation, and everything follows or says why not."""
+"""One place to change the architecture: other parts and other families, and everything follows or says why not."""
 
 from __future__ import annotations
 
@@ -19,17 +19,38 @@ from pretrain.checkpoint.layouts import BERT, LAYOUTS, ReleasedFacts, read_confi
 from pretrain.common.errors import InputError
 from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig, changed_for_resume
 from pretrain.model import activations, norms
-from pretrain.model.cost import activation_bytes, encoder_flops, flops, parameter_count
+from pretrain.model.cost import activation_bytes, encoder_flops, executed_flops, flops, parameter_count
 from pretrain.model.encoder import Encoder
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.padded import PaddedEncoder
 from pretrain.model.parameters import has_weight_decay, layer_of, stacked_parts
-from tests.batches_by_hand import make_batch
+from tests.batches_by_hand import make_batch, take_sequence
 
 VOCABULARY, LENGTHS = 101, (7, 20, 21, 40)
 # Every entry of the tables, so one that is added is tested, and what a test swaps in besides.
 TABLES = [{"norm": name} for name in norms.NORMS] + [{"activation": name} for name in activations.ACTIVATIONS]
 SWAPPED = {"norm": "rms_norm", "activation": "relu"}
+# What a config can replace. The longest sequences are cut into chunks by the windows.
+PARTS: list[dict[str, Any]] = [
+    {"family": "modernbert", "local_attention": 8},
+    {"family": "eurobert", "kv_heads": 2},
+    {"family": "nomic_bert"},
+    {"family": "gte"},
+    {"norm_placement": "pre"},
+    {"norm_placement": "pre", "embedding_norm": False},
+    {"positions": "sinusoidal"},
+    {"positions": "rotary_interleaved", "rotary_base": 1e4},
+    {"positions": "relative", "relative_buckets": 8, "relative_max_distance": 20},
+    {"positions": "none", "local_attention": 8, "global_every": 2},
+    {"gated": True},
+    {"attention_bias": False, "ffn_in_bias": False, "ffn_out_bias": False, "mlm_transform_bias": False},
+    {"kv_heads": 1},
+    {"mlm_transform": False, "decoder_bias": False},
+    {"tied_decoder": False, "token_types": False},
+    {"pooling": "mean"},
+    {"pooling": "max"},
+]
+COMPILED = [PARTS[0], PARTS[1], PARTS[8]]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -46,7 +67,7 @@ def swapped(monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
 
 
 def make_shape(**values: Any) -> ModelConfig:
-    sizes = {"size": "custom", "layers": 2, "hidden": 32, "heads": 4, "intermediate": 48, "max_positions": 64}
+    sizes = {"size": "custom", "layers": 3, "hidden": 32, "heads": 4, "intermediate": 48, "max_positions": 64}
     return ModelConfig.model_validate({**sizes, **values})
 
 
@@ -125,7 +146,55 @@ def test_their_gradients_are_those_of_plain_torch(swapped: ModelConfig, options:
         torch.testing.assert_close(parameter.grad, state[name].grad, rtol=1e-4, atol=1e-5, msg=name)
 
 
-@pytest.mark.parametrize("entry", [*TABLES, SWAPPED, {**SWAPPED, "embedding": 24}], ids=str)
+@pytest.mark.parametrize("option", ["activation_checkpointing", "compile"])
+@pytest.mark.parametrize("entry", PARTS, ids=str)
+def test_parts_train_alike_compiled_and_recomputed(entry: dict[str, Any], option: str) -> None:
+    """With dropout everywhere, which is a hash: the same losses and gradients, of every parameter."""
+    if option == "compile" and entry not in COMPILED:
+        pytest.skip("takes long")
+    shape, batch = make_shape(**{"hidden_dropout": 0.1, "attention_dropout": 0.1, **entry}), make_batch(LENGTHS)
+    results = []
+    for options in ({}, {option: True}):
+        model = make_model(shape, **options)
+        loss = loss_of(model, batch)
+        loss.backward()
+        results.append({"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters()}})
+    for name, expected in results[0].items():
+        assert expected.abs().max() > 0, name
+        torch.testing.assert_close(results[1][name], expected, rtol=1e-3, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize("entry", PARTS, ids=str)
+def test_a_sequence_of_any_parts_does_not_see_its_neighbours(entry: dict[str, Any]) -> None:
+    model, batch = make_model(make_shape(**{"hidden_dropout": 0.1, **entry})), make_batch(LENGTHS)
+    with torch.no_grad():
+        together = model.encode(batch)
+        for number in range(len(LENGTHS)):
+            first, last = batch.cu_seqlens[number : number + 2]
+            alone = model.encode(take_sequence(batch, number))
+            torch.testing.assert_close(together[first:last], alone, atol=2e-5, rtol=1e-4)
+        rows = torch.tensor([0, 5, 30, 80])
+        torch.testing.assert_close(model.encode(batch, rows), together[rows], atol=2e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "max"])
+def test_pooling_reads_all_tokens(pooling: str) -> None:
+    model, batch = make_model(make_shape(pooling=pooling)).eval(), make_batch(LENGTHS)
+    with torch.no_grad():
+        parts = model.encode(batch).split(LENGTHS)
+        pooled = torch.stack([part.mean(0) if pooling == "mean" else part.amax(0) for part in parts])
+        heads = model.heads
+        dense = F.linear(pooled, heads.pooler_weight, heads.pooler_bias).tanh()
+        logits = F.linear(dense, heads.nsp_weight, heads.nsp_bias)
+        torch.testing.assert_close(model.next_sentence_logits(batch), logits)
+        expected = F.cross_entropy(logits, batch.nsp_labels, reduction="sum")
+        torch.testing.assert_close(model(batch).nsp_loss, expected)
+        scores = model.masked_logits(batch)
+        mlm = F.cross_entropy(scores, batch.masked_labels, reduction="sum")
+        torch.testing.assert_close(model(batch).mlm_loss, mlm)
+
+
+@pytest.mark.parametrize("entry", [*TABLES, *PARTS, SWAPPED, {**SWAPPED, "embedding": 24}], ids=str)
 @pytest.mark.usefixtures("swapped")
 def test_the_padded_twin_computes_the_same(entry: dict[str, Any]) -> None:
     shape = make_shape(**entry)
@@ -165,15 +234,18 @@ def make_released(shape: ModelConfig) -> Released:
 
 
 @pytest.mark.parametrize("next_sentence", [True, False])
-@pytest.mark.parametrize("entry", [*TABLES, SWAPPED], ids=str)
+@pytest.mark.parametrize("entry", [*TABLES, *PARTS, SWAPPED], ids=str)
 @pytest.mark.usefixtures("swapped")
 def test_estimates_count_the_real_parameters(entry: dict[str, Any], next_sentence: bool) -> None:
     shape = make_shape(**entry)
     model = PretrainingModel(shape, VOCABULARY, next_sentence)
     count = parameter_count(shape, VOCABULARY, next_sentence)
-    assert count.embeddings == sum(p.numel() for p in model.embeddings.parameters())
-    assert count.layers == sum(p.numel() for p in model.layers.parameters())
-    assert count.heads == sum(p.numel() for p in model.heads.parameters())
+    parts = {"embeddings": 0, "layers": 0, "heads": 0, "relative": 0, "final": 0}
+    for name, parameter in model.named_parameters():
+        parts[name.partition(".")[0]] += parameter.numel()
+    assert count.embeddings == parts["embeddings"] + parts["relative"]
+    assert count.layers == parts["layers"] + parts["final"]
+    assert count.heads == parts["heads"]
 
 
 def test_a_norm_without_a_bias_has_fewer_parameters(swapped: ModelConfig) -> None:
@@ -184,12 +256,15 @@ def test_a_norm_without_a_bias_has_fewer_parameters(swapped: ModelConfig) -> Non
 
 @pytest.mark.parametrize(
     ("entry", "itemsize", "compiled"),
-    [(SWAPPED, 4, True), *((entry, itemsize, False) for entry in [*TABLES, SWAPPED] for itemsize in (2, 4))],
+    [
+        *((entry, 4, True) for entry in (SWAPPED, *COMPILED)),
+        *((entry, itemsize, False) for entry in [*TABLES, *PARTS, SWAPPED] for itemsize in (2, 4)),
+    ],
     ids=str,
 )
 @pytest.mark.usefixtures("swapped")
 def test_estimates_of_activations_are_what_torch_saves(entry: dict[str, Any], itemsize: int, compiled: bool) -> None:
-    shape = make_shape(layers=4, hidden=128, intermediate=512, **entry)
+    shape = make_shape(**{"layers": 4, "hidden": 128, "intermediate": 512, **entry})
     model = PretrainingModel(shape, VOCABULARY, compile=compiled).to(torch.float32 if itemsize == 4 else torch.bfloat16)
     batch = make_batch([64] * 8)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -205,8 +280,8 @@ def test_estimates_of_activations_are_what_torch_saves(entry: dict[str, Any], it
         losses = model(batch)
     assert losses.mlm_loss.isfinite()
     tokens = sum(batch.lengths)
-    rows = len(batch.masked_rows) + len(batch.lengths)
-    working = itemsize * tokens * (2 * shape.intermediate + 10 * shape.hidden)
+    rows = len(batch.masked_rows) + len(batch.lengths) if shape.pooling == "cls" else tokens
+    working = itemsize * tokens * (2 * shape.intermediate * (1 + shape.gated) + 10 * shape.hidden)
     estimated = activation_bytes(shape, tokens, rows, itemsize=itemsize, compiled=compiled, checkpointing=False)
     assert estimated - working == pytest.approx(sum(saved.values()), rel=0.08)
 
@@ -220,15 +295,31 @@ def test_flops_follow_the_matrices() -> None:
     assert encoder_flops(wide, LENGTHS, tokens) - encoder_flops(narrow, LENGTHS, tokens) == more
 
 
-@pytest.mark.parametrize("entry", [*TABLES, SWAPPED], ids=str)
+def test_flops_count_the_scores_within_the_window() -> None:
+    shape, whole = (make_shape(positions="none", **x) for x in ({"local_attention": 8, "global_every": 3}, {}))
+    for length in (1, 4, 5, 6, 40):
+        distance = (torch.arange(length)[None] - torch.arange(length)[:, None]).abs()
+        unseen = int((distance > 4).sum())
+        # Of three layers, two are local.
+        assert flops(whole, VOCABULARY, [length], 0) - flops(shape, VOCABULARY, [length], 0) == 12 * 32 * 2 * unseen
+        assert encoder_flops(whole, [length], length) - encoder_flops(shape, [length], length) == 12 * 32 * 2 * unseen
+    # The last layer is local: what it skips is counted there, too.
+    skipped = flops(shape, VOCABULARY, [40], 3, False) - executed_flops(shape, VOCABULARY, [40], 3, False)
+    assert skipped == pytest.approx((6 * 32 * (32 + 2 * 48) * 36) + 12 * 32 * (40 * 9 - 20) * (1 - 4 / 40))
+    mean = make_shape(pooling="mean")
+    assert executed_flops(mean, VOCABULARY, [40], 3) == flops(mean, VOCABULARY, [40], 3)
+
+
+@pytest.mark.parametrize("entry", [*TABLES, *PARTS, SWAPPED], ids=str)
 @pytest.mark.usefixtures("swapped")
 def test_decay_depth_and_parts_follow_the_names(entry: dict[str, Any]) -> None:
     for name, parameter in PretrainingModel(make_shape(**entry), VOCABULARY).named_parameters():
         assert has_weight_decay(name) == (parameter.dim() == 2), name
-        assert stacked_parts(name) == (3 if "qkv" in name else 1)
+        stacked = {"qkv": 3, "kv": 2, "gated_in": 2}
+        assert stacked_parts(name) == stacked.get(name.split(".")[-1].rpartition("_")[0], 1)
         first, second = name.split(".")[:2]
-        depth = {"embeddings": 0, "heads": 3}
-        assert layer_of(name, 2) == (int(second) + 1 if first == "layers" else depth[first])
+        depth = {"embeddings": 0, "relative": 0, "heads": 4, "final": 4}
+        assert layer_of(name, 3) == (int(second) + 1 if first == "layers" else depth[first])
 
 
 # ---- released layouts

@@ -73,7 +73,9 @@ def test_binomial_counts_fair_coins():
 
 @settings(max_examples=25, deadline=None)
 @given(
-    sources=st.lists(st.tuples(st.integers(0, 60), st.sampled_from([0.3, 0.5, 1.0, 1.7, 3.0])), min_size=1, max_size=4),
+    sources=st.lists(
+        st.tuples(st.integers(0, 60), st.sampled_from([0.0, 0.3, 0.5, 1.0, 1.7, 3.0])), min_size=1, max_size=4
+    ),
     key=st.integers(0, 2**32),
 )
 def test_epochs_go_through_every_source_in_turn(sources, key):
@@ -88,7 +90,7 @@ def test_epochs_go_through_every_source_in_turn(sources, key):
         place = order.locate(epoch * order.samples_per_epoch + index)
         for source, (size, weight) in enumerate(sources):
             own = place.source == source
-            assert own.sum() == (max(1, round(size * weight)) if size else 0)
+            assert own.sum() == (max(1, round(size * weight)) if size and weight else 0)
             assert (place.slot[own] < max(size, 1)).all()
             seen[source].update(zip(place.epoch[own].tolist(), place.slot[own].tolist(), strict=True))
     for source, size in enumerate(sizes):

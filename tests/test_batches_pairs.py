@@ -19,7 +19,7 @@ from corpora import make_corpus, shard_arrays
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pretrain.batches import pairs
+from pretrain.batches import documents as document_tables
 from pretrain.batches.pairs import Sampler, _truncation
 from pretrain.common.errors import InputError
 from pretrain.config import PairsConfig
@@ -305,10 +305,12 @@ def test_large_corpora_are_read_alike(tmp_path, monkeypatch):
     shards = open_shards(make_corpus(tmp_path / "corpus"), "train")
     made = sampler(shards)
     expected = [made.gather(made.plan(np.arange(64) + first)).input_ids for first in range(0, 640, 64)]
-    monkeypatch.setattr(pairs, "_KEEP_MAPPED", 0)
-    monkeypatch.setattr(pairs, "_SAMPLES_MAPPED", 64)
+    monkeypatch.setattr(document_tables, "_KEEP_MAPPED", 0)
+    monkeypatch.setattr(document_tables, "_SAMPLES_MAPPED", 64)
     forgotten = []
-    monkeypatch.setattr(pairs, "_forget", lambda array, forget=pairs._forget: forgotten.append(forget(array)))
+    monkeypatch.setattr(
+        document_tables, "_forget", lambda array, forget=document_tables._forget: forgotten.append(forget(array))
+    )
     made = sampler(shards)
     for number, first in enumerate(range(0, 640, 64)):
         rows = made.gather(made.plan(np.arange(64) + first))

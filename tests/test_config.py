@@ -341,8 +341,17 @@ def test_a_phase_more_or_less_is_a_change(write):
     [
         ("model.size=[mini]", "model.size"),
         ("masking.random_share=0.9", "add up to more than 1"),
-        ("masking.scheme=whole_word", "masking.scheme: 'whole_word' is not one of tokens, whole_words; did you mean"),
+        (
+            "masking.scheme=whole_word",
+            "'whole_word' is not one of spans, tokens, whole_words; did you mean",
+        ),
         ("masking={scheme: tokens, whole_word: true}", "whole_word: true contradicts scheme: tokens"),
+        ("pairs={next_sentence: false, objective: nsp}", "next_sentence: false contradicts objective: nsp"),
+        ("pairs={input_format: full_sentences}", "full_sentences does not fit the objective nsp; use segment_pairs"),
+        (
+            "pairs={objective: none, input_format: segment_pairs}",
+            "segment_pairs does not fit the objective none; use doc_sentences or full_sentences",
+        ),
     ],
 )
 def test_what_cannot_be_is_a_line(write, override: str, expected: str):

@@ -24,6 +24,7 @@ from finetune.tasks import registry
 from pretrain import __main__ as command_line
 from pretrain import train
 from pretrain.common.errors import InputError
+from pretrain.config import PairsConfig
 from pretrain.reporting import dashboard
 from pretrain.reporting.dashboard import curves, workspace
 from pretrain.reporting.dashboard.panels import PANELS, panels_for
@@ -149,7 +150,7 @@ def run(tmp_path: Path) -> Path:
 
 class TestPanels:
     def test_every_metric_is_one_that_a_run_writes(self) -> None:
-        """Compared with the record that the training loop writes."""
+        """Compared with the records that the training loop writes, with each objective."""
         written: list[dict[str, Any]] = []
         engine: Any = SimpleNamespace(
             peak_memory_bytes=lambda: 1,
@@ -158,21 +159,26 @@ class TestPanels:
             device=torch.device("cpu"),
             sum_over_workers=lambda it: it,
         )
-        task: Any = SimpleNamespace(_config=SimpleNamespace(pairs=SimpleNamespace(next_sentence=True)))
-        run: Any = SimpleNamespace(
-            progress=Progress(step=1, window=Window(totals=[1.0] * 4, counts=[1.0] * 2)),
-            engine=engine,
-            task=SimpleNamespace(metrics=functools.partial(train.Pretraining.metrics, task)),
-            plan=SimpleNamespace(peak_flops=1.0),
-            recorder=SimpleNamespace(log=written.append),
-            stopwatch=loop._Stopwatch(),
-            stragglers=RankTimes(engine, 2.0),
-            rate=0.1,
-            epoch=0,
-            norm=1.0,
-        )
-        loop._Fit.log(run)
-        (record,) = written
+        for objective, causal in (("nsp", False), ("sop", False), ("none", True)):
+            pairs = PairsConfig.model_validate({"objective": objective})
+            task: Any = SimpleNamespace(_config=SimpleNamespace(pairs=pairs, has_causal=causal))
+            more = 2 * causal
+            run: Any = SimpleNamespace(
+                progress=Progress(step=1, window=Window(totals=[1.0] * (4 + more), counts=[1.0] * (2 + more))),
+                engine=engine,
+                task=SimpleNamespace(metrics=functools.partial(train.Pretraining.metrics, task)),
+                plan=SimpleNamespace(peak_flops=1.0),
+                recorder=SimpleNamespace(log=written.append),
+                stopwatch=loop._Stopwatch(),
+                stragglers=RankTimes(engine, 2.0),
+                rate=0.1,
+                epoch=0,
+                norm=1.0,
+            )
+            loop._Fit.log(run)
+        own = {"nsp_loss", "sop_loss", "causal_loss"}
+        assert [own & set(record) for record in written] == [{"nsp_loss"}, {"sop_loss"}, {"causal_loss"}]
+        record = written[0] | written[1] | written[2]
         assert {metric for panel in PANELS for metric in panel.metrics} <= set(record)
         assert set(record) == set(TRAINING_METRICS)
         by_rank = {metric for panel in PANELS if panel.kind == "ranks" for metric in panel.metrics}

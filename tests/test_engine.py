@@ -21,6 +21,7 @@ from pretrain.checkpoint import store
 from pretrain.config import EngineConfig as EngineSettings
 from pretrain.config import ModelConfig, OptimizerConfig
 from pretrain.model.heads import PretrainingModel
+from pretrain.model.parameters import is_hidden_matrix
 from pretrain.training.engine import Engine, deepspeed_config
 from pretrain.training.engine.gradient_sums import GradientSums
 from pretrain.training.optim import make_optimizer, parameter_groups
@@ -31,7 +32,7 @@ SHAPE = ModelConfig(size="custom", layers=2, hidden=32, heads=2, max_positions=6
 VOCABULARY, LENGTHS, MICRO_BATCHES, RATE = 101, (7, 12, 20, 20), 4, 1e-2
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16")
-OPTIMIZERS = ("adamw", "lamb")
+OPTIMIZERS = ("adamw", "lamb", "stable_adamw", "muon")
 
 
 def make_model() -> PretrainingModel:
@@ -84,7 +85,9 @@ def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
     out: dict[str, torch.Tensor] = {}
     for kind in ("weight", "exp_avg", "exp_avg_sq"):
         for name, shape in engine.shapes.items():
-            pieces = sorted((start, t[kind]) for rank in ranks for n, start, _, t in rank if n == name)
+            pieces = sorted((start, t[kind]) for rank in ranks for n, start, _, t in rank if n == name and kind in t)
+            if kind == "exp_avg_sq" and not pieces and is_hidden_matrix(name):
+                continue  # Muon has none
             end = 0
             for start, piece in pieces:
                 assert start == end, f"{name}: next piece at {start}, after {end}"

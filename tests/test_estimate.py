@@ -16,9 +16,12 @@ from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 from pretrain import estimate
 from pretrain.common.errors import InputError
 from pretrain.config import (
+    AveragingConfig,
     CorpusConfig,
     EngineConfig,
+    MaskingConfig,
     ModelConfig,
+    OptimizerConfig,
     PairsConfig,
     PhaseConfig,
     PretrainConfig,
@@ -27,6 +30,7 @@ from pretrain.config import (
     VocabularyConfig,
     load_config,
 )
+from pretrain.model import cost
 from pretrain.model.cost import parameter_count
 from pretrain.model.heads import PretrainingModel
 
@@ -125,6 +129,29 @@ def test_work_of_the_two_phase_recipe():
     assert full == pytest.approx(1.36e20, rel=0.01)  # NVIDIA's recipe with Wikipedia's mean of 254 tokens at 512
 
 
+def test_work_and_memory_follow_the_masking_schedule():
+    """Of a falling share the mean counts for the work and the largest for memory; causal sequences predict all."""
+    phase = PhaseConfig(sequence_length=128, global_sequences=256, steps=1000, peak_learning_rate=1e-4)
+
+    def figures(phases: list[dict[str, Any]], **masking: Any) -> tuple[list[float], int]:
+        config = make_config(
+            phases=tuple(phase.model_copy(update=one) for one in phases),
+            masking=MaskingConfig(**masking),
+            pairs=PairsConfig(next_sentence=False),
+        )
+        work = [estimate.phase_work(config, one, 30522).flops for one in config.phases]
+        return work, estimate.memory_bytes(config, 1, 1)["logits"]
+
+    (high, low), logits = figures([{}, {}], probability=0.4, final_probability=0.2)
+    assert high == pytest.approx(figures([{}], probability=0.35)[0][0])
+    assert low == pytest.approx(figures([{}], probability=0.25)[0][0])
+    assert logits == figures([{}], probability=0.4)[1]
+    assert figures([{"masking_probability": 0.25}], probability=0.4)[0][0] == pytest.approx(low)
+    constant, causal, half = (figures([{"causal_share": share}])[0][0] for share in (0.0, 1.0, 0.5))
+    assert half == pytest.approx((constant + causal) / 2)
+    assert figures([{"causal_share": 0.1}])[1] > 6 * figures([{}])[1]
+
+
 def test_the_mean_length_is_bounded_by_the_phase():
     config = make_config()
     assert estimate.phase_work(config, config.phases[0], 30522).mean_length == pytest.approx(121.6)
@@ -146,6 +173,38 @@ def test_states_follow_rajbhandari():
     assert states(2, 8)["gradients"] == 4 * parameters // 8
     assert states(2, 8)["weights"] == 2 * parameters
     assert states(0, 8, precision="fp32")["optimizer"] == 8 * parameters
+
+
+def test_muon_keeps_one_moment_of_matrices_and_averages_need_a_copy():
+    """4 bytes less for each entry of the 24 layers' matrices; 4 more for each averaged parameter."""
+    parameters, matrices = 336_226_108, 24 * 12 * 1024**2
+
+    def optimizer(stage: int, **changes: Any) -> int:
+        config = make_config(model=ModelConfig(size="large"), **changes)
+        return estimate.memory_bytes(config, stage, 8, "cuda")["optimizer"]
+
+    muon = {"optimizer": OptimizerConfig(name="muon")}
+    averaging = {"averaging": AveragingConfig(share=0.1)}
+    assert optimizer(0, **muon) == 12 * parameters - 4 * matrices
+    assert optimizer(1, **muon) == pytest.approx((12 * parameters - 4 * matrices) / 8, abs=8)
+    assert optimizer(0, **averaging) == 16 * parameters
+    assert optimizer(2, **muon, **averaging) == pytest.approx((16 * parameters - 4 * matrices) / 8, abs=8)
+    assert optimizer(1, optimizer=OptimizerConfig(name="stable_adamw")) == optimizer(1)
+
+
+def test_the_flops_of_muon_are_those_of_its_products():
+    from pretrain.training.optim.muon import orthogonalise
+
+    config = make_config(
+        model=ModelConfig(size="custom", layers=2, hidden=8, heads=2, intermediate=24),
+        optimizer=OptimizerConfig(name="muon"),
+    )
+    with FlopCounterMode(display=False) as counter:
+        for shape in [(8, 8)] * 4 + [(24, 8), (8, 24)]:
+            orthogonalise(torch.ones(shape))
+    assert cost.orthogonalisation_flops(config.model) == 2 * counter.get_total_flops()
+    assert "Muon" in estimate._work_lines(config, 100, None)
+    assert "Muon" not in estimate._work_lines(make_config(), 100, None)
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])

@@ -98,11 +98,16 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.common pretrain.config cluster.workers cluster.trials pretrain.tracking pretrain.model "
         "pretrain.preflight finetune.datasets finetune.tasks finetune.config finetune.artifacts finetune.runs"
     ),
+    "finetune.adaptation": (
+        "pretrain.common pretrain.config pretrain.corpus pretrain.checkpoint pretrain.estimate pretrain.commands "
+        "pretrain.reporting finetune.artifacts"
+    ),
     "finetune.demo_data": "pretrain.common pretrain.corpus",
     "finetune.demo": "pretrain.common pretrain.reporting pretrain.demo finetune.artifacts finetune.demo_data",
     "finetune.__main__": (
         "pretrain.common pretrain.preflight pretrain.commands pretrain.launch finetune.config pretrain.demo "
-        "pretrain.__main__ finetune.artifacts finetune.runs finetune.bench finetune.experiments finetune.demo"
+        "pretrain.__main__ finetune.artifacts finetune.runs finetune.bench finetune.experiments finetune.demo "
+        "finetune.adaptation"
     ),
     "finetune.cli": "pretrain.common pretrain.commands",
 }

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from corpora import SPECIALS, write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from pretrain.checkpoint import hf
 from pretrain.checkpoint.layouts import LAYOUTS, ReleasedFacts, encoder_shapes, layout_of, read_config, write_config
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import released_tensors
@@ -89,7 +91,9 @@ def test_a_written_config_reads_the_same_in_both_programs(family: str) -> None:
     assert read_config(written) == facts
     again = getattr(transformers, name)(**written)
     expected, found = theirs.to_dict(), again.to_dict()
-    same = {key for key in expected if key not in ("architectures", "dtype", "global_attn_every_n_layers", "rope_theta")}
+    same = {
+        key for key in expected if key not in ("architectures", "dtype", "global_attn_every_n_layers", "rope_theta")
+    }
     assert {key: found[key] for key in same} == {key: expected[key] for key in same}
     # Without the config that was read, as for a run of ours.
     bare = write_config({}, facts, "ForMaskedLM", 101, 0)
@@ -321,3 +325,48 @@ def test_a_facts_tuple_is_not_changed_by_writing() -> None:
     before = copy.deepcopy(config)
     write_config(config, ReleasedFacts(LAYOUTS["modernbert"], read_config(config).model), "", 101, 0)
     assert config == before
+
+
+@pytest.mark.parametrize("family", ["RoBERTa", "XLM-R", "DistilBERT", "ELECTRA", "ModernBERT", "GTE"])
+def test_a_model_that_began_as_a_released_one_is_exported_as_one(family: str, tmp_path: Path) -> None:
+    theirs = parity.make_theirs("AutoModelForMaskedLM", family, SHAPE)
+    released = parity.read_back(theirs, tmp_path / "theirs")
+    write_tokenizer(tmp_path, [*SPECIALS, *"abc"])
+    hf.export(
+        {**released.backbone, **released.pretraining},
+        released.model,
+        tmp_path,
+        tmp_path / "out",
+        next_sentence=False,
+        card="",
+        family=released.family,
+        config=released.config,
+    )
+    loaded, report = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    assert type(loaded) is type(theirs)
+    inputs = parity.inputs_of(parity.batch_for(released, SHAPE), released)
+    with torch.no_grad():
+        expected, found = (parity.their_logits(model.eval(), inputs, "tokens") for model in (theirs, loaded))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["modernbert", "eurobert", "nomic_bert", "gte"])
+def test_a_pretrained_family_is_exported_in_its_own_layout(family: str, tmp_path: Path) -> None:
+    sizes = {"layers": 3, "hidden": 32, "heads": 4, "max_positions": 66}
+    window = {"local_attention": 8} if family == "modernbert" else {}
+    shape = ModelConfig.model_validate({"family": family, "size": "custom", **sizes, **window})
+    torch.manual_seed(0)
+    vocabulary = [*SPECIALS, *"abcdefgh"]
+    model = PretrainingModel(shape, len(vocabulary), next_sentence=True)
+    write_tokenizer(tmp_path, vocabulary)
+    hf.export(model.state_dict(), shape, tmp_path, tmp_path / "out", next_sentence=True, card="")
+    loaded, report = transformers.AutoModelForMaskedLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report[what] for what in ("missing_keys", "unexpected_keys", "mismatched_keys")), report
+    assert loaded.config.model_type == family
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").pad_token_id == loaded.config.pad_token_id == 0
+    read, state, has_pair = hf.load(tmp_path / "out")
+    assert not has_pair
+    assert layout_of(read).without_counterpart(shape) == ""
+    ours = {name: tensor for name, tensor in model.state_dict().items() if "pooler" not in name and "nsp" not in name}
+    assert_same(state, ours)

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import copy
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
 import torch.distributed as dist
-from transformers import get_linear_schedule_with_warmup, get_polynomial_decay_schedule_with_warmup
+from transformers import (
+    get_linear_schedule_with_warmup,
+    get_polynomial_decay_schedule_with_warmup,
+    get_wsd_schedule,
+)
 
 from pretrain.config import OptimizerConfig, PhaseConfig
 from pretrain.training.optim import (
     Lamb,
     Segment,
+    StableAdamW,
+    TensorwiseOptimizer,
     cut_segments,
     learning_rate,
     make_optimizer,
@@ -45,7 +51,9 @@ def make_parameters() -> dict[str, torch.nn.Parameter]:
 
 def make_gradients(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(100 + step)
-    return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
+    # Every other step is ten times as large: StableAdamW clips there.
+    scale = 10.0 if step % 2 else 1.0
+    return {name: scale * torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
 def reference_lamb(weights: torch.Tensor, gradients: list[torch.Tensor], lr: float, decay: float, adapt: bool):
@@ -61,19 +69,41 @@ def reference_lamb(weights: torch.Tensor, gradients: list[torch.Tensor], lr: flo
     return x.float()
 
 
-def expected_after(steps: int, lr: float = 0.01, decay: float = 0.1) -> dict[str, torch.Tensor]:
+def reference_stable_adamw(weights: torch.Tensor, gradients: list[torch.Tensor], lr: float, decay: float, _: bool):
+    """Algorithm 2 of Wortsman et al. 2023 with its debiased betas, in fp64, on one tensor."""
+    x, v, u = weights.double(), torch.zeros_like(weights).double(), torch.zeros_like(weights).double()
+    for t, g in enumerate((gradient.double() for gradient in gradients), start=1):
+        beta1 = 0.9 * (1 - 0.9 ** (t - 1)) / (1 - 0.9**t)
+        beta2 = 0.999 * (1 - 0.999 ** (t - 1)) / (1 - 0.999**t)
+        v = beta1 * v + (1 - beta1) * g
+        u = beta2 * u + (1 - beta2) * g * g
+        rms = (g * g / u.clamp(min=1e-12)).mean().sqrt()
+        rate = lr / max(1.0, rms.item())
+        x = x - rate * decay * x - rate * v / (u.sqrt() + 1e-6)
+    return x.float()
+
+
+REFERENCES = {"lamb": reference_lamb, "stable_adamw": reference_stable_adamw}
+
+
+def make_tensorwise(name: str, groups: list[dict[str, Any]], lr: float = 0.0) -> TensorwiseOptimizer:
+    kinds = {"lamb": Lamb, "stable_adamw": StableAdamW}
+    return kinds[name](groups, lr=lr, betas=(0.9, 0.999))
+
+
+def expected_after(steps: int, of: str = "lamb", lr: float = 0.01, decay: float = 0.1) -> dict[str, torch.Tensor]:
     expected = {}
     gradients = [make_gradients(step) for step in range(steps)]
     for name, start in make_parameters().items():
         exempt = name.endswith(("bias", "norm_weight"))
-        pieces = 3 if name.endswith("qkv_weight") else 1
+        pieces = 3 if ".qkv_" in name else 1
         parts = zip(
             start.detach().chunk(pieces),
             zip(*(gradient[name].chunk(pieces) for gradient in gradients), strict=True),
             strict=True,
         )
         expected[name] = torch.cat(
-            [reference_lamb(x, list(gs), lr, 0.0 if exempt else decay, not exempt) for x, gs in parts]
+            [REFERENCES[of](x, list(gs), lr, 0.0 if exempt else decay, not exempt) for x, gs in parts]
         )
     return expected
 
@@ -112,7 +142,7 @@ def test_adamw_is_torchs_with_the_groups():
 
 def test_settings_reach_the_optimizer():
     settings = OptimizerConfig(name="lamb", beta1=0.8, beta2=0.9, epsilon=1e-3, weight_decay=0.2)
-    for name in ("lamb", "adamw"):
+    for name in ("lamb", "stable_adamw", "adamw"):
         groups = parameter_groups(make_parameters().items(), settings.weight_decay)
         optimizer = make_optimizer(settings.model_copy(update={"name": name}), groups)
         assert [group["weight_decay"] for group in optimizer.param_groups] == [0.2, 0.0]
@@ -120,7 +150,9 @@ def test_settings_reach_the_optimizer():
             assert (group["betas"], group["eps"], group["lr"]) == ((0.8, 0.9), 1e-3, 0.0)
 
 
-def run_whole(steps: int, optimizer: Lamb, parameters: dict[str, torch.nn.Parameter], first: int = 0) -> None:
+def run_whole(
+    steps: int, optimizer: TensorwiseOptimizer, parameters: dict[str, torch.nn.Parameter], first: int = 0
+) -> None:
     for group in optimizer.param_groups:
         group["lr"] = 0.01
     for step in range(first, first + steps):
@@ -129,19 +161,21 @@ def run_whole(steps: int, optimizer: Lamb, parameters: dict[str, torch.nn.Parame
         optimizer.step()
 
 
-def test_lamb_on_whole_tensors_equals_the_paper():
+@pytest.mark.parametrize("kind", REFERENCES)
+def test_on_whole_tensors_it_equals_the_paper(kind: str):
     parameters = make_parameters()
-    run_whole(4, Lamb(parameter_groups(parameters.items(), 0.1), lr=0.0), parameters)
-    for name, expected in expected_after(4).items():
+    run_whole(4, make_tensorwise(kind, parameter_groups(parameters.items(), 0.1)), parameters)
+    for name, expected in expected_after(4, kind).items():
         torch.testing.assert_close(parameters[name].detach(), expected, rtol=1e-5, atol=1e-6, msg=name)
 
 
-def test_lamb_state_saves_and_loads():
+@pytest.mark.parametrize("kind", REFERENCES)
+def test_its_state_saves_and_loads(kind: str):
     parameters = make_parameters()
-    optimizer = Lamb(parameter_groups(parameters.items(), 0.1), lr=0.0)
+    optimizer = make_tensorwise(kind, parameter_groups(parameters.items(), 0.1))
     run_whole(2, optimizer, parameters)
     copied = {name: torch.nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
-    resumed = Lamb(parameter_groups(copied.items(), 0.1), lr=0.0)
+    resumed = make_tensorwise(kind, parameter_groups(copied.items(), 0.1))
     resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     run_whole(2, optimizer, parameters, first=2)
     run_whole(2, resumed, copied, first=2)
@@ -149,15 +183,33 @@ def test_lamb_state_saves_and_loads():
         assert torch.equal(parameters[name], copied[name]), name
 
 
-def test_lamb_reads_nothing_back_from_the_device():
+@pytest.mark.parametrize("kind", REFERENCES)
+def test_it_reads_nothing_back_from_the_device(kind: str):
     """The engine keeps the step count beside the weights. A tensor on `meta` has no value that could be read."""
     parameters = {name: torch.nn.Parameter(value.detach().to("meta")) for name, value in make_parameters().items()}
-    optimizer = Lamb(parameter_groups(parameters.items(), 0.1), lr=0.1)
+    optimizer = make_tensorwise(kind, parameter_groups(parameters.items(), 0.1), lr=0.1)
     for parameter in parameters.values():
         zeros = {key: torch.zeros_like(parameter) for key in ("exp_avg", "exp_avg_sq")}
         optimizer.state[parameter] = {"step": torch.zeros((), device="meta"), **zeros}
         parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
+
+
+def test_stable_adamw_is_adamw_until_gradients_grow():
+    """The first gradient equals its second moment: RMS 1. One of ten times its size is clipped, one smaller is not."""
+    for growth, clipped in ((0.5, False), (10.0, True)):
+        ours, theirs = (torch.nn.Parameter(torch.ones(3, 4)) for _ in range(2))
+        optimizer = make_tensorwise("stable_adamw", parameter_groups([("a_weight", ours)], 0.1), lr=0.01)
+        adamw = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.999), eps=1e-6, weight_decay=0.1)
+        for scale in (1.0, growth):
+            ours.grad, theirs.grad = (torch.full((3, 4), scale) for _ in range(2))
+            optimizer.step()
+            adamw.step()
+        moved, adamws = (1 - weight.detach() for weight in (ours, theirs))
+        if clipped:
+            assert (moved < 0.95 * adamws).all()
+        else:
+            torch.testing.assert_close(moved, adamws, rtol=1e-4, atol=0)
 
 
 def test_lamb_takes_ratio_one_where_a_norm_is_zero():
@@ -200,7 +252,8 @@ def test_cut_segments_splits_at_shard_and_tensor_borders():
     ids = number_tensors(["w", "layers.0.qkv_weight"])["layers.0.qkv_weight"]
     assert list(ids) == [1, 2, 3]
     assert cut_segments(ids, 30, 0, 30, 5) == [Segment(5, 15, 1), Segment(15, 25, 2), Segment(25, 35, 3)]
-    assert cut_segments(ids, 30, 8, 21, 0) == [Segment(0, 2, 1), Segment(2, 12, 2), Segment(12, 13, 3)]
+    assert cut_segments(ids, 30, 8, 21, 0) == [Segment(0, 2, 1, 8), Segment(2, 12, 2), Segment(12, 13, 3)]
+    assert cut_segments(ids, 30, 25, 28, 7) == [Segment(7, 10, 3, 5)]
     assert cut_segments(ids, 30, 30, 30, 0) == []
 
 
@@ -211,7 +264,7 @@ def flat_shard(name_values: dict[str, torch.Tensor], first: int, last: int) -> t
 
 
 def shard_segments(names: list[str], first: int, last: int) -> list[Segment]:
-    ids, segments, offset = number_tensors(names), [], 0
+    ids, segments, offset = number_tensors(SHAPES), [], 0
     for name in names:
         numel = math.prod(SHAPES[name])
         low, high = min(max(first - offset, 0), numel), min(max(last - offset, 0), numel)
@@ -220,7 +273,7 @@ def shard_segments(names: list[str], first: int, last: int) -> list[Segment]:
     return segments
 
 
-def train_sharded(border: int, steps: int) -> list[torch.Tensor]:
+def train_sharded(kind: str, border: int, steps: int) -> list[torch.Tensor]:
     """Train this rank's uneven shard, [.., border) or [border, ..), of both groups; return the shards."""
     parameters = make_parameters()
     groups = parameter_groups(parameters.items(), 0.1)
@@ -231,12 +284,12 @@ def train_sharded(border: int, steps: int) -> list[torch.Tensor]:
         cut = min(border, total - 1)
         bounds = (0, cut) if dist.get_rank() == 0 else (cut, total + 3)
         flat = torch.nn.Parameter(flat_shard({name: parameters[name].detach() for name in names}, *bounds))
-        if group["layer_adaptation"]:
+        if group["layer_adaptation"] or kind == "stable_adamw":
             segments[flat] = shard_segments(names, *bounds)
         flats.append((flat, names, bounds))
         group["params"] = [flat]
-    optimizer = Lamb(groups, lr=0.01)
-    count = max(ids.stop for group in groups for ids in number_tensors(group["names"]).values())
+    optimizer = make_tensorwise(kind, groups, lr=0.01)
+    count = max(ids.stop for ids in number_tensors(SHAPES).values())
     optimizer.set_segments(segments, count, dist.all_reduce)
     for step in range(steps):
         gradients = make_gradients(step)
@@ -251,9 +304,10 @@ def train_sharded(border: int, steps: int) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("border", [100, 500])  # inside the embeddings; inside the keys of qkv_weight
-def test_lamb_sharded_over_two_workers_equals_whole(border: int):
-    shards = run_workers(2, train_sharded, border, 4)
-    expected = expected_after(4)
+@pytest.mark.parametrize("kind", REFERENCES)
+def test_sharded_over_two_workers_it_equals_whole(kind: str, border: int):
+    shards = run_workers(2, train_sharded, kind, border, 4)
+    expected = expected_after(4, kind)
     for number, group in enumerate(parameter_groups(make_parameters().items(), 0.1)):
         whole = torch.cat([expected[name].reshape(-1) for name in group["names"]])
         joined = torch.cat([shards[0][number], shards[1][number]])
@@ -318,10 +372,53 @@ def test_constant_schedule_holds_the_peak():
     assert [learning_rate([phase], step) for step in range(5)] == [0.2, 0.4, 0.4, 0.4, 0.4]
 
 
-@pytest.mark.parametrize("decay", ["linear", "polynomial", "constant"])
+@pytest.mark.parametrize("decay", ["linear", "1-sqrt"])
+@pytest.mark.parametrize(("steps", "warmup", "last", "final"), [(20, 5, 6, 0.0), (9, 0, 9, 1e-4), (12, 4, 8, 0.0)])
+def test_warm_up_stable_decay_equals_transformers(decay: Any, steps: int, warmup: int, last: int, final: float):
+    phase = PhaseConfig(
+        sequence_length=8,
+        global_sequences=1,
+        steps=steps,
+        peak_learning_rate=1e-3,
+        warmup_steps=warmup,
+        decay=decay,
+        decay_steps=last,
+        final_learning_rate=final,
+    )
+    skipped = min(1, warmup)  # its first step of a warm-up has rate 0 (here: the final one)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    schedule = get_wsd_schedule(
+        optimizer,
+        num_warmup_steps=0,
+        num_decay_steps=last,
+        num_stable_steps=steps - max(0, warmup - 1) - last,
+        decay_type=decay,
+        min_lr_ratio=final / 1e-3,
+    )
+    after = [schedule.lr_lambdas[0](step) * 1e-3 for step in range(steps - max(0, warmup - 1))]
+    rates = [learning_rate([phase], step) for step in range(steps)]
+    assert rates[max(0, warmup - 1) :] == pytest.approx(after, rel=1e-12)
+    assert rates[:warmup] == pytest.approx([1e-3 * (step + skipped) / max(1, warmup) for step in range(warmup)])
+    assert rates[-last] == 1e-3
+    assert rates[-last + 1] < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decay": "constant", "decay_steps": 2}, "decay_steps .2. has no effect with decay: constant"),
+        ({"warmup_steps": 5, "decay_steps": 6}, "must not exceed steps .10. together"),
+    ],
+)
+def test_a_plateau_that_cannot_be_is_refused(changes: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        PhaseConfig(sequence_length=8, global_sequences=1, steps=10, peak_learning_rate=1e-3, **changes)
+
+
+@pytest.mark.parametrize("decay", ["linear", "polynomial", "1-sqrt", "constant"])
 @pytest.mark.parametrize(("steps", "warmup"), [(1, 0), (1, 1), (6, 0), (6, 1), (6, 4), (6, 6)])
 def test_every_step_learns_and_the_last_of_the_warm_up_has_the_peak(
-    decay: Literal["linear", "polynomial", "constant"], steps: int, warmup: int
+    decay: Literal["linear", "polynomial", "1-sqrt", "constant"], steps: int, warmup: int
 ):
     phase = PhaseConfig(
         sequence_length=8,

@@ -323,8 +323,8 @@ def test_replayed_text_has_its_share_of_every_epoch(tmp_path: Path) -> None:
 
 
 def test_sources_without_replay_keep_their_weights() -> None:
-    assert mixture_weights([{"weight": 0.5}, {}], [10, 20]) == [0.5, 1.0]
-    assert mixture_weights([{}, {"replay_share": 0.5}], [10, 40]) == [1.0, 0.25]
+    assert mixture_weights([{}, {}], [0.5, 1.0], [10, 20]) == [0.5, 1.0]
+    assert mixture_weights([{}, {"replay_share": 0.5}], [1.0, 1.0], [10, 40]) == [1.0, 0.25]
 
 
 def test_general_text_is_replayed_and_scored(place: Place) -> None:

@@ -46,6 +46,16 @@ def read(config: Path, *more: str, workers: str | None = None) -> Job:
     return read_job(["pretrain", str(config), *more], folder=Path("/shared"), workers=workers)
 
 
+def test_a_checkpoint_on_the_cluster_decides_model_and_vocabulary(config: Path) -> None:
+    """Defaults of this machine would contradict it there."""
+    job = read(config, "--from", "/shared/bert", "--set", "model.hidden_dropout=0.0")
+    assert job.config["start_from"] == "/shared/bert"
+    given = read(config).config["model"]
+    assert job.config["model"]["hidden_dropout"] == 0.0
+    assert len(job.config["model"]) < len(given)
+    assert "lowercase" not in job.config["corpus"]["vocabulary"]
+
+
 def test_a_run_has_one_name_everywhere(config: Path) -> None:
     job = read(config, "--set", "seed=7")
     assert (job.name, job.config["tracking"]["run_id"], job.config["seed"]) == ("trial", "trial", 7)
@@ -405,7 +415,6 @@ def test_a_wrong_token(tmp_path: Path, config: Path, refusing: str) -> None:
         (["submit", "--dir", "s3://b/f", "--", "pretrain", "{config}"], "is a remote address"),
         (["submit", "--", "pretrain", "nowhere.yaml"], "nowhere.yaml"),
         (["submit", "--", "pretrain", "{config}", "--set", "phasess=1"], "did you mean phases"),
-        (["submit", "--", "pretrain", "{config}", "--from", "x"], "--from: is for finetune"),
     ],
 )
 def test_mistakes_are_reported_before_anything_is_sent(

@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cluster.jobs.client import KINDS, Job
 from pretrain.commands import local_path, local_text
@@ -31,6 +31,8 @@ def read_job(arguments: Sequence[str], *, folder: Path, workers: str | None) -> 
     config = _load(options, overrides)
     name = config.name if options.kind != "prepare" else f"prepare-{config.name}"[:63]
     values = config.model_dump(mode="json")
+    if options.kind != "finetune" and values["start_from"]:
+        values |= _undecided(options.config, overrides, values)
     if not config.tracking.run_id and options.kind != "prepare":
         values["tracking"]["run_id"] = config.name
     scheduling = config.scheduling
@@ -45,6 +47,16 @@ def read_job(arguments: Sequence[str], *, folder: Path, workers: str | None) -> 
     )
 
 
+def _undecided(path: Path, overrides: list[str], values: dict[str, Any]) -> dict[str, Any]:
+    """The sections that a checkpoint on the cluster decides, only as they are given: defaults would contradict it."""
+    from pretrain.common.settings import given_values
+    from pretrain.config import PretrainConfig
+
+    given = given_values(path, PretrainConfig, overrides)
+    vocabulary = given.get("corpus", {}).get("vocabulary", {})
+    return {"model": given.get("model", {}), "corpus": {**values["corpus"], "vocabulary": vocabulary}}
+
+
 def _load(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
     if options.kind == "finetune":
         from finetune.config import load_config as load
@@ -55,7 +67,7 @@ def _load(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
     from pretrain.config import load_config
 
     if options.start_from:
-        raise InputError(f"--from: is for finetune, not for {options.kind}.")
+        overrides.append(f"start_from={json.dumps(options.start_from)}")
     return load_config(options.config, overrides)
 
 

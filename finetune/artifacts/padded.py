@@ -53,7 +53,9 @@ class PaddedModel(PaddedEncoder):
         pooling = self.layers_of_head.pooling
         if pooling == "late":
             return (self._output(_mean(self._layers(hidden_BLH), attention_mask)),)
-        return (self._output(self._layers(hidden_BLH[:, 0] if pooling == "cls" else _mean(hidden_BLH, attention_mask))),)
+        return (
+            self._output(self._layers(hidden_BLH[:, 0] if pooling == "cls" else _mean(hidden_BLH, attention_mask))),
+        )
 
     def _layers(self, hidden: Tensor) -> Tensor:
         """[..., H]: what the family has before the output layer."""

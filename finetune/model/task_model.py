@@ -101,7 +101,9 @@ class OutputHead(nn.Module):
         hidden_RH = hash_dropout(hidden_RH, keys_R, _BEFORE_DENSE, before_dense)
         if self.layers.activation:
             bias = self.dense_bias if self.layers.bias else None
-            hidden_RH = get_activation(self.layers.activation).function(_linear_fp32(hidden_RH, self.dense_weight, bias))
+            hidden_RH = get_activation(self.layers.activation).function(
+                _linear_fp32(hidden_RH, self.dense_weight, bias)
+            )
         if self.norm_kinds:
             weights = (getattr(self, f"norm_{kind}").float() for kind in self.norm_kinds)
             hidden_RH = get_norm(self.layers.norm).function(hidden_RH, *weights, eps=self.eps)

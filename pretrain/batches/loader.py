@@ -20,10 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pretrain.batches.causal import is_causal, with_causal_targets
 from pretrain.batches.masking import Masker
 from pretrain.batches.pairs import SamplePlan, Sampler
 from pretrain.common.errors import InputError
-from pretrain.config import PretrainConfig
+from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
 if TYPE_CHECKING:
@@ -36,20 +37,22 @@ _EVALUATION_SEQUENCES = 1024  # per StepBatch of an evaluation
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The input of one forward pass of one rank: S sequences end to end in T tokens, K of them masked.
+    """The input of one forward pass of one rank: S sequences end to end in T tokens, K of them to predict.
 
-    Sequences lie in ascending length order, without padding (invariant 2).
+    Sequences lie in ascending length order, without padding (invariant 2). Causal ones follow the others.
     """
 
     input_ids: Tensor  # int64 [T], after masking
     token_types: Tensor  # int64 [T], 0 for the first segment, 1 for the second
     positions: Tensor  # int64 [T], 0 .. length-1 within each sequence
     cu_seqlens: Tensor  # int32 [S+1], where each sequence begins; the last value is T
-    masked_rows: Tensor  # int64 [K], ascending rows of the token axis
+    masked_rows: Tensor  # int64 [K], ascending rows of the token axis at which tokens are predicted
     masked_labels: Tensor  # int64 [K], the tokens before masking
-    nsp_labels: Tensor  # int64 [S], 0 next / 1 random; [0] when NSP is off
+    nsp_labels: Tensor  # int64 [S], 0 next / 1 random, or 0 in order / 1 swapped; [0] without pairs
     token_keys: Tensor  # int32 [T], 32 pseudo-random bits of (sample, position): the seed of dropout
-    lengths: tuple[int, ...]  # tokens of each sequence, ascending
+    lengths: tuple[int, ...]  # tokens of each sequence, ascending among masked and among causal ones
+    causal: int = 0  # sequences with causal attention, the last ones
+    causal_targets: int = 0  # how many of the masked rows are theirs, the last ones
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same batch on `device`, copied without waiting if the memory is pinned."""
@@ -86,6 +89,8 @@ class StepBatch:
     masked: int  # over all ranks
     epoch: int  # of the first sample
     first_sample: int  # its number in the phase, counted across epochs
+    causal: int = 0  # sequences over all ranks
+    causal_targets: int = 0  # over all ranks
 
     def to(self, device: torch.device) -> StepBatch:
         """The same batch with its micro-batches on `device`."""
@@ -104,7 +109,7 @@ class Loader:
 
     Args:
         start_step: the first step of the phase to give a batch for.
-        passed_over: steps of data that are skipped.
+        passed_over: samples of data that are skipped.
         prefetch: batches to make ahead, at most.
         pinned: whether batches lie in page-locked memory, for a GPU.
 
@@ -129,14 +134,13 @@ class Loader:
         self._pinned = pinned
         self._maker = BatchMaker(shards, config, phase, seed=config.seed, rank=rank, world_size=world_size)
         self._maker.check_batch()
-        sequences = config.phases[phase].global_sequences
-        step_tokens = sequences * config.phases[phase].sequence_length // world_size
+        settings = config.phases[phase]
+        step_tokens = settings.global_sequences * settings.sequence_length // world_size
         depth = max(1, min(prefetch, _PREFETCH_TOKENS // step_tokens))
         self._queue: queue.Queue[StepBatch | BaseException | None] = queue.Queue(depth)
         self._closed = threading.Event()
-        steps = range(start_step + passed_over, config.phases[phase].steps + passed_over)
         self._thread = threading.Thread(
-            target=self._produce, args=(steps, sequences), name=f"loader-{rank}", daemon=True
+            target=self._produce, args=(settings, start_step, passed_over), name=f"loader-{rank}", daemon=True
         )
         self._thread.start()
 
@@ -165,11 +169,11 @@ class Loader:
         self._closed.set()
         self._thread.join()
 
-    def _produce(self, steps: range, sequences: int) -> None:
+    def _produce(self, phase: PhaseConfig, start_step: int, passed_over: int) -> None:
         last: BaseException | None = None
         try:
-            for step in steps:
-                made = self._maker.make(step * sequences, sequences)
+            for step in range(start_step, phase.steps):
+                made = self._maker.make(passed_over + phase.first_sample(step), phase.sequences_at(step))
                 if not self._put(made.pinned() if self._pinned else made):
                     return
         except BaseException as error:  # raised by the consumer, whatever its class
@@ -197,7 +201,7 @@ def validation_batches(
     """
     if not shards.shards:
         return []
-    maker = BatchMaker(shards, config, phase, seed=0, rank=rank, world_size=world_size)
+    maker = BatchMaker(shards, config, phase, seed=0, rank=rank, world_size=world_size, held_out=True)
     count = min(config.evaluation.sequences, maker.samples_per_epoch)
     if config.engine.micro_batch_tokens < 2 * config.phases[phase].sequence_length:
         count -= count % world_size
@@ -209,18 +213,36 @@ def validation_batches(
 
 
 class BatchMaker:
-    """Makes one rank's share of any batch, in the calling thread."""
+    """Makes one rank's share of any batch, in the calling thread.
+
+    `held_out` batches are masked as at the end of the run, whatever the schedule of masking, and mixed as the corpus
+    says, so that losses compare.
+    """
 
     def __init__(
-        self, shards: TokenShards, config: PretrainConfig, phase: int, *, seed: int, rank: int, world_size: int
+        self,
+        shards: TokenShards,
+        config: PretrainConfig,
+        phase: int,
+        *,
+        seed: int,
+        rank: int,
+        world_size: int,
+        held_out: bool = False,
     ) -> None:
         settings = config.phases[phase]
         length = settings.sequence_length
         self.rank, self.world_size = rank, world_size
         self._config, self._phase, self._folder = config, phase, shards.folder
         self._budget = config.engine.micro_batch_tokens
-        self._next_sentence = config.pairs.next_sentence
-        self._sampler = Sampler(shards, config.pairs, sequence_length=length, seed=seed, phase=phase)
+        self._paired = config.pairs.has_classifier
+        last = config.held_out_masking_share
+        self._shares = (last, last) if held_out else config.masking_shares(phase)
+        self._causal_share = 0.0 if held_out else settings.causal_share
+        self._shift = config.masking.shifted_targets
+        self._phase_sequences = settings.sequences
+        weights = None if held_out else settings.weights
+        self._sampler = Sampler(shards, config.pairs, sequence_length=length, seed=seed, phase=phase, weights=weights)
         self._masker = Masker(shards, config.masking, sequence_length=length, max_predictions=settings.max_predictions)
 
     @property
@@ -241,19 +263,28 @@ class BatchMaker:
         """The batch of samples `first_sample` to `first_sample + sequences - 1`, this rank's part of it."""
         plan = self._sampler.plan(np.arange(first_sample, first_sample + sequences))
         micro_batches = balance(plan.lengths, self.world_size, self._budget)
+        causal = is_causal(plan.key, self._causal_share)
         own = micro_batches[self.rank :: self.world_size]
         return StepBatch(
             micro_batches=tuple(self._micro_batch(plan[members]) for members in own),
             sequences=sequences,
             tokens=int(plan.lengths.sum()),
-            masked=self._masked(plan),
+            masked=self._masked(plan[~causal]) if self._causal_share else self._masked(plan),
             epoch=first_sample // self.samples_per_epoch,
             first_sample=first_sample,
+            causal=int(causal.sum()),
+            causal_targets=int(plan.ordinary[causal].sum()),
         )
 
     def _micro_batch(self, plan: SamplePlan) -> MicroBatch:
+        causal = is_causal(plan.key, self._causal_share)
+        if causal.any():
+            plan = plan[np.argsort(causal, kind="stable")]
         rows = self._sampler.gather(plan)
-        masked = self._masker.apply(rows, plan.key)
+        masked = self._masker.apply(rows, plan.key, self._share(plan))
+        if self._shift:
+            masked = dataclasses.replace(masked, rows=masked.rows - 1)
+        masked, causal_targets = with_causal_targets(rows, masked, int(causal.sum()))
         return MicroBatch(
             input_ids=torch.from_numpy(masked.input_ids),
             token_types=torch.from_numpy(rows.token_types),
@@ -261,22 +292,33 @@ class BatchMaker:
             cu_seqlens=torch.from_numpy(rows.starts.astype(np.int32)),
             masked_rows=torch.from_numpy(masked.rows),
             masked_labels=torch.from_numpy(masked.labels),
-            nsp_labels=torch.from_numpy(plan.label if self._next_sentence else plan.label[:0]),
+            nsp_labels=torch.from_numpy(plan.label if self._paired else plan.label[:0]),
             token_keys=torch.from_numpy(masked.token_keys),
             lengths=tuple(plan.lengths.tolist()),
+            causal=int(causal.sum()),
+            causal_targets=causal_targets,
         )
 
     def _masked(self, plan: SamplePlan) -> int:
-        """Masked tokens of the whole global batch."""
+        """Masked tokens of these samples."""
+        if not len(plan.key):
+            return 0
         if self._masker.has_exact_counts:
-            counts = self._masker.counts(plan.lengths, special_tokens=self._sampler.special_tokens)
-            return int(counts.sum())
+            special = plan.lengths - plan.ordinary
+            return int(self._masker.counts(plan.lengths, special_tokens=special, share=self._share(plan)).sum())
         # How many tokens are chosen depends on the text, so every rank has to choose those of the whole batch.
         blocks = np.cumsum(plan.lengths) // _BLOCK_TOKENS
         parts = np.split(np.arange(len(blocks)), np.flatnonzero(np.diff(blocks)) + 1)
         return sum(
-            self._masker.count(self._sampler.gather(part), part.key) for part in (plan[members] for members in parts)
+            self._masker.count(self._sampler.gather(part), part.key, self._share(part))
+            for part in (plan[members] for members in parts)
         )
+
+    def _share(self, plan: SamplePlan) -> np.ndarray:
+        """Share of each sample's tokens to predict, float64 [B]: a function of its number alone (invariant 1)."""
+        first, last = self._shares
+        # After a rollback has passed over data, numbers go past the end of the phase.
+        return first + (last - first) * np.minimum(plan.number / self._phase_sequences, 1.0)
 
 
 def balance(lengths: np.ndarray, world_size: int, budget: int) -> list[np.ndarray]:

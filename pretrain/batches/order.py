@@ -89,12 +89,12 @@ class Order:
     """The endless sequence of samples: epoch after epoch, each a new mixture of all sources.
 
     `sizes[s]` samples make one epoch of source s, and `weights[s]` epochs of it go into one epoch of the mixture. A
-    source continues where the last epoch stopped, so with weight 0.5 two epochs read it once.
+    source continues where the last epoch stopped, so with weight 0.5 two epochs read it once. Weight 0 leaves it out.
     """
 
     def __init__(self, sizes: Sequence[int], weights: Sequence[float], key: np.uint64) -> None:
         self.sizes = tuple(sizes)
-        self.shares = tuple(max(1, round(w * n)) if n else 0 for n, w in zip(sizes, weights, strict=True))
+        self.shares = tuple(max(1, round(w * n)) if n and w else 0 for n, w in zip(sizes, weights, strict=True))
         self.samples_per_epoch = sum(self.shares)
         self._bounds = np.cumsum((0, *self.shares))
         self._epoch_key, self._source_key = draw(key, np.arange(2))

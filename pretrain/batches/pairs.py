@@ -1,4 +1,4 @@
-"""Samples cut from documents: sentence pairs for next-sentence prediction, or full sentences in one segment.
+"""Samples cut from documents: pairs of segments whose relation is predicted, or full sentences in one segment.
 
 After Devlin et al., appendix A.2, and google-research/bert create_pretraining_data.py, but addressed by number: a
 sample's beginning is computed, without a pass over the corpus (invariant 1). Everything is vectorised over samples.
@@ -12,15 +12,15 @@ where they are in every other epoch, so that heads and tails are read often enou
 
 from __future__ import annotations
 
-import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.lib.stride_tricks import as_strided
 
 from pretrain import config
+from pretrain.batches.documents import Documents, DocumentTable
 from pretrain.batches.order import Order, below, binomial, draw, root_key, uniform
+from pretrain.batches.packing import fill_across_documents, pieces
 from pretrain.batches.replay import mixture_weights
 from pretrain.common.errors import InputError
 from pretrain.corpus.shards import TokenShards
@@ -29,21 +29,16 @@ from pretrain.corpus.shards import TokenShards
 _SHORT, _TARGET, _SPLIT, _RANDOM_NEXT, _TAIL, _OTHER, _BEGIN, _WINDOW_A, _WINDOW_B = range(9)
 _TRUNCATE_A, _TRUNCATE_B = 1 << 16, 2 << 16  # each followed by one counter per 64 tokens cut off
 
-_ROWS = 1 << 18  # documents counted at a time when a corpus is opened
-# Looking up a sample maps about seven places of the shards into the process, usually 64 kB each. In a corpus of more
-# than _KEEP_MAPPED bytes they are unmapped after _SAMPLES_MAPPED samples.
-_KEEP_MAPPED = 1 << 28
-_SAMPLES_MAPPED = 512
-
 
 @dataclass(frozen=True)
 class SamplePlan:
     """The locations of the tokens of B samples, and the lengths of the samples; int64 [B] each, `key` uint64 [B].
 
     Begins are token offsets within the shard. The lengths are final (truncated) and exclude special tokens;
-    without next-sentence prediction `length_b` is 0 everywhere.
+    without pairs `length_b` is 0 everywhere.
     """
 
+    number: np.ndarray  # of each sample in its phase, counted across epochs
     key: np.ndarray  # the random key of each sample
     shard_a: np.ndarray
     begin_a: np.ndarray
@@ -51,8 +46,13 @@ class SamplePlan:
     shard_b: np.ndarray
     begin_b: np.ndarray
     length_b: np.ndarray
-    label: np.ndarray  # 0 B follows A, 1 B comes from another document
+    label: np.ndarray  # 0 B follows A; 1 B comes from another document (nsp), or A follows B (sop)
     lengths: np.ndarray  # special tokens included
+
+    @property
+    def ordinary(self) -> np.ndarray:
+        """Tokens of each sample without special ones, int64 [B]."""
+        return self.length_a + self.length_b
 
     def __getitem__(self, rows: np.ndarray) -> SamplePlan:
         return SamplePlan(**{name: values[rows] for name, values in self.__dict__.items()})
@@ -73,37 +73,49 @@ class Rows:
 class Sampler:
     """The samples of one split of a corpus at one sequence length.
 
-    A sample is a pure function of the corpus, `seed`, `phase` and its number, which counts from 0 across epochs.
-    Raises `InputError` if the corpus has no sample.
+    A sample is a pure function of the corpus, `seed`, `phase`, `weights` and its number, which counts from 0 across
+    epochs. `weights` replaces those of the sources that it names. Raises `InputError` if the corpus has no sample, or
+    no source of such a name.
     """
 
     def __init__(
-        self, shards: TokenShards, pairs: config.PairsConfig, *, sequence_length: int, seed: int, phase: int
+        self,
+        shards: TokenShards,
+        pairs: config.PairsConfig,
+        *,
+        sequence_length: int,
+        seed: int,
+        phase: int,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         if not shards.shards:
             raise InputError(f"{shards.folder}: no text in this split. Prepare the corpus again.")
         self.shards = shards
         self.pairs = pairs
-        self.special_tokens = 3 if pairs.next_sentence else 2
+        self.paired = pairs.has_classifier
+        self.special_tokens = 3 if self.paired else 2  # at least
         self.room = sequence_length - self.special_tokens
-        # A true pair reads all of its target, a random one half of it on average; full sentences lose the
-        # last one, which does not fit.
-        reads = 1 - pairs.random_next_share / 2 if pairs.next_sentence else 0.9
-        self.reach = max(1, round(reads * self.room))
-        self._corpus = _Corpus(shards, self.reach, least_sentences=2 if pairs.next_sentence else 1)
-        if pairs.next_sentence and self._corpus.documents < 2:
+        self.reach = max(1, round(_share_read(pairs) * self.room))
+        self._corpus = DocumentTable(
+            shards,
+            self.reach,
+            least_sentences=2 if self.paired else 1,
+            joined=pairs.chosen_format == "full_sentences",
+        )
+        if pairs.chosen_objective == "nsp" and self._corpus.documents < 2:
             raise InputError(
                 f"{shards.folder}: {self._corpus.documents} documents, but "
-                "random next sentences need at least two. Add documents or set pairs.next_sentence: false."
+                "random next sentences need at least two. Add documents or set pairs.objective: none."
             )
         key = root_key(shards.fingerprint, seed, phase)
         order_key, self._sample_key, self._anchor_key = draw(key, np.arange(3))
-        weights = mixture_weights(shards.sources, self._corpus.samples)
-        self._order = Order(self._corpus.samples, weights, order_key)
+        mixture = shards.weights(weights or {}, f"phases.{phase}.weights")
+        mixture = mixture_weights(shards.sources, mixture, self._corpus.samples)
+        self._order = Order(self._corpus.samples, mixture, order_key)
         if not self.samples_per_epoch:
             raise InputError(
                 f"{shards.folder}: no document has the {self._corpus.least_sentences} sentences a sample "
-                "needs. Add text or set pairs.next_sentence: false."
+                "needs. Add text or set pairs.objective: none."
             )
 
     @property
@@ -117,34 +129,26 @@ class Sampler:
         documents, anchor, last = self._anchors(samples)
         short = uniform(draw(key, _SHORT)) < self.pairs.short_share
         target = np.where(short, 2 + below(draw(key, _TARGET), self.room - 1), self.room)
-        if self.pairs.next_sentence:
-            return self._pairs(key, documents, anchor, target, last)
-        return self._full_sentences(key, documents, anchor, target)
+        if self.paired:
+            return self._pairs(samples, key, documents, anchor, target, last)
+        return self._full_sentences(samples, key, documents, anchor, target)
 
     def gather(self, plan: SamplePlan) -> Rows:
-        """Fetch the tokens of a plan: [CLS] A [SEP] B [SEP], or [CLS] A [SEP], end to end."""
-        tokens, special = self._corpus.tokens, self.shards.special_ids
-        from_a = tokens.spans(plan.shard_a, plan.begin_a, plan.length_a)
+        """Fetch the tokens of a plan end to end: [CLS] A [SEP] B [SEP], or [CLS] A [SEP].
+
+        In full sentences across documents, a [SEP] stands between documents, too.
+        """
+        special = self.shards.special_ids
         starts = np.concatenate(([0], np.cumsum(plan.lengths)))
         begins = starts[:-1]
-        if self.pairs.next_sentence:
-            from_b = tokens.spans(plan.shard_b, plan.begin_b, plan.length_b)
-            begins_b = begins + plan.length_a + 2
-            runs = _interleave(plan.length_a + 2, plan.length_b + 1)
-            source = np.repeat(_interleave(from_a - begins - 1, from_b - begins_b), runs)
-            token_types = np.repeat(np.tile((0, 1), len(begins)), runs)
-            separators = np.concatenate((begins_b - 1, starts[1:] - 1))
-        else:
-            source = np.repeat(from_a - begins - 1, plan.lengths)
-            token_types = np.zeros(starts[-1], np.int64)
-            separators = starts[1:] - 1
+        source, separators, token_types = self._pair_layout(plan, begins) if self.paired else self._layout(plan)
         index = np.arange(starts[-1])
         sequence = np.repeat(np.arange(len(begins)), plan.lengths)
         source += index
         # Special tokens are in no shard: point them at a token that is.
-        source[begins] = from_a
-        source[separators] = from_a[0]
-        input_ids = tokens.array.take(source).astype(np.int64)
+        source[begins] = source[begins + 1]
+        source[separators] = source[1]
+        input_ids = self._corpus.tokens.array.take(source).astype(np.int64)
         if (largest := input_ids.max()) >= self.shards.vocabulary_size:
             raise InputError(
                 f"{self.shards.folder}: token {largest} in a shard, but the vocabulary has "
@@ -157,7 +161,33 @@ class Sampler:
         ordinary[separators] = False
         return Rows(input_ids, token_types, index - begins[sequence], starts, sequence, ordinary)
 
-    def _anchors(self, samples: np.ndarray) -> tuple[_Documents, np.ndarray, np.ndarray]:
+    def _pair_layout(self, plan: SamplePlan, begins: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """As `_layout`, of [CLS] A [SEP] B [SEP]; `begins` int64 [S], where each sequence begins."""
+        tokens = self._corpus.tokens
+        from_a = tokens.spans(plan.shard_a, plan.begin_a, plan.length_a)
+        from_b = tokens.spans(plan.shard_b, plan.begin_b, plan.length_b)
+        begins_b = begins + plan.length_a + 2
+        runs = _interleave(plan.length_a + 2, plan.length_b + 1)
+        source = np.repeat(_interleave(from_a - begins - 1, from_b - begins_b), runs)
+        token_types = np.repeat(np.tile((0, 1), len(begins)), runs)
+        return source, np.concatenate((begins_b - 1, begins_b + plan.length_b)), token_types
+
+    def _layout(self, plan: SamplePlan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(the token that each row of the token axis is read from, less the row; rows of [SEP]; token types)."""
+        corpus, shard, begin = self._corpus, plan.shard_a, plan.begin_a
+        first = corpus.tokens.spans(shard, begin, plan.length_a)
+        separators = plan.lengths - plan.length_a - self.special_tokens
+        row, piece = pieces(corpus, shard, begin, plan.length_a, separators)
+        opens = np.diff(row, prepend=-1) > 0
+        ends = np.append(piece[1:], 0)
+        closes = np.append(opens[1:], True)
+        ends[closes] = (begin + plan.length_a)[row[closes]]
+        runs = ends - piece + 1 + opens  # [CLS] before a sequence's first piece, [SEP] after every one
+        stop = np.cumsum(runs)
+        source = np.repeat(first[row] + piece - begin[row] - (stop - 1 - (ends - piece)), runs)
+        return source, stop - 1, np.zeros(stop[-1], np.int64)
+
+    def _anchors(self, samples: np.ndarray) -> tuple[Documents, np.ndarray, np.ndarray]:
         """Document of each sample, the sentence it begins with, whether it is the document's last."""
         place = self._order.locate(samples)
         number, index, count = self._corpus.find(place.source, place.slot)
@@ -177,7 +207,13 @@ class Sampler:
         return documents, anchor, index == count - 1
 
     def _pairs(
-        self, key: np.ndarray, documents: _Documents, anchor: np.ndarray, target: np.ndarray, last: np.ndarray
+        self,
+        number: np.ndarray,
+        key: np.ndarray,
+        documents: Documents,
+        anchor: np.ndarray,
+        target: np.ndarray,
+        last: np.ndarray,
     ) -> SamplePlan:
         corpus, shard = self._corpus, documents.shard
         begin = corpus.offset(shard, anchor)
@@ -185,189 +221,68 @@ class Sampler:
         end = np.maximum(end, anchor + 2)
         split = anchor + 1 + below(draw(key, _SPLIT), end - anchor - 1)
         label = uniform(draw(key, _RANDOM_NEXT)) < self.pairs.random_next_share
-        # A random pair leaves its second half unread. No sample after a document's last one would read
-        # it, so there either half is kept.
-        tail = label & last & (draw(key, _TAIL) >> np.uint64(63)).astype(bool)
-        first_a, end_a = np.where(tail, split, anchor), np.where(tail, end, split)
-        begin_a = corpus.offset(shard, first_a)
-        length_a = corpus.offset(shard, end_a) - begin_a
+        if self.pairs.chosen_objective == "sop":
+            first_a, end_a = np.where(label, split, anchor), np.where(label, end, split)
+            shard_b, first_b, end_b = shard, np.where(label, anchor, split), np.where(label, split, end)
+        else:
+            # A random pair leaves its second half unread. No sample after a document's last one would read
+            # it, so there either half is kept.
+            tail = label & last & (draw(key, _TAIL) >> np.uint64(63)).astype(bool)
+            first_a, end_a = np.where(tail, split, anchor), np.where(tail, end, split)
+            length_a = corpus.offset(shard, end_a) - corpus.offset(shard, first_a)
+            other_shard, other_first, other_end = self._random_next(key, documents, target - length_a)
+            shard_b = np.where(label, other_shard, shard)
+            first_b, end_b = np.where(label, other_first, split), np.where(label, other_end, end)
+        begin_a, begin_b = corpus.offset(shard, first_a), corpus.offset(shard_b, first_b)
+        lengths = (corpus.offset(shard, end_a) - begin_a, corpus.offset(shard_b, end_b) - begin_b)
+        begin_a, length_a, begin_b, length_b = self._shortened(key, begin_a, lengths[0], begin_b, lengths[1])
+        whole = length_a + length_b + self.special_tokens
+        return SamplePlan(
+            number, key, shard, begin_a, length_a, shard_b, begin_b, length_b, label.astype(np.int64), whole
+        )
 
+    def _random_next(
+        self, key: np.ndarray, documents: Documents, room: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(shard, first sentence, one past the last) of `room` tokens or a little more from other documents."""
+        corpus = self._corpus
         other = corpus.look_up(corpus.another(documents, draw(key, _OTHER)))
-        first_b = other.first + below(draw(key, _BEGIN), other.last - other.first)
-        filled = corpus.offset(other.shard, first_b) + np.maximum(target - length_a, 1)
-        end_b = corpus.first_at_least(other.shard, first_b + 1, other.last, filled)
-        shard_b = np.where(label, other.shard, shard)
-        begin_b = corpus.offset(shard_b, np.where(label, first_b, split))
-        length_b = corpus.offset(shard_b, np.where(label, end_b, end)) - begin_b
+        first = other.first + below(draw(key, _BEGIN), other.last - other.first)
+        filled = corpus.offset(other.shard, first) + np.maximum(room, 1)
+        return other.shard, first, corpus.first_at_least(other.shard, first + 1, other.last, filled)
 
+    def _shortened(
+        self, key: np.ndarray, begin_a: np.ndarray, length_a: np.ndarray, begin_b: np.ndarray, length_b: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """(begin, length) of A and of B, after they were cut to fit the room."""
         begin_a, length_a = _window(begin_a, length_a, 2 * self.room, draw(key, _WINDOW_A))
         begin_b, length_b = _window(begin_b, length_b, 2 * self.room, draw(key, _WINDOW_B))
         cut_a, cut_b = _truncation(length_a, length_b, self.room)
-        begin_a += binomial(cut_a, key, _TRUNCATE_A)
-        begin_b += binomial(cut_b, key, _TRUNCATE_B)
-        length_a -= cut_a
-        length_b -= cut_b
-        lengths = length_a + length_b + self.special_tokens
-        return SamplePlan(key, shard, begin_a, length_a, shard_b, begin_b, length_b, label.astype(np.int64), lengths)
+        begin_a = begin_a + binomial(cut_a, key, _TRUNCATE_A)
+        begin_b = begin_b + binomial(cut_b, key, _TRUNCATE_B)
+        return begin_a, length_a - cut_a, begin_b, length_b - cut_b
 
     def _full_sentences(
-        self, key: np.ndarray, documents: _Documents, anchor: np.ndarray, target: np.ndarray
+        self, number: np.ndarray, key: np.ndarray, documents: Documents, anchor: np.ndarray, target: np.ndarray
     ) -> SamplePlan:
         corpus, shard = self._corpus, documents.shard
         begin = corpus.offset(shard, anchor)
-        end = corpus.first_at_least(shard, anchor + 1, documents.last + 1, begin + target + 1) - 1
+        separators = nothing = np.zeros_like(begin)
+        if self.pairs.chosen_format == "full_sentences":
+            end, separators = fill_across_documents(corpus, shard, anchor, target)
+        else:
+            end = corpus.first_at_least(shard, anchor + 1, documents.last + 1, begin + target + 1) - 1
         length = corpus.offset(shard, np.maximum(end, anchor + 1)) - begin
         begin, length = _window(begin, length, self.room, draw(key, _WINDOW_A))
-        nothing = np.zeros_like(begin)
-        return SamplePlan(key, shard, begin, length, shard, begin, nothing, nothing, length + self.special_tokens)
+        whole = length + separators + self.special_tokens
+        return SamplePlan(number, key, shard, begin, length, shard, begin, nothing, nothing, whole)
 
 
-@dataclass(frozen=True)
-class _Documents:
-    """Documents looked up by number; int64 [B] each. Offsets are within the shard."""
-
-    number: np.ndarray
-    shard: np.ndarray
-    first: np.ndarray  # first sentence
-    last: np.ndarray  # one past the last sentence
-    begin: np.ndarray  # first token
-    tokens: np.ndarray
-
-
-class _Corpus:
-    """Documents of all shards under one numbering, source by source, and how many samples each has."""
-
-    def __init__(self, shards: TokenShards, reach: int, *, least_sentences: int) -> None:
-        self.least_sentences = least_sentences
-        ordered = sorted(shards.shards, key=lambda shard: shard.source)
-        self._sentences = _Joined([np.asarray(shard.sentences).view(np.int64) for shard in ordered])
-        self._rows = _Joined([np.asarray(shard.documents).view(np.int64).reshape(-1) for shard in ordered])
-        self.tokens = _Joined([shard.tokens for shard in ordered])
-        self._mapped = [array for shard in ordered for array in (shard.sentences, shard.documents, shard.tokens)]
-        self._large = sum(array.nbytes for array in self._mapped) > _KEEP_MAPPED
-        self._looked_up = 0
-        self._first_document = np.cumsum([0, *(len(shard.documents) - 1 for shard in ordered)])
-        self.documents = int(self._first_document[-1])
-        self._starts, first, count = [], [], []
-        for source in range(len(shards.sources)):
-            own = [shard.documents for shard in ordered if shard.source == source]
-            first.append(sum(len(shard.documents) - 1 for shard in ordered if shard.source < source))
-            self._starts.append(_sample_starts(own, reach, least_sentences))
-            count.append(len(self._starts[-1]) - 1)
-        self.samples = [int(starts[-1]) for starts in self._starts]
-        self._source_first, self._source_count = np.array(first), np.array(count)
-
-    def looked_up(self, samples: int) -> None:
-        """Count samples looked up; from time to time unmap what they mapped. It stays in the page cache."""
-        self._looked_up += samples
-        if self._large and self._looked_up >= _SAMPLES_MAPPED:
-            self._looked_up = 0
-            for array in self._mapped:
-                _forget(array)
-
-    def find(self, source: np.ndarray, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(document number, sample within it, samples it has) of each slot of each source; int64 [B] each."""
-        number, index, count = np.empty_like(slot), np.empty_like(slot), np.empty_like(slot)
-        for which, starts in enumerate(self._starts):
-            rows = np.flatnonzero(source == which)
-            if not len(rows):
-                continue
-            # The slots take the table's type, so that numpy does not convert the table.
-            document = np.searchsorted(starts, slot[rows].astype(starts.dtype), side="right") - 1
-            begin = starts[document].astype(np.int64)
-            number[rows] = document + self._source_first[which]
-            index[rows] = slot[rows] - begin
-            count[rows] = starts[document + 1].astype(np.int64) - begin
-        return number, index, count
-
-    def look_up(self, number: np.ndarray) -> _Documents:
-        shard = np.searchsorted(self._first_document, number, side="right") - 1
-        row = 2 * (number - self._first_document[shard])
-        first, begin, last, end = (self._rows.at(shard, row + column) for column in range(4))
-        return _Documents(number, shard, first, last, begin, end - begin)
-
-    def another(self, documents: _Documents, bits: np.ndarray) -> np.ndarray:
-        """Number of a random other document of the same source, or of any source if that has only one."""
-        source = np.searchsorted(self._source_first, documents.number, side="right") - 1
-        # Sources without documents share their first number with the next source that has some: take the latter.
-        alone = self._source_count[source] < 2
-        first = np.where(alone, 0, self._source_first[source])
-        count = np.where(alone, self.documents, self._source_count[source])
-        number = first + below(bits, count - 1)
-        return number + (number >= documents.number)
-
-    def offset(self, shard: np.ndarray, sentence: np.ndarray) -> np.ndarray:
-        """Token offset at which sentences begin; int64 [B]."""
-        return self._sentences.at(shard, sentence)
-
-    def first_at_least(self, shard: np.ndarray, low: np.ndarray, high: np.ndarray, offset: np.ndarray) -> np.ndarray:
-        """The first sentence in [low, high) that begins at or after `offset`, or `high`; a binary search."""
-        low, high = low.copy(), high.copy()
-        for _ in range(int((high - low).max(initial=0)).bit_length()):
-            middle = (low + high) >> 1
-            open_ = low < high
-            reached = self._sentences.at(shard, np.where(open_, middle, 0)) >= offset
-            high = np.where(open_ & reached, middle, high)
-            low = np.where(open_ & ~reached, middle + 1, low)
-        return low
-
-
-class _Joined:
-    """Many arrays of one type, read by one `take` in place, without a copy.
-
-    A view spans from the lowest of them in memory to the highest. What lies between them is never read,
-    since every index is checked against its own array first.
-    """
-
-    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
-        self._arrays = [np.asarray(array) for array in arrays]  # keeps the memory alive
-        self._lengths = np.array([len(array) for array in self._arrays])
-        bytes_each = self._arrays[0].itemsize
-        addresses = np.array([array.__array_interface__["data"][0] for array in self._arrays])
-        lowest = self._arrays[int(addresses.argmin())]
-        self._begins, odd = np.divmod(addresses - addresses.min(), bytes_each)
-        if odd.any() or any(a.dtype != lowest.dtype or not a.flags.c_contiguous for a in self._arrays):
-            raise ValueError("arrays must be contiguous, aligned and of one type")
-        length = int((self._begins + self._lengths).max())
-        self.array = as_strided(lowest, (length,), (bytes_each,), writeable=False)
-
-    def at(self, which: np.ndarray, index: np.ndarray) -> np.ndarray:
-        """Element `index` of array `which`, each [B]."""
-        return self.array.take(self._place(which, index))
-
-    def spans(self, which: np.ndarray, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
-        """Indices into `.array` of spans of at least one element, checked at both ends; int64 [B]."""
-        self._place(which, begin + length - 1)
-        return self._place(which, begin)
-
-    def _place(self, which: np.ndarray, index: np.ndarray) -> np.ndarray:
-        # A negative index becomes a huge unsigned one.
-        if (index.view(np.uint64) >= self._lengths[which].view(np.uint64)).any():
-            raise IndexError("an offset points outside its shard; the corpus is damaged")
-        return self._begins[which] + index
-
-
-def _sample_starts(documents: list[np.ndarray], reach: int, least_sentences: int) -> np.ndarray:
-    """Cumulative sample counts of a source's documents, [D+1], in 32 bits if they suffice."""
-    tokens = sum(int(table[-1, 1]) for table in documents)
-    total = sum(len(table) - 1 for table in documents)
-    starts = np.zeros(total + 1, np.uint32 if tokens // reach + total < 1 << 32 else np.uint64)
-    done = 1
-    for table in documents:
-        for begin in range(0, len(table) - 1, _ROWS):
-            rows = np.diff(table[begin : begin + _ROWS + 1].view(np.int64), axis=0)
-            counts = np.maximum((2 * rows[:, 1] + reach) // (2 * reach), 1)  # rounds n / reach
-            counts[rows[:, 0] < least_sentences] = 0
-            starts[done : done + len(counts)] = counts
-            done += len(counts)
-        _forget(table)
-    return np.cumsum(starts, out=starts)
-
-
-def _forget(array: np.ndarray) -> None:
-    """Release the pages of a mapped file, so that they do not count as this process's memory."""
-    if isinstance(array.base, mmap.mmap):
-        array.base.madvise(mmap.MADV_DONTNEED)
+def _share_read(pairs: config.PairsConfig) -> float:
+    """The share of a full sequence's tokens that a sample reads on average."""
+    # A true pair reads all of its target, a random one half of it on average, a swapped one all of it; full sentences
+    # lose the last one, which does not fit.
+    return {"nsp": 1 - pairs.random_next_share / 2, "sop": 1.0, "none": 0.9}[pairs.chosen_objective]
 
 
 def _window(begin: np.ndarray, length: np.ndarray, most: int, bits: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -44,14 +44,14 @@ def with_replay(shards: TokenShards, general: TokenShards, share: float) -> Toke
     )
 
 
-def mixture_weights(sources: Sequence[Mapping[str, Any]], samples: Sequence[int]) -> list[float]:
+def mixture_weights(sources: Sequence[Mapping[str, Any]], weights: list[float], samples: Sequence[int]) -> list[float]:
     """How many epochs of each source go into an epoch of the mixture.
 
     Args:
         sources: of the corpus; replayed ones have the share of the samples that all of them give together.
+        weights: of the sources, which count among the replayed ones and among the others.
         samples: of one epoch of each source.
     """
-    weights = [float(source.get("weight", 1.0)) for source in sources]
     share = next((float(source[_SHARE]) for source in sources if _SHARE in source), None)
     if share is None:
         return weights

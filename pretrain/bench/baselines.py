@@ -1,6 +1,6 @@
 """The programs that the step benchmarks compare: this project's engine and its baselines, with one interface.
 
-The baselines are transformers' BertForPreTraining in several variants, and this project's model in a plain torch loop.
+The baselines are transformers' class of the family in several variants, and this project's model in a plain torch loop.
 Each trainer runs in its own process, as its user would run it. So settings of one process do not affect another; for
 example, our engine keeps freed memory. Only one trainer works at a time.
 """
@@ -8,6 +8,7 @@ example, our engine keeps freed memory. Only one trainer works at a time.
 from __future__ import annotations
 
 import functools
+import inspect
 import multiprocessing
 import time
 from collections.abc import Iterator
@@ -20,8 +21,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pretrain.batches.loader import Loader, MicroBatch, StepBatch, validation_batches
+from pretrain.common.errors import InputError
 from pretrain.common.memory import hold_freed_memory
-from pretrain.config import PretrainConfig
+from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.precision import resolve_here, torch_dtype
@@ -60,7 +62,7 @@ def bench_config(
     """A run of `sequences` per step and one micro-batch per step, with no last step.
 
     `model` holds further settings of the section model. The precision is resolved for this machine; the baselines use
-    the same one.
+    the same one. Only BERT predicts the next sentence.
     """
     phase = {
         "sequence_length": length,
@@ -73,6 +75,7 @@ def bench_config(
             "name": "bench",
             "corpus": {"dir": corpus},
             "model": {"size": size, **model},
+            "pairs": {"next_sentence": model.get("family", "bert") == "bert"},
             "phases": [phase],
             "engine": {"zero_stage": 1, "micro_batch_tokens": sequences * length, "precision": precision},
             "evaluation": {"sequences": 512},
@@ -276,24 +279,9 @@ class TransformersTrainer:
 
     def __init__(self, config: PretrainConfig, vocabulary_size: int, device: torch.device, kind: str) -> None:
         attention, _, compiled = kind.partition("-")
-        import transformers
-
-        shape = config.model
         self._device, dtype = device, torch_dtype(config.engine.precision)
         self._autocast = functools.partial(torch.autocast, device.type, dtype=dtype, enabled=dtype is not torch.float32)
-        self._model = transformers.BertForPreTraining(
-            transformers.BertConfig(
-                vocab_size=vocabulary_size,
-                hidden_size=shape.hidden,
-                num_hidden_layers=shape.layers,
-                num_attention_heads=shape.heads,
-                intermediate_size=shape.intermediate,
-                max_position_embeddings=shape.max_positions,
-                hidden_dropout_prob=shape.hidden_dropout,
-                attention_probs_dropout_prob=shape.attention_dropout,
-                attn_implementation=attention,  # pyright: ignore[reportCallIssue]
-            )
-        ).to(device)  # pyright: ignore[reportArgumentType]
+        self._model = _their_model(config.model, vocabulary_size, attention).to(device)
         self._model.train()
         self._forward = torch.compile(self._model, dynamic=True) if compiled else self._model
         settings = config.optimizer
@@ -307,7 +295,7 @@ class TransformersTrainer:
 
     def prepare(self, step: StepBatch) -> list[dict[str, Tensor]]:
         """The step's micro-batches with padding; not timed."""
-        return [pad(batch) for batch in step.micro_batches]
+        return [self._inputs(batch) for batch in step.micro_batches]
 
     def train(self, step: list[dict[str, Tensor]], learning_rate: float) -> float:
         """One optimizer step; returns its loss."""
@@ -330,14 +318,54 @@ class TransformersTrainer:
         total = 0.0
         with torch.no_grad(), self._autocast():
             for batch in (batch for step in steps for batch in step.micro_batches):
-                inputs = pad(batch)
+                inputs = self._inputs(batch)
                 labels = inputs.pop("labels")
-                logits = self._model(**inputs).prediction_logits
+                output = self._model(**inputs)
+                logits = output.logits if "logits" in output else output.prediction_logits
                 total += nn.functional.cross_entropy(
                     logits.flatten(0, 1).float(), labels.flatten(), ignore_index=-100, reduction="sum"
                 ).item()
         self._model.train()
         return total / sum(step.masked for step in steps)
+
+    def _inputs(self, batch: MicroBatch) -> dict[str, Tensor]:
+        """What the model's class takes of a padded batch."""
+        taken = inspect.signature(self._model.forward).parameters
+        return {name: tensor for name, tensor in pad(batch).items() if name in taken}
+
+
+def _their_model(shape: ModelConfig, vocabulary_size: int, attention: str) -> Any:
+    """transformers' class of the family with our shape and random weights.
+
+    Raises:
+        InputError: the family has no baseline.
+    """
+    import transformers
+
+    values: dict[str, Any] = {
+        "vocab_size": vocabulary_size,
+        "hidden_size": shape.hidden,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+        "intermediate_size": shape.intermediate,
+        "max_position_embeddings": shape.max_positions,
+        "attn_implementation": attention,
+    }
+    if shape.family == "bert":
+        values |= {"hidden_dropout_prob": shape.hidden_dropout, "attention_probs_dropout_prob": shape.attention_dropout}
+        return transformers.BertForPreTraining(transformers.BertConfig(**values))
+    if shape.family != "modernbert":
+        raise InputError(f"bench step: there is no baseline for the family {shape.family}. Use bert or modernbert.")
+    own = {
+        "embedding_dropout": shape.hidden_dropout,
+        "attention_dropout": shape.attention_dropout,
+        "local_attention": shape.local_attention,
+        "pad_token_id": 0,
+        "layer_types": [
+            "sliding_attention" if shape.window(number) else "full_attention" for number in range(shape.layers)
+        ],
+    }
+    return transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(**values, **own))
 
 
 def hf_parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, object]]:

@@ -1,4 +1,4 @@
-"""`bench step`: training throughput of ours and of transformers' BertForPreTraining on the same batches.
+"""`bench step`: training throughput of ours and of transformers' class of the same family on the same batches.
 
 Baselines (`--peers`): transformers with eager or scaled-dot-product attention, with or without torch.compile,
 autocast to the same precision, torch's fused AdamW, batches padded to their longest sequence. Ours: this project's
@@ -10,6 +10,7 @@ baseline.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 from collections.abc import Callable, Sequence
@@ -37,17 +38,18 @@ def main(argv: list[str]) -> int:
         torch.set_num_threads(options.threads)
     device = torch.device(options.device)
     results = []
-    for size in options.sizes:
-        for length in options.lengths:
-            results.append(compare(size, length, options, device))
-            if not options.json:
-                print(_row(results[-1]), flush=True)
+    for family, size, length in itertools.product(options.families, options.sizes, options.lengths):
+        results.append(compare(size, length, options, device, family=family))
+        if not options.json:
+            print(_row(results[-1]), flush=True)
     if options.json:
         print(json.dumps({"threads": torch.get_num_threads(), "torch": torch.__version__, "results": results}))
     return 0
 
 
-def compare(size: str, length: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+def compare(
+    size: str, length: int, options: argparse.Namespace, device: torch.device, *, family: str = "bert"
+) -> dict[str, Any]:
     """One model size at one sequence length: medians over the timed steps, as JSON values.
 
     `mfu` is the model FLOPs utilisation of our engine (`pretrain.tracking.metrics`). `mfu_full_last_layer` also counts
@@ -55,9 +57,8 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
     """
     shards = open_shards(Path(options.corpus), "train")
     sequences = max(1, options.tokens // length)
-    config = bench_config(
-        options.corpus, size, length, sequences, precision=options.precision, hidden_dropout=options.dropout
-    )
+    model = {"family": family, "hidden_dropout": options.dropout}
+    config = bench_config(options.corpus, size, length, sequences, precision=options.precision, **model)
     precision = config.engine.resolved_precision
     count = options.repeats + WARM_UP
     kinds = (OURS, *options.peers)
@@ -71,6 +72,7 @@ def compare(size: str, length: int, options: argparse.Namespace, device: torch.d
     per_flop = sorted(1 / (time * peak) for time, peak in zip(seconds[OURS], timings.matmul_peaks, strict=True))
     flops_per_token = _flops(executed_flops, config, shards, steps) / tokens
     return {
+        "family": family,
         "size": size,
         "length": length,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
@@ -138,9 +140,9 @@ def _flops(count: Callable[..., float], config: PretrainConfig, shards: TokenSha
 def _row(result: dict[str, Any]) -> str:
     low, high = result["mfu_spread"]
     lines = [
-        f"{result['size']} @ {result['length']}, mean {result['mean_tokens']:.0f} tokens: ours {_rate(result, OURS)}, "
-        f"MFU {result['mfu']:.0%} ({low:.0%}-{high:.0%}) of {result['matmul_peak_gflops']:.0f} GFLOP/s "
-        f"in {result['precision']}"
+        f"{result['family']} {result['size']} @ {result['length']}, mean {result['mean_tokens']:.0f} tokens: "
+        f"ours {_rate(result, OURS)}, MFU {result['mfu']:.0%} ({low:.0%}-{high:.0%}) of "
+        f"{result['matmul_peak_gflops']:.0f} GFLOP/s in {result['precision']}"
     ]
     for kind, (median, low, high) in result["ratios"].items():
         mark = "  fastest baseline" if kind == result["best_peer"] else ""
@@ -156,6 +158,7 @@ def _rate(result: dict[str, Any], kind: str) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="./launch.sh bench step", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--corpus", required=True, help="prepared corpus folder, which gives the sequence lengths")
+    parser.add_argument("--families", nargs="+", default=["bert"], help="model families: bert, modernbert")
     parser.add_argument("--sizes", nargs="+", default=["mini"], help="model sizes (default: mini)")
     parser.add_argument("--lengths", nargs="+", type=int, default=[512, 128], help="sequence lengths")
     parser.add_argument("--tokens", type=int, default=8192, help="approximate tokens per step, padding included")

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from pretrain.checkpoint.layouts import KeyMapping, ReleasedFacts, StackedName, TaskHead, encoder_shapes, task_head
+from pretrain.checkpoint.layouts import ReleasedFacts, StackedName, TaskHead, encoder_shapes, task_head
 from pretrain.checkpoint.mapping import LEFT_OUT, MappedTensor
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig
@@ -118,9 +118,7 @@ class _Chunk(NamedTuple):
 class _Source:
     """The tensors of a file, and the place of each of our parameters in them."""
 
-    def __init__(
-        self, tensors: Mapping[str, Tensor], facts: ReleasedFacts, groups: list[Shapes], where: str
-    ) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], facts: ReleasedFacts, groups: list[Shapes], where: str) -> None:
         self.tensors, self.layout, self.model, self.where = tensors, facts.layout, facts.model, where
         known = self._known(groups)
         self.places: dict[StackedName, _Chunk] = {}
@@ -241,7 +239,9 @@ def _heads(facts: ReleasedFacts, first: TaskHead) -> list[Shapes]:
         # The vocabulary's size is known once the word embeddings are found.
         for parameter in head_parameters(facts.model, 0, layout.next_sentence)
     }
-    pretraining |= {name: (None, *pretraining[name][1:]) for name in ("heads.mlm_bias", "heads.decoder") if name in pretraining}
+    pretraining |= {
+        name: (None, *pretraining[name][1:]) for name in ("heads.mlm_bias", "heads.decoder") if name in pretraining
+    }
     return [
         {"head.dense_weight": (hidden, hidden), **bias, **norm},
         {"head.out_weight": (None, hidden), "head.out_bias": (None,)},
@@ -250,9 +250,7 @@ def _heads(facts: ReleasedFacts, first: TaskHead) -> list[Shapes]:
     ]
 
 
-def _why_no_head(
-    head: Mapping[str, Tensor], shapes: Shapes, source: _Source, backbone: Mapping[str, Tensor]
-) -> str:
+def _why_no_head(head: Mapping[str, Tensor], shapes: Shapes, source: _Source, backbone: Mapping[str, Tensor]) -> str:
     """Why a head cannot be filled with the tensors that there are; "" if it can."""
     rows = len(backbone["embeddings.word"])
     for ours, shape in shapes.items():

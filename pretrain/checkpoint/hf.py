@@ -16,9 +16,10 @@ from typing import Any
 from torch import Tensor
 
 from pretrain.checkpoint import store
-from pretrain.checkpoint.layouts import BERT, ReleasedFacts, layout_of, write_config
+from pretrain.checkpoint.layouts import BERT, LAYOUTS, ReleasedFacts, layout_of, write_config
 from pretrain.checkpoint.released import read_released
-from pretrain.checkpoint.released_writer import released_tensors, special_ids, their_tensors
+from pretrain.checkpoint.released_writer import released_tensors, special_ids, their_tensors, written_facts
+from pretrain.checkpoint.start import START_FILE
 from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer
 from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
 from pretrain.common.errors import InputError
@@ -46,6 +47,8 @@ def export(
     *,
     next_sentence: bool,
     card: str,
+    family: str = "",
+    config: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint that transformers loads, atomically; an earlier export at `out` is replaced.
 
@@ -57,28 +60,37 @@ def export(
         next_sentence: whether to write BertForPreTraining or BertForMaskedLM. Other families have no next-sentence
             head: theirs is left out, with a warning.
         card: README.md in Markdown.
+        family: a key of `layouts.LAYOUTS`, for a model that began as a released one; "" takes the model's own.
+        config: config.json of that released model, whose other fields are kept.
 
     Raises:
         InputError: the family's layout cannot hold the model, or the tokenizer is incomplete or has another size.
     """
-    layout, rows = layout_of(model), len(state["embeddings.word"])
-    ids = _read_special_ids(tokenizer_folder, rows)
-    facts = ReleasedFacts(layout, model, 2 if model.token_types else 0)
+    layout, rows = LAYOUTS[family] if family else layout_of(model), len(state["embeddings.word"])
+    if family:
+        read_tokenizer(tokenizer_folder, rows)
+        facts, ids = written_facts(layout, model, state, config or {}, tokenizer_folder)
+    else:
+        ids = _read_special_ids(tokenizer_folder, rows)
+        facts = ReleasedFacts(layout, model, 2 if model.token_types else 0)
     if next_sentence and not layout.next_sentence:
         logger.warning("the layout of %s has no next-sentence head: it is left out of %s", layout.family, out)
         next_sentence = False
-    values = _config_json(facts, rows, ids, next_sentence)
+    values = _config_json(config, facts, rows, ids, next_sentence)
     left_out = () if next_sentence else ("heads.pooler_", "heads.nsp_")
     kept = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
     with whole_folder(out) as aside:
         save_weights(released_tensors(kept, facts), aside / WEIGHTS)
         write_json(aside / "config.json", values)
-        _copy_tokenizer(tokenizer_folder, aside, model.max_positions, layout.tokenizer_class or "BertTokenizer")
+        kind = layout.tokenizer_class or f"{layout.alike.get(values['model_type'], layout.classes)}Tokenizer"
+        _copy_tokenizer(tokenizer_folder, aside, model.max_positions, kind)
         (aside / "README.md").write_text(card, encoding="utf-8")
 
 
-def export_run(run_dir: Path, out: Path, checkpoint: str | None = None) -> None:
+def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, averaged: bool = False) -> None:
     """Export a run's checkpoint with its model card: the one named, the "best", or the newest intact one.
+
+    `averaged` exports the mean of the last steps' weights that the checkpoint keeps.
 
     Raises:
         InputError: the run, the checkpoint or the corpus's tokenizer is missing or damaged, or the family's layout
@@ -88,15 +100,22 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None) -> None:
         raise InputError(f"{run_dir}: not a run folder (no config.yaml). Give one such as runs/bert-mini.")
     config = load_config(run_dir / "config.yaml")
     path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
-    state = store.read_weights(path)
+    state = store.read_weights(path, averaged=averaged)
     corpus = Path(config.corpus.dir)
     export(
         state,
         config.model,
         corpus,
         out,
-        next_sentence=config.pairs.next_sentence,
-        card=_model_card(config, run_dir, store.step_of(path), sum(p.numel() for p in state.values())),
+        next_sentence=config.pairs.has_classifier,
+        card=_model_card(
+            config,
+            run_dir,
+            store.step_of(path),
+            sum(p.numel() for p in state.values()),
+            averaged=store.read_state(path)["averaged"] if averaged else 0,
+        ),
+        **_began_as(run_dir),
     )
 
 
@@ -114,6 +133,13 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
 
 
 # ---- a run
+
+
+def _began_as(run_dir: Path) -> dict[str, Any]:
+    """`family` and `config` of the release that a run continues; {} for a run from random weights."""
+    path = run_dir / START_FILE
+    start = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    return {key: start[key] for key in ("family", "config")} if start.get("config") else {}
 
 
 def _choose_checkpoint(folder: Path, name: str | None) -> Path:
@@ -138,8 +164,11 @@ def _choose_checkpoint(folder: Path, name: str | None) -> Path:
     return path
 
 
-def _model_card(config: PretrainConfig, run_dir: Path, step: int, parameters: int) -> str:
-    """README.md of an export: what it is, how it was trained, its measurements, and its text."""
+def _model_card(config: PretrainConfig, run_dir: Path, step: int, parameters: int, *, averaged: int = 0) -> str:
+    """README.md of an export: what it is, how it was trained, its measurements, and its text.
+
+    `averaged` is the number of steps whose weights are averaged; 0 for the weights of a single step.
+    """
     import jinja2
 
     templates = jinja2.Environment(
@@ -153,19 +182,20 @@ def _model_card(config: PretrainConfig, run_dir: Path, step: int, parameters: in
         model=config.model,
         parameters=parameters,
         step=step,
-        measured=_measured(run_dir, step),
+        averaged=averaged,
+        measured=_measured(run_dir, step, averaged=averaged > 0),
         corpus_card=_two_levels_down(corpus_card.read_text(encoding="utf-8")) if corpus_card.is_file() else "",
         config_yaml=dump(config).strip(),
     )
 
 
-def _measured(run_dir: Path, step: int) -> list[tuple[str, str]]:
-    """Labels and values of the last evaluation up to `step`; [] without one."""
-    evaluations = [
-        record
-        for record in read_records(run_dir)
-        if record.get("split") == "validation" and record.get("step", 0) <= step
-    ]
+def _measured(run_dir: Path, step: int, *, averaged: bool = False) -> list[tuple[str, str]]:
+    """Labels and values of the last evaluation up to `step`, or of the averaged weights at `step`; [] without one."""
+    records = read_records(run_dir)
+    if averaged:
+        evaluations = [one for one in records if one.get("event") == "average" and one.get("step") == step]
+    else:
+        evaluations = [one for one in records if one.get("split") == "validation" and one.get("step", 0) <= step]
     if not evaluations:
         return []
     last = evaluations[-1]
@@ -175,6 +205,8 @@ def _measured(run_dir: Path, step: int) -> list[tuple[str, str]]:
         "mlm_accuracy": ("masked-token accuracy", "{:.2%}"),
         "nsp_loss": ("next-sentence loss", "{:.4f}"),
         "nsp_accuracy": ("next-sentence accuracy", "{:.2%}"),
+        "sop_loss": ("sentence-order loss", "{:.4f}"),
+        "sop_accuracy": ("sentence-order accuracy", "{:.2%}"),
     }
     return [(label, form.format(last[key])) for key, (label, form) in labels.items() if last.get(key) is not None]
 
@@ -188,7 +220,11 @@ def _two_levels_down(markdown: str) -> str:
 
 
 def _config_json(
-    facts: ReleasedFacts, rows: int, ids: Mapping[str, int | None], next_sentence: bool
+    config: Mapping[str, Any] | None,
+    facts: ReleasedFacts,
+    rows: int,
+    ids: Mapping[str, int | None],
+    next_sentence: bool,
 ) -> dict[str, Any]:
     """The fields of transformers' config as 5.x writes them; 4.x reads them too."""
     fields = {
@@ -201,7 +237,9 @@ def _config_json(
         "add_cross_attention": False,
     }
     head = "ForPreTraining" if next_sentence else "ForMaskedLM"
-    return write_config(fields if facts.layout is BERT else {}, facts, head, rows, ids["pad"], ids)
+    if config is None:
+        config = fields if facts.layout is BERT else {}
+    return write_config(config, facts, head, rows, ids["pad"], ids)
 
 
 def _read_special_ids(folder: Path, size: int) -> dict[str, int | None]:
@@ -212,7 +250,11 @@ def _read_special_ids(folder: Path, size: int) -> dict[str, int | None]:
             raise InputError(f"{folder / 'tokenizer.json'}: has no [PAD]. Prepare the corpus again.")
         return ids
     vocabulary = _read_vocabulary(folder, size)
-    return {role: vocabulary.index(f"[{role.upper()}]") for role in ("pad", "cls", "sep", "mask") if f"[{role.upper()}]" in vocabulary}
+    return {
+        role: vocabulary.index(f"[{role.upper()}]")
+        for role in ("pad", "cls", "sep", "mask")
+        if f"[{role.upper()}]" in vocabulary
+    }
 
 
 def _read_vocabulary(folder: Path, size: int) -> list[str]:
@@ -232,7 +274,7 @@ def _read_vocabulary(folder: Path, size: int) -> list[str]:
 
 
 def _copy_tokenizer(folder: Path, out: Path, max_positions: int, tokenizer_class: str) -> None:
-    if not (folder / "vocab.txt").is_file():
+    if not all((folder / name).is_file() for name in _TOKENIZER_FILES):
         copy_tokenizer(folder, out, tokenizer_class=tokenizer_class, max_positions=max_positions)
         return
     for name in _TOKENIZER_FILES:

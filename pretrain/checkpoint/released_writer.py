@@ -70,7 +70,7 @@ def write_released(
     if missing := sorted(needed - head.keys()):
         raise ValueError(f"a head for {purpose} needs {', '.join(missing)}")
     labels = _labels(config, len(head["out_weight"]), purpose)
-    facts, ids = _facts(layout, model, backbone, config, tokenizer)
+    facts, ids = written_facts(layout, model, backbone, config, tokenizer)
     values = write_config(
         {**config, **labels}, facts, _CLASSES[purpose], len(backbone["embeddings.word"]), ids["pad"], ids
     )
@@ -90,9 +90,7 @@ def write_released(
             (aside / name).write_text(text, encoding="utf-8")
 
 
-def released_tensors(
-    state: Mapping[str, Tensor], facts: ReleasedFacts, purpose: str = "sequence"
-) -> dict[str, Tensor]:
+def released_tensors(state: Mapping[str, Tensor], facts: ReleasedFacts, purpose: str = "sequence") -> dict[str, Tensor]:
     """`their_tensors` of the layout, the segments and the positions that the facts tell."""
     return their_tensors(
         state,
@@ -153,25 +151,19 @@ def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
     return {role: ids[0] if ids else None for role, ids in found.items()}
 
 
-def _head_parts(layout: KeyMapping, config: Mapping[str, Any], model: ModelConfig, purpose: str) -> set[str]:
-    """The names of the parameters of a task's head."""
-    head = task_head(layout.family, config, model, purpose)
-    needed = {"out_weight", "out_bias"}
-    if head.activation:
-        needed |= {"dense_weight", *(("dense_bias",) if head.bias else ())}
-    if head.norm:
-        needed |= {f"norm_{kind}" for kind in get_norm(head.norm).parameters}
-    return needed
-
-
-def _facts(
+def written_facts(
     layout: KeyMapping,
     model: ModelConfig,
     backbone: Mapping[str, Tensor],
     config: Mapping[str, Any],
     tokenizer: Path,
 ) -> tuple[ReleasedFacts, dict[str, int | None]]:
-    """What config.json says about segments and positions, and the ids of special tokens."""
+    """What config.json will say about segments and positions, and the ids of special tokens by role.
+
+    Args:
+        config: the config that was read; {} for a run of ours.
+        tokenizer: a folder that `read_tokenizer` reads, if `config` lacks an id.
+    """
     ids: dict[str, int | None] = {"pad": config.get("pad_token_id")}
     if ids["pad"] is None or any(key not in config for key in layout.special_ids):
         given, ids = ids["pad"], special_ids(read_tokenizer(tokenizer))
@@ -181,6 +173,17 @@ def _facts(
         types = 1
     first = (1 if ids["pad"] is None else ids["pad"]) + 1 if layout.padded_positions else 0
     return ReleasedFacts(layout, model, types, first), ids
+
+
+def _head_parts(layout: KeyMapping, config: Mapping[str, Any], model: ModelConfig, purpose: str) -> set[str]:
+    """The names of the parameters of a task's head."""
+    head = task_head(layout.family, config, model, purpose)
+    needed = {"out_weight", "out_bias"}
+    if head.activation:
+        needed |= {"dense_weight", *(("dense_bias",) if head.bias else ())}
+    if head.norm:
+        needed |= {f"norm_{kind}" for kind in get_norm(head.norm).parameters}
+    return needed
 
 
 def _labels(config: Mapping[str, Any], count: int, purpose: str) -> dict[str, Any]:

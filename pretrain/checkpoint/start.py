@@ -33,6 +33,7 @@ from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.vocabulary import tokenizer_from_json
 from pretrain.model.heads import PretrainingModel
 
+START_FILE = "start.json"  # in the run folder: what the run began with, and the release that it continues
 # Settings of the model that are no property of its weights.
 _FREE = ("hidden_dropout", "attention_dropout", "init_std")
 # Parameters with one row per entry of the vocabulary.
@@ -166,6 +167,8 @@ class Start:
         old_entries: rows of the vocabulary that the checkpoint had.
         initialised: parameters that are not in `state`.
         table: lines for the user: where each tensor goes, and how the rest is initialised.
+        family: a key of `layouts.LAYOUTS`.
+        config: config.json of the checkpoint; {} if it is a run of ours.
     """
 
     state: dict[str, Tensor]
@@ -173,6 +176,8 @@ class Start:
     old_entries: int
     initialised: tuple[str, ...]
     table: str
+    family: str
+    config: dict[str, Any]
 
 
 def check_start_corpus(config: PretrainConfig) -> None:
@@ -190,7 +195,7 @@ def start_table(config: PretrainConfig) -> str:
     """Where each tensor of the checkpoint goes, and how the rest is initialised, as lines. Raises as `read_start`."""
     shards = open_shards(Path(config.corpus.dir), "train")
     with torch.device("meta"):
-        model = PretrainingModel(config.model, shards.vocabulary_size, config.pairs.next_sentence)
+        model = PretrainingModel(config.model, shards.vocabulary_size, config.pairs.has_classifier)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return read_start(config, shapes, shards, count=False).table
 
@@ -237,7 +242,7 @@ def read_start(
     if wrong := [name for name in missing if not name.startswith("heads.")]:
         raise InputError(f"start_from: {folder} has no {wrong[0]}, which this run's model needs. Start a new run.")
     table = _table(released, shapes, missing, from_corpus=from_corpus, added=len(added))
-    return Start(found, fingerprint, old, missing, table)
+    return Start(found, fingerprint, old, missing, table, released.family, released.config)
 
 
 def log_frequencies(shards: TokenShards) -> Tensor:

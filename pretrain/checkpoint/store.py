@@ -3,7 +3,7 @@
     checkpoints/step-00001000/
         state.json                        step, data position, optimizer updates, config, W&B run id, losses
         rank-00000-of-00002.safetensors   1-D fp32 tensors "<kind>|<parameter>|<start>";
-                                          kind: weight, exp_avg, exp_avg_sq
+                                          kind: weight, exp_avg, exp_avg_sq; average of the last steps' weights
         manifest.json                     sizes and SHA-256 of the files, and where each part of each parameter is
 
 A checkpoint names its tensors and does not depend on the number of workers that wrote it
@@ -247,13 +247,20 @@ def read_state(checkpoint: Path) -> dict[str, Any]:
         raise InputError(f"{checkpoint / 'state.json'}: cannot be read ({error}). Use another checkpoint.") from None
 
 
-def read_weights(checkpoint: Path) -> dict[str, Tensor]:
-    """All parameters of a verified checkpoint: name -> fp32 tensor in the parameter's shape."""
+def read_weights(checkpoint: Path, *, averaged: bool = False) -> dict[str, Tensor]:
+    """All parameters of a verified checkpoint: name -> fp32 tensor in the parameter's shape.
+
+    `averaged` reads the mean of the last steps' weights. Raises `InputError` if the checkpoint has none.
+    """
+    if averaged and not read_state(checkpoint).get("averaged"):
+        raise InputError(
+            f"{checkpoint}: has no averaged weights. Give a checkpoint of the last steps of a run with averaging.share."
+        )
+    kind = "average" if averaged else "weight"
     shapes = read_manifest(checkpoint)["shapes"]
     with CheckpointReader(checkpoint) as reader:
         return {
-            name: reader.read("weight", name, 0, torch.Size(shape).numel()).view(shape)
-            for name, shape in shapes.items()
+            name: reader.read(kind, name, 0, torch.Size(shape).numel()).view(shape) for name, shape in shapes.items()
         }
 
 

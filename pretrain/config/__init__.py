@@ -26,7 +26,7 @@ from pretrain.config.resume import (
     with_precision,
 )
 from pretrain.config.run import PretrainConfig, R, RunConfig, SchedulingConfig, TrackingConfig, load_config
-from pretrain.config.schedule import EvaluationConfig, OptimizerConfig, PhaseConfig
+from pretrain.config.schedule import AveragingConfig, EvaluationConfig, OptimizerConfig, PhaseConfig
 
 __all__ = [
     "FREE_ON_RESUME",
@@ -34,6 +34,7 @@ __all__ = [
     "MAX_WIDTH",
     "SOURCES",
     "AdaptationConfig",
+    "AveragingConfig",
     "CheckpointConfig",
     "CorpusConfig",
     "DistillationConfig",

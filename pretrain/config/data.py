@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field, field_validator, model_validator
 
 from pretrain.common.kinds import check_kind
@@ -109,7 +111,20 @@ class MaskingConfig(Section):
     """Masked language modelling (MLM), Devlin et al. section 3.1."""
 
     probability: float = Field(default=0.15, gt=0, lt=1, description="Share of each sequence's tokens to predict.")
-    mask_share: float = Field(default=0.8, ge=0, le=1, description="Share of the predicted tokens replaced by [MASK].")
+    final_probability: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="That share at the end of the run: it changes linearly with the steps, such as from 0.3 to 0.15 "
+        "(Ankner et al. 2023). 0 keeps probability. phases.N.masking_probability replaces it for a phase.",
+    )
+    mask_share: float = Field(
+        default=0.8,
+        ge=0,
+        le=1,
+        description="Share of the predicted tokens replaced by [MASK]. 1 with random_share: 0 replaces all, as NeoBERT "
+        "does.",
+    )
     random_share: float = Field(
         default=0.1,
         ge=0,
@@ -120,8 +135,25 @@ class MaskingConfig(Section):
     whole_word: bool = Field(default=False, description="Mask all tokens of a word together.")
     scheme: str = Field(
         default="",
-        description="How tokens are chosen: tokens or whole_words. Empty means whole_words if whole_word is true, "
-        "else tokens.",
+        description="How tokens are chosen: tokens, whole_words or spans. Empty means whole_words if whole_word is "
+        "true, else tokens. spans takes neighbouring tokens, or neighbouring words if whole_word is true "
+        "(SpanBERT, Joshi et al. 2020).",
+    )
+    span_probability: float = Field(
+        default=0.2,
+        gt=0,
+        lt=1,
+        description="Only spans: parameter of the geometric distribution of their lengths. SpanBERT has 0.2, LTG-BERT "
+        "1/3.",
+    )
+    span_longest: int = Field(
+        default=10, ge=1, description="Only spans: longest span, in tokens, or in words if whole_word is true."
+    )
+
+    shifted_targets: bool = Field(
+        default=False,
+        description="Predict a masked token at the position before it, as causal sequences do (masked next-token "
+        "prediction, Lv et al. 2024; GPT-BERT). The exported head then predicts the following token.",
     )
 
     @property
@@ -142,22 +174,69 @@ class MaskingConfig(Section):
             raise ValueError(
                 f"mask_share ({self.mask_share}) and random_share ({self.random_share}) add up to more than 1"
             )
-        if self.whole_word and self.chosen_scheme != "whole_words":
+        if self.whole_word and self.chosen_scheme not in ("whole_words", "spans"):
             raise ValueError(f"whole_word: true contradicts scheme: {self.scheme}; set only one of them")
         return self
 
 
 class PairsConfig(Section):
-    """How sequences are cut from documents, Devlin et al. appendix A.2."""
+    """How sequences are cut from documents, and what is predicted of a pair of segments.
+
+    Devlin et al. appendix A.2; Liu et al. 2019, section 4.2; Lan et al. 2020, section 3.1.
+    """
 
     next_sentence: bool = Field(
         default=True,
         description="Make sentence pairs for next-sentence prediction (NSP). "
-        "false packs full sentences into one segment and trains MLM only.",
+        "false packs full sentences into one segment and trains MLM only. objective replaces it.",
+    )
+    objective: Literal["", "none", "nsp", "sop"] = Field(
+        default="",
+        description="What is predicted of a pair: nsp, whether the second segment follows the first or comes from "
+        "another document; sop, sentence-order prediction of ALBERT, whether the two neighbouring segments are "
+        "swapped; none, nothing. Empty means nsp if next_sentence is true, else none.",
+    )
+    input_format: Literal["", "segment_pairs", "doc_sentences", "full_sentences"] = Field(
+        default="",
+        description="What a sequence holds, by RoBERTa's names: segment_pairs, two segments, for nsp and sop; "
+        "doc_sentences, neighbouring sentences of one document; full_sentences, the same, but it goes on with the next "
+        "documents until it is full, with a [SEP] between documents. Empty means segment_pairs for nsp and sop, else "
+        "doc_sentences.",
     )
     random_next_share: float = Field(
-        default=0.5, ge=0, le=1, description="Share of the pairs whose second segment comes from another document."
+        default=0.5,
+        ge=0,
+        le=1,
+        description="Share of the pairs whose second segment comes from another document (nsp), or of the swapped "
+        "pairs (sop).",
     )
     short_share: float = Field(
         default=0.1, ge=0, le=1, description="Share of the sequences with a random length below the maximum."
     )
+
+    @property
+    def chosen_objective(self) -> Literal["none", "nsp", "sop"]:
+        """The objective that `objective` and `next_sentence` name together."""
+        return self.objective or ("nsp" if self.next_sentence else "none")
+
+    @property
+    def has_classifier(self) -> bool:
+        """Whether the model has a classifier of pairs, and sequences have two segments."""
+        return self.chosen_objective != "none"
+
+    @property
+    def chosen_format(self) -> Literal["segment_pairs", "doc_sentences", "full_sentences"]:
+        """The format of the input that `input_format` and the objective name together."""
+        return self.input_format or ("segment_pairs" if self.has_classifier else "doc_sentences")
+
+    @model_validator(mode="after")
+    def _check_together(self) -> PairsConfig:
+        if not self.next_sentence and self.objective == "nsp":
+            raise ValueError(f"next_sentence: false contradicts objective: {self.objective}; set only one of them")
+        if self.has_classifier != (self.chosen_format == "segment_pairs"):
+            fits = "segment_pairs" if self.has_classifier else "doc_sentences or full_sentences"
+            raise ValueError(
+                f"input_format: {self.input_format} does not fit the objective {self.chosen_objective}; use {fits}, or "
+                f"set objective to {'none' if self.has_classifier else 'nsp or sop'}"
+            )
+        return self

@@ -199,6 +199,11 @@ class ModelConfig(Section):
         relative = (self.relative_buckets, self.relative_max_distance)
         if self.positions == "relative" and not all(relative):
             raise ValueError("positions: relative needs relative_buckets and relative_max_distance, such as 32 and 128")
+        if self.positions == "relative" and (relative[0] % 4 or 4 * relative[1] <= relative[0]):
+            raise ValueError(
+                f"relative_buckets ({relative[0]}) must be a multiple of 4, and relative_max_distance ({relative[1]}) "
+                "more than a quarter of it"
+            )
         unused = {
             "rotary_base": self.rotary_base and not rotary,
             "local_rotary_base": self.local_rotary_base and not rotary,

@@ -40,6 +40,7 @@ _FREE_ON_RESUME = (
     "phases.*.warmup_steps",
     "phases.*.decay",
     "phases.*.decay_power",
+    "phases.*.decay_steps",
     "phases.*.final_learning_rate",
 )
 

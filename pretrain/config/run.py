@@ -16,7 +16,7 @@ from pretrain.config.data import CorpusConfig, MaskingConfig, PairsConfig
 from pretrain.config.engine import CheckpointConfig, EngineConfig, SpikeConfig
 from pretrain.config.model import ModelConfig
 from pretrain.config.objectives import DistillationConfig
-from pretrain.config.schedule import EvaluationConfig, OptimizerConfig, PhaseConfig
+from pretrain.config.schedule import AveragingConfig, EvaluationConfig, OptimizerConfig, PhaseConfig
 
 _RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
@@ -135,6 +135,7 @@ class PretrainConfig(RunConfig):
     pairs: PairsConfig = Field(default=PairsConfig(), description="How sequences are cut from documents.")
     masking: MaskingConfig = Field(default=MaskingConfig(), description="Masked language modelling.")
     phases: tuple[PhaseConfig, ...] = Field(min_length=1, description="Phases of training, in order; at least one.")
+    averaging: AveragingConfig = Field(default=AveragingConfig(), description="Mean of the weights of the last steps.")
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="Evaluation on held-out sequences.")
     start_from: LocalPath = Field(
         default="",
@@ -190,6 +191,27 @@ class PretrainConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_objective(self) -> PretrainConfig:
+        """Refuse causal sequences and shifted targets where a second model reads the masked tokens themselves."""
+        if self.distillation.teacher and (self.has_causal or self.masking.shifted_targets):
+            raise ValueError(
+                "distillation.teacher does not fit phases.*.causal_share and masking.shifted_targets: a teacher "
+                "predicts masked tokens where they are. Set them to 0 and false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_causal(self) -> PretrainConfig:
+        for number, phase in enumerate(self.phases):
+            if phase.causal_share and self.pairs.has_classifier:
+                raise ValueError(
+                    f"phases.{number}.causal_share ({phase.causal_share}) does not fit the objective "
+                    f"{self.pairs.chosen_objective}: with causal attention [CLS] sees nothing of a pair. Set "
+                    "pairs.objective: none"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_phases(self) -> PretrainConfig:
         if self.model.embedding not in (0, self.model.hidden):
             raise ValueError(
@@ -209,6 +231,9 @@ class PretrainConfig(RunConfig):
                 )
             fewest = self.scheduling.min_workers or self.scheduling.workers
             for workers in range(fewest, self.scheduling.workers + 1):
+                # The batches of a ramp are multiples of its first one.
+                if phase.ramp_from and (why := self.why_not_balanced(number, phase.ramp_from, workers)):
+                    raise ValueError(f"phases.{number}.ramp_from ({phase.ramp_from}) {why}")
                 if why := self.why_not_balanced(number, phase.global_sequences, workers):
                     raise ValueError(f"phases.{number}.global_sequences ({phase.global_sequences}) {why}")
         return self
@@ -228,6 +253,43 @@ class PretrainConfig(RunConfig):
     @property
     def total_steps(self) -> int:
         return sum(phase.steps for phase in self.phases)
+
+    @property
+    def average_from(self) -> int | None:
+        """The 0-based step from which on weights are averaged; None if they are not."""
+        share = self.averaging.share
+        return self.total_steps - max(1, round(share * self.total_steps)) if share else None
+
+    def masking_shares(self, phase: int) -> tuple[float, float]:
+        """The share of tokens to predict at the beginning and at the end of a phase; linear in between.
+
+        A linear schedule runs over the steps of all phases (Ankner et al. 2023, "Dynamic Masking Rate Schedules for
+        MLM Pretraining", section 2); a phase with a share of its own keeps it.
+        """
+        own, masking = self.phases[phase].masking_probability, self.masking
+        if own or not masking.final_probability:
+            constant = own or masking.probability
+            return constant, constant
+        before = sum(earlier.steps for earlier in self.phases[:phase])
+        ends = (before / self.total_steps, (before + self.phases[phase].steps) / self.total_steps)
+        first, last = (masking.probability * (1 - at) + masking.final_probability * at for at in ends)
+        return first, last
+
+    @property
+    def held_out_masking_share(self) -> float:
+        """The share of tokens to predict in evaluations: that at the end of the run."""
+        return self.masking_shares(len(self.phases) - 1)[1]
+
+    @property
+    def has_causal(self) -> bool:
+        """Whether any phase has causal sequences."""
+        return any(phase.causal_share for phase in self.phases)
+
+    @property
+    def largest_masking_share(self) -> float:
+        """The largest share of tokens to predict in a sequence at any time; 1 of a causal one."""
+        shares = [share for phase in range(len(self.phases)) for share in self.masking_shares(phase)]
+        return 1.0 if self.has_causal else max(shares)
 
     def phase_at(self, step: int) -> tuple[int, int]:
         """(phase number, 0-based step within it) of the 0-based optimizer `step`."""

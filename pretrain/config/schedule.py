@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -12,12 +12,26 @@ from pretrain.common.settings import Section
 class OptimizerConfig(Section):
     """The optimizer."""
 
-    name: Literal["adamw", "lamb"] = Field(default="adamw", description="Optimizer.")
+    name: Literal["adamw", "stable_adamw", "lamb", "muon"] = Field(
+        default="adamw",
+        description="Optimizer. adamw (Loshchilov and Hutter 2019); stable_adamw clips updates per tensor (Wortsman et "
+        "al. 2023, ModernBERT's; use it with engine.gradient_clip_norm: 0); lamb scales updates per tensor, for large "
+        "batches (You et al. 2020); muon orthogonalises the momentum of the layers' matrices and takes adamw for the "
+        "rest (Jordan et al. 2024, Liu et al. 2025).",
+    )
     beta1: float = Field(default=0.9, ge=0, lt=1, description="Decay rate of the first moment.")
     beta2: float = Field(default=0.999, ge=0, lt=1, description="Decay rate of the second moment.")
     epsilon: float = Field(default=1e-6, gt=0, description="Added to the square root of the second moment.")
     weight_decay: float = Field(
         default=0.01, ge=0, description="Decoupled weight decay. Biases and LayerNorm are exempt. 0 disables it."
+    )
+
+    muon_momentum: float = Field(default=0.95, ge=0, lt=1, description="Only muon: decay rate of the momentum.")
+    muon_rate: float = Field(
+        default=1.0,
+        gt=0,
+        description="Only muon: learning rate of the layers' matrices, as a multiple of the phase's. Updates are as "
+        "large as those of adamw, so 1 suits most runs.",
     )
 
 
@@ -26,6 +40,15 @@ class PhaseConfig(Section):
 
     sequence_length: int = Field(ge=8, description="Length of the longest sequence in tokens, special tokens included.")
     global_sequences: int = Field(ge=1, description="Sequences per optimizer step, over all workers.")
+    ramp_from: int = Field(
+        default=0,
+        ge=0,
+        description="Sequences of the first steps; a divisor of global_sequences. Batches grow by as many at a time, "
+        "with equally many steps at each size (ModernBERT, Warner et al. 2024). 0 has no ramp.",
+    )
+    ramp_steps: int = Field(
+        default=0, ge=0, description="Steps until batches have global_sequences; at least one per size, at most steps."
+    )
     steps: int = Field(ge=1, description="Optimizer steps of this phase.")
     peak_learning_rate: float = Field(gt=0, description="Learning rate at the end of the warm-up.")
     warmup_steps: int = Field(
@@ -34,8 +57,16 @@ class PhaseConfig(Section):
         description="Steps of linear warm-up, at most steps. Step n of them has n/warmup_steps of the peak rate. "
         "0 starts at the peak rate.",
     )
-    decay: Literal["linear", "polynomial", "constant"] = Field(
-        default="linear", description="Decay of the learning rate after the warm-up."
+    decay: Literal["linear", "polynomial", "1-sqrt", "constant"] = Field(
+        default="linear",
+        description="Decay of the learning rate after the warm-up. 1-sqrt is that of ModernBERT's last phase (Hägele "
+        "et al. 2024).",
+    )
+    decay_steps: int = Field(
+        default=0,
+        ge=0,
+        description="Last steps of the phase, in which the learning rate decays; before them it stays at the peak "
+        "(warm-up, stable, decay). 0 decays from the end of the warm-up on.",
     )
     decay_power: float = Field(
         default=0.5, gt=0, description="Exponent of the polynomial decay. NVIDIA's LAMB recipe uses 0.5."
@@ -48,12 +79,100 @@ class PhaseConfig(Section):
         ge=0,
         description="Most masked tokens per sequence. 0 means masking.probability x sequence_length.",
     )
+    weights: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict,
+        description="Weights of sources in this phase by their names on the corpus card, in place of "
+        "corpus.sources.*.weight, such as {wiki: 2, books: 0.5}. 0 leaves a source out; sources not named keep theirs. "
+        "Evaluations keep the weights of the corpus.",
+    )
+    masking_probability: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="Share of each sequence's tokens to predict in this phase; 0.3 and then 0.15 is Ettin's schedule. "
+        "0 follows masking.",
+    )
+    causal_share: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of the sequences in which every token is predicted from those before it, with causal "
+        "attention; the others are masked. GPT-BERT has 1/16 to 1/8 (Charpentier and Samuel 2024); 1 makes a causal "
+        "phase, such as a first one before a masked one. It needs pairs.objective: none.",
+    )
+
+    @property
+    def batch_sizes(self) -> tuple[int, ...]:
+        """The sequences per step of this phase, ascending."""
+        if not self.ramp_from:
+            return (self.global_sequences,)
+        return tuple(range(self.ramp_from, self.global_sequences + 1, self.ramp_from))
+
+    @property
+    def sequences(self) -> int:
+        """Sequences of the whole phase."""
+        return self.first_sample(self.steps)
+
+    def sequences_at(self, step: int) -> int:
+        """Sequences of the 0-based `step`."""
+        if step >= self.ramp_steps:
+            return self.global_sequences
+        return self.ramp_from * (1 + step * (len(self.batch_sizes) - 1) // self.ramp_steps)
+
+    def first_sample(self, step: int) -> int:
+        """Sequences of all steps before the 0-based `step`."""
+        ramped = min(step, self.ramp_steps)
+        smaller = self.batch_sizes[:-1]
+        starts = [-(-number * self.ramp_steps // len(smaller)) for number in range(len(smaller))] + [self.ramp_steps]
+        before = sum(
+            size * (min(ramped, end) - min(ramped, start))
+            for size, start, end in zip(smaller, starts, starts[1:], strict=False)
+        )
+        return before + (step - ramped) * self.global_sequences
+
+    @model_validator(mode="after")
+    def _check_ramp(self) -> PhaseConfig:
+        if bool(self.ramp_from) != bool(self.ramp_steps):
+            raise ValueError(
+                f"ramp_from ({self.ramp_from}) and ramp_steps ({self.ramp_steps}) go together; set both, or none"
+            )
+        if not self.ramp_from:
+            return self
+        if self.ramp_from >= self.global_sequences or self.global_sequences % self.ramp_from:
+            raise ValueError(
+                f"ramp_from ({self.ramp_from}) must divide global_sequences ({self.global_sequences}) and be smaller"
+            )
+        if not len(self.batch_sizes) - 1 <= self.ramp_steps <= self.steps:
+            raise ValueError(
+                f"ramp_steps ({self.ramp_steps}) must be at least {len(self.batch_sizes) - 1}, one for each size from "
+                f"ramp_from on, and at most steps ({self.steps})"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_steps(self) -> PhaseConfig:
         if self.warmup_steps > self.steps:
             raise ValueError(f"warmup_steps ({self.warmup_steps}) must not exceed steps ({self.steps})")
+        if self.decay_steps and self.decay == "constant":
+            raise ValueError(f"decay_steps ({self.decay_steps}) has no effect with decay: constant. Set it to 0")
+        if self.decay_steps and self.warmup_steps + self.decay_steps > self.steps:
+            raise ValueError(
+                f"warmup_steps ({self.warmup_steps}) and decay_steps ({self.decay_steps}) must not exceed steps "
+                f"({self.steps}) together"
+            )
         return self
+
+
+class AveragingConfig(Section):
+    """The mean of the weights of the last steps."""
+
+    share: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of all steps, the last ones, whose weights are averaged, such as 0.2 (Izmailov et al. "
+        "2018). Checkpoints keep the mean in fp32; export --averaged writes it. 0 disables it.",
+    )
 
 
 class EvaluationConfig(Section):

@@ -17,6 +17,7 @@ import mmap
 import resource
 import sys
 import types
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -32,6 +33,7 @@ from pretrain.common.files import (
     verify_manifest,
     write_json,
 )
+from pretrain.common.kinds import not_one_of
 
 FORMAT = 1
 _PROVEN = ".proven.json"
@@ -67,6 +69,20 @@ class TokenShards:
     special_ids: dict[str, int]
     sources: list[dict[str, Any]]
     shards: list[Shard]
+
+    def weights(self, instead: Mapping[str, float], where: str) -> list[float]:
+        """The weight of each source: that in `instead` by its name, else the one it was prepared with.
+
+        Raises `InputError`, which begins with `where`, if there is no source of a name or none is left.
+        """
+        names = [source["name"] for source in self.sources] if instead else []
+        for name in instead:
+            if name not in names:
+                raise InputError(f"{where}: {not_one_of(name, names)}")
+        weights = [float(instead.get(source.get("name", ""), source.get("weight", 1.0))) for source in self.sources]
+        if instead and not any(weights):
+            raise InputError(f"{where}: leaves no source. Give one of {', '.join(names)} a weight above 0.")
+        return weights
 
 
 def open_shards(folder: Path, split: str) -> TokenShards:

@@ -95,14 +95,17 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.final = FinalNorm(shape, compile) if shape.norm_placement == "pre" else None
 
-    def encode(self, batch: UnpaddedBatch, rows_R: Tensor | None = None) -> Tensor:
+    def encode(self, batch: UnpaddedBatch, rows_R: Tensor | None = None, causal: int = 0) -> Tensor:
         """Last hidden states [T, H], or [R, H] only at the query positions `rows_R` (int64, ascending).
 
-        In the last layer, all other tokens only serve as keys and values.
+        In the last layer, all other tokens only serve as keys and values. In the last `causal` sequences a token sees
+        only itself and what is before.
         """
         # Invariant 1: dropout depends on the sample and the place in the model, never on a generator's state.
         keys_T = batch.token_keys
         layout = TokenLayout(batch.cu_seqlens, max(batch.lengths), None, keys_T)
+        if causal:
+            layout = layout._replace(causal=causal, causal_begin=sum(batch.lengths[:-causal]))
         if self.relative is not None:
             layout = layout._replace(distance_bias=self.relative(layout.max_seqlen))
         turns = rotations(self.shape, batch.positions)

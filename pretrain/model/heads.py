@@ -29,6 +29,10 @@ class PretrainingBatch(UnpaddedBatch, Protocol):
     def masked_labels(self) -> Tensor: ...  # int64 [K]
     @property
     def nsp_labels(self) -> Tensor: ...  # int64 [S]; 0 is next, 1 is random; [0] without NSP
+    @property
+    def causal(self) -> int: ...  # sequences with causal attention, the last ones
+    @property
+    def causal_targets(self) -> int: ...  # how many of the masked rows are theirs, the last ones
 
 
 class Losses(NamedTuple):
@@ -38,6 +42,8 @@ class Losses(NamedTuple):
     nsp_loss: Tensor
     mlm_correct: Tensor  # number of masked tokens whose label has the highest score
     nsp_correct: Tensor
+    causal_loss: Tensor | None = None  # as those of masked tokens, of causal sequences; None without any
+    causal_correct: Tensor | None = None
 
 
 class PretrainingModel(Encoder):
@@ -64,8 +70,10 @@ class PretrainingModel(Encoder):
             hidden_RH = torch.cat([pooled_SH, hidden_TH.index_select(0, batch.masked_rows)])
         else:
             rows_R, order_R = torch.cat([batch.cu_seqlens[:-1].long(), batch.masked_rows]).sort()
-            hidden_RH = self.encode(batch, rows_R)[order_R.argsort()]
-        return self.heads(hidden_RH, self._decoder(), batch.masked_labels, batch.nsp_labels)
+            hidden_RH = self.encode(batch, rows_R, batch.causal)[order_R.argsort()]
+        return self.heads(
+            hidden_RH, self._decoder(), batch.masked_labels, batch.nsp_labels, causal_targets=batch.causal_targets
+        )
 
     def masked_logits(self, batch: PretrainingBatch) -> Tensor:
         """[K, V] scores of the vocabulary at the masked rows."""
@@ -115,18 +123,37 @@ class Heads(nn.Module):
         self.functions = BlockFunctions.of(shape)
         create_parameters(self, head_parameters(shape, vocabulary_size, next_sentence), shape.init_std)
 
-    def forward(self, hidden_RH: Tensor, decoder_VH: Tensor, masked_labels_K: Tensor, nsp_labels_S: Tensor) -> Losses:
-        """`hidden_RH`: the sequences' pooled rows, then the masked tokens'."""
+    def forward(
+        self,
+        hidden_RH: Tensor,
+        decoder_VH: Tensor,
+        masked_labels_K: Tensor,
+        nsp_labels_S: Tensor,
+        *,
+        causal_targets: int = 0,
+    ) -> Losses:
+        """`hidden_RH`: the sequences' pooled rows, then the masked tokens', the `causal_targets` last."""
         sequences = hidden_RH.shape[0] - masked_labels_K.shape[0]
         transformed_KH = self.transform(hidden_RH[sequences:], self.fused)
-        mlm_loss, mlm_correct = vocabulary_losses(
-            transformed_KH, decoder_VH, self.decoder_bias, masked_labels_K, self.fused
-        )
+        if causal_targets:
+            masked = masked_labels_K.shape[0] - causal_targets
+            last = self._predict(transformed_KH[masked:], decoder_VH, masked_labels_K[masked:])
+            transformed_KH, masked_labels_K = transformed_KH[:masked], masked_labels_K[:masked]
+        else:
+            last = None, None
+        mlm_loss, mlm_correct = self._predict(transformed_KH, decoder_VH, masked_labels_K)
         if not self.next_sentence:
-            return Losses(mlm_loss, mlm_loss.new_zeros(()), mlm_correct, mlm_loss.new_zeros(()))
+            return Losses(mlm_loss, mlm_loss.new_zeros(()), mlm_correct, mlm_loss.new_zeros(()), *last)
         logits_S2 = nsp_logits(hidden_RH[:sequences], self.nsp_weights()).float()
         nsp_loss = F.cross_entropy(logits_S2, nsp_labels_S, reduction="sum")
         return Losses(mlm_loss, nsp_loss, mlm_correct, (logits_S2.argmax(-1) == nsp_labels_S).sum().float())
+
+    def _predict(self, transformed_KH: Tensor, decoder_VH: Tensor, labels_K: Tensor) -> tuple[Tensor, Tensor]:
+        """Sums of losses and of correct predictions, fp32 scalars; 0 without any rows."""
+        if not labels_K.shape[0]:
+            nothing = torch.zeros((), device=labels_K.device)
+            return nothing, nothing
+        return vocabulary_losses(transformed_KH, decoder_VH, self.decoder_bias, labels_K, self.fused)
 
     def transform(self, hidden_KH: Tensor, fused: bool = False) -> Tensor:
         """[K, H] -> [K, H], what the decoder reads."""

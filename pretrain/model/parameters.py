@@ -1,7 +1,7 @@
 """Every parameter of the model: name, shape and initial values. Modules, estimates and file layouts read this list.
 
 Modules create their parameters from it, so a parameter that is added here exists, is counted, and must have a place in
-the released layouts (`pretrain/checkpoint/layouts.py`). No torch is needed.
+the released layouts (`pretrain/checkpoint/layouts/`). No torch is needed.
 
 A name is MODULE_KIND: `ffn_norm_weight` is the weight of the module ffn_norm. Modules that end with `norm` are norms.
 """
@@ -115,6 +115,11 @@ def has_weight_decay(name: str) -> bool:
     """Whether weight decay and LAMB's trust ratio apply to a parameter. Biases and norms are exempt."""
     module, _, kind = name.rpartition("_")
     return not kind.endswith("bias") and not module.endswith("norm")
+
+
+def is_hidden_matrix(name: str) -> bool:
+    """Whether Muon steps a parameter: the weight matrices of the layers, not embeddings, heads, norms or biases."""
+    return ".layers." in f".{name}" and has_weight_decay(name)
 
 
 def stacked_parts(name: str) -> int:

@@ -27,7 +27,7 @@ class Distillation:
         self.model = DistillingModel(
             config.model,
             vocabulary_size,
-            config.pairs.next_sentence,
+            config.pairs.has_classifier,
             teacher=teacher.build(compile=config.engine.compile),
             settings=config.distillation,
             compile=config.engine.compile,
@@ -58,7 +58,7 @@ class Distillation:
 
     def flops(self, micro_batch: MicroBatch) -> float:
         lengths, masked = micro_batch.lengths, len(micro_batch.masked_rows)
-        settings, pairs = self._config.distillation, self._config.pairs.next_sentence
+        settings, pairs = self._config.distillation, self._config.pairs.has_classifier
         if not settings.cosine_weight:
             own = executed_flops(self._config, self._vocabulary_size, lengths, masked)
             theirs = cost.executed_flops(self._teacher, self._vocabulary_size, lengths, masked, False)
@@ -79,6 +79,7 @@ class Distillation:
             means["cosine_loss"] = cosine_loss / tokens
         loss = settings.soft_weight * soft_loss / masked + settings.mlm_weight * mlm_loss / masked
         loss += settings.cosine_weight * cosine_loss / tokens + nsp_loss / sequences
-        if self._config.pairs.next_sentence:
-            means |= {"nsp_loss": nsp_loss / sequences, "nsp_accuracy": nsp_correct / sequences}
+        if self._config.pairs.has_classifier:
+            name = self._config.pairs.chosen_objective
+            means |= {f"{name}_loss": nsp_loss / sequences, f"{name}_accuracy": nsp_correct / sequences}
         return {"loss": loss, **means}

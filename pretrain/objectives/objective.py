@@ -38,7 +38,7 @@ class Objective(Protocol):
         ...
 
     def counts(self, step: StepBatch) -> Tensor:
-        """fp64 [m] global counts of one step, the first of them positive, which totals are divided by."""
+        """fp64 [m] global counts of one step, which totals are divided by."""
         ...
 
     def flops(self, micro_batch: MicroBatch) -> float:

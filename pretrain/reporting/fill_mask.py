@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,8 +65,10 @@ def held_out_sentences(shards: TokenShards, vocabulary: Sequence[str], count: in
     return chosen
 
 
-def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]:
+def fill(export_dir: Path, sentences: Sequence[MaskedSentence], *, shifted: bool = False) -> list[Filling]:
     """The exported model's predictions for the masked token of each sentence, computed in fp32 by our encoder.
+
+    With `shifted` (`masking.shifted_targets` of the run) a token is predicted at the position before it.
 
     Raises `InputError` if the export is damaged or has no masked-language-modelling head.
     """
@@ -84,6 +87,8 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence]) -> list[Filling]
     model.load_state_dict(state)
     order = sorted(range(len(sentences)), key=lambda number: len(sentences[number].tokens))
     batch = _as_batch([sentences[number] for number in order], vocabulary)
+    if shifted:
+        batch = dataclasses.replace(batch, masked_rows=batch.masked_rows - 1)
     with torch.inference_mode():
         probabilities = model.masked_logits(batch).softmax(-1).tolist()
     by_number = dict(zip(order, probabilities, strict=True))

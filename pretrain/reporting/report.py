@@ -21,6 +21,7 @@ from pretrain.common.settings import dump
 from pretrain.config import PretrainConfig, load_config
 from pretrain.reporting.charts import Bar, Series, bar_chart, line_chart
 from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences
+from pretrain.reporting.gains import gains
 from pretrain.reporting.pages import write_page
 from pretrain.tracking.live import clock
 from pretrain.tracking.records import is_training, read_records
@@ -43,6 +44,7 @@ def write_report(run_dir: Path, out: Path) -> Path:
         model=_model_line(run.config),
         tiles=_tiles(run),
         charts=list(_charts(run)),
+        gains=gains(run_dir),
         fillings=_predictions(run),
         finetuned=_finetuned(run),
         card=_card(run.card),
@@ -165,6 +167,7 @@ def _tiles(run: _ReportData) -> list[tuple[str, str, str]]:
             ("mlm_loss", "MLM loss", "{:.3f}"),
             ("mlm_accuracy", "MLM accuracy", "{:.1%}"),
             ("nsp_accuracy", "NSP accuracy", "{:.1%}"),
+            ("sop_accuracy", "SOP accuracy", "{:.1%}"),
         ):
             if last.get(field) is not None:
                 tiles.append((label, form.format(last[field]), note))
@@ -185,7 +188,12 @@ def _workers(config: PretrainConfig) -> str:
 
 
 def _measured(record: dict[str, Any]) -> list[str]:
-    forms = {"mlm_loss": "mlm loss {:.3f}", "mlm_accuracy": "mlm {:.1%}", "nsp_accuracy": "nsp {:.1%}"}
+    forms = {
+        "mlm_loss": "mlm loss {:.3f}",
+        "mlm_accuracy": "mlm {:.1%}",
+        "nsp_accuracy": "nsp {:.1%}",
+        "sop_accuracy": "sop {:.1%}",
+    }
     return [form.format(record[key]) for key, form in forms.items() if record.get(key) is not None]
 
 
@@ -219,6 +227,11 @@ def _charts(run: _ReportData) -> Iterator[str]:
         return [
             Series("training", run.curve(field), "train", smooth=True),
             Series("held-out", run.curve(field, "validation"), "held-out"),
+            *(
+                [Series("general text", general, "baseline")]
+                if (general := run.curve(f"general_{field}", "validation"))
+                else []
+            ),
         ]
 
     def one(field: str, x: str = "step", scale: float = 1.0, smooth: bool = True) -> list[Series]:
@@ -236,6 +249,10 @@ def _charts(run: _ReportData) -> Iterator[str]:
         line_chart("Learning rate", one("lr", smooth=False), form=_scientific, from_zero=True, **at_step),
         line_chart("NSP loss", pair("nsp_loss"), form=_plain, **at_step),
         line_chart("NSP accuracy", pair("nsp_accuracy"), form=_percent, **at_step),
+        line_chart("SOP loss", pair("sop_loss"), form=_plain, **at_step),
+        line_chart("SOP accuracy", pair("sop_accuracy"), form=_percent, **at_step),
+        line_chart("Loss of causal sequences", one("causal_loss"), form=_plain, **at_step),
+        line_chart("Accuracy of causal sequences", one("causal_accuracy"), form=_percent, **at_step),
         line_chart("Gradient norm", one("grad_norm"), form=_plain, from_zero=True, **at_step),
         timed("Useful tokens per second", "tokens_per_second", short),
         timed("MFU", "mfu", _percent),
@@ -358,4 +375,4 @@ def _predictions(run: _ReportData) -> list[Filling]:
     from pretrain.corpus.vocabulary import read_vocabulary
 
     sentences = held_out_sentences(open_shards(corpus, "validation"), read_vocabulary(corpus / "vocab.txt"), SENTENCES)
-    return fill(export_dir, sentences)
+    return fill(export_dir, sentences, shifted=run.config.masking.shifted_targets)

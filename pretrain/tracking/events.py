@@ -35,6 +35,7 @@ EVENTS: dict[str, str] = {
     "left_out": "A node was excluded after repeated crashes.",
     "rollback": "Training went back to an earlier checkpoint after a loss spike or repeated NaN.",
     "straggler": "A rank was slower than the others for a while.",
+    "average": "The averaged weights were evaluated at the end of training.",
     "storage": "Storage failed and was tried again.",
     "stop": "The run was stopped; it can be resumed.",
     "diverged": "The run ended because training diverged.",

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
+    from pretrain.config import PhaseConfig
+
 _REFRESH_SECONDS = 0.25
 _PLAIN_SECONDS = 30.0
 _SETTLING_SECONDS = 2.0  # a shorter time span gives no reliable speed
@@ -100,7 +102,7 @@ class _Progress:
         # (clock, work done) of recent records, for the time left.
         self._pace: deque[tuple[float, float]] = deque(maxlen=60)
         self._best = math.inf
-        self._phases: list[tuple[int, int, int]] = []
+        self._phases: list[PhaseConfig] = []
         self._waiting = ""
 
     def poll(self) -> None:
@@ -168,31 +170,30 @@ class _Progress:
         """Number and sequence length of the phase, such as `phase 1/2 (128)`; "" if there is only one phase."""
         phases = self._read_phases()
         step = self.step
-        for number, (steps, _, length) in enumerate(phases, 1):
-            if step <= steps or number == len(phases):
-                return f"phase {number}/{len(phases)} ({length})" if len(phases) > 1 else ""
-            step -= steps
+        for number, phase in enumerate(phases, 1):
+            if step <= phase.steps or number == len(phases):
+                return f"phase {number}/{len(phases)} ({phase.sequence_length})" if len(phases) > 1 else ""
+            step -= phase.steps
         return ""
 
     def _work(self, step: int) -> float:
         """Work of the first `step` steps: an upper bound in tokens, or the steps if the config is missing."""
         work = 0.0
-        for steps, sequences, length in self._read_phases():
-            work += min(step, steps) * sequences * length
-            step -= min(step, steps)
+        for phase in self._read_phases():
+            done = min(step, phase.steps)
+            work += phase.first_sample(done) * phase.sequence_length
+            step -= done
         return work or float(step)
 
-    def _read_phases(self) -> list[tuple[int, int, int]]:
-        """(steps, global sequences, sequence length) of each phase; [] until the run's config exists."""
+    def _read_phases(self) -> list[PhaseConfig]:
+        """The phases; [] until the run's config exists."""
         if not self._phases:
             from pretrain.common.settings import read_values
+            from pretrain.config import PhaseConfig
 
             with contextlib.suppress(InputError, KeyError, TypeError, ValueError):
                 config = read_values(self._run_dir / "config.yaml")
-                self._phases = [
-                    (int(phase["steps"]), int(phase["global_sequences"]), int(phase["sequence_length"]))
-                    for phase in config["phases"]
-                ]
+                self._phases = [PhaseConfig.model_validate(phase) for phase in config["phases"]]
         return self._phases
 
 
@@ -233,6 +234,7 @@ def _pieces(progress: _Progress) -> dict[str, str]:
         "loss": _piece(last.get("loss"), "loss {:.3f}"),
         "mlm": _piece(last.get("mlm_accuracy"), "mlm {:.1%}"),
         "nsp": _piece(last.get("nsp_accuracy"), "nsp {:.1%}"),
+        "sop": _piece(last.get("sop_accuracy"), "sop {:.1%}"),
         "speed": _piece(last.get("tokens_per_second"), "{:,.0f} tokens/s"),
         "mfu": _piece(last.get("mfu"), "{:.0%} MFU"),
         "stall": _piece(last.get("data_stall_fraction"), "stall {:.1%}"),
@@ -247,11 +249,12 @@ def _piece(value: float | None, form: str) -> str:
 
 
 # In order of importance: on a narrow terminal the last ones are left out first.
-_PRIORITY = ("step", "loss", "left", "skipped", "speed", "mlm", "mfu", "phase", "nsp", "stall")
+_PRIORITY = ("step", "loss", "left", "skipped", "speed", "mlm", "mfu", "phase", "nsp", "sop", "stall")
 _STYLES = {
     "loss": "bold",
     "mlm": "green",
     "nsp": "green",
+    "sop": "green",
     "speed": "cyan",
     "mfu": "cyan",
     "skipped": "yellow",
@@ -301,6 +304,7 @@ _SCORES = {
     "mlm_loss": ("mlm loss", "{:.3f}"),
     "mlm_accuracy": ("mlm", "{:.1%}"),
     "nsp_accuracy": ("nsp", "{:.1%}"),
+    "sop_accuracy": ("sop", "{:.1%}"),
 }
 _MOST_SCORES = 4
 

@@ -22,7 +22,7 @@ from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import DivergedError, StoppedError
 from pretrain.config import RunConfig
 from pretrain.training.engine import Engine, StepResult
-from pretrain.training.progress import Progress, Window, checkpoint_state, restore
+from pretrain.training.progress import AveragedWeights, Progress, Window, checkpoint_state, restore
 from pretrain.training.session import newest_checkpoint
 from pretrain.training.spikes import REMEMBERED, is_spike
 from pretrain.training.stragglers import RankTimes
@@ -48,6 +48,7 @@ class TrainingPlan:
     patience: int = (
         0  # consecutive evaluations without a better score after which training ends; 0 disables early stopping
     )
+    average_from: int | None = None  # 0-based step from which on weights are averaged
     evaluate_first: bool = False  # before the first step, for a run that does not begin from random weights
     peak_flops: float = math.nan  # matmul peak of all workers together, FLOP/s, measured when training starts
 
@@ -81,6 +82,8 @@ def fit(
             training.saver.join()
     training.saver.wait()
     training.log_storage_trouble()
+    if engine.averaged:
+        training.evaluate_average()
 
 
 @dataclass(frozen=True)
@@ -250,6 +253,8 @@ class _Fit(Generic[S]):
         assert totals is not None
         self.rate, self.epoch = self.plan.learning_rate(progress.step), step.epoch
         result = engine.step(self.rate)
+        if result.applied and self.plan.average_from is not None and progress.step >= self.plan.average_from:
+            engine.average()
         stalled = task.stalled_seconds()
         mine = torch.tensor(
             [float(stop_here), float(self.saver.failed), flops, stalled - self.stalled_before],
@@ -339,10 +344,7 @@ class _Fit(Generic[S]):
     def evaluate(self, *, judge: bool = True) -> None:
         """Evaluate, record the means, and note whether they are the best so far; not if `judge` is false."""
         began = time.perf_counter()
-        self.engine.module.eval()
-        with torch.no_grad(), self.engine.allow(LONG_SECONDS):
-            means = self.task.evaluate(self.engine)
-        self.engine.module.train()
+        means = self._evaluated()
         seconds = time.perf_counter() - began
         self.stopwatch.leave_out("evaluation", seconds)
         if means:
@@ -352,6 +354,28 @@ class _Fit(Generic[S]):
             self.recorder.log(
                 {"step": self.progress.step, "split": "validation", **means, "best": best, "seconds": seconds}
             )
+
+    def _evaluated(self) -> dict[str, float]:
+        self.engine.module.eval()
+        with torch.no_grad(), self.engine.allow(LONG_SECONDS):
+            means = self.task.evaluate(self.engine)
+        self.engine.module.train()
+        return means
+
+    def evaluate_average(self) -> None:
+        """Record how good the averaged weights of the last checkpoint are; the engine computes with them afterwards."""
+        engine, step = self.engine, self.progress.step
+        with engine.allow(LONG_SECONDS), store.CheckpointReader(self.checkpoints / store.name_of(step)) as reader:
+            engine.load(AveragedWeights(reader), engine.updates(), engine.averaged)
+        means = self._evaluated()
+        if not means:
+            return
+        value, last = self.task.to_minimise(means), self.validation and self.validation[1]
+        other = f" ({last:.4f} without averaging)" if last is not None else ""
+        message = f"the mean of the weights after the last {engine.averaged} steps has a held-out loss of {value:.4f}"
+        self.recorder.log(
+            {"event": "average", "step": step, "time": time.time(), "message": f"{message}{other}", **means}
+        )
 
     def _judge(self, value: float) -> None:
         progress = self.progress

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
 from pretrain.checkpoint import store
 from pretrain.common.errors import InputError
 from pretrain.common.memory import return_freed_memory
-from pretrain.training.engine import Engine
+from pretrain.training.engine import Engine, FragmentReader
 
 
 @dataclass
@@ -63,6 +65,7 @@ def checkpoint_state(engine: Engine, progress: Progress, extra_state: dict[str, 
         **dataclasses.asdict(progress),
         "updates": engine.updates(),
         "scaler": engine.scaler_state(),
+        **({"averaged": engine.averaged} if engine.averaged else {}),
         "shapes": {name: list(shape) for name, shape in engine.shapes.items()},
         **extra_state,
     }
@@ -81,12 +84,22 @@ def read_state(engine: Engine, checkpoint: Path) -> dict[str, Any]:
     return state
 
 
+class AveragedWeights:
+    """Reads the averaged weights of a checkpoint in place of its weights."""
+
+    def __init__(self, reader: FragmentReader) -> None:
+        self._reader = reader
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
+        return self._reader.read("average" if kind == "weight" else kind, name, start, numel)
+
+
 def restore(engine: Engine, checkpoint: Path) -> dict[str, Any]:
     """Bring `engine` to the state of a verified checkpoint; returns what `read_state` does."""
     state = read_state(engine, checkpoint)
     return_freed_memory()  # the pages of the checkpoint's files need memory in addition
     with store.CheckpointReader(checkpoint) as reader:
-        engine.load(reader, state["updates"])
+        engine.load(reader, state["updates"], state.get("averaged", 0))
     engine.load_scaler_state(state["scaler"])
     return_freed_memory()
     return state

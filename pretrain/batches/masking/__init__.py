@@ -38,40 +38,47 @@ class Masked:
 class Masker:
     """Masks tokens of each sequence, at most as many as `counts` gives, never a special one.
 
-    Raises `InputError` if vocab.txt does not match the shards.
+    `share` in its methods, float64 [S], is the share of each sequence's tokens to predict; None takes
+    `masking.probability` for all. Raises `InputError` if vocab.txt does not match the shards.
     """
 
     def __init__(
         self, shards: TokenShards, masking: MaskingConfig, *, sequence_length: int, max_predictions: int
     ) -> None:
-        most = max_predictions or int(np.rint(masking.probability * sequence_length))
-        lengths = np.arange(sequence_length + 1)
-        wanted = np.rint(masking.probability * lengths).astype(np.int64)
-        self._limits = np.clip(wanted, 1, max(1, most))
+        self._probability, self._sequence_length = masking.probability, sequence_length
+        self._max_predictions = max_predictions
         vocabulary = _vocabulary(shards)
         self.ordinary = vocabulary.ordinary
         self._scheme: MaskingScheme = load_kind(__name__, masking.chosen_scheme).Scheme(masking, vocabulary)
         self.has_exact_counts = self._scheme.has_exact_counts
 
-    def counts(self, lengths: np.ndarray, *, special_tokens: int) -> np.ndarray:
+    def counts(
+        self, lengths: np.ndarray, *, special_tokens: np.ndarray | int, share: np.ndarray | None = None
+    ) -> np.ndarray:
         """Masked tokens of sequences of `lengths`, special tokens included; at most, unless `has_exact_counts`."""
-        return np.minimum(self._limits[lengths], lengths - special_tokens)
+        return np.minimum(self._limits(lengths, share), lengths - special_tokens)
 
-    def apply(self, rows: Rows, key: np.ndarray) -> Masked:
+    def apply(self, rows: Rows, key: np.ndarray, share: np.ndarray | None = None) -> Masked:
         """Mask `rows`; `key` uint64 [S] are the samples' keys."""
         bits = _token_bits(rows, key)
-        chosen = self._choose(rows, bits)
+        chosen = self._choose(rows, bits, share)
         labels = rows.input_ids[chosen]
         input_ids = rows.input_ids.copy()
-        input_ids[chosen] = self._scheme.replace(labels, bits[chosen])
+        input_ids[chosen] = self._scheme.replace(labels, bits[chosen], self._scheme.choice_bits(chosen, bits))
         return Masked(input_ids, chosen, labels, (bits >> np.uint64(32)).astype(np.uint32).view(np.int32))
 
-    def count(self, rows: Rows, key: np.ndarray) -> int:
+    def count(self, rows: Rows, key: np.ndarray, share: np.ndarray | None = None) -> int:
         """How many tokens `apply` would mask."""
-        return len(self._choose(rows, _token_bits(rows, key)))
+        return len(self._choose(rows, _token_bits(rows, key), share))
 
-    def _choose(self, rows: Rows, bits: np.ndarray) -> np.ndarray:
-        return self._scheme.choose(rows, bits, self._limits[np.diff(rows.starts)])
+    def _choose(self, rows: Rows, bits: np.ndarray, share: np.ndarray | None) -> np.ndarray:
+        return self._scheme.choose(rows, bits, self._limits(np.diff(rows.starts), share))
+
+    def _limits(self, lengths: np.ndarray, share: np.ndarray | None) -> np.ndarray:
+        """Tokens to predict in sequences of `lengths` at most: their share of it, and one at least; int64 [S]."""
+        wanted = self._probability if share is None else share
+        most = self._max_predictions or np.rint(wanted * self._sequence_length).astype(np.int64)
+        return np.clip(np.rint(wanted * lengths).astype(np.int64), 1, np.maximum(1, most))
 
 
 def _token_bits(rows: Rows, key: np.ndarray) -> np.ndarray:

@@ -8,16 +8,13 @@ from __future__ import annotations
 import numpy as np
 
 from pretrain.batches.pairs import Rows
-from pretrain.batches.scheme import MaskingScheme, per_sequence, ranges, shuffle
+from pretrain.batches.scheme import MaskingScheme, per_sequence, ranges, shuffle, word_heads
 
 
 class Scheme(MaskingScheme):
     def choose(self, rows: Rows, bits: np.ndarray, limits: np.ndarray) -> np.ndarray:
         candidates = np.flatnonzero(rows.ordinary)
-        begins_word = ~self.vocabulary.continues[rows.input_ids[candidates]]
-        begins_word[0] = True
-        begins_word[1:] |= np.diff(candidates) > 1  # the first piece after a special token
-        first = np.flatnonzero(begins_word)
+        first = word_heads(rows, candidates, self.vocabulary.continues)
         sizes = np.zeros(len(rows.input_ids), np.int64)
         sizes[candidates[first]] = np.diff(first, append=len(candidates))
         ends, order = shuffle(rows, candidates[first], bits)

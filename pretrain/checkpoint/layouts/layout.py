@@ -1,6 +1,6 @@
 """What describes a released layout: the names that a family's files give to our parameters, and its config.json.
 
-`pretrain/model/parameters.py` has our names. A family's tables map modules, which have a weight and a bias in the files:
+`pretrain/model/parameters.py` has our names. The tables map modules, which have a weight and a bias in the files:
 
     embeddings.word, .position, .token_type    the three tables
     embeddings.norm, .project                  norm of their sum; projection to the hidden width, if any
@@ -261,7 +261,9 @@ class KeyMapping:
 
     def _activation(self, config: Mapping[str, Any]) -> str:
         """Our name of the activation in a config.json; raises ValueError for an unknown one."""
-        return activation_name(self.activation_key, config.get(self.activation_key, PARTS[self.parts].get("activation", "gelu")))
+        return activation_name(
+            self.activation_key, config.get(self.activation_key, PARTS[self.parts].get("activation", "gelu"))
+        )
 
     @property
     def _prefix(self) -> str:

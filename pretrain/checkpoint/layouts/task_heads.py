@@ -34,9 +34,7 @@ class TaskHead(NamedTuple):
     dropout: HeadDropout = HeadDropout()
 
 
-def sequence_head(
-    activation: str, *, twice: bool = False
-) -> Callable[[Mapping[str, Any], ModelConfig, str], TaskHead]:
+def sequence_head(activation: str, *, twice: bool = False) -> Callable[[Mapping[str, Any], ModelConfig, str], TaskHead]:
     """The heads of BERT and those like it: a dense layer for sequences alone, none for tokens and spans.
 
     Args:

@@ -7,6 +7,9 @@ sequences of similar lengths, with the operations between the matmuls fused by t
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -25,7 +28,8 @@ def self_attention(
     Args:
         hidden: [T, H], bf16, fp16 or fp32.
         projection: to query, key and value.
-        layout: which tokens attend; each sees all of its sequence, or the part of it within `options.window`.
+        layout: which tokens attend; each sees all of its sequence, or the part of it within `options.window`, and only
+            the part up to itself in causal sequences.
         options: heads, dropout, compilation and window. The flash kernel samples dropout from the device's generator,
             the grouped matmuls hash the keys of `layout`.
 
@@ -43,6 +47,33 @@ def self_attention(
     else:
         qkv = hidden @ weight.T
     if flash:
-        return flash_attention(qkv, layout, options)
+        return _both_ways(flash_attention, qkv, layout, options)
     # torch's CPU matmul writes the bias out to every row first; the kernels add it for nothing as they read.
-    return grouped_attention(qkv, bias, layout, options)[0]
+    return _both_ways(lambda qkv, *how: grouped_attention(qkv, bias, *how)[0], qkv, layout, options)
+
+
+def _both_ways(
+    attend: Callable[[Tensor, TokenLayout, AttentionOptions], Tensor],
+    qkv: Tensor,
+    layout: TokenLayout,
+    options: AttentionOptions,
+) -> Tensor:
+    """`attend` with the first sequences of the layout as they are, and with its last ones causally: [R, H]."""
+    if not layout.causal:
+        return attend(qkv, layout, options)
+    if not layout.causal_begin:
+        return attend(qkv, layout, options._replace(causal=True))
+    token, rows, keys = layout.causal_begin, layout.rows, layout.keys
+    number = 0 if rows is None else int((rows < token).sum())
+    first = layout._replace(
+        cu_seqlens=layout.cu_seqlens[: -layout.causal],
+        rows=None if rows is None else rows[:number],
+        keys=keys[:token],
+    )
+    last = layout._replace(
+        cu_seqlens=layout.cu_seqlens[-1 - layout.causal :] - token,
+        rows=None if rows is None else rows[number:] - token,
+        keys=keys[token:],
+    )
+    parts = attend(qkv[:token], first, options), attend(qkv[token:], last, options._replace(causal=True))
+    return torch.cat(parts)

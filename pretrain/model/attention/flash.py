@@ -22,14 +22,15 @@ def has_flash(hidden: Tensor, heads: int) -> bool:
 
 def flash_attention(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> Tensor:
     """[R, H] context from [T, 3H]; dropout comes from the device's generator."""
-    if layout.rows is not None and options.window:
+    if layout.rows is not None and (options.window or options.causal):
         # The kernel counts distances from the ends of queries and keys, as if the queries were neighbours.
         return flash_attention(qkv, layout._replace(rows=None), options).index_select(0, layout.rows)
     q_RND, k_TND, v_TND = qkv.unflatten(-1, (3, options.heads, -1)).unbind(1)
     cu_queries = layout.cu_seqlens
     if layout.rows is not None:
         q_RND, cu_queries = q_RND.index_select(0, layout.rows), query_boundaries(layout.rows, layout.cu_seqlens)
-    window = {"window_size_left": options.window, "window_size_right": options.window} if options.window else {}
+    right = 0 if options.causal else options.window
+    window = {"window_size_left": options.window, "window_size_right": right} if options.window else {}
     # The op below torch.nn.attention.varlen, called directly because that wrapper has no dropout.
     context_RND = torch.ops.aten._flash_attention_forward(
         q_RND,
@@ -40,7 +41,7 @@ def flash_attention(qkv: Tensor, layout: TokenLayout, options: AttentionOptions)
         layout.max_seqlen,
         layout.max_seqlen,
         options.dropout,
-        False,
+        options.causal,
         False,
         **window,
     )[0]

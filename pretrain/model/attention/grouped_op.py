@@ -31,7 +31,7 @@ def grouped_attention(
         qkv: [T, 3H], query, key and value side by side, still without their bias.
         bias: [3H], or None if there is none or `qkv` has it.
         layout: which tokens attend. Its rotation is not read: `qkv` is rotated.
-        options: heads, dropout, compilation and window.
+        options: heads, dropout, compilation, window, and whether attention is causal.
 
     Returns:
         ([R, H] context, fp32 [R, N] log-sum-exp of each row of scores); the first is differentiable, once.
@@ -52,6 +52,7 @@ def _forward(
     dropout: float,
     fused: bool,
     window: int,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     # The same compiled code with and without a gradient.
     qkv, bias, distance_bias = qkv.detach(), _detached(bias), _detached(distance_bias)
@@ -63,7 +64,7 @@ def _forward(
         q_BQD, k_BLD, v_BLD = _project(between, qkv, bias, group, rows, heads)
         keys_BQ = _keys_to_heads(keys, _rows(group, rows), heads) if dropout else None
         mask_BL = group.mask_GL.repeat_interleave(heads, 0)
-        terms = GroupTerms(group, _rows(group, rows), heads, window, distance_bias)
+        terms = GroupTerms(group, _rows(group, rows), heads, window, causal, distance_bias)
         context_1BQD = q_BQD.new_empty(1, *q_BQD.shape)
         lse_BQ = q_BQD.new_empty(q_BQD.shape[:2], dtype=torch.float32)
         for b in _head_slices(q_BQD, k_BLD):
@@ -92,6 +93,7 @@ def _backward(
     dropout: float,
     fused: bool,
     window: int,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     """(gradient of `qkv` [T, 3H], fp32 gradient of `distance_bias` [N, 2M - 1] or [0]).
 
@@ -111,7 +113,7 @@ def _backward(
         lse_BQ = heads_first(_without_padding(lse[numbers.number_GL], numbers.real_GL, rows))
         keys_BQ = _keys_to_heads(keys, _rows(group, rows), heads) if dropout else None
         mask_BL = group.mask_GL.repeat_interleave(heads, 0)
-        terms = GroupTerms(group, _rows(group, rows), heads, window, distance_bias)
+        terms = GroupTerms(group, _rows(group, rows), heads, window, causal, distance_bias)
         grad_q_1BQD, grad_kv_2BLD = q_BQD.new_empty(1, *q_BQD.shape), k_BLD.new_empty(2, *k_BLD.shape)
         for b in _head_slices(q_BQD, k_BLD):
             scores_BQL = torch.bmm(q_BQD[b], k_BLD[b].mT)
@@ -147,6 +149,7 @@ def _(
     dropout: float,
     fused: bool,
     window: int,
+    causal: bool,
 ) -> tuple[Tensor, Tensor]:
     queries = qkv.shape[0] if rows is None else rows.shape[0]
     return qkv.new_empty(queries, qkv.shape[1] // 3), qkv.new_empty(queries, heads, dtype=torch.float32)
@@ -178,7 +181,7 @@ def _gradients(ctx: Any, grad_context: Tensor, _grad_lse: Tensor) -> tuple[Tenso
     distance_bias = layout[-1]
     grad_bias = None if bias is None else grad_qkv.sum(0)
     grad_table = None if distance_bias is None else grad_table.to(distance_bias.dtype)
-    return grad_qkv, grad_bias, None, None, None, grad_table, None, None, None, None
+    return grad_qkv, grad_bias, None, None, None, grad_table, None, None, None, None, None
 
 
 _forward.register_autograd(_gradients, setup_context=_save_for_backward)

@@ -20,6 +20,8 @@ class TokenLayout(NamedTuple):
     keys: Tensor  # int32 [T], the dropout seed of each token as a query
     rotation: Rotation | None = None  # of queries and keys, [T, K]
     distance_bias: Tensor | None = None  # [N, 2M - 1], added to the scores: of the distances 1 - M to M - 1
+    causal: int = 0  # sequences, the last ones, in which a query sees no key behind it
+    causal_begin: int = 0  # where the first of them begins on the token axis
 
 
 class AttentionOptions(NamedTuple):
@@ -29,6 +31,7 @@ class AttentionOptions(NamedTuple):
     dropout: float = 0.0  # probability of dropping an attention weight
     fused: bool = False  # let torch.compile fuse the steps between the matmuls
     window: int = 0  # tokens that a query attends to on each side; 0 if to all
+    causal: bool = False  # whether a query sees no key behind it, in any sequence
 
 
 class ProjectionWeights(NamedTuple):

@@ -29,15 +29,21 @@ class GroupTerms:
         group: the group.
         token_GQ: int64, the token row of each query.
         heads: N.
-        window: as `layout.AttentionOptions.window`.
+        window, causal: as in `layout.AttentionOptions`.
         distance_bias: as `layout.TokenLayout.distance_bias`.
     """
 
     def __init__(
-        self, group: SequenceGroup, token_GQ: Tensor, heads: int, window: int, distance_bias: Tensor | None
+        self,
+        group: SequenceGroup,
+        token_GQ: Tensor,
+        heads: int,
+        window: int,
+        causal: bool,
+        distance_bias: Tensor | None,
     ) -> None:
         self._heads = heads
-        self._bounds = _bounds(group, token_GQ, window, heads) if window else None
+        self._bounds = _bounds(group, token_GQ, window, causal, heads) if window or causal else None
         self._bias = distance_bias
         if distance_bias is not None:
             middle = distance_bias.shape[1] // 2
@@ -63,15 +69,19 @@ class GroupTerms:
         return self._column_GQL[row_B // self._heads] + head_B11 * self._bias.shape[1]
 
 
-def _bounds(group: SequenceGroup, token_GQ: Tensor, window: int, heads: int) -> tuple[Tensor, Tensor] | None:
+def _bounds(
+    group: SequenceGroup, token_GQ: Tensor, window: int, causal: bool, heads: int
+) -> tuple[Tensor, Tensor] | None:
     """int32 [B, Q] twice: the first and the last key of its unit that each query sees; None if it sees all."""
     keys = group.keys
-    if keys.number_GL.shape[1] <= window + 1:
+    longest = keys.number_GL.shape[1]
+    if not causal and longest <= window + 1:
         return None
+    before = window or longest
     count_G1 = keys.real_GL.sum(1, keepdim=True)
     place_GQ = token_GQ - keys.number_GL[:, :1]
     # Padding may repeat a query of another unit: it must see a key, too, or its weights would be NaN.
-    first_GQ = (place_GQ - window).clamp_min(0).minimum(count_G1 - 1)
-    last_GQ = (place_GQ + window).minimum(count_G1 - 1).maximum(first_GQ)
+    first_GQ = (place_GQ - before).clamp_min(0).minimum(count_G1 - 1)
+    last_GQ = (place_GQ + (0 if causal else before)).minimum(count_G1 - 1).maximum(first_GQ)
     first_BQ, last_BQ = (x.int().repeat_interleave(heads, 0) for x in (first_GQ, last_GQ))
     return first_BQ, last_BQ

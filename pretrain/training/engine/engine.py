@@ -23,11 +23,20 @@ from torch import Tensor, nn
 
 from pretrain.common.memory import hold_freed_memory, return_freed_memory, share_one_heap
 from pretrain.config import EngineConfig
+from pretrain.model.parameters import is_hidden_matrix
 from pretrain.training.engine.deepspeed_config import deepspeed_config
 from pretrain.training.engine.deepspeed_patches import LossScaler, import_deepspeed
 from pretrain.training.engine.gradient_sums import use_sparse_embedding_gradients
-from pretrain.training.engine.state_layouts import Fragment, FragmentReader, Parts, lamb_segments, layout_class
-from pretrain.training.optim import Lamb
+from pretrain.training.engine.state_layouts import (
+    AVERAGE,
+    MOMENTS,
+    Fragment,
+    FragmentReader,
+    Parts,
+    layout_class,
+    tensor_segments,
+)
+from pretrain.training.optim import Muon, TensorwiseOptimizer, matrix_shapes
 
 
 class StepResult(NamedTuple):
@@ -78,6 +87,7 @@ class Engine:
     Attributes:
         shapes: of the parameters, by name.
         module: the model as DeepSpeed has it.
+        averaged: how many steps' weights are in the running mean.
         beat, allow, awaiting: those of `watch`.
     """
 
@@ -126,10 +136,9 @@ class Engine:
         self._sums = self._layout.sums
         if self._sums is not None:
             use_sparse_embedding_gradients(self.module)
+        self.averaged = 0
         self._prepare_moments()
-        if isinstance(self._optimizer, Lamb):
-            reduce = (lambda norms: None) if self._layout.shared else self.sum_over_workers
-            self._optimizer.set_segments(*lamb_segments(self._layout, self.shapes), reduce)
+        self._show_shards()
 
     def forward(self, batch: Any) -> Any:
         """The module's output for one micro-batch."""
@@ -170,11 +179,33 @@ class Engine:
         self._optimizer.register_step_post_hook(scale)
 
     def fragments(self) -> Iterator[Fragment]:
-        """Every piece of weights and moments that this rank holds."""
+        """Every piece of weights, moments and averages that this rank holds."""
         return self._layout.fragments()
 
-    def load(self, reader: FragmentReader, steps_taken: int) -> None:
-        """Take weights and moments from `reader`; `steps_taken` is the optimizer's own count of updates."""
+    @torch.no_grad()
+    def average(self) -> None:
+        """Take the current weights into their running mean, in fp32, which `fragments` has as "average"."""
+        self.averaged += 1
+        for flat in self._layout.flats():
+            state = self._optimizer.state[flat]
+            if self.averaged == 1:
+                state[AVERAGE] = flat.detach().clone()
+            else:
+                state[AVERAGE].lerp_(flat.detach(), 1 / self.averaged)
+
+    def load(self, reader: FragmentReader, steps_taken: int, averaged: int = 0) -> None:
+        """Take weights, moments and averages from `reader`.
+
+        Args:
+            reader: the saved state.
+            steps_taken: the optimizer's own count of updates.
+            averaged: how many steps' weights are in the saved mean; without any, the current mean is dropped.
+        """
+        self.averaged = averaged
+        for flat in self._layout.flats():
+            self._optimizer.state[flat].pop(AVERAGE, None)
+            if averaged:
+                self._optimizer.state[flat][AVERAGE] = torch.zeros_like(flat, requires_grad=False)
         with torch.no_grad():
             for fragment in self.fragments():
                 for kind, tensor in fragment.tensors.items():
@@ -204,6 +235,15 @@ class Engine:
             if there is not values:
                 values.copy_(there)
         return values
+
+    def all_to_all(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send `sent[r]` entries of 1-D `values` to each rank r, in order; the `received[r]` entries from each."""
+        there = values.to(self.device)
+        if self.world_size == 1:
+            return there
+        gathered = there.new_empty(sum(received))
+        dist.all_to_all_single(gathered, there, received, sent)
+        return gathered
 
     def barrier(self) -> None:
         """Wait until every rank has called this."""
@@ -235,11 +275,22 @@ class Engine:
         self._deepspeed.destroy()
         gc.collect()
 
+    def _show_shards(self) -> None:
+        """Tell an optimizer whose step depends on whole tensors what ZeRO's flat tensors hold."""
+        segments, count = tensor_segments(self._layout, self.shapes)
+        if isinstance(self._optimizer, TensorwiseOptimizer):
+            reduce = (lambda norms: None) if self._layout.shared else self.sum_over_workers
+            self._optimizer.set_segments(segments, count, reduce)
+        elif isinstance(self._optimizer, Muon):
+            self._optimizer.set_shards(segments, matrix_shapes(self.shapes), self, shared=self._layout.shared)
+
     def _prepare_moments(self) -> None:
         """Give every master tensor moments of zero and a step count of zero, whatever DeepSpeed did to them."""
+        muon = isinstance(self._optimizer, Muon)
+        matrices = {piece.flat for piece in self._layout.pieces() if muon and is_hidden_matrix(piece.name)}
         for flat in self._layout.flats():
             state = self._optimizer.state[flat]
-            for key in ("exp_avg", "exp_avg_sq"):
+            for key in MOMENTS[:1] if flat in matrices else MOMENTS:
                 if key in state:
                     state[key].zero_()
                 else:

@@ -11,7 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -21,13 +21,16 @@ from pretrain.training.engine import deepspeed_patches
 from pretrain.training.engine.gradient_sums import FusedScaling, GradientSums, norm_over_workers
 from pretrain.training.optim import Segment, cut_segments, number_tensors
 
+MOMENTS = ("exp_avg", "exp_avg_sq")
+AVERAGE = "average"  # the running mean of the weights
+
 
 @dataclass(frozen=True)
 class Fragment:
     """Entries [start, start + numel) of the flattened parameter `name`, as this rank holds them.
 
-    `tensors` are 1-D fp32 views into the optimizer: "weight", "exp_avg", "exp_avg_sq". `shared` is true if every
-    rank holds the same entries.
+    `tensors` are 1-D fp32 views into the optimizer: "weight", and those of `MOMENTS` and `AVERAGE` that it keeps.
+    `shared` is true if every rank holds the same entries.
     """
 
     name: str
@@ -44,6 +47,19 @@ class FragmentReader(Protocol):
     """The source from which `Engine.load` reads saved state; `pretrain.checkpoint.store.CheckpointReader` is one."""
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor: ...  # fp32 [numel]
+
+
+class Piece(NamedTuple):
+    """The place of entries `start` on of the flattened parameter `name`: `held` of `flat`, one of a layout's flats."""
+
+    name: str
+    start: int
+    flat: Tensor
+    held: slice
+
+    @property
+    def numel(self) -> int:
+        return self.held.stop - self.held.start
 
 
 @dataclass(frozen=True)
@@ -89,8 +105,15 @@ class StateLayout(ABC):
         """The fp32 tensors that the inner optimizer steps; they are the keys of its state."""
 
     @abstractmethod
+    def pieces(self) -> Iterator[Piece]:
+        """Every piece of the parameters that this rank holds."""
+
     def fragments(self) -> Iterator[Fragment]:
-        """Every piece of weights and moments that this rank holds."""
+        """Every piece of weights, moments and averages that this rank holds."""
+        for name, start, flat, held in self.pieces():
+            state = self._parts.optimizer.state[flat]
+            whole = {"weight": flat.detach(), **{kind: state[kind] for kind in (*MOMENTS, AVERAGE) if kind in state}}
+            yield Fragment(name, start, {kind: x.view(-1)[held] for kind, x in whole.items()}, self.shared)
 
     def refresh(self, reader: FragmentReader) -> None:
         """Bring the weights that the model computes with in line with the master weights."""
@@ -114,11 +137,6 @@ class StateLayout(ABC):
         norm = float(engine.get_global_grad_norm() or 0.0) / norm_scale
         return bool(engine.was_step_applied()) and math.isfinite(norm), norm
 
-    def _fragment(self, name: str, start: int, flat: Tensor, held: slice) -> Fragment:
-        state = self._parts.optimizer.state[flat]
-        whole = {"weight": flat.detach(), "exp_avg": state["exp_avg"], "exp_avg_sq": state["exp_avg_sq"]}
-        return Fragment(name, start, {kind: x.view(-1)[held] for kind, x in whole.items()}, self.shared)
-
 
 def layout_class(settings: EngineConfig) -> type[StateLayout]:
     """The layout of a stage and precision. Nothing else depends on the stage."""
@@ -133,11 +151,11 @@ class _Stage0Layout(StateLayout):
     sums_apart = False
     shared = True
 
-    def fragments(self) -> Iterator[Fragment]:
+    def pieces(self) -> Iterator[Piece]:
         names = (name for group in self._parts.names for name in group)
         masters = dict(zip(names, self.flats(), strict=True))
         for name in self._parts.parameters:
-            yield self._fragment(name, 0, masters[name], slice(None))
+            yield Piece(name, 0, masters[name], slice(0, masters[name].numel()))
 
 
 class Stage0Fp32Layout(_Stage0Layout):
@@ -190,13 +208,13 @@ class Stage1Layout(StateLayout):
     def flats(self) -> list[Tensor]:
         return deepspeed_patches.masters_of_stages_1_and_2(self._parts.wrapper)
 
-    def fragments(self) -> Iterator[Fragment]:
+    def pieces(self) -> Iterator[Piece]:
         flats = self.flats()
         for name, parameter in self._parts.parameters.items():
             piece = deepspeed_patches.piece_of_stages_1_and_2(parameter)
             if piece is not None:
                 held = slice(piece.offset, piece.offset + piece.numel)
-                yield self._fragment(name, piece.start, flats[self._group_of[name]], held)
+                yield Piece(name, piece.start, flats[self._group_of[name]], held)
 
     def step(self, loss_scale: float) -> tuple[bool, float]:
         if self._scaling is not None:
@@ -228,13 +246,13 @@ class Stage3Layout(StateLayout):
     def flats(self) -> list[Tensor]:
         return deepspeed_patches.masters_of_stage_3(self._parts.wrapper)
 
-    def fragments(self) -> Iterator[Fragment]:
+    def pieces(self) -> Iterator[Piece]:
         wrapper, rank, flats = self._parts.wrapper, self._parts.rank, self.flats()
         for name, parameter in self._parts.parameters.items():
             located = deepspeed_patches.piece_of_stage_3(wrapper, parameter, rank, flats)
             if located is not None:
                 flat, piece = located
-                yield self._fragment(name, piece.start, flat, slice(piece.offset, piece.offset + piece.numel))
+                yield Piece(name, piece.start, flat, slice(piece.offset, piece.offset + piece.numel))
 
     def refresh(self, reader: FragmentReader) -> None:
         for name, parameter in self._parts.parameters.items():
@@ -247,15 +265,14 @@ class Stage3Layout(StateLayout):
                 parameter.data.copy_(reader.read("weight", name, 0, shape.numel()).view(shape))
 
 
-def lamb_segments(layout: StateLayout, shapes: Mapping[str, torch.Size]) -> tuple[dict[Tensor, list[Segment]], int]:
-    """(which entries of which flat tensor belong to which of LAMB's tensors, how many tensors there are)."""
+def tensor_segments(layout: StateLayout, shapes: Mapping[str, torch.Size]) -> tuple[dict[Tensor, list[Segment]], int]:
+    """(which entries of which flat tensor belong to which of `number_tensors`, how many tensors there are)."""
     ids = number_tensors(shapes)
     segments: dict[Tensor, list[Segment]] = {flat: [] for flat in layout.flats()}
-    for fragment in layout.fragments():
-        weight, name = fragment.tensors["weight"], fragment.name
-        flat = next(f for f in segments if f.untyped_storage().data_ptr() == weight.untyped_storage().data_ptr())
-        offset = int(weight.storage_offset() - flat.storage_offset())
-        stop = fragment.start + fragment.numel
-        segments[flat] += cut_segments(ids[name], shapes[name].numel(), fragment.start, stop, offset)
+    for piece in layout.pieces():
+        numel = shapes[piece.name].numel()
+        segments[piece.flat] += cut_segments(
+            ids[piece.name], numel, piece.start, piece.start + piece.numel, piece.held.start
+        )
     count = max(tensor_ids.stop for tensor_ids in ids.values())
     return {flat: sorted(pieces) for flat, pieces in segments.items()}, count

@@ -69,7 +69,9 @@ def _read_every(config: Mapping[str, Any]) -> int:
     if kinds is None or kinds == _layer_types(layers, every):
         return every
     if not set(kinds) <= {_GLOBAL, _LOCAL}:
-        raise ValueError(f"layer_types has {sorted(set(kinds) - {_GLOBAL, _LOCAL})}; only {_GLOBAL}, {_LOCAL} are supported")
+        raise ValueError(
+            f"layer_types has {sorted(set(kinds) - {_GLOBAL, _LOCAL})}; only {_GLOBAL}, {_LOCAL} are supported"
+        )
     later = [number for number, kind in enumerate(kinds) if kind == _GLOBAL and number]
     every = later[0] if later else max(2, len(kinds))
     if kinds != _layer_types(layers, every):

@@ -1,0 +1,204 @@
+"""Documents and sentences of all shards, looked up by number and by token offset, vectorised over samples."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.lib.stride_tricks import as_strided
+
+from pretrain.batches.order import below
+from pretrain.corpus.shards import TokenShards
+
+_ROWS = 1 << 18  # documents counted at a time when a corpus is opened
+# Looking up a sample maps about seven places of the shards into the process, usually 64 kB each. In a corpus of more
+# than _KEEP_MAPPED bytes they are unmapped after _SAMPLES_MAPPED samples.
+_KEEP_MAPPED = 1 << 28
+_SAMPLES_MAPPED = 512
+
+
+@dataclass(frozen=True)
+class Documents:
+    """Documents looked up by number; int64 [B] each. Offsets are within the shard."""
+
+    number: np.ndarray
+    shard: np.ndarray
+    first: np.ndarray  # first sentence
+    last: np.ndarray  # one past the last sentence
+    begin: np.ndarray  # first token
+    tokens: np.ndarray
+
+
+class DocumentTable:
+    """Documents of all shards under one numbering, source by source, and how many samples each has.
+
+    Args:
+        shards: the corpus; it has at least one shard.
+        reach: tokens that a sample reads on average.
+        least_sentences: sentences that a document needs to have a sample.
+        joined: count the text of each shard as one document, so that samples are evenly spread over the shard. The
+            real documents are then found by `document_at` alone.
+    """
+
+    def __init__(self, shards: TokenShards, reach: int, *, least_sentences: int, joined: bool = False) -> None:
+        self.least_sentences = least_sentences
+        ordered = sorted(shards.shards, key=lambda shard: shard.source)
+        tables = [_one_document(shard.documents) if joined else shard.documents for shard in ordered]
+        self._sentences = Joined([np.asarray(shard.sentences).view(np.int64) for shard in ordered])
+        self._rows = Joined([np.asarray(table).view(np.int64).reshape(-1) for table in tables])
+        self._real = Joined([np.asarray(shard.documents).view(np.int64).reshape(-1) for shard in ordered])
+        self._real_count = np.array([len(shard.documents) - 1 for shard in ordered])
+        self.tokens = Joined([shard.tokens for shard in ordered])
+        self._mapped = [array for shard in ordered for array in (shard.sentences, shard.documents, shard.tokens)]
+        self._large = sum(array.nbytes for array in self._mapped) > _KEEP_MAPPED
+        self._looked_up = 0
+        self._first_document = np.cumsum([0, *(len(table) - 1 for table in tables)])
+        self.documents = int(self._first_document[-1])
+        self._starts, first, count = [], [], []
+        for source in range(len(shards.sources)):
+            own = [table for shard, table in zip(ordered, tables, strict=True) if shard.source == source]
+            first.append(sum(len(t) - 1 for shard, t in zip(ordered, tables, strict=True) if shard.source < source))
+            self._starts.append(_sample_starts(own, reach, least_sentences))
+            count.append(len(self._starts[-1]) - 1)
+        self.samples = [int(starts[-1]) for starts in self._starts]
+        self._source_first, self._source_count = np.array(first), np.array(count)
+
+    def looked_up(self, samples: int) -> None:
+        """Count samples looked up; from time to time unmap what they mapped. It stays in the page cache."""
+        self._looked_up += samples
+        if self._large and self._looked_up >= _SAMPLES_MAPPED:
+            self._looked_up = 0
+            for array in self._mapped:
+                _forget(array)
+
+    def find(self, source: np.ndarray, slot: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(document number, sample within it, samples it has) of each slot of each source; int64 [B] each."""
+        number, index, count = np.empty_like(slot), np.empty_like(slot), np.empty_like(slot)
+        for which, starts in enumerate(self._starts):
+            rows = np.flatnonzero(source == which)
+            if not len(rows):
+                continue
+            # The slots take the table's type, so that numpy does not convert the table.
+            document = np.searchsorted(starts, slot[rows].astype(starts.dtype), side="right") - 1
+            begin = starts[document].astype(np.int64)
+            number[rows] = document + self._source_first[which]
+            index[rows] = slot[rows] - begin
+            count[rows] = starts[document + 1].astype(np.int64) - begin
+        return number, index, count
+
+    def look_up(self, number: np.ndarray) -> Documents:
+        shard = np.searchsorted(self._first_document, number, side="right") - 1
+        row = 2 * (number - self._first_document[shard])
+        first, begin, last, end = (self._rows.at(shard, row + column) for column in range(4))
+        return Documents(number, shard, first, last, begin, end - begin)
+
+    def another(self, documents: Documents, bits: np.ndarray) -> np.ndarray:
+        """Number of a random other document of the same source, or of any source if that has only one."""
+        source = np.searchsorted(self._source_first, documents.number, side="right") - 1
+        # Sources without documents share their first number with the next source that has some: take the latter.
+        alone = self._source_count[source] < 2
+        first = np.where(alone, 0, self._source_first[source])
+        count = np.where(alone, self.documents, self._source_count[source])
+        number = first + below(bits, count - 1)
+        return number + (number >= documents.number)
+
+    def offset(self, shard: np.ndarray, sentence: np.ndarray) -> np.ndarray:
+        """Token offset at which sentences begin; int64 [B]."""
+        return self._sentences.at(shard, sentence)
+
+    def document_at(self, shard: np.ndarray, offset: np.ndarray) -> np.ndarray:
+        """The real document, counted within its shard, that holds the token at `offset`; int64 [B]."""
+        low, high = np.zeros_like(offset), self._real_count[shard]
+        for _ in range(int(high.max(initial=0)).bit_length()):
+            middle = (low + high) >> 1
+            reached = self.document_begin(shard, middle) <= offset
+            low, high = np.where(reached, middle, low), np.where(reached, high, middle)
+        return low
+
+    def document_begin(self, shard: np.ndarray, document: np.ndarray) -> np.ndarray:
+        """Token offset at which real documents of shards begin, or their last one ends; int64 [B]."""
+        return self._real.at(shard, 2 * document + 1)
+
+    def document_first(self, shard: np.ndarray, document: np.ndarray) -> np.ndarray:
+        """First sentence of real documents of shards, or one past their last; int64 [B]."""
+        return self._real.at(shard, 2 * document)
+
+    def has_document(self, shard: np.ndarray, document: np.ndarray) -> np.ndarray:
+        """bool [B]: whether shards have real documents of these numbers."""
+        return document < self._real_count[shard]
+
+    def first_at_least(self, shard: np.ndarray, low: np.ndarray, high: np.ndarray, offset: np.ndarray) -> np.ndarray:
+        """The first sentence in [low, high) that begins at or after `offset`, or `high`; a binary search."""
+        low, high = low.copy(), high.copy()
+        for _ in range(int((high - low).max(initial=0)).bit_length()):
+            middle = (low + high) >> 1
+            open_ = low < high
+            reached = self._sentences.at(shard, np.where(open_, middle, 0)) >= offset
+            high = np.where(open_ & reached, middle, high)
+            low = np.where(open_ & ~reached, middle + 1, low)
+        return low
+
+
+class Joined:
+    """Many arrays of one type, read by one `take` in place, without a copy.
+
+    A view spans from the lowest of them in memory to the highest. What lies between them is never read,
+    since every index is checked against its own array first.
+    """
+
+    def __init__(self, arrays: Sequence[np.ndarray]) -> None:
+        self._arrays = [np.asarray(array) for array in arrays]  # keeps the memory alive
+        self._lengths = np.array([len(array) for array in self._arrays])
+        bytes_each = self._arrays[0].itemsize
+        addresses = np.array([array.__array_interface__["data"][0] for array in self._arrays])
+        lowest = self._arrays[int(addresses.argmin())]
+        self._begins, odd = np.divmod(addresses - addresses.min(), bytes_each)
+        if odd.any() or any(a.dtype != lowest.dtype or not a.flags.c_contiguous for a in self._arrays):
+            raise ValueError("arrays must be contiguous, aligned and of one type")
+        length = int((self._begins + self._lengths).max())
+        self.array = as_strided(lowest, (length,), (bytes_each,), writeable=False)
+
+    def at(self, which: np.ndarray, index: np.ndarray) -> np.ndarray:
+        """Element `index` of array `which`, each [B]."""
+        return self.array.take(self._place(which, index))
+
+    def spans(self, which: np.ndarray, begin: np.ndarray, length: np.ndarray) -> np.ndarray:
+        """Indices into `.array` of spans of at least one element, checked at both ends; int64 [B]."""
+        self._place(which, begin + length - 1)
+        return self._place(which, begin)
+
+    def _place(self, which: np.ndarray, index: np.ndarray) -> np.ndarray:
+        # A negative index becomes a huge unsigned one.
+        if (index.view(np.uint64) >= self._lengths[which].view(np.uint64)).any():
+            raise IndexError("an offset points outside its shard; the corpus is damaged")
+        return self._begins[which] + index
+
+
+def _one_document(documents: np.ndarray) -> np.ndarray:
+    """A table of documents [D+1, 2] as that of one document with all their sentences and tokens."""
+    return np.array([(0, 0), documents[-1]], documents.dtype)
+
+
+def _sample_starts(documents: list[np.ndarray], reach: int, least_sentences: int) -> np.ndarray:
+    """Cumulative sample counts of a source's documents, [D+1], in 32 bits if they suffice."""
+    tokens = sum(int(table[-1, 1]) for table in documents)
+    total = sum(len(table) - 1 for table in documents)
+    starts = np.zeros(total + 1, np.uint32 if tokens // reach + total < 1 << 32 else np.uint64)
+    done = 1
+    for table in documents:
+        for begin in range(0, len(table) - 1, _ROWS):
+            rows = np.diff(table[begin : begin + _ROWS + 1].view(np.int64), axis=0)
+            counts = np.maximum((2 * rows[:, 1] + reach) // (2 * reach), 1)  # rounds n / reach
+            counts[rows[:, 0] < least_sentences] = 0
+            starts[done : done + len(counts)] = counts
+            done += len(counts)
+        _forget(table)
+    return np.cumsum(starts, out=starts)
+
+
+def _forget(array: np.ndarray) -> None:
+    """Release the pages of a mapped file, so that they do not count as this process's memory."""
+    if isinstance(array.base, mmap.mmap):
+        array.base.madvise(mmap.MADV_DONTNEED)

@@ -1,0 +1,29 @@
+"""Optimizers and the learning-rate schedule."""
+
+from pretrain.training.optim.choice import make_optimizer, parameter_groups
+from pretrain.training.optim.lamb import Lamb
+from pretrain.training.optim.muon import Muon, matrix_shapes
+from pretrain.training.optim.schedule import learning_rate
+from pretrain.training.optim.stable_adamw import StableAdamW
+from pretrain.training.optim.tensorwise import (
+    Segment,
+    TensorwiseOptimizer,
+    cut_segments,
+    number_tensors,
+    square_sum,
+)
+
+__all__ = [
+    "Lamb",
+    "Muon",
+    "Segment",
+    "StableAdamW",
+    "TensorwiseOptimizer",
+    "cut_segments",
+    "learning_rate",
+    "make_optimizer",
+    "matrix_shapes",
+    "number_tensors",
+    "parameter_groups",
+    "square_sum",
+]

@@ -1,0 +1,77 @@
+"""The configured optimizer, and the groups of parameters that it steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pretrain.model.parameters import has_weight_decay, is_hidden_matrix
+from pretrain.training.optim.lamb import Lamb
+from pretrain.training.optim.muon import Muon
+from pretrain.training.optim.stable_adamw import StableAdamW
+
+if TYPE_CHECKING:
+    from pretrain import config
+
+
+def parameter_groups(named_parameters: Iterable[tuple[str, Tensor]], weight_decay: float) -> list[dict[str, Any]]:
+    """The two optimizer groups of BERT: with weight decay, and without it (biases and norms).
+
+    Args:
+        named_parameters: (name, parameter) as `Module.named_parameters` yields them; the order is kept.
+        weight_decay: decoupled decay of the first group.
+
+    Returns:
+        Groups with `params`, their `names`, `weight_decay` and `layer_adaptation` (whether LAMB's trust ratio
+        applies). Parameters exempt from decay are exempt from the ratio too, as in NVIDIA's FusedLAMB with
+        its default `use_nvlamb=False` (apex csrc/multi_tensor_lamb.cu) and in Google's LAMBOptimizer, whose
+        `exclude_from_layer_adaptation` defaults to `exclude_from_weight_decay` (google-research/albert
+        lamb_optimizer.py). A group without parameters is left out.
+    """
+    groups = [
+        {"params": [], "names": [], "weight_decay": weight_decay, "layer_adaptation": True},
+        {"params": [], "names": [], "weight_decay": 0.0, "layer_adaptation": False},
+    ]
+    for name, parameter in named_parameters:
+        group = groups[0 if has_weight_decay(name) else 1]
+        group["params"].append(parameter)
+        group["names"].append(name)
+    return [group for group in groups if group["params"]]
+
+
+def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """The configured optimizer over `parameter_groups`.
+
+    Its learning rate starts at 0, so that a step taken before the loop has set one changes no weight
+    (DeepSpeed's FP16_UnfusedOptimizer takes such a step to allocate the moments).
+    """
+    betas = (settings.beta1, settings.beta2)
+    if settings.name == "lamb":
+        return Lamb(groups, lr=0.0, betas=betas, eps=settings.epsilon)
+    if settings.name == "stable_adamw":
+        return StableAdamW(groups, lr=0.0, betas=betas, eps=settings.epsilon)
+    if settings.name == "muon":
+        groups = _with_matrices_apart(groups, settings.muon_rate)
+        return Muon(groups, lr=0.0, momentum=settings.muon_momentum, betas=betas, eps=settings.epsilon)
+    return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=settings.epsilon, fused=True)
+
+
+def _with_matrices_apart(groups: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
+    """`groups`, each divided into what Muon orthogonalises, at `rate` times its learning rate, and all else."""
+    divided = []
+    for group in groups:
+        for orthogonal in (True, False):
+            members = [
+                (name, parameter)
+                for name, parameter in zip(group["names"], group["params"], strict=True)
+                if is_hidden_matrix(name) == orthogonal
+            ]
+            if members:
+                names, parameters = map(list, zip(*members, strict=True))
+                share = group.get("rate_share", 1.0) * (rate if orthogonal else 1.0)
+                own = {"names": names, "params": parameters, "orthogonal": orthogonal, "rate_share": share}
+                divided.append({**group, **own})
+    return divided

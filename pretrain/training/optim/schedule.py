@@ -1,0 +1,43 @@
+"""The learning rate of each step: warm-up, a plateau, decay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pretrain import config
+
+
+def learning_rate(phases: Sequence[config.PhaseConfig], step: int) -> float:
+    """The rate of the 0-based optimizer `step`; each phase restarts the schedule.
+
+    Linear warm-up from 1 / warmup_steps of the peak to the peak, which the last warm-up step has. Then a decay over the
+    phase's remaining steps, or over its last `decay_steps` with a plateau before them (warm-up, stable, decay: Hägele
+    et al. 2024, arXiv:2405.18392). The first step of the decay has the peak too.
+
+    This is transformers' get_{constant,linear,polynomial_decay}_schedule_with_warmup, or its get_wsd_schedule, over one
+    more step, without its first step: a rate of 0 would waste a global batch.
+    """
+    for phase in phases:
+        if step < phase.steps:
+            return _phase_rate(phase, step)
+        step -= phase.steps
+    raise IndexError("past the last phase")
+
+
+def _phase_rate(phase: config.PhaseConfig, step: int) -> float:
+    peak_step = max(0, phase.warmup_steps - 1)
+    if step < peak_step:
+        return phase.peak_learning_rate * (step + 1) / phase.warmup_steps
+    if phase.decay_steps:
+        peak_step = phase.steps - phase.decay_steps
+    if phase.decay == "constant" or step < peak_step:
+        return phase.peak_learning_rate
+    remaining = (phase.steps - step) / (phase.steps - peak_step)
+    if phase.decay == "1-sqrt":
+        share = 1.0 - math.sqrt(1.0 - remaining)
+    else:
+        share = remaining ** (phase.decay_power if phase.decay == "polynomial" else 1.0)
+    return phase.final_learning_rate + (phase.peak_learning_rate - phase.final_learning_rate) * share

@@ -1,0 +1,179 @@
+"""The command `adapt`: which texts it takes, the config it writes, what it says it gained and lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from finetune.__main__ import build_parser
+from finetune.adaptation import settings
+from finetune.adaptation.command import run
+from finetune.adaptation.texts import held_out_share, sources_of
+from pretrain.common.errors import InputError
+from pretrain.common.files import write_manifest
+from pretrain.config import load_config
+from pretrain.reporting.gains import COMPARED, gain_lines, gains
+from tests.test_start import JARGON, make_pretrained, write_text
+from tests.tiny_checkpoints import WORDS
+
+ROOT = Path(__file__).parent.parent
+
+
+def options(*words: str) -> Any:
+    return build_parser().parse_args(["adapt", *words])
+
+
+# ---- all stages
+
+
+def test_a_text_becomes_a_model_and_a_report(tmp_path: Path) -> None:
+    """In a process of its own; the same command again finds everything done."""
+    make_pretrained(tmp_path / "start")
+    write_text(tmp_path / "text", [*WORDS, *JARGON])
+    write_text(tmp_path / "other", WORDS, seed=7)
+    words = ["text", "--from", "start", "--out", "out", "--steps", "4", "--general", "other", "--new-words", "3"]
+    sets = ["engine.precision=fp32", "engine.compile=false", "tracking.wandb=off", "corpus.processes=1"]
+    command = [sys.executable, "-m", "finetune.cli", "adapt", *words, "--workers", "1"]
+    command += [word for one in sets for word in ("--set", one)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "BERTRAIN_PROGRAM": "./launch.sh"}
+    for again in (False, True):
+        result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment)
+        assert result.returncode == 0, result.stderr + result.stdout
+        assert ("already finished" in result.stdout) == again
+        assert "new text: held-out MLM loss, nats" in result.stdout
+        assert "general text: held-out MLM loss, nats" in result.stdout
+        assert "Next: ./launch.sh finetune CONFIG --from out/model" in result.stdout
+    out = tmp_path / "out"
+    config = load_config(out / "adapt.yaml")
+    assert (config.model.hidden, config.phases[0].sequence_length, config.adaptation.replay_share) == (32, 64, 0.2)
+    assert_loads(out / "model", config.corpus.vocabulary.size)
+    page = (out / "run/report.html").read_text()
+    assert "Gained and lost" in page
+    assert "general text: held-out MLM loss, nats" in page
+    changed = subprocess.run([*command, "--steps", "5"], cwd=tmp_path, capture_output=True, text=True, env=environment)
+    assert changed.returncode == 2
+    assert "was begun with other options: phases.0.steps (4 -> 5)" in changed.stderr
+
+
+def assert_loads(folder: Path, size: int) -> None:
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+    assert len(AutoTokenizer.from_pretrained(folder)) == size
+    assert AutoModelForMaskedLM.from_pretrained(folder).config.vocab_size == size
+
+
+# ---- texts
+
+
+def test_the_format_of_a_text_follows_from_its_name_or_beginning(tmp_path: Path) -> None:
+    for name, text in {
+        "a.jsonl": '{"text": "x"}',
+        "b.csv": "text\nx",
+        "c.txt": "plain",
+        "d.xml": "<x>",
+        "wiki_00": '<doc id="1" url="" title="T">\nT\n\nx\n</doc>',
+    }.items():
+        (tmp_path / name).write_text(text)
+    paths = [tmp_path / name for name in ("a.jsonl", "b.csv", "c.txt", "d.xml", "wiki_00")]
+    kinds = {source["name"]: source["kind"] for source in sources_of(paths, tmp_path / "pieces.jsonl")}
+    assert kinds == {"a": "jsonl", "b": "csv", "c": "jsonl", "d": "mediawiki", "wiki_00": "wikiextractor"}
+    with pytest.raises(InputError, match="holds files of several formats: books, csv, jsonl, mediawiki"):
+        sources_of([tmp_path], tmp_path / "none.jsonl")
+    with pytest.raises(InputError, match="nowhere: no such file or folder"):
+        sources_of([tmp_path / "nowhere"], tmp_path / "none.jsonl")
+
+
+def test_a_few_plain_texts_are_cut_into_documents_without_loss(tmp_path: Path) -> None:
+    lines = [f"Sentence number {number} of a long text that goes on and on." for number in range(1000)]
+    (tmp_path / "long.txt").write_text("\n\n".join(lines))
+    pieces = tmp_path / "pieces.jsonl"
+    (source,) = sources_of([tmp_path / "long.txt"], pieces)
+    assert source == {"kind": "jsonl", "name": "long", "path": str(pieces)}
+    documents = [json.loads(line)["text"] for line in pieces.read_text().splitlines()]
+    assert len(documents) == 8
+    assert "\n".join(documents).split("\n") == lines
+    many = write_text(tmp_path / "many", WORDS, documents=100)
+    assert sources_of([many], tmp_path / "no.jsonl") == [{"kind": "books", "name": "many", "path": str(many)}]
+    assert not (tmp_path / "no.jsonl").exists()
+
+
+def test_the_held_out_share_shrinks_with_the_text() -> None:
+    assert [held_out_share(size) for size in (10_000, 6_000_000, 10**9)] == [0.1, 0.05, 0.005]
+
+
+# ---- the length of training
+
+
+@pytest.mark.parametrize(
+    ("tokens", "replay", "expected"),
+    [(1_000, 0.0, 100), (500_000, 0.0, 1285), (500_000, 0.5, 1285), (2 * 10**9, 0.0, 50_000)],
+)
+def test_steps_follow_from_the_prepared_text(tmp_path: Path, tokens: int, replay: float, expected: int) -> None:
+    write_manifest(tmp_path, {"shards": [{"split": "train", "tokens": tokens}, {"split": "validation", "tokens": 9}]})
+    path = tmp_path / "run.yaml"
+    arguments = options("x", "--from", "y", "--out", str(tmp_path))
+    values = settings.run_values(
+        arguments,
+        {"dir": str(tmp_path)},
+        SimpleNamespace(hidden=256, max_positions=512),
+        1,  # pyright: ignore[reportArgumentType]
+    )
+    values["adaptation"] |= {"general": "g", "replay_share": replay}
+    path.write_text(json.dumps(values))
+    assert settings.steps_of(load_config(path), arguments) == pytest.approx(expected, abs=1)
+
+
+def test_wider_models_learn_at_lower_rates() -> None:
+    assert [settings.rate_of(width) for width in (256, 384, 512, 768, 1024)] == [3e-4, 3e-4, 2e-4, 1e-4, 5e-5]
+
+
+# ---- what was gained and lost
+
+
+def test_gains_compare_the_first_evaluation_with_the_last(tmp_path: Path) -> None:
+    rows = [
+        {"step": 0, "split": "validation", "mlm_loss": 4.0, "general_mlm_loss": 2.0},
+        {"step": 5, "split": "validation", "mlm_loss": 3.5, "general_mlm_loss": 2.01},
+        {"step": 9, "split": "validation", "mlm_loss": 3.0, "general_mlm_loss": 2.1},
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    compared = [{"title": "task", "metric": "f1", "set": "dev", "before": [0.5, 0.7], "after": [0.8, 0.8]}]
+    (tmp_path / COMPARED).write_text(json.dumps(compared))
+    assert gain_lines(tmp_path) == [
+        "new text: held-out MLM loss, nats      4.000 -> 3.000  -1.000 (-25.0%)",
+        "general text: held-out MLM loss, nats  2.000 -> 2.100  +0.100 (+5.0%)",
+        "fine-tuning task, dev, f1              0.600 ± 0.141 -> 0.800 ± 0.000  +0.200 (+33.3%)",
+    ]
+    assert [gain.is_better for gain in gains(tmp_path)] == [True, False, True]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[1:]))
+    assert len(gains(tmp_path)) == 1
+
+
+# ---- bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--minutes", "0"], "--minutes: 0; expected a number above 0"),
+        (["--replay", "1"], "--replay: 1; expected a share from 0 to below 1"),
+        (["--seeds", "3"], "--seeds: counts the runs of each fine-tuning"),
+        (["--finetune", "nowhere.yaml"], "--finetune: nowhere.yaml: no such file"),
+        ([], "--from: nowhere: no such folder"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_written(tmp_path: Path, words: list[str], message: str) -> None:
+    def never(argv: Any) -> int:
+        raise AssertionError(argv)
+
+    arguments = options("text.txt", "--from", "nowhere", "--out", str(tmp_path / "out"), *words)
+    with pytest.raises(InputError, match=message):
+        run(arguments, never, never)
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,398 @@
+"""Objectives besides BERT's own: schedules of the masking share, spans, RoBERTa's inputs, sentence order."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+from corpora import make_corpus
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_batches_loader import global_batches, load
+from test_batches_masking import mask, words
+from test_batches_pairs import SPECIAL, Text, coverage, numbered, random_documents, sampler
+
+from pretrain.batches.documents import DocumentTable
+from pretrain.batches.loader import BatchMaker, validation_batches
+from pretrain.batches.masking import spans
+from pretrain.batches.order import draw
+from pretrain.batches.packing import fill_across_documents
+from pretrain.batches.scheme import MaskingVocabulary
+from pretrain.config import MaskingConfig, PretrainConfig
+from pretrain.corpus.shards import TokenShards, open_shards
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("corpus") / "c", documents=60, vocabulary_size=300)
+
+
+@pytest.fixture(scope="module")
+def shards(folder: Path) -> TokenShards:
+    return open_shards(folder, "train")
+
+
+def run_config(*, steps=(6,), phases=None, budget=512, **sections) -> PretrainConfig:
+    """Phases of sequences of 64 tokens, 24 of them in a batch."""
+    phase = {"sequence_length": 64, "global_sequences": 24, "peak_learning_rate": 1e-4}
+    changes = phases or [{}] * len(steps)
+    return PretrainConfig.model_validate(
+        {
+            "name": "test",
+            "corpus": {"dir": "nowhere"},
+            "phases": [{**phase, "steps": n, **more} for n, more in zip(steps, changes, strict=True)],
+            "engine": {"micro_batch_tokens": budget},
+            "evaluation": {"sequences": 30},
+            **sections,
+        }
+    )
+
+
+def maker(shards: TokenShards, config: PretrainConfig, phase: int = 0) -> BatchMaker:
+    return BatchMaker(shards, config, phase, seed=config.seed, rank=0, world_size=1)
+
+
+def masked_share(shards: TokenShards, config: PretrainConfig, phase: int, step: int) -> float:
+    """Of the batch of one step: masked tokens over all tokens."""
+    batch = maker(shards, config, phase).make(24 * step, 24)
+    return batch.masked / batch.tokens
+
+
+# ---- the schedule of the masking share
+
+
+def test_the_share_falls_linearly_over_the_steps_of_the_run(shards: TokenShards) -> None:
+    config = run_config(steps=(200, 100), masking={"probability": 0.3, "final_probability": 0.15})
+    assert config.masking_shares(0) == pytest.approx((0.3, 0.2))
+    assert config.masking_shares(1) == pytest.approx((0.2, 0.15))
+    for phase, step, expected in ((0, 0, 0.3), (0, 100, 0.25), (0, 199, 0.2), (1, 0, 0.2), (1, 99, 0.15)):
+        assert masked_share(shards, config, phase, step) == pytest.approx(expected, abs=0.012)
+
+
+def test_each_sequence_has_the_share_of_its_number(shards: TokenShards) -> None:
+    config = run_config(steps=(10,), masking={"probability": 0.5, "final_probability": 0.1})
+    made = maker(shards, config)
+    for number in (0, 60, 120, 239):
+        batch = made.make(number, 1)
+        length = batch.micro_batches[0].lengths[0]
+        share = 0.5 - 0.4 * number / 240
+        assert batch.masked == max(1, round(share * length))
+
+
+def test_a_phase_keeps_a_share_of_its_own(shards: TokenShards) -> None:
+    config = run_config(steps=(5, 5), phases=[{}, {"masking_probability": 0.05}], masking={"probability": 0.3})
+    assert [config.masking_shares(phase) for phase in (0, 1)] == [(0.3, 0.3), (0.05, 0.05)]
+    for phase, expected in ((0, 0.3), (1, 0.05)):
+        for step in (0, 4):
+            assert masked_share(shards, config, phase, step) == pytest.approx(expected, abs=0.012)
+    falling = {"probability": 0.3, "final_probability": 0.1}
+    config = run_config(steps=(5, 5), phases=[{"masking_probability": 0.5}, {}], masking=falling)
+    assert [config.masking_shares(phase) for phase in (0, 1)] == [(0.5, 0.5), pytest.approx((0.2, 0.1))]
+    assert (config.held_out_masking_share, config.largest_masking_share) == (pytest.approx(0.1), 0.5)
+
+
+def test_held_out_sequences_are_masked_as_at_the_end_of_the_run(folder: Path) -> None:
+    held_out = open_shards(folder, "validation")
+    schedule = {"probability": 0.4, "final_probability": 0.15}
+    constant = run_config(steps=(6, 6), masking={"probability": 0.15})
+    falling = run_config(steps=(6, 6), masking=schedule)
+    for phase in (0, 1):
+        both = (validation_batches(held_out, config, phase, rank=0, world_size=1) for config in (constant, falling))
+        expected, found = (global_batches([batches]) for batches in both)
+        assert found == expected
+
+
+def test_data_past_the_end_of_a_phase_has_the_last_share(shards: TokenShards) -> None:
+    """A rollback passes over data, so that numbers go on past the phase's own."""
+    config = run_config(masking={"probability": 0.4, "final_probability": 0.2})
+    assert masked_share(shards, config, 0, 9) == pytest.approx(0.2, abs=0.012)
+
+
+# ---- any world size, micro-batch and restart
+
+OBJECTIVES = {
+    "linear": {"masking": {"probability": 0.3, "final_probability": 0.15}},
+    "linear-words": {"masking": {"probability": 0.3, "final_probability": 0.15, "whole_word": True}},
+    "spans": {"masking": {"scheme": "spans"}},
+    "word-spans": {"masking": {"scheme": "spans", "whole_word": True, "final_probability": 0.3}},
+    "sop": {"pairs": {"objective": "sop"}},
+    "full": {"pairs": {"objective": "none", "input_format": "full_sentences"}, "masking": {"probability": 0.99}},
+    "causal": {"pairs": {"objective": "none"}, "phases": [{"causal_share": 0.3}], "masking": {"shifted_targets": True}},
+    "causal-words": {
+        "pairs": {"objective": "none"},
+        "phases": [{"causal_share": 0.3}],
+        "masking": {"whole_word": True},
+    },
+}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_global_batch_is_the_same_for_any_world_micro_batch_and_restart(shards: TokenShards, name: str) -> None:
+    reference = load(shards, run_config(**OBJECTIVES[name]))
+    expected = global_batches(reference)
+    for world_size, budget, start in ((3, 256, 0), (4, 64, 4), (24, 512, 3)):
+        config = run_config(budget=budget, **OBJECTIVES[name])
+        ranks = load(shards, config, world_size=world_size, start_step=start)
+        assert global_batches(ranks) == expected[start:]
+        for step, batches in enumerate(zip(*ranks, strict=True), start):
+            micros = [micro for batch in batches for micro in batch.micro_batches]
+            for batch in batches:
+                assert batch.masked == reference[0][step].masked
+                assert batch.masked + batch.causal_targets == sum(len(micro.masked_rows) for micro in micros)
+                assert batch.causal_targets == sum(micro.causal_targets for micro in micros)
+                assert batch.causal == sum(micro.causal for micro in micros)
+                assert batch.tokens == sum(len(micro.input_ids) for micro in micros)
+
+
+# ---- spans
+
+
+def chosen_runs(rows, masked, units) -> list[int]:
+    """Lengths, in units, of the runs of chosen tokens; `units` names the unit of each row."""
+    starts = np.flatnonzero(np.diff(masked.rows, prepend=-2) > 1)
+    return [len(set(units[run].tolist())) for run in np.split(masked.rows, starts[1:])]
+
+
+def test_span_lengths_are_spanberts() -> None:
+    """Joshi et al., section 3.1 and figure 2: p = 0.2 up to 10 gives a mean of 3.8."""
+    lengths, remainders = spans.span_lengths(0.2, 10)
+    shares = np.diff(lengths, prepend=0)
+    assert shares @ np.arange(1, 11) == pytest.approx(3.8, abs=0.01)
+    assert shares[1:] / shares[:-1] == pytest.approx(0.8)
+    longer = [shares[n:].sum() for n in range(10)]
+    assert np.diff(remainders, prepend=0) == pytest.approx(longer / np.sum(longer))
+
+
+@pytest.mark.parametrize("next_sentence", [True, False])
+def test_spans_have_exact_counts_and_never_a_special_token(shards: TokenShards, next_sentence: bool) -> None:
+    for whole_word in (False, True):
+        plan, rows, masked = mask(
+            shards, np.arange(600), scheme="spans", whole_word=whole_word, next_sentence=next_sentence
+        )
+        counts = np.bincount(rows.sequence[masked.rows], minlength=600)
+        assert counts.tolist() == [min(10, max(1, round(0.15 * n))) for n in plan.lengths.tolist()]
+        assert (np.diff(masked.rows) > 0).all()
+        assert rows.ordinary[masked.rows].all()
+    assert len(mask(shards, np.arange(20), probability=0.99, scheme="spans")[2].rows) == rows_of(shards, 20)
+
+
+def rows_of(shards: TokenShards, samples: int) -> int:
+    """Ordinary tokens of the first samples."""
+    return int(mask(shards, np.arange(samples))[1].ordinary.sum())
+
+
+def test_spans_are_as_long_as_configured() -> None:
+    """With few spans in long sequences, runs of chosen tokens are spans, but for those that touch or were shortened."""
+    made = []
+    for probability, longest in ((0.2, 10), (1 / 3, 10), (0.2, 1)):
+        lengths, _ = spans.span_lengths(probability, longest)
+        expected = np.diff(lengths, prepend=0)
+        counts = np.bincount(divided(probability, longest, 200_000), minlength=longest + 1)[1:]
+        assert counts / counts.sum() == pytest.approx(expected, abs=0.006)
+        made.append(counts @ np.arange(1, longest + 1) / counts.sum())
+    assert made == pytest.approx([3.8, 2.83, 1.0], abs=0.03)
+
+
+def test_every_place_is_as_likely_to_begin_a_span() -> None:
+    """Not so without the shorter first span: one would begin at the second place in 22 % of the runs."""
+    heads = scheme(0.2, 10)._divide(np.arange(200_000) % 20 == 0, draw(np.uint64(7), np.arange(200_000)))
+    share = np.bincount(heads % 20, minlength=20)[1:] / 10_000
+    assert share == pytest.approx(1 / 3.8, abs=0.02)
+
+
+def divided(probability: float, longest: int, units: int) -> np.ndarray:
+    """Lengths of the spans that one run of units is divided into, without its first and last."""
+    return np.diff(scheme(probability, longest)._divide(np.arange(units) == 0, draw(np.uint64(7), np.arange(units))))
+
+
+def scheme(probability: float, longest: int) -> spans.Scheme:
+    masking = MaskingConfig.model_validate({"span_probability": probability, "span_longest": longest})
+    return spans.Scheme(masking, MaskingVocabulary(4, np.arange(5, 9), np.zeros(9, bool)))
+
+
+def test_spans_of_words_begin_with_words_and_lose_at_most_one_word_in_part(shards: TokenShards) -> None:
+    _, rows, masked = mask(shards, np.arange(400), length=128, scheme="spans", whole_word=True)
+    chosen = set(masked.rows.tolist())
+    unit = np.full(len(rows.input_ids), -1)
+    for number, word in enumerate(itertools.chain.from_iterable(words(shards, rows))):
+        unit[word] = number
+    for begin, found in zip(rows.starts, words(shards, rows), strict=False):
+        split = [word for word in found if 0 < len(chosen & set(word)) < len(word)]
+        assert len(split) <= 1, begin
+    runs = chosen_runs(rows, masked, unit)
+    assert np.mean(runs) > 2.5
+    assert np.mean(chosen_runs(*mask(shards, np.arange(400), length=128, whole_word=True)[1:], unit)) < 1.5
+
+
+def test_every_place_is_as_likely_in_a_span(shards: TokenShards) -> None:
+    _, rows, masked = mask(shards, np.arange(6000), length=32, scheme="spans", probability=0.3, next_sentence=False)
+    full = np.flatnonzero(np.diff(rows.starts) == 32)
+    chosen = np.isin(np.arange(len(rows.input_ids)), masked.rows)
+    share = np.mean([chosen[rows.starts[s] + 1 : rows.starts[s + 1] - 1] for s in full], axis=0)
+    # Spans at the edges are cut by them, so they are a little shorter.
+    assert np.abs(share / share.mean() - 1).max() < 0.12
+    assert abs(share[:5].mean() / share[12:18].mean() - 1) < 0.06
+
+
+def test_a_span_is_replaced_as_one(shards: TokenShards) -> None:
+    _, _, masked = mask(shards, np.arange(6000), scheme="spans")
+    starts = np.flatnonzero(np.diff(masked.rows, prepend=-2) > 1)[1:]
+    made, labels = (np.split(values, starts) for values in (masked.input_ids[masked.rows], masked.labels))
+    as_mask = [bool((span == 4).all()) for span in made]
+    assert as_mask == [bool((span == 4).any()) for span in made]
+    assert np.mean(as_mask) == pytest.approx(0.8, abs=0.02)
+    kept = [np.array_equal(span, before) for span, before in zip(made, labels, strict=True)]
+    assert np.mean(kept) == pytest.approx(0.1, abs=0.015)
+
+
+@settings(max_examples=15, deadline=None)
+@given(samples=st.lists(st.integers(0, 10**9), min_size=1, max_size=8), whole_word=st.booleans())
+def test_spans_depend_on_the_sample_alone(shards: TokenShards, samples: list[int], whole_word: bool) -> None:
+    _, rows, together = mask(shards, samples, scheme="spans", whole_word=whole_word)
+    for number, sample in enumerate(samples):
+        _, _, alone = mask(shards, [sample], scheme="spans", whole_word=whole_word)
+        begin, end = rows.starts[number : number + 2]
+        own = (together.rows >= begin) & (together.rows < end)
+        assert np.array_equal(together.input_ids[begin:end], alone.input_ids)
+        assert np.array_equal(together.rows[own] - begin, alone.rows)
+
+
+# ---- sentence order
+
+
+def test_sentence_order_swaps_the_segments_of_one_document() -> None:
+    """Lan et al. 2020, section 3.1: the same two neighbouring segments, in order (0) or swapped (1)."""
+    shards = numbered([random_documents(60, 1), random_documents(80, 2)])
+    text, made = Text(shards), sampler(shards, 64, objective="sop")
+    plan = made.plan(np.arange(3000))
+    rows = made.gather(plan)
+    assert made.special_tokens == 3
+    for number, (begin, end) in enumerate(itertools.pairwise(rows.starts)):
+        ids = rows.input_ids[begin:end]
+        middle = np.flatnonzero(ids == SPECIAL["sep"])[0]
+        a, b = ids[1:middle], ids[middle + 1 : -1]
+        assert text.document[a[0]] == text.document[a[-1]] == text.document[b[0]] == text.document[b[-1]]
+        assert (a[0] < b[0]) == (plan.label[number] == 0)
+        first, second = (a, b) if a[0] < b[0] else (b, a)
+        assert first[-1] < second[0]
+        if len(ids) < 64:
+            assert second[0] == first[-1] + 1
+        assert np.array_equal(rows.token_types[begin:end], np.arange(len(ids)) > middle)
+    assert plan.label.mean() == pytest.approx(0.5, abs=0.05)
+    rare = sampler(shards, 64, objective="sop", random_next_share=0.2).plan(np.arange(3000))
+    assert rare.label.mean() == pytest.approx(0.2, abs=0.03)
+
+
+def test_sentence_order_reads_the_text_about_once() -> None:
+    shards = numbered([[[20] * 120] * 8])
+    made = sampler(shards, 128, objective="sop", short_share=0.0)
+    plan = made.plan(np.arange(20 * made.samples_per_epoch))
+    assert (plan.length_a + plan.length_b).sum() / 20 / (8 * 2400) == pytest.approx(1, abs=0.1)
+
+
+def test_one_document_is_enough_for_sentence_order() -> None:
+    assert sampler(numbered([[[5, 5]]]), objective="sop", next_sentence=False).samples_per_epoch == 1
+
+
+# ---- full sentences
+
+
+def packed(shards: TokenShards, length: int = 64, **pairs):
+    return sampler(shards, length, objective="none", input_format="full_sentences", **pairs)
+
+
+def packed_documents(made, samples: np.ndarray):
+    """Each sample as the pieces between its separators, after checking its layout."""
+    plan = made.plan(samples)
+    rows = made.gather(plan)
+    for number, (begin, end) in enumerate(itertools.pairwise(rows.starts)):
+        ids = rows.input_ids[begin:end]
+        assert len(ids) == plan.lengths[number] <= made.room + 2
+        assert (ids[0], ids[-1]) == (SPECIAL["cls"], SPECIAL["sep"])
+        assert np.array_equal(ids < 5, ~rows.ordinary[begin:end])
+        assert not rows.token_types[begin:end].any()
+        assert np.array_equal(rows.positions[begin:end], np.arange(len(ids)))
+        separators = np.flatnonzero(ids == SPECIAL["sep"])
+        yield (
+            np.split(ids[1:], separators)[:-1]
+            if False
+            else [ids[low + 1 : high] for low, high in itertools.pairwise((0, *separators))]
+        )
+
+
+@pytest.mark.parametrize("length", [16, 64, 256])
+def test_full_sentences_go_on_across_documents(length: int) -> None:
+    """Liu et al. 2019, section 4.2: contiguous full sentences, a separator between documents, full up to a sentence."""
+    documents = [random_documents(60, 1, longest=5), random_documents(80, 2, longest=30), [[3], [2], [300], [4]]]
+    shards = numbered(documents)
+    text, made = Text(shards), packed(shards, length, short_share=0.0)
+    ends = np.cumsum([len(shard.tokens) for shard in shards.shards]) + 4  # the last token of each shard
+    counts = []
+    for pieces in packed_documents(made, np.arange(2 * made.samples_per_epoch)):
+        counts.append(len(pieces))
+        tokens = np.concatenate(pieces)
+        assert np.array_equal(tokens, np.arange(tokens[0], tokens[0] + len(tokens)))
+        assert [len(set(text.document[piece])) for piece in pieces] == [1] * len(pieces)
+        assert len({int(text.document[piece[0]]) for piece in pieces}) == len(pieces)
+        if len(set(text.sentence[tokens])) > 1:  # whole sentences
+            assert text.sentence[tokens[0]] != text.sentence[tokens[0] - 1]
+            if tokens[-1] not in ends:
+                following = text.sentence == text.sentence[tokens[-1] + 1]
+                assert text.sentence[tokens[-1]] != text.sentence[tokens[-1] + 1]
+                another = text.document[tokens[-1]] != text.document[tokens[-1] + 1]
+                assert len(tokens) + len(pieces) - 1 + another + following.sum() > made.room
+    assert max(counts) > (2 if length > 16 else 1)
+
+
+def test_full_sentences_read_short_documents_about_once() -> None:
+    """Samples are counted over a shard: documents far shorter than a sequence are not read again and again."""
+    shards = numbered([[[5, 7]] * 2000])
+    made = packed(shards, 128, short_share=0.0)
+    read = coverage(shards, made, 5)
+    assert read.mean() == pytest.approx(1, abs=0.12)
+    assert read[200:-200].min() > 0
+    alone = sampler(shards, 128, objective="none", short_share=0.0)
+    assert made.samples_per_epoch < alone.samples_per_epoch / 5
+
+
+def test_empty_documents_leave_no_separator() -> None:
+    shards = numbered([[[4, 4], [], [], [4], [], [6]]])
+    made = packed(shards, 64, short_share=0.0)
+    (pieces,) = packed_documents(made, np.arange(1))
+    assert [len(piece) for piece in pieces] == [8, 4, 6]
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_the_end_of_full_sentences_is_the_last_that_fits(data: st.DataObject) -> None:
+    """Compared with taking sentence by sentence."""
+    sentences = st.lists(st.integers(1, 9), min_size=0, max_size=4)
+    documents = data.draw(st.lists(sentences, min_size=1, max_size=8).filter(lambda it: sum(map(len, it)) > 0))
+    shards = numbered([documents])
+    table = DocumentTable(shards, 10, least_sentences=1, joined=True)
+    flat = [(number, length) for number, document in enumerate(documents) for length in document]
+    anchor = data.draw(st.integers(0, len(flat) - 1))
+    target = data.draw(st.integers(2, 40))
+    end, used, separators = anchor, 0, 0
+    while end < len(flat):
+        crosses = end > anchor and flat[end][0] != flat[end - 1][0]
+        if end > anchor and used + separators + crosses + flat[end][1] > target:
+            break
+        used, separators, end = used + flat[end][1], separators + crosses, end + 1
+    found = fill_across_documents(table, *(np.array([value]) for value in (0, anchor, target)))
+    assert [int(value[0]) for value in found] == [end, separators]
+
+
+@settings(max_examples=15, deadline=None)
+@given(samples=st.lists(st.integers(0, 10**9), min_size=1, max_size=12))
+def test_full_sentences_are_the_same_alone_and_in_any_company(samples: list[int]) -> None:
+    shards = numbered([random_documents(30, 6, longest=4), random_documents(5, 7)], sources=[0, 1], weights=(1.0, 0.5))
+    together, fresh = packed(shards), packed(shards)
+    plan = together.plan(np.array(samples))
+    rows = together.gather(plan)
+    for number, sample in enumerate(samples):
+        alone = fresh.gather(fresh.plan(np.array([sample])))
+        begin, end = rows.starts[number : number + 2]
+        assert np.array_equal(rows.input_ids[begin:end], alone.input_ids)
