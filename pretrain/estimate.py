@@ -115,7 +115,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     process       the interpreter and its libraries (CPU)
     """
     size = vocabulary_size(config)
-    p = cost.parameter_count(config.model, size, config.pairs.has_classifier).total
+    p = _parameters(config, size)
     half = config.engine.precision != "fp32"
     activations, logits = _micro_batch_bytes(config, size, workers)
     # The tied embedding has two gradients: the decoder's, and the look-up's, which is summed in fp32. The second one is
@@ -144,6 +144,13 @@ def _more_than_adamw(config: PretrainConfig, p: int) -> int:
     averages = 4 * p if config.averaging.share else 0
     matrices = total(cost.hidden_matrices(config.model))
     return averages - (4 * matrices if config.optimizer.name == "muon" else 0)
+
+
+def _parameters(config: PretrainConfig, size: int) -> int:
+    """Trained parameters, those of an ELECTRA generator included. A teacher is not trained."""
+    if config.electra.is_on:
+        return sum(cost.electra_parameter_count(config.model, config.electra, size))
+    return cost.parameter_count(config.model, size, config.pairs.has_classifier).total
 
 
 def _zero_states(
@@ -204,16 +211,23 @@ def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) ->
     engine, tokens = config.engine, micro_batch_tokens(config, workers)
     masked = round(config.largest_masking_share * tokens)
     queries = masked + tokens // max(phase.sequence_length for phase in config.phases)
-    if config.pairs.has_classifier and config.model.pooling != "cls":
+    every_token = config.electra.is_on or (config.distillation.teacher and config.distillation.cosine_weight)
+    if every_token or (config.pairs.has_classifier and config.model.pooling != "cls"):
         queries = tokens
     itemsize = 4 if engine.precision == "fp32" else 2
-    activations = cost.activation_bytes(
-        config.model,
-        tokens,
-        queries,
-        itemsize=itemsize,
-        compiled=engine.compile,
-        checkpointing=engine.activation_checkpointing,
+    models = [(config.model, queries)]
+    if config.electra.is_on:
+        models.append((config.electra.generator(config.model), masked))
+    activations = sum(
+        cost.activation_bytes(
+            model,
+            tokens,
+            rows,
+            itemsize=itemsize,
+            compiled=engine.compile,
+            checkpointing=engine.activation_checkpointing,
+        )
+        for model, rows in models
     )
     return activations, cost.logits_bytes(config.model, vocabulary, masked, itemsize=itemsize, compiled=engine.compile)
 
@@ -239,6 +253,11 @@ def executed_flops(config: PretrainConfig, vocabulary: int, lengths: Sequence[in
     return cost.executed_flops(config.model, vocabulary, lengths, masked, config.pairs.has_classifier)
 
 
+def electra_flops(config: PretrainConfig, vocabulary: int, lengths: Sequence[float], masked: float) -> float:
+    """FLOPs of generator and discriminator, whose last layer skips no row, as `cost.electra_flops`."""
+    return cost.electra_flops(config.model, config.electra, vocabulary, lengths, masked)
+
+
 @dataclass(frozen=True)
 class Work:
     """Totals of one phase."""
@@ -257,7 +276,10 @@ def phase_work(config: PretrainConfig, phase: PhaseConfig, vocabulary: int, mean
     share = sum(config.masking_shares(number)) / 2
     most = phase.max_predictions or round(share * phase.sequence_length)
     masked = min(share * mean, most) * (1 - phase.causal_share) + mean * phase.causal_share
-    flops = cost.flops(config.model, vocabulary, [mean], masked, config.pairs.has_classifier)
+    if config.electra.is_on:
+        flops = electra_flops(config, vocabulary, [mean], masked)
+    else:
+        flops = cost.flops(config.model, vocabulary, [mean], masked, config.pairs.has_classifier)
     sequences = phase.sequences
     return Work(phase.steps, sequences, sequences * mean, mean, sequences * flops)
 
@@ -321,6 +343,8 @@ def _measure_peak(precision: Precision) -> tuple[Device, float]:
 
 
 def _parameter_lines(config: PretrainConfig, size: int) -> str:
+    if config.electra.is_on:
+        return _electra_lines(config, size)
     count = cost.parameter_count(config.model, size, config.pairs.has_classifier)
     model = config.model
     name = "BertForPreTraining" if config.pairs.has_classifier else "BertForMaskedLM"
@@ -332,6 +356,19 @@ def _parameter_lines(config: PretrainConfig, size: int) -> str:
         ("heads", count.heads, f"MLM transform and bias{pooler}"),
         ("total", count.total, f"as in {name}: the decoder is the word embeddings, counted once"),
     ]
+    return "\n".join(f"  {label:<12}{number:>14,}  {note}" for label, number, note in rows)
+
+
+def _electra_lines(config: PretrainConfig, size: int) -> str:
+    discriminator, generator = cost.electra_parameter_count(config.model, config.electra, size)
+    shapes = (
+        f"{model.layers} of hidden {model.hidden}, {model.heads} heads, feed-forward {model.intermediate}"
+        for model in (config.model, config.electra.generator(config.model))
+    )
+    what = "the tables too" if config.electra.embeddings == "shared" else "differences of the tables too"
+    notes = (f"discriminator, {next(shapes)}; {what}", f"generator, {next(shapes)}, MLM transform and bias")
+    rows = [("model", discriminator, notes[0]), ("generator", generator, notes[1])]
+    rows.append(("total", discriminator + generator, "trained; fine-tuning uses the discriminator"))
     return "\n".join(f"  {label:<12}{number:>14,}  {note}" for label, number, note in rows)
 
 

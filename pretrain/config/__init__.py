@@ -16,7 +16,7 @@ from pretrain.config.data import (
 )
 from pretrain.config.engine import CheckpointConfig, EngineConfig, Precision, SpikeConfig
 from pretrain.config.model import MAX_WIDTH, ModelConfig
-from pretrain.config.objectives import DistillationConfig
+from pretrain.config.objectives import DistillationConfig, ElectraConfig
 from pretrain.config.resume import (
     FREE_ON_RESUME,
     began_from,
@@ -38,6 +38,7 @@ __all__ = [
     "CheckpointConfig",
     "CorpusConfig",
     "DistillationConfig",
+    "ElectraConfig",
     "EngineConfig",
     "EvaluationConfig",
     "MaskingConfig",

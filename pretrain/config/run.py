@@ -15,7 +15,7 @@ from pretrain.config.adaptation import AdaptationConfig
 from pretrain.config.data import CorpusConfig, MaskingConfig, PairsConfig
 from pretrain.config.engine import CheckpointConfig, EngineConfig, SpikeConfig
 from pretrain.config.model import ModelConfig
-from pretrain.config.objectives import DistillationConfig
+from pretrain.config.objectives import DistillationConfig, ElectraConfig
 from pretrain.config.schedule import AveragingConfig, EvaluationConfig, OptimizerConfig, PhaseConfig
 
 _RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
@@ -148,6 +148,9 @@ class PretrainConfig(RunConfig):
     distillation: DistillationConfig = Field(
         default=DistillationConfig(), description="Learning from the predictions of a larger model."
     )
+    electra: ElectraConfig = Field(
+        default=ElectraConfig(), description="Detection of tokens that a generator has replaced."
+    )
 
     @model_validator(mode="after")
     def _check_start(self) -> PretrainConfig:
@@ -192,12 +195,34 @@ class PretrainConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check_objective(self) -> PretrainConfig:
-        """Refuse causal sequences and shifted targets where a second model reads the masked tokens themselves."""
-        if self.distillation.teacher and (self.has_causal or self.masking.shifted_targets):
+        """Refuse what an objective with a second model does not combine with."""
+        second = "electra" if self.electra.is_on else "distillation.teacher" if self.distillation.teacher else ""
+        if second and (self.has_causal or self.masking.shifted_targets):
             raise ValueError(
-                "distillation.teacher does not fit phases.*.causal_share and masking.shifted_targets: a teacher "
-                "predicts masked tokens where they are. Set them to 0 and false"
+                f"{second} does not fit phases.*.causal_share and masking.shifted_targets: its second model predicts "
+                "masked tokens where they are. Set them to 0 and false"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_electra(self) -> PretrainConfig:
+        if not self.electra.is_on:
+            for name, value in self.electra:
+                if value != ElectraConfig.model_fields[name].default:
+                    raise ValueError(f"electra.{name} ({value}) needs electra.generator_width, such as 0.25")
+            return self
+        if self.pairs.has_classifier:
+            raise ValueError(
+                f"electra does not fit the objective {self.pairs.chosen_objective}. Set pairs.next_sentence: false"
+            )
+        for other, value in (("start_from", self.start_from), ("distillation.teacher", self.distillation.teacher)):
+            if value:
+                raise ValueError(f"electra and {other} ({value}) do not fit together. Remove one of them")
+        try:
+            self.electra.generator(self.model)
+        except ValueError as error:
+            reason = " ".join(str(error).split("Value error, ")[-1].split(" [type")[0].split())
+            raise ValueError(f"electra.generator_width ({self.electra.generator_width}): {reason}") from None
         return self
 
     @model_validator(mode="after")
@@ -213,10 +238,10 @@ class PretrainConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check_phases(self) -> PretrainConfig:
-        if self.model.embedding not in (0, self.model.hidden):
+        if self.model.embedding not in (0, self.model.hidden) and not self.electra.is_on:
             raise ValueError(
-                f"model.embedding ({self.model.embedding}) is for released models only; pretraining ties the decoder "
-                f"to the embeddings, so set it to 0 or to model.hidden ({self.model.hidden})"
+                f"model.embedding ({self.model.embedding}) is for released models and electra only; the decoder is "
+                f"tied to the embeddings, so set it to 0 or to model.hidden ({self.model.hidden})"
             )
         for number, phase in enumerate(self.phases):
             if phase.sequence_length > self.model.max_positions:

@@ -1,4 +1,4 @@
-"""Masked language modelling, and the prediction of next sentences or of their order (Devlin et al. 2019, section 3.1)."""
+"""Masked language modelling, and the prediction of next sentences or of their order (Devlin et al. 2019)."""
 
 from __future__ import annotations
 

@@ -38,6 +38,10 @@ TRAINING_METRICS: dict[str, Metric] = {
     "cosine_loss": Metric(
         "", "1 minus the cosine of the last hidden states of student and teacher; mean of tokens since the last record."
     ),
+    "rtd_loss": Metric(
+        "nats", "Binary cross-entropy of the ELECTRA discriminator per token; mean since the last record."
+    ),
+    "rtd_accuracy": Metric("fraction", "Tokens recognised as original or replaced since the last record."),
     "lr": Metric("", "Learning rate of the last step."),
     "grad_norm": Metric("", "Global gradient norm of the last step, before clipping."),
     "tokens_per_second": Metric("tokens/s", "Throughput over all workers, without padding."),
