@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.common.settings import dump
-from pretrain.config import PhaseConfig, Precision, PretrainConfig, R, with_precision
+from pretrain.config import ModelConfig, PhaseConfig, Precision, PretrainConfig, R, with_precision
 from pretrain.model import cost
 from pretrain.model.parameters import total
 from pretrain.model.precision import matmul_peak, resolve_here
@@ -115,7 +115,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     process       the interpreter and its libraries (CPU)
     """
     size = vocabulary_size(config)
-    p = _parameters(config, size)
+    p = cost.trained_parameters(config.model, config.electra, size, config.pairs.has_classifier)
     half = config.engine.precision != "fp32"
     activations, logits = _micro_batch_bytes(config, size, workers)
     # The tied embedding has two gradients: the decoder's, and the look-up's, which is summed in fp32. The second one is
@@ -144,13 +144,6 @@ def _more_than_adamw(config: PretrainConfig, p: int) -> int:
     averages = 4 * p if config.averaging.share else 0
     matrices = total(cost.hidden_matrices(config.model))
     return averages - (4 * matrices if config.optimizer.name == "muon" else 0)
-
-
-def _parameters(config: PretrainConfig, size: int) -> int:
-    """Trained parameters, those of an ELECTRA generator included. A teacher is not trained."""
-    if config.electra.is_on:
-        return sum(cost.electra_parameter_count(config.model, config.electra, size))
-    return cost.parameter_count(config.model, size, config.pairs.has_classifier).total
 
 
 def _zero_states(
@@ -215,9 +208,7 @@ def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) ->
     if every_token or (config.pairs.has_classifier and config.model.pooling != "cls"):
         queries = tokens
     itemsize = 4 if engine.precision == "fp32" else 2
-    models = [(config.model, queries)]
-    if config.electra.is_on:
-        models.append((config.electra.generator(config.model), masked))
+    generator = [(config.electra.generator(config.model), masked)] if config.electra.is_on else []
     activations = sum(
         cost.activation_bytes(
             model,
@@ -227,7 +218,7 @@ def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) ->
             compiled=engine.compile,
             checkpointing=engine.activation_checkpointing,
         )
-        for model, rows in models
+        for model, rows in [(config.model, queries), *generator]
     )
     return activations, cost.logits_bytes(config.model, vocabulary, masked, itemsize=itemsize, compiled=engine.compile)
 
@@ -253,11 +244,6 @@ def executed_flops(config: PretrainConfig, vocabulary: int, lengths: Sequence[in
     return cost.executed_flops(config.model, vocabulary, lengths, masked, config.pairs.has_classifier)
 
 
-def electra_flops(config: PretrainConfig, vocabulary: int, lengths: Sequence[float], masked: float) -> float:
-    """FLOPs of generator and discriminator, whose last layer skips no row, as `cost.electra_flops`."""
-    return cost.electra_flops(config.model, config.electra, vocabulary, lengths, masked)
-
-
 @dataclass(frozen=True)
 class Work:
     """Totals of one phase."""
@@ -277,7 +263,7 @@ def phase_work(config: PretrainConfig, phase: PhaseConfig, vocabulary: int, mean
     most = phase.max_predictions or round(share * phase.sequence_length)
     masked = min(share * mean, most) * (1 - phase.causal_share) + mean * phase.causal_share
     if config.electra.is_on:
-        flops = electra_flops(config, vocabulary, [mean], masked)
+        flops = cost.electra_flops(config.model, config.electra, vocabulary, [mean], masked)
     else:
         flops = cost.flops(config.model, vocabulary, [mean], masked, config.pairs.has_classifier)
     sequences = phase.sequences
@@ -343,33 +329,29 @@ def _measure_peak(precision: Precision) -> tuple[Device, float]:
 
 
 def _parameter_lines(config: PretrainConfig, size: int) -> str:
+    model, pairs = config.model, config.pairs
     if config.electra.is_on:
-        return _electra_lines(config, size)
-    count = cost.parameter_count(config.model, size, config.pairs.has_classifier)
-    model = config.model
-    name = "BertForPreTraining" if config.pairs.has_classifier else "BertForMaskedLM"
-    shape = f"{model.layers} of hidden {model.hidden}, {model.heads} heads, feed-forward {model.intermediate}"
-    pooler = f", pooler, {config.pairs.chosen_objective.upper()}" if config.pairs.has_classifier else ""
-    rows = [
-        ("embeddings", count.embeddings, f"{size:,} words, {model.max_positions} positions, 2 segments"),
-        ("layers", count.layers, shape),
-        ("heads", count.heads, f"MLM transform and bias{pooler}"),
-        ("total", count.total, f"as in {name}: the decoder is the word embeddings, counted once"),
-    ]
+        discriminator, generator = cost.electra_parameter_count(model, config.electra, size)
+        rows = [
+            ("model", discriminator, f"{_shape(model)}; the discriminator, which fine-tuning uses"),
+            ("generator", generator, f"{_shape(config.electra.generator(model))}; without what it shares"),
+            ("total", discriminator + generator, "trained"),
+        ]
+    else:
+        count = cost.parameter_count(model, size, pairs.has_classifier)
+        pooler = f", pooler, {pairs.chosen_objective.upper()}" if pairs.has_classifier else ""
+        name = "BertForPreTraining" if pooler else "BertForMaskedLM"
+        rows = [
+            ("embeddings", count.embeddings, f"{size:,} words, {model.max_positions} positions, 2 segments"),
+            ("layers", count.layers, _shape(model)),
+            ("heads", count.heads, f"MLM transform and bias{pooler}"),
+            ("total", count.total, f"as in {name}: the decoder is the word embeddings, counted once"),
+        ]
     return "\n".join(f"  {label:<12}{number:>14,}  {note}" for label, number, note in rows)
 
 
-def _electra_lines(config: PretrainConfig, size: int) -> str:
-    discriminator, generator = cost.electra_parameter_count(config.model, config.electra, size)
-    shapes = (
-        f"{model.layers} of hidden {model.hidden}, {model.heads} heads, feed-forward {model.intermediate}"
-        for model in (config.model, config.electra.generator(config.model))
-    )
-    what = "the tables too" if config.electra.embeddings == "shared" else "differences of the tables too"
-    notes = (f"discriminator, {next(shapes)}; {what}", f"generator, {next(shapes)}, MLM transform and bias")
-    rows = [("model", discriminator, notes[0]), ("generator", generator, notes[1])]
-    rows.append(("total", discriminator + generator, "trained; fine-tuning uses the discriminator"))
-    return "\n".join(f"  {label:<12}{number:>14,}  {note}" for label, number, note in rows)
+def _shape(model: ModelConfig) -> str:
+    return f"{model.layers} of hidden {model.hidden}, {model.heads} heads, feed-forward {model.intermediate}"
 
 
 def _memory_lines(config: PretrainConfig, workers: int | None, device: Device) -> str:

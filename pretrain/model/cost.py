@@ -106,6 +106,13 @@ def electra_parameter_count(model: ModelConfig, settings: ElectraConfig, vocabul
     return discriminator, own
 
 
+def trained_parameters(model: ModelConfig, electra: ElectraConfig, vocabulary_size: int, next_sentence: bool) -> int:
+    """Parameters that a run trains: those of an ELECTRA generator too, if there is one."""
+    if electra.is_on:
+        return sum(electra_parameter_count(model, electra, vocabulary_size))
+    return parameter_count(model, vocabulary_size, next_sentence).total
+
+
 def electra_flops(
     model: ModelConfig, settings: ElectraConfig, vocabulary_size: int, lengths: Sequence[float], masked: float
 ) -> float:

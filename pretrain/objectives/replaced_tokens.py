@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pretrain.batches.loader import MicroBatch, StepBatch
 from pretrain.config import PretrainConfig
-from pretrain.estimate import electra_flops
+from pretrain.model import cost
 from pretrain.model.electra import ElectraLosses, ElectraModel
 
 
@@ -47,8 +47,8 @@ class ReplacedTokens:
         return torch.tensor([step.masked, step.tokens], dtype=torch.float64)
 
     def flops(self, micro_batch: MicroBatch) -> float:
-        masked = len(micro_batch.masked_rows)
-        return electra_flops(self._config, self._vocabulary_size, micro_batch.lengths, masked)
+        lengths, masked = micro_batch.lengths, len(micro_batch.masked_rows)
+        return cost.electra_flops(self._config.model, self._config.electra, self._vocabulary_size, lengths, masked)
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
         mlm_loss, rtd_loss, mlm_correct, rtd_correct = totals

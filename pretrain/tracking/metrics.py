@@ -20,7 +20,8 @@ TRAINING_METRICS: dict[str, Metric] = {
     "loss": Metric(
         "nats",
         "Sum of mlm_loss and nsp_loss or sop_loss; with causal sequences, the mean of mlm_loss and causal_loss, "
-        "weighted by the numbers of sequences; in distillation and ELECTRA, their weighted sum; for fine-tuning, the loss of the task.",
+        "weighted by the numbers of sequences; in distillation and ELECTRA, the weighted sum of their losses; for "
+        "fine-tuning, the loss of the task.",
     ),
     "mlm_loss": Metric("nats", "Cross-entropy per masked token; mean since the last record."),
     "mlm_accuracy": Metric("fraction", "Masked tokens predicted correctly since the last record."),
