@@ -99,6 +99,12 @@ def test_a_few_plain_texts_are_cut_into_documents_without_loss(tmp_path: Path) -
     documents = [json.loads(line)["text"] for line in pieces.read_text().splitlines()]
     assert len(documents) == 8
     assert "\n".join(documents).split("\n") == lines
+    before = pieces.stat().st_mtime_ns
+    sources_of([tmp_path / "long.txt"], pieces)
+    assert pieces.stat().st_mtime_ns == before
+    (tmp_path / "long.txt").write_text("Another text.")
+    sources_of([tmp_path / "long.txt"], pieces)
+    assert pieces.read_text() == '{"text": "Another text."}\n'
     many = write_text(tmp_path / "many", WORDS, documents=100)
     assert sources_of([many], tmp_path / "no.jsonl") == [{"kind": "books", "name": "many", "path": str(many)}]
     assert not (tmp_path / "no.jsonl").exists()

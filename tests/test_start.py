@@ -124,28 +124,61 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
     return Place(tmp_path_factory.mktemp("start"))
 
 
+WORDS_ADDED: dict[str, Any] = {"corpus__vocabulary__added_words": 3}
+ONE_STEP = [{"sequence_length": 32, "global_sequences": 8, "steps": 1, "peak_learning_rate": 1e-3}]
+
+
+@pytest.fixture(scope="module")
+def runs(place: Place) -> dict[str, Path]:
+    """Run folders by name, all trained on one worker in one process: to start one costs more than to train."""
+    general = {"adaptation__general": str(place.general), "adaptation__replay_share": 0.5}
+    frozen = {"adaptation__freeze_embeddings": True, "adaptation__freeze_layers": 1, **WORDS_ADDED}
+    once = {"phases": ONE_STEP, "optimizer__weight_decay": 0.0, **WORDS_ADDED}
+    paths = {
+        "through": place.changed("through"),
+        "bare": place.changed("bare", start_from=str(make_bert(place.root / "headless"))),
+        "rows": place.changed("rows", place.extended, **WORDS_ADDED),
+        "replay": place.changed("replay", place.extended, **WORDS_ADDED, **general),
+        "full": place.changed("full", place.extended, **once),
+        "slow": place.changed("slow", place.extended, adaptation__layer_decay=0.5, **once),
+    }
+    for stage in (0, 2):
+        paths[f"frozen{stage}"] = place.changed(f"frozen{stage}", place.extended, engine__zero_stage=stage, **frozen)
+    for stage in (1, 3):
+        slow = {"engine__zero_stage": stage, "adaptation__layer_decay": 0.5}
+        paths[f"one{stage}"] = place.changed(f"one{stage}", **slow)
+    assert run_workers(1, starts, [start_of(path) for path in paths.values()]) == [[""] * len(paths)]
+    return {name: path.with_suffix("") for name, path in paths.items()}
+
+
 # ---- weights
 
 
-def test_a_run_begins_with_the_checkpoint_and_resumes_without_it(place: Place) -> None:
+def test_a_run_begins_with_the_checkpoint_and_resumes_without_it(place: Place, runs: dict[str, Path]) -> None:
     """Bitwise as one that was never stopped; the held-out loss before the first step is recorded once."""
     gone = shutil.copytree(place.start, place.root / "gone")
-    through, broken = place.changed("through"), place.changed("broken", start_from=str(gone))
+    through, broken = runs["through"], place.changed("broken", start_from=str(gone))
     again = start_of(broken)
-    assert run_workers(1, starts, [start_of(through), Start(again.config, stop_at=2)]) == [
-        ["", "StoppedError: stopped at step 2 of 4; checkpoint step-00000002 is saved. Continue with --resume."]
+    assert run_workers(1, stopped_and_resumed, again.config, str(gone)) == [
+        ["StoppedError: stopped at step 2 of 4; checkpoint step-00000002 is saved. Continue with --resume.", ""]
     ]
-    shutil.rmtree(gone)
-    assert run_workers(1, starts, [Start(again.config, resume=True)]) == [[""]]
-    runs = through.with_suffix(""), broken.with_suffix("")
-    assert losses(runs[0]) == losses(runs[1])
-    assert losses(runs[0], "validation") == losses(runs[1], "validation")
-    assert [step for step, _ in losses(runs[0], "validation")] == [0, 2, 4]
-    for name, tensor in weights(runs[0], 4).items():
-        assert torch.equal(tensor, weights(runs[1], 4)[name]), name
-    fingerprints = {store.read_state(run / "checkpoints/step-00000004")["start"]["fingerprint"] for run in runs}
-    assert len(fingerprints) == 1
-    assert_same_logits(place.start, weights(runs[0], 0))
+    broken = broken.with_suffix("")
+    assert losses(through) == losses(broken)
+    assert losses(through, "validation") == losses(broken, "validation")
+    assert [step for step, _ in losses(through, "validation")] == [0, 2, 4]
+    last = weights(broken, 4)
+    for name, tensor in weights(through, 4).items():
+        assert torch.equal(tensor, last[name]), name
+    states = [store.read_state(run / "checkpoints/step-00000004") for run in (through, broken)]
+    assert states[0]["start"]["fingerprint"] == states[1]["start"]["fingerprint"]
+    assert_same_logits(place.start, weights(through, 0))
+
+
+def stopped_and_resumed(config: dict[str, Any], checkpoint: str) -> list[str]:
+    """Two starts of a run, between which the checkpoint that it continues is deleted."""
+    outcomes = starts([Start(config, stop_at=2)])
+    shutil.rmtree(checkpoint)
+    return outcomes + starts([Start(config, resume=True)])
 
 
 def assert_same_logits(start: Path, state: dict[str, torch.Tensor]) -> None:
@@ -165,30 +198,26 @@ def assert_same_logits(start: Path, state: dict[str, torch.Tensor]) -> None:
     assert torch.equal(found.seq_relationship_logits, expected.seq_relationship_logits)
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_two_workers_train_alike(place: Place, stage: int) -> None:
-    one = place.changed(f"one{stage}", engine__zero_stage=stage, adaptation__layer_decay=0.5)
-    two = place.changed(f"two{stage}", engine__zero_stage=stage, adaptation__layer_decay=0.5)
-    assert run_workers(1, starts, [start_of(one)]) == [[""]]
-    assert run_workers(2, starts, [start_of(two)]) == [[""]] * 2
-    for (_, loss), (_, other) in zip(losses(one.with_suffix("")), losses(two.with_suffix("")), strict=True):
-        assert loss == pytest.approx(other, abs=1e-5)
+def test_two_workers_train_alike(place: Place, runs: dict[str, Path]) -> None:
+    paths = {}
+    for stage in (1, 3):
+        slow = {"engine__zero_stage": stage, "adaptation__layer_decay": 0.5}
+        paths[stage] = place.changed(f"two{stage}", **slow)
+    assert run_workers(2, starts, [start_of(path) for path in paths.values()]) == [["", ""]] * 2
+    for stage, path in paths.items():
+        for (_, loss), (_, other) in zip(losses(runs[f"one{stage}"]), losses(path.with_suffix("")), strict=True):
+            assert loss == pytest.approx(other, abs=1e-5)
 
 
-def test_missing_heads_are_named_and_the_decoder_begins_with_frequencies(
-    place: Place, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_heads_are_named_and_the_decoder_begins_with_frequencies(place: Place, runs: dict[str, Path]) -> None:
     from pretrain.checkpoint.start import start_table
 
-    bare = make_bert(place.root / "bare")
-    path = place.changed("bare-run", start_from=str(bare))
-    table = start_table(resolved(path))
+    table = start_table(resolved(place.root / "bare.yaml"))
     assert "initialised as in a new run: heads.nsp.*, heads.mlm_transform.*, heads.mlm_norm.*" in table
     assert "initialised from the frequencies of tokens in the corpus: heads.mlm_bias" in table
     assert "pooler.dense.*        2 tensors -> head.dense.*" in table
-    assert run_workers(1, starts, [start_of(path)]) == [[""]]
     shards = open_shards(place.corpus, "train")
-    bias = weights(path.with_suffix(""), 0)["heads.mlm_bias"]
+    bias = weights(runs["bare"], 0)["heads.mlm_bias"]
     counts = np.bincount(np.concatenate([shard.tokens for shard in shards.shards]), minlength=len(bias)) + 1
     torch.testing.assert_close(bias, torch.from_numpy(np.log(counts / counts.sum())).float())
     assert torch.equal(bias, log_frequencies(shards))
@@ -198,11 +227,8 @@ def test_missing_heads_are_named_and_the_decoder_begins_with_frequencies(
 
 
 @pytest.mark.parametrize("stage", [0, 2])
-def test_frozen_parts_stay_and_added_rows_learn(place: Place, stage: int) -> None:
-    freeze = {"adaptation__freeze_embeddings": True, "adaptation__freeze_layers": 1, "engine__zero_stage": stage}
-    path = place.changed(f"frozen{stage}", place.extended, corpus__vocabulary__added_words=3, **freeze)
-    assert run_workers(1, starts, [start_of(path)]) == [[""]]
-    before, after = (weights(path.with_suffix(""), step) for step in (0, 4))
+def test_frozen_parts_stay_and_added_rows_learn(runs: dict[str, Path], stage: int) -> None:
+    before, after = (weights(runs[f"frozen{stage}"], step) for step in (0, 4))
     old = len(before["embeddings.word"]) - 3
     assert torch.equal(before["embeddings.word"][:old], after["embeddings.word"][:old])
     assert (before["embeddings.word"][old:] != after["embeddings.word"][old:]).all()
@@ -212,26 +238,14 @@ def test_frozen_parts_stay_and_added_rows_learn(place: Place, stage: int) -> Non
             assert torch.equal(before[name], after[name]) == frozen, name
 
 
-def test_old_rows_move_by_their_share_of_the_rate(place: Place) -> None:
+def test_old_rows_move_by_their_share_of_the_rate(runs: dict[str, Path]) -> None:
     """One step of AdamW from the same state: the change of a row is proportional to its rate."""
-    changes = []
-    for name, decay in (("full", 1.0), ("slow", 0.5)):
-        path = place.changed(
-            name,
-            place.extended,
-            corpus__vocabulary__added_words=3,
-            adaptation__layer_decay=decay,
-            phases=[{"sequence_length": 32, "global_sequences": 8, "steps": 1, "peak_learning_rate": 1e-3}],
-            optimizer__weight_decay=0.0,
-        )
-        assert run_workers(1, starts, [start_of(path)]) == [[""]]
-        changes.append(
-            {
-                key: value - weights(path.with_suffix(""), 0)[key]
-                for key, value in weights(path.with_suffix(""), 1).items()
-            }
-        )
-    full, slow = changes
+
+    def change(run: Path) -> dict[str, torch.Tensor]:
+        before = weights(run, 0)
+        return {name: value - before[name] for name, value in weights(run, 1).items()}
+
+    full, slow = change(runs["full"]), change(runs["slow"])
     word, old = "embeddings.word", len(full["embeddings.word"]) - 3
     close = {"rtol": 1e-3, "atol": 1e-7}
     torch.testing.assert_close(slow[word][:old], full[word][:old] * 0.5**3, **close)
@@ -255,7 +269,7 @@ def test_without_an_adaptation_the_optimizer_groups_are_as_ever() -> None:
 # ---- extension of the vocabulary
 
 
-def test_added_words_save_tokens_and_leave_other_logits(place: Place) -> None:
+def test_added_words_save_tokens_and_leave_other_logits(place: Place, runs: dict[str, Path]) -> None:
     from pretrain.checkpoint.hf import load
     from pretrain.checkpoint.start import start_tokenizer
 
@@ -272,9 +286,7 @@ def test_added_words_save_tokens_and_leave_other_logits(place: Place) -> None:
     ]
     assert card["added"] == 3
     assert 0.1 < card["saved_share"] == pytest.approx(1 - tokens[1] / tokens[0], abs=0.02)
-    path = place.changed("rows", place.extended, corpus__vocabulary__added_words=3)
-    assert run_workers(1, starts, [start_of(path)]) == [[""]]
-    before, after = load(place.start)[1], weights(path.with_suffix(""), 0)
+    before, after = load(place.start)[1], weights(runs["rows"], 0)
     for number, word in enumerate(words):
         ids = old.encode(word, add_special_tokens=False).ids
         for name in ("embeddings.word", "heads.mlm_bias"):
@@ -327,18 +339,12 @@ def test_sources_without_replay_keep_their_weights() -> None:
     assert mixture_weights([{}, {"replay_share": 0.5}], [1.0, 1.0], [10, 40]) == [1.0, 0.25]
 
 
-def test_general_text_is_replayed_and_scored(place: Place) -> None:
-    general = {"adaptation__general": str(place.general), "adaptation__replay_share": 0.5}
-    path, plain = (
-        place.changed("replay", place.extended, corpus__vocabulary__added_words=3, **general),
-        place.changed("plain"),
-    )
-    assert run_workers(1, starts, [start_of(path), start_of(plain)]) == [["", ""]]
-    found = records(path.with_suffix(""), "validation")
+def test_general_text_is_replayed_and_scored(place: Place, runs: dict[str, Path]) -> None:
+    found = records(runs["replay"], "validation")
     assert [record["step"] for record in found] == [0, 2, 4]
     assert all(record["general_mlm_loss"] > 0 for record in found)
     assert found[0]["general_mlm_loss"] != found[0]["mlm_loss"]
-    state = store.read_state(path.with_suffix("") / "checkpoints/step-00000004")
+    state = store.read_state(runs["replay"] / "checkpoints/step-00000004")
     assert state["fingerprint"] != open_shards(place.extended, "train").fingerprint
 
 
@@ -359,6 +365,7 @@ def test_the_checkpoint_decides_the_model(place: Place) -> None:
         ("model.hidden=64", "model.hidden: 64, but the checkpoint in start_from"),
         ("model.size=mini", "model.size: mini has layers 4, but the checkpoint in start_from"),
         ("model.norm=rms_norm", "model.norm: 'rms_norm', but the checkpoint"),
+        ("model.attention_bias=false", "model.attention_bias: False, but the checkpoint"),
         ("model.hiden=32", r"model.hiden is not a known setting; did you mean hidden\?"),
         ("corpus.vocabulary.path=vocab.txt", "corpus.vocabulary.path: vocab.txt, but start_from"),
         ("corpus.vocabulary.lowercase=false", "but the tokenizer of start_from .* is uncased"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import atomic_open
+from pretrain.common.files import atomic_open, sha256_file
 from pretrain.corpus.inputs import Problems, decode, open_file, plain_suffix
 from pretrain.corpus.sources import books, csv, jsonl, mediawiki, parquet
 
@@ -78,17 +78,23 @@ def _kind(file: Path) -> str:
 
 
 def _write_pieces(files: Sequence[Path], out: Path) -> None:
-    """Write the paragraphs of `files` as documents of about `_PIECE` characters, unless that is done already."""
-    if out.is_file():
-        return
+    """Write the paragraphs of `files` as documents of about `_PIECE` characters.
+
+    A file that holds them already is left as it is: a prepared corpus knows it by its time.
+    """
     out.parent.mkdir(parents=True, exist_ok=True)
-    with atomic_open(out, "w") as written:
+    aside = out.with_name(f".{out.name}.new")
+    with atomic_open(aside, "w") as written:
         for file in files:
             with open_file(file) as opened:
                 raw: bytes = opened.read()
             text = raw.decode("latin-1") if books.is_latin1(raw) else decode(raw, str(file), 0, Problems())
             for piece in _pieces(books.paragraphs(text)):
                 written.write(json.dumps({"text": piece}) + "\n")
+    if out.is_file() and sha256_file(out) == sha256_file(aside):
+        aside.unlink()
+    else:
+        aside.replace(out)
 
 
 def _pieces(text: str) -> Iterator[str]:

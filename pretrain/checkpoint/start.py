@@ -26,7 +26,7 @@ from pretrain.checkpoint.tokenizer import read_tokenizer
 from pretrain.common.errors import InputError
 from pretrain.common.settings import given_values, load
 from pretrain.config import ModelConfig, PretrainConfig, began_from, run_folder
-from pretrain.config.families import SIZES
+from pretrain.config.families import SIZES, Shape
 from pretrain.corpus.extension import old_pieces
 from pretrain.corpus.manifest import check_same_tokenizer
 from pretrain.corpus.shards import TokenShards, open_shards
@@ -112,7 +112,8 @@ def _model_overrides(folder: str, model: ModelConfig, given: Mapping[str, Any]) 
 
 def _refuse_contradictions(folder: str, model: ModelConfig, given: Mapping[str, Any]) -> None:
     """Raise `InputError` for the first setting of the model that the config gives and the checkpoint has otherwise."""
-    wanted = {name: value for name, value in given.items() if name not in (*_FREE, "size") and value != 0}
+    from_size = {name for name in Shape._fields if given.get(name) == 0}
+    wanted = {name: value for name, value in given.items() if name not in (*_FREE, "size", *from_size)}
     size = SIZES[model.family].get(str(given.get("size")))
     if size is not None:
         wanted = {**size._asdict(), **wanted}
