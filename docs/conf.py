@@ -18,6 +18,7 @@ NAVIGATION = {
         "guides/pretraining",
         "guides/adapt",
         "guides/objectives",
+        "guides/optimizers",
         "guides/finetuning",
         "guides/monitoring",
         "guides/recovery",

@@ -83,7 +83,7 @@ def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
     if held and held[0][2]:
         ranks = ranks[:1]
     out: dict[str, torch.Tensor] = {}
-    for kind in ("weight", "exp_avg", "exp_avg_sq"):
+    for kind in ("weight", "exp_avg", "exp_avg_sq", *(["average"] if engine.averaged else [])):
         for name, shape in engine.shapes.items():
             pieces = sorted((start, t[kind]) for rank in ranks for n, start, _, t in rank if n == name and kind in t)
             if kind == "exp_avg_sq" and not pieces and is_hidden_matrix(name):
@@ -307,6 +307,55 @@ def test_state_moves_between_stages_and_worker_counts(moved, writers: int, reade
             if writers == readers and wrote == reads:
                 assert (loss, norm) == (expected, expected_norm), "resumed steps are bitwise the same"
             assert loss == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 5e-3)
+
+
+def average_and_save(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The state after two steps of Muon whose weights are averaged, which is saved, and after a third one."""
+    engine = make_engine(1, "fp32", "muon")
+    for step in range(2):
+        take_steps(engine, range(step, step + 1))
+        engine.average()
+    shapes = {name: list(shape) for name, shape in engine.shapes.items()}
+    store.save(folder, 2, engine.fragments(), {"step": 2, "averaged": 2, "shapes": shapes}, engine)
+    saved = whole_state(engine)
+    take_steps(engine, range(2, 3))
+    engine.average()
+    after = whole_state(engine)
+    engine.close()
+    return saved, after
+
+
+def load_averaged(checkpoint: Path) -> dict[int, tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]]:
+    """At each stage: the state that was saved, as it is loaded, and after a third step."""
+    found = {}
+    for stage in STAGES:
+        engine = make_engine(stage, "fp32", "muon")
+        with store.CheckpointReader(checkpoint) as reader:
+            engine.load(reader, 2, averaged=2)
+        loaded = whole_state(engine)
+        take_steps(engine, range(2, 3))
+        engine.average()
+        found[stage] = loaded, whole_state(engine)
+        with store.CheckpointReader(checkpoint) as reader:
+            engine.load(reader, 2)
+        assert not any("average" in fragment.tensors for fragment in engine.fragments()), "a mean before its first step"
+        engine.close()
+    return found
+
+
+def test_muons_momentum_and_averages_move_between_stages_and_worker_counts(tmp_path: Path) -> None:
+    saved, after = run_workers(2, average_and_save, tmp_path)[0]
+    assert not any(key.startswith("exp_avg_sq|layers.") and key.endswith("in_weight") for key in saved)
+    assert not torch.equal(saved["average|embeddings.word"], saved["weight|embeddings.word"])
+    for readers in (1, 2):
+        for stage, (loaded, moved_on) in run_workers(readers, load_averaged, tmp_path / store.name_of(2))[0].items():
+            assert loaded.keys() == saved.keys()
+            for key, value in saved.items():
+                assert torch.equal(loaded[key], value), f"{readers} workers, stage {stage}: {key}"
+            for key, value in after.items():
+                if (readers, stage) == (2, 1):
+                    assert torch.equal(moved_on[key], value), key
+                assert (moved_on[key] - value).abs().mean() < 2e-6, f"{readers} workers, stage {stage}: {key}"
 
 
 def test_the_users_deepspeed_section_goes_over_ours() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,11 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_corpus(folder, documents=40, vocabulary_size=300, sources=3, weights=OWN)
 
 
-def configured(corpus: Path, *weights: dict[str, float]) -> PretrainConfig:
+def configured(corpus: Path, *weights: Mapping[str, float]) -> PretrainConfig:
     """A phase for each of `weights`."""
     values = pretraining(corpus, corpus / "run", [(32, 16, 4)] * len(weights))
     for phase, own in zip(values["phases"], weights, strict=True):
-        phase["weights"] = own
+        phase["weights"] = dict(own)
     values["corpus"]["vocabulary"]["size"] = 1000
     return PretrainConfig.model_validate(values)
 

@@ -341,7 +341,7 @@ def transformers_rates(phase: PhaseConfig) -> list[float]:
 
 
 def test_schedule_equals_transformers_and_restarts_per_phase():
-    shape = {"sequence_length": 8, "global_sequences": 1}
+    shape: dict[str, Any] = {"sequence_length": 8, "global_sequences": 1}
     phases = [
         PhaseConfig(**shape, steps=20, peak_learning_rate=1e-3, warmup_steps=7, decay="linear"),
         PhaseConfig(**shape, steps=30, peak_learning_rate=4e-3, warmup_steps=3, decay="polynomial", decay_power=0.5),

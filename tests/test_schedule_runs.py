@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from corpora import make_corpus
 from safetensors.torch import load_file
 
 from pretrain import train
-from pretrain.batches.loader import Loader
+from pretrain.batches.loader import BatchMaker, Loader
 from pretrain.checkpoint import hf, store
 from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig, PretrainConfig
@@ -80,11 +81,18 @@ def test_the_first_batch_of_a_ramp_needs_a_sequence_for_each_worker(tmp_path: Pa
         PretrainConfig.model_validate(values)
 
 
+def test_torchrun_may_start_more_workers_than_the_config_has(corpus: Path, tmp_path: Path) -> None:
+    config = PretrainConfig.model_validate(settings(corpus, tmp_path))
+    maker = BatchMaker(open_shards(corpus, "train"), config, 0, seed=0, rank=0, world_size=5)
+    with pytest.raises(InputError, match=r"phases.0.ramp_from \(4\) is less than the number of workers \(5\)"):
+        maker.check_batch()
+
+
 def test_batches_of_a_ramp_follow_each_other_without_a_gap(corpus: Path, tmp_path: Path) -> None:
     config = PretrainConfig.model_validate(settings(corpus, tmp_path))
     shards = open_shards(corpus, "train")
 
-    def found(**more: int) -> list[tuple[int, int]]:
+    def found(**more: Any) -> list[tuple[int, int]]:
         return [
             (batch.first_sample, batch.sequences) for batch in Loader(shards, config, 0, rank=0, world_size=1, **more)
         ]
@@ -97,8 +105,10 @@ def test_batches_of_a_ramp_follow_each_other_without_a_gap(corpus: Path, tmp_pat
 def test_a_rollback_in_a_ramp_passes_over_the_samples_of_its_steps(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = object.__new__(Pretraining)
-    task._config = PretrainConfig.model_validate(settings(corpus, tmp_path))
+    config = PretrainConfig.model_validate(settings(corpus, tmp_path))
+    shards, held_out = open_shards(corpus, "train"), open_shards(corpus, "validation")
+    engine: Any = SimpleNamespace(rank=0, world_size=1)
+    task = Pretraining(config, shards, held_out, engine, torch.device("cpu"))
     opened: list[tuple[int, int, int]] = []
     task._loader = iter(())  # type: ignore[assignment]
     monkeypatch.setattr(task, "_open_loader", lambda *given: opened.append(given))

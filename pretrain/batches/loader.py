@@ -253,6 +253,9 @@ class BatchMaker:
         """Raise `InputError` if the corpus is too small for one batch, or the batch cannot be balanced across ranks."""
         settings, where = self._config.phases[self._phase], f"phases.{self._phase}.global_sequences"
         _check_balance(self._config, self._phase, where, settings.global_sequences, self.world_size)
+        if settings.ramp_from:
+            first = f"phases.{self._phase}.ramp_from"
+            _check_balance(self._config, self._phase, first, settings.ramp_from, self.world_size)
         if self.samples_per_epoch < settings.global_sequences:
             raise InputError(
                 f"{where}: {settings.global_sequences}, but {self._folder} holds only {self.samples_per_epoch} samples "

@@ -61,6 +61,7 @@ EVENTS = (
     "left_out",
     "hang",
     "data_stall",
+    "average",
     "storage",
     "stop",
     "diverged",

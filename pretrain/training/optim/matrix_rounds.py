@@ -75,7 +75,9 @@ class Round:
     taken: list[list[MatrixPiece]]
 
 
-def plan_rounds(held: Sequence[Iterable[MatrixPiece]], shapes: Mapping[int, Shape], rank: int, shared: bool):
+def plan_rounds(
+    held: Sequence[Iterable[MatrixPiece]], shapes: Mapping[int, Shape], rank: int, shared: bool
+) -> list[Round]:
     """The rounds of `rank`.
 
     Args:
@@ -85,7 +87,7 @@ def plan_rounds(held: Sequence[Iterable[MatrixPiece]], shapes: Mapping[int, Shap
         shared: every worker holds all matrices, so an owner needs no pieces of others.
 
     Returns:
-        A list of `Round`. All workers get as many, and what one sends another expects.
+        The rounds in order. All workers get as many, and what one sends in a round another expects in it.
     """
     pieces = [sorted(of_rank) for of_rank in held]
     ids = sorted({piece.tensor_id for of_rank in pieces for piece in of_rank}, key=lambda i: (shapes[i], i))
