@@ -144,6 +144,8 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "dev": write_conll(root / "dev.conll", sentences(32, 3)),
     }
     asked = {
+        "stride": 8,
+        "max_question_tokens": 8,
         "train": write_questions(root / "train-questions.jsonl", 128, 4),
         "dev": write_questions(root / "dev-questions.jsonl", 16, 5),
     }
@@ -255,7 +257,7 @@ def test_words_have_the_tokens_of_a_text(split: bool, tmp_path: Path) -> None:
     assert split_up == column.ids.tolist()
     again = TextEncoder(read_tokenizer(tmp_path / "out"), 32).encode_words(words)
     assert again.ids.tolist() == column.ids.tolist()
-    assert again.offsets.tolist() == column.offsets.tolist()
+    assert again.offsets[again.starts[1:] - 1, 1].tolist() == [len(word) for word in words]
     text = "anna went, to paris"
     assert theirs(text)["input_ids"] == tokenizer.encode(f" {text}").ids
 

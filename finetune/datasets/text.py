@@ -60,8 +60,8 @@ class TextEncoder:
             ids[second[-1] + 1 :],
         )
         # Byte-level BPE: a word within a text and at its beginning has different tokens.
-        alone, inside = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", " a"))
-        self._begins_with_space = alone != inside
+        first, second, both = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", "b", "a b"))
+        self._begins_with_space = first + second != both
         self._by_word = _cuts_at_spaces(tokenizer)
 
     def room(self, *, pair: bool) -> int:

@@ -77,7 +77,9 @@ class TaskModel(Encoder):
 class OutputHead(nn.Module):
     """A task's head: the layers that the family has, then a linear layer, at each row or once for each window."""
 
-    dense_weight: nn.Parameter  # [H, H], and dense_bias [H], norm_weight [H], norm_bias [H] if the family has them
+    # norm_weight [H] and norm_bias [H] as well, if the family has them
+    dense_weight: nn.Parameter  # [H, H]
+    dense_bias: nn.Parameter
     out_weight: nn.Parameter  # [C, H]
     out_bias: nn.Parameter
 

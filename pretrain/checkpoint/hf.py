@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers.models import WordPiece
 from torch import Tensor
 
 from pretrain.checkpoint import store
@@ -261,7 +262,7 @@ def _config_json(
 
 def _read_special_ids(folder: Path, size: int) -> dict[str, int | None]:
     """The ids of the special tokens by role; the tokenizer must be complete and of the model's size."""
-    if (folder / "tokenizer.json").is_file() and not (folder / "vocab.txt").is_file():
+    if _is_other_kind(folder):
         ids = special_ids(read_tokenizer(folder, size))
         if ids["pad"] is None:
             raise InputError(f"{folder / 'tokenizer.json'}: has no [PAD]. Prepare the corpus again.")
@@ -272,6 +273,13 @@ def _read_special_ids(folder: Path, size: int) -> dict[str, int | None]:
         for role in ("pad", "cls", "sep", "mask")
         if f"[{role.upper()}]" in vocabulary
     }
+
+
+def _is_other_kind(folder: Path) -> bool:
+    """Whether the tokenizer is not WordPiece, which has a vocab.txt."""
+    if (folder / "vocab.txt").is_file() or not (folder / "tokenizer.json").is_file():
+        return False
+    return not isinstance(read_tokenizer(folder).model, WordPiece)
 
 
 def _read_vocabulary(folder: Path, size: int) -> list[str]:

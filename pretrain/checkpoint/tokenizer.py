@@ -126,8 +126,8 @@ def copy_tokenizer(
 
 def _with_prefix_space(tokenizer: Tokenizer) -> Tokenizer:
     """The same tokenizer with a blank before every text, if a word at a text's beginning has other tokens without."""
-    alone, inside = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", " a"))
-    if alone == inside:
+    first, second, both = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("a", "b", "a b"))
+    if first + second == both:
         return tokenizer
     if not isinstance(tokenizer.pre_tokenizer, pre_tokenizers.ByteLevel):
         # A ByteLevel after others would put a blank before each of their pieces.

@@ -126,9 +126,11 @@ _NOT_COPIED = (
 
 def _family(config: Mapping[str, Any]) -> str:
     """The family in our table; configs from before 2020 have no model_type."""
-    model_type = config.get("model_type")
+    model_type: str | None = config.get("model_type")
     if model_type is not None:
-        others = {name: layout.family for layout in LAYOUTS.values() for name in (*layout.alike, *layout.older)}
+        others: dict[str, str] = {
+            name: layout.family for layout in LAYOUTS.values() for name in (*layout.alike, *layout.older)
+        }
         return others.get(model_type, model_type)
     architecture = (config.get("architectures") or [""])[0]
     for layout in LAYOUTS.values():
