@@ -114,7 +114,7 @@ def test_units_cover_every_query_once_and_every_key_in_reach(window: int) -> Non
         assert key_begin >= boundaries[sequence]
         assert key_end <= boundaries[sequence + 1]
         if end - begin < lengths[sequence]:
-            assert 2 * window <= end - begin < 3 * window
+            assert 2 * window <= end - begin <= 3 * window
 
 
 def test_dropout_of_attention_in_chunks_has_the_right_gradient() -> None:

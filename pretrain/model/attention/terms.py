@@ -45,10 +45,7 @@ class GroupTerms:
         self._heads = heads
         self._bounds = _bounds(group, token_GQ, window, causal, heads) if window or causal else None
         self._bias = distance_bias
-        if distance_bias is not None:
-            middle = distance_bias.shape[1] // 2
-            distance_GQL = group.keys.number_GL[:, None] - token_GQ[..., None] + middle
-            self._column_GQL = distance_GQL.clamp_(0, 2 * middle)  # padding may be farther
+        self._key_GL, self._token_GQ = group.keys.number_GL, token_GQ
 
     def of(self, b: slice) -> ScoreTerms:
         """The terms of some rows."""
@@ -63,10 +60,12 @@ class GroupTerms:
 
     def _entries(self, b: slice) -> Tensor:
         """int64 [B, Q, L]: which entry of the flattened table each score reads."""
-        row_B = torch.arange(b.start, min(b.stop, len(self._column_GQL) * self._heads), device=self._column_GQL.device)
-        head_B11 = (row_B % self._heads)[:, None, None]
         assert self._bias is not None
-        return self._column_GQL[row_B // self._heads] + head_B11 * self._bias.shape[1]
+        row_B = torch.arange(b.start, min(b.stop, len(self._key_GL) * self._heads), device=self._key_GL.device)
+        unit_B, columns = row_B // self._heads, self._bias.shape[1]
+        column_BQL = self._key_GL[unit_B][:, None] - self._token_GQ[unit_B][..., None] + columns // 2
+        column_BQL.clamp_(0, columns - 1)  # padding may be farther
+        return column_BQL + (row_B % self._heads)[:, None, None] * columns
 
 
 def _bounds(
