@@ -105,11 +105,12 @@ def test_losses_are_those_of_transformers_classes(embeddings: str, corpus: Path,
     mask = padded(torch.ones_like(batch.input_ids), batch)
     given = {"attention_mask": mask, "token_type_ids": padded(batch.token_types, batch)}
     with torch.no_grad():
-        output = model(batch)
-        scores = generator(padded(batch.input_ids, batch), **given).logits[mask.bool()][batch.masked_rows]
         hidden = model.generator.encode(batch, batch.masked_rows)
         weights = model.generator.heads.transform(hidden), model.generator.embeddings.word
         sampled = sample_tokens(*weights, model.generator.heads.mlm_bias, batch.token_keys[batch.masked_rows], 1.0)
+        batch.masked_labels[0] = sampled[0]  # counts as original
+        output = model(batch)
+        scores = generator(padded(batch.input_ids, batch), **given).logits[mask.bool()][batch.masked_rows]
         corrupted = batch.input_ids.clone()
         corrupted[batch.masked_rows] = sampled
         logits = discriminator(padded(corrupted, batch), **given).logits[mask.bool()]
