@@ -109,6 +109,10 @@ def _pretrain(arguments: argparse.Namespace) -> None:
 
             check_start_corpus(config)
         preflight.check_corpus(config)
+        if config.distillation.teacher:
+            from pretrain.checkpoint.teacher import check_teacher
+
+            check_teacher(config)
         launch.check_cores(config, alone)
         if begins:
             print(f"{config.start_from}:\n{start_table(config)}")

@@ -18,7 +18,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.common.settings import dump
 from pretrain.common.wording import counted
-from pretrain.config import PhaseConfig, Precision, PretrainConfig, R, with_precision
+from pretrain.config import ModelConfig, PhaseConfig, Precision, PretrainConfig, R, with_precision
 from pretrain.model import cost
 from pretrain.model.parameters import total
 from pretrain.model.precision import matmul_peak, resolve_here
@@ -119,7 +119,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     process       the interpreter and its libraries (CPU)
     """
     size = vocabulary_size(config)
-    p = cost.parameter_count(config.model, size, config.pairs.has_classifier).total
+    p = cost.trained_parameters(config.model, config.electra, size, config.pairs.has_classifier)
     half = config.engine.precision != "fp32"
     activations, logits = _micro_batch_bytes(config, size, workers)
     # The tied embedding has two gradients: the decoder's, and the look-up's, which is summed in fp32. The second one is
@@ -208,16 +208,21 @@ def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) ->
     engine, tokens = config.engine, micro_batch_tokens(config, workers)
     masked = round(config.largest_masking_share * tokens)
     queries = masked + tokens // max(phase.sequence_length for phase in config.phases)
-    if config.pairs.has_classifier and config.model.pooling != "cls":
+    every_token = config.electra.is_on or (config.distillation.teacher and config.distillation.cosine_weight)
+    if every_token or (config.pairs.has_classifier and config.model.pooling != "cls"):
         queries = tokens
     itemsize = 4 if engine.precision == "fp32" else 2
-    activations = cost.activation_bytes(
-        config.model,
-        tokens,
-        queries,
-        itemsize=itemsize,
-        compiled=engine.compile,
-        checkpointing=engine.activation_checkpointing,
+    generator = [(config.electra.generator(config.model), masked)] if config.electra.is_on else []
+    activations = sum(
+        cost.activation_bytes(
+            model,
+            tokens,
+            rows,
+            itemsize=itemsize,
+            compiled=engine.compile,
+            checkpointing=engine.activation_checkpointing,
+        )
+        for model, rows in [(config.model, queries), *generator]
     )
     return activations, cost.logits_bytes(config.model, vocabulary, masked, itemsize=itemsize, compiled=engine.compile)
 
@@ -261,7 +266,10 @@ def phase_work(config: PretrainConfig, phase: PhaseConfig, vocabulary: int, mean
     share = sum(config.masking_shares(number)) / 2
     most = phase.max_predictions or round(share * phase.sequence_length)
     masked = min(share * mean, most) * (1 - phase.causal_share) + mean * phase.causal_share
-    flops = cost.flops(config.model, vocabulary, [mean], masked, config.pairs.has_classifier)
+    if config.electra.is_on:
+        flops = cost.electra_flops(config.model, config.electra, vocabulary, [mean], masked)
+    else:
+        flops = cost.flops(config.model, vocabulary, [mean], masked, config.pairs.has_classifier)
     sequences = phase.sequences
     return Work(phase.steps, sequences, sequences * mean, mean, sequences * flops)
 
@@ -325,18 +333,29 @@ def _measure_peak(precision: Precision) -> tuple[Device, float]:
 
 
 def _parameter_lines(config: PretrainConfig, size: int) -> str:
-    count = cost.parameter_count(config.model, size, config.pairs.has_classifier)
-    model = config.model
-    name = "BertForPreTraining" if config.pairs.has_classifier else "BertForMaskedLM"
-    shape = f"{model.layers} of hidden {model.hidden}, {model.heads} heads, feed-forward {model.intermediate}"
-    pooler = f", pooler, {config.pairs.chosen_objective.upper()}" if config.pairs.has_classifier else ""
-    rows = [
-        ("embeddings", count.embeddings, f"{size:,} words, {model.max_positions} positions, 2 segments"),
-        ("layers", count.layers, shape),
-        ("heads", count.heads, f"MLM transform and bias{pooler}"),
-        ("total", count.total, f"as in {name}: the decoder is the word embeddings, counted once"),
-    ]
+    model, pairs = config.model, config.pairs
+    if config.electra.is_on:
+        discriminator, generator = cost.electra_parameter_count(model, config.electra, size)
+        rows = [
+            ("model", discriminator, f"{_shape(model)}; the discriminator, which fine-tuning uses"),
+            ("generator", generator, f"{_shape(config.electra.generator(model))}; without what it shares"),
+            ("total", discriminator + generator, "trained"),
+        ]
+    else:
+        count = cost.parameter_count(model, size, pairs.has_classifier)
+        pooler = f", pooler, {pairs.chosen_objective.upper()}" if pairs.has_classifier else ""
+        name = "BertForPreTraining" if pooler else "BertForMaskedLM"
+        rows = [
+            ("embeddings", count.embeddings, f"{size:,} words, {model.max_positions} positions, 2 segments"),
+            ("layers", count.layers, _shape(model)),
+            ("heads", count.heads, f"MLM transform and bias{pooler}"),
+            ("total", count.total, f"as in {name}: the decoder is the word embeddings, counted once"),
+        ]
     return "\n".join(f"  {label:<12}{number:>14,}  {note}" for label, number, note in rows)
+
+
+def _shape(model: ModelConfig) -> str:
+    return f"{model.layers} of hidden {model.hidden}, {model.heads} heads, feed-forward {model.intermediate}"
 
 
 def _memory_lines(config: PretrainConfig, workers: int | None, device: Device) -> str:

@@ -17,22 +17,25 @@ from torch import Tensor
 
 from pretrain.batches.loader import BatchMaker, Loader, MicroBatch, StepBatch, validation_batches
 from pretrain.checkpoint import hf
-from pretrain.checkpoint.layouts import layout_of
+from pretrain.checkpoint.layouts import LAYOUTS, layout_of
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
 from pretrain.continuation import Continuation, Corpora
 from pretrain.corpus.shards import TokenShards
-from pretrain.estimate import executed_flops, micro_batch_tokens
-from pretrain.model.heads import Losses, PretrainingModel
+from pretrain.estimate import micro_batch_tokens
+from pretrain.objectives import Objective, make_objective
 from pretrain.reporting.attention.history import AttentionHistory
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
+from pretrain.training.fresh_state import FreshState
 from pretrain.training.loop import TrainingPlan
 from pretrain.training.optim import learning_rate, make_optimizer
 from pretrain.training.rates import rated_groups
 from pretrain.training.run import Training, run
 from pretrain.training.session import started
+
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 logger = logging.getLogger(__name__)
 
@@ -45,35 +48,37 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
     config = PretrainConfig.model_validate(payload["config"])
     with started(config, worker) as (config, device, watchdog):
         corpora = Corpora.open(config)
-        model = PretrainingModel(
-            config.model,
-            corpora.own.vocabulary_size,
-            config.pairs.has_classifier,
-            compile=config.engine.compile,
-            activation_checkpointing=config.engine.activation_checkpointing,
-        )
-        continuation = Continuation(config, corpora, model.state_dict())
+        objective = make_objective(config, corpora.own.vocabulary_size)
+        continuation = Continuation(config, corpora, objective.model.state_dict())
+        continuation.identity.update(objective.identity)
         shares = continuation.rate_shares
         engine = Engine(
-            model,
+            objective.model,
             lambda named: make_optimizer(config.optimizer, rated_groups(named, config.optimizer.weight_decay, shares)),
             config.engine,
             watchdog,
         )
+        objective.place(engine.device, _DTYPES[config.engine.resolved_precision])
+
+        def begin() -> None:
+            continuation.begin(engine)
+            if first := objective.first_weights():
+                engine.load(FreshState(first), 0)
 
         def check(state: dict[str, Any], checkpoint: Path) -> None:
             _check_state(state, checkpoint, config, corpora.training)
+            _check_teacher(state, checkpoint, config, objective)
             continuation.resume(engine, state)
 
         training = Training(
-            Pretraining(config, corpora, engine, device),
+            Pretraining(config, corpora, objective, engine, device),
             _plan(config),
             job_type="pretrain",
             card={"corpus_card": _card(config)},
             identity=continuation.identity,
             check=check,
             finish=lambda tracker: _export(config, tracker),
-            begin=lambda: continuation.begin(engine),
+            begin=begin,
         )
         run(training, engine, worker, payload)
         engine.close()
@@ -95,7 +100,7 @@ def _export(config: PretrainConfig, tracker: Tracker) -> None:
     """Rank 0, if W&B mirrors the run: export the run's last checkpoint as an artifact."""
     if not tracker.mirrored:
         return
-    layout = layout_of(config.model)
+    layout = LAYOUTS["electra"] if config.electra.is_on else layout_of(config.model)
     if reason := layout.without_counterpart(config.model):
         logger.warning("no export to W&B: the released layout of %s cannot hold this model: %s", layout.family, reason)
         return
@@ -104,23 +109,25 @@ def _export(config: PretrainConfig, tracker: Tracker) -> None:
 
 
 class Pretraining:
-    """Masked language modelling, and the prediction of next sentences or of their order, as a `TrainingTask`."""
+    """An objective on the samples of a corpus, as a `TrainingTask`."""
 
     def __init__(
         self,
         config: PretrainConfig,
         corpora: Corpora,
+        objective: Objective,
         engine: Engine,
         device: torch.device,
     ) -> None:
-        self._config, self._shards = config, corpora.training
+        self._config, self._shards, self._objective = config, corpora.training, objective
         self._engine, self._device = engine, device
         self._loader: Loader | None = None
         self._stalled_before = 0.0
         self._phase = 0
         self._steps = 0  # that were begun
         self._history: AttentionHistory | None = None
-        if config.evaluation.attention:
+        # ELECTRA's discriminator has no table of words of its own.
+        if config.evaluation.attention and not config.electra.is_on:
             self._history = AttentionHistory(config.folder, config.model, corpora.held_out)
         self._validation: dict[int, list[StepBatch]] = {}
         self._general: dict[int, list[StepBatch]] = {}
@@ -166,46 +173,20 @@ class Pretraining:
         step = StepBatch((batch,), count, count * length, len(batch.masked_rows), epoch=0, first_sample=0)
         return step.to(self._device)
 
-    def loss(self, output: Losses, step: StepBatch) -> Tensor:
-        # Invariant: losses are normalised globally, by counts over all ranks and micro-batches. As in Devlin et al.,
-        # the loss is the sum of the two means.
-        if not self._config.has_causal:
-            return output.mlm_loss / step.masked + output.nsp_loss / step.sequences
-        # Masked and causal sequences weigh as many as they are, not as their targets (GPT-BERT, section 3).
-        share = step.causal / step.sequences
-        loss = output.mlm_loss * ((1 - share) / max(step.masked, 1))
-        return loss if output.causal_loss is None else loss + output.causal_loss * (share / step.causal_targets)
+    def loss(self, output: Any, step: StepBatch) -> Tensor:
+        return self._objective.loss(output, step)
 
-    def totals(self, output: Losses) -> Tensor:
-        sums = list(output[:4])
-        if self._config.has_causal:
-            nothing = torch.zeros_like(output.mlm_loss)
-            sums += [nothing if total is None else total for total in (output.causal_loss, output.causal_correct)]
-        return torch.stack(sums)
+    def totals(self, output: Any) -> Tensor:
+        return self._objective.totals(output)
 
     def counts(self, step: StepBatch) -> Tensor:
-        causal = [step.causal_targets, step.causal] if self._config.has_causal else []
-        return torch.tensor([step.masked, step.sequences, *causal], dtype=torch.float64)
+        return self._objective.counts(step)
 
     def flops(self, micro_batch: MicroBatch) -> float:
-        return executed_flops(
-            self._config, self._shards.vocabulary_size, micro_batch.lengths, len(micro_batch.masked_rows)
-        )
+        return self._objective.flops(micro_batch)
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
-        if self._config.has_causal:
-            return _causal_metrics(totals, counts)
-        mlm_loss, nsp_loss, mlm_correct, nsp_correct = totals
-        masked, sequences = counts
-        means = {
-            "loss": mlm_loss / masked + nsp_loss / sequences,
-            "mlm_loss": mlm_loss / masked,
-            "mlm_accuracy": mlm_correct / masked,
-        }
-        if self._config.pairs.has_classifier:
-            name = self._config.pairs.chosen_objective
-            means |= {f"{name}_loss": nsp_loss / sequences, f"{name}_accuracy": nsp_correct / sequences}
-        return means
+        return self._objective.metrics(totals, counts)
 
     def evaluate(self, engine: Engine) -> dict[str, float]:
         means = self._means(engine, self._validation[self._phase])
@@ -216,12 +197,13 @@ class Pretraining:
 
     def _means(self, engine: Engine, steps: list[StepBatch]) -> dict[str, float]:
         """The means over held-out batches; {} without any."""
-        more = 2 * self._config.has_causal
-        totals, counts = torch.zeros(4 + more, dtype=torch.float64), torch.zeros(2 + more, dtype=torch.float64)
-        for step in steps:
-            for micro_batch in step.micro_batches:
-                totals += self.totals(engine.forward(micro_batch.to(self._device))).double().cpu()
-            counts += self.counts(step)
+        if not steps:
+            return {}
+        counts = sum(self.counts(step) for step in steps)
+        outputs = (engine.forward(batch.to(self._device)) for step in steps for batch in step.micro_batches)
+        totals = sum(self.totals(output).double().cpu() for output in outputs)
+        assert isinstance(totals, Tensor)
+        assert isinstance(counts, Tensor)
         engine.sum_over_workers(totals)
         return self.metrics(totals.tolist(), counts.tolist()) if counts[0] else {}
 
@@ -263,21 +245,6 @@ class Pretraining:
         self._stalled_before += time.perf_counter() - began
 
 
-def _causal_metrics(totals: list[float], counts: list[float]) -> dict[str, float]:
-    """Means of masked and of causal sequences, if there are any, and `loss`, weighted by the numbers of sequences."""
-    mlm_loss, _, mlm_correct, _, causal_loss, causal_correct = totals
-    masked, sequences, targets, causal = counts
-    share = causal / sequences
-    means = {"loss": 0.0}
-    if masked:
-        means |= {"mlm_loss": mlm_loss / masked, "mlm_accuracy": mlm_correct / masked}
-        means["loss"] += (1 - share) * means["mlm_loss"]
-    if targets:
-        means |= {"causal_loss": causal_loss / targets, "causal_accuracy": causal_correct / targets}
-        means["loss"] += share * means["causal_loss"]
-    return means
-
-
 def _check_state(state: dict[str, Any], checkpoint: Path, config: PretrainConfig, shards: TokenShards) -> None:
     if state["fingerprint"] != shards.fingerprint:
         raise InputError(
@@ -287,6 +254,17 @@ def _check_state(state: dict[str, Any], checkpoint: Path, config: PretrainConfig
     if state["step"] > config.total_steps:
         raise InputError(
             f"{checkpoint}: is at step {state['step']}, past the {config.total_steps} steps of the config's phases."
+        )
+
+
+def _check_teacher(state: dict[str, Any], checkpoint: Path, config: PretrainConfig, objective: Objective) -> None:
+    before, now = (identity.get("teacher") for identity in (state, objective.identity))
+    if (before and before["fingerprint"]) != (now and now["fingerprint"]):
+        was = f"{before['folder']} ({before['fingerprint'][:12]})" if before else "none"
+        given = f"{config.distillation.teacher} ({now['fingerprint'][:12]})" if now else "none"
+        raise InputError(
+            f"{checkpoint}: its teacher was {was}, and distillation.teacher is {given}. Give the same one, or start a "
+            "new run."
         )
 
 

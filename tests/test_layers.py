@@ -35,6 +35,10 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.continuation": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.training"
     ),
+    "pretrain.objectives": (
+        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint "
+        "pretrain.estimate"
+    ),
     "finetune.datasets": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.launch": "pretrain.common pretrain.config cluster.workers pretrain.tracking pretrain.preflight",
     "finetune.metrics": "finetune.datasets",
@@ -51,7 +55,8 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "pretrain.train": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.estimate pretrain.training pretrain.continuation pretrain.reporting"
+        "pretrain.checkpoint pretrain.estimate pretrain.training pretrain.continuation pretrain.objectives "
+        "pretrain.reporting"
     ),
     "pretrain.bench": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "

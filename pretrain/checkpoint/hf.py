@@ -17,6 +17,7 @@ from tokenizers.models import WordPiece
 from torch import Tensor
 
 from pretrain.checkpoint import store
+from pretrain.checkpoint.electra import GENERATOR_SUFFIX, discriminator_state, generator_state
 from pretrain.checkpoint.layouts import BERT, LAYOUTS, ReleasedFacts, layout_of, write_config
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import released_tensors, special_ids, their_tensors, written_facts
@@ -50,6 +51,7 @@ def export(
     card: str,
     family: str = "",
     config: Mapping[str, Any] | None = None,
+    head: str = "",
 ) -> None:
     """Write a checkpoint that transformers loads, atomically; an earlier export at `out` is replaced.
 
@@ -63,6 +65,7 @@ def export(
         card: README.md in Markdown.
         family: a key of `layouts.LAYOUTS`, for a model that began as a released one; "" takes the model's own.
         config: config.json of that released model, whose other fields are kept.
+        head: the end of the class's name, if `next_sentence` does not decide it.
 
     Raises:
         InputError: the family's layout cannot hold the model, or the tokenizer is incomplete or has another size.
@@ -77,7 +80,7 @@ def export(
     if next_sentence and not layout.next_sentence:
         logger.warning("the layout of %s has no next-sentence head: it is left out of %s", layout.family, out)
         next_sentence = False
-    values = _config_json(config, facts, rows, ids, next_sentence)
+    values = _config_json(config, facts, rows, ids, head or ("ForPreTraining" if next_sentence else "ForMaskedLM"))
     left_out = () if next_sentence else ("heads.pooler_", "heads.nsp_")
     kept = {name: tensor for name, tensor in state.items() if not name.startswith(left_out)}
     with whole_folder(out) as aside:
@@ -108,19 +111,23 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, avera
     path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
     state = store.read_weights(path, averaged=averaged)
     corpus = Path(config.corpus.dir)
+    card = _model_card(
+        config,
+        run_dir,
+        store.step_of(path),
+        sum(p.numel() for p in state.values()),
+        averaged=store.read_state(path)["averaged"] if averaged else 0,
+    )
+    if config.electra.is_on:
+        _export_electra(state, config, out, card)
+        return
     export(
         state,
         config.model,
         corpus,
         out,
         next_sentence=config.pairs.has_classifier,
-        card=_model_card(
-            config,
-            run_dir,
-            store.step_of(path),
-            sum(p.numel() for p in state.values()),
-            averaged=store.read_state(path)["averaged"] if averaged else 0,
-        ),
+        card=card,
         **_began_as(run_dir),
     )
 
@@ -140,6 +147,14 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
 
 # ---- a run
 
+
+def _export_electra(state: Mapping[str, Tensor], config: PretrainConfig, out: Path, card: str) -> None:
+    """The discriminator as ElectraForPreTraining at `out`, the generator as ElectraForMaskedLM beside it."""
+    corpus, settings = Path(config.corpus.dir), {"next_sentence": False, "card": card, "family": "electra"}
+    discriminator, generator = discriminator_state(state), generator_state(state)
+    beside = out.with_name(f"{out.name}{GENERATOR_SUFFIX}")
+    export(generator, config.electra.generator(config.model), corpus, beside, **settings)
+    export(discriminator, config.model, corpus, out, head="ForPreTraining", **settings)
 
 def _began_as(run_dir: Path) -> dict[str, Any]:
     """`family` and `config` of the release that a run continues; {} for a run from random weights."""
@@ -213,6 +228,9 @@ def _measured(run_dir: Path, step: int, *, averaged: bool = False) -> list[tuple
         "nsp_accuracy": ("next-sentence accuracy", "{:.2%}"),
         "sop_loss": ("sentence-order loss", "{:.4f}"),
         "sop_accuracy": ("sentence-order accuracy", "{:.2%}"),
+        "distil_loss": ("divergence from the teacher", "{:.4f}"),
+        "rtd_loss": ("replaced-token loss", "{:.4f}"),
+        "rtd_accuracy": ("replaced-token accuracy", "{:.2%}"),
     }
     return [(label, form.format(last[key])) for key, (label, form) in labels.items() if last.get(key) is not None]
 
@@ -230,7 +248,7 @@ def _config_json(
     facts: ReleasedFacts,
     rows: int,
     ids: Mapping[str, int | None],
-    next_sentence: bool,
+    head: str,
 ) -> dict[str, Any]:
     """The fields of transformers' config as 5.x writes them; 4.x reads them too."""
     fields = {
@@ -242,7 +260,6 @@ def _config_json(
         "is_decoder": False,
         "add_cross_attention": False,
     }
-    head = "ForPreTraining" if next_sentence else "ForMaskedLM"
     if config is None:
         config = fields if facts.layout is BERT else {}
     return write_config(config, facts, head, rows, ids["pad"], ids)

@@ -12,8 +12,9 @@ from typing import Any
 
 from pretrain.checkpoint import store
 from pretrain.checkpoint.assembly import Released, assemble
+from pretrain.checkpoint.electra import discriminator_state
 from pretrain.checkpoint.google_bert import find_checkpoint, read_google
-from pretrain.checkpoint.layouts import KeyMapping, ReleasedFacts, layout_of, read_config
+from pretrain.checkpoint.layouts import LAYOUTS, KeyMapping, ReleasedFacts, layout_of, read_config
 from pretrain.checkpoint.mapping import MappedTensor
 from pretrain.checkpoint.tokenizer import is_run, released_folder
 from pretrain.checkpoint.weight_files import read_json, read_weights
@@ -63,10 +64,11 @@ def _read_run(folder: Path) -> Released:
     checkpoint = store.newest(folder / "checkpoints")
     if checkpoint is None:
         raise InputError(f"{folder / 'checkpoints'}: has no complete checkpoint. Train first.")
-    state = store.read_weights(checkpoint)
+    state = discriminator_state(store.read_weights(checkpoint))
     # Re-initialised parameters get BERT's values, as from an export, which does not record the initialisation.
-    model = load_config(folder / "config.yaml").model.model_copy(update={"attention_init": "normal"})
-    layout = layout_of(model)
+    config = load_config(folder / "config.yaml")
+    model = config.model.model_copy(update={"attention_init": "normal"})
+    layout = LAYOUTS["electra"] if config.electra.is_on else layout_of(model)
     pretraining = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
     task = {name: as_task for name in pretraining if (as_task := _as_task_head(name, layout))}
     return Released(

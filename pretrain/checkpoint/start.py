@@ -223,7 +223,7 @@ def read_start(
         if ours in shapes and theirs in released.head:
             found[ours] = released.head[theirs]
     found = {name: tensor for name, tensor in found.items() if name in shapes}
-    digest = _digest(found)
+    fingerprint = digest(found)
     old = tokenizer.get_vocab_size()
     added = _added_entries(tokenizer, shards)
     for name in _BY_ENTRY:
@@ -243,7 +243,7 @@ def read_start(
     if wrong := [name for name in missing if not name.startswith("heads.")]:
         raise InputError(f"start_from: {folder} has no {wrong[0]}, which this run's model needs. Start a new run.")
     table = _table(released, shapes, missing, from_corpus=from_corpus, added=len(added))
-    return Start(found, digest, old, missing, table, released.family, released.config)
+    return Start(found, fingerprint, old, missing, table, released.family, released.config)
 
 
 def log_frequencies(shards: TokenShards) -> Tensor:
@@ -275,12 +275,13 @@ def _with_rows(rows_VH: Tensor, added: Sequence[Sequence[int]]) -> Tensor:
     return torch.cat([rows_VH, torch.stack([rows_VH[list(ids)].mean(0) for ids in added])])
 
 
-def _digest(state: Mapping[str, Tensor]) -> str:
-    digest = hashlib.sha256()
+def digest(state: Mapping[str, Tensor]) -> str:
+    """SHA-256 of names, shapes and values, as hexadecimal digits."""
+    sums = hashlib.sha256()
     for name in sorted(state):
-        digest.update(f"{name} {list(state[name].shape)}\n".encode())
-        digest.update(state[name].contiguous().numpy().tobytes())
-    return digest.hexdigest()
+        sums.update(f"{name} {list(state[name].shape)}\n".encode())
+        sums.update(state[name].contiguous().numpy().tobytes())
+    return sums.hexdigest()
 
 
 def _table(

@@ -16,6 +16,7 @@ from pretrain.config.data import (
 )
 from pretrain.config.engine import CheckpointConfig, EngineConfig, Precision, SpikeConfig
 from pretrain.config.model import MAX_WIDTH, ModelConfig
+from pretrain.config.objectives import DistillationConfig, ElectraConfig
 from pretrain.config.resume import (
     FREE_ON_RESUME,
     began_from,
@@ -36,6 +37,8 @@ __all__ = [
     "AveragingConfig",
     "CheckpointConfig",
     "CorpusConfig",
+    "DistillationConfig",
+    "ElectraConfig",
     "EngineConfig",
     "EvaluationConfig",
     "MaskingConfig",

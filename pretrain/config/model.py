@@ -43,7 +43,7 @@ class ModelConfig(Section):
         ge=0,
         le=MAX_WIDTH,
         description="Width of the embeddings, if they are projected to hidden as in ELECTRA. 0 means hidden. "
-        "Only for released models: pretraining needs 0.",
+        "Only for released models and the objective electra: other pretraining needs 0.",
     )
     # The default is that of google-research/bert modeling.py, layer_norm; torch and RoBERTa use 1e-5.
     layer_norm_eps: float = Field(

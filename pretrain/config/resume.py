@@ -29,6 +29,8 @@ _FREE_ON_RESUME = (
     *FREE_ON_RESUME,
     # The corpus is compared by the fingerprint in the checkpoint.
     "corpus",
+    # So is the teacher.
+    "distillation.teacher",
     "adaptation.general",
     "adaptation.finetuning",
     "adaptation.finetuning_seeds",

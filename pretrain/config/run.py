@@ -15,6 +15,7 @@ from pretrain.config.adaptation import AdaptationConfig
 from pretrain.config.data import CorpusConfig, MaskingConfig, PairsConfig
 from pretrain.config.engine import CheckpointConfig, EngineConfig, SpikeConfig
 from pretrain.config.model import ModelConfig
+from pretrain.config.objectives import DistillationConfig, ElectraConfig
 from pretrain.config.schedule import AveragingConfig, EvaluationConfig, OptimizerConfig, PhaseConfig
 
 _RUN_NAME = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
@@ -144,6 +145,12 @@ class PretrainConfig(RunConfig):
     adaptation: AdaptationConfig = Field(
         default=AdaptationConfig(), description="How a run continues from the checkpoint in start_from."
     )
+    distillation: DistillationConfig = Field(
+        default=DistillationConfig(), description="Learning from the predictions of a larger model."
+    )
+    electra: ElectraConfig = Field(
+        default=ElectraConfig(), description="Detection of tokens that a generator has replaced."
+    )
 
     @model_validator(mode="after")
     def _check_start(self) -> PretrainConfig:
@@ -165,6 +172,60 @@ class PretrainConfig(RunConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_distillation(self) -> PretrainConfig:
+        settings = self.distillation
+        if not settings.teacher:
+            for name, value in settings:
+                if value != DistillationConfig.model_fields[name].default:
+                    raise ValueError(
+                        f"distillation.{name} ({value}) needs distillation.teacher: the model to learn from"
+                    )
+            return self
+        if self.start_from:
+            raise ValueError(
+                f"start_from ({self.start_from}) and distillation.teacher ({settings.teacher}) both give the first "
+                "weights. Remove one of them"
+            )
+        if len(settings.layers) not in (0, self.model.layers):
+            raise ValueError(
+                f"distillation.layers ({list(settings.layers)}) has {len(settings.layers)} numbers for the "
+                f"{self.model.layers} layers of the model (model.layers)"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_objective(self) -> PretrainConfig:
+        """Refuse what an objective with a second model does not combine with."""
+        second = "electra" if self.electra.is_on else "distillation.teacher" if self.distillation.teacher else ""
+        if second and (self.has_causal or self.masking.shifted_targets):
+            raise ValueError(
+                f"{second} does not fit phases.*.causal_share and masking.shifted_targets: its second model predicts "
+                "masked tokens where they are. Set them to 0 and false"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_electra(self) -> PretrainConfig:
+        if not self.electra.is_on:
+            for name, value in self.electra:
+                if value != ElectraConfig.model_fields[name].default:
+                    raise ValueError(f"electra.{name} ({value}) needs electra.generator_width, such as 0.25")
+            return self
+        if self.pairs.has_classifier:
+            raise ValueError(
+                f"electra does not fit the objective {self.pairs.chosen_objective}. Set pairs.next_sentence: false"
+            )
+        for other, value in (("start_from", self.start_from), ("distillation.teacher", self.distillation.teacher)):
+            if value:
+                raise ValueError(f"electra and {other} ({value}) do not fit together. Remove one of them")
+        try:
+            self.electra.generator(self.model)
+        except ValueError as error:
+            reason = " ".join(str(error).split("Value error, ")[-1].split(" [type")[0].split())
+            raise ValueError(f"electra.generator_width ({self.electra.generator_width}): {reason}") from None
+        return self
+
+    @model_validator(mode="after")
     def _check_causal(self) -> PretrainConfig:
         for number, phase in enumerate(self.phases):
             if phase.causal_share and self.pairs.has_classifier:
@@ -177,10 +238,10 @@ class PretrainConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check_phases(self) -> PretrainConfig:
-        if self.model.embedding not in (0, self.model.hidden):
+        if self.model.embedding not in (0, self.model.hidden) and not self.electra.is_on:
             raise ValueError(
-                f"model.embedding ({self.model.embedding}) is for released models only; pretraining ties the decoder "
-                f"to the embeddings, so set it to 0 or to model.hidden ({self.model.hidden})"
+                f"model.embedding ({self.model.embedding}) is for released models and electra only; the decoder is "
+                f"tied to the embeddings, so set it to 0 or to model.hidden ({self.model.hidden})"
             )
         for number, phase in enumerate(self.phases):
             if phase.sequence_length > self.model.max_positions:

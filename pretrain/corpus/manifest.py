@@ -115,10 +115,10 @@ def without_vocabulary(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if not key.startswith("corpus.vocabulary.")}
 
 
-def check_same_tokenizer(folder: Path, tokenizer: Tokenizer, *, extended: bool = False) -> None:
+def check_same_tokenizer(folder: Path, tokenizer: Tokenizer, *, extended: bool = False, of: str = "start_from") -> None:
     """Raise `InputError` unless the corpus in `folder` was prepared with `tokenizer`, that of a checkpoint.
 
-    `extended`: it may have further entries after those of the checkpoint.
+    `extended`: it may have further entries after those of the checkpoint. `of`: the setting that names the checkpoint.
     """
     own = Tokenizer.from_file(str(folder / "tokenizer.json"))
     size, entries = tokenizer.get_vocab_size(), own.get_vocab()
@@ -132,9 +132,10 @@ def check_same_tokenizer(folder: Path, tokenizer: Tokenizer, *, extended: bool =
         reason = "it normalises text in another way, such as case or accents"
     else:
         return
+    advice = "the same start_from" if of == "start_from" else "corpus.vocabulary.path: its tokenizer.json"
     raise InputError(
-        f"{folder}: prepared with another tokenizer than start_from has: {reason}. Prepare the text into another "
-        "corpus.dir with the same start_from."
+        f"{folder}: prepared with another tokenizer than {of} has: {reason}. Prepare the text into another "
+        f"corpus.dir with {advice}."
     )
 
 

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from pretrain.config import ModelConfig
+from pretrain.config import ElectraConfig, ModelConfig
 from pretrain.model.activations import get_activation
 from pretrain.model.norms import get_norm
 from pretrain.model.parameters import (
     Parameter,
+    discriminator_parameters,
     embedding_parameters,
     final_parameters,
     head_parameters,
@@ -92,6 +93,34 @@ def executed_flops(
     linear = _after_attention(model) * (tokens - masked - len(lengths))
     skipped = (_pairs(length, window) * (1 - 1 / length - masked / tokens) for length in lengths)
     return useful - linear - 12 * model.hidden * sum(skipped)
+
+
+def electra_parameter_count(model: ModelConfig, settings: ElectraConfig, vocabulary_size: int) -> tuple[int, int]:
+    """Parameters of `electra.ElectraModel`: (the discriminator with its head, the generator without what it shares)."""
+    generator = settings.generator(model)
+    discriminator = sum(parameter_count(model, vocabulary_size, False)[:2]) + total(discriminator_parameters(model))
+    own = parameter_count(generator, vocabulary_size, False).total
+    if settings.embeddings == "shared":
+        tables = (p for p in embedding_parameters(generator, vocabulary_size) if not p.name.startswith("project_"))
+        own -= total(tables)
+    return discriminator, own
+
+
+def trained_parameters(model: ModelConfig, electra: ElectraConfig, vocabulary_size: int, next_sentence: bool) -> int:
+    """Parameters that a run trains: those of an ELECTRA generator too, if there is one."""
+    if electra.is_on:
+        return sum(electra_parameter_count(model, electra, vocabulary_size))
+    return parameter_count(model, vocabulary_size, next_sentence).total
+
+
+def electra_flops(
+    model: ModelConfig, settings: ElectraConfig, vocabulary_size: int, lengths: Sequence[float], masked: float
+) -> float:
+    """As `flops`, of both models of `electra.ElectraModel`; the scores that are sampled from count a second time."""
+    generator, tokens = settings.generator(model), sum(lengths)
+    head = _FLOPS_PER_ENTRY * matrix_entries(discriminator_parameters(model)) * tokens
+    scores = _FLOPS_PER_ENTRY / 3 * (model.embedding or model.hidden) * vocabulary_size * masked
+    return _all_layers(model, lengths) + head + flops(generator, vocabulary_size, lengths, masked, False) + scores
 
 
 def encoder_flops(model: ModelConfig, lengths: Sequence[int], rows: int) -> float:

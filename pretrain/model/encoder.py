@@ -158,11 +158,11 @@ class Embeddings(nn.Module):
         # The look-ups stay outside: torch's own gradient of them is faster than the compiled one.
         positions_TE = None
         if self.shape.positions == "learned":
-            positions_TE = look_up(self.position, positions)
+            positions_TE = self.position_rows(positions)
         elif self.shape.positions == "sinusoidal":
             positions_TE = sinusoids(positions, self.word.shape[1])
         embedded_TE = program(embed, self.fused)(
-            look_up(self.word, input_ids, sparse=self.sparse_gradient),
+            self.word_rows(input_ids),
             positions_TE,
             token_types if self.shape.token_types else None,
             keys,
@@ -171,6 +171,14 @@ class Embeddings(nn.Module):
             self.shape.hidden_dropout if self.training else 0.0,
         )
         return F.linear(embedded_TE, self.project_weight, self.project_bias) if self.projected else embedded_TE
+
+    def word_rows(self, input_ids: Tensor) -> Tensor:
+        """int64 [T] -> [T, E]"""
+        return look_up(self.word, input_ids, sparse=self.sparse_gradient)
+
+    def position_rows(self, positions: Tensor) -> Tensor:
+        """int64 [T] -> [T, E]"""
+        return look_up(self.position, positions)
 
 
 class RelativePositions(nn.Module):

@@ -10,7 +10,7 @@ matmuls, none done twice, and memory for one piece (the idea of Liger Kernel's f
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,7 +36,41 @@ def vocabulary_losses(
         scalars; the first is differentiable, once.
     """
     needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or word.requires_grad)
-    losses: Any = _VocabularyLosses.apply(hidden, word, bias, labels, fused, needs_gradient)
+    losses: Any = _VocabularyLosses.apply(hidden, word, bias, labels, None, fused, needs_gradient)
+    return losses
+
+
+class SoftTargets(NamedTuple):
+    """A teacher's scores for the same tokens, before they are computed, and how much they count.
+
+    Attributes:
+        hidden, word, bias: as those of `vocabulary_losses`, of any width; never differentiated.
+        temperature: by which both models' scores are divided.
+        soft_weight, hard_weight: of the divergence from the teacher, and of the cross-entropy with the labels.
+    """
+
+    hidden: Tensor  # [K, H of the teacher]
+    word: Tensor  # [V, H of the teacher]
+    bias: Tensor | None  # [V]
+    temperature: float
+    soft_weight: float
+    hard_weight: float
+
+
+def soft_target_losses(
+    hidden: Tensor, word: Tensor, bias: Tensor | None, labels: Tensor, soft: SoftTargets, fused: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`vocabulary_losses` with a teacher's scores beside the labels (Hinton et al. 2015, arXiv:1503.02531, section 2).
+
+    The divergence is that of Kullback and Leibler from the student's to the teacher's softmax at the temperature, times
+    its square (transformers, research project distillation, distiller.py: `ce_loss_fct`).
+
+    Returns:
+        (weighted sum of the next two, which alone is differentiable; sum of cross-entropies; sum of divergences, both
+        in nats; expected number of correct predictions), fp32 scalars.
+    """
+    needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or word.requires_grad)
+    losses: Any = _VocabularyLosses.apply(hidden, word, bias, labels, soft, fused, needs_gradient)
     return losses
 
 
@@ -48,10 +82,11 @@ class _VocabularyLosses(torch.autograd.Function):
         word: Tensor,
         bias: Tensor | None,
         labels: Tensor,
+        soft: SoftTargets | None,
         fused: bool,
         needs_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
-        totals = torch.zeros(2, device=hidden.device)
+    ) -> tuple[Tensor, ...]:
+        totals = torch.zeros(2 if soft is None else 4, device=hidden.device)
         grad_hidden, grad_word, grad_bias = torch.empty_like(hidden), None, None
         # Pieces of nearly equal length: a last one of a single row would be compiled for itself.
         pieces = max(1, -(-len(labels) * word.shape[0] // LOGITS_PER_PIECE))
@@ -59,11 +94,17 @@ class _VocabularyLosses(torch.autograd.Function):
         for first in range(0, max(1, len(labels)), rows):
             piece = slice(first, first + rows)
             logits_CV, labels_C = hidden[piece] @ word.T, labels[piece]
-            if not needs_gradient:
+            compute, more = _losses_and_gradient, ()
+            if soft is not None:
+                compute = _soft_losses_and_gradient
+                more = soft.hidden[piece] @ soft.word.T, *soft[2:]
+            elif not needs_gradient:
                 totals += program(_losses, fused)(logits_CV, bias, labels_C)
                 continue
-            losses, grad_CV = program(_losses_and_gradient, fused)(logits_CV, bias, labels_C)
+            losses, grad_CV = program(compute, fused)(logits_CV, bias, labels_C, *more)
             totals += losses
+            if not needs_gradient:
+                continue
             torch.mm(grad_CV, word, out=grad_hidden[piece])
             grad_word = _add(grad_word, grad_CV.T @ hidden[piece])
             if bias is not None:
@@ -72,14 +113,14 @@ class _VocabularyLosses(torch.autograd.Function):
         if grad_word is not None:
             of_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
             ctx.save_for_backward(grad_hidden, grad_word.to(word.dtype), of_bias)
-        loss, correct = totals.unbind()
-        ctx.mark_non_differentiable(correct)
-        return loss, correct
+        loss, *rest = totals.unbind()
+        ctx.mark_non_differentiable(*rest)
+        return loss, *rest
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # In place: nothing else uses them, and there is one backward pass.
-        return *(None if saved is None else saved.mul_(grads[0]) for saved in ctx.saved_tensors), None, None, None
+        return *(None if saved is None else saved.mul_(grads[0]) for saved in ctx.saved_tensors), *(None,) * 4
 
 
 def _add(total: Tensor | None, piece: Tensor) -> Tensor:
@@ -98,6 +139,31 @@ def _losses_and_gradient(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Ten
     column_V = torch.arange(scores_CV.shape[1], device=scores_CV.device)
     grad_CV = (scores_CV - log_total_C[:, None]).exp() - (column_V == labels_C[:, None]).float()
     return _totals(labels_C, scores_CV, top_C, log_total_C), grad_CV.to(logits_CV.dtype)
+
+
+def _soft_losses_and_gradient(
+    logits_CV: Tensor,
+    bias_V: Tensor | None,
+    labels_C: Tensor,
+    teacher_CV: Tensor,
+    teacher_bias_V: Tensor | None,
+    temperature: float,
+    soft_weight: float,
+    hard_weight: float,
+) -> tuple[Tensor, Tensor]:
+    """(fp32 [4] as `soft_target_losses` returns, gradient of the first [C, V] in the dtype of the logits)."""
+    scores_CV, top_C, log_total_C = _normalise(logits_CV, bias_V)
+    column_V = torch.arange(scores_CV.shape[1], device=scores_CV.device)
+    hard_CV = (scores_CV - log_total_C[:, None]).exp() - (column_V == labels_C[:, None]).float()
+    given_CV = teacher_CV.float() if teacher_bias_V is None else teacher_CV.float() + teacher_bias_V.float()
+    own_CV = (scores_CV / temperature).log_softmax(-1)
+    their_CV = (given_CV / temperature).log_softmax(-1)
+    shares_CV = their_CV.exp()
+    divergence = (shares_CV * (their_CV - own_CV)).sum() * temperature**2
+    cross_entropy, correct = _totals(labels_C, scores_CV, top_C, log_total_C).unbind()
+    weighted = soft_weight * divergence + hard_weight * cross_entropy
+    grad_CV = hard_weight * hard_CV + (soft_weight * temperature) * (own_CV.exp() - shares_CV)
+    return torch.stack([weighted, cross_entropy, divergence, correct]), grad_CV.to(logits_CV.dtype)
 
 
 def _normalise(logits_CV: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

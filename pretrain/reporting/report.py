@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pretrain.checkpoint.electra import GENERATOR_SUFFIX
 from pretrain.common.errors import InputError
 from pretrain.common.settings import dump
 from pretrain.common.wording import counted
@@ -206,6 +207,9 @@ def _tiles(run: _ReportData) -> list[tuple[str, str, str]]:
             ("mlm_accuracy", "MLM accuracy", "{:.1%}"),
             ("nsp_accuracy", "NSP accuracy", "{:.1%}"),
             ("sop_accuracy", "SOP accuracy", "{:.1%}"),
+            ("distil_loss", "Divergence from the teacher", "{:.3f}"),
+            ("rtd_loss", "RTD loss", "{:.3f}"),
+            ("rtd_accuracy", "RTD accuracy", "{:.1%}"),
         ):
             if last.get(field) is not None:
                 tiles.append((label, form.format(last[field]), note))
@@ -231,6 +235,8 @@ def _measured(record: dict[str, Any]) -> list[str]:
         "mlm_accuracy": "mlm {:.1%}",
         "nsp_accuracy": "nsp {:.1%}",
         "sop_accuracy": "sop {:.1%}",
+        "distil_loss": "distil loss {:.3f}",
+        "rtd_accuracy": "rtd {:.1%}",
     }
     return [form.format(record[key]) for key, form in forms.items() if record.get(key) is not None]
 
@@ -291,6 +297,10 @@ def _charts(run: _ReportData) -> Iterator[str]:
         line_chart("SOP accuracy", pair("sop_accuracy"), form=_percent, **at_step),
         line_chart("Loss of causal sequences", one("causal_loss"), form=_plain, **at_step),
         line_chart("Accuracy of causal sequences", one("causal_accuracy"), form=_percent, **at_step),
+        line_chart("Divergence from the teacher", pair("distil_loss"), form=_plain, **at_step),
+        line_chart("Cosine distance from the teacher", pair("cosine_loss"), form=_plain, **at_step),
+        line_chart("RTD loss", pair("rtd_loss"), form=_plain, **at_step),
+        line_chart("RTD accuracy", pair("rtd_accuracy"), form=_percent, **at_step),
         line_chart("Gradient norm", one("grad_norm"), form=_plain, from_zero=True, **at_step),
         timed("Useful tokens per second", "tokens_per_second", short),
         timed("MFU", "mfu", _percent),
@@ -406,7 +416,8 @@ def _cell(key: str, value: Any) -> str:
 
 def _predictions(run: _ReportData) -> list[Filling]:
     """The predictions shown on the page; [] if the run has no export or its corpus is missing."""
-    export_dir, corpus = run.folder / "export", Path(run.config.corpus.dir)
+    name = f"export{GENERATOR_SUFFIX}" if run.config.electra.is_on else "export"  # of the model that fills words in
+    export_dir, corpus = run.folder / name, Path(run.config.corpus.dir)
     if not export_dir.is_dir() or not corpus.is_dir():
         return []
     from pretrain.corpus.shards import open_shards

@@ -253,6 +253,8 @@ def _pieces(progress: _Progress) -> dict[str, str]:
         "mlm": _piece(last.get("mlm_accuracy"), "mlm {:.1%}"),
         "nsp": _piece(last.get("nsp_accuracy"), "nsp {:.1%}"),
         "sop": _piece(last.get("sop_accuracy"), "sop {:.1%}"),
+        "distil": _piece(last.get("distil_loss"), "distil {:.3f}"),
+        "rtd": _piece(last.get("rtd_accuracy"), "rtd {:.1%}"),
         "speed": _piece(last.get("tokens_per_second"), "{:,.0f} tokens/s"),
         "mfu": _piece(last.get("mfu"), "{:.0%} MFU"),
         "stall": _piece(last.get("data_stall_fraction"), "stall {:.1%}"),
@@ -267,12 +269,14 @@ def _piece(value: float | None, form: str) -> str:
 
 
 # In order of importance: on a narrow terminal the last ones are left out first.
-_PRIORITY = ("step", "loss", "left", "skipped", "speed", "mlm", "mfu", "phase", "nsp", "sop", "stall")
+_PRIORITY = ("step", "loss", "left", "skipped", "speed", "mlm", "mfu", "phase", "nsp", "sop", "distil", "rtd", "stall")
 _STYLES = {
     "loss": "bold",
     "mlm": "green",
     "nsp": "green",
     "sop": "green",
+    "distil": "green",
+    "rtd": "green",
     "speed": "cyan",
     "mfu": "cyan",
     "skipped": "yellow",
@@ -323,6 +327,8 @@ _SCORES = {
     "mlm_accuracy": ("mlm", "{:.1%}"),
     "nsp_accuracy": ("nsp", "{:.1%}"),
     "sop_accuracy": ("sop", "{:.1%}"),
+    "distil_loss": ("distil loss", "{:.3f}"),
+    "rtd_accuracy": ("rtd", "{:.1%}"),
 }
 _MOST_SCORES = 4
 

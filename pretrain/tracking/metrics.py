@@ -20,7 +20,8 @@ TRAINING_METRICS: dict[str, Metric] = {
     "loss": Metric(
         "nats",
         "Sum of mlm_loss and nsp_loss or sop_loss; with causal sequences, the mean of mlm_loss and causal_loss, "
-        "weighted by the numbers of sequences; for fine-tuning, the loss of the task.",
+        "weighted by the numbers of sequences; in distillation and ELECTRA, the weighted sum of their losses; for "
+        "fine-tuning, the loss of the task.",
     ),
     "mlm_loss": Metric("nats", "Cross-entropy per masked token; mean since the last record."),
     "mlm_accuracy": Metric("fraction", "Masked tokens predicted correctly since the last record."),
@@ -30,6 +31,18 @@ TRAINING_METRICS: dict[str, Metric] = {
     "sop_accuracy": Metric("fraction", "Pairs classified correctly as in order or swapped since the last record."),
     "causal_loss": Metric("nats", "Cross-entropy per token of causal sequences; mean since the last record."),
     "causal_accuracy": Metric("fraction", "Tokens of causal sequences predicted correctly since the last record."),
+    "distil_loss": Metric(
+        "nats",
+        "Divergence from the teacher's predictions per masked token, at the temperature and times its square; mean "
+        "since the last record.",
+    ),
+    "cosine_loss": Metric(
+        "", "1 minus the cosine of the last hidden states of student and teacher; mean of tokens since the last record."
+    ),
+    "rtd_loss": Metric(
+        "nats", "Binary cross-entropy of the ELECTRA discriminator per token; mean since the last record."
+    ),
+    "rtd_accuracy": Metric("fraction", "Tokens recognised as original or replaced since the last record."),
     "lr": Metric("", "Learning rate of the last step."),
     "grad_norm": Metric("", "Global gradient norm of the last step, before clipping."),
     "tokens_per_second": Metric("tokens/s", "Throughput over all workers, without padding."),

@@ -1,7 +1,7 @@
 """ELECTRA: transformers models/electra/modeling_electra.py and configuration_electra.py, 5.23.
 
-The generator's masked-language-modelling head is read and written as `heads.mlm_*`. The discriminator's is named in the
-mapping, and left out.
+The generator's masked-language-modelling head is read and written as `heads.mlm_*`. The discriminator's is written as
+`heads.rtd_*`; when it is read it is named in the mapping, and left out.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ LAYOUT = KeyMapping(
         "heads.mlm_norm": "generator_predictions.LayerNorm",
         "heads.mlm": "generator_lm_head",
         "heads.decoder": "generator_lm_head",
+        "heads.rtd_dense": "discriminator_predictions.dense",
+        "heads.rtd_out": "discriminator_predictions.dense_prediction",
         "head.dense": "classifier.dense",
     },
     decoder="generator_lm_head",

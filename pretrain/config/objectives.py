@@ -1,0 +1,111 @@
+"""Settings of objectives besides masked language modelling: a teacher to learn from, and ELECTRA."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from pretrain.common.settings import LocalPath, Section
+from pretrain.config.model import ModelConfig
+
+
+class DistillationConfig(Section):
+    """Knowledge distillation (Sanh et al. 2019, "DistilBERT", arXiv:1910.01108, section 2)."""
+
+    teacher: LocalPath = Field(
+        default="",
+        description="Folder of the teacher: a released model, an export or a run, with the corpus's vocabulary and a "
+        "head for masked language modelling. Empty trains without a teacher.",
+    )
+    initialise: bool = Field(
+        default=True,
+        description="Begin with the teacher's embeddings, heads and some of its layers. false begins with random "
+        "weights; the teacher may then have another shape.",
+    )
+    layers: tuple[int, ...] = Field(
+        default=(),
+        description="The teacher's layer, counted from 0, that each layer of the student begins with. Empty spreads "
+        "them evenly from the first to the last: 0, 2, 4, 7, 9, 11 for 6 of 12, as DistilBERT.",
+    )
+    temperature: float = Field(
+        default=2.0, gt=0, description="Temperature by which both models' scores are divided for the soft targets."
+    )
+    soft_weight: float = Field(
+        default=5.0,
+        ge=0,
+        description="Weight of the divergence from the teacher's predictions at the masked tokens.",
+    )
+    mlm_weight: float = Field(default=2.0, ge=0, description="Weight of the masked language modelling loss.")
+    cosine_weight: float = Field(
+        default=1.0,
+        ge=0,
+        description="Weight of the cosine distance between the last hidden states of both models. It needs equal "
+        "widths; 0 leaves it out.",
+    )
+
+    @model_validator(mode="after")
+    def _check_together(self) -> DistillationConfig:
+        if not self.soft_weight + self.mlm_weight + self.cosine_weight:
+            raise ValueError("soft_weight, mlm_weight and cosine_weight are all 0: nothing would be learned")
+        if self.layers and not self.initialise:
+            raise ValueError(f"layers ({list(self.layers)}) has no effect with initialise: false. Remove one of them")
+        if self.layers and (self.layers[0] < 0 or any(later <= layer for layer, later in pairwise(self.layers))):
+            raise ValueError(f"layers ({list(self.layers)}) must be numbers from 0 in ascending order")
+        return self
+
+
+class ElectraConfig(Section):
+    """Replaced-token detection (Clark et al. 2020, "ELECTRA", arXiv:2003.10555, section 2)."""
+
+    generator_width: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Width of the generator as a share of the model's, which becomes the discriminator. ELECTRA has "
+        "0.25, in its base size 1/3. 0 trains no generator, but the model itself on masked tokens.",
+    )
+    generator_depth: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="Layers of the generator as a share of the model's. DeBERTa-v3 has 0.5, at full width.",
+    )
+    rtd_weight: float = Field(default=50.0, ge=0, description="Weight of the discriminator's loss. DeBERTa-v3 has 10.")
+    mlm_weight: float = Field(default=1.0, ge=0, description="Weight of the generator's loss.")
+    temperature: float = Field(
+        default=1.0, gt=0, description="Temperature by which the generator's scores are divided to sample from them."
+    )
+    embeddings: Literal["shared", "disentangled"] = Field(
+        default="shared",
+        description="shared uses one set of tables for both models. disentangled adds trained differences to the "
+        "generator's words and positions, which get no gradient from the discriminator (DeBERTa-v3).",
+    )
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a run trains a generator and a discriminator."""
+        return self.generator_width > 0
+
+    def generator(self, model: ModelConfig) -> ModelConfig:
+        """The shape of the generator of a discriminator (google-research/electra, get_generator_config).
+
+        Its heads are as wide as the discriminator's, if its width allows it, and its embeddings have the
+        discriminator's width. Raises `ValueError` if its parts do not fit, such as rotary positions an odd head width.
+        """
+        hidden, embedding = max(1, round(model.hidden * self.generator_width)), model.embedding or model.hidden
+        heads = max(1, hidden // model.head_width)
+        while hidden % heads:
+            heads -= 1
+        changes = {
+            "size": "custom",
+            "layers": max(1, round(model.layers * self.generator_depth)),
+            "hidden": hidden,
+            "heads": heads,
+            "kv_heads": 0,
+            "intermediate": max(1, round(model.intermediate * hidden / model.hidden)),
+            "embedding": embedding if embedding != hidden else 0,
+            "attention_init": "normal",
+        }
+        return ModelConfig.model_validate({**model.model_dump(), **changes})

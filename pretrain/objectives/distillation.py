@@ -1,0 +1,85 @@
+"""Distillation: a teacher's predictions and hidden states beside the masked tokens (Sanh et al. 2019, section 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain.batches.loader import MicroBatch, StepBatch
+from pretrain.checkpoint.teacher import read_teacher, student_weights
+from pretrain.config import PretrainConfig
+from pretrain.estimate import executed_flops
+from pretrain.model import cost
+from pretrain.model.distillation import DistillationLosses, DistillingModel
+
+
+class Distillation:
+    """Learning from a teacher as an `Objective`. Raises `InputError` as `read_teacher` and `student_weights`."""
+
+    def __init__(self, config: PretrainConfig, vocabulary_size: int) -> None:
+        self._config, self._vocabulary_size = config, vocabulary_size
+        teacher = read_teacher(config)
+        self._teacher = teacher.model
+        self.identity: dict[str, Any] = {"teacher": {"folder": teacher.folder, "fingerprint": teacher.fingerprint}}
+        self.model = DistillingModel(
+            config.model,
+            vocabulary_size,
+            config.pairs.has_classifier,
+            teacher=teacher.build(compile=config.engine.compile),
+            settings=config.distillation,
+            compile=config.engine.compile,
+            activation_checkpointing=config.engine.activation_checkpointing,
+        )
+        self._first: dict[str, Tensor] = {}
+        if config.distillation.initialise:
+            own = self.model.state_dict()
+            self._first = {**own, **student_weights(config, teacher, {name: own[name].shape for name in own})}
+
+    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.model.place_teacher(device, dtype)
+
+    def first_weights(self) -> Mapping[str, Tensor]:
+        first, self._first = self._first, {}
+        return first
+
+    def loss(self, output: DistillationLosses, step: StepBatch) -> Tensor:
+        # Invariant 3: global counts. Both losses of the predictions are means over the masked tokens.
+        loss = output.predictions / step.masked + output.nsp_loss / step.sequences
+        return loss + output.cosine_loss * (self._config.distillation.cosine_weight / step.tokens)
+
+    def totals(self, output: DistillationLosses) -> Tensor:
+        return torch.stack(list(output[1:]))
+
+    def counts(self, step: StepBatch) -> Tensor:
+        return torch.tensor([step.masked, step.sequences, step.tokens], dtype=torch.float64)
+
+    def flops(self, micro_batch: MicroBatch) -> float:
+        lengths, masked = micro_batch.lengths, len(micro_batch.masked_rows)
+        settings, pairs = self._config.distillation, self._config.pairs.has_classifier
+        if not settings.cosine_weight:
+            own = executed_flops(self._config, self._vocabulary_size, lengths, masked)
+            theirs = cost.executed_flops(self._teacher, self._vocabulary_size, lengths, masked, False)
+        else:  # every row of the last layer
+            own = cost.flops(self._config.model, self._vocabulary_size, lengths, masked, pairs)
+            theirs = cost.flops(self._teacher, self._vocabulary_size, lengths, masked, False)
+        return own + theirs / 3  # a forward pass has a third of the products
+
+    def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
+        mlm_loss, nsp_loss, mlm_correct, nsp_correct, soft_loss, cosine_loss = totals
+        (masked, sequences, tokens), settings = counts, self._config.distillation
+        means = {
+            "mlm_loss": mlm_loss / masked,
+            "mlm_accuracy": mlm_correct / masked,
+            "distil_loss": soft_loss / masked,
+        }
+        if settings.cosine_weight:
+            means["cosine_loss"] = cosine_loss / tokens
+        loss = settings.soft_weight * soft_loss / masked + settings.mlm_weight * mlm_loss / masked
+        loss += settings.cosine_weight * cosine_loss / tokens + nsp_loss / sequences
+        if self._config.pairs.has_classifier:
+            name = self._config.pairs.chosen_objective
+            means |= {f"{name}_loss": nsp_loss / sequences, f"{name}_accuracy": nsp_correct / sequences}
+        return {"loss": loss, **means}

@@ -1,0 +1,89 @@
+"""Masked language modelling, and the prediction of next sentences or of their order (Devlin et al. 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain.batches.loader import MicroBatch, StepBatch
+from pretrain.config import PretrainConfig
+from pretrain.estimate import executed_flops
+from pretrain.model.heads import Losses, PretrainingModel
+
+
+class MaskedTokens:
+    """BERT's objectives, and causal sequences beside masked ones, as an `Objective`."""
+
+    def __init__(self, config: PretrainConfig, vocabulary_size: int) -> None:
+        self._config, self._vocabulary_size = config, vocabulary_size
+        self.identity: dict[str, Any] = {}
+        self.model = PretrainingModel(
+            config.model,
+            vocabulary_size,
+            config.pairs.has_classifier,
+            compile=config.engine.compile,
+            activation_checkpointing=config.engine.activation_checkpointing,
+        )
+
+    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """All there is are parameters of the model."""
+
+    def first_weights(self) -> Mapping[str, Tensor]:
+        return {}
+
+    def loss(self, output: Losses, step: StepBatch) -> Tensor:
+        # Invariant: losses are normalised globally, by counts over all ranks and micro-batches. As in Devlin et al.,
+        # the loss is the sum of the two means.
+        if not self._config.has_causal:
+            return output.mlm_loss / step.masked + output.nsp_loss / step.sequences
+        # Masked and causal sequences weigh as many as they are, not as their targets (GPT-BERT, section 3).
+        share = step.causal / step.sequences
+        loss = output.mlm_loss * ((1 - share) / max(step.masked, 1))
+        return loss if output.causal_loss is None else loss + output.causal_loss * (share / step.causal_targets)
+
+    def totals(self, output: Losses) -> Tensor:
+        sums = list(output[:4])
+        if self._config.has_causal:
+            nothing = torch.zeros_like(output.mlm_loss)
+            sums += [nothing if total is None else total for total in (output.causal_loss, output.causal_correct)]
+        return torch.stack(sums)
+
+    def counts(self, step: StepBatch) -> Tensor:
+        causal = [step.causal_targets, step.causal] if self._config.has_causal else []
+        return torch.tensor([step.masked, step.sequences, *causal], dtype=torch.float64)
+
+    def flops(self, micro_batch: MicroBatch) -> float:
+        return executed_flops(self._config, self._vocabulary_size, micro_batch.lengths, len(micro_batch.masked_rows))
+
+    def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
+        if self._config.has_causal:
+            return _causal_metrics(totals, counts)
+        mlm_loss, nsp_loss, mlm_correct, nsp_correct = totals
+        masked, sequences = counts
+        means = {
+            "loss": mlm_loss / masked + nsp_loss / sequences,
+            "mlm_loss": mlm_loss / masked,
+            "mlm_accuracy": mlm_correct / masked,
+        }
+        if self._config.pairs.has_classifier:
+            name = self._config.pairs.chosen_objective
+            means |= {f"{name}_loss": nsp_loss / sequences, f"{name}_accuracy": nsp_correct / sequences}
+        return means
+
+
+def _causal_metrics(totals: list[float], counts: list[float]) -> dict[str, float]:
+    """Means of masked and of causal sequences, if there are any, and `loss`, weighted by the numbers of sequences."""
+    mlm_loss, _, mlm_correct, _, causal_loss, causal_correct = totals
+    masked, sequences, targets, causal = counts
+    share = causal / sequences
+    means = {"loss": 0.0}
+    if masked:
+        means |= {"mlm_loss": mlm_loss / masked, "mlm_accuracy": mlm_correct / masked}
+        means["loss"] += (1 - share) * means["mlm_loss"]
+    if targets:
+        means |= {"causal_loss": causal_loss / targets, "causal_accuracy": causal_correct / targets}
+        means["loss"] += share * means["causal_loss"]
+    return means

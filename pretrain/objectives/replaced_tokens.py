@@ -1,0 +1,62 @@
+"""Replaced-token detection: a generator's samples, found by the discriminator (Clark et al. 2020, section 2)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pretrain.batches.loader import MicroBatch, StepBatch
+from pretrain.config import PretrainConfig
+from pretrain.model import cost
+from pretrain.model.electra import ElectraLosses, ElectraModel
+
+
+class ReplacedTokens:
+    """ELECTRA as an `Objective`."""
+
+    def __init__(self, config: PretrainConfig, vocabulary_size: int) -> None:
+        self._config, self._vocabulary_size = config, vocabulary_size
+        self.identity: dict[str, Any] = {}
+        self.model = ElectraModel(
+            config.model,
+            vocabulary_size,
+            settings=config.electra,
+            compile=config.engine.compile,
+            activation_checkpointing=config.engine.activation_checkpointing,
+        )
+
+    def place(self, device: torch.device, dtype: torch.dtype) -> None:
+        """All there is are parameters of the model."""
+
+    def first_weights(self) -> Mapping[str, Tensor]:
+        return {}
+
+    def loss(self, output: ElectraLosses, step: StepBatch) -> Tensor:
+        # Invariant 3: the generator's loss is a mean over the masked tokens, the discriminator's over all.
+        settings = self._config.electra
+        generator = output.mlm_loss * (settings.mlm_weight / step.masked)
+        return generator + output.rtd_loss * (settings.rtd_weight / step.tokens)
+
+    def totals(self, output: ElectraLosses) -> Tensor:
+        return torch.stack(list(output))
+
+    def counts(self, step: StepBatch) -> Tensor:
+        return torch.tensor([step.masked, step.tokens], dtype=torch.float64)
+
+    def flops(self, micro_batch: MicroBatch) -> float:
+        lengths, masked = micro_batch.lengths, len(micro_batch.masked_rows)
+        return cost.electra_flops(self._config.model, self._config.electra, self._vocabulary_size, lengths, masked)
+
+    def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
+        mlm_loss, rtd_loss, mlm_correct, rtd_correct = totals
+        (masked, tokens), settings = counts, self._config.electra
+        return {
+            "loss": settings.mlm_weight * mlm_loss / masked + settings.rtd_weight * rtd_loss / tokens,
+            "mlm_loss": mlm_loss / masked,
+            "mlm_accuracy": mlm_correct / masked,
+            "rtd_loss": rtd_loss / tokens,
+            "rtd_accuracy": rtd_correct / tokens,
+        }
