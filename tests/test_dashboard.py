@@ -22,9 +22,11 @@ from finetune.config import TASKS, FinetuneConfig
 from finetune.experiments import trials
 from finetune.tasks import registry
 from pretrain import __main__ as command_line
-from pretrain import train
 from pretrain.common.errors import InputError
-from pretrain.config import PairsConfig
+from pretrain.config import DistillationConfig, ElectraConfig, PairsConfig
+from pretrain.objectives.distillation import Distillation
+from pretrain.objectives.masked import MaskedTokens
+from pretrain.objectives.replaced_tokens import ReplacedTokens
 from pretrain.reporting import dashboard
 from pretrain.reporting.dashboard import curves, workspace
 from pretrain.reporting.dashboard.panels import PANELS, panels_for
@@ -159,14 +161,22 @@ class TestPanels:
             device=torch.device("cpu"),
             sum_over_workers=lambda it: it,
         )
-        for objective, causal in (("nsp", False), ("sop", False), ("none", True)):
+        for kind, objective, causal in (
+            (MaskedTokens, "nsp", False),
+            (MaskedTokens, "sop", False),
+            (MaskedTokens, "none", True),
+            (Distillation, "none", False),
+            (ReplacedTokens, "none", False),
+        ):
             pairs = PairsConfig.model_validate({"objective": objective})
-            task: Any = SimpleNamespace(_config=SimpleNamespace(pairs=pairs, has_causal=causal))
-            more = 2 * causal
+            settings = {"distillation": DistillationConfig(), "electra": ElectraConfig()}
+            own: Any = SimpleNamespace(_config=SimpleNamespace(pairs=pairs, has_causal=causal, **settings))
+            totals = {MaskedTokens: 4 + 2 * causal, Distillation: 6, ReplacedTokens: 4}[kind]
+            counts = {MaskedTokens: 2 + 2 * causal, Distillation: 3, ReplacedTokens: 2}[kind]
             run: Any = SimpleNamespace(
-                progress=Progress(step=1, window=Window(totals=[1.0] * (4 + more), counts=[1.0] * (2 + more))),
+                progress=Progress(step=1, window=Window(totals=[1.0] * totals, counts=[1.0] * counts)),
                 engine=engine,
-                task=SimpleNamespace(metrics=functools.partial(train.Pretraining.metrics, task)),
+                task=SimpleNamespace(metrics=functools.partial(kind.metrics, own)),
                 plan=SimpleNamespace(peak_flops=1.0),
                 recorder=SimpleNamespace(log=written.append),
                 stopwatch=loop._Stopwatch(),
@@ -176,9 +186,9 @@ class TestPanels:
                 norm=1.0,
             )
             loop._Fit.log(run)
-        own = {"nsp_loss", "sop_loss", "causal_loss"}
-        assert [own & set(record) for record in written] == [{"nsp_loss"}, {"sop_loss"}, {"causal_loss"}]
-        record = written[0] | written[1] | written[2]
+        special = ("nsp_loss", "sop_loss", "causal_loss", "distil_loss", "rtd_loss")
+        assert [{*special} & set(record) for record in written] == [{name} for name in special]
+        record = {name: value for one in written for name, value in one.items()}
         assert {metric for panel in PANELS for metric in panel.metrics} <= set(record)
         assert set(record) == set(TRAINING_METRICS)
         by_rank = {metric for panel in PANELS if panel.kind == "ranks" for metric in panel.metrics}

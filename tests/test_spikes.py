@@ -97,7 +97,7 @@ def _start_with_bad_data(start: Start, bad: dict[int, float]) -> str:
 
     def totals(self: Any, output: Any) -> torch.Tensor:
         factor = bad.get(self.now, 1.0)
-        return torch.stack(list(output)) * (factor if math.isfinite(factor) else 1.0)
+        return whole_totals(self, output) * (factor if math.isfinite(factor) else 1.0)
 
     def remember(self: Any, output: Any, step: Any) -> torch.Tensor:
         self.now = step.first_sample
