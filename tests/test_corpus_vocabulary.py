@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import BertPreTokenizer
 from pretrain.common.errors import InputError
 from pretrain.corpus.vocabulary import (
     SPECIAL_TOKENS,
-    _normal_words,
+    count_normal_words,
     load_vocabulary,
     save_tokenizer,
     special_ids,
@@ -101,7 +101,7 @@ def test_words_are_normalised_as_by_bert_one_by_one(lowercase: bool) -> None:
     for word in words:
         for piece, _ in cut.pre_tokenize_str(normalizer.normalize_str(word)):
             expected[piece] += 3 * (len(piece) <= 100)
-    found = _normal_words({word.encode(): 3 for word in words}, normalizer)
+    found = count_normal_words({word.encode(): 3 for word in words}, normalizer)
     assert found == dict(sorted((+expected).items()))
 
 
