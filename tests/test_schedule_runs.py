@@ -20,6 +20,7 @@ from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.continuation import Corpora
 from pretrain.corpus.shards import open_shards
+from pretrain.objectives.masked import MaskedTokens
 from pretrain.train import Pretraining
 from tests.distributed import run_workers
 from tests.starts import Start, all_records, make_starts, pretraining, records
@@ -109,7 +110,8 @@ def test_a_rollback_in_a_ramp_passes_over_the_samples_of_its_steps(
     config = PretrainConfig.model_validate(settings(corpus, tmp_path))
     shards, held_out = open_shards(corpus, "train"), open_shards(corpus, "validation")
     engine: Any = SimpleNamespace(rank=0, world_size=1)
-    task = Pretraining(config, Corpora(own=shards, training=shards, held_out=held_out), engine, torch.device("cpu"))
+    corpora = Corpora(own=shards, training=shards, held_out=held_out)
+    task = Pretraining(config, corpora, MaskedTokens(config, shards.vocabulary_size), engine, torch.device("cpu"))
     opened: list[tuple[int, int, int]] = []
     task._loader = iter(())  # type: ignore[assignment]
     monkeypatch.setattr(task, "_open_loader", lambda *given: opened.append(given))

@@ -156,6 +156,7 @@ def _export_electra(state: Mapping[str, Tensor], config: PretrainConfig, out: Pa
     export(generator, config.electra.generator(config.model), corpus, beside, **settings)
     export(discriminator, config.model, corpus, out, head="ForPreTraining", **settings)
 
+
 def _began_as(run_dir: Path) -> dict[str, Any]:
     """`family` and `config` of the release that a run continues; {} for a run from random weights."""
     path = run_dir / START_FILE
