@@ -125,7 +125,7 @@ class Pretraining:
         self._phase = 0
         self._validation: dict[int, list[StepBatch]] = {}
         self._general: dict[int, list[StepBatch]] = {}
-        place = {"rank": engine.rank, "world_size": engine.world_size}
+        place: dict[str, Any] = {"rank": engine.rank, "world_size": engine.world_size}
         for number in range(len(config.phases)):  # report errors of later phases now, not after hours of training
             BatchMaker(self._shards, config, number, seed=config.seed, **place).check_batch()
             self._validation[number] = validation_batches(corpora.held_out, config, number, **place)

@@ -19,8 +19,10 @@ class Objective(Protocol):
         identity: what each checkpoint keeps of the objective; a resumed run must have the same.
     """
 
-    model: nn.Module
     identity: dict[str, Any]
+
+    @property
+    def model(self) -> nn.Module: ...
 
     def place(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move what is not a parameter of the model to where the engine computes, in its precision."""
