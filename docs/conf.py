@@ -18,6 +18,7 @@ NAVIGATION = {
         "guides/pretraining",
         "guides/adapt",
         "guides/objectives",
+        "guides/distillation",
         "guides/optimizers",
         "guides/finetuning",
         "guides/monitoring",
