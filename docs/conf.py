@@ -19,6 +19,7 @@ NAVIGATION = {
         "guides/tokenizers",
         "guides/adapt",
         "guides/objectives",
+        "guides/distillation",
         "guides/optimizers",
         "guides/finetuning",
         "guides/monitoring",
