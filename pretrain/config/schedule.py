@@ -65,8 +65,8 @@ class PhaseConfig(Section):
     decay_steps: int = Field(
         default=0,
         ge=0,
-        description="Number of steps at the end of the phase in which the learning rate decays; before them it stays at "
-        "the peak (warm-up, stable, decay). 0 decays from the end of the warm-up on.",
+        description="Number of steps at the end of the phase in which the learning rate decays; before them it stays "
+        "at the peak (warm-up, stable, decay). 0 decays from the end of the warm-up on.",
     )
     decay_power: float = Field(
         default=0.5, gt=0, description="Exponent of the polynomial decay. NVIDIA's LAMB recipe uses 0.5."
