@@ -151,13 +151,13 @@ def test_a_text_begins_as_it_would_within_another() -> None:
     assert encode("dog").ids == encode(" dog").ids == encode("the dog").ids[-1:]
     assert encode("dog [MASK].").tokens == ["Ġdog", " [MASK]", "."]
     assert tokenizer.encode("The [MASK] ran", "dog").tokens == [
-        *("[CLS]", "ĠThe", " [MASK]", "Ġr", "an", "[SEP]", "Ġdog", "[SEP]")
+        *("[CLS]", "ĠThe", " [MASK]", "Ġran", "[SEP]", "Ġdog", "[SEP]")
     ]
 
 
 def test_offsets_are_those_of_the_letters() -> None:
-    encoding = trained().encode("The dog, the dog")
-    words = ["The dog, the dog"[a:b] for a, b in encoding.offsets[1:-1]]
+    text = "The dog, the dog"
+    words = [text[a:b] for a, b in trained().encode(text).offsets[1:-1]]
     assert words == ["The", "dog", ",", "the", "dog"]
 
 
@@ -274,9 +274,9 @@ def edges_of(text: str) -> list[str]:
 
 
 def test_words_begin_at_blanks_and_between_letters_numbers_and_marks() -> None:
-    text = "unthinkable (foxes) don't re-enter42 Ελληνικά, naïve—x 漢字"
+    text = "unthinkable (foxes) don't re-enter42 Ελληνικά, naïve;x 字漢"
     expected = [" unthinkable", " (", "foxes", ")", " don", "'t", " re", "-", "enter", "42", " Ελληνικά", ",", " naïve"]
-    assert edges_of(text) == [*expected, "—", "x", " 漢", "字"]
+    assert edges_of(text) == [*expected, ";", "x", " 字", "漢"]
 
 
 def test_whole_words_are_masked_together(corpus: Path) -> None:

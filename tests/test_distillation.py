@@ -34,16 +34,15 @@ def starts(given: list[Start]) -> list[str]:
 # ---- losses
 
 
-@pytest.mark.parametrize("fused", [False])
 @pytest.mark.parametrize("piece", [1 << 26, 150])
-def test_the_losses_are_those_of_the_plain_formulas(monkeypatch: pytest.MonkeyPatch, fused: bool, piece: int) -> None:
+def test_the_losses_are_those_of_the_plain_formulas(monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
     """As transformers' research project distillation, distiller.py, computes them: values and gradients."""
     monkeypatch.setattr(fused_cross_entropy, "LOGITS_PER_PIECE", piece)
     torch.manual_seed(0)
     shape = ModelConfig(size="custom", layers=2, hidden=16, heads=2, hidden_dropout=0.0)
     teacher = PretrainingModel(shape.model_copy(update={"layers": 3}), 50, False)
     settings = DistillationConfig(teacher="x", temperature=3.0, soft_weight=0.7, mlm_weight=0.3, cosine_weight=0.5)
-    model = DistillingModel(shape, 50, True, teacher=teacher, settings=settings, compile=fused)
+    model = DistillingModel(shape, 50, True, teacher=teacher, settings=settings)
     for one in (teacher, model):
         torch.nn.init.normal_(one.heads.mlm_bias)
     batch = make_batch([5, 9, 7], vocabulary_size=50)
@@ -143,7 +142,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
 def runs(place: Place) -> dict[tuple[int, int], Path]:
     """Run folders by (workers, ZeRO stage): never interrupted, and one stopped at step 2 beside it."""
     found = {}
-    for world, stages in ((1, (0, 3)), (2, (1, 3))):
+    for world, stages in ((1, (0,)), (2, (1, 3))):
         plan = []
         for stage in stages:
             name = f"{world}-{stage}"
@@ -161,7 +160,7 @@ def losses(run: Path, split: str = "train") -> list[tuple[float, ...]]:
     return [tuple(record[key] for key in keys) for record in records(run, split)]
 
 
-@pytest.mark.parametrize("run", [(1, 0), (1, 3), (2, 1), (2, 3)])
+@pytest.mark.parametrize("run", [(1, 0), (2, 1), (2, 3)])
 def test_a_resumed_run_is_bitwise_one_never_interrupted(runs, run: tuple[int, int]) -> None:
     through = runs[run]
     broken = through.with_name(through.name.replace("through", "broken"))

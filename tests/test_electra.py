@@ -93,10 +93,9 @@ def test_losses_are_those_of_transformers_classes(embeddings: str, corpus: Path,
     shape = model.settings.generator(SHAPE)
     hf.export(discriminator_state(own), SHAPE, small, tmp_path / "d", head="ForPreTraining", **written)
     hf.export(generator_state(own), shape, small, tmp_path / "g", **written)
-    classes: Any = ElectraForPreTraining, ElectraForMaskedLM
+    classes: list[tuple[Any, Path]] = [(ElectraForPreTraining, tmp_path / "d"), (ElectraForMaskedLM, tmp_path / "g")]
     (discriminator, report), (generator, other) = (
-        one.from_pretrained(folder, output_loading_info=True)
-        for one, folder in zip(classes, (tmp_path / "d", tmp_path / "g"), strict=True)
+        one.from_pretrained(folder, output_loading_info=True) for one, folder in classes
     )
     for one in (report, other):
         assert not one["missing_keys"]

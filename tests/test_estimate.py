@@ -91,6 +91,7 @@ def test_flops_are_what_torch_counts():
         masked_rows=torch.tensor(sorted(random.Random(0).sample(range(length), masked))),
         masked_labels=torch.zeros(masked, dtype=torch.long),
         nsp_labels=torch.zeros(1, dtype=torch.long),
+        causal=None,
     )
     model = PretrainingModel(shape, vocabulary)
     with FlopCounterMode(display=False) as counter:
@@ -149,7 +150,8 @@ def test_work_and_memory_follow_the_masking_schedule():
     assert figures([{"masking_probability": 0.25}], probability=0.4)[0][0] == pytest.approx(low)
     constant, causal, half = (figures([{"causal_share": share}])[0][0] for share in (0.0, 1.0, 0.5))
     assert half == pytest.approx((constant + causal) / 2)
-    assert figures([{"causal_share": 0.1}])[1] > 6 * figures([{}])[1]
+    # The scores themselves are computed in pieces.
+    assert figures([{"causal_share": 0.1}])[1] > figures([{}])[1]
 
 
 def test_the_mean_length_is_bounded_by_the_phase():

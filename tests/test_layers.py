@@ -35,10 +35,7 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.continuation": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.training"
     ),
-    "pretrain.objectives": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint "
-        "pretrain.estimate"
-    ),
+    "pretrain.objectives": "pretrain.config pretrain.batches pretrain.model pretrain.checkpoint pretrain.estimate",
     "finetune.datasets": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.launch": "pretrain.common pretrain.config cluster.workers pretrain.tracking pretrain.preflight",
     "finetune.metrics": "finetune.datasets",
@@ -54,7 +51,7 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.checkpoint cluster.jobs"
     ),
     "pretrain.train": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
+        "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches "
         "pretrain.checkpoint pretrain.estimate pretrain.training pretrain.continuation pretrain.objectives "
         "pretrain.reporting"
     ),

@@ -9,7 +9,8 @@ import numpy as np
 
 from pretrain.corpus.byte_columns import LETTER, MARK, NUMBER, character_classes
 
-_ANY, _SPACE = 0, 255  # classes besides those of characters: part of a character, and white space
+# Classes besides those of characters. Those of ideographs differ, so that none continues the word of another.
+_ANY, _SPACE, _BEGINS_WITH_IDEOGRAPH, _ENDS_WITH_IDEOGRAPH = 0, 255, 254, 253
 _IDEOGRAPHS = range(0xE4, 0xEA)  # first bytes of U+4000 to U+9FFF in UTF-8
 
 
@@ -82,23 +83,29 @@ class WordEdges:
 def word_edges(entries: Sequence[str]) -> WordEdges:
     """Words are GPT-2's pre-tokens, as far as single tokens tell: letters, numbers or marks, with the blank before.
 
-    Each ideograph begins a word, as in BERT. Part of a character belongs to the word around it.
+    Each ideograph begins a word, as in BERT. Part of a character counts as a letter.
     """
     spelled = [entry_bytes(entry) for entry in entries]
     first = np.array([_class_of(text, 0) for text in spelled], np.uint8)
     last = np.array([_class_of(text, -1) for text in spelled], np.uint8)
-    begins = np.array([text[:1].isspace() or (text and text[0] in _IDEOGRAPHS) for text in spelled], bool)
+    begins = np.array([text[:1].isspace() for text in spelled], bool)
     return WordEdges(~begins, first, last)
 
 
 def _class_of(text: bytes, place: int) -> int:
-    """The class of the first (0) or last (-1) character; 0 if not all of its bytes are there.
+    """The class of the first (0) or last (-1) character; that of a letter if not all of its bytes are there.
 
     A blank has the class of what follows, with which it is one pre-token.
     """
+    if place == 0 and text and text[0] in _IDEOGRAPHS:
+        return _BEGINS_WITH_IDEOGRAPH
     decoded = text.decode("utf-8", "replace")
     character = decoded[place] if decoded else "\ufffd"
-    if character in ("\ufffd", " "):
+    if character == " ":
         return _ANY
+    if character == "\ufffd":
+        return LETTER
+    if "\u4000" <= character <= "\u9fff":
+        return _ENDS_WITH_IDEOGRAPH
     kind = int(character_classes(np.array([ord(character)]))[0])
     return kind if kind in (LETTER, NUMBER, MARK) else _SPACE

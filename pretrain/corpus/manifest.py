@@ -75,9 +75,9 @@ def fingerprint_settings(
     settings: dict[str, Any] = {"version": FORMAT}
     for key in ("language", "min_document_words", "validation_fraction", "shard_tokens"):
         settings[f"corpus.{key}"] = getattr(corpus, key)
-    settings["corpus.vocabulary.lowercase"] = vocabulary.lowercase
     if vocabulary.kind != "wordpiece":  # corpora from before there were kinds stay as they are
         settings["corpus.vocabulary.kind"] = vocabulary.kind
+    settings["corpus.vocabulary.lowercase"] = vocabulary.lowercase
     if tokenizer is not None:
         settings["corpus.vocabulary.path"] = hashlib.sha256(tokenizer.to_str().encode()).hexdigest()
     else:
