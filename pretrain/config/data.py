@@ -64,12 +64,12 @@ class VocabularyConfig(Section):
 
     kind: Literal["wordpiece", "byte_bpe"] = Field(
         default="wordpiece",
-        description="wordpiece is BERT's. byte_bpe is the byte-level BPE of GPT-2, RoBERTa and ModernBERT: it spells "
-        "every text and normalises nothing.",
+        description="wordpiece is BERT's. byte_bpe is the byte-level BPE of GPT-2, RoBERTa and ModernBERT: it "
+        "can encode any text and normalises nothing.",
     )
     path: LocalPath = Field(
         default="",
-        description="Existing vocab.txt or tokenizer.json to use; of byte_bpe, a tokenizer.json that `prepare` made. "
+        description="Existing vocab.txt or tokenizer.json to use; for byte_bpe, a tokenizer.json that `prepare` made. "
         "Empty trains a new vocabulary.",
     )
     size: int = Field(
@@ -92,8 +92,8 @@ class VocabularyConfig(Section):
     added_words: int = Field(
         default=0,
         ge=0,
-        description="Only with start_from: most words of the text to add to the checkpoint's vocabulary, those that "
-        "save the most tokens first.",
+        description="Only with start_from: largest number of words of the text to add to the checkpoint's vocabulary, "
+        "those that save the most tokens first.",
     )
 
     @model_validator(mode="before")
@@ -144,8 +144,8 @@ class MaskingConfig(Section):
         default=0.0,
         ge=0,
         lt=1,
-        description="That share at the end of the run: it changes linearly with the steps, such as from 0.3 to 0.15 "
-        "(Ankner et al. 2023). 0 keeps probability. phases.N.masking_probability replaces it for a phase.",
+        description="Share of the tokens to predict at the end of the run: it changes linearly, such as from 0.3 to "
+        "0.15 (Ankner et al. 2023). 0 keeps probability. phases.N.masking_probability replaces it for a phase.",
     )
     mask_share: float = Field(
         default=0.8,

@@ -106,7 +106,7 @@ class ModelConfig(Section):
         default=0, ge=0, description="Buckets of distances of relative positions, both directions together. T5 has 32."
     )
     relative_max_distance: int = Field(
-        default=0, ge=0, description="Distance in tokens from which on all share a bucket. T5 has 128."
+        default=0, ge=0, description="Distances of at least this many tokens share a bucket. T5 has 128."
     )
     local_attention: int = Field(
         default=0,

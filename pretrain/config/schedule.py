@@ -43,8 +43,8 @@ class PhaseConfig(Section):
     ramp_from: int = Field(
         default=0,
         ge=0,
-        description="Sequences of the first steps; a divisor of global_sequences. Batches grow by as many at a time, "
-        "with equally many steps at each size (ModernBERT, Warner et al. 2024). 0 has no ramp.",
+        description="Sequences per step at the start; a divisor of global_sequences. Batches grow by this number at a "
+        "time, with equally many steps at each size (ModernBERT, Warner et al. 2024). 0 has no ramp.",
     )
     ramp_steps: int = Field(
         default=0, ge=0, description="Steps until batches have global_sequences; at least one per size, at most steps."
@@ -65,8 +65,8 @@ class PhaseConfig(Section):
     decay_steps: int = Field(
         default=0,
         ge=0,
-        description="Last steps of the phase, in which the learning rate decays; before them it stays at the peak "
-        "(warm-up, stable, decay). 0 decays from the end of the warm-up on.",
+        description="Number of steps at the end of the phase in which the learning rate decays; before them it stays "
+        "at the peak (warm-up, stable, decay). 0 decays from the end of the warm-up on.",
     )
     decay_power: float = Field(
         default=0.5, gt=0, description="Exponent of the polynomial decay. NVIDIA's LAMB recipe uses 0.5."
