@@ -51,7 +51,7 @@ NAVIGATION = {
         "extend/add-a-metric",
         "contributing",
     ],
-    "Measurements": ["benchmarks/index", "benchmarks/lab-notes", "reliability", "security"],
+    "Measurements": ["benchmarks/index", "benchmarks/parity", "benchmarks/lab-notes", "reliability", "security"],
 }
 
 project = "bertrain"
