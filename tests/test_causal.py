@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ from pretrain.config import ModelConfig, load_config
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.model.attention import AttentionOptions, ProjectionWeights, TokenLayout, self_attention
 from pretrain.model.heads import PretrainingModel
-from pretrain.train import Pretraining
+from pretrain.objectives.masked import MaskedTokens
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records
 
@@ -160,23 +159,19 @@ def test_a_causal_sequence_does_not_see_what_follows() -> None:
 # ---- losses
 
 
-def task_of(config: Any) -> Any:
-    return SimpleNamespace(_config=config)
-
-
 def gradients(shards: TokenShards, config: Any) -> tuple[list[Tensor], dict[str, float]]:
     """Of one global batch: gradients, and metrics."""
     model = small_model(hidden_dropout=0.1, attention_dropout=0.1).train()
     model.embeddings.word.data = torch.randn(300, 32, generator=torch.Generator().manual_seed(1)) * 0.3
     model.heads.mlm_bias.data = torch.zeros(300)
-    task = task_of(config)
+    objective = MaskedTokens(config, 300)
     step = maker(shards, config).make(0, 24)
     total = torch.zeros(6)
     for micro in step.micro_batches:
         output = model(micro)
-        Pretraining.loss(task, output, step).backward()
-        total = total + Pretraining.totals(task, output).detach()
-    metrics = Pretraining.metrics(task, total.tolist(), Pretraining.counts(task, step).tolist())
+        objective.loss(output, step).backward()
+        total = total + objective.totals(output).detach()
+    metrics = objective.metrics(total.tolist(), objective.counts(step).tolist())
     return [parameter.grad for parameter in model.parameters() if parameter.grad is not None], metrics
 
 

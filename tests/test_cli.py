@@ -285,7 +285,7 @@ def test_dry_run_touches_nothing(config_file: Path, calls: Calls, capsys):
 def test_prepare_prepares_or_describes(config_file: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     from pretrain.corpus import prepare
 
-    monkeypatch.setattr(prepare, "prepare", lambda config: f"prepared {config.corpus.dir}")
+    monkeypatch.setattr(prepare, "prepare", lambda config, **_: f"prepared {config.corpus.dir}")
     assert cli("prepare", config_file) == 0
     assert capsys.readouterr().out == "prepared corpus\n"
     Path("a.txt").write_text("x" * 1_500_000)
@@ -341,7 +341,7 @@ def test_export_names_run_folder_and_checkpoint(monkeypatch: pytest.MonkeyPatch)
     from pretrain.checkpoint import hf
 
     seen = []
-    monkeypatch.setattr(hf, "export_run", lambda *given: seen.append(given))
+    monkeypatch.setattr(hf, "export_run", lambda *given, **_: seen.append(given))
     assert cli("export", "runs/a", "out") == 0
     assert cli("export", "runs/a", "out", "--checkpoint", "best") == 0
     assert seen == [(Path("runs/a"), Path("out"), None), (Path("runs/a"), Path("out"), "best")]
@@ -351,7 +351,7 @@ def test_a_run_may_be_given_by_its_name(tmp_path: Path, monkeypatch: pytest.Monk
     from pretrain.checkpoint import hf
 
     seen = []
-    monkeypatch.setattr(hf, "export_run", lambda run, *_: seen.append(run))
+    monkeypatch.setattr(hf, "export_run", lambda run, *_, **__: seen.append(run))
     monkeypatch.chdir(tmp_path)
     Path("runs/a").mkdir(parents=True)
     for given in ("a", "runs/a", "b"):

@@ -70,7 +70,10 @@ def test_an_old_corpus_opens_and_counts_as_prepared(folder: Path) -> None:
 def test_the_same_sources_give_the_same_corpus(folder: Path) -> None:
     prepare(make_prepared_corpus.config("anew"), quiet=True)
     assert open_shards(Path("anew"), "train").fingerprint == FINGERPRINT
-    assert content(Path("anew")) == content(folder)
+    made, before = content(Path("anew")), content(folder)
+    for files in (made, before):  # the wording of card.md may change; card.json has its figures
+        del files["card.md"], files["manifest.json"]["files"]["card.md"]
+    assert made == before
 
 
 @pytest.mark.parametrize(("masking", "expected"), BATCHES)

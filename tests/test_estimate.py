@@ -91,7 +91,8 @@ def test_flops_are_what_torch_counts():
         masked_rows=torch.tensor(sorted(random.Random(0).sample(range(length), masked))),
         masked_labels=torch.zeros(masked, dtype=torch.long),
         nsp_labels=torch.zeros(1, dtype=torch.long),
-        causal=None,
+        causal=0,
+        causal_targets=0,
     )
     model = PretrainingModel(shape, vocabulary)
     with FlopCounterMode(display=False) as counter:

@@ -591,11 +591,11 @@ def test_labels_of_sets_are_counted_one_by_one(write: Callable[..., str], caplog
 def test_a_model_that_predicts_one_class_is_remarked_on(write: Callable[..., str]) -> None:
     one = task(train=write("a.jsonl", sayings("a", "b", "a", "b")))
     examples = one.read_train()
-    said = one.remarks(one.details(examples, [{"label": "b"}] * 4))
+    said = one.result_remarks(one.details(examples, [{"label": "b"}] * 4))
     assert len(said) == 1
     assert said[0].startswith("the model predicts 'b' for every example.")
-    assert not one.remarks(one.details(examples, [{"label": label} for label in "bbba"]))
-    assert not one.remarks(one.details(examples[1:2], [{"label": "b"}]))  # right: there is no other class
+    assert not one.result_remarks(one.details(examples, [{"label": label} for label in "bbba"]))
+    assert not one.result_remarks(one.details(examples[1:2], [{"label": "b"}]))  # right: there is no other class
 
 
 def test_a_text_of_a_megabyte_works_and_training_reports_skipped_windows(tokenizer: Tokenizer, caplog: Any) -> None:

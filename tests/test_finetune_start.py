@@ -34,9 +34,7 @@ PRETRAINED = (
     "bert.embeddings.*          5 tensors -> embeddings.*",
     "bert.encoder.layer.0-2.*  48 tensors -> layers.*",
     "bert.pooler.dense.*        2 tensors -> head.dense.*",
-    "cls.seq_relationship.weight, cls.seq_relationship.bias, cls.predictions.transform.dense.weight, "
-    "cls.predictions.transform.dense.bias, cls.predictions.transform.LayerNorm.weight, "
-    "cls.predictions.transform.LayerNorm.bias and 1 more: 7 tensors left out: pretraining heads",
+    "cls.*: 7 tensors left out: pretraining heads",
 )
 
 
@@ -82,14 +80,14 @@ def test_the_table_lists_tensors_that_are_not_loaded(layers: int) -> None:
     text = start_table(config, task, released)
     assert f"{16 * layers} tensors left out: initialised at random (training.reinitialised_layers: {layers})" in text
     assert f"{16 * (3 - layers)} tensors -> layers.*" in text or layers == 3
-    assert "bert.pooler.dense.weight, bert.pooler.dense.bias: 2 tensors left out: initialised at random" in text
+    assert "bert.pooler.dense.*: 2 tensors left out: initialised at random" in text
     assert text.endswith("initialised at random: head.dense.*, head.out.*")
 
 
 def test_a_head_without_a_pooler_and_random_weights_are_reported() -> None:
     config = FinetuneConfig.model_validate({"name": "x", "entities": {"train": "x"}})
     text = start_table(config, make_task("tokens"), make_released())
-    assert "bert.pooler.dense.bias: 2 tensors left out: the head of entities has only one layer" in text
+    assert ": 2 tensors left out: the head of entities has only one layer" in text
     assert text.endswith("\ninitialised at random: head.out.*")
     text = start_table(make_config(random_weights=True), make_task(), make_released())
     assert " -> " not in text

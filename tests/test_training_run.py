@@ -108,7 +108,7 @@ END = ["(", "finish", ")", "(", "close task", "close tracker", ")"]
 def test_a_new_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = Calls(monkeypatch, tmp_path)
     calls.run()
-    assert calls.made == ["open tracker", "log 1 events at 0", "rehearse", "measure", "fit from 0", *END]
+    assert calls.made == ["(", ")", "open tracker", "log 1 events at 0", "rehearse", "measure", "fit from 0", *END]
     assert calls.settings == {"run_id": None, "step": 0, "card": {"size": 3}, "job_type": "trial", "enabled": True}
     assert calls.extra_state == {"run_id": "new", "data": "abc", "config": {"name": "trial"}}
     assert calls.peak == 2e12
@@ -126,7 +126,7 @@ def test_a_resumed_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_a_resume_without_a_checkpoint_starts_at_0(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     calls = Calls(monkeypatch, tmp_path)
     calls.run(resume=True)
-    assert calls.made[:3] == ["newest", "open tracker", "log 1 events at 0"]
+    assert calls.made[:5] == ["newest", "(", ")", "open tracker", "log 1 events at 0"]
 
 
 @pytest.mark.parametrize("state", [saved(step=10), saved(stopped_early=True)])

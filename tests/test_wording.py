@@ -36,7 +36,7 @@ def test_the_line_of_a_result_has_its_scores_and_its_remarks() -> None:
     class Task:
         metric = "accuracy"
 
-        def remarks(self, details: dict[str, str]) -> list[str]:
+        def result_remarks(self, details: dict[str, str]) -> list[str]:
             return [details["remark"]] if details else []
 
     scores = {"accuracy": 0.5, "micro_f1": 0.5}

@@ -67,7 +67,7 @@ def _load(options: argparse.Namespace, overrides: list[str]) -> RunConfig:
     from pretrain.config import load_config
 
     if options.start_from:
-        overrides.append(f"start_from={json.dumps(options.start_from)}")
+        overrides.append(f"start_from={json.dumps(str(options.start_from))}")
     return load_config(options.config, overrides)
 
 

@@ -172,7 +172,7 @@ def prediction_lines(
 
 def result_lines(task: Task[Any], name: str, scores: Mapping[str, float], details: Mapping[str, Any]) -> list[str]:
     """The scores of the set `name` for the terminal, and a warning of what is suspicious in its `details`."""
-    remarks = [f"  warning: {name}: {remark}" for remark in task.remarks(details)]
+    remarks = [f"  warning: {name}: {remark}" for remark in task.result_remarks(details)]
     line = ", ".join(f"{key} {value:.4f}" for key, value in shown_scores(scores, task.metric).items())
     return [f"{name}: {line}", *remarks]
 

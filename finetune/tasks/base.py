@@ -176,7 +176,7 @@ class Task(ABC, Generic[E]):
         """More for the model card, ready for JSON: a confusion matrix, scores per type."""
         return {}
 
-    def remarks(self, details: Mapping[str, Any]) -> list[str]:
+    def result_remarks(self, details: Mapping[str, Any]) -> list[str]:
         """What is suspicious in the predictions on one set, from its `details`; a sentence or two each."""
         return []
 

@@ -159,7 +159,7 @@ class Classification(Task[Example]):
             return {}
         return self._outputs().details(self._true(examples), predictions)
 
-    def remarks(self, details: Mapping[str, Any]) -> list[str]:
+    def result_remarks(self, details: Mapping[str, Any]) -> list[str]:
         if "confusion" not in details:
             return []
         return list(checks.single_prediction(details["confusion"]["labels"], details["confusion"]["counts"]))
