@@ -320,6 +320,12 @@ class TestCommand:
         Page(Path("here/bench.html").read_text()).assert_stands_alone()
         assert main(["bench", "compare", "here/bench.json", "here/bench.json"]) == 0
 
+    @pytest.mark.slow
+    def test_a_family_without_next_sentences_is_measured(self, arguments: list[str]) -> None:
+        make_corpus(Path("corpus"), documents=100)
+        least = ["--sizes", "mini", "--lengths", "128", "--tokens", "256", "--repeats", "1", "--precision", "fp32"]
+        assert main(["bench", "step", "--corpus", "corpus", "--families", "modernbert", "--peers", "bare", *least]) == 0
+
 
 class TestWritingOut:
     def test_the_table_is_aligned_and_complete(self, found: Results) -> None:

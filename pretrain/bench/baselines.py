@@ -193,7 +193,7 @@ class EngineTrainer:
     def __init__(self, config: PretrainConfig, vocabulary_size: int) -> None:
         optimizer = config.optimizer
         self._engine = Engine(
-            PretrainingModel(config.model, vocabulary_size, compile=config.engine.compile),
+            PretrainingModel(config.model, vocabulary_size, config.pairs.has_classifier, compile=config.engine.compile),
             lambda named: make_optimizer(optimizer, parameter_groups(named, optimizer.weight_decay)),
             config.engine,
         )
@@ -224,7 +224,9 @@ class PlainLoopTrainer:
 
     def __init__(self, config: PretrainConfig, vocabulary_size: int, device: torch.device) -> None:
         hold_freed_memory()
-        model = PretrainingModel(config.model, vocabulary_size, compile=config.engine.compile).to(device)
+        model = PretrainingModel(
+            config.model, vocabulary_size, config.pairs.has_classifier, compile=config.engine.compile
+        ).to(device)
         groups = parameter_groups(model.named_parameters(), config.optimizer.weight_decay)
         for group in groups:
             group["params"] = [nn.Parameter(p.detach().clone()) for p in group["params"]]
