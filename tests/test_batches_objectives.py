@@ -105,7 +105,7 @@ def test_held_out_sequences_are_masked_as_at_the_end_of_the_run(folder: Path) ->
 
 
 def test_data_past_the_end_of_a_phase_has_the_last_share(shards: TokenShards) -> None:
-    """A rollback passes over data, so that numbers go on past the phase's own."""
+    """A rollback skips data, so that numbers continue past the phase's own."""
     config = run_config(masking={"probability": 0.4, "final_probability": 0.2})
     assert masked_share(shards, config, 0, 9) == pytest.approx(0.2, abs=0.012)
 
@@ -208,7 +208,9 @@ def divided(probability: float, longest: int, units: int) -> np.ndarray:
 
 
 def scheme(probability: float, longest: int) -> spans.Scheme:
-    masking = MaskingConfig.model_validate({"span_probability": probability, "span_longest": longest})
+    masking = MaskingConfig.model_validate(
+        {"scheme": "spans", "span_probability": probability, "span_longest": longest}
+    )
     return spans.Scheme(masking, MaskingVocabulary(4, np.arange(5, 9), np.zeros(9, bool)))
 
 

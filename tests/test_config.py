@@ -346,6 +346,8 @@ def test_a_phase_more_or_less_is_a_change(write):
             "'whole_word' is not one of spans, tokens, whole_words; did you mean",
         ),
         ("masking={scheme: tokens, whole_word: true}", "whole_word: true contradicts scheme: tokens"),
+        ("masking.span_longest=5", "span_longest has no effect with scheme: tokens. Set scheme: spans"),
+        ("optimizer.muon_rate=2", "muon_rate has no effect with name: adamw. Remove it, or set name: muon"),
         ("pairs={next_sentence: false, objective: nsp}", "next_sentence: false contradicts objective: nsp"),
         ("pairs={input_format: full_sentences}", "full_sentences does not fit the objective nsp; use segment_pairs"),
         (

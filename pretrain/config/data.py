@@ -205,6 +205,11 @@ class MaskingConfig(Section):
             )
         if self.whole_word and self.chosen_scheme not in ("whole_words", "spans"):
             raise ValueError(f"whole_word: true contradicts scheme: {self.scheme}; set only one of them")
+        # Schemes of others may read them.
+        for key in ("span_probability", "span_longest"):
+            default = type(self).model_fields[key].default
+            if self.chosen_scheme in ("tokens", "whole_words") and getattr(self, key) != default:
+                raise ValueError(f"{key} has no effect with scheme: {self.chosen_scheme}. Set scheme: spans")
         return self
 
 

@@ -34,6 +34,13 @@ class OptimizerConfig(Section):
         "large as those of adamw, so 1 suits most runs.",
     )
 
+    @model_validator(mode="after")
+    def _check_muon(self) -> OptimizerConfig:
+        for key in ("muon_momentum", "muon_rate"):
+            if self.name != "muon" and getattr(self, key) != type(self).model_fields[key].default:
+                raise ValueError(f"{key} has no effect with name: {self.name}. Remove it, or set name: muon")
+        return self
+
 
 class PhaseConfig(Section):
     """A part of training with one sequence length and one learning-rate schedule."""
