@@ -13,6 +13,7 @@ from torch import Tensor
 from pretrain.model.attention import AttentionOptions, TokenLayout
 from pretrain.model.attention.grouped_op import _groups, grouped_attention
 from pretrain.model.attention.grouping import cut_into_units
+from pretrain.model.attention.projection import form_qkv
 from pretrain.model.positions import relative_buckets, rotate, rotation, sinusoids
 from tests.batches_by_hand import make_batch
 
@@ -167,6 +168,30 @@ def test_rotation_is_a_product_of_complex_numbers(interleaved: bool) -> None:
     q_TND, k_TND = (rotate(x.expand(50, 1, -1), by)[:, 0] for x in (q, k))
     scores_TT = q_TND @ k_TND.T
     torch.testing.assert_close(scores_TT[:-7, 7:].diagonal(), scores_TT[0, 7].expand(43), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize(("window", "asked"), [(0, None), (0, (0, 1, 3, 3, 41, 190)), (4, None), (4, (0, 60, 190))])
+def test_rotation_in_the_operator_equals_rotation_before_it(
+    window: int, asked: tuple[int, ...] | None, interleaved: bool, fused: bool
+) -> None:
+    if fused and (interleaved or not window or not asked):
+        pytest.skip("compiled once")
+    torch.manual_seed(0)
+    tokens, width = sum(MIXED), HEADS * WIDTH
+    inputs = [torch.randn(tokens, 3 * width, requires_grad=True), torch.randn(3 * width, requires_grad=True)]
+    by = rotation(torch.cat([torch.arange(length) for length in MIXED]), WIDTH, 500.0, interleaved=interleaved)
+    layout = layout_of(MIXED, None if asked is None else torch.tensor(asked))
+    options = AttentionOptions(HEADS, 0.0, fused, window)
+    ours, _ = grouped_attention(*inputs, layout._replace(rotation=by), options)
+    theirs, _ = grouped_attention(form_qkv((inputs[0],), (inputs[1],), by, HEADS), None, layout, options)
+    torch.testing.assert_close(ours, theirs)
+    probe = torch.randn_like(ours)
+    found = torch.autograd.grad((ours * probe).sum(), inputs)
+    expected = torch.autograd.grad((theirs * probe).sum(), inputs)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
 def test_sinusoids_are_those_of_the_paper() -> None:

@@ -56,12 +56,26 @@ def rotation(positions_T: Tensor, width: int, base: float, *, interleaved: bool 
 
 def rotate(x_TND: Tensor, by: Rotation) -> Tensor:
     """[..., T, N, D] fp32 -> the same with each pair of columns rotated."""
-    cos_T1K, sin_T1K = by.cos[:, None], by.sin[:, None]
-    if by.interleaved:
-        even, odd = x_TND[..., 0::2], x_TND[..., 1::2]
-        return torch.stack([even * cos_T1K - odd * sin_T1K, odd * cos_T1K + even * sin_T1K], dim=-1).flatten(-2)
-    first, second = x_TND.chunk(2, dim=-1)
-    return torch.cat([first * cos_T1K - second * sin_T1K, second * cos_T1K + first * sin_T1K], dim=-1)
+    first, second = split_pairs(x_TND, interleaved=by.interleaved)
+    first, second = rotate_pairs(first, second, by.cos[:, None], by.sin[:, None])
+    return join_pairs(first, second, interleaved=by.interleaved)
+
+
+def split_pairs(x_D: Tensor, *, interleaved: bool) -> tuple[Tensor, Tensor]:
+    """[..., D] -> the first and the second column of each pair, views [..., K]."""
+    pairs, axis = ((-1, 2), -1) if interleaved else ((2, -1), -2)
+    first, second = x_D.unflatten(-1, pairs).unbind(axis)
+    return first, second
+
+
+def rotate_pairs(first_K: Tensor, second_K: Tensor, cos_K: Tensor, sin_K: Tensor) -> tuple[Tensor, Tensor]:
+    """The columns of each pair after its rotation, in fp32."""
+    return first_K * cos_K - second_K * sin_K, second_K * cos_K + first_K * sin_K
+
+
+def join_pairs(first_K: Tensor, second_K: Tensor, *, interleaved: bool) -> Tensor:
+    """The inverse of `split_pairs`: [..., D]."""
+    return torch.stack([first_K, second_K], dim=-1 if interleaved else -2).flatten(-2)
 
 
 def relative_buckets(distances: Tensor, buckets: int, max_distance: int) -> Tensor:

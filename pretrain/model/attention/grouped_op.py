@@ -7,7 +7,7 @@ units (sequences, or chunks of them) L tokens and Q queries each, B = G * N; M a
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,14 +30,16 @@ def grouped_attention(
     Args:
         qkv: [T, 3H], query, key and value side by side, still without their bias.
         bias: [3H], or None if there is none or `qkv` has it.
-        layout: which tokens attend. Its rotation is not read: `qkv` is rotated.
+        layout: which tokens attend, and the rotation of queries and keys.
         options: heads, dropout, compilation, window, and whether attention is causal.
 
     Returns:
         ([R, H] context, fp32 [R, N] log-sum-exp of each row of scores); the first is differentiable, once.
     """
     # An operator takes only tensors and numbers.
-    return _forward(qkv, bias, layout.cu_seqlens, layout.rows, layout.keys, layout.distance_bias, *options)
+    cos, sin, interleaved = layout.rotation or (None, None, False)
+    tensors = layout.cu_seqlens, layout.rows, layout.keys, layout.distance_bias, cos, sin
+    return _forward(qkv, bias, *tensors, interleaved, *options)
 
 
 @torch.library.custom_op("bertrain::grouped_attention", mutates_args=())
@@ -48,6 +50,9 @@ def _forward(
     rows: Tensor | None,
     keys: Tensor,
     distance_bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
     heads: int,
     dropout: float,
     fused: bool,
@@ -59,13 +64,13 @@ def _forward(
     queries = len(qkv) if rows is None else len(rows)
     context_RH = qkv.new_empty(queries, qkv.shape[1] // 3)
     lse_RN = qkv.new_empty(queries, heads, dtype=torch.float32)
-    between = kernels(fused)
+    between, turn = kernels(fused), _Turn(cos, sin, interleaved)
     for group in _groups(cu_seqlens, rows, heads, window):
-        q_BQD, k_BLD, v_BLD = _project(between, qkv, bias, group, rows, heads)
+        q_BQD, k_BLD, v_BLD = _project(between, qkv, bias, group, rows, heads, turn)
         keys_BQ = _keys_to_heads(keys, _rows(group, rows), heads) if dropout else None
         mask_BL = group.mask_GL.repeat_interleave(heads, 0)
         terms = GroupTerms(group, _rows(group, rows), heads, window, causal, distance_bias)
-        context_1BQD = q_BQD.new_empty(1, *q_BQD.shape)
+        context_BQD = torch.empty_like(q_BQD)
         lse_BQ = q_BQD.new_empty(q_BQD.shape[:2], dtype=torch.float32)
         for b in _head_slices(q_BQD, k_BLD):
             scores_BQL = torch.bmm(q_BQD[b], k_BLD[b].mT)
@@ -73,9 +78,9 @@ def _forward(
             weights_BQL, lse_BQ[b] = between.softmax(
                 scores_BQL, mask_BL[b], _scale(q_BQD), seeds, dropout, *terms.of(b)
             )
-            torch.bmm(weights_BQL, v_BLD[b], out=context_1BQD[0, b])
+            torch.bmm(weights_BQL, v_BLD[b], out=context_BQD[b])
         numbers = group.queries
-        context_RH[numbers.range] = between.to_tokens(context_1BQD, numbers.place_T, heads)
+        context_RH[numbers.range] = between.to_tokens(context_BQD, numbers.place_T, None, heads).flatten(1)
         lse_RN[numbers.range] = _per_head_to_tokens(lse_BQ, numbers.place_T, heads)
     return context_RH, lse_RN
 
@@ -89,6 +94,9 @@ def _backward(
     rows: Tensor | None,
     keys: Tensor,
     distance_bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
     heads: int,
     dropout: float,
     fused: bool,
@@ -105,16 +113,16 @@ def _backward(
     hidden = qkv.shape[1] // 3
     grad_qkv = torch.empty_like(qkv) if rows is None else torch.zeros_like(qkv)
     grad_table_NM = _empty_table(qkv, distance_bias).zero_()
-    between = kernels(fused)
+    between, turn = kernels(fused), _Turn(cos, sin, interleaved)
     for group in _groups(cu_seqlens, rows, heads, window):
-        q_BQD, k_BLD, v_BLD = _project(between, qkv, bias, group, rows, heads)
+        q_BQD, k_BLD, v_BLD = _project(between, qkv, bias, group, rows, heads, turn)
         numbers = group.queries
         do_BQD, delta_BQ = between.grad_to_heads(grad_context, context, numbers.number_GL, numbers.real_GL, heads)
         lse_BQ = heads_first(_without_padding(lse[numbers.number_GL], numbers.real_GL, rows))
         keys_BQ = _keys_to_heads(keys, _rows(group, rows), heads) if dropout else None
         mask_BL = group.mask_GL.repeat_interleave(heads, 0)
         terms = GroupTerms(group, _rows(group, rows), heads, window, causal, distance_bias)
-        grad_q_1BQD, grad_kv_2BLD = q_BQD.new_empty(1, *q_BQD.shape), k_BLD.new_empty(2, *k_BLD.shape)
+        grad_q_BQD, grad_k_BLD, grad_v_BLD = (torch.empty_like(x) for x in (q_BQD, k_BLD, v_BLD))
         for b in _head_slices(q_BQD, k_BLD):
             scores_BQL = torch.bmm(q_BQD[b], k_BLD[b].mT)
             grad_weights_BQL = torch.bmm(do_BQD[b], v_BLD[b].mT)
@@ -123,17 +131,20 @@ def _backward(
             weights_BQL, grad_scores_BQL = between.softmax_backward(
                 scores_BQL, grad_weights_BQL, *row_sums, mask_BL[b], scale, seeds, dropout, *terms.of(b)
             )
-            torch.bmm(grad_scores_BQL, k_BLD[b], out=grad_q_1BQD[0, b])
-            torch.bmm(grad_scores_BQL.mT, q_BQD[b], out=grad_kv_2BLD[0, b])
-            torch.bmm(weights_BQL.mT, do_BQD[b], out=grad_kv_2BLD[1, b])
+            torch.bmm(grad_scores_BQL, k_BLD[b], out=grad_q_BQD[b])
+            torch.bmm(grad_scores_BQL.mT, q_BQD[b], out=grad_k_BLD[b])
+            torch.bmm(weights_BQL.mT, do_BQD[b], out=grad_v_BLD[b])
             if distance_bias is not None:
                 terms.add_gradient(grad_table_NM, b, grad_scores_BQL.float() / scale)
-        grad_q_RH = between.to_tokens(grad_q_1BQD, numbers.place_T, heads)
+        tokens = numbers.range if rows is None else rows[numbers.range]
+        grad_q_RH = between.to_tokens(grad_q_BQD, numbers.place_T, None, heads, *turn.of(tokens)).flatten(1)
         if rows is None:
-            grad_qkv[numbers.range, :hidden] = grad_q_RH
+            grad_qkv[tokens, :hidden] = grad_q_RH
         else:  # a token may be a query twice
-            grad_qkv[:, :hidden].index_add_(0, rows[numbers.range], grad_q_RH)
-        grad_qkv[group.keys.range, hidden:] = _keys_to_tokens(between, grad_kv_2BLD, group, heads)
+            grad_qkv[:, :hidden].index_add_(0, tokens, grad_q_RH)
+        tokens, places = group.keys.range, (group.keys.place_T, group.keys.other_T, heads)
+        grad_qkv[tokens, hidden : 2 * hidden] = between.to_tokens(grad_k_BLD, *places, *turn.of(tokens)).flatten(1)
+        grad_qkv[tokens, 2 * hidden :] = between.to_tokens(grad_v_BLD, *places).flatten(1)
     return grad_qkv, grad_table_NM
 
 
@@ -145,6 +156,9 @@ def _(
     rows: Tensor | None,
     keys: Tensor,
     distance_bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    interleaved: bool,
     heads: int,
     dropout: float,
     fused: bool,
@@ -164,24 +178,24 @@ def _(
     rows: Tensor | None,
     keys: Tensor,
     distance_bias: Tensor | None,
-    *options: Any,
+    *_: Any,
 ) -> tuple[Tensor, Tensor]:
     return torch.empty_like(saved[0]), _empty_table(saved[0], distance_bias)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv, bias, cu_seqlens, rows, keys, distance_bias, *ctx.options = inputs
-    ctx.save_for_backward(qkv, *output, bias, cu_seqlens, rows, keys, distance_bias)
+    qkv, bias, cu_seqlens, rows, keys, distance_bias, cos, sin, *ctx.options = inputs
+    ctx.save_for_backward(qkv, *output, bias, cu_seqlens, rows, keys, distance_bias, cos, sin)
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradients(ctx: Any, grad_context: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     qkv, context, lse, bias, *layout = ctx.saved_tensors
     grad_qkv, grad_table = _backward(grad_context, [qkv, context, lse], bias, *layout, *ctx.options)
-    distance_bias = layout[-1]
+    distance_bias = layout[3]
     grad_bias = None if bias is None else grad_qkv.sum(0)
     grad_table = None if distance_bias is None else grad_table.to(distance_bias.dtype)
-    return grad_qkv, grad_bias, None, None, None, grad_table, None, None, None, None, None
+    return grad_qkv, grad_bias, None, None, None, grad_table, *(None for _ in (*layout[4:], *ctx.options))
 
 
 _forward.register_autograd(_gradients, setup_context=_save_for_backward)
@@ -210,28 +224,42 @@ def _rows(group: SequenceGroup, rows: Tensor | None) -> Tensor:
     return group.queries.number_GL if rows is None else rows[group.queries.number_GL]
 
 
+class _Turn(NamedTuple):
+    """The rotation of queries and keys, fp32 [T, K] twice, as `positions.Rotation`; None without one."""
+
+    cos: Tensor | None
+    sin: Tensor | None
+    interleaved: bool
+
+    def of(self, tokens: slice | Tensor) -> tuple[Tensor, Tensor, bool] | tuple[()]:
+        """The last arguments of `kernels.to_tokens` for some tokens."""
+        if self.cos is None or self.sin is None:
+            return ()
+        return self.cos[tokens], self.sin[tokens], self.interleaved
+
+
 def _project(
-    between: Kernels, qkv: Tensor, bias: Tensor | None, group: SequenceGroup, rows: Tensor | None, heads: int
+    between: Kernels,
+    qkv: Tensor,
+    bias: Tensor | None,
+    group: SequenceGroup,
+    rows: Tensor | None,
+    heads: int,
+    turn: _Turn,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(queries [B, Q, D], keys [B, L, D], values [B, L, D]) of one group."""
-    hidden = qkv.shape[1] // 3
-    bias_q, bias_kv = (None, None) if bias is None else (bias[:hidden], bias[hidden:])
-    (q_BQD,) = between.to_heads(qkv[:, :hidden], bias_q, _rows(group, rows), 1, heads)
-    k_BLD, v_BLD = between.to_heads(qkv[:, hidden:], bias_kv, group.keys.number_GL, 2, heads)
+    x_T3ND = qkv.unflatten(1, (3, heads, -1))
+    biases = (None, None, None) if bias is None else bias.unflatten(0, (3, heads, -1)).unbind(0)
+    rotation = turn if turn.cos is not None else ()
+    q_BQD = between.to_heads(x_T3ND[:, 0], biases[0], _rows(group, rows), *rotation)
+    k_BLD = between.to_heads(x_T3ND[:, 1], biases[1], group.keys.number_GL, *rotation)
+    v_BLD = between.to_heads(x_T3ND[:, 2], biases[2], group.keys.number_GL)
     return q_BQD, k_BLD, v_BLD
 
 
 def _without_padding(lse_GQN: Tensor, real_GQ: Tensor, rows: Tensor | None) -> Tensor:
     """Infinite at padding that may repeat a query of other keys: its weights would be anything, even infinite."""
     return lse_GQN if rows is None else lse_GQN.masked_fill(~real_GQ[..., None], math.inf)
-
-
-def _keys_to_tokens(between: Kernels, grad_kv_2BLD: Tensor, group: SequenceGroup, heads: int) -> Tensor:
-    """[group's tokens, 2H], the gradients of keys and values, added up where chunks share them."""
-    place_T, other_T = group.keys.place_T, group.keys.other_T
-    if other_T is None:
-        return between.to_tokens(grad_kv_2BLD, place_T, heads)
-    return between.to_shared_tokens(grad_kv_2BLD, place_T, other_T, heads)
 
 
 def _scale(q_BLD: Tensor) -> float:

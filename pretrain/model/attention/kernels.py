@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pretrain.model.compile import program_of_any_size
 from pretrain.model.hash_rng import ALONG, keep_mask
+from pretrain.model.positions import join_pairs, rotate_pairs, split_pairs
 
 
 class Kernels(NamedTuple):
@@ -24,7 +25,6 @@ class Kernels(NamedTuple):
     to_heads: Callable[..., Tensor]
     grad_to_heads: Callable[..., tuple[Tensor, Tensor]]
     to_tokens: Callable[..., Tensor]
-    to_shared_tokens: Callable[..., Tensor]
     softmax: Callable[..., tuple[Tensor, Tensor]]
     softmax_backward: Callable[..., tuple[Tensor, Tensor]]
 
@@ -36,10 +36,9 @@ _TERMS = ("BQ", "BQ", "BQL")
 def kernels(fused: bool) -> Kernels:
     """The functions, compiled if `fused`."""
     return Kernels(
-        to_heads=program_of_any_size(_to_heads, ("T", "", "GL"), fused),
+        to_heads=program_of_any_size(_to_heads, ("T", "", "GL", "T", "T"), fused),
         grad_to_heads=program_of_any_size(_grad_to_heads, ("T", "T", "GQ", "GQ"), fused),
-        to_tokens=program_of_any_size(_to_tokens, ("CBL", "T"), fused),
-        to_shared_tokens=program_of_any_size(_to_shared_tokens, ("CBL", "T", "T"), fused),
+        to_tokens=program_of_any_size(_to_tokens, ("BL", "T", "T", "", "T", "T"), fused),
         softmax=program_of_any_size(_softmax, ("BQL", "BL", "", "BQ", "", *_TERMS), fused),
         softmax_backward=program_of_any_size(
             _softmax_backward, ("BQL", "BQL", "BQ", "BQ", "BL", "", "BQ", "", *_TERMS), fused
@@ -52,13 +51,42 @@ def heads_first(x_GQN: Tensor) -> Tensor:
     return x_GQN.transpose(1, 2).clone(memory_format=torch.contiguous_format).flatten(0, 1)
 
 
-def _to_heads(x_TCH: Tensor, bias_CH: Tensor | None, rows_GL: Tensor, parts: int, heads: int) -> Tensor:
-    """[T, parts * H] -> [parts, B, L, D] of one group's rows, with the bias added if there is one."""
-    x_GLCH = x_TCH[rows_GL]
-    if bias_CH is not None:
-        x_GLCH = (x_GLCH.float() + bias_CH.float()).to(x_TCH.dtype)
-    x_GLCND = x_GLCH.unflatten(-1, (parts, heads, x_TCH.shape[1] // (parts * heads)))
-    return x_GLCND.permute(2, 0, 3, 1, 4).flatten(1, 2).contiguous()
+def _to_heads(
+    x_TND: Tensor,
+    bias_ND: Tensor | None,
+    rows_GL: Tensor,
+    cos_TK: Tensor | None = None,
+    sin_TK: Tensor | None = None,
+    interleaved: bool = False,
+) -> Tensor:
+    """[T, N, D] -> [B, L, D] of one group's rows, plus the bias and rotated, if there are such."""
+    if cos_TK is None or sin_TK is None:
+        x_GLND = _add_bias(x_TND[rows_GL], bias_ND)
+        return x_GLND.to(x_TND.dtype).transpose(1, 2).flatten(0, 1).contiguous()
+    # Each half is gathered on its own: one vectorised loop, where a split after the gather makes three.
+    biases = (None, None) if bias_ND is None else split_pairs(bias_ND, interleaved=interleaved)
+    first_GLNK, second_GLNK = (
+        _add_bias(x_TNK[rows_GL], bias_NK).float()
+        for x_TNK, bias_NK in zip(split_pairs(x_TND, interleaved=interleaved), biases, strict=True)
+    )
+    turn_GL1K = cos_TK[rows_GL][:, :, None], sin_TK[rows_GL][:, :, None]
+    return (
+        _joined(rotate_pairs(first_GLNK, second_GLNK, *turn_GL1K), x_TND.dtype, interleaved)
+        .transpose(1, 2)
+        .flatten(0, 1)
+        .contiguous()
+    )
+
+
+def _add_bias(x: Tensor, bias: Tensor | None) -> Tensor:
+    """In fp32 if there is a bias."""
+    return x if bias is None else x.float() + bias.float()
+
+
+def _joined(pairs: tuple[Tensor, Tensor], dtype: torch.dtype, interleaved: bool) -> Tensor:
+    # Rounded before they are joined: what is joined is written to memory.
+    first, second = pairs
+    return join_pairs(first.to(dtype), second.to(dtype), interleaved=interleaved)
 
 
 def _grad_to_heads(
@@ -75,18 +103,35 @@ def _grad_to_heads(
     return heads_first(grad_GQND), heads_first(delta_GQN)
 
 
-def _to_tokens(x_CBLD: Tensor, place_T: Tensor, heads: int) -> Tensor:
-    """[parts, B, L, D] -> [group's tokens, parts * H]."""
-    parts, _, length, width = x_CBLD.shape
-    x_GLCND = x_CBLD.view(parts, -1, heads, length, width).permute(1, 3, 0, 2, 4)
-    return x_GLCND.flatten(0, 1)[place_T].flatten(1)
+def _to_tokens(
+    x_BLD: Tensor,
+    place_T: Tensor,
+    other_T: Tensor | None,
+    heads: int,
+    cos_TK: Tensor | None = None,
+    sin_TK: Tensor | None = None,
+    interleaved: bool = False,
+) -> Tensor:
+    """[B, L, D] -> [group's tokens, N, D], rotated back if there is a rotation.
+
+    `other_T` is a second place whose entry is added, -1 where there is none; None if no token has one.
+    """
+    x_PND = x_BLD.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)
+    if cos_TK is None or sin_TK is None:
+        return _at_places(x_PND, place_T, other_T).to(x_BLD.dtype)
+    first_TNK, second_TNK = (
+        _at_places(x_PNK, place_T, other_T).float() for x_PNK in split_pairs(x_PND, interleaved=interleaved)
+    )
+    rotated = rotate_pairs(first_TNK, second_TNK, cos_TK[:, None], -sin_TK[:, None])
+    return _joined(rotated, x_BLD.dtype, interleaved)
 
 
-def _to_shared_tokens(x_CBLD: Tensor, place_T: Tensor, other_T: Tensor, heads: int) -> Tensor:
-    """As `_to_tokens`, plus what is at a second place; -1 if there is none."""
-    other_TX = _to_tokens(x_CBLD, other_T.clamp_min(0), heads).float()
-    summed_TX = _to_tokens(x_CBLD, place_T, heads).float() + torch.where(other_T[:, None] >= 0, other_TX, 0.0)
-    return summed_TX.to(x_CBLD.dtype)
+def _at_places(x_P: Tensor, place_T: Tensor, other_T: Tensor | None) -> Tensor:
+    """Rows of `x_P` [places, ...]; sums of two are fp32."""
+    if other_T is None:
+        return x_P[place_T]
+    other_T11 = other_T[:, None, None]
+    return x_P[place_T].float() + torch.where(other_T11 >= 0, x_P[other_T.clamp_min(0)].float(), 0.0)
 
 
 def _dropout_factor(keys_BQ: Tensor, length: int, dropout: float) -> Tensor:
