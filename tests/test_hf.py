@@ -280,6 +280,8 @@ class TestExportRun:
         hf.export_run(run, run / "export", "best")
         card = (run / "export" / "README.md").read_text()
         assert card.startswith("---\nlibrary_name: transformers\n")
+        assert "A BERT encoder of" in card
+        assert "pretrained from random initialisation" in card
         assert "checkpoint after step 2,000 of 3,000" in card
         assert "| masked-language-modelling loss | 2.5000 |" in card
         assert "| next-sentence accuracy | 75.00% |" in card

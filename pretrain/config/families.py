@@ -49,6 +49,15 @@ SIZES: dict[str, dict[str, Shape]] = {
     "gte": {},
 }
 
+# As their papers write them.
+TITLES = {
+    "bert": "BERT",
+    "modernbert": "ModernBERT",
+    "eurobert": "EuroBERT",
+    "nomic_bert": "Nomic BERT",
+    "gte": "GTE",
+}
+
 # Values of `ModelConfig` by family. A config may replace each of them; those not named are BERT's, the field's default.
 PARTS: dict[str, dict[str, Any]] = {
     "bert": {},

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from pretrain.common.kinds import not_one_of
 from pretrain.common.settings import Section
-from pretrain.config.families import PARTS, SIZES, Shape
+from pretrain.config.families import PARTS, SIZES, TITLES, Shape
 
 # The widths and lengths up to which the dropout seeds are distinct in int32 (model/hash_rng.py, ALONG).
 MAX_WIDTH = 8192
@@ -232,6 +232,11 @@ class ModelConfig(Section):
                 "choose a smaller window, or global attention with 0 and global_every: 1"
             )
         return self
+
+    @property
+    def family_title(self) -> str:
+        """The family's name in prose."""
+        return TITLES[self.family]
 
     @property
     def head_width(self) -> int:
