@@ -22,8 +22,8 @@ from pretrain.commands import (
     local_path,
     local_text,
     make_parser,
+    next_step,
     overrides,
-    program,
     run_command,
     run_path,
 )
@@ -72,17 +72,20 @@ def _dispatch(argv: list[str]) -> int:
 def _prepare(arguments: argparse.Namespace) -> None:
     from pretrain.corpus import prepare
 
-    config, tokenizer = _config(arguments), None
+    config, tokenizer, declared = _config(arguments), None, {}
     if config.start_from:
         from pretrain.checkpoint.start import start_tokenizer
+        from pretrain.checkpoint.tokenizer import tokenizer_folder
+        from pretrain.corpus.special_tokens import declared_settings
 
         tokenizer = start_tokenizer(Path(config.start_from))
+        declared = declared_settings(tokenizer_folder(Path(config.start_from)))
     if arguments.dry_run:
         from pretrain import estimate
 
         print(estimate.preparation_lines(prepare.describe(config, tokenizer)))
         return
-    print(prepare.prepare(config, tokenizer=tokenizer))
+    print(prepare.prepare(config, tokenizer=tokenizer, declared=declared))
 
 
 def _pretrain(arguments: argparse.Namespace) -> None:
@@ -128,7 +131,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         changed=changed_for_resume,
     )
     if started is not None:
-        print(f"{config.folder}: finished. Next: {program()} export {config.folder} DIR")
+        print(f"{config.folder}: finished.{next_step(f'export {config.folder} DIR')}")
 
 
 def _export(arguments: argparse.Namespace) -> None:

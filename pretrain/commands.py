@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,24 @@ def program() -> str:
     """
     called = Path(sys.argv[0]).name if sys.argv else ""
     return os.environ.get("BERTRAIN_PROGRAM") or ("bertrain" if called == "bertrain" else LAUNCHER)
+
+
+_is_stage: ContextVar[bool] = ContextVar("is_stage", default=False)
+
+
+@contextlib.contextmanager
+def as_stage() -> Iterator[None]:
+    """Within it, `next_step` is silent: the commands are stages of a larger one, which goes on by itself."""
+    token = _is_stage.set(True)
+    try:
+        yield
+    finally:
+        _is_stage.reset(token)
+
+
+def next_step(command: str) -> str:
+    """What a finished command tells the user to type next, without the program's name; "" for a stage."""
+    return "" if _is_stage.get() else f" Next: {program()} {command}"
 
 
 def exit_code(run: Callable[[], int | None]) -> int:

@@ -6,7 +6,6 @@ needed, except to measure this machine.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Sequence
@@ -73,20 +72,18 @@ def dry_run(
 
 
 def vocabulary_size(config: PretrainConfig) -> int:
-    """Entries of the vocabulary: the prepared corpus's, else the given file's, else the size to train."""
+    """Rows of the word embeddings for the prepared corpus's vocabulary, else the given one, else that to train."""
     manifest = Path(config.corpus.dir) / MANIFEST
-    if manifest.exists():
-        return int(read_manifest(manifest.parent)["vocabulary_size"])
     given = Path(config.corpus.vocabulary.path)
-    if config.corpus.vocabulary.path and given.is_file():
-        from pretrain.corpus.vocabulary import split_entries
+    if manifest.exists():
+        entries = int(read_manifest(manifest.parent)["vocabulary_size"])
+    elif config.corpus.vocabulary.path and given.is_file():
+        from pretrain.corpus.vocabulary import given_entries
 
-        try:
-            text = given.read_text(encoding="utf-8")
-            return len(json.loads(text)["model"]["vocab"] if given.suffix == ".json" else split_entries(text))
-        except (OSError, ValueError, LookupError, TypeError, RecursionError) as error:
-            raise InputError(f"{given}: cannot be read as a vocabulary ({error}).") from None
-    return config.corpus.vocabulary.size
+        entries = len(given_entries(given))
+    else:
+        entries = config.corpus.vocabulary.size
+    return config.model.rows(entries)
 
 
 # ---- Memory

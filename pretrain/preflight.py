@@ -63,6 +63,11 @@ def check_corpus(config: PretrainConfig) -> None:
     # A small corpus yields fewer entries than the config allows, never more.
     if not vocabulary.path and size > vocabulary.size:
         raise InputError(f"{folder}: has {size} vocabulary entries; the config has {vocabulary.size}. {advice}")
+    if 0 < config.model.vocabulary_rows < size:
+        raise InputError(
+            f"model.vocabulary_rows: {config.model.vocabulary_rows}, but the vocabulary of {folder} has {size} "
+            "entries. Set at least as many, or 0."
+        )
     file = Path(vocabulary.path).expanduser()
     if vocabulary.path and file.exists():
         _check_entries(folder, file, vocabulary.path, advice)
@@ -164,25 +169,11 @@ def environment(command: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _entries(path: Path) -> list[str]:
-    """The entries of a vocab.txt or tokenizer.json, or of a folder with one, in the order of their ids."""
-    from pretrain.corpus.vocabulary import split_entries
-
-    if path.is_dir():
-        path /= "tokenizer.json" if (path / "tokenizer.json").exists() else "vocab.txt"
-    try:
-        text = path.read_text(encoding="utf-8")
-        if path.suffix != ".json":
-            return split_entries(text)
-        vocabulary: dict[str, int] = json.loads(text)["model"]["vocab"]
-        return sorted(vocabulary, key=vocabulary.__getitem__)
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise InputError(f"{path}: cannot be read as a vocabulary ({error}).") from None
-
-
 def _check_entries(folder: Path, file: Path, shown: str, advice: str) -> None:
     """The corpus must have the entries of the vocabulary `file`, which the config calls `shown`."""
-    expected, actual = _entries(file), _entries(folder / "vocab.txt")
+    from pretrain.corpus.vocabulary import given_entries
+
+    expected, actual = given_entries(file), given_entries(folder / "vocab.txt")
     if expected != actual:
         raise InputError(
             f"{folder}: its vocabulary ({len(actual)} entries) is not {shown} ({len(expected)} entries). {advice}"

@@ -48,7 +48,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
     config = PretrainConfig.model_validate(payload["config"])
     with started(config, worker) as (config, device, watchdog):
         corpora = Corpora.open(config)
-        objective = make_objective(config, corpora.own.vocabulary_size)
+        objective = make_objective(config, config.model.rows(corpora.own.vocabulary_size))
         continuation = Continuation(config, corpora, objective.model.state_dict())
         continuation.identity.update(objective.identity)
         shares = continuation.rate_shares

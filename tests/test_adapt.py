@@ -49,6 +49,7 @@ def test_a_text_becomes_a_model_and_a_report(tmp_path: Path) -> None:
         assert "new text: held-out MLM loss, nats" in result.stdout
         assert "general text: held-out MLM loss, nats" in result.stdout
         assert "Next: ./launch.sh finetune CONFIG --from out/model" in result.stdout
+        assert "Next: ./launch.sh export" not in result.stdout
     out = tmp_path / "out"
     config = load_config(out / "adapt.yaml")
     assert (config.model.hidden, config.phases[0].sequence_length, config.adaptation.replay_share) == (32, 64, 0.2)

@@ -25,7 +25,7 @@ from finetune.adaptation.settings import (
 )
 from finetune.adaptation.texts import held_out_share, sources_of
 from finetune.artifacts.saved import MODEL, SCORES
-from pretrain.commands import program
+from pretrain.commands import as_stage, program
 from pretrain.common import settings
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, write_json
@@ -51,7 +51,8 @@ def run(arguments: argparse.Namespace, pretrain: RunCommand, finetune: RunComman
     stages = _Stages(arguments)
     code = 0
     for command, line in stages.all(pretrain, finetune):
-        code = line(command)
+        with as_stage():
+            code = line(command)
         if code:
             print(f"The adaptation stopped. Run the same command again to continue it in {arguments.out}.")
             return code

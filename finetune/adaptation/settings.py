@@ -97,7 +97,7 @@ def steps_of(config: PretrainConfig, arguments: argparse.Namespace) -> int:
     if arguments.minutes:
         config, _ = estimate.resolve_precision(config)
         cluster = estimate.parse_cluster("here", config)
-        work = estimate.phase_work(config, phase, manifest["vocabulary_size"])
+        work = estimate.phase_work(config, phase, config.model.rows(manifest["vocabulary_size"]))
         seconds = work.flops / work.steps / (cluster.peak_flops * cluster.mfu)
         return max(1, round(60 * _SPEED_MARGIN * arguments.minutes / seconds))
     tokens = sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] == "train")

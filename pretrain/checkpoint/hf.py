@@ -13,14 +13,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from tokenizers.models import WordPiece
 from torch import Tensor
 
 from pretrain.checkpoint import store
 from pretrain.checkpoint.electra import GENERATOR_SUFFIX, discriminator_state, generator_state
 from pretrain.checkpoint.layouts import BERT, LAYOUTS, ReleasedFacts, layout_of, write_config
 from pretrain.checkpoint.released import read_released
-from pretrain.checkpoint.released_writer import released_tensors, special_ids, their_tensors, written_facts
+from pretrain.checkpoint.released_writer import released_ids, released_tensors, their_tensors, written_facts
 from pretrain.checkpoint.start import START_FILE
 from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer
 from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
@@ -75,7 +74,7 @@ def export(
         read_tokenizer(tokenizer_folder, rows)
         facts, ids = written_facts(layout, model, state, config or {}, tokenizer_folder)
     else:
-        ids = _read_special_ids(tokenizer_folder, rows)
+        ids = _read_special_ids(tokenizer_folder, model, rows)
         facts = ReleasedFacts(layout, model, 2 if model.token_types else 0)
     if next_sentence and not layout.next_sentence:
         logger.warning("the layout of %s has no next-sentence head: it is left out of %s", layout.family, out)
@@ -266,42 +265,29 @@ def _config_json(
     return write_config(config, facts, head, rows, ids["pad"], ids)
 
 
-def _read_special_ids(folder: Path, size: int) -> dict[str, int | None]:
+def _read_special_ids(folder: Path, model: ModelConfig, rows: int) -> dict[str, int | None]:
     """The ids of the special tokens by role; the tokenizer must be complete and of the model's size."""
-    if _is_other_kind(folder):
-        ids = special_ids(read_tokenizer(folder, size))
-        if ids["pad"] is None:
-            raise InputError(f"{folder / 'tokenizer.json'}: has no [PAD]. Prepare the corpus again.")
-        return ids
-    vocabulary = _read_vocabulary(folder, size)
-    return {
-        role: vocabulary.index(f"[{role.upper()}]")
-        for role in ("pad", "cls", "sep", "mask")
-        if f"[{role.upper()}]" in vocabulary
-    }
+    path = folder / "vocab.txt"
+    if path.is_file() or not (folder / "tokenizer.json").is_file():
+        entries = len(_read_vocabulary(folder))
+        if model.rows(entries) != rows:
+            raise InputError(
+                f"{path}: {entries} entries, but the model has {rows}. Use the corpus that the model was trained on."
+            )
+    ids = released_ids(folder, rows)
+    if "pad" not in ids:
+        raise InputError(
+            f"{path if path.is_file() else folder / 'tokenizer.json'}: has no [PAD]. Prepare the corpus again."
+        )
+    return {**ids}
 
 
-def _is_other_kind(folder: Path) -> bool:
-    """Whether the tokenizer is not WordPiece, which has a vocab.txt."""
-    if (folder / "vocab.txt").is_file() or not (folder / "tokenizer.json").is_file():
-        return False
-    return not isinstance(read_tokenizer(folder).model, WordPiece)
-
-
-def _read_vocabulary(folder: Path, size: int) -> list[str]:
-    """The entries of vocab.txt; the tokenizer must be complete and of the model's size."""
+def _read_vocabulary(folder: Path) -> list[str]:
+    """The entries of vocab.txt, one of the files that a prepared corpus has."""
     for name in _TOKENIZER_FILES:
         if not (folder / name).is_file():
             raise InputError(f"{folder / name}: not found. Give the folder of the prepared corpus.")
-    vocabulary = read_vocabulary(folder / "vocab.txt")
-    if len(vocabulary) != size:
-        raise InputError(
-            f"{folder / 'vocab.txt'}: {len(vocabulary)} entries, but the model has {size}. "
-            "Use the corpus that the model was trained on."
-        )
-    if "[PAD]" not in vocabulary:
-        raise InputError(f"{folder / 'vocab.txt'}: has no [PAD]. Prepare the corpus again.")
-    return vocabulary
+    return read_vocabulary(folder / "vocab.txt")
 
 
 def _copy_tokenizer(folder: Path, out: Path, max_positions: int, tokenizer_class: str) -> None:

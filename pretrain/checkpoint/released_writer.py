@@ -7,27 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tokenizers import Tokenizer
 from torch import Tensor
 
 from pretrain.checkpoint.layouts import LAYOUTS, KeyMapping, ReleasedFacts, task_head, write_config
-from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer
+from pretrain.checkpoint.tokenizer import copy_tokenizer, read_tokenizer, tokenizer_folder
 from pretrain.checkpoint.weight_files import WEIGHTS, save_weights, whole_folder
 from pretrain.common.files import write_json
 from pretrain.config import ModelConfig
+from pretrain.corpus.special_tokens import declared_settings, special_ids
 from pretrain.model.norms import get_norm
 
 _CLASSES = {
     "sequence": "ForSequenceClassification",
     "tokens": "ForTokenClassification",
     "spans": "ForQuestionAnswering",
-}
-# Role -> the names that special tokens have in released tokenizers.
-_SPECIALS = {
-    "pad": ("[PAD]", "<pad>", "<|pad|>"),
-    "cls": ("[CLS]", "<s>", "<|begin_of_text|>", "<bos>"),
-    "sep": ("[SEP]", "</s>", "<|end_of_text|>", "<eos>"),
-    "mask": ("[MASK]", "<mask>", "<|mask|>"),
 }
 
 
@@ -142,13 +135,9 @@ def their_tensors(
     return tensors
 
 
-def special_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
-    """The ids of the special tokens by role: pad, cls, sep and mask; None for those that the tokenizer lacks."""
-    found = {
-        role: [number for name in names if (number := tokenizer.token_to_id(name)) is not None]
-        for role, names in _SPECIALS.items()
-    }
-    return {role: ids[0] if ids else None for role, ids in found.items()}
+def released_ids(folder: Path, rows: int | None = None) -> dict[str, int]:
+    """The ids of the special tokens by role, of the tokenizer that `read_tokenizer` reads."""
+    return special_ids(read_tokenizer(folder, rows), declared_settings(tokenizer_folder(folder)))
 
 
 def written_facts(
@@ -164,9 +153,10 @@ def written_facts(
         config: the config that was read; {} for a run of ours.
         tokenizer: a folder that `read_tokenizer` reads, if `config` lacks an id.
     """
-    ids: dict[str, int | None] = {"pad": config.get("pad_token_id")}
-    if ids["pad"] is None or any(key not in config for key in layout.special_ids):
-        given, ids = ids["pad"], special_ids(read_tokenizer(tokenizer))
+    given = config.get("pad_token_id")
+    ids: dict[str, int | None] = {"pad": given}
+    if given is None or any(key not in config for key in layout.special_ids):
+        ids = {"pad": None, **released_ids(tokenizer)}
         ids["pad"] = ids["pad"] if given is None else given
     types = 0 if layout.token_types is None or not model.token_types else 2
     if types and layout.family in ("roberta", "gte") and _one_type(backbone, config):

@@ -30,7 +30,7 @@ from pretrain.config.families import SIZES, Shape
 from pretrain.corpus.extension import old_pieces
 from pretrain.corpus.manifest import check_same_tokenizer
 from pretrain.corpus.shards import TokenShards, open_shards
-from pretrain.corpus.vocabulary import tokenizer_from_json
+from pretrain.corpus.vocabulary import tokenizer_from_json, vocabulary_size
 from pretrain.model.heads import PretrainingModel
 
 START_FILE = "start.json"  # in the run folder: what the run began with, and the release that it continues
@@ -61,7 +61,8 @@ def start_overrides(path: Path, overrides: Sequence[str], *, resume: bool = Fals
         return []
     released = read_released(Path(folder).expanduser())
     tokenizer = start_tokenizer(Path(folder).expanduser(), released)
-    model = _model(folder, released)
+    added = _section(_section(given, "corpus"), "vocabulary").get("added_words")
+    model = _model(folder, released, 0 if added else vocabulary_size(tokenizer))
     return [*_model_overrides(folder, model, given), *_vocabulary_overrides(folder, tokenizer, given)]
 
 
@@ -92,14 +93,15 @@ def _of_earlier_start(earlier: PretrainConfig, given: Mapping[str, Any]) -> list
     return [*_model_overrides(earlier.start_from, earlier.model, given), *overrides]
 
 
-def _model(folder: str, released: Released) -> ModelConfig:
-    """The checkpoint's shape."""
+def _model(folder: str, released: Released, entries: int) -> ModelConfig:
+    """The checkpoint's shape, with its rows beyond the `entries` of its vocabulary; 0: without such rows."""
     if released.model.embedding not in (0, released.model.hidden):
         raise InputError(
             f"start_from: {folder} has embeddings of {released.model.embedding} below layers of "
             f"{released.model.hidden}, which can be fine-tuned, but not pretrained. Choose another checkpoint."
         )
-    return released.model.model_copy(update={"attention_init": "normal"})
+    rows = released.vocabulary_size if 0 < entries < released.vocabulary_size else 0
+    return released.model.model_copy(update={"attention_init": "normal", "vocabulary_rows": rows})
 
 
 def _model_overrides(folder: str, model: ModelConfig, given: Mapping[str, Any]) -> list[str]:
@@ -142,7 +144,7 @@ def _vocabulary_overrides(folder: str, tokenizer: Tokenizer, given: Mapping[str,
             f"{kind}. Remove it."
         )
     added = vocabulary.get("added_words", 0)
-    size = tokenizer.get_vocab_size() + (added if isinstance(added, int) else 0)
+    size = vocabulary_size(tokenizer) + (added if isinstance(added, int) else 0)
     return [_override("corpus.vocabulary.size", max(64, size)), _override("corpus.vocabulary.lowercase", lowercase)]
 
 
@@ -196,7 +198,8 @@ def start_table(config: PretrainConfig) -> str:
     """Where each tensor of the checkpoint goes, and how the rest is initialised, as lines. Raises as `read_start`."""
     shards = open_shards(Path(config.corpus.dir), "train")
     with torch.device("meta"):
-        model = PretrainingModel(config.model, shards.vocabulary_size, config.pairs.has_classifier)
+        rows = config.model.rows(shards.vocabulary_size)
+        model = PretrainingModel(config.model, rows, config.pairs.has_classifier)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     return read_start(config, shapes, shards, count=False).table
 
@@ -224,15 +227,19 @@ def read_start(
             found[ours] = released.head[theirs]
     found = {name: tensor for name, tensor in found.items() if name in shapes}
     fingerprint = digest(found)
-    old = tokenizer.get_vocab_size()
+    old = vocabulary_size(tokenizer)
     added = _added_entries(tokenizer, shards)
+    if not added:
+        old = config.model.rows(old)
     for name in _BY_ENTRY:
         if name in found:
             found[name] = _with_rows(found[name][:old], added)
     bias = "heads.mlm_bias"
     from_corpus = bias in shapes and bias not in found
     if from_corpus:
-        found[bias] = log_frequencies(shards) if count else torch.zeros(shards.vocabulary_size)
+        found[bias] = torch.zeros(shapes[bias][0])
+        if count:
+            found[bias] = log_frequencies(shards, rows=shapes[bias][0])
     for name, tensor in found.items():
         if list(tensor.shape) != list(shapes[name]):
             raise InputError(
@@ -246,12 +253,12 @@ def read_start(
     return Start(found, fingerprint, old, missing, table, released.family, released.config)
 
 
-def log_frequencies(shards: TokenShards) -> Tensor:
-    """The logarithm of each token's share of the corpus, fp32 [V]; every token counts as seen once more.
+def log_frequencies(shards: TokenShards, *, rows: int) -> Tensor:
+    """The logarithm of each token's share of the corpus, fp32 [rows]; every token counts as seen once more.
 
-    The specials, which no one has to predict, are in no shard and so have the lowest value.
+    The specials and padded rows, which no one has to predict, are in no shard and so have the lowest value.
     """
-    counts = np.ones(shards.vocabulary_size, np.float64)
+    counts = np.ones(rows, np.float64)
     for shard in shards.shards:
         for begin in range(0, len(shard.tokens), _TOKENS_AT_ONCE):
             counts += np.bincount(shard.tokens[begin : begin + _TOKENS_AT_ONCE], minlength=len(counts))
@@ -264,7 +271,7 @@ _TOKENS_AT_ONCE = 1 << 24
 def _added_entries(tokenizer: Tokenizer, shards: TokenShards) -> list[list[int]]:
     """The old ids that each added entry of the corpus's vocabulary replaces, in the order of the new ids."""
     own = Tokenizer.from_file(str(shards.folder / "tokenizer.json"))
-    entries = [own.id_to_token(number) or "" for number in range(tokenizer.get_vocab_size(), shards.vocabulary_size)]
+    entries = [own.id_to_token(number) or "" for number in range(vocabulary_size(tokenizer), shards.vocabulary_size)]
     return old_pieces(tokenizer, entries)
 
 

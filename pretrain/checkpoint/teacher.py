@@ -16,6 +16,7 @@ from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.manifest import check_same_tokenizer
 from pretrain.corpus.shards import open_shards
+from pretrain.corpus.vocabulary import vocabulary_size
 from pretrain.model.distillation import evenly_spread
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.parameters import head_parameters
@@ -84,7 +85,12 @@ def read_teacher(config: PretrainConfig) -> Teacher:
     tokenizer = start_tokenizer(Path(folder), released)
     shards = open_shards(Path(config.corpus.dir), "train")
     check_same_tokenizer(shards.folder, tokenizer, of="distillation.teacher")
-    model, entries = released.model, tokenizer.get_vocab_size()
+    model, entries = released.model, config.model.rows(vocabulary_size(tokenizer))
+    if entries > released.vocabulary_size:
+        raise InputError(
+            f"{where} has {released.vocabulary_size} rows of word embeddings, but model.vocabulary_rows is {entries}. "
+            "Make them agree."
+        )
     next_sentence = "heads.nsp_weight" in released.pretraining
     needed = [f"heads.{parameter.name}" for parameter in head_parameters(model, entries, next_sentence)]
     if missing := [name for name in needed if name not in released.pretraining]:

@@ -31,7 +31,6 @@ _FREE_ON_RESUME = (
     "corpus",
     # So is the teacher.
     "distillation.teacher",
-    "adaptation.general",
     "adaptation.finetuning",
     "adaptation.finetuning_seeds",
     "evaluation.every_steps",
@@ -43,12 +42,16 @@ _FREE_ON_RESUME = (
     "phases.*.decay_power",
     "phases.*.decay_steps",
     "phases.*.final_learning_rate",
+    "optimizer.muon_rate",
 )
+_EVALUATED_ONLY = "adaptation.general"  # free unless text of it is replayed
 
 
 def changed_for_resume(before: PretrainConfig, after: PretrainConfig) -> list[str]:
     """Dotted names, with both values, of changed settings that a resumed run must keep."""
-    return settings.differences(before, keep_precision(after, before), free=_FREE_ON_RESUME)
+    replayed = before.adaptation.replay_share or after.adaptation.replay_share
+    free = _FREE_ON_RESUME if replayed else (*_FREE_ON_RESUME, _EVALUATED_ONLY)
+    return settings.differences(before, keep_precision(after, before), free=free)
 
 
 def keep_precision(config: R, before: RunConfig) -> R:

@@ -9,14 +9,16 @@ marks; before the last of several blanks. An apostrophe stays with the letters a
 follows. So the pre-tokens of a text are those of its pieces, and the ids of every distinct piece, which the library
 itself works out, can be kept (`tokenize.BytePairs`). What a letter is, is asked of the library, too.
 
-Every sentence begins with a blank, as `byte_level.tokenizer` adds it: "The" at the beginning is the same token as
-" The" within a text, and sentences end to end have the tokens of the text with single blanks between them.
+Every sentence of `byte_columns` begins with a blank, as `byte_level.byte_tokenizer` adds it: "The" at the beginning is
+the same token as " The" within a text, and sentences end to end have the tokens of the text with single blanks between
+them. `document_pieces` adds nothing.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from tokenizers import pre_tokenizers
@@ -63,8 +65,55 @@ def byte_columns(texts: Sequence[str], table: WordTable) -> Columns:
     )
 
 
-def _piece_bounds(kinds: np.ndarray, text: np.ndarray, line_ends: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Start and end byte of each piece; that of a sentence's first one is the end of the line before, its blank."""
+@dataclass(frozen=True)
+class DocumentPieces:
+    """D whole documents, cut into P pieces.
+
+    pieces int32 [P], numbers in the process's `WordTable`; sentences int64 [S+1], piece offset of each sentence;
+    documents int64 [D+1], sentence offset of each document.
+    """
+
+    pieces: np.ndarray
+    sentences: np.ndarray
+    documents: np.ndarray
+
+
+def document_pieces(texts: Sequence[str], starts: Sequence[np.ndarray], table: WordTable) -> DocumentPieces:
+    """Cut whole documents into pieces; line ends are white space like any other, and no blank is added.
+
+    Args:
+        texts: documents that are not empty, without NUL.
+        starts: where the sentences of each document start, in characters, ascending from 0. A sentence that starts
+            within a piece starts with the next one.
+        table: numbers the pieces.
+    """
+    raw = (END_OF_DOCUMENT + END_OF_DOCUMENT.join(texts) + END_OF_DOCUMENT).encode()
+    text = np.frombuffer(raw, np.uint8)
+    kinds = _kinds(raw.replace(b"\n", b"\t"), text)
+    ends = np.flatnonzero(kinds == _DOCUMENT_END)
+    first, stop = _piece_bounds(kinds, text, ends, own_blank=False)
+    pieces = table.intern(np.frombuffer(raw + bytes(PADDING), np.uint8), first, stop - first)
+    counts = np.fromiter(map(len, starts), np.int64, len(starts))
+    before = np.cumsum([1, *(len(document) + 1 for document in texts[:-1])])
+    characters = np.concatenate(starts) + np.repeat(before, counts)
+    if not raw.isascii():
+        characters = np.flatnonzero((text & 0xC0) != 0x80)[characters]
+    sentences = np.searchsorted(first, characters)
+    # A piece may reach past the start of the next sentence, or up to the end of its document.
+    inside = np.flatnonzero(sentences < np.repeat(np.searchsorted(first, ends[1:]), counts))
+    distinct = inside[np.diff(sentences[inside], prepend=-1) > 0]
+    documents = np.searchsorted(distinct, np.concatenate([[0], np.cumsum(counts)]))
+    return DocumentPieces(pieces, np.append(sentences[distinct], len(pieces)), documents)
+
+
+def _piece_bounds(
+    kinds: np.ndarray, text: np.ndarray, line_ends: np.ndarray, *, own_blank: bool = True
+) -> tuple[np.ndarray, np.ndarray]:
+    """Start and end byte of each piece.
+
+    `own_blank`: a line without white space at its beginning takes the end of the line before for its blank, and a line
+    of white space alone has no piece.
+    """
     solid, at_end = kinds >= LETTER, np.zeros(len(kinds), bool)
     at_end[line_ends] = True
     space = ~(solid | at_end)
@@ -76,7 +125,10 @@ def _piece_bounds(kinds: np.ndarray, text: np.ndarray, line_ends: np.ndarray) ->
     starts[here] |= changes
     # Of several blanks the last one belongs to what follows, the others are a pre-token of their own.
     starts[1:-1] |= (kinds[1:-1] == _BLANK) & space[:-2] & solid[2:]
-    _start_lines(starts, kinds, solid, space, line_ends[:-1])
+    if own_blank:
+        _start_lines(starts, kinds, solid, space, line_ends[:-1])
+    else:
+        starts[line_ends[:-1] + 1] = ~at_end[line_ends[:-1] + 1]
     bounds = np.flatnonzero(starts | at_end)
     first = np.flatnonzero(starts[bounds])
     return bounds[first], bounds[first + 1]

@@ -22,6 +22,7 @@ from pretrain.common.errors import InputError
 
 BLANK = "\u0120"  # the character that stands for the byte of a blank
 _END_OF_PIECE = "\0"
+_OWN = ["BPE", "Metaspace", "ByteLevel"]  # the parts of `byte_tokenizer`
 _PIECES_PER_TEXT = 100
 
 
@@ -29,6 +30,11 @@ def is_byte_level(tokenizer: Tokenizer) -> bool:
     """Whether it is a byte-level BPE."""
     parts = json.loads(tokenizer.to_str())
     return parts["model"]["type"] == "BPE" and "ByteLevel" in _kinds_of(parts["pre_tokenizer"])
+
+
+def is_released(tokenizer: Tokenizer) -> bool:
+    """Whether it is a byte-level BPE of another maker: not made by `byte_tokenizer`."""
+    return is_byte_level(tokenizer) and _kinds(json.loads(tokenizer.to_str())) != _OWN
 
 
 def byte_tokenizer(
@@ -59,9 +65,7 @@ class PieceEncoder:
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        model = json.loads(tokenizer.to_str())["model"]
-        merges = [(merge[0], merge[1]) for merge in model["merges"]]
-        self._tokenizer = Tokenizer(models.BPE(model["vocab"], merges))
+        self._tokenizer = Tokenizer(tokenizer.model)
         self._tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # pyright: ignore[reportAttributeAccessIssue]
         self._tokenizer.add_special_tokens([AddedToken(_END_OF_PIECE, special=True, normalized=False)])
         self._end = self._tokenizer.token_to_id(_END_OF_PIECE)
@@ -126,22 +130,23 @@ def _pre_tokens(counts: dict[bytes, int]) -> dict[str, int]:
 
 
 def byte_level_from_json(path: Path, text: str, special_tokens: Sequence[str]) -> Tokenizer:
-    """The tokenizer that the `text` of a tokenizer.json describes, made by `train_byte_level`.
+    """The tokenizer that the `text` of a tokenizer.json describes: made by `train_byte_level`, or a released one.
 
-    Raises `InputError`, which names `path`, for any other: a corpus would not hold its ids.
+    A released one is taken as it is, without truncation and padding.
+
+    Raises `InputError`, which names `path`, if it is no byte-level BPE, or its tokens are random.
     """
     try:
         parts: dict[str, Any] = json.loads(text)
-        Tokenizer.from_str(text)
-        model = parts["model"]
-        kinds = [model["type"], *_kinds_of(parts["normalizer"]), *_kinds_of(parts["pre_tokenizer"])]
+        tokenizer = Tokenizer.from_str(text)
+        model, kinds = parts["model"], _kinds(parts)
     except Exception as error:  # tokenizers raises bare Exception
         raise InputError(f"{path}: not a tokenizer.json of a byte-level BPE ({error}).") from None
-    if kinds != ["BPE", "Metaspace", "ByteLevel"]:
-        raise InputError(
-            f"{path}: uses {', '.join(kinds)}; expected a byte-level BPE as `prepare` trains it (BPE, Metaspace, "
-            "ByteLevel). Choose another vocabulary, or leave corpus.vocabulary.path empty."
-        )
+    if kinds != _OWN:
+        _check_released(path, model, kinds)
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        return tokenizer
     merges = [
         (merge[0], merge[1]) if isinstance(merge, list) else tuple(merge.split(" ", 1)) for merge in model["merges"]
     ]
@@ -152,6 +157,23 @@ def byte_level_from_json(path: Path, text: str, special_tokens: Sequence[str]) -
     if added:
         raise InputError(f"{path}: has the added token {added[0]!r}, which `prepare` cannot take over. Remove it.")
     return byte_tokenizer(model["vocab"], merges, special_tokens)
+
+
+def _check_released(path: Path, model: dict[str, Any], kinds: Sequence[str]) -> None:
+    if "ByteLevel" not in kinds:
+        raise InputError(
+            f"{path}: uses {', '.join(kinds)}; expected BERT's WordPiece or a byte-level BPE, such as RoBERTa's, "
+            "ModernBERT's or EuroBERT's. Choose another vocabulary or checkpoint."
+        )
+    if missing := sorted(set(pre_tokenizers.ByteLevel.alphabet()).difference(model["vocab"])):
+        raise InputError(f"{path}: has no entry for {len(missing)} of the 256 bytes. Choose another vocabulary.")
+    if model.get("dropout"):
+        raise InputError(f"{path}: its BPE has a dropout of {model['dropout']}, so its tokens are random. Set it to 0.")
+
+
+def _kinds(parts: dict[str, Any]) -> list[str]:
+    """The types of the model, the normaliser and the pre-tokenizer in a tokenizer.json."""
+    return [parts["model"]["type"], *_kinds_of(parts["normalizer"]), *_kinds_of(parts["pre_tokenizer"])]
 
 
 def _kinds_of(part: dict[str, Any] | None) -> list[str]:

@@ -27,10 +27,11 @@ _BYTES = _bytes_of_characters()
 def is_byte_vocabulary(entries: Sequence[str]) -> bool:
     """Whether these are entries of a byte-level BPE and not of a WordPiece.
 
-    All 256 bytes are entries, and none is "##" and letters: GPT-2's division keeps marks and letters apart.
+    All 256 bytes are entries, and none is "##" and ASCII letters: the divisions of byte-level BPE keep two marks and
+    letters apart. Other characters may be the bytes of marks.
     """
     known = set(entries)
-    joined = (entry for entry in entries if entry.startswith("##") and entry[2:].isalnum())
+    joined = (entry for entry in entries if entry.startswith("##") and entry.isascii() and entry[2:].isalnum())
     return known.issuperset(_BYTES) and next(joined, None) is None
 
 

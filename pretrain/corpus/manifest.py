@@ -15,7 +15,8 @@ from pretrain.config import CorpusConfig, SourceConfig
 from pretrain.corpus.card import CARD_FILES
 from pretrain.corpus.inputs import Input
 from pretrain.corpus.shards import FORMAT, token_dtype
-from pretrain.corpus.vocabulary import TOKENIZER_FILES, special_ids
+from pretrain.corpus.special_tokens import special_ids
+from pretrain.corpus.vocabulary import TOKENIZER_FILES, vocabulary_size
 
 
 def make_manifest(
@@ -26,15 +27,19 @@ def make_manifest(
     shards: list[dict[str, Any]],
     settings: dict[str, Any],
     hashes: dict[str, str],
+    declared: dict[str, Any],
 ) -> dict[str, Any]:
-    """The manifest of the files in `folder`. `hashes` has {name: SHA-256} of the shards' files."""
-    size = tokenizer.get_vocab_size()
+    """The manifest of the files in `folder`.
+
+    `hashes` has {name: SHA-256} of the shards' files, `declared` what `special_ids` takes.
+    """
+    size = vocabulary_size(tokenizer)
     manifest = {
         "format": FORMAT,
         "fingerprint": "",
         "vocabulary_size": size,
         "dtype": token_dtype(size).name,
-        "special_ids": special_ids(tokenizer),
+        "special_ids": special_ids(tokenizer, declared),
         "sources": sources,
         "shards": shards,
         "settings": settings,
@@ -121,10 +126,10 @@ def check_same_tokenizer(folder: Path, tokenizer: Tokenizer, *, extended: bool =
     `extended`: it may have further entries after those of the checkpoint. `of`: the setting that names the checkpoint.
     """
     own = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    size, entries = tokenizer.get_vocab_size(), own.get_vocab()
-    more = len(entries) - size
+    size, entries = vocabulary_size(tokenizer), own.get_vocab()
+    more = vocabulary_size(own) - size
     if more < 0 or (more and not extended):
-        reason = f"its vocabulary has {len(entries)} entries, the checkpoint's {size}"
+        reason = f"its vocabulary has {size + more} entries, the checkpoint's {size}"
     elif wrong := [entry for entry, number in tokenizer.get_vocab().items() if entries.get(entry) != number]:
         first = min(wrong, key=tokenizer.get_vocab().__getitem__)
         reason = f"the id of {first!r} is {entries.get(first)}, and {tokenizer.token_to_id(first)} in the checkpoint"

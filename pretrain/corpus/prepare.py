@@ -25,7 +25,7 @@ import signal
 import threading
 import time
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest, write_json
 from pretrain.config import CorpusConfig, PretrainConfig, VocabularyConfig
 from pretrain.corpus import card, sources, stages
-from pretrain.corpus.byte_level import is_byte_level
+from pretrain.corpus.byte_level import is_byte_level, is_released
 from pretrain.corpus.documents import Documents, PieceSummary, ShardPlan
 from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.inputs import Input, Piece, Problems
@@ -54,8 +54,15 @@ from pretrain.corpus.manifest import (
 )
 from pretrain.corpus.parallel import Pool, result_of
 from pretrain.corpus.shards import token_dtype, verify_shards
+from pretrain.corpus.special_tokens import check_special_tokens, declared_settings, special_ids
 from pretrain.corpus.stage_bar import StageBar
-from pretrain.corpus.vocabulary import load_vocabulary, save_tokenizer, train_byte_vocabulary, train_vocabulary
+from pretrain.corpus.vocabulary import (
+    load_vocabulary,
+    save_tokenizer,
+    train_byte_vocabulary,
+    train_vocabulary,
+    vocabulary_size,
+)
 
 WORK = ".work"
 _EXTENSION = "extension.json"  # facts about an extended vocabulary, for the card
@@ -63,13 +70,20 @@ _MAX_COUNTED_WORDS = 3_000_000  # distinct words counted for a vocabulary, about
 
 
 def prepare(
-    config: PretrainConfig, *, tokenizer: Tokenizer | None = None, quiet: bool = False, bar: StageBar | None = None
+    config: PretrainConfig,
+    *,
+    tokenizer: Tokenizer | None = None,
+    declared: Mapping[str, Any] | None = None,
+    quiet: bool = False,
+    bar: StageBar | None = None,
 ) -> str:
     """Prepare the corpus of `config` in its folder, or continue where an earlier run stopped. Returns a summary line.
 
     Args:
         tokenizer: of the checkpoint that a run continues from; takes the place of corpus.vocabulary, which says only
             how many words are added to it.
+        declared: what the checkpoint's tokenizer_config.json says; kept for a byte-level tokenizer, whose special
+            tokens it names.
         quiet: show no progress.
         bar: shows the progress instead of one made here.
 
@@ -80,7 +94,7 @@ def prepare(
     """
     folder = Path(config.corpus.dir)
     if config.corpus.sources:
-        return _Preparation(config, bar or StageBar(quiet=quiet), tokenizer).run()
+        return _Preparation(config, bar or StageBar(quiet=quiet), tokenizer, declared or {}).run()
     if (folder / MANIFEST).exists():
         return card.summary_line(folder, "already prepared")
     raise InputError(f"corpus.sources: empty, and {folder} is not prepared. Give at least one source.")
@@ -129,6 +143,12 @@ def _given_tokenizer(corpus: CorpusConfig) -> Tokenizer | None:
     return load_vocabulary(Path(given.path), lowercase=given.lowercase, kind=given.kind) if given.path else None
 
 
+def _given_settings(corpus: CorpusConfig) -> dict[str, Any]:
+    """What the tokenizer_config.json beside the vocabulary says that the config names."""
+    path = Path(corpus.vocabulary.path).expanduser()
+    return declared_settings(path if path.is_dir() else path.parent)
+
+
 def _accepted_manifest(
     folder: Path, inputs: list[list[Input]], settings: dict[str, Any], same_tokenizer: Tokenizer | None = None
 ) -> dict[str, Any]:
@@ -157,7 +177,9 @@ def _processes(config: PretrainConfig) -> int:
 class _Preparation:
     """One run of `prepare`."""
 
-    def __init__(self, config: PretrainConfig, bar: StageBar, tokenizer: Tokenizer | None) -> None:
+    def __init__(
+        self, config: PretrainConfig, bar: StageBar, tokenizer: Tokenizer | None, declared: Mapping[str, Any]
+    ) -> None:
         self._corpus = corpus = config.corpus
         self._address = config.scheduling.address
         self._processes = _processes(config)
@@ -172,6 +194,13 @@ class _Preparation:
             check_extension(tokenizer, added)
         self._settings = fingerprint_settings(corpus, self._inputs, tokenizer)
         self._byte_level = is_byte_level(tokenizer) if tokenizer else corpus.vocabulary.kind == "byte_bpe"
+        self._released = tokenizer is not None and is_released(tokenizer)
+        self._declared, self._unknown_id = {}, -1
+        if tokenizer is not None and self._released:
+            self._declared = dict(declared) if self._of_start else _given_settings(corpus)
+            ids = special_ids(tokenizer, self._declared)
+            check_special_tokens(ids, config.start_from or corpus.vocabulary.path)
+            self._unknown_id = ids.get("unk", -1)
         # One that is extended is not known until the words are counted.
         self._tokenizer = None if added else tokenizer
 
@@ -225,6 +254,8 @@ class _Preparation:
             min_document_words=self._corpus.min_document_words,
             vocabulary_given=self._tokenizer is not None,
             byte_level=self._byte_level,
+            released=self._released,
+            unknown_id=self._unknown_id,
         )
         return Pool(self._processes, settings, self._tokenizer, self._address)
 
@@ -377,7 +408,7 @@ class _Preparation:
     ) -> None:
         """Tokenizer files, card, and last the manifest."""
         self._remove_leftovers()  # a cluster continues without killed processes
-        save_tokenizer(self._folder, tokenizer)
+        save_tokenizer(self._folder, tokenizer, self._declared)
         entries = self._source_entries(documents, plan, results, hashes)
         shards = [{"name": s.name, "split": s.split, "source": s.source, **s.totals} for s in plan]
         card.write_card(
@@ -385,7 +416,7 @@ class _Preparation:
             entries,
             hashes,
             self._problems.entries(),
-            vocabulary_size=tokenizer.get_vocab_size(),
+            vocabulary_size=vocabulary_size(tokenizer),
             kind="byte_bpe" if self._byte_level else "wordpiece",
             lowercase=self._corpus.vocabulary.lowercase,
             language=self._corpus.language,
@@ -394,7 +425,13 @@ class _Preparation:
         )
         shard_hashes = {name: digest for result in results for name, digest in result["hashes"].items()}
         manifest = make_manifest(
-            self._folder, tokenizer, sources=entries, shards=shards, settings=self._settings, hashes=shard_hashes
+            self._folder,
+            tokenizer,
+            sources=entries,
+            shards=shards,
+            settings=self._settings,
+            hashes=shard_hashes,
+            declared=self._declared,
         )
         put_manifest(self._folder, manifest)
 

@@ -26,6 +26,24 @@ def split_sentences(document: str, language: str) -> list[str]:
     return parts + sentences[taken:]
 
 
+def sentence_starts(document: str, language: str) -> list[int]:
+    """Where the sentences of `document` start, in characters, ascending from 0; [] if it is white space alone.
+
+    The white space between two sentences belongs to the second, and that at the document's ends to the first and last.
+    """
+    starts, end = [], 0
+    for sentence in split_sentences(document, language):
+        # Within quotations, sentences may have line ends, which `split_sentences` doubles.
+        lines = [line for part in sentence.split("\n") if (line := part.strip())]
+        places = [place for line in lines[:1] if (place := document.find(line, end)) >= 0]
+        if not places:
+            continue
+        starts.append(end)
+        for line in lines:
+            end = max(end, document.find(line, end) + len(line))
+    return starts
+
+
 def _split_quotations(sentence: str, language: str) -> list[str]:
     """Cut `sentence` as if it had no quotation marks; a mark that opens a quotation stays with what follows."""
     hidden = sentence

@@ -24,11 +24,13 @@ from pretrain.common.memory import hold_freed_memory
 from pretrain.corpus.byte_columns import byte_columns
 from pretrain.corpus.inputs import Piece, Problems
 from pretrain.corpus.parts import DOCUMENT, Part
-from pretrain.corpus.sentences import split_sentences
+from pretrain.corpus.sentences import sentence_starts, split_sentences
 from pretrain.corpus.shards import ShardWriter, token_dtype
 from pretrain.corpus.sources import cut_stream, documents
+from pretrain.corpus.special_tokens import special_ids
 from pretrain.corpus.tokenize import MAX_TABLE_WORDS, BytePairs, Columns, KnownWords, WordPieces, WordTable, columns
-from pretrain.corpus.vocabulary import special_ids
+from pretrain.corpus.vocabulary import vocabulary_size
+from pretrain.corpus.whole_documents import DocumentEncoder, measured
 
 LOCK = "lock"  # in the work folder, held by the coordinating process
 TOKENIZER = "tokenizer.json"  # likewise
@@ -47,6 +49,8 @@ class PreparationSettings:
     min_document_words: int
     vocabulary_given: bool
     byte_level: bool = False  # whether the vocabulary is a byte-level BPE
+    released: bool = False  # whether it is one of another maker, which is given whole documents
+    unknown_id: int = -1  # of the released one
 
 
 # ---------------------------------------------------------------- the process
@@ -64,24 +68,43 @@ class _Process:
         self.is_remote = False  # on a cluster, whose machines may not have the coordinating process's files
         self._tokenizer = tokenizer
         self._pieces: KnownWords | None = None
+        self._documents: DocumentEncoder | None = None
         if tokenizer is not None:
-            self.pieces()  # now, while the coordinating process is still busy itself
+            self.load_tokenizer()  # now, while the coordinating process is still busy itself
+
+    def load_tokenizer(self) -> None:
+        """Load what tokenizes; later calls do nothing."""
+        if self.settings.released:
+            self.documents()
+        else:
+            self.pieces()
 
     def pieces(self) -> KnownWords:
         """The tokens of the words of `table`."""
         if self._pieces is None:
-            if self._tokenizer is None:
-                self._tokenizer = Tokenizer.from_file(str(self.work / TOKENIZER))
-            self.dtype = token_dtype(self._tokenizer.get_vocab_size())
-            self.unknown_id = special_ids(self._tokenizer)["unk"]
+            tokenizer = self._loaded()
+            self.unknown_id = special_ids(tokenizer)["unk"]
             known_words = BytePairs if self.settings.byte_level else WordPieces
-            self._pieces = known_words(self._tokenizer, self.table)
+            self._pieces = known_words(tokenizer, self.table)
         return self._pieces
+
+    def documents(self) -> DocumentEncoder:
+        """What encodes whole documents with a released byte-level tokenizer."""
+        if self._documents is None:
+            self.unknown_id = self.settings.unknown_id
+            self._documents = DocumentEncoder(self._loaded(), self.table)
+        return self._documents
+
+    def _loaded(self) -> Tokenizer:
+        if self._tokenizer is None:
+            self._tokenizer = Tokenizer.from_file(str(self.work / TOKENIZER))
+        self.dtype = token_dtype(vocabulary_size(self._tokenizer))
+        return self._tokenizer
 
     def renew(self) -> None:
         """Forget the words if there are too many."""
         if self.table.size > MAX_TABLE_WORDS:
-            self.table, self._pieces = WordTable(), None
+            self.table, self._pieces, self._documents = WordTable(), None, None
 
 
 _process: _Process | None = None
@@ -223,7 +246,7 @@ def write_shard(
     the work folder, where they mark the shard as done.
     """
     state = _state()
-    state.pieces()  # loads the tokenizer
+    state.load_tokenizer()
     unknown, lengths = (
         0,
         {"document": np.zeros(HISTOGRAM_BINS, int), "sentence": np.zeros(HISTOGRAM_BINS, int)},
@@ -278,6 +301,8 @@ def chunks(texts: Iterator[str]) -> Iterator[list[str]]:
 def _batch(texts: list[str], state: _Process) -> Part:
     """The documents of `texts` that are long enough, tokenized if there is a vocabulary."""
     settings = state.settings
+    if settings.released:
+        return _whole_documents(texts, state)
     sentences = (split_sentences(text, settings.language) for text in texts)
     if settings.byte_level:
         # A byte-level vocabulary would spell the white space around a sentence.
@@ -289,6 +314,17 @@ def _batch(texts: list[str], state: _Process) -> Part:
     part = part.select(long_enough & (part.documents["sentences"] > 0))
     given = state.settings.vocabulary_given
     return _tokenized(part.items, part.sentence_items, part.documents, state) if given else part
+
+
+def _whole_documents(texts: list[str], state: _Process) -> Part:
+    """The documents of `texts` that are long enough, tokenized whole."""
+    settings = state.settings
+    table = measured(texts)
+    starts = [sentence_starts(text, settings.language) for text in texts]
+    long_enough = table["words"] >= settings.min_document_words
+    kept = [number for number, its_starts in enumerate(starts) if its_starts and long_enough[number]]
+    texts, starts = [texts[number] for number in kept], [starts[number] for number in kept]
+    return state.documents().encode(texts, starts, table[kept], state.dtype)
 
 
 def _joined(batches: list[Part], state: _Process) -> Part:

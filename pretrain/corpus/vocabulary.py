@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,27 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
-from pretrain.corpus.byte_level import byte_level_from_json, is_byte_level, repeated, train_byte_level
+from pretrain.corpus.byte_level import byte_level_from_json, is_byte_level, is_released, repeated, train_byte_level
+from pretrain.corpus.special_tokens import special_ids
 
 SPECIAL_TOKENS = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 TOKENIZER_FILES = ("tokenizer.json", "vocab.txt", "tokenizer_config.json")
 MAX_WORD_CHARACTERS = 100  # longer words are [UNK]: google-research/bert tokenization.py, WordpieceTokenizer
+_LINE_FEED, _RETURN = "\u010a", "\u010d"  # GPT-2's characters for the bytes that end the lines of a vocab.txt
 _MAX_ALPHABET = 1000  # most frequent characters kept; `tokenizers`' BertWordPieceTokenizer has the same default
 
 
-def special_ids(tokenizer: Tokenizer) -> dict[str, int]:
-    """{"pad", "unk", "cls", "sep", "mask"} -> id."""
-    return {token.strip("[]").lower(): tokenizer.token_to_id(token) for token in SPECIAL_TOKENS}  # pyright: ignore[reportReturnType]
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """One more than the largest id, added tokens included."""
+    return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+
+def entries_of(tokenizer: Tokenizer) -> list[str]:
+    """The entries in the order of their ids, as the lines of a vocab.txt: "[unused7]" for an id 7 without an entry."""
+    entries = [f"[unused{number}]" for number in range(vocabulary_size(tokenizer))]
+    for entry, number in tokenizer.get_vocab(with_added_tokens=True).items():
+        entries[number] = entry.replace("\n", _LINE_FEED).replace("\r", _RETURN)
+    return entries
 
 
 def bert_tokenizer(vocabulary: dict[str, int], normalizer: normalizers.BertNormalizer) -> Tokenizer:
@@ -52,6 +62,27 @@ def split_entries(text: str) -> list[str]:
     return [line.rstrip("\r") for line in text.removesuffix("\n").split("\n")]
 
 
+def given_entries(path: Path) -> list[str]:
+    """The entries of a vocab.txt or tokenizer.json, or of a folder with one, in the order of their ids.
+
+    Raises `InputError` if it cannot be read.
+    """
+    if path.is_dir():
+        path /= "tokenizer.json" if (path / "tokenizer.json").exists() else "vocab.txt"
+    try:
+        text = path.read_text(encoding="utf-8")
+        if path.suffix != ".json":
+            return split_entries(text)
+        model = json.loads(text)["model"]
+        # Beside a WordPiece, added tokens are not taken over.
+        if model.get("type") == "BPE":
+            return entries_of(Tokenizer.from_str(text))
+        vocabulary: dict[str, int] = model["vocab"]
+        return sorted(vocabulary, key=vocabulary.__getitem__)
+    except Exception as error:  # tokenizers raises bare Exception
+        raise InputError(f"{path}: cannot be read as a vocabulary ({error}).") from None
+
+
 def numbered(path: Path, entries: Sequence[str]) -> dict[str, int]:
     """{entry: id} of the `entries` of the vocab.txt at `path`; `InputError` if one repeats or a special is missing."""
     repeated = [entry for entry, count in Counter(entries).items() if count > 1]
@@ -63,7 +94,7 @@ def numbered(path: Path, entries: Sequence[str]) -> dict[str, int]:
 
 
 def load_vocabulary(path: Path, *, lowercase: bool, kind: str = "wordpiece") -> Tokenizer:
-    """The tokenizer of a vocab.txt, of a tokenizer.json (BERT's, or a byte-level BPE of ours), or of a folder with one.
+    """The tokenizer of a vocab.txt, of a tokenizer.json (BERT's, or a byte-level BPE's), or of a folder with one.
 
     Raises `InputError` if it is missing, damaged, of another kind, or its casing contradicts `lowercase`.
     """
@@ -89,12 +120,18 @@ def load_vocabulary(path: Path, *, lowercase: bool, kind: str = "wordpiece") -> 
 
 
 def tokenizer_from_json(path: Path, text: str, *, lowercase: bool) -> Tokenizer:
-    """The tokenizer that the `text` of a BERT tokenizer.json describes; errors name `path`, as in `load_vocabulary`."""
+    """The tokenizer that the `text` of a tokenizer.json of either kind describes; errors as in `load_vocabulary`."""
     try:
         description: dict[str, Any] = json.loads(text)
         Tokenizer.from_str(text)
-        if description["model"]["type"] == "BPE":
+        kind = description["model"]["type"]
+        if kind == "BPE":
             return byte_level_from_json(path, text, SPECIAL_TOKENS)
+        if kind != "WordPiece":
+            raise InputError(
+                f"{path}: uses {kind}; expected BERT's WordPiece or a byte-level BPE, such as RoBERTa's, ModernBERT's "
+                "or EuroBERT's. Choose another vocabulary or checkpoint."
+            )
         parts = [description[part]["type"] for part in ("model", "normalizer", "pre_tokenizer")]
         model, settings = description["model"], dict(description["normalizer"])
     except InputError:
@@ -187,29 +224,28 @@ def _alphabet(words: dict[str, int]) -> list[str]:
 # ---------------------------------------------------------------- writing
 
 
-def save_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
+def save_tokenizer(folder: Path, tokenizer: Tokenizer, declared: Mapping[str, Any] | None = None) -> None:
     """Write tokenizer.json, vocab.txt and tokenizer_config.json, the files of a released BERT.
 
-    A byte-level BPE has a vocab.txt, too: its entries, each byte as GPT-2's character for it.
+    A byte-level BPE has a vocab.txt, too: its entries, each byte as GPT-2's character for it. `declared` is what the
+    tokenizer_config.json of a released byte-level BPE says; it is kept.
     """
-    tokens = [tokenizer.id_to_token(number) or "" for number in range(tokenizer.get_vocab_size())]
+    tokens = entries_of(tokenizer)
     with atomic_open(folder / "tokenizer.json", "w") as file:
         file.write(tokenizer.to_str(pretty=True))
     with atomic_open(folder / "vocab.txt", "w") as file:
         file.write("\n".join([*tokens, ""]))
-    write_json(
-        folder / "tokenizer_config.json",
-        {
-            **_settings(tokenizer),
-            "model_max_length": 512,
-            **{f"{token.strip('[]').lower()}_token": token for token in SPECIAL_TOKENS},
-        },
-    )
+    ids = special_ids(tokenizer, declared)
+    names = {f"{role}_token": tokenizer.id_to_token(number) for role, number in ids.items()}
+    settings = {**_settings(tokenizer), "model_max_length": 512, **(declared or {}), **names}
+    write_json(folder / "tokenizer_config.json", settings)
 
 
 def _settings(tokenizer: Tokenizer) -> dict[str, Any]:
     """What tokenizer_config.json says of a kind of vocabulary."""
     normalizer: Any = tokenizer.normalizer
+    if is_released(tokenizer):
+        return {"tokenizer_class": "PreTrainedTokenizerFast"}
     if is_byte_level(tokenizer):
         return {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     return {

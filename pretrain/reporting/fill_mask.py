@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -77,6 +77,7 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence], *, shifted: bool
     import torch
 
     from pretrain.checkpoint import hf
+    from pretrain.checkpoint.released_writer import released_ids
     from pretrain.model.heads import PretrainingModel
 
     if not sentences:
@@ -85,14 +86,15 @@ def fill(export_dir: Path, sentences: Sequence[MaskedSentence], *, shifted: bool
     if "heads.mlm_bias" not in state:
         raise InputError(f"{export_dir}: has no masked-language-modelling head. Export a pretraining checkpoint.")
     vocabulary = read_vocabulary(export_dir / "vocab.txt", advice="Export the run again.")
-    model = PretrainingModel(shape, len(vocabulary), next_sentence).eval()
+    model = PretrainingModel(shape, len(state["embeddings.word"]), next_sentence).eval()
     model.load_state_dict(state)
     order = sorted(range(len(sentences)), key=lambda number: len(sentences[number].tokens))
-    batch = _as_batch([sentences[number] for number in order], vocabulary)
+    batch = _as_batch([sentences[number] for number in order], released_ids(export_dir))
     if shifted:
         batch = dataclasses.replace(batch, masked_rows=batch.masked_rows - 1)
     with torch.inference_mode():
-        probabilities = model.masked_logits(batch).softmax(-1).tolist()
+        # Padded rows stand for no token.
+        probabilities = model.masked_logits(batch)[:, : len(vocabulary)].softmax(-1).tolist()
     by_number = dict(zip(order, probabilities, strict=True))
     return [_filling(sentence, by_number[number], vocabulary) for number, sentence in enumerate(sentences)]
 
@@ -154,13 +156,13 @@ def _maskable_bytes(tokens: Sequence[int], vocabulary: Sequence[str]) -> list[in
 # ---- predicting
 
 
-def _as_batch(sentences: Sequence[MaskedSentence], vocabulary: Sequence[str]) -> MicroBatch:
-    """The sentences, in ascending order of length, as one unpadded micro-batch."""
+def _as_batch(sentences: Sequence[MaskedSentence], special: Mapping[str, int]) -> MicroBatch:
+    """The sentences, in ascending order of length, as one unpadded micro-batch; `special` has ids by role."""
     import torch
 
     from pretrain.batches.loader import MicroBatch
 
-    first, last, mask = (vocabulary.index(name) for name in ("[CLS]", "[SEP]", "[MASK]"))
+    first, last, mask = (special[role] for role in ("cls", "sep", "mask"))
     ids: list[int] = []
     rows = []
     for sentence in sentences:

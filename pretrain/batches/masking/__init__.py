@@ -23,7 +23,7 @@ from pretrain.corpus.shards import TokenShards
 from pretrain.corpus.vocabulary import read_vocabulary
 
 _TOKENS = 1 << 32  # a counter distinct from those of pairs.py and scheme.py
-_UNUSED = re.compile(r"\[unused\d+\]")
+_UNUSED = re.compile(r"\[unused\d+\]|<\|reserved_special_token_\d+\|>")  # BERT's and Llama's
 
 
 @dataclass(frozen=True)

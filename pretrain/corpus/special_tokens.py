@@ -1,0 +1,81 @@
+"""The special tokens of a tokenizer by role, whatever their names: pad, unk, cls, sep and mask."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from pretrain.common.errors import InputError
+
+ROLES = ("pad", "unk", "cls", "sep", "mask")
+_NEEDED = ("pad", "cls", "sep", "mask")
+# Role -> the names in released tokenizers of BERT, RoBERTa and EuroBERT, and the other key of tokenizer_config.json.
+_NAMES = {
+    "pad": ("[PAD]", "<pad>", "<|pad|>"),
+    "unk": ("[UNK]", "<unk>", "<|unk|>"),
+    "cls": ("[CLS]", "<s>", "<|begin_of_text|>", "<bos>"),
+    "sep": ("[SEP]", "</s>", "<|end_of_text|>", "<eos>"),
+    "mask": ("[MASK]", "<mask>", "<|mask|>"),
+}
+_ALSO = {"cls": "bos_token", "sep": "eos_token"}
+
+
+def special_ids(tokenizer: Tokenizer, declared: Mapping[str, Any] | None = None) -> dict[str, int]:
+    """{role: id} in the order of `ROLES`, without the roles that the tokenizer lacks.
+
+    cls and sep are what the tokenizer itself puts around a text, if that is one token each. All others are what
+    `declared` names (tokenizer_config.json), else the first known name that is an entry.
+    """
+    found = _around_a_text(tokenizer)
+    for role in ROLES:
+        names = (*_declared_names(role, declared or {}), *_NAMES[role])
+        numbers = [number for name in names if (number := tokenizer.token_to_id(name)) is not None]
+        if role not in found and numbers:
+            found[role] = numbers[0]
+    return {role: found[role] for role in ROLES if role in found}
+
+
+def check_special_tokens(ids: Mapping[str, int], where: object) -> None:
+    """Raise `InputError`, which begins with `where`, if a role is missing that pretraining needs."""
+    missing = [role for role in _NEEDED if role not in ids]
+    if missing:
+        raise InputError(
+            f"{where}: has no {missing[0]} token under a known name, which pretraining needs. Name it as "
+            f"{missing[0]}_token in the tokenizer_config.json beside tokenizer.json."
+        )
+
+
+def declared_settings(folder: Path) -> dict[str, Any]:
+    """What tokenizer_config.json in `folder` declares, with the special tokens that only special_tokens_map.json names.
+
+    {} if neither exists. Raises `InputError` if one is damaged.
+    """
+    values: dict[str, Any] = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        path = folder / name
+        if not path.is_file():
+            continue
+        try:
+            read = json.loads(path.read_text(encoding="utf-8"))
+            values |= {key: value for key, value in read.items() if value is not None}
+        except (OSError, ValueError, AttributeError, RecursionError) as error:
+            raise InputError(f"{path}: cannot be read ({error}). Download it again.") from None
+    return values
+
+
+def _around_a_text(tokenizer: Tokenizer) -> dict[str, int]:
+    text = "a"
+    plain, whole = tokenizer.encode(text, add_special_tokens=False).ids, tokenizer.encode(text).ids
+    return {"cls": whole[0], "sep": whole[-1]} if plain == whole[1:-1] and len(whole) == len(plain) + 2 else {}
+
+
+def _declared_names(role: str, declared: Mapping[str, Any]) -> list[str]:
+    """The names of a role in tokenizer_config.json, where a token is its text or an object that has it."""
+    keys = (f"{role}_token", *([_ALSO[role]] if role in _ALSO else []))
+    tokens = (declared.get(key) for key in keys)
+    names = (token.get("content") if isinstance(token, dict) else token for token in tokens)
+    return [name for name in names if isinstance(name, str)]
