@@ -21,6 +21,7 @@ NAVIGATION = {
         "guides/objectives",
         "guides/distillation",
         "guides/optimizers",
+        "guides/evaluating-pretrained",
         "guides/finetuning",
         "guides/monitoring",
         "guides/attention",

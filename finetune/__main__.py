@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from finetune.adaptation import options
+from finetune.scores import options as scores_options
 from pretrain import demo as pretraining_demo
 from pretrain.commands import (
     add_command,
@@ -53,7 +54,17 @@ def build_parser() -> argparse.ArgumentParser:
     """The parser of every command, for the command line and the command reference."""
     return make_parser(
         "Fine-tune BERT-style checkpoints for classification, named entities and question answering.",
-        (_add_demo, _add_adapt, _add_finetune, _add_evaluate, _add_predict, _add_export, _add_sweep, _add_glue),
+        (
+            _add_demo,
+            _add_adapt,
+            _add_finetune,
+            _add_evaluate,
+            _add_predict,
+            _add_export,
+            _add_sweep,
+            _add_glue,
+            _add_evaluate_pretrained,
+        ),
     )
 
 
@@ -195,6 +206,14 @@ def _export(arguments: argparse.Namespace) -> None:
     from finetune.artifacts.export import export
 
     print(export(arguments.model, arguments.out, onnx=arguments.onnx))
+
+
+def _evaluate_pretrained(arguments: argparse.Namespace) -> None:
+    if not arguments.model.is_dir():  # before torch is loaded
+        raise InputError(f"{arguments.model}: no such folder. Give a released model, an export or a run.")
+    from finetune.scores import command
+
+    command.run(arguments)
 
 
 def _config(arguments: argparse.Namespace) -> FinetuneConfig:
@@ -379,6 +398,13 @@ def _add_glue(commands: Any) -> None:
         metavar="DIR",
         help="predict the official test sets with each task's best run, and write the files for gluebenchmark.com",
     )
+
+
+def _add_evaluate_pretrained(commands: Any) -> None:
+    parser = add_command(
+        commands, scores_options.NAME, _evaluate_pretrained, scores_options.PURPOSE, scores_options.EXAMPLES
+    )
+    scores_options.add_options(parser)
 
 
 # ---------------------------------------------------------------- options that several take

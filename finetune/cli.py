@@ -19,7 +19,7 @@ from pretrain.common.kinds import did_you_mean
 COMMANDS_FILE = Path(__file__).with_name("commands.txt")
 
 _PRETRAIN = ("prepare", "pretrain", "report", "dashboard", "attention")
-_FINETUNE = ("demo", "adapt", "finetune", "evaluate", "predict", "sweep", "glue")
+_FINETUNE = ("demo", "adapt", "finetune", "evaluate", "predict", "sweep", "glue", "evaluate-pretrained")
 _CLUSTER = ("doctor", "manifest", "submit", "status", "logs", "list", "stop", "delete", "up", "down")
 
 

@@ -96,6 +96,10 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.common pretrain.config cluster.workers cluster.trials pretrain.tracking pretrain.model "
         "pretrain.preflight finetune.datasets finetune.tasks finetune.config finetune.artifacts finetune.runs"
     ),
+    "finetune.scores": (
+        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint "
+        "pretrain.commands pretrain.reporting finetune.artifacts finetune.config finetune.runs finetune.experiments"
+    ),
     "finetune.adaptation": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.checkpoint pretrain.estimate pretrain.commands "
         "pretrain.reporting finetune.artifacts"
@@ -105,7 +109,7 @@ MAY_IMPORT: dict[str, str] = {
     "finetune.__main__": (
         "pretrain.common pretrain.preflight pretrain.commands pretrain.launch finetune.config pretrain.demo "
         "pretrain.__main__ finetune.artifacts finetune.runs finetune.bench finetune.experiments finetune.demo "
-        "finetune.adaptation"
+        "finetune.adaptation finetune.scores"
     ),
     "finetune.cli": "pretrain.common pretrain.commands",
 }

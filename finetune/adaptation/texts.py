@@ -9,17 +9,12 @@ from typing import Any
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, sha256_file
-from pretrain.corpus.inputs import Problems, decode, open_file, plain_suffix
-from pretrain.corpus.sources import books, csv, jsonl, mediawiki, parquet
+from pretrain.corpus.formats import PLAIN, files_below, kind_of
+from pretrain.corpus.inputs import Problems, decode, open_file
+from pretrain.corpus.sources import books
 
-_KINDS = {
-    suffix: module.__name__.rpartition(".")[2]
-    for module in (books, csv, jsonl, mediawiki, parquet)
-    for suffix in module.Reader.suffixes
-}
 _FEW = 100  # documents; with fewer, too few might be held out, which a hash decides
 _PIECE = 8_000  # characters of a piece of plain text
-_HEAD = 1_000  # bytes that show the format of a file without a known suffix
 _HELD_OUT_BYTES = 300_000  # enough for the held-out sequences of an evaluation
 _SHARES = (0.005, 0.1)  # least and largest held-out share
 
@@ -33,13 +28,13 @@ def sources_of(texts: Sequence[Path], pieces: Path) -> list[dict[str, Any]]:
     sources: list[dict[str, Any]] = []
     plain: list[Path] = []
     for path in texts:
-        files = _files(path)
-        kinds = {_kind(file) for file in files}
+        files = files_below(path)
+        kinds = {kind_of(file) for file in files}
         if len(kinds) > 1:
             raise InputError(
                 f"{path}: holds files of several formats: {', '.join(sorted(kinds))}. Give them one by one."
             )
-        if kinds == {"books"} and len(files) < _FEW:
+        if kinds == {PLAIN} and len(files) < _FEW:
             plain += files
         else:
             sources.append({"kind": kinds.pop(), "name": path.stem, "path": str(path)})
@@ -52,29 +47,6 @@ def sources_of(texts: Sequence[Path], pieces: Path) -> list[dict[str, Any]]:
 def held_out_share(size: int) -> float:
     """The share to hold out of text of `size` bytes."""
     return min(max(_HELD_OUT_BYTES / max(size, 1), _SHARES[0]), _SHARES[1])
-
-
-def _files(path: Path) -> list[Path]:
-    if path.is_dir():
-        files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
-        if not files:
-            raise InputError(f"{path}: an empty folder. Give one with text.")
-        return files
-    if not path.is_file():
-        raise InputError(f"{path}: no such file or folder. Give text files, or a folder with them.")
-    return [path]
-
-
-def _kind(file: Path) -> str:
-    """The kind of source that reads a file: by its suffix, or plain text, which WikiExtractor's files resemble."""
-    kind = _KINDS.get(plain_suffix(file), "books")
-    if kind != "books":
-        return kind
-    try:
-        with open_file(file) as opened:
-            return "wikiextractor" if opened.read(_HEAD).lstrip().startswith(b"<doc ") else kind
-    except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror}). Check the file and its permissions.") from None
 
 
 def _write_pieces(files: Sequence[Path], out: Path) -> None:

@@ -63,6 +63,11 @@ class Spread:
         deviation = statistics.stdev(values) if len(values) > 1 else None
         return cls(len(values), statistics.fmean(values), deviation, min(values), max(values))
 
+    @property
+    def error(self) -> float | None:
+        """The standard error of the mean; None for a single run."""
+        return None if self.deviation is None else self.deviation / math.sqrt(self.runs)
+
 
 def spreads(outcomes: Iterable[Outcome | None]) -> dict[str, dict[str, Spread]]:
     """set -> score -> statistics over the outcomes that have it."""

@@ -52,6 +52,14 @@ class Released:
         """Rows of the word embeddings, padding included."""
         return len(self.backbone["embeddings.word"])
 
+    def prediction_state(self, *, next_sentence: bool = False) -> tuple[dict[str, Tensor], str]:
+        """State of `pretrain.model.heads.PretrainingModel`, and the first of its parameters that is missing, or ""."""
+        parameters = head_parameters(self.model, self.vocabulary_size, next_sentence)
+        needed = [f"heads.{parameter.name}" for parameter in parameters]
+        missing = next((name for name in needed if name not in self.pretraining), "")
+        heads = {name: self.pretraining[name] for name in needed if name in self.pretraining}
+        return {**self.backbone, **heads}, missing
+
     def task_head(self, purpose: str) -> TaskHead:
         """The head of a task ("sequence", "tokens" or "spans") as the family has it."""
         return task_head(self.family, self.config, self.model, purpose)

@@ -19,7 +19,6 @@ from pretrain.corpus.shards import open_shards
 from pretrain.corpus.vocabulary import vocabulary_size
 from pretrain.model.distillation import evenly_spread
 from pretrain.model.heads import PretrainingModel
-from pretrain.model.parameters import head_parameters
 
 # Settings of the model that may differ between a student and the teacher whose layers it begins with.
 _FREE = (
@@ -92,10 +91,10 @@ def read_teacher(config: PretrainConfig) -> Teacher:
             "Make them agree."
         )
     next_sentence = "heads.nsp_weight" in released.pretraining
-    needed = [f"heads.{parameter.name}" for parameter in head_parameters(model, entries, next_sentence)]
-    if missing := [name for name in needed if name not in released.pretraining]:
+    state, missing = released.prediction_state(next_sentence=next_sentence)
+    if missing:
         raise InputError(
-            f"{where} has no {missing[0]}, so it predicts no masked tokens. Choose a model for masked language "
+            f"{where} has no {missing}, so it predicts no masked tokens. Choose a model for masked language "
             "modelling, or train its head first with start_from."
         )
     if model.embedding not in (0, model.hidden):
@@ -110,7 +109,6 @@ def read_teacher(config: PretrainConfig) -> Teacher:
             f"{where} has a hidden width of {model.hidden}, and the student of {config.model.hidden} (model.hidden). "
             "Set distillation.cosine_weight: 0, or the same width."
         )
-    state = {**released.backbone, **{name: released.pretraining[name] for name in needed}}
     for name in ("embeddings.word", "heads.decoder", "heads.mlm_bias"):
         if name in state:
             state[name] = state[name][:entries].contiguous()

@@ -103,17 +103,27 @@ class Bar:
     kind: str = "train"
 
 
-def bar_chart(title: str, unit: str, bars: Sequence[Bar], *, form: Form, limit: tuple[str, float] | None = None) -> str:
+def bar_chart(
+    title: str,
+    unit: str,
+    bars: Sequence[Bar],
+    *,
+    form: Form,
+    limit: tuple[str, float] | None = None,
+    whole: float = 0.0,
+) -> str:
     """A <figure> with title, unit and horizontal bars that start at 0.
 
     Args:
         title: what the bars compare.
         unit: unit of the values.
-        bars: at least one, with values above 0.
+        bars: at least one. A value below 0 has no bar, only its number.
         form: formats a value.
         limit: (name, value) of a line across the bars. A limit far above the longest bar is written as text instead.
+        whole: value of a bar over the whole width, for charts that share a scale; 0 takes the longest bar.
     """
-    longest = max(bar.high for bar in bars)
+    longest = max(whole, *(bar.high for bar in bars))
+    longest = longest if longest > 0 else 1.0
     near = limit is not None and limit[1] <= _FAR_LIMIT * longest
     end = max(longest, limit[1]) if limit and near else longest
     parts = [_bar(bar, number, end, form) for number, bar in enumerate(bars)]
@@ -196,7 +206,7 @@ def _path(frame: _Frame, points: Points, kind: str) -> str:
 
 
 def _bar_x(value: float, end: float) -> float:
-    return round(_BAR_MARGIN + value / end * (_WIDTH - 2 * _BAR_MARGIN), 1)
+    return round(_BAR_MARGIN + max(0.0, value) / end * (_WIDTH - 2 * _BAR_MARGIN), 1)
 
 
 def _bar(bar: Bar, number: int, end: float, form: Form) -> str:

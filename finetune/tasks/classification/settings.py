@@ -49,6 +49,12 @@ class ClassificationSettings(Section):
         lt=1,
         description="Without dev: fraction of the training set to hold out instead, by a hash of the texts.",
     )
+    train_examples: int = Field(
+        default=0,
+        ge=0,
+        description="Train on this number of examples only, drawn from the training set by a hash; 0 takes all.",
+    )
+    train_examples_seed: int = Field(default=0, ge=0, description="train_examples: which examples are drawn.")
     format: Format = Field(
         default="",
         description="Format of the files; empty goes by their suffix. lines: a label, a blank, the text (TREC).",
@@ -128,6 +134,8 @@ class ClassificationSettings(Section):
             raise ValueError("dev: the files of a task of GLUE are those in glue_dir; leave dev and test out")
         if self.dev and self.dev_share:
             raise ValueError("dev_share: there is a dev set; set one of the two")
+        if self.train_examples_seed and not self.train_examples:
+            raise ValueError("train_examples_seed: draws nothing without train_examples; set that, too")
         return self
 
     @model_validator(mode="after")

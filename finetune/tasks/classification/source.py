@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -83,7 +84,7 @@ class ExampleSource:
         return self._class_weights
 
     def read_train(self) -> list[Example]:
-        """The training set without what `dev_share` holds out."""
+        """The training set without what `dev_share` holds out, or `train_examples` of it."""
         table = self.tables.read("train")
         raw = self._raw_labels(table)
         if self._names is None:
@@ -96,6 +97,7 @@ class ExampleSource:
             raise InputError(
                 f"{table.source}: dev_share {self._settings.dev_share} leaves no training examples. Lower it."
             )
+        examples = self._drawn(examples, table.source)
         self._check_labels(examples, table.source)
         self._check_settings(table.source)
         self._warn(table, examples)
@@ -221,6 +223,25 @@ class ExampleSource:
         if warn:
             _log(checks.empty_texts(table))
         return examples
+
+    def _drawn(self, examples: list[Example], source: str) -> list[Example]:
+        """`train_examples` of them, in their order: those with the lowest hashes of seed, text and place."""
+        count, seed = self._settings.train_examples, self._settings.train_examples_seed
+        if not count:
+            return examples
+        if count > len(examples):
+            found = counted(len(examples), "training example")
+            raise InputError(
+                f"classification.train_examples: {count}, but {source} has {found}. Lower it, or set 0 for all."
+            )
+
+        def hashed(number: int) -> bytes:
+            example = examples[number]
+            text = json.dumps([seed, number, example.text, example.pair])
+            return hashlib.blake2b(text.encode(), digest_size=8).digest()
+
+        chosen = sorted(range(len(examples)), key=hashed)[:count]
+        return [examples[number] for number in sorted(chosen)]
 
     def _warn(self, table: Table, examples: Sequence[Example]) -> None:
         """Warn of what is suspicious in the training set: the table, and what `dev_share` leaves of it."""

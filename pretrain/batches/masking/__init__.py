@@ -8,6 +8,7 @@ module. docs/extend/add-a-masking-scheme.md shows how to add one.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,16 +40,27 @@ class Masked:
 class Masker:
     """Masks tokens of each sequence, at most as many as `counts` gives, never a special one.
 
+    Args:
+        text: the corpus, or the vocabulary of texts that are in none.
+        masking: the scheme and its shares.
+        sequence_length: of the longest sequences; the default limit is the share of it.
+        max_predictions: tokens to predict in a sequence at most; 0 for that limit.
+
     `share` in its methods, float64 [S], is the share of each sequence's tokens to predict; None takes
     `masking.probability` for all. Raises `InputError` if vocab.txt does not match the shards.
     """
 
     def __init__(
-        self, shards: TokenShards, masking: MaskingConfig, *, sequence_length: int, max_predictions: int
+        self,
+        text: TokenShards | MaskingVocabulary,
+        masking: MaskingConfig,
+        *,
+        sequence_length: int,
+        max_predictions: int,
     ) -> None:
         self._probability, self._sequence_length = masking.probability, sequence_length
         self._max_predictions = max_predictions
-        vocabulary = _vocabulary(shards)
+        vocabulary = text if isinstance(text, MaskingVocabulary) else _vocabulary(text)
         self.ordinary = vocabulary.ordinary
         self._scheme: MaskingScheme = load_kind(__name__, masking.chosen_scheme).Scheme(masking, vocabulary)
         self.has_exact_counts = self._scheme.has_exact_counts
@@ -82,6 +94,13 @@ class Masker:
         return np.clip(np.rint(wanted * lengths).astype(np.int64), 1, np.maximum(1, most))
 
 
+def ordinary_ids(entries: Sequence[str], special: Iterable[int]) -> np.ndarray:
+    """int64, ascending: the ids that may replace a token, which special and unused entries do not."""
+    left_out = set(special)
+    kept = [number for number, entry in enumerate(entries) if number not in left_out and not _UNUSED.fullmatch(entry)]
+    return np.array(kept, np.int64)
+
+
 def _token_bits(rows: Rows, key: np.ndarray) -> np.ndarray:
     """64 random bits per token, uint64 [T]; the upper half is the token key, the lower one orders."""
     return draw(draw(key, _TOKENS)[rows.sequence], rows.positions)
@@ -95,13 +114,12 @@ def _vocabulary(shards: TokenShards) -> MaskingVocabulary:
             f"{path}: {len(entries)} entries, but the shards were made with {shards.vocabulary_size}. "
             "Restore the vocabulary they were made with, or prepare the corpus again."
         )
-    special = set(shards.special_ids.values())
-    ordinary = [i for i, entry in enumerate(entries) if i not in special and not _UNUSED.fullmatch(entry)]
-    if not ordinary:
+    ordinary = ordinary_ids(entries, shards.special_ids.values())
+    if not len(ordinary):
         raise InputError(f"{path}: no token besides special and unused ones. Prepare the corpus again.")
     mask = shards.special_ids["mask"]
     if is_byte_vocabulary(entries):
         edges = word_edges(entries)
-        return MaskingVocabulary(mask, np.array(ordinary), edges.continues, edges.first, edges.last)
+        return MaskingVocabulary(mask, ordinary, edges.continues, edges.first, edges.last)
     continues = np.array([entry.startswith("##") for entry in entries])
-    return MaskingVocabulary(mask, np.array(ordinary), continues)
+    return MaskingVocabulary(mask, ordinary, continues)

@@ -1,0 +1,214 @@
+"""BLiMP: whether a model prefers the acceptable sentence of a pair (Warstadt et al. 2020, arXiv:1912.00582).
+
+A sentence is scored by its pseudo-log-likelihood (Salazar et al. 2020, "Masked Language Model Scoring", section 2.1):
+each token is masked alone, and the logarithms of the true tokens' probabilities are added. Special tokens are neither
+masked nor added. A pair is right if the acceptable sentence scores higher; a tie is wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from finetune.scores.masked_model import (
+    DEFAULT_MODEL,
+    Advance,
+    MaskedModel,
+    MaskedSequence,
+    ModelSettings,
+    progress_bar,
+    text_digest,
+)
+from finetune.scores.record import Record
+from pretrain.common.errors import InputError
+
+PART = "blimp"  # of a record
+_AT_ONCE = 1 << 18  # tokens of masked copies that are in memory at once
+
+
+@dataclass(frozen=True)
+class Paradigm:
+    """The pairs of one file.
+
+    Attributes:
+        name: UID of the paradigm, such as `causative`.
+        phenomenon: `linguistics_term`, such as `argument_structure`.
+        pairs: (acceptable, unacceptable) sentences.
+    """
+
+    name: str
+    phenomenon: str
+    pairs: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class ParadigmScore:
+    """The pairs of a paradigm, and how many a model gets right."""
+
+    phenomenon: str
+    pairs: int
+    right: int
+
+    @property
+    def accuracy(self) -> float:
+        return self.right / self.pairs
+
+
+@dataclass(frozen=True)
+class BlimpScore:
+    """Accuracies of one model; chance is 0.5."""
+
+    paradigms: Mapping[str, ParadigmScore]
+
+    @property
+    def phenomena(self) -> dict[str, float]:
+        """Phenomenon -> mean accuracy of its paradigms, by name."""
+        members: dict[str, list[float]] = {}
+        for one in self.paradigms.values():
+            members.setdefault(one.phenomenon, []).append(one.accuracy)
+        return {name: statistics.fmean(members[name]) for name in sorted(members)}
+
+    @property
+    def overall(self) -> float:
+        """Mean accuracy of the paradigms."""
+        return statistics.fmean(one.accuracy for one in self.paradigms.values())
+
+    def as_data(self) -> dict[str, Any]:
+        """For JSON."""
+        paradigms = {name: {**asdict(one), "accuracy": one.accuracy} for name, one in self.paradigms.items()}
+        return {"overall": self.overall, "phenomena": self.phenomena, "paradigms": paradigms}
+
+
+def blimp_score(
+    folder: Path,
+    data: Path,
+    *,
+    limit: int = 0,
+    settings: ModelSettings = DEFAULT_MODEL,
+    record: Record | None = None,
+) -> BlimpScore:
+    """The accuracies of a checkpoint on BLiMP, with progress on stderr.
+
+    Args:
+        folder: what `pretrain.checkpoint.released.read_released` reads.
+        data: folder with BLiMP's .jsonl files, one for each paradigm.
+        limit: pairs of each paradigm to score, the first ones; 0 scores all.
+        settings: how the checkpoint is computed.
+        record: gets each paradigm as it is scored; those that it has are not scored again.
+
+    Raises:
+        InputError: the data or the checkpoint cannot be read, it has no head for masked language modelling, or it has
+            too few positions for a sentence.
+    """
+    paradigms = read_blimp(data, limit)
+    done: dict[str, ParadigmScore] = {}
+    how = {"data": _data_digest(paradigms), "limit": limit, **asdict(settings)}
+    if record is not None:
+        earlier = record.read(PART, how).get("paradigms", {})
+        done = {name: ParadigmScore(one["phenomenon"], one["pairs"], one["right"]) for name, one in earlier.items()}
+    left = [one for one in paradigms if one.name not in done]
+    if left:
+        model = MaskedModel(folder, settings)
+        with progress_bar("BLiMP, sentences", sum(2 * len(one.pairs) for one in left)) as advance:
+            for paradigm in left:
+                right = _right_pairs(model, paradigm.pairs, advance)
+                done[paradigm.name] = ParadigmScore(paradigm.phenomenon, len(paradigm.pairs), right)
+                if record is not None:
+                    record.write(PART, how, BlimpScore(done).as_data())
+    return BlimpScore({one.name: done[one.name] for one in paradigms})
+
+
+def read_blimp(data: Path, limit: int = 0) -> list[Paradigm]:
+    """The paradigms in the .jsonl files of a folder, by name, with their first `limit` pairs (0: all).
+
+    Raises `InputError` if there is none, or a line is not a pair of BLiMP.
+    """
+    files = sorted(data.glob("*.jsonl"))
+    if not files:
+        raise InputError(f"{data}: has no .jsonl file. Give the folder `data` of BLiMP, with a file for each paradigm.")
+    return [_read_paradigm(file, limit) for file in files]
+
+
+def _read_paradigm(file: Path, limit: int) -> Paradigm:
+    pairs: list[tuple[str, str]] = []
+    name = phenomenon = ""
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, 1):
+            if limit and len(pairs) == limit:
+                break
+            try:
+                row = json.loads(line)
+                pairs.append((row["sentence_good"], row["sentence_bad"]))
+                name, phenomenon = row["UID"], row["linguistics_term"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(
+                    f"{file}: line {number} is not a pair of BLiMP ({type(error).__name__}: {error}). Expected JSON "
+                    "with sentence_good, sentence_bad, linguistics_term and UID."
+                ) from None
+    if not pairs:
+        raise InputError(f"{file}: has no pair. Download BLiMP again.")
+    return Paradigm(name, phenomenon, tuple(pairs))
+
+
+def pseudo_log_likelihoods(
+    model: MaskedModel, sentences: Sequence[str], advance: Advance = lambda count: None
+) -> np.ndarray:
+    """float64 [len(sentences)], in nats. Sentences of equal tokens are computed once, so they score exactly the same.
+
+    Raises `InputError` if a sentence has more tokens than the model has positions.
+    """
+    encoded = [model.encode(sentence) for sentence in sentences]
+    distinct: dict[bytes, int] = {}
+    numbers = [distinct.setdefault(ids.tobytes(), len(distinct)) for ids, _ in encoded]
+    first = {number: place for place, number in reversed(list(enumerate(numbers)))}
+    copies = [_masked_copies(model, *encoded[first[number]], sentences[first[number]]) for number in range(len(first))]
+    sizes = [len(one) for one in copies]
+    scores = np.zeros(len(first))
+    for begin, end in _portions(copies):
+        predictions = model.predict([copy for one in copies[begin:end] for copy in one])
+        owner = np.repeat(np.arange(begin, end), sizes[begin:end])
+        np.add.at(scores, owner, predictions.log_probabilities)
+        advance(sum(begin <= number < end for number in numbers))
+    return scores[numbers]
+
+
+def _right_pairs(model: MaskedModel, pairs: Sequence[tuple[str, str]], advance: Advance) -> int:
+    scores = pseudo_log_likelihoods(model, [sentence for pair in pairs for sentence in pair], advance)
+    return int((scores[::2] > scores[1::2]).sum())
+
+
+def _masked_copies(model: MaskedModel, ids: np.ndarray, ordinary: np.ndarray, sentence: str) -> list[MaskedSequence]:
+    """A copy of the sentence for each of its tokens, in which that token is masked."""
+    if len(ids) > model.max_positions:
+        raise InputError(
+            f"a sentence has {len(ids)} tokens, but the model has {model.max_positions} positions: {sentence[:60]!r}. "
+            "Remove it."
+        )
+    copies = []
+    for place in np.flatnonzero(ordinary):
+        masked = ids.copy()
+        masked[place] = model.mask_id
+        copies.append(MaskedSequence(masked, np.array([place]), ids[place : place + 1]))
+    return copies
+
+
+def _portions(copies: Sequence[Sequence[MaskedSequence]]) -> Iterator[tuple[int, int]]:
+    """(first, one past the last) sentence of what is computed in one go."""
+    begin = tokens = 0
+    for number, one in enumerate(copies):
+        tokens += sum(len(copy.ids) for copy in one)
+        if tokens > _AT_ONCE:
+            yield begin, number + 1
+            begin, tokens = number + 1, 0
+    if begin < len(copies):
+        yield begin, len(copies)
+
+
+def _data_digest(paradigms: Sequence[Paradigm]) -> str:
+    return text_digest(json.dumps([asdict(one) for one in paradigms]))

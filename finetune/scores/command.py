@@ -1,0 +1,142 @@
+"""The command `evaluate-pretrained`: the parts that were asked for, one after another, then table, JSON and page."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from finetune.experiments.results import show
+from finetune.scores.blimp import blimp_score
+from finetune.scores.finetuning import FinetuningSettings, finetuning_scores
+from finetune.scores.held_out import HeldOutSettings, held_out_score
+from finetune.scores.masked_model import ModelSettings, fingerprint
+from finetune.scores.record import Record, read_record
+from finetune.scores.view import score_table, write_scores_page
+from pretrain.checkpoint.released import read_released
+from pretrain.common.errors import InputError, RunError
+from pretrain.common.files import write_json
+from pretrain.common.thread_waits import sleeping_when_crowded
+
+SCORES, PAGE = "scores.json", "scores.html"
+_MODELS = "models"  # folder of the records
+
+
+def run(arguments: argparse.Namespace) -> None:
+    """Evaluate a checkpoint; what an earlier call measured in the same way is not measured again.
+
+    Raises:
+        InputError: options without effect, or a model or data that cannot be read.
+        RunError: fine-tunings failed or were stopped; all else is written.
+    """
+    _check(arguments)
+    name = _name(arguments)
+    record = Record(arguments.out / _MODELS / f"{name}.json", _identity(arguments.model, name))
+    failure: RunError | None = None
+    with sleeping_when_crowded():
+        skipped = _predictions(arguments, record)
+    for line in skipped:
+        print(f"skipped: {line}", file=sys.stderr)
+    if arguments.finetune:
+        try:
+            finetuning_scores(arguments.model, arguments.out, name, _finetunings(arguments), record=record)
+        except InputError:
+            raise
+        except RunError as error:
+            failure = error
+    _report(arguments, record)
+    if failure is not None:
+        raise failure
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse options without effect."""
+    predicts = bool(arguments.text or arguments.blimp)
+    if not (predicts or arguments.finetune):
+        raise InputError("evaluate-pretrained: nothing to measure. Give --text, --blimp or --finetune.")
+    needs = {
+        "--length": (arguments.length != 128, bool(arguments.text), "--text"),
+        "--blimp-limit": (arguments.blimp_limit, bool(arguments.blimp), "--blimp"),
+        "--shifted-targets": (arguments.shifted_targets, predicts, "--text or --blimp"),
+        "--seeds": (arguments.seeds != 3, bool(arguments.finetune), "--finetune"),
+        "--precision": (arguments.precision != "fp32", predicts, "--text or --blimp"),
+        **{
+            f"--{option.replace('_', '-')}": (getattr(arguments, option), bool(arguments.finetune), "--finetune")
+            for option in ("data", "no_random", "parallel", "set")
+        },
+    }
+    for option, (given, has_effect, needed) in needs.items():
+        if given and not has_effect:
+            raise InputError(f"{option}: has no effect without {needed}. Give that, or leave {option} out.")
+
+
+def _name(arguments: argparse.Namespace) -> str:
+    name = arguments.name or re.sub(r"[^A-Za-z0-9._-]+", "-", arguments.model.resolve().name).strip("-.")
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}", name):
+        raise InputError(
+            f"--name: {name!r} cannot name the results. Give up to 48 letters, digits, dots, dashes and underscores."
+        )
+    return name
+
+
+def _identity(folder: Path, name: str) -> dict[str, Any]:
+    """What the results say of the model."""
+    released = read_released(folder)
+    shape = released.model
+    return {
+        "name": name,
+        "folder": str(folder),
+        "family": released.family,
+        "layers": shape.layers,
+        "hidden": shape.hidden,
+        "vocabulary": released.vocabulary_size,
+        "parameters": sum(tensor.numel() for tensor in released.backbone.values()),
+        "fingerprint": fingerprint(folder),
+    }
+
+
+def _predictions(arguments: argparse.Namespace, record: Record) -> list[str]:
+    """Measure what needs a head for masked language modelling. Returns why a part is skipped.
+
+    Without such a head both parts are skipped if there are fine-tunings to do; else that is the command's error.
+    """
+    if not (arguments.text or arguments.blimp):
+        return []
+    _, missing = read_released(arguments.model).prediction_state()
+    if missing and arguments.finetune:
+        parts = [name for name, given in (("--text", arguments.text), ("--blimp", arguments.blimp)) if given]
+        return [f"{' and '.join(parts)}: {arguments.model} has no head for masked language modelling ({missing})."]
+    settings = ModelSettings(arguments.precision, True if arguments.shifted_targets else None)
+    if arguments.text:
+        how = HeldOutSettings(arguments.length)
+        held_out_score(arguments.model, arguments.text, how=how, settings=settings, record=record)
+    if arguments.blimp:
+        blimp_score(arguments.model, arguments.blimp, limit=arguments.blimp_limit, settings=settings, record=record)
+    return []
+
+
+def _finetunings(arguments: argparse.Namespace) -> FinetuningSettings:
+    return FinetuningSettings(
+        configs=tuple(arguments.finetune),
+        seeds=arguments.seeds,
+        random=not arguments.no_random,
+        data=arguments.data,
+        overrides=tuple(arguments.set),
+        parallel=arguments.parallel,
+    )
+
+
+def _report(arguments: argparse.Namespace, record: Record) -> None:
+    """Write scores.json and the page of all models in the folder, and print this model's scores beside theirs."""
+    out: Path = arguments.out
+    models = [read_record(path) for path in sorted((out / _MODELS).glob("*.json"))]
+    write_json(out / SCORES, {"models": models})
+    page = write_scores_page(models, out / PAGE)
+    if arguments.json:
+        print(json.dumps(record.content, indent=2, ensure_ascii=False))
+        return
+    show(score_table(models))
+    print(f"{out / SCORES}, {page.resolve().as_uri()}")

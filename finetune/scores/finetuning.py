@@ -1,0 +1,268 @@
+"""Fine-tunings from a checkpoint and from random weights of its shape, several seeds each.
+
+The runs from random weights depend on the checkpoint's shape and tokenizer alone, so they are kept by a fingerprint of
+these and of the config, and a second checkpoint of the same shape finds them.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from finetune import runs
+from finetune.artifacts.saved import MODEL
+from finetune.config import FinetuneConfig, load_config
+from finetune.experiments.outcomes import Outcome, Spread, Trial
+from finetune.experiments.trials import raise_failure, read_outcome, run_all, trial_config
+from finetune.scores.masked_model import fingerprint, text_digest
+from finetune.scores.record import Record
+from pretrain.checkpoint.released import read_released
+from pretrain.checkpoint.tokenizer import read_tokenizer
+from pretrain.common.errors import InputError
+from pretrain.common.settings import given_values
+
+PART = "finetuning"  # of a record
+RANDOM = "random-weights"  # in the folder of all results: the runs from random weights, by fingerprint
+_FINETUNED = "finetuned"  # the runs from checkpoints, by model
+_FILES = ("train", "dev", "test", "glue_dir")  # settings of a task that --data completes
+# Settings that do not change what a run comes to.
+_FREE = {"name", "run_dir", "start_from", "seed", "random_weights", "tracking", "scheduling", "checkpoint"}
+
+
+@dataclass(frozen=True)
+class FinetuningSettings:
+    """What is fine-tuned.
+
+    Attributes:
+        configs: YAML files, whose names are those of the results.
+        seeds: runs of each config, with seeds from that of the config upward.
+        random: also fine-tune from random weights of the same shape.
+        data: folder that relative paths of the configs' data begin at; None: the working directory.
+        overrides: `key.path=value`, of all configs.
+        parallel: runs at once, as in `finetune.experiments.trials.run_all`.
+    """
+
+    configs: tuple[Path, ...]
+    seeds: int = 3
+    random: bool = True
+    data: Path | None = None
+    overrides: tuple[str, ...] = ()
+    parallel: int = 0
+
+
+@dataclass(frozen=True)
+class FinetuningScore:
+    """The scores of one config on the set that chose its checkpoints, as fractions of 1, one for each finished run.
+
+    Attributes:
+        metric: name of the score, such as accuracy.
+        part: name of the set, such as dev.
+        pretrained: from the checkpoint.
+        random: from random weights; () if they were not asked for.
+    """
+
+    metric: str
+    part: str
+    pretrained: tuple[float, ...]
+    random: tuple[float, ...] = ()
+
+    @property
+    def difference(self) -> float | None:
+        """Mean from the checkpoint minus mean from random weights."""
+        own, other = Spread.of(self.pretrained), Spread.of(self.random)
+        return None if own is None or other is None else own.mean - other.mean
+
+    @property
+    def difference_in_errors(self) -> float | None:
+        """The difference divided by its standard error; None without two runs of each, or if no scores differ."""
+        own, other = Spread.of(self.pretrained), Spread.of(self.random)
+        if own is None or other is None or own.error is None or other.error is None:
+            return None
+        error = math.hypot(own.error, other.error)
+        return (own.mean - other.mean) / error if error else None
+
+    def as_data(self) -> dict[str, Any]:
+        """For JSON."""
+        spread = {name: Spread.of(getattr(self, name)) for name in ("pretrained", "random")}
+        statistics = {
+            f"{name}_{what}": getattr(one, what) for name, one in spread.items() if one for what in ("mean", "error")
+        }
+        differences = {"difference": self.difference, "difference_in_errors": self.difference_in_errors}
+        return {**asdict(self), **statistics, **differences}
+
+    @classmethod
+    def from_data(cls, data: Mapping[str, Any]) -> FinetuningScore:
+        """The inverse of `as_data`."""
+        return cls(data["metric"], data["part"], tuple(data["pretrained"]), tuple(data["random"]))
+
+
+@dataclass(frozen=True)
+class _Member:
+    """One run of one config."""
+
+    config: str
+    random: bool
+    trial: Trial
+
+
+def finetuning_scores(
+    folder: Path, out: Path, name: str, settings: FinetuningSettings, *, record: Record | None = None
+) -> dict[str, FinetuningScore]:
+    """Fine-tune with each config; runs that finished before are not repeated.
+
+    Args:
+        folder: what `pretrain.checkpoint.released.read_released` reads.
+        out: folder of all results, of this checkpoint and of others.
+        name: of this checkpoint's runs in it.
+        settings: configs, seeds, data.
+        record: gets the scores whenever a run finishes.
+
+    Returns:
+        Config's name -> its scores.
+
+    Raises:
+        InputError: a config, its data or the checkpoint is wrong, or a run folder has a run with other settings.
+        MachineError: Ray cannot start.
+        StoppedError: a signal; the same call continues.
+        RunError: runs failed; all others have finished and are recorded.
+    """
+    members = _members(folder, out, name, settings)
+    found: list[Outcome | None] = [_earlier(one) for one in members]
+    left = [number for number, outcome in enumerate(found) if outcome is None]
+
+    def ended(outcomes: Sequence[Outcome | None]) -> None:
+        for number, outcome in zip(left, outcomes, strict=True):
+            found[number] = outcome
+            if outcome is not None:  # scores are what is wanted, and models take space
+                shutil.rmtree(members[number].trial.config.folder / MODEL, ignore_errors=True)
+        if record is not None:
+            _write(record, _scores(members, found), settings)
+
+    ran = None
+    if left:
+        common = members[0].trial.config.model_copy(update={"run_dir": str(out), "name": f"scores-{name}"[:63]})
+        ran = run_all(common, [members[number].trial for number in left], parallel=settings.parallel, ended=ended)
+        ended(ran.outcomes)
+    else:
+        ended([])
+    scores = _scores(members, found)
+    if ran is not None:
+        raise_failure(ran)
+    return scores
+
+
+def _write(record: Record, scores: Mapping[str, FinetuningScore], settings: FinetuningSettings) -> None:
+    """Put the scores beside those of other configs."""
+    new = {name: {**one.as_data(), "overrides": list(settings.overrides)} for name, one in scores.items()}
+    record.write(PART, {}, {**record.read(PART, {}), **new})
+
+
+def read_configs(folder: Path, settings: FinetuningSettings) -> dict[str, FinetuneConfig]:
+    """File name without suffix -> config that starts from `folder`.
+
+    Raises `InputError` if one is wrong, or two have the same file name.
+    """
+    configs: dict[str, FinetuneConfig] = {}
+    for path in settings.configs:
+        if path.stem in configs:
+            raise InputError(f"--finetune: {path}: another config is called {path.stem}, too. Rename one.")
+        start = f"start_from={json.dumps(str(folder))}"
+        overrides = [*settings.overrides, start]
+        configs[path.stem] = load_config(path, [*overrides, *_placed(path, overrides, settings.data)])
+    return configs
+
+
+def _placed(path: Path, overrides: Sequence[str], data: Path | None) -> list[str]:
+    """Overrides that let relative paths of the task's files begin at `data`."""
+    if data is None:
+        return []
+    given = given_values(path, FinetuneConfig, overrides)
+    return [
+        f"{task}.{key}={json.dumps(str(data / place))}"
+        for task, section in given.items()
+        if isinstance(section, dict) and not section.get("dataset")
+        for key in _FILES
+        if isinstance(place := section.get(key), str) and place
+    ]
+
+
+def _members(folder: Path, out: Path, name: str, settings: FinetuningSettings) -> list[_Member]:
+    """All runs, small configs first: faults show early."""
+    members = []
+    configs, own = read_configs(folder, settings), f"{name}-{fingerprint(folder)[:12]}"
+    plans = {key: runs.plan(config, alone=True, test_sets=False) for key, config in configs.items()}
+    for key in sorted(configs, key=lambda key: plans[key].steps):
+        config, steps = configs[key], plans[key].steps
+        folders = {False: out / _FINETUNED / own / key}
+        if settings.random:
+            folders[True] = out / RANDOM / f"{key}-{random_fingerprint(config)[:16]}"
+        for random, place in folders.items():
+            chosen = config.model_copy(update={"random_weights": random})
+            for seed in range(config.seed, config.seed + settings.seeds):
+                label = f"{key}-random-{seed}" if random else f"{key}-{seed}"
+                one = trial_config(chosen, label.lower().replace("_", "-"), folder=place / f"seed-{seed}", seed=seed)
+                title = f"{key}, random weights, seed {seed}" if random else f"{key}, seed {seed}"
+                members.append(_Member(key, random, Trial(title, one, steps, test_sets=False)))
+    return members
+
+
+def random_fingerprint(config: FinetuneConfig) -> str:
+    """Hexadecimal digits of all that a run from random weights depends on but its seed.
+
+    These are the shape, the tokenizer, the data as the tokenizer cuts it, and the settings that change the result.
+    """
+    folder = Path(config.start_from)
+    released = read_released(folder)
+    shape = {
+        "family": released.family,
+        "model": released.model.model_dump(mode="json"),
+        "vocabulary": released.vocabulary_size,
+        "token_types": released.token_types,
+        "config": config.model_dump(mode="json", exclude={*_FREE, config.task_name}),
+        "task": config.task_settings.model_dump(mode="json", exclude=set(_FILES)),
+    }
+    tokenizer = read_tokenizer(folder, released.vocabulary_size).to_str()
+    return text_digest(json.dumps(shape, sort_keys=True), tokenizer, runs.digest(config, test_sets=False))
+
+
+def _earlier(member: _Member) -> Outcome | None:
+    """The outcome of a run from random weights that another checkpoint of the same shape has left.
+
+    An unfinished one is removed: its checkpoints belong to a run that began from a folder which may be gone.
+    """
+    trial = member.trial
+    path = trial.config.folder / "config.yaml"
+    if not (member.random and path.is_file()):
+        return None
+    before = load_config(path)
+    if Path(before.start_from).resolve() == Path(trial.config.start_from).resolve():
+        return None  # this checkpoint's own, which `run_all` continues
+    # Where the data lies is not part of the fingerprint, what it holds is.
+    begun = before.model_copy(update={"run_dir": trial.config.run_dir})
+    outcome = read_outcome(Trial(trial.label, begun, trial.steps, test_sets=False))
+    if outcome is None:
+        shutil.rmtree(trial.config.folder)
+    return outcome
+
+
+def _scores(members: Sequence[_Member], outcomes: Sequence[Outcome | None]) -> dict[str, FinetuningScore]:
+    """Config's name -> scores of the runs that finished."""
+    done = [
+        (member, outcome, outcome.score)
+        for member, outcome in zip(members, outcomes, strict=True)
+        if outcome is not None and outcome.score is not None
+    ]
+    return {
+        key: FinetuningScore(
+            metric=next(outcome.metric for member, outcome, _ in done if member.config == key),
+            part=next(outcome.chosen_on for member, outcome, _ in done if member.config == key),
+            pretrained=tuple(score for member, _, score in done if member.config == key and not member.random),
+            random=tuple(score for member, _, score in done if member.config == key and member.random),
+        )
+        for key in dict.fromkeys(member.config for member, _, _ in done)
+    }

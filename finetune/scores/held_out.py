@@ -1,0 +1,247 @@
+"""Held-out masked-language-modelling quality of a checkpoint on plain text, comparable between vocabularies.
+
+Runs of blanks and line ends count as one blank. A document's tokens are cut into sequences of equal length, and each is
+masked as in pretraining (Devlin et al. 2019, section 3.1): 15 % of its tokens, 80 % of them replaced by the mask token,
+10 % by a random one. Bits per character divide the information in the predicted tokens by their characters: a token's
+characters run from the end of the token before it to its own end, so each character of the text, blanks between words
+included, belongs to exactly one token.
+
+Shape letters: L tokens of a sequence or a document.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from tokenizers import Tokenizer
+
+from finetune.scores.masked_model import (
+    DEFAULT_MODEL,
+    MaskedModel,
+    MaskedSequence,
+    ModelSettings,
+    progress_bar,
+    text_digest,
+)
+from finetune.scores.record import Record
+from pretrain.batches.masking import Masker, ordinary_ids
+from pretrain.batches.order import draw
+from pretrain.batches.pairs import Rows
+from pretrain.batches.scheme import MaskingVocabulary
+from pretrain.common.errors import InputError
+from pretrain.config import MaskingConfig
+from pretrain.corpus.formats import documents_of, files_below
+from pretrain.corpus.inputs import Problems
+
+logger = logging.getLogger(__name__)
+
+PART = "held_out"  # of a record
+
+
+@dataclass(frozen=True)
+class HeldOutSettings:
+    """How a text is cut and masked.
+
+    Attributes:
+        length: tokens of a sequence at most, special tokens included.
+        share: of a sequence's tokens to predict.
+        seed: of the masks, which depend on it and on the document alone.
+    """
+
+    length: int = 128
+    share: float = 0.15
+    seed: int = 0
+
+
+DEFAULT_MASKS = HeldOutSettings()
+
+
+@dataclass(frozen=True)
+class HeldOutScore:
+    """How well a model predicts masked tokens.
+
+    Attributes:
+        nats_per_token: mean cross-entropy of the masked tokens; comparable between models of one vocabulary only.
+        accuracy: share of the masked tokens that are the most probable ones.
+        bits_per_character: -log2 of the masked tokens' probabilities divided by their characters; comparable between
+            vocabularies.
+        predictions: masked tokens.
+        characters: of the masked tokens.
+        unknown: share of the masked tokens that the vocabulary does not know, which are easy to predict.
+        tokens: of the text, special tokens left out.
+        documents: of the text.
+    """
+
+    nats_per_token: float
+    accuracy: float
+    bits_per_character: float
+    predictions: int
+    characters: int
+    unknown: float
+    tokens: int
+    documents: int
+
+
+class TextSequence(NamedTuple):
+    """A masked sequence with the characters of its tokens."""
+
+    masked: MaskedSequence
+    characters: int  # of the tokens to predict
+    tokens: int  # of the text
+
+
+def held_out_score(
+    folder: Path,
+    texts: Sequence[Path],
+    *,
+    how: HeldOutSettings = DEFAULT_MASKS,
+    settings: ModelSettings = DEFAULT_MODEL,
+    record: Record | None = None,
+) -> HeldOutScore:
+    """How well a checkpoint predicts masked tokens of texts that it was not trained on, with progress on stderr.
+
+    Args:
+        folder: what `pretrain.checkpoint.released.read_released` reads.
+        texts: files, or folders of files: plain text (one document a file), JSONL with `text`, WikiExtractor's.
+        how: how the texts are cut and masked.
+        settings: how the checkpoint is computed.
+        record: gets the score; a score that it has is not measured again.
+
+    Raises:
+        InputError: a text or the checkpoint cannot be read, the model has no head for masked language modelling, or
+            fewer positions than `how.length`.
+    """
+    documents = read_documents(texts)
+    given = {"texts": text_digest(*documents), **asdict(how), **asdict(settings)}
+    if record is not None and (earlier := record.read(PART, given)):
+        return HeldOutScore(**earlier)
+    model = MaskedModel(folder, settings)
+    if how.length > model.max_positions:
+        raise InputError(
+            f"--length: {how.length}, but {folder} has {model.max_positions} positions. Lower it to that or less."
+        )
+    sequences = list(masked_sequences(model.tokenizer, model.mask_id, documents, how))
+    score = _score(model, sequences, len(documents))
+    if record is not None:
+        record.write(PART, given, asdict(score))
+    return score
+
+
+def read_documents(texts: Sequence[Path]) -> list[str]:
+    """The documents of files and folders in a fixed order, each run of blanks and line ends as one blank.
+
+    Raises `InputError` if a path does not exist or has no text. Faults within files are logged.
+    """
+    documents: list[str] = []
+    for path in texts:
+        before, problems = len(documents), Problems()
+        for file in files_below(path):
+            documents += filter(None, (" ".join(text.split()) for text in documents_of(file, problems)))
+        for entry in problems.entries():
+            logger.warning(
+                "%s: %s (%s times, first: %s)", entry["path"], entry["fault"], entry["count"], entry["first"]
+            )
+        if len(documents) == before:
+            raise InputError(
+                f"--text: {path}: has no text. Give plain text, JSONL with `text`, or WikiExtractor files."
+            )
+    return documents
+
+
+def masked_sequences(
+    tokenizer: Tokenizer, mask_id: int, documents: Sequence[str], how: HeldOutSettings
+) -> Iterator[TextSequence]:
+    """The masked sequences of all documents in order; a pure function of document and settings."""
+    before, after, special = _frame(tokenizer)
+    masker = Masker(
+        _vocabulary(tokenizer, mask_id, special),
+        MaskingConfig(probability=how.share),
+        sequence_length=how.length,
+        max_predictions=0,
+    )
+    size = how.length - len(before) - len(after)
+    if size < 1:
+        raise InputError(f"--length: {how.length} leaves no room for text beside the special tokens. Raise it.")
+    for document in documents:
+        ids, characters = _tokens(tokenizer, document)
+        key = _key(document, how.seed)
+        for number, begin in enumerate(range(0, len(ids), size)):
+            cut = slice(begin, begin + size)
+            framed = np.concatenate([before, ids[cut], after])
+            sizes = np.concatenate([np.zeros_like(before), characters[cut], np.zeros_like(after)])
+            ordinary = np.zeros(len(framed), bool)
+            ordinary[len(before) : len(framed) - len(after)] = True
+            yield _masked(masker, framed, ordinary, sizes, draw(key, number))
+
+
+def _masked(
+    masker: Masker, ids: np.ndarray, ordinary: np.ndarray, characters: np.ndarray, key: np.ndarray
+) -> TextSequence:
+    length = len(ids)
+    zeros = np.zeros(length, np.int64)
+    rows = Rows(ids, zeros, np.arange(length), np.array([0, length]), zeros, ordinary)
+    masked = masker.apply(rows, key)
+    sequence = MaskedSequence(masked.input_ids, masked.rows, masked.labels)
+    return TextSequence(sequence, int(characters[masked.rows].sum()), int(ordinary.sum()))
+
+
+def _tokens(tokenizer: Tokenizer, document: str) -> tuple[np.ndarray, np.ndarray]:
+    """(int64 [L] ids without special tokens, int64 [L] characters of each, whose sum is that of the document)."""
+    encoded = tokenizer.encode(document, add_special_tokens=False)
+    # Several tokens may spell one character: it belongs to the first that ends there.
+    ends = np.maximum.accumulate(np.array([end for _, end in encoded.offsets], np.int64))
+    if len(ends):
+        ends[-1] = len(document)  # the tokenizer drops some characters, such as control codes
+    return np.array(encoded.ids, np.int64), np.diff(ends, prepend=0)
+
+
+def _frame(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, set[int]]:
+    """(special tokens before a text, those after it, all special ids)."""
+    encoded = tokenizer.encode("a")
+    inside = [place for place, special in enumerate(encoded.special_tokens_mask) if not special]
+    ids = np.array(encoded.ids, np.int64)
+    special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
+    before, after = ids[: inside[0]], ids[inside[-1] + 1 :]
+    return before, after, special | set(before.tolist()) | set(after.tolist())
+
+
+def _vocabulary(tokenizer: Tokenizer, mask_id: int, special: set[int]) -> MaskingVocabulary:
+    ids = tokenizer.get_vocab(with_added_tokens=True)
+    entries = [""] * (max(ids.values()) + 1)
+    for entry, number in ids.items():
+        entries[number] = entry
+    gaps = {number for number, entry in enumerate(entries) if not entry}
+    return MaskingVocabulary(mask_id, ordinary_ids(entries, special | gaps | {mask_id}), np.zeros(len(entries), bool))
+
+
+def _key(document: str, seed: int) -> np.uint64:
+    """64 bits of the document and the seed."""
+    digest = hashlib.blake2b(f"{seed}\n{document}".encode(), digest_size=8).digest()
+    return np.frombuffer(digest, "<u8")[0]
+
+
+def _score(model: MaskedModel, sequences: Sequence[TextSequence], documents: int) -> HeldOutScore:
+    predictions = sum(len(one.masked.labels) for one in sequences)
+    if not predictions:
+        raise InputError("--text: has no token. Give a text with words.")
+    with progress_bar("held-out text, masked tokens", predictions) as advance:
+        said = model.predict([one.masked for one in sequences], advance)
+    nats, characters = -float(said.log_probabilities.sum()), sum(one.characters for one in sequences)
+    labels = np.concatenate([one.masked.labels for one in sequences])
+    return HeldOutScore(
+        nats_per_token=nats / predictions,
+        accuracy=float(said.correct.mean()),
+        bits_per_character=nats / math.log(2) / max(1, characters),
+        predictions=predictions,
+        characters=characters,
+        unknown=float((labels == model.unknown_id).mean()),
+        tokens=sum(one.tokens for one in sequences),
+        documents=documents,
+    )

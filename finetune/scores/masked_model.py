@@ -1,0 +1,218 @@
+"""A checkpoint that predicts masked tokens, with its own tokenizer, over unpadded batches.
+
+Shape letters: L tokens of a sequence, K tokens to predict, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from tokenizers import Tokenizer
+
+from pretrain.batches.loader import MicroBatch
+from pretrain.checkpoint.released import read_released
+from pretrain.checkpoint.released_writer import special_ids
+from pretrain.checkpoint.start import digest
+from pretrain.checkpoint.tokenizer import is_run, read_tokenizer, released_folder
+from pretrain.common.errors import InputError
+from pretrain.config import load_config
+from pretrain.model.heads import PretrainingModel
+from pretrain.model.precision import torch_dtype
+
+Advance = Callable[[int], None]  # told how many predictions are done
+
+_BATCH_TOKENS = 8192
+_LOGITS = 1 << 25  # that are in memory at once: 128 MiB of fp32
+
+
+@dataclass(frozen=True)
+class ModelSettings:
+    """How a checkpoint is computed.
+
+    Attributes:
+        precision: of weights and activations; fp32 gives the same scores on every machine, to rounding.
+        shifted: the token at a position is predicted at the position before it (`masking.shifted_targets` of the run);
+            None: as the config of a run says, and False for other checkpoints, which do not record it.
+    """
+
+    precision: Literal["fp32", "bf16"] = "fp32"
+    shifted: bool | None = None
+
+
+DEFAULT_MODEL = ModelSettings()
+
+
+@dataclass(frozen=True)
+class MaskedSequence:
+    """A sequence with tokens to predict.
+
+    Attributes:
+        ids: int64 [L], after masking, special tokens included.
+        places: int64 [K], ascending, the places of the tokens to predict; none is the first.
+        labels: int64 [K], the tokens before masking.
+    """
+
+    ids: np.ndarray
+    places: np.ndarray
+    labels: np.ndarray
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """What a model says of all tokens to predict, in the order of the sequences.
+
+    Attributes:
+        log_probabilities: float64 [K], of the labels, in nats.
+        correct: bool [K], whether no other token is more probable.
+    """
+
+    log_probabilities: np.ndarray
+    correct: np.ndarray
+
+
+class MaskedModel:
+    """A model for masked language modelling, in evaluation mode, on a GPU if there is one.
+
+    Args:
+        folder: what `pretrain.checkpoint.released.read_released` reads.
+        settings: precision, and where tokens are predicted.
+
+    Attributes:
+        tokenizer: of the `tokenizers` library, truncation and padding off.
+        mask_id: the id of the mask token.
+        unknown_id: the id of what the vocabulary does not know; -1 for vocabularies of bytes.
+        max_positions: tokens of the longest sequence, special tokens included.
+
+    Raises:
+        InputError: the model or its tokenizer cannot be read, has no head for masked language modelling, or no mask
+            token.
+    """
+
+    def __init__(self, folder: Path, settings: ModelSettings = DEFAULT_MODEL) -> None:
+        released = read_released(folder)
+        state, missing = released.prediction_state()
+        if missing:
+            raise InputError(
+                f"{folder}: has no head for masked language modelling ({missing} is missing), so it has neither a "
+                "held-out loss nor a BLiMP score. Give a model with one, or fine-tune this one: --finetune."
+            )
+        self.tokenizer = read_tokenizer(folder, released.vocabulary_size)
+        mask = special_ids(self.tokenizer)["mask"]
+        if mask is None:
+            raise InputError(f"{folder}: its tokenizer has no mask token. Give a model for masked language modelling.")
+        self.unknown_id = _unknown_id(self.tokenizer)
+        self.mask_id, self.max_positions = mask, released.model.max_positions
+        self._shift = int(_is_shifted(folder) if settings.shifted is None else settings.shifted)
+        with torch.device("meta"):
+            model = PretrainingModel(released.model, released.vocabulary_size, next_sentence=False)
+        model.load_state_dict(state, assign=True)
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._model = model.eval().to(self._device, torch_dtype(settings.precision))
+        self._most_predictions = max(1, _LOGITS // released.vocabulary_size)
+
+    def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """(ids int64 [L] with special tokens, bool [L] whether a token is one of the text)."""
+        encoded = self.tokenizer.encode(text)
+        return np.array(encoded.ids, np.int64), np.array(encoded.special_tokens_mask) == 0
+
+    def predict(self, sequences: Sequence[MaskedSequence], advance: Advance = lambda count: None) -> Predictions:
+        """The probabilities of the true tokens. Which sequences share a forward pass changes them by rounding only."""
+        counts = np.array([len(one.places) for one in sequences], np.int64)
+        begins = np.concatenate([[0], counts.cumsum()])
+        log_probabilities, correct = np.zeros(begins[-1]), np.zeros(begins[-1], bool)
+        for members in self._batches(sequences, counts):
+            values, hits = self._forward([sequences[number] for number in members])
+            places = np.concatenate([np.arange(begins[number], begins[number + 1]) for number in members])
+            log_probabilities[places], correct[places] = values, hits
+            advance(len(places))
+        return Predictions(log_probabilities, correct)
+
+    def _batches(self, sequences: Sequence[MaskedSequence], counts: np.ndarray) -> Iterator[list[int]]:
+        """Numbers of the sequences that share a forward pass, by length."""
+        lengths = np.array([len(one.ids) for one in sequences], np.int64)
+        members: list[int] = []
+        tokens = predictions = 0
+        for number in np.argsort(lengths, kind="stable"):
+            tokens, predictions = tokens + lengths[number], predictions + counts[number]
+            if members and (tokens > _BATCH_TOKENS or predictions > self._most_predictions):
+                yield members
+                members, tokens, predictions = [], lengths[number], counts[number]
+            members.append(int(number))
+        if members:
+            yield members
+
+    def _forward(self, sequences: Sequence[MaskedSequence]) -> tuple[np.ndarray, np.ndarray]:
+        batch = _as_batch(sequences, self._shift).to(self._device)
+        with torch.inference_mode():
+            logits_KV = self._model.masked_logits(batch).float()
+            label_K = logits_KV.gather(1, batch.masked_labels[:, None])[:, 0]
+            correct_K = label_K >= logits_KV.amax(-1)
+            values_K = label_K.double() - logits_KV.logsumexp(-1).double()
+        return values_K.cpu().numpy(), correct_K.cpu().numpy()
+
+
+def fingerprint(folder: Path) -> str:
+    """SHA-256 of the checkpoint's tensors and of its tokenizer, as hexadecimal digits."""
+    released = read_released(folder)
+    tokenizer = read_tokenizer(folder, released.vocabulary_size)
+    heads = {f"head.{name}": tensor for name, tensor in released.head.items()}
+    return text_digest(digest({**released.backbone, **heads, **released.pretraining}), tokenizer.to_str())
+
+
+def text_digest(*texts: str) -> str:
+    """SHA-256 of texts, as hexadecimal digits."""
+    import hashlib
+
+    sums = hashlib.sha256()
+    for text in texts:
+        raw = text.encode()
+        sums.update(len(raw).to_bytes(8, "little") + raw)
+    return sums.hexdigest()
+
+
+@contextlib.contextmanager
+def progress_bar(title: str, total: int) -> Iterator[Advance]:
+    """A bar over `total` predictions on stderr; yields what to call with the number that is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda count: progress.update(task, advance=count)
+
+
+def _unknown_id(tokenizer: Tokenizer) -> int:
+    name = getattr(tokenizer.model, "unk_token", None)
+    found = None if name is None else tokenizer.token_to_id(name)
+    return -1 if found is None else found
+
+
+def _is_shifted(folder: Path) -> bool:
+    folder = released_folder(folder)
+    return is_run(folder) and load_config(folder / "config.yaml").masking.shifted_targets
+
+
+def _as_batch(sequences: Sequence[MaskedSequence], shift: int) -> MicroBatch:
+    """The sequences, in ascending order of length, as one unpadded micro-batch; labels `shift` positions early."""
+    lengths = np.array([len(one.ids) for one in sequences], np.int64)
+    starts = np.concatenate([[0], lengths.cumsum()])
+    rows = np.concatenate([one.places + start for one, start in zip(sequences, starts, strict=False)]) - shift
+    tokens = int(starts[-1])
+    return MicroBatch(
+        input_ids=torch.from_numpy(np.concatenate([one.ids for one in sequences])),
+        token_types=torch.zeros(tokens, dtype=torch.int64),
+        positions=torch.from_numpy(np.arange(tokens) - np.repeat(starts[:-1], lengths)),
+        cu_seqlens=torch.from_numpy(starts.astype(np.int32)),
+        masked_rows=torch.from_numpy(rows),
+        masked_labels=torch.from_numpy(np.concatenate([one.labels for one in sequences])),
+        nsp_labels=torch.zeros(0, dtype=torch.int64),
+        token_keys=torch.zeros(tokens, dtype=torch.int32),
+        lengths=tuple(lengths.tolist()),
+    )

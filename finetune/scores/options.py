@@ -1,0 +1,99 @@
+"""The command line of `evaluate-pretrained`. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+
+from pretrain.commands import add_set, local_path, positive_int, run_path
+
+NAME = "evaluate-pretrained"
+PURPOSE = "say what a pretrained encoder is worth: held-out loss, BLiMP, fine-tunings beside random weights"
+EXAMPLES = """
+  ./launch.sh evaluate-pretrained runs/bert-mini --text held-out.txt --blimp blimp/data
+  ./launch.sh evaluate-pretrained bert-base-uncased/ --blimp blimp/data --blimp-limit 100 --json
+  ./launch.sh evaluate-pretrained runs/bert-mini --finetune configs/finetune/transfer/*.yaml --data data/ --seeds 5
+  ./launch.sh evaluate-pretrained exported/other --text held-out.txt --out scores/"""
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `evaluate-pretrained`."""
+    parser.add_argument(
+        "model",
+        type=run_path,
+        metavar="MODEL",
+        help="a released model, an export, a run folder, or the name of a run in runs/",
+    )
+    parser.add_argument(
+        "--out",
+        type=local_path,
+        default="runs/scores",
+        metavar="DIR",
+        help="folder of all results (default: runs/scores)",
+    )
+    parser.add_argument("--name", metavar="NAME", help="of the model in the results (default: that of its folder)")
+    parser.add_argument("--json", action="store_true", help="print the model's scores as JSON instead of a table")
+    _add_predictions(parser)
+    _add_finetunings(parser)
+
+
+def _add_predictions(parser: argparse.ArgumentParser) -> None:
+    """What needs a head for masked language modelling."""
+    parser.add_argument(
+        "--text",
+        nargs="+",
+        action="extend",
+        type=local_path,
+        default=[],
+        metavar="PATH",
+        help="text that the model was not trained on: plain text (one document a file), JSONL with `text`, "
+        "WikiExtractor's files, or folders of them",
+    )
+    parser.add_argument(
+        "--length", type=positive_int, default=128, metavar="N", help="--text: tokens of a sequence (default: 128)"
+    )
+    parser.add_argument("--blimp", type=local_path, metavar="DIR", help="folder with the .jsonl files of BLiMP")
+    parser.add_argument(
+        "--blimp-limit", type=positive_int, default=0, metavar="N", help="score only N pairs of each paradigm"
+    )
+    parser.add_argument(
+        "--precision",
+        choices=("fp32", "bf16"),
+        default="fp32",
+        help="--text, --blimp: precision of the computation (default: fp32)",
+    )
+    parser.add_argument(
+        "--shifted-targets",
+        action="store_true",
+        help="--text, --blimp: the model predicts a token at the position before it; a run folder says so itself",
+    )
+
+
+def _add_finetunings(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--finetune",
+        nargs="+",
+        action="extend",
+        type=local_path,
+        default=[],
+        metavar="CONFIG",
+        help="fine-tune with these configs, such as those in configs/finetune/transfer",
+    )
+    parser.add_argument(
+        "--data", type=local_path, metavar="DIR", help="--finetune: folder that relative paths of data begin at"
+    )
+    parser.add_argument(
+        "--seeds", type=positive_int, default=3, metavar="N", help="--finetune: runs of each config (default: 3)"
+    )
+    parser.add_argument(
+        "--no-random",
+        action="store_true",
+        help="--finetune: leave out the same fine-tunings from random weights of the model's shape",
+    )
+    parser.add_argument(
+        "--parallel",
+        type=positive_int,
+        default=0,
+        metavar="N",
+        help="--finetune: concurrent runs (default: one per GPU, or one per machine without GPUs)",
+    )
+    add_set(parser, "--finetune: override a setting of all configs; may be repeated")

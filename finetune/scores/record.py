@@ -1,0 +1,62 @@
+"""The scores of one model as a JSON file that is written with each result, so that an evaluation can continue."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pretrain.common.errors import InputError
+from pretrain.common.files import write_json
+
+MODEL = "model"  # the part that says whose scores these are
+
+
+class Record:
+    """The file `path`; its parts are those of an evaluation, each with how it was measured.
+
+    Args:
+        path: created with the first result.
+        model: whose scores these are; `fingerprint` identifies it.
+
+    Raises:
+        InputError: the file has the scores of another model, or is damaged.
+    """
+
+    def __init__(self, path: Path, model: Mapping[str, Any]) -> None:
+        self.path = path
+        self._content = read_record(path) if path.is_file() else {}
+        before = self._content.get(MODEL, {})
+        if self._content and before.get("fingerprint") != model["fingerprint"]:
+            raise InputError(
+                f"{path}: has the scores of another model ({before.get('folder')}, or what it was before). Give "
+                "another --name or --out, or remove the file."
+            )
+        self._content[MODEL] = dict(model)
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """The whole record."""
+        return self._content
+
+    def read(self, part: str, how: Mapping[str, Any]) -> dict[str, Any]:
+        """The scores of a part; {} if there are none, or they were measured in another way."""
+        found = self._content.get(part, {})
+        return found.get("scores", {}) if found.get("how") == how else {}
+
+    def write(self, part: str, how: Mapping[str, Any], scores: Mapping[str, Any]) -> None:
+        """Replace the scores of a part, and write the file."""
+        self._content[part] = {"how": dict(how), "scores": dict(scores)}
+        write_json(self.path, self._content)
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """The content of a record. Raises `InputError` if it is damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if not isinstance(content.get(MODEL), dict):
+            raise ValueError("no model")
+    except (ValueError, AttributeError) as error:
+        raise InputError(f"{path}: damaged ({error}). Remove it; the same command then measures again.") from None
+    return content

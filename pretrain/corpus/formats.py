@@ -1,0 +1,58 @@
+"""Which kind of source reads a file that no config describes: by its suffix, or its first bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from pretrain.common.errors import InputError
+from pretrain.config import SourceConfig
+from pretrain.corpus import sources
+from pretrain.corpus.inputs import Problems, open_file, plain_suffix
+from pretrain.corpus.sources import books, csv, jsonl, mediawiki, parquet
+
+PLAIN = books.__name__.rpartition(".")[2]
+_KINDS = {
+    suffix: module.__name__.rpartition(".")[2]
+    for module in (books, csv, jsonl, mediawiki, parquet)
+    for suffix in module.Reader.suffixes
+}
+_HEAD = 1_000  # bytes that show the format of a file without a known suffix
+
+
+def files_below(path: Path) -> list[Path]:
+    """The file `path`, or all files of the folder, hidden ones left out.
+
+    Raises `InputError` if there is none.
+    """
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+        if not files:
+            raise InputError(f"{path}: an empty folder. Give one with text.")
+        return files
+    if not path.is_file():
+        raise InputError(f"{path}: no such file or folder. Give text files, or a folder with them.")
+    return [path]
+
+
+def kind_of(file: Path) -> str:
+    """The kind of source that reads a file: by its suffix, or plain text, which WikiExtractor's files resemble."""
+    kind = _KINDS.get(plain_suffix(file), PLAIN)
+    if kind != PLAIN:
+        return kind
+    try:
+        with open_file(file) as opened:
+            return "wikiextractor" if opened.read(_HEAD).lstrip().startswith(b"<doc ") else kind
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror}). Check the file and its permissions.") from None
+
+
+def documents_of(file: Path, problems: Problems) -> Iterator[str]:
+    """The documents of a file in order, paragraphs as lines. Its faults go to `problems`.
+
+    Raises `InputError` if the file cannot be read, or lacks the column `text`.
+    """
+    config = SourceConfig(kind=kind_of(file), path=str(file))
+    for number, item in enumerate(sources.find_inputs(config, "text")):
+        for piece in sources.cut(config, 0, number, item):
+            yield from sources.documents(piece, problems)

@@ -1,0 +1,540 @@
+"""`evaluate-pretrained`: held-out text, BLiMP and fine-tunings of a checkpoint, and what is kept of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from cluster.trials.request import TrialEvent
+from finetune.__main__ import main
+from finetune.config import load_config
+from finetune.scores import blimp, finetuning, held_out, masked_model
+from finetune.scores.blimp import BlimpScore, ParadigmScore, blimp_score, pseudo_log_likelihoods, read_blimp
+from finetune.scores.finetuning import FinetuningScore, FinetuningSettings, finetuning_scores
+from finetune.scores.held_out import HeldOutSettings, held_out_score, masked_sequences, read_documents
+from finetune.scores.masked_model import MaskedModel, ModelSettings
+from finetune.scores.record import Record
+from finetune.scores.view import _finetuning_charts, score_rows
+from pretrain.common.errors import InputError, MachineError
+from tests.tiny_checkpoints import SPECIALS, WORDS, make_bert, write_reviews
+
+SENTENCES = [
+    "the film was good.",
+    "a book is very very bad, and the plot was not great.",
+    "it is fine",
+    "the end",
+    "a film or a book",
+    "The FILM was good.",
+]
+
+
+def make_masked_lm(folder: Path, kind: str = "bert", positions: int = 64) -> Path:
+    """A small released model for masked language modelling with random weights of transformers' class."""
+    from transformers import BertConfig, BertForMaskedLM, ModernBertConfig, ModernBertForMaskedLM
+
+    make_bert(folder, positions=positions)
+    vocabulary = len((folder / "vocab.txt").read_text().splitlines())
+    torch.manual_seed(1)
+    shape: dict[str, Any] = {
+        "vocab_size": vocabulary,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "intermediate_size": 64,
+        "max_position_embeddings": positions,
+        "initializer_range": 0.5,
+    }
+    if kind == "bert":
+        model: Any = BertForMaskedLM(BertConfig(**shape))
+    else:
+        shape |= {"pad_token_id": 0, "cls_token_id": 2, "sep_token_id": 3, "bos_token_id": 2, "eos_token_id": 3}
+        shape |= {"global_attn_every_n_layers": 2, "local_attention": 8, "attn_implementation": "eager"}
+        model = ModernBertForMaskedLM(ModernBertConfig(**shape))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_masked_lm(tmp_path_factory.mktemp("bert"))
+
+
+def naive(folder: Path, sentence: str) -> float:
+    """The pseudo-log-likelihood by transformers, one masked copy after another."""
+    from transformers import AutoModelForMaskedLM
+
+    model = AutoModelForMaskedLM.from_pretrained(folder).eval()
+    encoded = Tokenizer.from_str(MaskedModel(folder).tokenizer.to_str()).encode(sentence)
+    total = 0.0
+    for place, special in enumerate(encoded.special_tokens_mask):
+        if special:
+            continue
+        ids = torch.tensor([encoded.ids])
+        ids[0, place] = SPECIALS.index("[MASK]")
+        with torch.no_grad():
+            logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits
+        total += float(logits[0, place].log_softmax(-1)[encoded.ids[place]])
+    return total
+
+
+# ---- BLiMP
+
+
+@pytest.mark.parametrize("kind", ["bert", "modernbert"])
+def test_pseudo_log_likelihoods_are_those_of_a_loop_over_transformers(
+    tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_masked_lm(tmp_path, kind)
+    expected = [naive(folder, sentence) for sentence in SENTENCES]
+    assert max(expected) - min(expected) > 1
+    model = MaskedModel(folder)
+    together = pseudo_log_likelihoods(model, SENTENCES)
+    np.testing.assert_allclose(together, expected, atol=1e-4)
+    # Whatever shares a forward pass.
+    monkeypatch.setattr(masked_model, "_BATCH_TOKENS", 20)
+    monkeypatch.setattr(blimp, "_AT_ONCE", 30)
+    counted: list[int] = []
+    np.testing.assert_allclose(pseudo_log_likelihoods(model, SENTENCES, counted.append), expected, atol=1e-4)
+    assert len(counted) > 2
+    assert sum(counted) == len(SENTENCES)
+
+
+def write_blimp(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    paradigms = {
+        "one": ("agreement", [("the film was good.", "the film was bad."), ("it is fine", "it is poor")]),
+        "two": ("agreement", [("a book", "a plot"), ("THE END", "the end")]),
+        "three": ("islands", [("a film or a book", "a film or a film"), ("it", "it")]),
+    }
+    for name, (term, pairs) in paradigms.items():
+        rows = [
+            {"sentence_good": good, "sentence_bad": bad, "linguistics_term": term, "UID": name} for good, bad in pairs
+        ]
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_blimp_counts_pairs_and_ties_are_wrong(tmp_path: Path, bert: Path) -> None:
+    data = write_blimp(tmp_path / "blimp")
+    score = blimp_score(bert, data)
+    for paradigm in read_blimp(data):
+        right = sum(naive(bert, good) > naive(bert, bad) for good, bad in paradigm.pairs[:1])
+        # The second pairs of two and three have equal tokens.
+        right += paradigm.name == "one" and naive(bert, "it is fine") > naive(bert, "it is poor")
+        assert score.paradigms[paradigm.name] == ParadigmScore(paradigm.phenomenon, 2, right)
+    assert [len(one.pairs) for one in read_blimp(data, 1)] == [1, 1, 1]
+
+
+def test_phenomena_are_means_of_paradigms() -> None:
+    score = BlimpScore({"a": ParadigmScore("x", 10, 1), "b": ParadigmScore("x", 2, 1), "c": ParadigmScore("y", 4, 4)})
+    assert score.phenomena == pytest.approx({"x": 0.3, "y": 1.0})
+    assert score.overall == pytest.approx(1.6 / 3)
+
+
+def test_an_interrupted_blimp_continues(tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, path = write_blimp(tmp_path / "blimp"), tmp_path / "record.json"
+    model = {"fingerprint": "f", "name": "n", "folder": "d"}
+    whole = blimp_score(bert, data)
+    scored: list[int] = []
+    original = blimp._right_pairs
+
+    def fails_after(count: int) -> Any:
+        def right_pairs(*arguments: Any) -> int:
+            if len(scored) == count:
+                raise KeyboardInterrupt
+            scored.append(1)
+            return original(*arguments)
+
+        return right_pairs
+
+    monkeypatch.setattr(blimp, "_right_pairs", fails_after(2))
+    with pytest.raises(KeyboardInterrupt):
+        blimp_score(bert, data, record=Record(path, model))
+    scored.clear()
+    monkeypatch.setattr(blimp, "_right_pairs", fails_after(1))
+    assert blimp_score(bert, data, record=Record(path, model)) == whole
+    assert len(scored) == 1
+    # Measured in another way, nothing of it counts.
+    scored.clear()
+    monkeypatch.setattr(blimp, "_right_pairs", fails_after(9))
+    blimp_score(bert, data, limit=1, record=Record(path, model))
+    assert len(scored) == 3
+    with pytest.raises(InputError, match="another model"):
+        Record(path, {**model, "fingerprint": "g"})
+
+
+def test_shifted_models_are_read_a_position_earlier(bert: Path) -> None:
+    """The logits at a position are those of the following token."""
+    from transformers import AutoModelForMaskedLM
+
+    model, ours = AutoModelForMaskedLM.from_pretrained(bert).eval(), MaskedModel(bert, ModelSettings(shifted=True))
+    ids, _ = ours.encode("the film")
+    expected = 0.0
+    for place in (1, 2):
+        masked = torch.tensor([ids.tolist()])
+        masked[0, place] = ours.mask_id
+        with torch.no_grad():
+            expected += float(model(masked).logits[0, place - 1].log_softmax(-1)[ids[place]])
+    assert pseudo_log_likelihoods(ours, ["the film"])[0] == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_run_says_itself_that_its_targets_are_shifted(tmp_path: Path, bert: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    config = {
+        "name": "shifted",
+        "corpus": {"dir": "corpus", "sources": [{"kind": "docstrings"}]},
+        "pairs": {"next_sentence": False},
+        "masking": {"shifted_targets": True},
+        "phases": [
+            {"sequence_length": 64, "global_sequences": 8, "steps": 1, "peak_learning_rate": 1e-4, "warmup_steps": 0}
+        ],
+    }
+    (tmp_path / "config.yaml").write_text(json.dumps(config))
+    assert masked_model._is_shifted(tmp_path)
+    (tmp_path / "config.yaml").write_text(json.dumps({**config, "masking": {}}))
+    assert not masked_model._is_shifted(tmp_path)
+    assert not masked_model._is_shifted(bert)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("", "has no pair"), ('{"sentence_good": "a"}\n', "line 1 is not a pair"), ("[1\n", "line 1 is not a pair")],
+)
+def test_files_that_are_not_blimp_are_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(InputError, match=r"no \.jsonl file"):
+        read_blimp(tmp_path)
+    (tmp_path / "a.jsonl").write_text(text)
+    with pytest.raises(InputError, match=message):
+        read_blimp(tmp_path)
+
+
+def test_a_sentence_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="has 9 tokens, but the model has 8 positions"):
+        pseudo_log_likelihoods(MaskedModel(make_masked_lm(tmp_path, positions=8)), ["a film or a book or it"])
+
+
+# ---- held-out text
+
+
+def characters_of(tokenizer: Tokenizer, document: str) -> list[int]:
+    return held_out._tokens(tokenizer, document)[1].tolist()
+
+
+def test_every_character_belongs_to_one_token(bert: Path) -> None:
+    words = MaskedModel(bert).tokenizer
+    # the | film | was | n ##o ##v ##e ##l | . ; the blank before a token is its own.
+    assert characters_of(words, "the film was novel.") == [3, 5, 4, 2, 1, 1, 1, 1, 1]
+    assert characters_of(words, "film \x00\x00") == [7]  # what the tokenizer drops at the end
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bytes_ = Tokenizer(models.BPE({one: number for number, one in enumerate(alphabet)}, []))
+    bytes_.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    assert sum(characters_of(bytes_, "é film")) == 6
+    assert len(characters_of(bytes_, "é film")) == 7  # two bytes of one character
+
+
+def test_bits_per_character_compare_vocabularies(tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that spreads its belief evenly over characters has the same bits whatever its tokens are."""
+    text = tmp_path / "text.txt"
+    text.write_text("the film was good and the book was very bad. " * 40)
+    monkeypatch.setattr(
+        MaskedModel,
+        "predict",
+        lambda self, sequences, advance: masked_model.Predictions(
+            np.concatenate(
+                [[-0.5 * SIZES[self.tokenizer.id_to_token(int(n))] for n in one.labels] for one in sequences]
+            ),
+            np.ones(sum(len(one.labels) for one in sequences), bool),
+        ),
+    )
+    SIZES = {word: len(word) + (word not in "." and word != "the") for word in [*WORDS, "."]}
+    SIZES["the"] = 4
+    score = held_out_score(bert, [text], how=HeldOutSettings(length=64))
+    # "the" at the beginning has no blank before it: at most one character of all.
+    assert score.bits_per_character == pytest.approx(0.5 / math.log(2), rel=0.01)
+
+
+def test_held_out_loss_is_that_of_transformers(tmp_path: Path, bert: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import AutoModelForMaskedLM
+
+    (tmp_path / "a.txt").write_text(" ".join(SENTENCES) * 3)
+    (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in SENTENCES))
+    paths, how = [tmp_path / "a.txt", tmp_path / "b.jsonl"], HeldOutSettings(length=16)
+    ours, model = MaskedModel(bert), AutoModelForMaskedLM.from_pretrained(bert).eval()
+    sequences = list(masked_sequences(ours.tokenizer, ours.mask_id, read_documents(paths), how))
+    nats, hits, count = 0.0, 0, 0
+    for sequence in sequences:
+        ids, places, labels = sequence.masked.ids, sequence.masked.places, sequence.masked.labels
+        assert len(ids) <= 16
+        assert (ids[0], ids[-1]) == (SPECIALS.index("[CLS]"), SPECIALS.index("[SEP]"))
+        with torch.no_grad():
+            logits = model(torch.tensor([ids.tolist()])).logits[0, places]
+        nats -= float(logits.log_softmax(-1)[range(len(labels)), labels].sum())
+        hits, count = hits + int((logits.argmax(-1).numpy() == labels).sum()), count + len(labels)
+    score = held_out_score(bert, paths, how=how)
+    assert score.nats_per_token == pytest.approx(nats / count, abs=1e-4)
+    assert (score.accuracy, score.predictions) == (pytest.approx(hits / count), count)
+    assert score.documents == 1 + len(SENTENCES)
+    assert score.bits_per_character == pytest.approx(nats / math.log(2) / sum(one.characters for one in sequences))
+    monkeypatch.setattr(masked_model, "_BATCH_TOKENS", 17)
+    again = held_out_score(bert, paths, how=how)
+    assert again.nats_per_token == pytest.approx(score.nats_per_token, abs=1e-5)
+    assert again.predictions == score.predictions
+
+
+def test_masks_depend_on_document_and_seed_alone(bert: Path) -> None:
+    model = MaskedModel(bert)
+    document = "the film was good and the book was very bad. " * 60
+
+    def masks(documents: Sequence[str], **settings: Any) -> list[Any]:
+        how = HeldOutSettings(**settings)
+        return [
+            (one.masked.ids.tolist(), one.masked.places.tolist())
+            for one in masked_sequences(model.tokenizer, model.mask_id, documents, how)
+        ]
+
+    alone = masks([document])
+    assert masks(["it is fine", document])[1:] == alone
+    assert masks([document], seed=1) != alone
+    assert alone[0][1] != alone[1][1]  # sequences of a document differ
+    places = [place for _, chosen in alone for place in chosen]
+    sequences = list(masked_sequences(model.tokenizer, model.mask_id, [document], HeldOutSettings()))
+    assert len(places) / sum(one.tokens for one in sequences) == pytest.approx(0.15, abs=0.01)
+    changed = np.concatenate([one.masked.ids[one.masked.places] != one.masked.labels for one in sequences])
+    masked = np.concatenate([one.masked.ids[one.masked.places] == model.mask_id for one in sequences])
+    assert masked.mean() == pytest.approx(0.8, abs=0.1)
+    assert 0 < (changed & ~masked).mean() < 0.25  # random tokens
+    assert 0 < (~changed).mean() < 0.25
+
+
+def test_texts_that_cannot_be_measured_are_refused(tmp_path: Path, bert: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n")
+    with pytest.raises(InputError, match="has no text"):
+        read_documents([tmp_path / "empty.txt"])
+    with pytest.raises(InputError, match="no such file"):
+        read_documents([tmp_path / "none.txt"])
+    (tmp_path / "some.txt").write_text("the film was good.")
+    with pytest.raises(InputError, match=r"--length: 65, but .* has 64 positions"):
+        held_out_score(bert, [tmp_path / "some.txt"], how=HeldOutSettings(length=65))
+    with pytest.raises(InputError, match="--length: 2 leaves no room"):
+        held_out_score(bert, [tmp_path / "some.txt"], how=HeldOutSettings(length=2))
+
+
+# ---- fine-tuning
+
+
+@pytest.fixture
+def work(tmp_path: Path, bert: Path) -> Path:
+    """A folder with a config, whose data is in data/."""
+    write_reviews(tmp_path / "data")
+    (tmp_path / "reviews.yaml").write_text(
+        "name: reviews\nmax_length: 32\nclassification:\n  train: train.jsonl\n  dev: dev.jsonl\n"
+        "training:\n  steps: 2\n  examples_per_step: 4\nengine:\n  precision: fp32\n  compile: false\n"
+    )
+    return tmp_path
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bool, int]]:
+    """The trials that were run, as (checkpoint, random weights, seed); they score 0.6, 0.7, ... or 0.5 from random."""
+    handed: list[tuple[str, bool, int]] = []
+
+    def fake(target: str, tasks: Sequence[Any], *, poll: Any, **options: Any) -> None:
+        for number, task in enumerate(tasks):
+            config = task.payload["config"]
+            handed.append((Path(config["start_from"]).name, config["random_weights"], config["seed"]))
+            score = 0.5 + 0.01 * config["seed"] if config["random_weights"] else 0.6 + 0.1 * config["seed"]
+            saved = {
+                "metric": "accuracy",
+                "scores": {"dev": {"accuracy": score}},
+                "chosen_on": "dev",
+                "details": {},
+                "data": "",
+            }
+            (task.run_dir / "scores.json").write_text(json.dumps(saved))
+            poll([TrialEvent(number, "started"), TrialEvent(number, "ended")])
+
+    monkeypatch.setattr("cluster.trials.launch.run_trials", fake)
+    return handed
+
+
+def test_random_weights_are_trained_once_for_a_shape(
+    work: Path, bert: Path, trained: list[tuple[str, bool, int]]
+) -> None:
+    settings = FinetuningSettings((work / "reviews.yaml",), seeds=2, data=work / "data")
+    record = Record(work / "record.json", {"fingerprint": "f", "name": "n", "folder": "d"})
+    first = finetuning_scores(bert, work / "out", "first", settings, record=record)["reviews"]
+    assert first == FinetuningScore("accuracy", "dev", (0.6, 0.7), (0.5, 0.51))
+    assert sorted(trained) == sorted((bert.name, random, seed) for random in (False, True) for seed in (0, 1))
+    kept = json.loads((work / "record.json").read_text())["finetuning"]["scores"]["reviews"]
+    assert FinetuningScore.from_data(kept) == first
+    assert kept["pretrained_mean"] == pytest.approx(0.65)
+    # The same shape with other weights.
+    trained.clear()
+    other = make_masked_lm(work / "other")
+    weights = __import__("safetensors.torch", fromlist=["torch"])
+    state = weights.load_file(other / "model.safetensors")
+    weights.save_file({name: -tensor for name, tensor in state.items()}, other / "model.safetensors", {"format": "pt"})
+    second = finetuning_scores(other, work / "out", "second", settings)["reviews"]
+    assert second == first
+    assert trained == [("other", False, 0), ("other", False, 1)]
+    # Another config stands beside it in the record.
+    (work / "again.yaml").write_text((work / "reviews.yaml").read_text())
+    finetuning_scores(bert, work / "out", "first", replace(settings, configs=(work / "again.yaml",)), record=record)
+    assert list(record.content["finetuning"]["scores"]) == ["reviews", "again"]
+    # One more seed, and other data.
+    trained.clear()
+    more = finetuning_scores(other, work / "out", "second", replace(settings, seeds=3))["reviews"]
+    assert sorted(trained) == [("other", False, 2), ("other", True, 2)]
+    assert len(more.random) == 3
+    trained.clear()
+    write_reviews(work / "data", train=44)
+    finetuning_scores(bert, work / "out", "third", settings)
+    assert len(trained) == 4
+
+
+def test_a_fingerprint_knows_what_changes_random_runs(work: Path, bert: Path) -> None:
+    path = work / "reviews.yaml"
+
+    def digest(folder: Path = bert, *overrides: str) -> str:
+        places = [f"classification.{part}={work / 'data' / f'{part}.jsonl'}" for part in ("train", "dev")]
+        return finetuning.random_fingerprint(load_config(path, [f"start_from={folder}", *places, *overrides]))
+
+    own = digest()
+    assert digest(bert, "name=other", "seed=3", "run_dir=elsewhere") == own
+    assert digest(bert, "training.learning_rate=1e-3") != own
+    assert digest(bert, "max_length=16") != own
+    assert digest(make_bert(work / "wide", hidden=48)) != own
+    lower = make_masked_lm(work / "cased")
+    (lower / "tokenizer_config.json").write_text('{"do_lower_case": false, "tokenizer_class": "BertTokenizer"}')
+    assert digest(lower) != own
+    assert digest(make_masked_lm(work / "same")) == own
+
+
+def test_differences_are_in_standard_errors() -> None:
+    score = FinetuningScore("f1", "dev", (0.8, 0.9, 0.7), (0.5, 0.5, 0.8))
+    # Deviations 0.1 and 0.1732; errors 0.0577 and 0.1.
+    assert score.difference == pytest.approx(0.2)
+    assert score.difference_in_errors == pytest.approx(0.2 / math.hypot(0.1 / 3**0.5, 0.1))
+    assert FinetuningScore("f1", "dev", (0.8,), (0.5,)).difference_in_errors is None
+    assert FinetuningScore("f1", "dev", (0.8, 0.8), (0.5, 0.5)).difference_in_errors is None
+    assert FinetuningScore("f1", "dev", (0.8, 0.9)).difference is None
+
+
+def test_a_score_below_0_has_no_bar() -> None:
+    score = FinetuningScore("matthews", "dev", (0.2, 0.3), (-0.1, -0.05))
+    model = {"model": {"name": "one"}, "finetuning": {"how": {}, "scores": {"cola": score.as_data()}}}
+    (chart,) = _finetuning_charts([model])
+    assert "-0.075" in chart
+    assert 'width="0.0"' in chart
+    assert 'width="-' not in chart
+    assert score_rows([model])[2] == ("  difference", ["+0.3250 (+5.8 SE)"])
+
+
+def test_two_configs_of_one_name_are_refused(work: Path, bert: Path) -> None:
+    (work / "again").mkdir()
+    (work / "again" / "reviews.yaml").write_text((work / "reviews.yaml").read_text())
+    settings = FinetuningSettings((work / "reviews.yaml", work / "again" / "reviews.yaml"), data=work / "data")
+    with pytest.raises(InputError, match="another config is called reviews"):
+        finetuning_scores(bert, work / "out", "n", settings)
+
+
+# ---- the command
+
+
+def test_the_command_puts_models_side_by_side(
+    work: Path, bert: Path, trained: list[tuple[str, bool, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    (work / "text.txt").write_text(" ".join(SENTENCES))
+    data, out = write_blimp(work / "blimp"), work / "out"
+    common = ["evaluate-pretrained", str(bert), "--out", str(out)]
+    tune = ["--finetune", str(work / "reviews.yaml"), "--data", str(work / "data"), "--seeds", "2"]
+    both = ["--blimp", str(data)]
+    assert main([*common, "--name", "one", "--text", str(work / "text.txt"), "--length", "64", *both, *tune]) == 0
+    printed = capsys.readouterr().out
+    assert "held-out text, bits per character" in printed
+    assert "reviews, accuracy" in printed
+    assert "0.6500 ± 0.0500" in printed
+    assert main([*common, "--name", "two", *both, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    one, two = json.loads((out / "scores.json").read_text())["models"]
+    assert two == shown
+    assert one["blimp"]["scores"] == two["blimp"]["scores"]
+    assert "finetuning" not in two
+    rows = dict(score_rows([one, two]))
+    assert rows["  from random weights"] == ["0.5050 ± 0.0050", "–"]
+    assert rows["BLiMP, all paradigms"][0] == rows["BLiMP, all paradigms"][1]
+    page = (out / "scores.html").read_text()
+    assert "one, random weights" in page
+    assert page.count("chance") == 2
+    # Both models have the same bars, and 1.0 is the whole width whatever the highest accuracy is.
+    overall = one["blimp"]["scores"]["overall"]
+    assert page.count(f'width="{round(6 + overall * 388, 1) - 6:.1f}"') >= 2
+    assert "http" not in page.replace("http://www.w3.org", "")
+
+
+def test_a_model_without_a_masked_head_is_only_fine_tuned(
+    work: Path, trained: list[tuple[str, bool, int]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, data = make_bert(work / "sentence-encoder"), write_blimp(work / "blimp")
+    command = ["evaluate-pretrained", str(folder), "--out", str(work / "out"), "--blimp", str(data)]
+    assert main(command) == 2
+    assert "has no head for masked language modelling" in capsys.readouterr().err
+    tune = ["--finetune", str(work / "reviews.yaml"), "--data", str(work / "data"), "--seeds", "1", "--no-random"]
+    assert main([*command, *tune]) == 0
+    result = capsys.readouterr()
+    assert [line[:17] for line in result.err.splitlines() if "skipped" in line] == ["skipped: --blimp:"]
+    assert "reviews, accuracy" in result.out
+    assert [random for _, random, _ in trained] == [False]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "nothing to measure"),
+        (["--text", "a", "--data", "d"], "--data: has no effect without --finetune"),
+        (["--text", "a", "--seeds", "5"], "--seeds: has no effect without --finetune"),
+        (["--text", "a", "--blimp-limit", "3"], "--blimp-limit: has no effect without --blimp"),
+        (["--finetune", "a", "--precision", "bf16"], "--precision: has no effect without --text or --blimp"),
+        (["--text", "a", "--name", "a/b"], "--name: 'a/b' cannot name"),
+    ],
+)
+def test_options_without_effect_are_refused(
+    tmp_path: Path, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["evaluate-pretrained", str(tmp_path), "--out", str(tmp_path), *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_failed_run_leaves_all_other_scores(
+    work: Path, bert: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*arguments: Any, **options: Any) -> Any:
+        raise MachineError("2 of 4 runs failed")
+
+    monkeypatch.setattr("finetune.scores.command.finetuning_scores", fail)
+    words = ["--blimp", str(write_blimp(work / "blimp")), "--finetune", str(work / "reviews.yaml")]
+    assert main(["evaluate-pretrained", str(bert), "--out", str(work / "out"), "--name", "one", *words]) == 3
+    assert "BLiMP, all paradigms" in capsys.readouterr().out
+    assert (work / "out" / "scores.html").is_file()
+
+
+def test_transfer_configs_are_valid(tmp_path: Path) -> None:
+    folder = Path(__file__).parent.parent / "configs" / "finetune" / "transfer"
+    configs = finetuning.read_configs(tmp_path, FinetuningSettings(tuple(folder.glob("*.yaml")), data=tmp_path))
+    assert sorted(configs) == ["cola", "mrpc", "rte", "sst2", "sst2-2000", "stsb", "wnut17"]
+    assert {config.max_length <= 128 for config in configs.values()} == {True}
+    sections = [config.task_settings for config in configs.values()]
+    places = [getattr(one, name, "") for one in sections for name in ("glue_dir", "train", "dev")]
+    assert all(place.startswith(str(tmp_path)) for place in places if place)
