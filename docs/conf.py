@@ -52,7 +52,14 @@ NAVIGATION = {
         "extend/add-a-metric",
         "contributing",
     ],
-    "Measurements": ["benchmarks/index", "benchmarks/parity", "benchmarks/lab-notes", "reliability", "security"],
+    "Measurements": [
+        "benchmarks/index",
+        "benchmarks/speedrun",
+        "benchmarks/parity",
+        "benchmarks/lab-notes",
+        "reliability",
+        "security",
+    ],
 }
 
 project = "bertrain"

@@ -141,6 +141,7 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
     for name in importlib.import_module("pretrain.__main__").BENCHMARKS:
         yield f"bench {name}", _parser_inside(importlib.import_module(f"pretrain.bench.{name}").main)
     yield "bench finetune", _parser_inside(importlib.import_module("finetune.bench.finetuning").main)
+    yield "bench speedrun", importlib.import_module("finetune.bench.speedrun.options").make_parser()
 
 
 def _subcommands(package: str) -> dict[str, argparse.ArgumentParser]:

@@ -69,11 +69,20 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _dispatch(argv: list[str]) -> int:
-    if argv[:1] == ["bench"]:  # its parser is in a module that imports torch
-        from finetune.bench import finetuning as bench
-
-        return bench.main(argv[1:])
+    if argv[:1] == ["bench"]:  # their parsers are in modules that import torch
+        return _bench(argv[1:])
     return run_command(build_parser(), argv)
+
+
+def _bench(argv: list[str]) -> int:
+    if argv[:1] == ["speedrun"]:
+        from finetune.bench.speedrun import command
+        from pretrain.__main__ import main as pretrain
+
+        return command.main(argv[1:], pretrain)
+    from finetune.bench import finetuning as bench
+
+    return bench.main(argv[argv[:1] == ["finetune"] :])
 
 
 # ---------------------------------------------------------------- what the commands do

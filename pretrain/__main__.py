@@ -361,7 +361,8 @@ def _add_bench(commands: Any) -> None:
 
 benchmarks:
 {names}
-  finetune    fine-tuning against transformers (./launch.sh bench finetune --help)""",
+  finetune    fine-tuning against transformers (./launch.sh bench finetune --help)
+  speedrun    what a config learns per FLOP on a fixed text (./launch.sh bench speedrun --help)""",
     )
     parser.add_argument("name", metavar="NAME", help="one of the benchmarks below; each takes --help")
 

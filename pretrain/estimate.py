@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -17,10 +16,11 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.common.settings import dump
 from pretrain.common.wording import counted
-from pretrain.config import ModelConfig, PhaseConfig, Precision, PretrainConfig, R, with_precision
+from pretrain.config import ModelConfig, Precision, PretrainConfig, R, with_precision
 from pretrain.model import cost
 from pretrain.model.parameters import total
 from pretrain.model.precision import matmul_peak, resolve_here
+from pretrain.work import Work, phase_work
 
 Device = Literal["cpu", "cuda"]
 
@@ -59,16 +59,29 @@ def dry_run(
     config, why = resolve_precision(config, on)
     cluster = parse_cluster(on, config) if on else None
     device: Device = cluster.device if cluster else "cuda" if Path("/proc/driver/nvidia").exists() else "cpu"
+    work = [phase_work(config, phase, size, mean_length, _teacher(config)) for phase in config.phases]
     parts = [
         f"Precision\n  {config.engine.precision}: {why}",
         "Parameters\n" + _parameter_lines(config, size),
         "Memory per worker\n" + _memory_lines(config, cluster.workers if cluster else None, device),
-        "Work\n" + _work_lines(config, size, mean_length),
-        "Time\n" + _time_lines(config, size, mean_length, cluster),
+        "Work\n" + _work_lines(config, work, given=mean_length is not None),
+        "Time\n" + _time_lines(work, cluster),
         "Corpus\n" + _corpus_lines(config),
         *(["Resolved config\n" + _indent(dump(config))] if show_config else []),
     ]
     return "\n\n".join(parts)
+
+
+def _teacher(config: PretrainConfig) -> ModelConfig | None:
+    """The shape of the run's teacher; None without one, or if it cannot be read yet."""
+    if not config.distillation.teacher:
+        return None
+    from pretrain.checkpoint.released import read_shape
+
+    try:
+        return read_shape(Path(config.distillation.teacher))
+    except InputError:  # the run can be estimated before its teacher is trained
+        return None
 
 
 def vocabulary_size(config: PretrainConfig) -> int:
@@ -111,6 +124,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     gradients     kept from the first micro-batch to the step; fp32 in ZeRO 1 to 3, sharded in ZeRO 2 and 3
     activations   saved for the backward pass of one micro-batch, and the working space of one layer
     logits        scores of the masked tokens and their gradient
+    teacher       its weights, and what its forward pass needs, in a distillation; 0 if it cannot be read
     copies        gradients in communication, and what DeepSpeed copies to take a step
     checkpoint    the copy that is written in the background (CPU; on CUDA it is in the host's memory)
     process       the interpreter and its libraries (CPU)
@@ -134,10 +148,23 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
         **states,
         "activations": activations,
         "logits": logits,
+        "teacher": _teacher_bytes(config, size, workers),
         "copies": copies,
         "checkpoint": (12 * p + more) // workers if config.checkpoint.background and device == "cpu" else 0,
         "process": _PROCESS_BYTES + config.engine.compile * _COMPILER_BYTES if device == "cpu" else 0,
     }
+
+
+def _teacher_bytes(config: PretrainConfig, vocabulary: int, workers: int) -> int:
+    """The weights of a distillation's teacher, which every worker has whole, and the work space of its forward pass."""
+    teacher = _teacher(config)
+    if teacher is None:
+        return 0
+    itemsize = 4 if config.engine.precision == "fp32" else 2
+    tokens = micro_batch_tokens(config, workers)
+    scores = min(round(config.largest_masking_share * tokens) * vocabulary, cost.LOGITS_PER_PIECE)
+    weights = cost.parameter_count(teacher, vocabulary, next_sentence=False).total
+    return itemsize * (weights + scores) + cost.working_bytes(teacher, tokens, itemsize)
 
 
 def _more_than_adamw(config: PretrainConfig, p: int) -> int:
@@ -222,53 +249,6 @@ def _micro_batch_bytes(config: PretrainConfig, vocabulary: int, workers: int) ->
         for model, rows in [(config.model, queries), *generator]
     )
     return activations, cost.logits_bytes(config.model, vocabulary, masked, itemsize=itemsize, compiled=engine.compile)
-
-
-# ---- Work
-
-
-def expected_length(config: PretrainConfig, phase: PhaseConfig) -> float:
-    """Mean tokens per sequence if documents are long: the full length except for the short pairs.
-
-    Short pairs are uniform in length. A corpus of short documents has a lower mean.
-    """
-    return phase.sequence_length * (1 - config.pairs.short_share / 2)
-
-
-def step_flops(config: PretrainConfig, vocabulary: int, lengths: Sequence[int], masked: int) -> float:
-    """Useful FLOPs of one forward and backward pass over sequences of `lengths` tokens, as `cost.flops`."""
-    return cost.flops(config.model, vocabulary, lengths, masked, config.pairs.has_classifier)
-
-
-def executed_flops(config: PretrainConfig, vocabulary: int, lengths: Sequence[int], masked: int) -> float:
-    """FLOPs that MFU counts, as `cost.executed_flops`."""
-    return cost.executed_flops(config.model, vocabulary, lengths, masked, config.pairs.has_classifier)
-
-
-@dataclass(frozen=True)
-class Work:
-    """Totals of one phase."""
-
-    steps: int
-    sequences: int
-    tokens: float
-    mean_length: float
-    flops: float
-
-
-def phase_work(config: PretrainConfig, phase: PhaseConfig, vocabulary: int, mean_length: float | None = None) -> Work:
-    """Sequences, tokens and useful FLOPs of a phase; all lengths are assumed to equal the mean."""
-    mean = min(mean_length or expected_length(config, phase), phase.sequence_length)
-    number = next(n for n, one in enumerate(config.phases) if one is phase)
-    share = sum(config.masking_shares(number)) / 2
-    most = phase.max_predictions or round(share * phase.sequence_length)
-    masked = min(share * mean, most) * (1 - phase.causal_share) + mean * phase.causal_share
-    if config.electra.is_on:
-        flops = cost.electra_flops(config.model, config.electra, vocabulary, [mean], masked)
-    else:
-        flops = cost.flops(config.model, vocabulary, [mean], masked, config.pairs.has_classifier)
-    sequences = phase.sequences
-    return Work(phase.steps, sequences, sequences * mean, mean, sequences * flops)
 
 
 # ---- Time
@@ -376,9 +356,8 @@ def _memory_lines(config: PretrainConfig, workers: int | None, device: Device) -
     return "\n".join(lines)
 
 
-def _work_lines(config: PretrainConfig, size: int, mean_length: float | None) -> str:
-    work = [phase_work(config, phase, size, mean_length) for phase in config.phases]
-    head = ("phase", "length", "mean", "steps", "sequences", "tokens", "FLOP/token", "FLOP/step", "FLOP")
+def _work_lines(config: PretrainConfig, work: list[Work], *, given: bool) -> str:
+    head = ("phase", "length", "mean", "steps", "sequences", "tokens", "FLOP/token", "FLOP/step", "FLOP", "executed")
     rows = [
         (
             str(number),
@@ -390,6 +369,7 @@ def _work_lines(config: PretrainConfig, size: int, mean_length: float | None) ->
             f"{w.flops / w.tokens:.4g}",
             f"{w.flops / w.steps:.3g}",
             f"{w.flops:.3g}",
+            f"{w.executed:.3g}",
         )
         for number, (phase, w) in enumerate(zip(config.phases, work, strict=True))
     ]
@@ -403,26 +383,35 @@ def _work_lines(config: PretrainConfig, size: int, mean_length: float | None) ->
         "",
         "",
         f"{sum(w.flops for w in work):.3g}",
+        f"{sum(w.executed for w in work):.3g}",
     )
     widths = [max(len(row[i]) for row in [head, *rows, total]) for i in range(len(head))]
     lines = [
         "  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(row, widths, strict=True))
         for row in [head, *rows, total]
     ]
-    source = "as given" if mean_length else "for long documents; `prepare` reports yours"
-    lines.append(f"  useful FLOPs: no padding, MLM head only at masked tokens; mean length {source}")
+    source = "as given" if given else "for long documents; `prepare` reports yours"
+    lines.append(f"  FLOP: useful; no padding, MLM head only at masked tokens; mean length {source}")
+    lines.append(
+        "  executed: without the rows that the last layer skips, with what the backward pass computes again"
+        + (" and the optimizer's products" if config.optimizer.name == "muon" else "")
+    )
+    if config.distillation.teacher:
+        told = (
+            "both count the teacher's forward pass" if _teacher(config) else "the teacher cannot be read: not counted"
+        )
+        lines.append(f"  {config.distillation.teacher}: {told}")
     if config.optimizer.name == "muon":
         flops = cost.orthogonalisation_flops(config.model)
         shares = ", ".join(f"{flops / (w.flops / w.steps):.2g}" for w in work)
-        lines.append(f"  besides, Muon takes {flops:.3g} FLOP per step: {shares} of a step's (phase by phase)")
+        lines.append(f"  Muon takes {flops:.3g} FLOP per step: {shares} of a step's useful ones (phase by phase)")
     return "\n".join(lines)
 
 
-def _time_lines(config: PretrainConfig, size: int, mean_length: float | None, cluster: Cluster | None) -> str:
+def _time_lines(work: list[Work], cluster: Cluster | None) -> str:
     if cluster is None:
         return "  give a cluster with --on 8xH100, or measure this machine with --on here"
     rate = cluster.peak_flops * cluster.mfu
-    work = [phase_work(config, phase, size, mean_length) for phase in config.phases]
     lines = [
         f"  phase {number}: {_duration(w.flops / rate)}, {w.sequences / (w.flops / rate):,.0f} sequences/s, "
         f"{w.tokens / (w.flops / rate):,.0f} tokens/s"

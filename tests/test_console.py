@@ -91,6 +91,7 @@ def test_an_unknown_command_names_the_nearest(word: str, advice: str, capsys: py
         ("cluster", ["logs", "-f", "bert-mini"]),
         ("pretrain", ["bench", "step", "--json"]),
         ("finetune", ["bench", "finetune", "task.yaml"]),
+        ("finetune", ["bench", "speedrun", "run.yaml"]),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else value,
 )

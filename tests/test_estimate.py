@@ -13,7 +13,7 @@ from corpora import make_corpus
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
-from pretrain import estimate
+from pretrain import estimate, work
 from pretrain.common.errors import InputError
 from pretrain.config import (
     AveragingConfig,
@@ -103,29 +103,29 @@ def test_flops_are_what_torch_counts():
     attention = 3 * 2 * 2 * shape.layers * h * length * length  # forward and backward, scores and context
     column_sums = 2 * masked * vocabulary  # made as a product with ones
     counted = counter.get_total_flops() + skipped + attention - column_sums
-    assert estimate.step_flops(config, vocabulary, [length], masked) == pytest.approx(counted, rel=1e-9)
+    assert work.useful_flops(config, vocabulary, [length], masked) == pytest.approx(counted, rel=1e-9)
 
 
 def test_flops_add_up_over_sequences():
     config = make_config(model=ModelConfig(size="mini"))
-    alone = [estimate.step_flops(config, 500, [length], 3) for length in (20, 70)]
-    assert estimate.step_flops(config, 500, [20, 70], 6) == pytest.approx(sum(alone))
+    alone = [work.useful_flops(config, 500, [length], 3) for length in (20, 70)]
+    assert work.useful_flops(config, 500, [20, 70], 6) == pytest.approx(sum(alone))
 
 
 def test_bert_large_flops_are_the_published_arithmetic():
     """1,811.9 MFLOP per token in the encoder's matmuls, 37.7 in attention at 128, 193.8 per prediction."""
     config = make_config(model=ModelConfig(size="large"), pairs=PairsConfig(next_sentence=False))
-    encoder = estimate.step_flops(config, 30522, [128], 0) / 128
+    encoder = work.useful_flops(config, 30522, [128], 0) / 128
     assert encoder / 1e6 == pytest.approx(1811.9 + 37.7, rel=1e-4)
-    assert (estimate.step_flops(config, 30522, [128], 1) - encoder * 128) / 1e6 == pytest.approx(193.8, rel=1e-3)
+    assert (work.useful_flops(config, 30522, [128], 1) - encoder * 128) / 1e6 == pytest.approx(193.8, rel=1e-3)
 
 
 def test_work_of_the_two_phase_recipe():
     config = load_config(CONFIGS / "bert-large-phase1-phase2.yaml")
-    first, second = (estimate.phase_work(config, phase, 30522) for phase in config.phases)
+    first, second = (work.phase_work(config, phase, 30522) for phase in config.phases)
     assert (first.sequences, second.sequences) == (461_242_368, 51_216_384)
     full = sum(
-        estimate.phase_work(config, phase, 30522, mean_length=length).flops
+        work.phase_work(config, phase, 30522, mean_length=length).flops
         for phase, length in zip(config.phases, (128, 254), strict=True)
     )
     assert full == pytest.approx(1.36e20, rel=0.01)  # NVIDIA's recipe with Wikipedia's mean of 254 tokens at 512
@@ -141,8 +141,8 @@ def test_work_and_memory_follow_the_masking_schedule():
             masking=MaskingConfig(**masking),
             pairs=PairsConfig(next_sentence=False),
         )
-        work = [estimate.phase_work(config, one, 30522).flops for one in config.phases]
-        return work, estimate.memory_bytes(config, 1, 1)["logits"]
+        flops = [work.phase_work(config, one, 30522).flops for one in config.phases]
+        return flops, estimate.memory_bytes(config, 1, 1)["logits"]
 
     (high, low), logits = figures([{}, {}], probability=0.4, final_probability=0.2)
     assert high == pytest.approx(figures([{}], probability=0.35)[0][0])
@@ -157,8 +157,8 @@ def test_work_and_memory_follow_the_masking_schedule():
 
 def test_the_mean_length_is_bounded_by_the_phase():
     config = make_config()
-    assert estimate.phase_work(config, config.phases[0], 30522).mean_length == pytest.approx(121.6)
-    assert estimate.phase_work(config, config.phases[0], 30522, mean_length=500).mean_length == 128
+    assert work.phase_work(config, config.phases[0], 30522).mean_length == pytest.approx(121.6)
+    assert work.phase_work(config, config.phases[0], 30522, mean_length=500).mean_length == 128
 
 
 def states(stage: int, workers: int, **engine: Any) -> dict[str, int]:
@@ -206,8 +206,10 @@ def test_the_flops_of_muon_are_those_of_its_products():
         for shape in [(8, 8)] * 4 + [(24, 8), (8, 24)]:
             orthogonalise(torch.ones(shape))
     assert cost.orthogonalisation_flops(config.model) == 2 * counter.get_total_flops()
-    assert "Muon" in estimate._work_lines(config, 100, None)
-    assert "Muon" not in estimate._work_lines(make_config(), 100, None)
+    assert work.optimizer_flops(config) == cost.orthogonalisation_flops(config.model)
+    assert work.optimizer_flops(make_config()) == 0
+    assert "Muon" in estimate.dry_run(config)
+    assert "Muon" not in estimate.dry_run(make_config())
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -292,7 +294,7 @@ def test_this_machine_is_measured():
 def test_time_is_work_over_rate():
     config = load_config(CONFIGS / "bert-large-phase1-phase2.yaml")
     text = estimate.dry_run(config, on="8xH100", mean_length=128)
-    flops = sum(estimate.phase_work(config, phase, 30522, 128).flops for phase in config.phases)
+    flops = sum(work.phase_work(config, phase, 30522, 128).flops for phase in config.phases)
     hours = flops / (8 * 989e12 * 0.40) / 3600
     assert f"total:   {hours:.1f} h on 8 x H100, assuming an MFU of 40% at a peak of 7,912 TFLOP/s" in text
     assert "336,226,108" in text

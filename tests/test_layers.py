@@ -28,14 +28,17 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.model": "pretrain.common pretrain.config",
     "pretrain.checkpoint": "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.model",
     "pretrain.preflight": "pretrain.common pretrain.config pretrain.corpus",
-    "pretrain.estimate": "pretrain.common pretrain.config pretrain.corpus pretrain.model",
+    "pretrain.work": "pretrain.config pretrain.model",
+    "pretrain.estimate": (
+        "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.work"
+    ),
     "pretrain.training": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint pretrain.preflight"
     ),
     "pretrain.continuation": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.training"
     ),
-    "pretrain.objectives": "pretrain.config pretrain.batches pretrain.model pretrain.checkpoint pretrain.estimate",
+    "pretrain.objectives": "pretrain.config pretrain.batches pretrain.model pretrain.checkpoint pretrain.work",
     "finetune.datasets": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.launch": "pretrain.common pretrain.config cluster.workers pretrain.tracking pretrain.preflight",
     "finetune.metrics": "finetune.datasets",
@@ -57,11 +60,10 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "pretrain.bench": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.preflight pretrain.estimate pretrain.commands pretrain.training "
-        "pretrain.reporting"
+        "pretrain.checkpoint pretrain.preflight pretrain.work pretrain.commands pretrain.training pretrain.reporting"
     ),
     "cluster.doctor": (
-        "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.estimate pretrain.commands "
+        "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.work pretrain.commands "
         "pretrain.training cluster.jobs pretrain.bench"
     ),
     "pretrain.demo": "pretrain.common pretrain.commands pretrain.reporting",
@@ -88,10 +90,6 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.commands finetune.datasets pretrain.launch finetune.tasks finetune.config finetune.model "
         "finetune.artifacts"
     ),
-    "finetune.bench": (
-        "pretrain.common pretrain.tracking pretrain.model pretrain.checkpoint pretrain.commands finetune.datasets "
-        "finetune.tasks finetune.config finetune.artifacts"
-    ),
     "finetune.experiments": (
         "pretrain.common pretrain.config cluster.workers cluster.trials pretrain.tracking pretrain.model "
         "pretrain.preflight finetune.datasets finetune.tasks finetune.config finetune.artifacts finetune.runs"
@@ -100,9 +98,14 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.checkpoint "
         "pretrain.commands pretrain.reporting finetune.artifacts finetune.config finetune.runs finetune.experiments"
     ),
+    "finetune.bench": (
+        "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
+        "pretrain.checkpoint pretrain.preflight pretrain.work pretrain.commands pretrain.reporting pretrain.bench "
+        "finetune.datasets finetune.tasks finetune.config finetune.artifacts finetune.scores"
+    ),
     "finetune.adaptation": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.checkpoint pretrain.estimate pretrain.commands "
-        "pretrain.reporting finetune.artifacts"
+        "pretrain.common pretrain.config pretrain.corpus pretrain.checkpoint pretrain.work pretrain.estimate "
+        "pretrain.commands pretrain.reporting finetune.artifacts"
     ),
     "finetune.demo_data": "pretrain.common pretrain.corpus",
     "finetune.demo": "pretrain.common pretrain.reporting pretrain.demo finetune.artifacts finetune.demo_data",

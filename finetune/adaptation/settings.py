@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pretrain import estimate
+from pretrain import estimate, work
 from pretrain.common import settings
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, read_manifest
@@ -97,13 +97,13 @@ def steps_of(config: PretrainConfig, arguments: argparse.Namespace) -> int:
     if arguments.minutes:
         config, _ = estimate.resolve_precision(config)
         cluster = estimate.parse_cluster("here", config)
-        work = estimate.phase_work(config, phase, config.model.rows(manifest["vocabulary_size"]))
-        seconds = work.flops / work.steps / (cluster.peak_flops * cluster.mfu)
+        planned = work.phase_work(config, phase, config.model.rows(manifest["vocabulary_size"]))
+        seconds = planned.flops / planned.steps / (cluster.peak_flops * cluster.mfu)
         return max(1, round(60 * _SPEED_MARGIN * arguments.minutes / seconds))
     tokens = sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] == "train")
     tokens = tokens / (1 - config.adaptation.replay_share)
     passes = next((passes for most, passes in _PASSES if tokens < most), 1)
-    steps = passes * tokens / (phase.global_sequences * estimate.expected_length(config, phase))
+    steps = passes * tokens / (phase.global_sequences * work.expected_length(config, phase))
     return round(min(max(steps, _STEPS[0]), _STEPS[1]))
 
 

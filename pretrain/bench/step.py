@@ -25,8 +25,8 @@ from pretrain.bench.baselines import BARE, BASELINES, OURS, TrainerProcess, Trai
 from pretrain.commands import program
 from pretrain.config import Precision, PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
-from pretrain.estimate import executed_flops, step_flops
 from pretrain.model.precision import measure_matmul
+from pretrain.work import model_flops, useful_flops
 
 LEARNING_RATE = 1e-4
 WARM_UP = 3  # untimed steps, which compile the model and allocate memory
@@ -71,7 +71,7 @@ def compare(
     baselines = [kind for kind in options.peers if kind != BARE] or [BARE]
     # Utilisation for each FLOP that a token costs.
     per_flop = sorted(1 / (time * peak) for time, peak in zip(seconds[OURS], timings.matmul_peaks, strict=True))
-    flops_per_token = _flops(executed_flops, config, shards, steps) / tokens
+    flops_per_token = _flops(model_flops, config, shards, steps) / tokens
     return {
         "family": family,
         "size": size,
@@ -88,7 +88,7 @@ def compare(
         "matmul_peak_gflops": statistics.median(timings.matmul_peaks) / 1e9,
         "mfu": flops_per_token * statistics.median(per_flop),
         "mfu_spread": [flops_per_token * per_flop[0], flops_per_token * per_flop[-1]],
-        "mfu_full_last_layer": _flops(step_flops, config, shards, steps) / tokens * statistics.median(per_flop),
+        "mfu_full_last_layer": _flops(useful_flops, config, shards, steps) / tokens * statistics.median(per_flop),
     }
 
 

@@ -19,9 +19,9 @@ from pretrain.checkpoint.mapping import MappedTensor
 from pretrain.checkpoint.tokenizer import is_run, released_folder
 from pretrain.checkpoint.weight_files import read_json, read_weights
 from pretrain.common.errors import InputError
-from pretrain.config import load_config
+from pretrain.config import ModelConfig, load_config
 
-__all__ = ["Released", "read_released"]
+__all__ = ["Released", "read_released", "read_shape"]
 
 
 def read_released(folder: Path) -> Released:
@@ -36,11 +36,7 @@ def read_released(folder: Path) -> Released:
     folder = released_folder(folder)
     if is_run(folder):
         return _read_run(folder)
-    config_path = next(
-        (folder / name for name in ("config.json", "bert_config.json") if (folder / name).is_file()), None
-    )
-    if config_path is None:
-        raise InputError(f"{folder}: has no config.json (Google's: bert_config.json). Give a released model's folder.")
+    config_path = _config_path(folder)
     config = read_json(config_path)
     facts = _facts(config, config_path)
     prefix = find_checkpoint(folder)
@@ -48,6 +44,24 @@ def read_released(folder: Path) -> Released:
         return _read_tensorflow(prefix, facts)
     path, tensors = read_weights(folder)
     return assemble(tensors, facts, config, where=str(path))
+
+
+def read_shape(folder: Path) -> ModelConfig:
+    """The shape of the model in `folder`, without its weights. Raises `InputError` if there is none."""
+    if not folder.is_dir():
+        raise InputError(f"{folder}: no such folder. Give one with config.json and the weights.")
+    folder = released_folder(folder)
+    if is_run(folder):
+        return load_config(folder / "config.yaml").model
+    path = _config_path(folder)
+    return _facts(read_json(path), path).model
+
+
+def _config_path(folder: Path) -> Path:
+    found = next((folder / name for name in ("config.json", "bert_config.json") if (folder / name).is_file()), None)
+    if found is None:
+        raise InputError(f"{folder}: has no config.json (Google's: bert_config.json). Give a released model's folder.")
+    return found
 
 
 def _facts(config: dict[str, Any], path: Path) -> ReleasedFacts:

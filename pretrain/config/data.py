@@ -43,6 +43,11 @@ class SourceConfig(Section):
         gt=0,
         description="How often each epoch reads this source: 0.5 reads half of it, 2 reads all of it twice.",
     )
+    held_out: bool = Field(
+        default=False,
+        description="Hold all documents of this source out for validation. The vocabulary is trained without them. "
+        "Usually corpus.validation_fraction is then 0.",
+    )
     licence: str = Field(default="unknown", description="Licence of the text, shown on the corpus card.")
 
     @field_validator("kind")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,8 +49,13 @@ class Documents:
         self._read = read
 
     @classmethod
-    def load(cls, work: Path, summaries: list[PieceSummary], validation_fraction: float) -> Documents:
-        """Read the tables of all part files and decide which documents are kept and which are held out."""
+    def load(
+        cls, work: Path, summaries: list[PieceSummary], validation_fraction: float, held_out: Sequence[bool] = ()
+    ) -> Documents:
+        """Read the tables of all part files and decide which documents are kept and which are held out.
+
+        `held_out` says of each source whether all of its documents are, besides `validation_fraction` of the others.
+        """
         parts = [part for summary in summaries for part in summary.parts]
         of_part = [summary.source for summary in summaries for _ in summary.parts]
         sizes = [count_documents(work / part) for part in parts]
@@ -58,10 +64,10 @@ class Documents:
         documents = cls(table, source, parts, sizes, summaries)
         for part, rows in zip(parts, documents.by_part(table), strict=True):
             rows[:] = load_documents(work / part)
-        documents._decide(validation_fraction)
+        documents._decide(validation_fraction, held_out)
         return documents
 
-    def _decide(self, validation_fraction: float) -> None:
+    def _decide(self, validation_fraction: float, of_source: Sequence[bool]) -> None:
         """Keep the first of every group of equal documents; hold out those whose hash is below the fraction."""
         first, second = self.table["hash"][:, 0], self.table["hash"][:, 1]
         order = np.lexsort((second, first))  # stable: equal documents stay in the order of the corpus
@@ -82,6 +88,8 @@ class Documents:
         if validation_fraction > 0 and (held_out & self.stays).sum() < _MIN_VALIDATION_DOCUMENTS:
             lowest = np.sort(first[self.stays])[:_MIN_VALIDATION_DOCUMENTS]
             held_out = first <= lowest[-1]
+        if any(of_source):
+            held_out = held_out | np.asarray(of_source)[self._source]
         self.held_out = held_out & self.stays
 
     def by_part(self, values: np.ndarray) -> list[np.ndarray]:

@@ -94,6 +94,8 @@ def fingerprint_settings(
     for number, (source, its_inputs) in enumerate(zip(corpus.sources, inputs, strict=True)):
         for key in ("kind", "subset", "split", "revision", "text_column"):
             settings[f"corpus.sources.{number}.{key}"] = getattr(source, key)
+        if source.held_out:  # corpora from before there was this setting stay as they are
+            settings[f"corpus.sources.{number}.held_out"] = True
         settings[f"corpus.sources.{number}.path"] = _files_state(its_inputs)
     return settings
 

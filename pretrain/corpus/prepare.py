@@ -238,7 +238,7 @@ class _Preparation:
         tokenizer = self._tokenizer or self._vocabulary(pool, summaries)
         if self._tokenizer is None:
             self._tokenize(pool, summaries)
-        documents = Documents.load(self._work, summaries, self._corpus.validation_fraction)
+        documents = self._documents(summaries)
         plan = documents.plan(self._corpus.shard_tokens)
         results = self._write_shards(pool, documents, plan)
         pool.finish()
@@ -341,7 +341,7 @@ class _Preparation:
         path = self._work / stages.TOKENIZER
         if path.exists():
             return Tokenizer.from_file(str(path))
-        documents = Documents.load(self._work, summaries, self._corpus.validation_fraction)
+        documents = self._documents(summaries)
         settings = self._corpus.vocabulary
         chosen = documents.sample(settings.training_bytes)
         work = list(zip(documents.parts, documents.by_part(chosen), strict=True))
@@ -357,6 +357,10 @@ class _Preparation:
             tokenizer = self._extended(counts) or _trained_vocabulary(counts, settings)
         save_tokenizer(self._work, tokenizer)
         return tokenizer
+
+    def _documents(self, summaries: list[PieceSummary]) -> Documents:
+        held_out = [source.held_out for source in self._corpus.sources]
+        return Documents.load(self._work, summaries, self._corpus.validation_fraction, held_out)
 
     def _extended(self, counts: collections.Counter[bytes]) -> Tokenizer | None:
         """The checkpoint's tokenizer with further words, if there is one; what they save goes to the work folder."""

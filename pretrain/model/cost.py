@@ -70,16 +70,21 @@ def flops(
     in the attention 12 H per pair of a query and a key that it sees, which in a local layer is within the window. The
     last layer counts whole, as in every other system's figures, though ours skips the rows that no loss reads.
     """
-    heads = {parameter.name: parameter for parameter in head_parameters(model, vocabulary_size, next_sentence)}
+    pairs = len(lengths) if next_sentence else 0
+    return _all_layers(model, lengths) + head_flops(model, vocabulary_size, masked, pairs)
+
+
+def head_flops(model: ModelConfig, vocabulary_size: int, masked: float, pairs: int = 0) -> float:
+    """FLOPs of the heads, forward and backward: MLM at `masked` rows, the classifier of `pairs` pairs of segments."""
+    heads = {parameter.name: parameter for parameter in head_parameters(model, vocabulary_size, pairs > 0)}
     width = model.embedding or model.hidden
     transform = heads["mlm_transform_weight"].numel if model.mlm_transform else 0
-    pairs = heads["pooler_weight"].numel + heads["nsp_weight"].numel if next_sentence else 0
-    mlm_flops = _FLOPS_PER_ENTRY * (transform + width * vocabulary_size) * masked
-    return _all_layers(model, lengths) + mlm_flops + _FLOPS_PER_ENTRY * pairs * len(lengths)
+    classifier = heads["pooler_weight"].numel + heads["nsp_weight"].numel if pairs else 0
+    return _FLOPS_PER_ENTRY * ((transform + width * vocabulary_size) * masked + classifier * pairs)
 
 
 def executed_flops(
-    model: ModelConfig, vocabulary_size: int, lengths: Sequence[int], masked: int, next_sentence: bool = True
+    model: ModelConfig, vocabulary_size: int, lengths: Sequence[float], masked: float, next_sentence: bool = True
 ) -> float:
     """As `flops`, without the rows that the last layer skips: only [CLS] and the masked tokens are its query positions.
 
@@ -116,14 +121,31 @@ def trained_parameters(model: ModelConfig, electra: ElectraConfig, vocabulary_si
 def electra_flops(
     model: ModelConfig, settings: ElectraConfig, vocabulary_size: int, lengths: Sequence[float], masked: float
 ) -> float:
-    """As `flops`, of both models of `electra.ElectraModel`; the scores that are sampled from count a second time."""
-    generator, tokens = settings.generator(model), sum(lengths)
-    head = _FLOPS_PER_ENTRY * matrix_entries(discriminator_parameters(model)) * tokens
+    """As `executed_flops`, of both models of `electra.ElectraModel`.
+
+    The discriminator reads every row, the generator only the masked ones. The scores that samples are drawn from count
+    a second time, without a backward pass.
+    """
+    generator = settings.generator(model)
+    discriminator = _FLOPS_PER_ENTRY * matrix_entries(discriminator_parameters(model)) * sum(lengths)
+    heads = discriminator + head_flops(generator, vocabulary_size, masked)
     scores = _FLOPS_PER_ENTRY / 3 * (model.embedding or model.hidden) * vocabulary_size * masked
-    return _all_layers(model, lengths) + head + flops(generator, vocabulary_size, lengths, masked, False) + scores
+    return _all_layers(model, lengths) + encoder_flops(generator, lengths, masked) + heads + scores
 
 
-def encoder_flops(model: ModelConfig, lengths: Sequence[int], rows: int) -> float:
+def teacher_flops(
+    teacher: ModelConfig, vocabulary_size: int, lengths: Sequence[float], masked: float, *, every_row: bool
+) -> float:
+    """FLOPs of a distillation's teacher, which has a forward pass only: a third of the products.
+
+    Args:
+        every_row: whether a loss compares the hidden states of all tokens, not only those of the masked ones.
+    """
+    rows = sum(lengths) if every_row else masked
+    return (encoder_flops(teacher, lengths, rows) + head_flops(teacher, vocabulary_size, masked)) / 3
+
+
+def encoder_flops(model: ModelConfig, lengths: Sequence[float], rows: float) -> float:
     """FLOPs of the encoder, forward and backward, with `rows` query positions in the last layer (as `executed_flops`).
 
     They are assumed to be spread evenly over the tokens.
@@ -132,6 +154,22 @@ def encoder_flops(model: ModelConfig, lengths: Sequence[int], rows: int) -> floa
     pairs = sum(_pairs(length, window) for length in lengths)
     skipped = _after_attention(model) * (tokens - rows) + 12 * model.hidden * pairs * (1 - rows / tokens)
     return _all_layers(model, lengths) - skipped
+
+
+def recomputed_flops(model: ModelConfig, lengths: Sequence[float], rows: float, *, checkpointing: bool) -> float:
+    """FLOPs of what the backward pass of the encoder computes a second time; `lengths` and `rows` as `encoder_flops`.
+
+    Every attention of ours computes its scores again, as flash attention does (Dao et al. 2022, algorithm 4): 2 H per
+    pair of a query and a key. Compiled code repeats only what lies between matrix products, which counts nothing.
+
+    Args:
+        checkpointing: whether the layers run forward again (`engine.activation_checkpointing`).
+    """
+    tokens, last = sum(lengths), model.layers - 1
+    pairs = sum(_pairs(length, model.window(number)) for number in range(last) for length in lengths)
+    pairs += sum(_pairs(length, model.window(last)) for length in lengths) * rows / tokens
+    layers = encoder_flops(model, lengths, rows) - _projection(model) * tokens if checkpointing else 0.0
+    return 2 * model.hidden * pairs + layers / 3
 
 
 def activation_bytes(
@@ -152,17 +190,23 @@ def activation_bytes(
         compiled: whether torch.compile fuses the layers.
         checkpointing: whether a layer keeps only its input.
     """
-    h, inner, b = model.hidden, model.intermediate * (2 if model.gated else 1), itemsize
+    h, b = model.hidden, itemsize
     pre = model.norm_placement == "pre"
     embedding = tokens * _embedding_saves(model, b, compiled)
     past_attention = (_compiled_saves if compiled else _plain_saves)(model, b) + 4 * model.heads
     before = b * 3 * h + (_norm_saves(model, b, compiled) if pre else 0)
     layer, last = tokens * (before + past_attention), tokens * before + rows * past_attention
     final = rows * _norm_saves(model, b, compiled) if pre else 0
-    working = b * tokens * (2 * inner + 10 * h)
+    working = working_bytes(model, tokens, itemsize)
     if checkpointing:
         return embedding + model.layers * b * tokens * h + layer + final + working
     return embedding + (model.layers - 1) * layer + last + final + working
+
+
+def working_bytes(model: ModelConfig, tokens: int, itemsize: int) -> int:
+    """The working space of one layer over `tokens` tokens, in a precision of `itemsize` bytes."""
+    inner = model.intermediate * (2 if model.gated else 1)
+    return itemsize * tokens * (2 * inner + 10 * model.hidden)
 
 
 def logits_bytes(model: ModelConfig, vocabulary_size: int, masked: int, *, itemsize: int, compiled: bool) -> int:
@@ -176,7 +220,13 @@ def _all_layers(model: ModelConfig, lengths: Sequence[float]) -> float:
     for number in range(model.layers):
         matmuls += matrix_entries(layer_parameters(model, number))
         pairs += sum(_pairs(length, model.window(number)) for length in lengths)
-    return _FLOPS_PER_ENTRY * matmuls * tokens + 12 * model.hidden * pairs
+    return (_FLOPS_PER_ENTRY * matmuls + _projection(model)) * tokens + 12 * model.hidden * pairs
+
+
+def _projection(model: ModelConfig) -> int:
+    """FLOPs per token of the projection of embeddings that have another width than the layers."""
+    width = model.embedding or model.hidden
+    return _FLOPS_PER_ENTRY * width * model.hidden if width != model.hidden else 0
 
 
 def _pairs(length: float, window: int) -> float:

@@ -11,9 +11,8 @@ from torch import Tensor
 from pretrain.batches.loader import MicroBatch, StepBatch
 from pretrain.checkpoint.teacher import read_teacher, student_weights
 from pretrain.config import PretrainConfig
-from pretrain.estimate import executed_flops
-from pretrain.model import cost
 from pretrain.model.distillation import DistillationLosses, DistillingModel
+from pretrain.work import model_flops
 
 
 class Distillation:
@@ -58,14 +57,7 @@ class Distillation:
 
     def flops(self, micro_batch: MicroBatch) -> float:
         lengths, masked = micro_batch.lengths, len(micro_batch.masked_rows)
-        settings, pairs = self._config.distillation, self._config.pairs.has_classifier
-        if not settings.cosine_weight:
-            own = executed_flops(self._config, self._vocabulary_size, lengths, masked)
-            theirs = cost.executed_flops(self._teacher, self._vocabulary_size, lengths, masked, False)
-        else:  # every row of the last layer
-            own = cost.flops(self._config.model, self._vocabulary_size, lengths, masked, pairs)
-            theirs = cost.flops(self._teacher, self._vocabulary_size, lengths, masked, False)
-        return own + theirs / 3  # a forward pass has a third of the products
+        return model_flops(self._config, self._vocabulary_size, lengths, masked, self._teacher)
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
         mlm_loss, nsp_loss, mlm_correct, nsp_correct, soft_loss, cosine_loss = totals

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pretrain.batches.loader import MicroBatch, StepBatch
 from pretrain.config import PretrainConfig
-from pretrain.estimate import executed_flops
 from pretrain.model.heads import Losses, PretrainingModel
+from pretrain.work import model_flops
 
 
 class MaskedTokens:
@@ -56,7 +56,7 @@ class MaskedTokens:
         return torch.tensor([step.masked, step.sequences, *causal], dtype=torch.float64)
 
     def flops(self, micro_batch: MicroBatch) -> float:
-        return executed_flops(self._config, self._vocabulary_size, micro_batch.lengths, len(micro_batch.masked_rows))
+        return model_flops(self._config, self._vocabulary_size, micro_batch.lengths, len(micro_batch.masked_rows))
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
         if self._config.has_causal:

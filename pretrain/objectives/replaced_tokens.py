@@ -10,8 +10,8 @@ from torch import Tensor
 
 from pretrain.batches.loader import MicroBatch, StepBatch
 from pretrain.config import PretrainConfig
-from pretrain.model import cost
 from pretrain.model.electra import ElectraLosses, ElectraModel
+from pretrain.work import model_flops
 
 
 class ReplacedTokens:
@@ -47,8 +47,7 @@ class ReplacedTokens:
         return torch.tensor([step.masked, step.tokens], dtype=torch.float64)
 
     def flops(self, micro_batch: MicroBatch) -> float:
-        lengths, masked = micro_batch.lengths, len(micro_batch.masked_rows)
-        return cost.electra_flops(self._config.model, self._config.electra, self._vocabulary_size, lengths, masked)
+        return model_flops(self._config, self._vocabulary_size, micro_batch.lengths, len(micro_batch.masked_rows))
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
         mlm_loss, rtd_loss, mlm_correct, rtd_correct = totals

@@ -1,0 +1,134 @@
+"""A budget of FLOPs as a number of steps: the phases of a config keep their proportions.
+
+What a sequence costs is measured on batches of the prepared corpus, so the lengths of its sequences are its own. The
+FLOPs are those of `pretrain.work.executed_flops` and `optimizer_flops`: of training alone, without evaluations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain import work
+from pretrain.batches.loader import BatchMaker
+from pretrain.common.errors import InputError
+from pretrain.config import ModelConfig, PhaseConfig, PretrainConfig
+from pretrain.corpus.shards import open_shards
+
+MOST_EPOCHS = 10.0
+TOLERANCE = 0.01  # of a budget
+_MEASURED = 4096  # sequences of each phase, at even distances
+
+
+@dataclass(frozen=True)
+class SequenceCost:
+    """Means of the sequences of one phase."""
+
+    flops: float
+    tokens: float
+    samples_per_epoch: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run that spends a budget.
+
+    Attributes:
+        phases: of the config, scaled.
+        flops: what they cost, within `TOLERANCE` of the budget.
+        tokens: what they read.
+        epochs: how often they read the corpus.
+    """
+
+    phases: tuple[PhaseConfig, ...]
+    flops: float
+    tokens: float
+    epochs: float
+
+    @property
+    def steps(self) -> int:
+        return sum(phase.steps for phase in self.phases)
+
+    @property
+    def sequences(self) -> int:
+        return sum(phase.sequences for phase in self.phases)
+
+
+def measured_costs(config: PretrainConfig, teacher: ModelConfig | None) -> list[SequenceCost]:
+    """What a sequence of each phase costs, from batches of the config's prepared corpus."""
+    shards = open_shards(Path(config.corpus.dir), "train")
+    rows = config.model.rows(shards.vocabulary_size)
+    costs = []
+    for number, phase in enumerate(config.phases):
+        maker = BatchMaker(shards, config, number, seed=config.seed, rank=0, world_size=1)
+        maker.check_batch()
+        size = phase.global_sequences
+        parts = max(1, min(_MEASURED // size, phase.sequences // size))
+        flops, tokens = 0.0, 0
+        for part in range(parts):
+            step = maker.make((phase.sequences - size) * part // max(1, parts - 1), size)
+            tokens += step.tokens
+            flops += sum(
+                work.executed_flops(config, rows, batch.lengths, len(batch.masked_rows), teacher)
+                for batch in step.micro_batches
+            )
+        costs.append(SequenceCost(flops / (parts * size), tokens / (parts * size), maker.samples_per_epoch))
+    return costs
+
+
+def plan_budget(config: PretrainConfig, budget: float, costs: Sequence[SequenceCost]) -> Plan:
+    """The config's phases, scaled so that they cost `budget` FLOPs.
+
+    Raises `InputError` if steps are too large to meet the budget within `TOLERANCE`, or the text would be read more
+    than `MOST_EPOCHS` times.
+    """
+    whole = _plan(config, [phase.steps for phase in config.phases], costs)
+    scale = budget / whole.flops
+    steps = [max(1, round(phase.steps * scale)) for phase in config.phases]
+    # The phase with the cheapest steps takes what rounding left.
+    per_step = [
+        phase.global_sequences * cost.flops + work.optimizer_flops(config)
+        for phase, cost in zip(config.phases, costs, strict=True)
+    ]
+    finest = per_step.index(min(per_step))
+    steps[finest] = max(1, steps[finest] + round((budget - _plan(config, steps, costs).flops) / per_step[finest]))
+    plan = _plan(config, steps, costs)
+    if abs(plan.flops - budget) > TOLERANCE * budget:
+        raise InputError(
+            f"--budget {budget:g}: steps of {per_step[finest]:.3g} FLOP come to {plan.flops:.4g} at best, not within "
+            f"{TOLERANCE:.0%}. Raise the budget, or lower phases.*.global_sequences."
+        )
+    if plan.epochs > MOST_EPOCHS:
+        raise InputError(
+            f"--budget {budget:g}: {plan.steps:,} steps read the text {plan.epochs:.1f} times; {MOST_EPOCHS:g} are "
+            f"allowed, which cost {budget * MOST_EPOCHS / plan.epochs:.3g} FLOP. Lower the budget, or train a larger "
+            "model."
+        )
+    return plan
+
+
+def _plan(config: PretrainConfig, steps: Sequence[int], costs: Sequence[SequenceCost]) -> Plan:
+    phases = tuple(_scaled(phase, count) for phase, count in zip(config.phases, steps, strict=True))
+    pairs = list(zip(phases, costs, strict=True))
+    return Plan(
+        phases,
+        sum(phase.sequences * cost.flops + phase.steps * work.optimizer_flops(config) for phase, cost in pairs),
+        sum(phase.sequences * cost.tokens for phase, cost in pairs),
+        sum(phase.sequences / cost.samples_per_epoch for phase, cost in pairs),
+    )
+
+
+def _scaled(phase: PhaseConfig, steps: int) -> PhaseConfig:
+    """The phase with another number of steps; warm-up, decay and ramp keep their shares of it."""
+    ratio = steps / phase.steps
+    warmup = min(steps, round(phase.warmup_steps * ratio))
+    sizes = len(phase.batch_sizes) - 1
+    ramp = min(steps, max(sizes, round(phase.ramp_steps * ratio)))
+    changes = {
+        "steps": steps,
+        "warmup_steps": warmup,
+        "decay_steps": min(steps - warmup, max(1, round(phase.decay_steps * ratio))) if phase.decay_steps else 0,
+        "ramp_steps": ramp if phase.ramp_from else 0,
+    }
+    return PhaseConfig.model_validate({**phase.model_dump(), **changes})

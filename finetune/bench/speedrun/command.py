@@ -1,0 +1,206 @@
+"""The command `bench speedrun`: text, corpus, one run for each budget, scores, table, page and log."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from finetune.bench.speedrun import results, trial
+from finetune.bench.speedrun.budget import TOLERANCE, Plan, measured_costs, plan_budget
+from finetune.bench.speedrun.ground import HELD_OUT, TRAIN, draw_text, text_files
+from finetune.bench.speedrun.options import DEFAULT_BUDGETS, make_parser
+from finetune.bench.speedrun.results import Trial
+from finetune.bench.speedrun.scores import ScoreSettings, measure
+from finetune.scores.finetuning import FinetuningSettings
+from pretrain.commands import overrides
+from pretrain.common.errors import DivergedError, InputError
+from pretrain.common.thread_waits import sleeping_when_crowded
+from pretrain.config import ModelConfig, PretrainConfig
+from pretrain.preflight import ENVIRONMENT_FILE, with_resolved_precision
+from pretrain.tracking.records import is_training, read_records
+
+PAGE = "speedrun.html"
+RunCommand = Callable[[Sequence[str]], int]  # a command line: words -> exit code
+
+
+def main(argv: Sequence[str], pretrain: RunCommand) -> int:
+    """Run the trial of a config with each budget; returns the exit code of a run that stopped, or 0.
+
+    Args:
+        argv: those of `options.make_parser`.
+        pretrain: the command line of `python -m pretrain`.
+
+    Raises:
+        InputError: a path or setting is wrong, or none of the budgets can be spent.
+    """
+    arguments = make_parser().parse_args(argv)
+    budgets = sorted(set(arguments.budget or DEFAULT_BUDGETS))
+    _check(arguments, budgets)
+    out: Path = arguments.out
+    card = draw_text(arguments.data, out / "corpus")
+    print(_text_line(card, out / "corpus"))
+    config = trial.ground_config(arguments.config, overrides(arguments), card, out, arguments.seed)
+    _prepare(config)
+    return _Trials(config, card, arguments, pretrain).run(budgets)
+
+
+def _check(arguments: argparse.Namespace, budgets: Sequence[float]) -> None:
+    if not all(0 < budget < 1e30 for budget in budgets):
+        raise InputError(f"--budget: {min(budgets):g}; expected a number of FLOPs above 0, such as 0.5e15.")
+    if arguments.seed is not None and arguments.seed < 0:
+        raise InputError(f"--seed: {arguments.seed}; expected a whole number from 0.")
+    if arguments.blimp_limit and arguments.blimp is None:
+        raise InputError("--blimp-limit: has no effect without --blimp. Give that, or leave --blimp-limit out.")
+    if arguments.finetune_data is not None and not arguments.finetune:
+        raise InputError("--finetune-data: has no effect without --finetune. Give that, or leave --finetune-data out.")
+
+
+def _text_line(card: dict[str, Any], folder: Path) -> str:
+    parts = [
+        f"{name} {source[TRAIN]['words']:,} words in {source[TRAIN]['documents']:,} documents "
+        f"({source[HELD_OUT]['words']:,} in {source[HELD_OUT]['documents']:,} held out)"
+        for name, source in card["sources"].items()
+    ]
+    return f"{folder}: {card['words']:,} words, SHA-256 {card['sha256'][:16]}: {', '.join(parts)}"
+
+
+def _prepare(config: PretrainConfig) -> None:
+    from pretrain.corpus.prepare import prepare
+
+    print(prepare(config))
+
+
+class _Trials:
+    """The runs of one config, one for each budget."""
+
+    def __init__(
+        self, config: PretrainConfig, card: dict[str, Any], arguments: argparse.Namespace, pretrain: RunCommand
+    ) -> None:
+        self._config, self._card, self._arguments, self._pretrain = config, card, arguments, pretrain
+        self._out: Path = arguments.out
+        self._results = results.read(self._out / results.RESULTS)
+        self._texts = list(text_files(card, self._out / "corpus", HELD_OUT).values())
+        self._teacher = _teacher(config)
+
+    def run(self, budgets: Sequence[float]) -> int:
+        """Plan all runs, then train and score them one after another."""
+        costs = measured_costs(self._config, self._teacher)
+        plans: dict[float, Plan] = {}
+        refused: list[str] = []
+        for budget in budgets:
+            try:
+                plans[budget] = plan_budget(self._config, budget, costs)
+            except InputError as error:
+                refused.append(str(error))
+                self._keep(self._trial(budget, remarks=str(error)))
+        if not plans:
+            raise InputError("\n".join(refused))
+        finished = []
+        for budget, plan in plans.items():
+            code = self._train(trial.run_config(self._config, budget, plan, self._out), budget, plan)
+            if code not in (0, DivergedError.exit_code):
+                print(f"The trial stopped. Run the same command again to continue it in {self._out}.")
+                return code
+            finished.append(trial.run_name(self._config, budget))
+        self._report(finished)
+        return 0
+
+    def _train(self, config: PretrainConfig, budget: float, plan: Plan) -> int:
+        """Train and score one run; returns the exit code of the training."""
+        path = trial.write_run_config(config, self._out)
+        print(
+            f"\n{config.folder}: {budget:.3g} FLOP, {plan.steps:,} steps, {plan.tokens:,.0f} tokens, "
+            f"{plan.epochs:.2f} epochs",
+            flush=True,
+        )
+        alone = ["--no-ray"] if config.scheduling.workers == 1 else []
+        code = self._pretrain(["pretrain", str(path), *alone, "--resume"])
+        if code == DivergedError.exit_code:
+            self._keep(self._trial(budget, remarks="the training diverged"))
+        elif not code:
+            self._keep(self._finished(config, budget, plan))
+        return code
+
+    def _finished(self, config: PretrainConfig, budget: float, plan: Plan) -> Trial:
+        """The row of a finished run."""
+        records = read_records(config.folder)
+        last = [record for record in records if is_training(record)][-1]
+        flops_per_token = plan.flops / plan.tokens
+        flops = flops_per_token * last["tokens"]
+        remarks = [f"learned from {config.distillation.teacher}"] if config.distillation.teacher else []
+        if abs(flops - budget) > TOLERANCE * budget:
+            remarks.append(f"the FLOPs that were counted differ from the budget by {flops / budget - 1:+.1%}")
+        rollbacks = [record["passed_over_steps"] for record in records if record.get("event") == "rollback"]
+        if rollbacks:
+            remarks.append(f"{sum(rollbacks):,} steps were rolled back and are not counted")
+        with sleeping_when_crowded():
+            scores = measure(config, self._out, self._texts, self._wanted())
+        return self._trial(
+            budget,
+            flops=flops,
+            steps=last["step"],
+            tokens=last["tokens"],
+            epochs=plan.epochs * last["samples"] / plan.sequences,
+            minutes=last["seconds"] / 60,
+            curve=_curve(records, flops_per_token),
+            scores=scores,
+            config=with_resolved_precision(config).model_dump(mode="json"),
+            machine=json.loads((config.folder / ENVIRONMENT_FILE).read_text(encoding="utf-8")),
+            remarks="; ".join(remarks),
+        )
+
+    def _trial(self, budget: float, **values: Any) -> Trial:
+        name = trial.run_name(self._config, budget)
+        common = {"trial": self._config.name, "run": name, "seed": self._config.seed, "budget": budget}
+        return Trial(**common, words=self._card["words"], ground=self._card["sha256"], **values)
+
+    def _wanted(self) -> ScoreSettings:
+        arguments, tuning = self._arguments, None
+        if arguments.finetune:
+            tuning = FinetuningSettings(
+                configs=tuple(arguments.finetune),
+                seeds=arguments.finetune_seeds,
+                random=False,
+                data=arguments.finetune_data,
+            )
+        return ScoreSettings(arguments.blimp, arguments.blimp_limit, tuning)
+
+    def _keep(self, one: Trial) -> None:
+        """Add a row to speedrun.json."""
+        self._results = results.with_trial(self._results, one)
+        results.write(self._results, self._out / results.RESULTS)
+
+    def _report(self, names: Sequence[str]) -> None:
+        """The table, the page, the log, and the one number: bits per character at the largest budget."""
+        from finetune.bench.speedrun.page import write
+
+        page = write(self._results, self._card, self._out / PAGE)
+        print(f"\n{results.table(self._results)}\n\n{self._out / results.RESULTS}\n{page.resolve().as_uri()}")
+        own = [one for one in self._results.trials if one.run in names]
+        if self._arguments.log is not None:
+            count = results.append_to_log(self._arguments.log, own)
+            print(f"{self._arguments.log}: {count} rows added")
+        largest = max((one for one in own if one.flops), key=lambda one: one.budget, default=None)
+        if largest is not None and largest.scores.bits_per_character is not None:
+            print(f"{largest.run}: {largest.scores.bits_per_character:.4f} bits per character")
+
+
+def _teacher(config: PretrainConfig) -> ModelConfig | None:
+    if not config.distillation.teacher:
+        return None
+    from pretrain.checkpoint.released import read_shape
+
+    return read_shape(Path(config.distillation.teacher))
+
+
+def _curve(records: Sequence[dict[str, Any]], flops_per_token: float) -> tuple[tuple[float, float], ...]:
+    """(FLOPs, held-out masked-language-modelling loss) of the run's own evaluations."""
+    tokens = {record["step"]: record["tokens"] for record in records if is_training(record)}
+    return tuple(
+        (flops_per_token * tokens[record["step"]], record["mlm_loss"])
+        for record in records
+        if record.get("split") == "validation" and record["step"] in tokens and "mlm_loss" in record
+    )

@@ -1,0 +1,86 @@
+"""The command line of `bench speedrun`. Imports nothing heavy."""
+
+from __future__ import annotations
+
+import argparse
+
+from pretrain.commands import add_set, add_workers, local_path, positive_int, program
+
+DEFAULT_BUDGETS = (0.5e15, 2e15, 4e15)
+_DESCRIPTION = """Trains a config on a fixed text with fixed budgets of FLOPs, and says what it learned.
+
+The text is drawn from --data: at most 10 million words, and others that are held out. A budget counts every FLOP of
+matrix products that training executes; the phases of the config keep their proportions. Each budget is an ordinary
+pretraining in --out/runs. The same command again continues what was stopped and skips what is finished."""
+_EPILOG = """examples:
+  ./launch.sh bench speedrun configs/pretrain/bert-mini.yaml --data text/ --budget 0.5e15
+  ./launch.sh bench speedrun configs/pretrain/modernbert-mini.yaml --data text/ --blimp blimp/data --workers 2
+  ./launch.sh bench speedrun my.yaml --data text/ --set name=fast --set phases.0.peak_learning_rate=2e-3
+
+Exit codes: 0 success, 2 invalid input, or no budget can be spent, 75 stopped; the same command continues."""
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of `bench speedrun`."""
+    parser = argparse.ArgumentParser(
+        prog=f"{program()} bench speedrun",
+        description=_DESCRIPTION,
+        epilog=_EPILOG.replace("./launch.sh", program()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "config", type=local_path, metavar="CONFIG", help="YAML file of a pretraining; its text is not used"
+    )
+    parser.add_argument(
+        "--data",
+        type=local_path,
+        required=True,
+        metavar="DIR",
+        help="folder with WikiExtractor's files and novels (*.txt), and nothing else",
+    )
+    parser.add_argument(
+        "--budget",
+        type=float,
+        action="append",
+        metavar="FLOP",
+        help="FLOPs to train with; may be repeated (default: 0.5e15, 2e15 and 4e15)",
+    )
+    parser.add_argument(
+        "--out", type=local_path, default="runs/speedrun", metavar="DIR", help="all results (default: runs/speedrun)"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="seed of the run (default: that of the config)")
+    add_set(parser)
+    add_workers(parser)
+    _add_scores(parser)
+    parser.add_argument(
+        "--log",
+        type=local_path,
+        metavar="FILE",
+        help="append the runs as rows to the Markdown table that ends this file",
+    )
+    return parser
+
+
+def _add_scores(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--blimp", type=local_path, metavar="DIR", help="also score on BLiMP: folder with its .jsonl files"
+    )
+    parser.add_argument(
+        "--blimp-limit", type=positive_int, default=0, metavar="N", help="score only N pairs of each paradigm"
+    )
+    parser.add_argument(
+        "--finetune",
+        nargs="+",
+        action="extend",
+        type=local_path,
+        default=[],
+        metavar="CONFIG",
+        help="also fine-tune with these configs, such as those in configs/finetune/transfer",
+    )
+    parser.add_argument(
+        "--finetune-data", type=local_path, metavar="DIR", help="folder that relative paths of their data begin at"
+    )
+    parser.add_argument(
+        "--finetune-seeds", type=positive_int, default=3, metavar="N", help="runs of each of them (default: 3)"
+    )

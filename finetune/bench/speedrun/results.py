@@ -1,0 +1,165 @@
+"""The trials of a folder: speedrun.json, the table for the terminal and the rows of a log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from finetune.bench.speedrun.scores import Scores
+from finetune.bench.speedrun.trial import budget_text
+from pretrain.bench.results import aligned, short_commit
+from pretrain.common.errors import InputError
+from pretrain.common.files import atomic_open, write_json
+
+RESULTS = "speedrun.json"
+HEADINGS = (
+    "trial",
+    "budget",
+    "FLOP",
+    "steps",
+    "epochs",
+    "minutes",
+    "bits/character",
+    "nats/token",
+    "accuracy",
+    "BLiMP",
+    "transfer",
+)
+RIGHT_ALIGNED = frozenset(range(1, len(HEADINGS)))
+_LOG_HEADINGS = ("date", *HEADINGS, "machine", "commit", "remarks")
+_NONE = "-"
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Trial(_Part):
+    """One run of a trial.
+
+    Attributes:
+        trial: name of the config.
+        run: name of its run folder.
+        flops: executed, counted from the tokens that were trained on; 0 if it did not run.
+        minutes: of training, over all starts, without evaluations and checkpoints.
+        words: of the drawn text.
+        curve: (FLOPs, held-out loss of the run's own evaluation); its masks are those of the config.
+        scores: as `scores.Scores`.
+        config: of the run, whole.
+        machine: environment.json of the run.
+        remarks: why it has no scores, or what else its row must say.
+    """
+
+    trial: str
+    run: str
+    seed: int
+    budget: float
+    flops: float = 0.0
+    steps: int = 0
+    tokens: int = 0
+    epochs: float = 0.0
+    minutes: float = 0.0
+    words: int
+    ground: str
+    curve: tuple[tuple[float, float], ...] = ()
+    scores: Scores = Scores()
+    config: dict[str, Any] = {}
+    machine: dict[str, Any] = {}
+    remarks: str = ""
+
+    @property
+    def date(self) -> str:
+        """The day on which the run was last started."""
+        return str(self.machine.get("started", ""))[:10]
+
+
+class Results(_Part):
+    """All trials of a folder, on one text."""
+
+    format: int = 1
+    trials: tuple[Trial, ...] = ()
+
+
+def read(path: Path) -> Results:
+    """The trials in the file `path`; none if it does not exist. Raises `InputError` if it is damaged."""
+    if not path.is_file():
+        return Results()
+    try:
+        return Results.model_validate_json(path.read_bytes())
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise InputError(f"{path}: damaged ({first['msg']}). Remove it; finished runs are measured again.") from None
+
+
+def with_trial(results: Results, trial: Trial) -> Results:
+    """The results with one trial more, or another one of the same run; in the order of budgets and scores."""
+    trials = [one for one in results.trials if one.run != trial.run] + [trial]
+    trials.sort(key=lambda one: (one.budget, one.scores.bits_per_character or float("inf"), one.run))
+    return Results(trials=tuple(trials))
+
+
+def write(results: Results, path: Path) -> None:
+    """Write speedrun.json, atomically."""
+    write_json(path, results.model_dump(mode="json"))
+
+
+def cells(trial: Trial) -> tuple[str, ...]:
+    """The trial as text: one string per heading."""
+    scores = trial.scores
+    return (
+        f"{trial.trial} s{trial.seed}",
+        budget_text(trial.budget),
+        f"{trial.flops:.4g}" if trial.flops else _NONE,
+        f"{trial.steps:,}" if trial.steps else _NONE,
+        f"{trial.epochs:.2f}" if trial.steps else _NONE,
+        f"{trial.minutes:.1f}" if trial.minutes else _NONE,
+        _number(scores.bits_per_character, 4),
+        _number(scores.nats, 4),
+        _number(scores.accuracy, 4),
+        _number(scores.blimp, 4),
+        _number(scores.transfer, 4),
+    )
+
+
+def table(results: Results) -> str:
+    """The table for a terminal: a line per run, then their remarks."""
+    lines = aligned([HEADINGS, *map(cells, results.trials)], RIGHT_ALIGNED)
+    lines += [f"{one.run}: {one.remarks}" for one in results.trials if one.remarks]
+    return "\n".join(lines)
+
+
+def append_to_log(path: Path, trials: Sequence[Trial]) -> int:
+    """Append runs with scores to the Markdown table at the end of `path`; returns how many were new.
+
+    A file that does not exist is begun with the head of the table. Raises `InputError` if a file ends otherwise.
+    """
+    text = path.read_text(encoding="utf-8").rstrip("\n") if path.is_file() else "\n".join(_log_head())
+    if not text.rpartition("\n")[2].startswith("|"):
+        raise InputError(f"--log: {path}: does not end with a table. Give a file that this command began.")
+    known = set(text.splitlines())
+    rows = [row for one in trials if one.flops and (row := _log_row(one)) not in known]
+    with atomic_open(path, "w") as file:
+        file.write("\n".join([text, *rows]) + "\n")
+    return len(rows)
+
+
+def _log_head() -> list[str]:
+    return [_markdown(_LOG_HEADINGS), _markdown(["---"] * len(_LOG_HEADINGS))]
+
+
+def _log_row(trial: Trial) -> str:
+    machine = f"{trial.machine.get('cpu_cores')} cores of {trial.machine.get('cpu')}"
+    gpus = ", ".join(filter(None, trial.machine.get("gpus", [])))
+    commit = short_commit(trial.machine.get("git_commit"))
+    return _markdown((trial.date, *cells(trial), gpus or machine, commit, trial.remarks))
+
+
+def _markdown(values: Sequence[str]) -> str:
+    return "| " + " | ".join(value.replace("|", "\\|") for value in values) + " |"
+
+
+def _number(value: float | None, digits: int) -> str:
+    return _NONE if value is None else f"{value:.{digits}f}"

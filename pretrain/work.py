@@ -1,0 +1,132 @@
+"""The work of a run: sequences, tokens and FLOPs of its phases, by arithmetic alone. No torch is needed.
+
+`pretrain/model/cost.py` has the FLOPs of an architecture. Here are those of a run's objective: with a teacher or a
+generator, with what the backward pass computes again, and with the optimizer's. All counts are of matrix products, 2
+FLOPs for each multiply-add. They depend on the config and the text, never on the machine: no padding is counted, and a
+local layer counts the keys within its windows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pretrain.config import ModelConfig, PhaseConfig, PretrainConfig
+from pretrain.model import cost
+
+
+def expected_length(config: PretrainConfig, phase: PhaseConfig) -> float:
+    """Mean tokens per sequence if documents are long: the full length except for the short pairs.
+
+    Short pairs are uniform in length. A corpus of short documents has a lower mean.
+    """
+    return phase.sequence_length * (1 - config.pairs.short_share / 2)
+
+
+def useful_flops(
+    config: PretrainConfig,
+    vocabulary: int,
+    lengths: Sequence[float],
+    masked: float,
+    teacher: ModelConfig | None = None,
+) -> float:
+    """Useful FLOPs of one forward and backward pass over sequences of `lengths` tokens, as `cost.flops`.
+
+    Both models of ELECTRA count, and the forward pass of a distillation's `teacher`, if its shape is given.
+    """
+    if config.electra.is_on:
+        return cost.electra_flops(config.model, config.electra, vocabulary, lengths, masked)
+    own = cost.flops(config.model, vocabulary, lengths, masked, config.pairs.has_classifier)
+    return own + _teacher_flops(config, vocabulary, lengths, masked, teacher)
+
+
+def model_flops(
+    config: PretrainConfig,
+    vocabulary: int,
+    lengths: Sequence[float],
+    masked: float,
+    teacher: ModelConfig | None = None,
+) -> float:
+    """FLOPs that MFU counts: as `useful_flops`, without the rows that the last layers skip."""
+    if config.electra.is_on:
+        return cost.electra_flops(config.model, config.electra, vocabulary, lengths, masked)
+    if not config.distillation.teacher:
+        return cost.executed_flops(config.model, vocabulary, lengths, masked, config.pairs.has_classifier)
+    own = cost.encoder_flops(config.model, lengths, _rows(config, lengths, masked))
+    own += cost.head_flops(config.model, vocabulary, masked, len(lengths) if config.pairs.has_classifier else 0)
+    return own + _teacher_flops(config, vocabulary, lengths, masked, teacher)
+
+
+def executed_flops(
+    config: PretrainConfig,
+    vocabulary: int,
+    lengths: Sequence[float],
+    masked: float,
+    teacher: ModelConfig | None = None,
+) -> float:
+    """FLOPs that one forward and backward pass executes: `model_flops`, and what the backward pass computes again.
+
+    What an optimizer step adds is in `optimizer_flops`.
+    """
+    checkpointing = config.engine.activation_checkpointing
+    rows = _rows(config, lengths, masked)
+    again = cost.recomputed_flops(config.model, lengths, rows, checkpointing=checkpointing)
+    if config.electra.is_on:
+        generator = config.electra.generator(config.model)
+        again += cost.recomputed_flops(generator, lengths, masked, checkpointing=checkpointing)
+    return model_flops(config, vocabulary, lengths, masked, teacher) + again
+
+
+def optimizer_flops(config: PretrainConfig) -> float:
+    """FLOPs of the matrix products of one optimizer step, over all workers: Muon's. Other optimizers have none."""
+    return float(cost.orthogonalisation_flops(config.model)) if config.optimizer.name == "muon" else 0.0
+
+
+def _rows(config: PretrainConfig, lengths: Sequence[float], masked: float) -> float:
+    """Query positions of the last layer of the model that is trained."""
+    pooled = config.pairs.has_classifier and config.model.pooling != "cls"
+    if config.distillation.teacher:
+        every_row = config.distillation.cosine_weight > 0 or config.pairs.has_classifier
+        return sum(lengths) if every_row else masked
+    return sum(lengths) if config.electra.is_on or pooled else masked + len(lengths)
+
+
+def _teacher_flops(
+    config: PretrainConfig, vocabulary: int, lengths: Sequence[float], masked: float, teacher: ModelConfig | None
+) -> float:
+    if teacher is None:
+        return 0.0
+    every_row = config.distillation.cosine_weight > 0
+    return cost.teacher_flops(teacher, vocabulary, lengths, masked, every_row=every_row)
+
+
+@dataclass(frozen=True)
+class Work:
+    """Totals of one phase."""
+
+    steps: int
+    sequences: int
+    tokens: float
+    mean_length: float
+    flops: float  # useful
+    executed: float  # with the optimizer's
+
+
+def phase_work(
+    config: PretrainConfig,
+    phase: PhaseConfig,
+    vocabulary: int,
+    mean_length: float | None = None,
+    teacher: ModelConfig | None = None,
+) -> Work:
+    """Sequences, tokens and FLOPs of a phase; all lengths are assumed to equal the mean."""
+    mean = min(mean_length or expected_length(config, phase), phase.sequence_length)
+    number = next(n for n, one in enumerate(config.phases) if one is phase)
+    share = sum(config.masking_shares(number)) / 2
+    most = phase.max_predictions or round(share * phase.sequence_length)
+    masked = min(share * mean, most) * (1 - phase.causal_share) + mean * phase.causal_share
+    sequences = phase.sequences
+    useful = useful_flops(config, vocabulary, [mean], masked, teacher)
+    executed = sequences * executed_flops(config, vocabulary, [mean], masked, teacher)
+    executed += phase.steps * optimizer_flops(config)
+    return Work(phase.steps, sequences, sequences * mean, mean, sequences * useful, executed)

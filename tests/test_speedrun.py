@@ -1,0 +1,386 @@
+"""`bench speedrun`: the drawn text, budgets as steps, whole trials, their rows and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corpora import make_corpus
+
+from finetune.bench.speedrun import command, ground, results, trial
+from finetune.bench.speedrun.budget import SequenceCost, measured_costs, plan_budget
+from finetune.bench.speedrun.results import Results, Trial
+from finetune.bench.speedrun.scores import Scores
+from pretrain import work
+from pretrain.batches.loader import BatchMaker
+from pretrain.common.errors import InputError
+from pretrain.config import PretrainConfig
+from pretrain.corpus.prepare import prepare
+from pretrain.corpus.shards import open_shards
+
+LIMITS = ground.Limits(words=3000, held_out_share=0.05, held_out_documents=3, held_out_bytes=10_000)
+WORDS = [
+    "the",
+    "a",
+    "cat",
+    "dog",
+    "house",
+    "river",
+    "stone",
+    "green",
+    "old",
+    "new",
+    "small",
+    "sat",
+    "ran",
+    "saw",
+    "made",
+    "of",
+    "in",
+    "on",
+    "under",
+    "near",
+]
+
+
+def write_text(folder: Path, articles: int = 80, novels: int = 6, seed: int = 0) -> Path:
+    """WikiExtractor's articles in two files, and novels."""
+    draw = random.Random(seed)
+    folder.mkdir()
+
+    def text(words: int) -> str:
+        return " ".join(draw.choice(WORDS) + ("." if draw.random() < 0.1 else "") for _ in range(words)) + "."
+
+    blocks = [f'<doc id="{n}" url="u" title="T{n}">\nT{n}\n\n{text(60 + n)}\n</doc>\n' for n in range(articles)]
+    (folder / "wiki_00").write_text("".join(blocks[: articles // 2]))
+    (folder / "wiki_01").write_text("".join(blocks[articles // 2 :]))
+    for n in range(novels):
+        (folder / f"novel{n}.txt").write_text(f"{text(100)}\n\n{text(120 + 30 * n)}\n")
+    return folder
+
+
+def texts(folder: Path, card: dict[str, Any], part: str) -> dict[str, list[str]]:
+    files = ground.text_files(card, folder, part)
+    return {name: [json.loads(line)["text"] for line in path.read_text().splitlines()] for name, path in files.items()}
+
+
+# ---- the text
+
+
+def test_the_drawn_text_keeps_its_limits(tmp_path: Path) -> None:
+    card = ground.draw_text(write_text(tmp_path / "data"), tmp_path / "out", LIMITS)
+    train, held_out = (texts(tmp_path / "out", card, part) for part in (ground.TRAIN, ground.HELD_OUT))
+    words = {name: sum(len(text.split()) for text in found) for name, found in train.items()}
+    assert words == {name: source["train"]["words"] for name, source in card["sources"].items()}
+    assert 2700 < sum(words.values()) == card["words"] <= 3000
+    assert words["wikipedia"] / card["words"] == pytest.approx(0.75, abs=0.08)
+    for name, found in held_out.items():
+        assert len(found) >= 3
+        assert not set(found) & set(train[name])
+    assert card["sources"]["novels"]["held-out"]["characters"] == sum(map(len, held_out["novels"]))
+
+
+def test_the_drawn_text_depends_on_the_documents_only(tmp_path: Path) -> None:
+    """Not on which file holds them, nor on their order, nor on repetitions."""
+    data = write_text(tmp_path / "data")
+    first = ground.draw_text(data, tmp_path / "one", LIMITS)
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "all").write_text((data / "wiki_01").read_text() + (data / "wiki_00").read_text())
+    for number, novel in enumerate(sorted(data.glob("*.txt"), reverse=True)):
+        (other / f"{number}.txt").write_text(novel.read_text())
+    (other / "again.txt").write_text((data / "novel0.txt").read_text())
+    second = ground.draw_text(other, tmp_path / "two", LIMITS)
+    assert first["sources"] == second["sources"]
+    assert first["sha256"] == second["sha256"]
+    third = ground.draw_text(write_text(tmp_path / "third", seed=1), tmp_path / "three", LIMITS)
+    assert third["sha256"] != first["sha256"]
+
+
+def test_drawn_text_is_kept_repaired_and_not_mixed(tmp_path: Path) -> None:
+    data, out = write_text(tmp_path / "data"), tmp_path / "out"
+    card = ground.draw_text(data, out, LIMITS)
+    path = ground.text_files(card, out, ground.TRAIN)["novels"]
+    path.write_text("damaged")
+    assert ground.draw_text(data, out, LIMITS) == card
+    assert path.read_text() != "damaged"
+    with pytest.raises(InputError, match="drawn from other files"):
+        ground.draw_text(write_text(tmp_path / "more", articles=50), out, LIMITS)
+
+
+@pytest.mark.parametrize("name", ["table.csv", "readme.md"])
+def test_other_files_are_refused(tmp_path: Path, name: str) -> None:
+    data = write_text(tmp_path / "data")
+    (data / name).write_text("text\nhello\n")
+    with pytest.raises(InputError, match=f"{name}: neither WikiExtractor's output nor a .txt file"):
+        ground.draw_text(data, tmp_path / "out", LIMITS)
+
+
+def test_held_out_sources_are_the_validation_split(tmp_path: Path) -> None:
+    """Their documents are never trained on, and neither is the vocabulary."""
+    card = ground.draw_text(write_text(tmp_path / "data"), tmp_path / "out" / "corpus", LIMITS)
+    config = ground_config(tmp_path, card)
+    prepare(config, quiet=True)
+    for split, part in (("train", ground.TRAIN), ("validation", ground.HELD_OUT)):
+        shards = open_shards(Path(config.corpus.dir), split)
+        documents = sum(len(shard.documents) - 1 for shard in shards.shards)
+        assert documents == sum(source[part]["documents"] for source in card["sources"].values())
+
+
+def config_file(folder: Path, **changes: Any) -> Path:
+    values = {
+        "name": "tiny",
+        "corpus": {"dir": "unused", "vocabulary": {"size": 64}, "processes": 1},
+        "model": {"size": "custom", "layers": 1, "hidden": 16, "heads": 2, "max_positions": 32},
+        "pairs": {"next_sentence": False},
+        "phases": [
+            {"sequence_length": 16, "global_sequences": 4, "steps": 300, "peak_learning_rate": 1e-3},
+            {"sequence_length": 32, "global_sequences": 2, "steps": 100, "peak_learning_rate": 1e-3},
+        ],
+        "engine": {"compile": False, "precision": "fp32", "micro_batch_tokens": 256},
+        "tracking": {"wandb": "off"},
+        **changes,
+    }
+    path = folder / "tiny.yaml"
+    path.write_text(json.dumps(values))
+    return path
+
+
+def ground_config(folder: Path, card: dict[str, Any], overrides: tuple[str, ...] = ()) -> PretrainConfig:
+    return trial.ground_config(config_file(folder), overrides, card, folder / "out", None)
+
+
+def test_trials_share_a_corpus_by_their_vocabulary(tmp_path: Path) -> None:
+    card = {"sha256": "x", "sources": {}}
+    folders = [
+        ground_config(tmp_path, card, (*changes,)).corpus.dir
+        for changes in ([], ["name=b", "phases.0.steps=5"], ["corpus.vocabulary.size=80"])
+    ]
+    assert folders[0] == folders[1] != folders[2]
+
+
+def test_what_other_text_taught_is_refused(tmp_path: Path) -> None:
+    card = {"sha256": "x", "sources": {}}
+    with pytest.raises(InputError, match="a trial begins with random weights"):
+        ground_config(tmp_path, card, ("start_from=somewhere",))
+    with pytest.raises(InputError, match="the vocabulary is trained on the drawn text"):
+        ground_config(tmp_path, card, ("corpus.vocabulary.path=vocab.txt",))
+
+
+# ---- budgets
+
+
+def make_config(folder: Path, **sections: Any) -> PretrainConfig:
+    phases = [
+        {
+            "sequence_length": 32,
+            "global_sequences": 8,
+            "steps": 300,
+            "warmup_steps": 30,
+            "decay_steps": 60,
+            "peak_learning_rate": 1e-3,
+        },
+        {"sequence_length": 64, "global_sequences": 4, "steps": 100, "peak_learning_rate": 1e-3},
+    ]
+    values = {
+        "name": "trial",
+        "corpus": {"dir": str(folder)},
+        "model": {"size": "custom", "layers": 2, "hidden": 32, "heads": 2, "max_positions": 64},
+        "phases": phases,
+    }
+    return PretrainConfig.model_validate({**values, **sections})
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_corpus(tmp_path_factory.mktemp("speedrun") / "corpus", vocabulary_size=300)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_budget_becomes_steps(corpus: Path, optimizer: str) -> None:
+    """Phases keep their proportions, and the batches of the plan cost the budget."""
+    config = make_config(corpus, optimizer={"name": optimizer})
+    costs = measured_costs(config, None)
+    budget = 0.5 * plan_cost(config)
+    plan = plan_budget(config, budget, costs)
+    first, second = plan.phases
+    assert plan.flops == pytest.approx(budget, rel=0.01)
+    assert (first.steps, second.steps) == (pytest.approx(150, abs=3), pytest.approx(50, abs=2))
+    assert (first.warmup_steps, first.decay_steps) == (pytest.approx(15, abs=1), pytest.approx(30, abs=1))
+    planned = config.model_copy(update={"phases": plan.phases})
+    assert plan_cost(planned) == pytest.approx(budget, rel=0.01)
+    assert plan_tokens(planned) == pytest.approx(plan.tokens, rel=0.01)
+
+
+def batches(config: PretrainConfig) -> Any:
+    shards = open_shards(Path(config.corpus.dir), "train")
+    for number, phase in enumerate(config.phases):
+        maker = BatchMaker(shards, config, number, seed=config.seed, rank=0, world_size=1)
+        for step in range(phase.steps):
+            yield maker.make(phase.first_sample(step), phase.sequences_at(step)), shards.vocabulary_size
+
+
+def plan_cost(config: PretrainConfig) -> float:
+    """FLOPs of all batches that a run trains on, one by one."""
+    passes = sum(
+        work.executed_flops(config, size, batch.lengths, len(batch.masked_rows))
+        for step, size in batches(config)
+        for batch in step.micro_batches
+    )
+    return passes + config.total_steps * work.optimizer_flops(config)
+
+
+def plan_tokens(config: PretrainConfig) -> int:
+    return sum(step.tokens for step, _ in batches(config))
+
+
+def test_budgets_that_cannot_be_spent_are_refused(corpus: Path) -> None:
+    config = make_config(corpus)
+    costs = measured_costs(config, None)
+    few = [dataclasses.replace(cost, samples_per_epoch=100) for cost in costs]
+    with pytest.raises(InputError, match=r"read the text \d+\.\d times; 10 are allowed, which cost"):
+        plan_budget(config, plan_cost(config), few)
+    with pytest.raises(InputError, match="not within 1%"):
+        plan_budget(config, 3.4 * 8 * costs[0].flops, costs)
+    exact = SequenceCost(flops=1e6, tokens=20, samples_per_epoch=402)
+    assert plan_budget(config, 4000 * 1e6, [exact, exact]).epochs == pytest.approx(10, rel=0.1)
+
+
+# ---- rows
+
+
+def make_trial(run: str, budget: float = 1e15, bits: float | None = 1.5, **values: Any) -> Trial:
+    machine = {"started": "2026-11-23T10:00:00", "cpu": "A | B", "cpu_cores": 2, "gpus": [], "git_commit": "a" * 40}
+    scores = Scores(nats=3.0, accuracy=0.4, bits_per_character=bits)
+    common = {"trial": run, "run": run, "seed": 0, "budget": budget, "words": 10, "ground": "x", "machine": machine}
+    return Trial(**{**common, "scores": scores, "flops": budget, "steps": 100, **values})
+
+
+def test_trials_are_kept_in_order_and_replaced(tmp_path: Path) -> None:
+    found = Results()
+    for one in (make_trial("b", 2e15), make_trial("c", bits=1.7), make_trial("a"), make_trial("c", bits=1.4)):
+        found = results.with_trial(found, one)
+    assert [one.run for one in found.trials] == ["c", "a", "b"]
+    results.write(found, tmp_path / "speedrun.json")
+    assert results.read(tmp_path / "speedrun.json") == found
+    lines = results.table(results.with_trial(found, make_trial("d", remarks="diverged", flops=0.0))).splitlines()
+    assert lines[1].split()[:3] == ["c", "s0", "1e15"]
+    assert lines[-1] == "d: diverged"
+    (tmp_path / "speedrun.json").write_text("{}x")
+    with pytest.raises(InputError, match="damaged"):
+        results.read(tmp_path / "speedrun.json")
+
+
+def test_the_log_gets_each_run_once(tmp_path: Path) -> None:
+    log = tmp_path / "log.md"
+    assert results.append_to_log(log, [make_trial("a"), make_trial("not-run", flops=0.0)]) == 1
+    assert results.append_to_log(log, [make_trial("a"), make_trial("b")]) == 1
+    lines = log.read_text().splitlines()
+    assert len({line.replace("\\|", "").count("|") for line in lines}) == 1
+    assert [line.split(" | ")[1] for line in lines[2:]] == ["a s0", "b s0"]
+    log.write_text("# A page\n\nNo table.\n")
+    with pytest.raises(InputError, match="does not end with a table"):
+        results.append_to_log(log, [make_trial("a")])
+
+
+def test_the_log_of_the_documentation_takes_rows(tmp_path: Path) -> None:
+    page = Path(__file__).parents[1] / "docs" / "benchmarks" / "speedrun.md"
+    copy = tmp_path / "speedrun.md"
+    copy.write_text(page.read_text(encoding="utf-8"), encoding="utf-8")
+    results.append_to_log(copy, [make_trial("a")])
+    head, added = copy.read_text(encoding="utf-8").splitlines()[-2:]
+    assert head.count("|") == added.replace("\\|", "").count("|")
+
+
+@pytest.mark.parametrize(("budget", "text"), [(0.5e15, "5e14"), (2.5e15, "2.5e15"), (1e12, "1e12"), (123, "1.23e2")])
+def test_budgets_are_short_in_names(budget: float, text: str) -> None:
+    assert trial.budget_text(budget) == text
+
+
+# ---- the command line
+
+
+@pytest.mark.parametrize(
+    ("words", "module"),
+    [
+        (["speedrun", "run.yaml"], "finetune.bench.speedrun.command"),
+        (["finetune", "run.yaml"], "finetune.bench.finetuning"),
+        (["run.yaml"], "finetune.bench.finetuning"),
+    ],
+)
+def test_benchmarks_get_their_own_arguments(monkeypatch: pytest.MonkeyPatch, words: list[str], module: str) -> None:
+    from finetune.__main__ import main
+
+    seen: list[list[str]] = []
+    monkeypatch.setattr(f"{module}.main", lambda argv, *_: seen.append(argv) or 0)
+    assert main(["bench", *words]) == 0
+    assert seen == [["run.yaml"]]
+
+
+# ---- whole trials
+
+
+class Trained:
+    """Stands for the command line of pretraining: trains with the real one, in this process."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[str]] = []
+        self.codes: dict[int, int] = {}  # number of the call -> exit code in place of a training
+
+    def __call__(self, words: Any) -> int:
+        from pretrain.__main__ import main
+
+        self.calls.append(list(words))
+        return self.codes.get(len(self.calls)) or main(words)
+
+
+def test_a_trial_trains_scores_and_continues(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two budgets of which one is stopped, then the same command; then another config in the same folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(ground.draw_text, "__defaults__", (LIMITS,))
+    data, config, pretrain = write_text(tmp_path / "data"), config_file(tmp_path), Trained()
+    words = [str(config), "--data", str(data), "--out", "out", "--workers", "1", "--log", "log.md"]
+    words += ["--budget", "1.5e8", "--budget", "1e8", "--budget", "1e14"]
+    pretrain.codes[2] = 75
+    assert command.main(words, pretrain) == 75
+    assert "Run the same command again" in capsys.readouterr().out
+    assert command.main(words, pretrain) == 0
+    printed = capsys.readouterr().out
+    assert "already finished" in printed
+    assert [Path(call[1]).stem for call in pretrain.calls] == ["tiny-1e8-s0", "tiny-1.5e8-s0"] * 2
+    small, large, refused = results.read(tmp_path / "out" / "speedrun.json").trials
+    for one, budget in ((small, 1e8), (large, 1.5e8)):
+        assert one.flops == pytest.approx(budget, rel=0.01)
+        assert one.minutes > 0
+        assert one.scores.bits_per_character is not None
+        assert 0.1 < one.scores.bits_per_character < 10
+        assert one.curve[-1][0] == pytest.approx(one.flops)
+        assert one.config["phases"][0]["steps"] == pytest.approx(3 * one.config["phases"][1]["steps"], rel=0.05)
+    assert refused.scores.bits_per_character is None
+    assert "10 are allowed" in refused.remarks
+    assert printed.rstrip().endswith("bits per character")
+    assert (tmp_path / "log.md").read_text().count("tiny s0") == 2
+    page = (tmp_path / "out" / "speedrun.html").read_text()
+    assert page.count("<polyline") == 3
+    assert "src=" not in page
+
+    with pytest.raises(InputError, match=r"begun with other settings: .*name=second"):
+        command.main([*words[:-6], "--budget", "1e8", "--set", "masking.probability=0.3"], pretrain)
+
+
+def test_options_without_effect_and_impossible_budgets_are_refused(tmp_path: Path) -> None:
+    words = ["config.yaml", "--data", str(tmp_path)]
+    for more, message in (
+        (["--budget", "-1"], "--budget: -1; expected"),
+        (["--blimp-limit", "3"], "--blimp-limit: has no effect"),
+        (["--finetune-data", "x"], "--finetune-data: has no effect"),
+        (["--seed", "-1"], "--seed: -1; expected"),
+    ):
+        with pytest.raises(InputError, match=message):
+            command.main([*words, *more], lambda _: 0)

@@ -1,0 +1,150 @@
+"""The executed FLOPs against torch's counter over real steps: forward, backward, teacher, generator, recomputation."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from pretrain import estimate, work
+from pretrain.batches.loader import MicroBatch
+from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig
+from pretrain.model import cost
+from pretrain.model.attention import grouped_op
+from pretrain.model.distillation import DistillingModel
+from pretrain.model.electra import ElectraModel
+from pretrain.model.heads import PretrainingModel
+from tests.batches_by_hand import make_batch
+
+VOCABULARY = 211
+SHAPE: dict[str, Any] = {"size": "custom", "layers": 3, "hidden": 32, "heads": 2, "max_positions": 128}
+TEACHER = ModelConfig(**{**SHAPE, "layers": 4, "hidden": 48})
+
+
+def make_config(**sections: Any) -> PretrainConfig:
+    phase = PhaseConfig(sequence_length=96, global_sequences=4, steps=10, peak_learning_rate=1e-3)
+    values = {"name": "trial", "corpus": CorpusConfig(dir="nowhere"), "model": SHAPE, "phases": (phase,)}
+    return PretrainConfig.model_validate({**values, **sections})
+
+
+def model_of(config: PretrainConfig) -> torch.nn.Module:
+    again = config.engine.activation_checkpointing
+    if config.electra.is_on:
+        return ElectraModel(config.model, VOCABULARY, settings=config.electra, activation_checkpointing=again)
+    if not config.distillation.teacher:
+        return PretrainingModel(config.model, VOCABULARY, config.pairs.has_classifier, activation_checkpointing=again)
+    teacher = PretrainingModel(TEACHER, VOCABULARY, False)
+    return DistillingModel(
+        config.model, VOCABULARY, config.pairs.has_classifier, teacher=teacher, settings=config.distillation
+    )
+
+
+def counted(config: PretrainConfig, batch: MicroBatch) -> int:
+    """What torch counts in one eager step, inside our attention operator too."""
+
+    def inside(operator: Any) -> Any:
+        def count(*arguments: Any, out_val: Any = None, **_: Any) -> int:
+            with FlopCounterMode(display=False) as inner:
+                operator._init_fn(*arguments)
+            return inner.get_total_flops()
+
+        count._get_raw = True  # type: ignore[attr-defined]
+        return count
+
+    operators = torch.ops.bertrain
+    mapping = {
+        operators.grouped_attention: inside(grouped_op._forward),
+        operators.grouped_attention_backward: inside(grouped_op._backward),
+    }
+    model = model_of(config).train()
+    with FlopCounterMode(display=False, custom_mapping=mapping) as counter:
+        losses = [part for part in model(batch)[:3] if torch.is_tensor(part) and part.requires_grad]
+        torch.stack([one.float() for one in losses]).sum().backward()
+    return counter.get_total_flops()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "bert": {},
+    "without pairs": {"pairs": {"next_sentence": False}},
+    "mean pooling": {"model": {**SHAPE, "pooling": "mean"}},
+    "modernbert": {"model": {**SHAPE, "family": "modernbert"}, "pairs": {"next_sentence": False}},
+    "checkpointing": {"engine": {"activation_checkpointing": True}},
+    "electra": {"electra": {"generator_width": 0.5}, "pairs": {"next_sentence": False}},
+    "narrow electra": {
+        "model": {**SHAPE, "embedding": 16},
+        "electra": {"generator_width": 0.5},
+        "pairs": {"next_sentence": False},
+    },
+    "distillation": {"distillation": {"teacher": "x", "cosine_weight": 0}, "pairs": {"next_sentence": False}},
+    "distillation of pairs": {"distillation": {"teacher": "x", "cosine_weight": 0}},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_executed_flops_are_what_torch_counts(name: str) -> None:
+    """Torch also counts the sum of the decoder's gradient, made as a product with ones.
+
+    Sequences of equal lengths with equally many masked tokens have no padding in the attention.
+    """
+    config = make_config(**CASES[name])
+    batch = make_batch([64] * 6, VOCABULARY, masked_share=10 / 64)
+    batch = dataclasses.replace(
+        batch, masked_rows=torch.tensor([64 * s + 3 + 6 * n for s in range(6) for n in range(10)])
+    )
+    masked = len(batch.masked_rows)
+    teacher = TEACHER if config.distillation.teacher else None
+    expected = work.executed_flops(config, VOCABULARY, batch.lengths, masked, teacher)
+    ones = 2 * masked * VOCABULARY
+    assert expected == pytest.approx(counted(config, batch) - ones, rel=0.002)
+
+
+def test_padding_of_groups_is_not_counted() -> None:
+    """On CPU, sequences of unequal lengths are attended in padded groups: a few per cent more than is counted."""
+    shape = {**SHAPE, "layers": 2, "hidden": 256}
+    config, batch = make_config(model=shape), make_batch([70, 81, 88, 93, 96, 96, 96, 96], VOCABULARY)
+    expected = work.executed_flops(config, VOCABULARY, batch.lengths, len(batch.masked_rows))
+    measured = counted(config, batch)
+    assert 1.001 < measured / expected < 1.05
+
+
+def test_recomputation_and_a_teacher_are_counted() -> None:
+    lengths, masked = [64.0], 10.0
+    plain = work.executed_flops(make_config(), VOCABULARY, lengths, masked)
+    again = make_config(engine={"activation_checkpointing": True})
+    assert work.executed_flops(again, VOCABULARY, lengths, masked) > 1.2 * plain
+    assert work.model_flops(again, VOCABULARY, lengths, masked) < plain
+    distilled = make_config(distillation={"teacher": "x", "cosine_weight": 0})
+    alone, taught = (work.executed_flops(distilled, VOCABULARY, lengths, masked, one) for one in (None, TEACHER))
+    assert taught > alone + work.model_flops(make_config(model=TEACHER.model_dump()), VOCABULARY, lengths, masked) / 4
+
+
+def test_the_dry_run_counts_a_teacher(tmp_path: Path) -> None:
+    """Its shape is read from config.json; without one, the text says what is missing."""
+    values = {
+        "model_type": "bert",
+        "vocab_size": 30522,
+        "hidden_size": 32,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+        "max_position_embeddings": 128,
+    }
+    config = make_config(distillation={"teacher": str(tmp_path)}, engine={"precision": "fp32"})
+    assert "the teacher cannot be read" in estimate.dry_run(config)
+    assert estimate.memory_bytes(config, 1, 1)["teacher"] == 0
+    (tmp_path / "config.json").write_text(json.dumps(values))
+    text = estimate.dry_run(config)
+    assert "both count the teacher's forward pass" in text
+    assert "\n  teacher " in text
+    shape = ModelConfig(**{**SHAPE, "layers": 4})
+    weights = cost.parameter_count(shape, 30522, next_sentence=False).total
+    assert estimate.memory_bytes(config, 1, 1)["teacher"] > 4 * weights
+    phase = config.phases[0]
+    alone, taught = (work.phase_work(config, phase, 30522, teacher=one) for one in (None, shape))
+    assert taught.flops > 1.2 * alone.flops
+    assert taught.executed > 1.2 * alone.executed
