@@ -108,7 +108,9 @@ def make_released(folder: Path, kind: Kind) -> Tokenizer:
         "intermediate_size": 64,
     }
     if kind == "modernbert":
-        ids = {f"{role}_token_id": tokenizer.token_to_id(f"[{role.upper()}]") for role in ("pad", "cls", "sep")}
+        ids: dict[str, Any] = {
+            f"{role}_token_id": tokenizer.token_to_id(f"[{role.upper()}]") for role in ("pad", "cls", "sep")
+        }
         ids |= {"bos_token_id": ids["cls_token_id"], "eos_token_id": ids["sep_token_id"]}
         shape = ModernBertConfig(**common, **ids, max_position_embeddings=64, local_attention=16)
         model: Any = ModernBertForMaskedLM(shape)

@@ -49,6 +49,24 @@ PARTS: list[dict[str, Any]] = [
     {"tied_decoder": False, "token_types": False},
     {"pooling": "mean"},
     {"pooling": "max"},
+    {"qk_norm": True},
+    {"norm_before_output": True},
+    {"norm_before_output": True, "norm": "rms_norm", "norm_placement": "pre", "gated": True},
+    {"attention_gate": "head"},
+    {"attention_gate": "head", "norm_placement": "pre", "attention_bias": False},
+    {"attention_gate": "value"},
+    {"qk_norm": True, "positions": "rotary", "rotary_base": 1e4, "kv_heads": 2, "attention_bias": False},
+    {"embedding": 16},
+    {"recursions": 2},
+    {
+        "recursions": 3,
+        "norm_placement": "pre",
+        "positions": "none",
+        "local_attention": 8,
+        "global_every": 2,
+        "layers": 2,
+    },
+    {"attention_gate": "value", "norm_placement": "pre", "norm_before_output": True, "qk_norm": True},
 ]
 COMPILED = [PARTS[0], PARTS[1], PARTS[8]]
 

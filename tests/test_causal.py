@@ -165,8 +165,9 @@ def gradients(shards: TokenShards, config: Any) -> tuple[list[Tensor], dict[str,
     model.embeddings.word.data = torch.randn(300, 32, generator=torch.Generator().manual_seed(1)) * 0.3
     model.heads.mlm_bias.data = torch.zeros(300)
     objective = MaskedTokens(config, 300)
+    model.heads.z_loss = objective.model.heads.z_loss
     step = maker(shards, config).make(0, 24)
-    total = torch.zeros(6)
+    total = torch.zeros(8 if config.masking.z_loss else 6)
     for micro in step.micro_batches:
         output = model(micro)
         objective.loss(output, step).backward()
@@ -185,6 +186,25 @@ def test_losses_are_normalised_over_the_global_batch(shards: TokenShards) -> Non
     assert 0 < step.causal < 24
     share = step.causal / 24
     assert metrics["loss"] == pytest.approx((1 - share) * metrics["mlm_loss"] + share * metrics["causal_loss"])
+
+
+def with_z_loss(config: Any) -> Any:
+    return config.model_copy(update={"masking": config.masking.model_copy(update={"z_loss": 0.01})})
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_the_z_loss_is_part_of_the_loss_and_of_no_cross_entropy(shards: TokenShards, share: float) -> None:
+    """Normalised over the global batch, as the losses that it belongs to."""
+    plain, without = gradients(shards, causal_config(share))
+    whole, metrics = gradients(shards, with_z_loss(causal_config(share, budget=4096)))
+    parts, again = gradients(shards, with_z_loss(causal_config(share, budget=64)))
+    torch.testing.assert_close(whole, parts, atol=1e-5, rtol=1e-3)
+    assert metrics == pytest.approx(again, rel=1e-4)
+    assert any((one - other).abs().max() > 1e-4 for one, other in zip(plain, whole, strict=True))
+    z_loss = metrics.pop("z_loss")
+    assert z_loss > 0
+    assert metrics.pop("loss") == pytest.approx(without.pop("loss") + z_loss)
+    assert metrics == pytest.approx(without, rel=1e-4)
 
 
 def test_a_causal_phase_trains_on_causal_losses_alone(shards: TokenShards) -> None:

@@ -376,6 +376,16 @@ def test_a_phase_more_or_less_is_a_change(write):
         ("masking={scheme: tokens, whole_word: true}", "whole_word: true contradicts scheme: tokens"),
         ("masking.span_longest=5", "span_longest has no effect with scheme: tokens. Set scheme: spans"),
         ("optimizer.muon_rate=2", "muon_rate has no effect with name: adamw. Remove it, or set name: muon"),
+        (
+            "model={size: mini, attention_init: neighbours, recursions: 2}",
+            "attention_init: neighbours needs recursions: 1, not 2",
+        ),
+        ("model={size: mini, embedding: 64, mlm_transform: false}", r"embedding \(64\) needs mlm_transform: true"),
+        ("optimizer.normalised=true", "normalised has no effect with name: adamw. Remove it, or set name: muon"),
+        (
+            "optimizer={name: muon, weight_decay: 0, cautious_weight_decay: true}",
+            "cautious_weight_decay has no effect with weight_decay: 0",
+        ),
         ("pairs={next_sentence: false, objective: nsp}", "next_sentence: false contradicts objective: nsp"),
         ("pairs={input_format: full_sentences}", "full_sentences does not fit the objective nsp; use segment_pairs"),
         (

@@ -32,7 +32,13 @@ SHAPE = ModelConfig(size="custom", layers=2, hidden=32, heads=2, max_positions=6
 VOCABULARY, LENGTHS, MICRO_BATCHES, RATE = 101, (7, 12, 20, 20), 4, 1e-2
 STAGES = (0, 1, 2, 3)
 PRECISIONS = ("fp32", "bf16")
-OPTIMIZERS = ("adamw", "lamb", "stable_adamw", "muon")
+OPTIMIZERS = ("adamw", "lamb", "stable_adamw", "muon", "normuon")
+
+
+def choice_of(optimizer: str) -> OptimizerConfig:
+    if optimizer == "normuon":
+        return OptimizerConfig(name="muon", normalised=True, cautious_weight_decay=True)
+    return OptimizerConfig(name=optimizer)  # type: ignore[arg-type]
 
 
 def make_model() -> PretrainingModel:
@@ -42,7 +48,7 @@ def make_model() -> PretrainingModel:
 
 def make_engine(stage: int, precision: str = "fp32", optimizer: str = "adamw", clip: float = 1.0) -> Engine:
     settings = EngineSettings(zero_stage=stage, precision=precision, compile=False, gradient_clip_norm=clip)  # type: ignore[arg-type]
-    choice = OptimizerConfig(name=optimizer)  # type: ignore[arg-type]
+    choice = choice_of(optimizer)
     return Engine(
         make_model(),
         lambda named: make_optimizer(choice, parameter_groups(named, choice.weight_decay)),
@@ -80,9 +86,11 @@ def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
     """All weights and moments, put together from every rank's fragments; fails on a gap or an overlap."""
     held = [(f.name, f.start, f.shared, {k: t.clone() for k, t in f.tensors.items()}) for f in engine.fragments()]
     ranks = engine.gather_objects(held)
+    rows = {(n, start): t["row_square"] for rank in ranks for n, start, _, t in rank if "row_square" in t}
+    assert len(rows) == sum("row_square" in t for rank in ranks for _, _, _, t in rank), "each matrix on one rank"
     if held and held[0][2]:
         ranks = ranks[:1]
-    out: dict[str, torch.Tensor] = {}
+    out = {f"row_square|{name}|{start}": moment for (name, start), moment in sorted(rows.items())}
     for kind in ("weight", "exp_avg", "exp_avg_sq", *(["average"] if engine.averaged else [])):
         for name, shape in engine.shapes.items():
             pieces = sorted((start, t[kind]) for rank in ranks for n, start, _, t in rank if n == name and kind in t)
@@ -100,7 +108,7 @@ def whole_state(engine: Engine) -> dict[str, torch.Tensor]:
 @functools.cache
 def reference(optimizer: str) -> tuple[list[tuple[float, float, bool]], dict[str, torch.Tensor]]:
     """Three steps of plain torch."""
-    model, choice = make_model(), OptimizerConfig(name=optimizer)  # type: ignore[arg-type]
+    model, choice = make_model(), choice_of(optimizer)
     optim = make_optimizer(choice, parameter_groups(model.named_parameters(), choice.weight_decay))
     results = []
     for step in range(3):
@@ -339,8 +347,8 @@ def test_state_moves_between_stages_and_worker_counts(moved, writers: int, reade
 
 
 def average_and_save(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """The state after two steps of Muon whose weights are averaged, which is saved, and after a third one."""
-    engine = make_engine(1, "fp32", "muon")
+    """The state after two steps of NorMuon whose weights are averaged, which is saved, and after a third one."""
+    engine = make_engine(1, "fp32", "normuon")
     for step in range(2):
         take_steps(engine, range(step, step + 1))
         engine.average()
@@ -358,7 +366,7 @@ def load_averaged(checkpoint: Path) -> dict[int, tuple[dict[str, torch.Tensor], 
     """At each stage: the state that was saved, as it is loaded, and after a third step."""
     found = {}
     for stage in STAGES:
-        engine = make_engine(stage, "fp32", "muon")
+        engine = make_engine(stage, "fp32", "normuon")
         with store.CheckpointReader(checkpoint) as reader:
             engine.load(reader, 2, averaged=2)
         loaded = whole_state(engine)
@@ -372,10 +380,14 @@ def load_averaged(checkpoint: Path) -> dict[int, tuple[dict[str, torch.Tensor], 
     return found
 
 
-def test_muons_momentum_and_averages_move_between_stages_and_worker_counts(tmp_path: Path) -> None:
+def test_muons_moments_and_averages_move_between_stages_and_worker_counts(tmp_path: Path) -> None:
     saved, after = run_workers(2, average_and_save, tmp_path)[0]
     assert not any(key.startswith("exp_avg_sq|layers.") and key.endswith("in_weight") for key in saved)
     assert not torch.equal(saved["average|embeddings.word"], saved["weight|embeddings.word"])
+    rows = {key: value for key, value in saved.items() if key.startswith("row_square|")}
+    # Query, key and value, and three other matrices, of two layers.
+    assert len(rows) == 2 * 6
+    assert all((value > 0).all() for value in rows.values())
     for readers in (1, 2):
         for stage, (loaded, moved_on) in run_workers(readers, load_averaged, tmp_path / store.name_of(2))[0].items():
             assert loaded.keys() == saved.keys()

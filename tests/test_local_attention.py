@@ -180,16 +180,16 @@ def test_rotation_in_the_operator_equals_rotation_before_it(
         pytest.skip("compiled once")
     torch.manual_seed(0)
     tokens, width = sum(MIXED), HEADS * WIDTH
-    inputs = [torch.randn(tokens, 3 * width, requires_grad=True), torch.randn(3 * width, requires_grad=True)]
+    qkv, bias = torch.randn(tokens, 3 * width, requires_grad=True), torch.randn(3 * width, requires_grad=True)
     by = rotation(torch.cat([torch.arange(length) for length in MIXED]), WIDTH, 500.0, interleaved=interleaved)
     layout = layout_of(MIXED, None if asked is None else torch.tensor(asked))
     options = AttentionOptions(HEADS, 0.0, fused, window)
-    ours, _ = grouped_attention(*inputs, layout._replace(rotation=by), options)
-    theirs, _ = grouped_attention(form_qkv((inputs[0],), (inputs[1],), by, HEADS), None, layout, options)
+    ours, _ = grouped_attention(qkv, bias, layout._replace(rotation=by), options)
+    theirs, _ = grouped_attention(form_qkv((qkv,), (bias,), None, by, HEADS), None, layout, options)
     torch.testing.assert_close(ours, theirs)
     probe = torch.randn_like(ours)
-    found = torch.autograd.grad((ours * probe).sum(), inputs)
-    expected = torch.autograd.grad((theirs * probe).sum(), inputs)
+    found = torch.autograd.grad((ours * probe).sum(), [qkv, bias])
+    expected = torch.autograd.grad((theirs * probe).sum(), [qkv, bias])
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 

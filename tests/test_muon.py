@@ -24,7 +24,7 @@ from pretrain.training.optim import (
 )
 from pretrain.training.optim import matrix_rounds as rounds
 from pretrain.training.optim.matrix_rounds import MatrixPiece, plan_rounds
-from pretrain.training.optim.muon import orthogonalise
+from pretrain.training.optim.muon import normalise_rows, orthogonalise
 from tests.distributed import run_workers
 
 SHAPES = {
@@ -44,6 +44,7 @@ PARTS = {"layers.0.qkv_weight": 3, "layers.0.gated_in_weight": 2, "layers.1.kv_w
 MATRICES = [name for name in SHAPES if name.startswith("layers.") and name.endswith(("in_weight", "out_weight"))]
 MATRICES += ["layers.0.qkv_weight", "layers.1.kv_weight"]
 SETTINGS = OptimizerConfig(name="muon", weight_decay=0.1, muon_rate=0.5)
+NORMALISED = SETTINGS.model_copy(update={"normalised": True, "cautious_weight_decay": True})
 RATE = 0.02
 
 
@@ -57,8 +58,8 @@ def make_gradients(step: int) -> dict[str, torch.Tensor]:
     return {name: torch.randn(shape, generator=generator) for name, shape in SHAPES.items()}
 
 
-def make_muon(named: dict[str, torch.nn.Parameter]) -> Muon:
-    optimizer = make_optimizer(SETTINGS, parameter_groups(named.items(), SETTINGS.weight_decay))
+def make_muon(named: dict[str, torch.nn.Parameter], settings: OptimizerConfig = SETTINGS) -> Muon:
+    optimizer = make_optimizer(settings, parameter_groups(named.items(), settings.weight_decay))
     assert isinstance(optimizer, Muon)
     for group in optimizer.param_groups:
         group["lr"] = RATE * group["rate_share"]
@@ -81,18 +82,27 @@ def newton_schulz(g: torch.Tensor) -> torch.Tensor:
     return x
 
 
-def reference(name: str, steps: int) -> torch.Tensor:
-    """Liu et al. 2025, section 2.2, part by part in fp64."""
+def reference(name: str, steps: int, settings: OptimizerConfig = SETTINGS) -> torch.Tensor:
+    """Liu et al. 2025, section 2.2, part by part in fp64; Li et al. 2025 and Chen et al. 2025, both Algorithm 1."""
     parts = PARTS.get(name, 1)
     weights = [part.double() for part in make_parameters()[name].detach().chunk(parts)]
     momenta = [torch.zeros_like(part) for part in weights]
+    squares = [torch.zeros(len(part), 1).double() for part in weights]
     rate = 0.5 * RATE
     for step in range(steps):
         for number, gradient in enumerate(make_gradients(step)[name].chunk(parts)):
             g, m, w = gradient.double(), momenta[number], weights[number]
             m.mul_(0.95).add_(g)
-            update = 0.2 * math.sqrt(max(w.shape)) * newton_schulz(g + 0.95 * m)
-            w.sub_(rate * (update + 0.1 * w))
+            update = newton_schulz(g + 0.95 * m)
+            if settings.normalised:
+                v = squares[number]
+                v.mul_(0.95).add_(0.05 * (update * update).mean(1, keepdim=True))
+                update = update / (v.sqrt() + 1e-8)
+                update = 0.2 * math.sqrt(w.numel()) * update / update.norm()
+            else:
+                update = 0.2 * math.sqrt(max(w.shape)) * update
+            decayed = (update * w >= 0) if settings.cautious_weight_decay else torch.ones_like(w)
+            w.sub_(rate * (update + 0.1 * decayed * w))
     return torch.cat(weights).float()
 
 
@@ -143,6 +153,46 @@ def test_whole_matrices_equal_the_paper_and_all_else_adamw() -> None:
             torch.testing.assert_close(parameter.detach(), reference(name, 4), rtol=1e-4, atol=1e-5, msg=name)
         else:
             assert torch.equal(parameter, others[name]), name
+
+
+@pytest.mark.parametrize("keys", [("normalised",), ("cautious_weight_decay",), ("normalised", "cautious_weight_decay")])
+def test_normalised_rows_and_cautious_decay_equal_their_papers(keys: tuple[str, ...]) -> None:
+    settings = SETTINGS.model_copy(update=dict.fromkeys(keys, True))
+    parameters, plain = make_parameters(), make_parameters()
+    train_whole(4, make_muon(parameters, settings), parameters)
+    train_whole(4, make_muon(plain), plain)
+    for name in MATRICES:
+        torch.testing.assert_close(
+            parameters[name].detach(), reference(name, 4, settings), rtol=1e-4, atol=1e-5, msg=name
+        )
+        assert (parameters[name] - plain[name]).abs().max() > 1e-4, name
+
+
+def test_all_rows_move_equally_far_in_the_long_run() -> None:
+    """Even where the gradients of some neurons are tiny: that is what NorMuon is for."""
+    generator = torch.Generator().manual_seed(4)
+    sizes = torch.tensor([1.0, 1e-2] * 4)[:, None]
+    moment, moved = torch.zeros(8), torch.zeros(8)
+    for _ in range(200):
+        update = normalise_rows(orthogonalise(torch.randn(8, 6, generator=generator) * sizes), moment)
+        assert update.norm() == pytest.approx(math.sqrt(6))
+        moved += update.square().sum(1)
+    assert moved.max() < 1.5 * moved.min()
+    assert not normalise_rows(torch.zeros(8, 6), torch.zeros(8)).any()
+
+
+def test_adamws_part_decays_cautiously_too() -> None:
+    """A weight decays where AdamW's step and the weight have the same sign, and nowhere else."""
+    cautious = SETTINGS.model_copy(update={"cautious_weight_decay": True})
+    with_decay, without, found = make_parameters(), make_parameters(), make_parameters()
+    train_whole(1, make_muon(with_decay), with_decay)
+    train_whole(1, make_muon(without, SETTINGS.model_copy(update={"weight_decay": 0.0})), without)
+    train_whole(1, make_muon(found, cautious), found)
+    for name in ("embeddings.word", "heads.mlm_transform_weight"):
+        before = make_parameters()[name]
+        aligned = (before - without[name]) * before > 0
+        assert 0.3 < aligned.float().mean() < 0.7
+        torch.testing.assert_close(found[name], torch.where(aligned, with_decay[name], without[name]))
 
 
 def test_it_is_near_torchs() -> None:
@@ -216,10 +266,12 @@ class Gloo:
         return gathered
 
 
-def train_sharded(borders: Sequence[float], steps: int, entries: int) -> tuple[list[torch.Tensor], int]:
+def train_sharded(
+    borders: Sequence[float], steps: int, entries: int, settings: OptimizerConfig = SETTINGS
+) -> tuple[list[torch.Tensor], int]:
     """Train this rank's part of every group, between two `borders` (shares of a group), one group at a time."""
     parameters = make_parameters()
-    optimizer = make_muon(parameters)
+    optimizer = make_muon(parameters, settings)
     flats, segments, workers = [], {}, Gloo()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rounds, "ROUND_ENTRIES", entries)
@@ -246,19 +298,20 @@ def train_sharded(borders: Sequence[float], steps: int, entries: int) -> tuple[l
 
 
 @pytest.mark.parametrize(
-    ("borders", "entries"),
+    ("borders", "entries", "settings"),
     [
-        ((0.37,), 1 << 24),  # inside a matrix
-        ((0.05, 0.06), 100),  # the second of three workers holds a few entries; many rounds
-        ((0.5, 1.0), 1 << 24),  # the third holds padding only
+        ((0.37,), 1 << 24, SETTINGS),  # inside a matrix
+        ((0.05, 0.06), 100, SETTINGS),  # the second of three workers holds a few entries; many rounds
+        ((0.05, 0.06), 100, NORMALISED),
+        ((0.5, 1.0), 1 << 24, SETTINGS),  # the third holds padding only
     ],
 )
-def test_cut_over_workers_it_equals_whole(borders: Sequence[float], entries: int) -> None:
+def test_cut_over_workers_it_equals_whole(borders: Sequence[float], entries: int, settings: OptimizerConfig) -> None:
     parameters = make_parameters()
-    optimizer = make_muon(parameters)
+    optimizer = make_muon(parameters, settings)
     names_of = [list(group["names"]) for group in optimizer.param_groups]
     train_whole(3, optimizer, parameters)
-    parts = run_workers(len(borders) + 1, train_sharded, borders, 3, entries)
+    parts = run_workers(len(borders) + 1, train_sharded, borders, 3, entries, settings)
     for number, names in enumerate(names_of):
         joined = torch.cat([shards[number] for shards, _ in parts])
         whole = torch.cat([parameters[name].detach().reshape(-1) for name in names])

@@ -86,7 +86,8 @@ def test_sentences_start_where_the_one_before_ends() -> None:
 def test_special_tokens_are_found_by_role(tmp_path: Path) -> None:
     roberta, neox, llama = (make_tokenizer(kind) for kind in ("roberta", "modernbert", "eurobert"))
     assert special_ids(roberta) == {"pad": 1, "unk": 3, "cls": 0, "sep": 2, "mask": roberta.token_to_id("<mask>")}
-    assert special_ids(neox)["cls"] == neox.token_to_id("[CLS]") > 300
+    assert special_ids(neox)["cls"] == neox.token_to_id("[CLS]")
+    assert special_ids(neox)["cls"] > 300
     assert special_ids(llama)["sep"] == llama.token_to_id("<|end_of_text|>")
     assert "unk" not in special_ids(llama)
     # A name that is known nowhere else has to be declared.
@@ -137,15 +138,20 @@ def test_tokenizers_of_other_kinds_are_refused_by_name(tmp_path: Path) -> None:
 # ---- prepare, pretrain, export
 
 
-def write_documents(folder: Path, count: int = 60) -> Path:
-    """Plain-text files of odd sentences, one document each."""
+def write_documents(path: Path, count: int = 60) -> Path:
+    """A JSONL file of documents of odd sentences."""
     draw = random.Random(1)
     words = ["The", "dog", "doesn't", "sat", "caf\u00e9", "1999", "here", "\u6f22\u5b57", "|||IP_ADDRESS|||", "cat"]
-    folder.mkdir(parents=True)
-    for number in range(count):
-        sentences = [" ".join(draw.choices(words, k=draw.randint(5, 12))) + "." for _ in range(draw.randint(4, 9))]
-        (folder / f"{number:03d}.txt").write_text("  ".join(sentences[:2]) + "\n\n" + " ".join(sentences[2:]))
-    return folder
+    with path.open("w") as file:
+        for _ in range(count):
+            sentences = [" ".join(draw.choices(words, k=draw.randint(5, 12))) + "." for _ in range(draw.randint(4, 9))]
+            text = "  ".join(sentences[:2]) + "\n\n" + " ".join(sentences[2:])
+            file.write(json.dumps({"text": text}) + "\n")
+    return path
+
+
+def jsonl(path: Path) -> list[dict[str, str]]:
+    return [{"kind": "jsonl", "path": str(path)}]
 
 
 @pytest.mark.parametrize("kind", ["roberta", "modernbert"])
@@ -154,8 +160,8 @@ def test_a_released_checkpoint_is_continued_and_exported(kind: Kind, tmp_path: P
     from transformers import AutoModelForMaskedLM, AutoTokenizer
 
     tokenizer = make_released(tmp_path / "start", kind)
-    text = write_documents(tmp_path / "text")
-    changes = {"pairs__objective": "none", "masking__whole_word": True, "corpus__vocabulary__lowercase": False}
+    text = write_documents(tmp_path / "text.jsonl")
+    changes = {"pairs__objective": "none", "masking__whole_word": True, "corpus__sources": jsonl(text)}
     path = write_config(tmp_path / "trial.yaml", tmp_path / "corpus", text, tmp_path / "start", **changes)
     assert main(["prepare", str(path)]) == 0
     assert main(["pretrain", str(path), "--no-ray"]) == 0
@@ -177,10 +183,9 @@ def test_a_released_checkpoint_is_continued_and_exported(kind: Kind, tmp_path: P
 
 
 def assert_ids_of_files(text: Path, tokenizer: Any, shards: Any) -> None:
-    """Every training document is a file's text through the library."""
-    tokenizer.encode_special_tokens = True
-    known = {tuple(tokenizer.encode(file.read_text(), add_special_tokens=False).ids) for file in text.iterdir()}
-    tokenizer.encode_special_tokens = False
+    """Every training document is a text of the file through the library."""
+    texts = (json.loads(line)["text"] for line in text.read_text().splitlines())
+    known = {tuple(tokenizer.encode(one, add_special_tokens=False).ids) for one in texts}
     found = [
         tuple(shard.tokens[int(begin) : int(end)].tolist())
         for shard in shards.shards
@@ -210,7 +215,7 @@ def assert_logits(folder: Path, theirs: Any, tokenizer: Any) -> None:
 
 
 def test_masking_takes_words_and_draws_no_special_or_reserved_token(tmp_path: Path) -> None:
-    text = write_documents(tmp_path / "text", 20)
+    text = write_documents(tmp_path / "text.jsonl", 20)
     save_released(tmp_path / "start", "eurobert")
     (tmp_path / "trial.yaml").write_text(
         json.dumps(
@@ -218,7 +223,7 @@ def test_masking_takes_words_and_draws_no_special_or_reserved_token(tmp_path: Pa
                 "name": "trial",
                 "corpus": {
                     "dir": str(tmp_path / "corpus"),
-                    "sources": [{"kind": "books", "path": str(text)}],
+                    "sources": jsonl(text),
                     "vocabulary": {"kind": "byte_bpe", "path": str(tmp_path / "start/tokenizer.json")},
                     "processes": 1,
                 },
@@ -243,9 +248,10 @@ def test_masking_takes_words_and_draws_no_special_or_reserved_token(tmp_path: Pa
 
 
 def test_added_words_need_wordpiece(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    save_released(tmp_path / "start", "roberta")
-    text = write_documents(tmp_path / "text", 3)
+    text = write_documents(tmp_path / "text.jsonl", 3)
     make_released(tmp_path / "start", "roberta")
-    path = write_config(tmp_path / "trial.yaml", tmp_path / "corpus", text, tmp_path / "start")
+    path = write_config(
+        tmp_path / "trial.yaml", tmp_path / "corpus", text, tmp_path / "start", corpus__sources=jsonl(text)
+    )
     assert main(["prepare", str(path), "--set", "corpus.vocabulary.added_words=2"]) == 2
     assert "only WordPiece vocabularies can be extended" in capsys.readouterr().err

@@ -17,14 +17,16 @@ from tiny_checkpoints import WORDS, make_bert
 from pretrain.__main__ import main
 from pretrain.batches.replay import mixture_weights, with_replay
 from pretrain.checkpoint import store
-from pretrain.checkpoint.start import log_frequencies, start_overrides
+from pretrain.checkpoint.start import log_frequencies, read_start, start_overrides
 from pretrain.common.errors import InputError
 from pretrain.common.yaml_text import Dumper
 from pretrain.config import AdaptationConfig, PairsConfig, PretrainConfig, load_config
 from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.shards import open_shards
 from pretrain.corpus.vocabulary import load_vocabulary
+from pretrain.model.heads import PretrainingModel
 from pretrain.training.rates import rate_shares, rated_groups
+from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, records, with_changes
 
@@ -357,6 +359,36 @@ def test_the_checkpoint_decides_the_model(place: Place) -> None:
     assert config.model.hidden_dropout == 0.0
     assert config.corpus.vocabulary.size == open_shards(place.corpus, "train").vocabulary_size
     assert resolved(place.config, "model.hidden=32").model == resolved(place.config).model
+
+
+def test_a_checkpoint_with_narrow_embeddings_can_be_continued(place: Place, tmp_path: Path) -> None:
+    """ELECTRA's generator has a head with a tied decoder; its logits are those of transformers."""
+    from transformers import ElectraConfig, ElectraForMaskedLM
+
+    shutil.copytree(place.start, tmp_path / "start")
+    (tmp_path / "start" / "model.safetensors").unlink()
+    known = json.loads((place.start / "config.json").read_text())
+    shape = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 48}
+    torch.manual_seed(2)
+    sizes = {"embedding_size": 16, "vocab_size": known["vocab_size"], "max_position_embeddings": 64}
+    theirs = ElectraForMaskedLM(ElectraConfig(**shape, **sizes)).eval()
+    theirs.save_pretrained(tmp_path / "start")
+    path = write_config(tmp_path / "run.yaml", place.corpus, place.text, tmp_path / "start", pairs__next_sentence=False)
+    config = resolved(path)
+    assert (config.model.embedding, config.model.hidden) == (16, 32)
+    model = PretrainingModel(config.model, known["vocab_size"], False).eval()
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    start = read_start(config, shapes, open_shards(place.corpus, "train"))
+    assert not start.initialised
+    model.load_state_dict(start.state)
+    batch = make_batch([20], known["vocab_size"])
+    with torch.no_grad():
+        logits = theirs(batch.input_ids[None], token_type_ids=batch.token_types[None]).logits[0, batch.masked_rows]
+        torch.testing.assert_close(model.masked_logits(batch), logits, rtol=1e-4, atol=1e-4)
+    model(batch).mlm_loss.backward()
+    projection = model.embeddings.project_weight.grad
+    assert projection is not None
+    assert projection.abs().max() > 0
 
 
 @pytest.mark.parametrize(

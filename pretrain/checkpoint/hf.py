@@ -72,6 +72,8 @@ def export(
     layout, rows = LAYOUTS[family] if family else layout_of(model), len(state["embeddings.word"])
     if family:
         read_tokenizer(tokenizer_folder, rows)
+        if not next_sentence and (config or {}).get("type_vocab_size") == 1:
+            state = _with_one_type(state)
         facts, ids = written_facts(layout, model, state, config or {}, tokenizer_folder)
     else:
         ids = _read_special_ids(tokenizer_folder, model, rows)
@@ -142,6 +144,12 @@ def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
         {**released.backbone, **released.pretraining},
         "heads.nsp_weight" in released.pretraining,
     )
+
+
+def _with_one_type(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """`state` of a run without pairs: its tokens had the first type only, so the second may be the same again."""
+    name = "embeddings.token_type"
+    return {**state, **({name: state[name][:1].expand(2, -1)} if name in state else {})}
 
 
 # ---- a run

@@ -62,7 +62,7 @@ def start_overrides(path: Path, overrides: Sequence[str], *, resume: bool = Fals
     released = read_released(Path(folder).expanduser())
     tokenizer = start_tokenizer(Path(folder).expanduser(), released)
     added = _section(_section(given, "corpus"), "vocabulary").get("added_words")
-    model = _model(folder, released, 0 if added else vocabulary_size(tokenizer))
+    model = _model(released, 0 if added else vocabulary_size(tokenizer))
     return [*_model_overrides(folder, model, given), *_vocabulary_overrides(folder, tokenizer, given)]
 
 
@@ -93,13 +93,8 @@ def _of_earlier_start(earlier: PretrainConfig, given: Mapping[str, Any]) -> list
     return [*_model_overrides(earlier.start_from, earlier.model, given), *overrides]
 
 
-def _model(folder: str, released: Released, entries: int) -> ModelConfig:
+def _model(released: Released, entries: int) -> ModelConfig:
     """The checkpoint's shape, with its rows beyond the `entries` of its vocabulary; 0: without such rows."""
-    if released.model.embedding not in (0, released.model.hidden):
-        raise InputError(
-            f"start_from: {folder} has embeddings of {released.model.embedding} below layers of "
-            f"{released.model.hidden}, which can be fine-tuned, but not pretrained. Choose another checkpoint."
-        )
     rows = released.vocabulary_size if 0 < entries < released.vocabulary_size else 0
     return released.model.model_copy(update={"attention_init": "normal", "vocabulary_rows": rows})
 

@@ -3,7 +3,8 @@
     checkpoints/step-00001000/
         state.json                        step, data position, optimizer updates, config, W&B run id, losses
         rank-00000-of-00002.safetensors   1-D fp32 tensors "<kind>|<parameter>|<start>";
-                                          kind: weight, exp_avg, exp_avg_sq; average of the last steps' weights
+                                          kind: weight, exp_avg, exp_avg_sq; average of the last steps' weights;
+                                          row_square, where start counts rows
         manifest.json                     sizes and SHA-256 of the files, and where each part of each parameter is
 
 A checkpoint names its tensors and does not depend on the number of workers that wrote it

@@ -190,6 +190,13 @@ class MaskingConfig(Section):
         description="Predict a masked token at the position before it, as causal sequences do (masked next-token "
         "prediction, Lv et al. 2024; GPT-BERT). The exported head then predicts the following token.",
     )
+    z_loss: float = Field(
+        default=0.0,
+        ge=0,
+        description="Weight of the z-loss, the squared logarithm of the softmax's denominator, which is added to the "
+        "loss of every predicted token (Chowdhery et al. 2022, PaLM; GPT-BERT). It keeps scores from drifting; both "
+        "have 1e-4. 0 disables it.",
+    )
 
     @property
     def chosen_scheme(self) -> str:

@@ -42,8 +42,8 @@ class ModelConfig(Section):
         default=0,
         ge=0,
         le=MAX_WIDTH,
-        description="Width of the embeddings, if they are projected to hidden as in ELECTRA. 0 means hidden. "
-        "Only for released models and the objective electra: other pretraining needs 0.",
+        description="Width of the embeddings, if they are projected to hidden. The transform of the MLM head projects "
+        "back, so the decoder can be tied (Lan et al. 2020, ALBERT, section 3.1). 0 means hidden.",
     )
     # The default is that of google-research/bert modeling.py, layer_norm; torch and RoBERTa use 1e-5.
     layer_norm_eps: float = Field(
@@ -83,6 +83,17 @@ class ModelConfig(Section):
         ge=0,
         description="Rows of the word embeddings and of the decoder. Those beyond the entries of the vocabulary are "
         "padding, such as up to a multiple of 64, which is faster on GPUs. 0 means no padding.",
+    )
+    zero_output_init: bool = Field(
+        default=False,
+        description="Initialise the output projections of attention and feed-forward network to 0, so that each layer "
+        "begins as the identity (Zhang et al. 2019, Fixup). scaled_output_init then scales the MLM head alone.",
+    )
+    recursions: int = Field(
+        default=1,
+        ge=1,
+        description="How often the stack of layers is applied, with the same weights (Dehghani et al. 2019, Universal "
+        "Transformers; Lan et al. 2020, ALBERT). FLOPs grow with it, parameters do not.",
     )
     norm: str = Field(
         default="layer_norm",
@@ -127,6 +138,23 @@ class ModelConfig(Section):
     )
     kv_heads: int = Field(
         default=0, ge=0, description="Heads of keys and values, each shared by several query heads. 0 means heads."
+    )
+    qk_norm: bool = Field(
+        default=False,
+        description="Divide the query and the key of each head by their root mean square, before rotation, and "
+        "multiply them by learned vectors that all heads share (Henry et al. 2020, Dehghani et al. 2023). Scores stay "
+        "bounded, so higher learning rates are stable.",
+    )
+    norm_before_output: bool = Field(
+        default=False,
+        description="A further norm before the output projection of attention, and one before that of the feed-forward "
+        "network (Shleifer et al. 2021, NormFormer; Samuel et al. 2023, LTG-BERT).",
+    )
+    attention_gate: Literal["none", "head", "value"] = Field(
+        default="none",
+        description="Multiply the context of attention by a projection of the layer's input. head has a sigmoid per "
+        "head (Qiu et al. 2025); value has a GELU per column (Charpentier and Samuel 2024, GPT-BERT), and starts near "
+        "0, so use it with norm_before_output.",
     )
     activation: str = Field(
         default="gelu", description="Activation of the feed-forward network: gelu, relu, silu or tanh."
@@ -179,6 +207,15 @@ class ModelConfig(Section):
         return self
 
     @model_validator(mode="after")
+    def _check_embedding(self) -> ModelConfig:
+        if self.embedding not in (0, self.hidden) and not self.mlm_transform:
+            raise ValueError(
+                f"embedding ({self.embedding}) needs mlm_transform: true, which projects hidden ({self.hidden}) to the "
+                "decoder's width"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _check_attention_init(self) -> ModelConfig:
         if self.attention_init != "neighbours":
             return self
@@ -187,6 +224,10 @@ class ModelConfig(Section):
         if self.embedding not in (0, self.hidden):
             raise ValueError(
                 f"attention_init: neighbours needs embedding ({self.embedding}) to be 0 or hidden ({self.hidden})"
+            )
+        if self.recursions > 1:
+            raise ValueError(
+                f"attention_init: neighbours needs recursions: 1, not {self.recursions}: it is for lower layers"
             )
         if self.hidden // self.heads % 2:
             raise ValueError(
@@ -260,9 +301,14 @@ class ModelConfig(Section):
         """The base of the rotary frequencies of a layer, counted from 0; 0 without rotary positions."""
         return self.local_rotary_base or self.rotary_base if self.window(layer) else self.rotary_base
 
+    @property
+    def depth(self) -> int:
+        """Layers that a token passes through."""
+        return self.layers * self.recursions
+
     def has_attention_norm(self, layer: int) -> bool:
-        """False in the first layer of a pre-norm model with normalised embeddings."""
-        return layer > 0 or self.norm_placement == "post" or not self.embedding_norm
+        """False in the first layer of a pre-norm model that reads nothing but normalised embeddings."""
+        return layer > 0 or self.norm_placement == "post" or not self.embedding_norm or self.recursions > 1
 
 
 def _replaces(values: dict[str, Any], shape: Shape) -> bool:

@@ -202,6 +202,10 @@ class PretrainConfig(RunConfig):
                 f"{second} does not fit phases.*.causal_share and masking.shifted_targets: its second model predicts "
                 "masked tokens where they are. Set them to 0 and false"
             )
+        if second and self.masking.z_loss:
+            raise ValueError(
+                f"masking.z_loss ({self.masking.z_loss}) has no effect with {second}. Remove it, or set it to 0"
+            )
         return self
 
     @model_validator(mode="after")
@@ -238,11 +242,6 @@ class PretrainConfig(RunConfig):
 
     @model_validator(mode="after")
     def _check_phases(self) -> PretrainConfig:
-        if self.model.embedding not in (0, self.model.hidden) and not self.electra.is_on:
-            raise ValueError(
-                f"model.embedding ({self.model.embedding}) is for released models and electra only; the decoder is "
-                f"tied to the embeddings, so set it to 0 or to model.hidden ({self.model.hidden})"
-            )
         for number, phase in enumerate(self.phases):
             if phase.sequence_length > self.model.max_positions:
                 raise ValueError(

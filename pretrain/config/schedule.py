@@ -33,12 +33,24 @@ class OptimizerConfig(Section):
         description="Only muon: learning rate of the layers' matrices, as a multiple of the phase's. Updates are as "
         "large as those of adamw, so 1 suits most runs.",
     )
+    normalised: bool = Field(
+        default=False,
+        description="Only muon: divide each row of an orthogonalised update by the root mean square that this row has "
+        "had in recent steps, and scale the whole back to its size (Li et al. 2025, NorMuon). Takes one number per row "
+        "of memory.",
+    )
+    cautious_weight_decay: bool = Field(
+        default=False,
+        description="Only muon: decay only weights that the update makes smaller, too (Chen et al. 2025).",
+    )
 
     @model_validator(mode="after")
     def _check_muon(self) -> OptimizerConfig:
-        for key in ("muon_momentum", "muon_rate"):
+        for key in ("muon_momentum", "muon_rate", "normalised", "cautious_weight_decay"):
             if self.name != "muon" and getattr(self, key) != type(self).model_fields[key].default:
                 raise ValueError(f"{key} has no effect with name: {self.name}. Remove it, or set name: muon")
+        if self.cautious_weight_decay and not self.weight_decay:
+            raise ValueError("cautious_weight_decay has no effect with weight_decay: 0. Remove it, or set weight_decay")
         return self
 
 

@@ -8,14 +8,14 @@ F feed-forward width.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from pretrain.config import ModelConfig
-from pretrain.model.activations import get_activation
+from pretrain.model.activations import gelu, get_activation
 from pretrain.model.hash_rng import hash_dropout
 from pretrain.model.norms import get_norm
 
@@ -28,12 +28,14 @@ class BlockFunctions(NamedTuple):
     eps: float  # of the norm
     pre_norm: bool = False  # whether norms come before attention and feed-forward network, not after the residual sums
     gated: bool = False  # whether the activation is multiplied by a second projection
+    attention_gate: Literal["none", "head", "value"] = "none"  # what the context is multiplied by
 
     @classmethod
     def of(cls, model: ModelConfig) -> BlockFunctions:
         """The functions that a config names. Raises `InputError` for an unknown name."""
         norm, activation = get_norm(model.norm).function, get_activation(model.activation).function
-        return cls(norm, activation, model.layer_norm_eps, model.norm_placement == "pre", model.gated)
+        pre_norm = model.norm_placement == "pre"
+        return cls(norm, activation, model.layer_norm_eps, pre_norm, model.gated, model.attention_gate)
 
 
 class EmbeddingWeights(NamedTuple):
@@ -60,6 +62,10 @@ class LayerWeights(NamedTuple):
     ffn_out_weight: Tensor  # [H, F]
     ffn_out_bias: Tensor | None
     ffn_norm: tuple[Tensor, ...]
+    gate_weight: Tensor | None = None  # of the context: [heads, H] or [H, H]
+    gate_bias: Tensor | None = None
+    context_norm: tuple[Tensor, ...] | None = None  # before the output projections, if they have norms
+    inner_norm: tuple[Tensor, ...] | None = None  # each [F]
 
     @classmethod
     def of(cls, layer: Any, model: ModelConfig) -> LayerWeights:
@@ -74,6 +80,12 @@ class LayerWeights(NamedTuple):
             layer.ffn_out_weight,
             getattr(layer, "ffn_out_bias", None),
             norm_weights(layer, "ffn_norm", model),
+            getattr(layer, "attention_gate_weight", None),
+            getattr(layer, "attention_gate_bias", None),
+            *(
+                norm_weights(layer, f"{x}_norm", model) if model.norm_before_output else None
+                for x in ("context", "inner")
+            ),
         )
 
 
@@ -113,25 +125,49 @@ def apply_norm(hidden_TH: Tensor, weights: tuple[Tensor, ...], functions: BlockF
 def after_attention(
     context_TH: Tensor,
     hidden_TH: Tensor,
+    gate_input_TH: Tensor | None,
     keys_T: Tensor | None,
     weights: LayerWeights,
     functions: BlockFunctions,
     dropout: float,
 ) -> Tensor:
-    """Output projection, residual sum, feed-forward network and its residual sum, with a norm of each: [T, H]."""
+    """Output projection, residual sum, feed-forward network and its residual sum, with a norm of each: [T, H].
+
+    `gate_input_TH` is the input of the attention, which gates of its context are computed from; not read without gates.
+    """
     w, dtype = weights, hidden_TH.dtype
+    context_TH = _finish_context(context_TH, gate_input_TH, weights, functions)
     attended_TH = linear(context_TH, w.attention_out_weight, w.attention_out_bias)
     attended_TH = hidden_TH + hash_dropout(attended_TH, keys_T, 1, dropout)
     if functions.pre_norm:
         normed_TH = functions.norm(attended_TH, *w.ffn_norm, eps=functions.eps).to(dtype)
     else:
         normed_TH = attended_TH = functions.norm(attended_TH, *w.attention_norm, eps=functions.eps).to(dtype)
-    inner_TF = feed_forward_inner(linear(normed_TH, w.ffn_in_weight, w.ffn_in_bias), functions).to(dtype)
-    output_TH = linear(inner_TF, w.ffn_out_weight, w.ffn_out_bias)
+    inner_TF = feed_forward_inner(linear(normed_TH, w.ffn_in_weight, w.ffn_in_bias), functions)
+    if w.inner_norm is not None:
+        inner_TF = functions.norm(inner_TF, *w.inner_norm, eps=functions.eps)
+    output_TH = linear(inner_TF.to(dtype), w.ffn_out_weight, w.ffn_out_bias)
     output_TH = attended_TH + hash_dropout(output_TH, keys_T, 2, dropout)
     if functions.pre_norm:
         return output_TH.to(dtype)
     return functions.norm(output_TH, *w.ffn_norm, eps=functions.eps).to(dtype)
+
+
+def _finish_context(
+    context_TH: Tensor, gate_input_TH: Tensor | None, weights: LayerWeights, functions: BlockFunctions
+) -> Tensor:
+    """The context [T, H] times its gate, and normalised, as far as the model has these."""
+    finished_TH = context_TH
+    if weights.gate_weight is not None and gate_input_TH is not None:
+        gates = linear(gate_input_TH, weights.gate_weight, weights.gate_bias)
+        if functions.attention_gate == "head":  # Qiu et al. 2025, arXiv:2505.06708: headwise, after the attention
+            context_TND = context_TH.float().unflatten(-1, (gates.shape[-1], -1))
+            finished_TH = (context_TND * gates.sigmoid()[..., None]).flatten(-2)
+        else:  # Charpentier & Samuel 2024, arXiv:2410.24159, GPT-BERT
+            finished_TH = context_TH.float() * gelu(gates)
+    if weights.context_norm is not None:
+        finished_TH = functions.norm(finished_TH.float(), *weights.context_norm, eps=functions.eps)
+    return finished_TH.to(context_TH.dtype)
 
 
 def feed_forward_inner(projected: Tensor, functions: BlockFunctions) -> Tensor:

@@ -166,8 +166,9 @@ def recomputed_flops(model: ModelConfig, lengths: Sequence[float], rows: float, 
         checkpointing: whether the layers run forward again (`engine.activation_checkpointing`).
     """
     tokens, last = sum(lengths), model.layers - 1
-    pairs = sum(_pairs(length, model.window(number)) for number in range(last) for length in lengths)
-    pairs += sum(_pairs(length, model.window(last)) for length in lengths) * rows / tokens
+    stack = sum(_pairs(length, model.window(number)) for number in range(model.layers) for length in lengths)
+    skipped = sum(_pairs(length, model.window(last)) for length in lengths) * (1 - rows / tokens)
+    pairs = model.recursions * stack - skipped
     layers = encoder_flops(model, lengths, rows) - _projection(model) * tokens if checkpointing else 0.0
     return 2 * model.hidden * pairs + layers / 3
 
@@ -194,13 +195,14 @@ def activation_bytes(
     pre = model.norm_placement == "pre"
     embedding = tokens * _embedding_saves(model, b, compiled)
     past_attention = (_compiled_saves if compiled else _plain_saves)(model, b) + 4 * model.heads
-    before = b * 3 * h + (_norm_saves(model, b, compiled) if pre else 0)
+    past_attention += _context_saves(model, b, compiled)
+    before = _qkv_saves(model, b, compiled) + (_norm_saves(model, b, compiled) if pre else 0)
     layer, last = tokens * (before + past_attention), tokens * before + rows * past_attention
     final = rows * _norm_saves(model, b, compiled) if pre else 0
     working = working_bytes(model, tokens, itemsize)
     if checkpointing:
-        return embedding + model.layers * b * tokens * h + layer + final + working
-    return embedding + (model.layers - 1) * layer + last + final + working
+        return embedding + model.depth * b * tokens * h + layer + final + working
+    return embedding + (model.depth - 1) * layer + last + final + working
 
 
 def working_bytes(model: ModelConfig, tokens: int, itemsize: int) -> int:
@@ -216,11 +218,13 @@ def logits_bytes(model: ModelConfig, vocabulary_size: int, masked: int, *, items
 
 
 def _all_layers(model: ModelConfig, lengths: Sequence[float]) -> float:
+    """FLOPs of the layers, as often as they are applied, and of the projection of the embeddings."""
     tokens, matmuls, pairs = sum(lengths), 0, 0.0
     for number in range(model.layers):
         matmuls += matrix_entries(layer_parameters(model, number))
         pairs += sum(_pairs(length, model.window(number)) for length in lengths)
-    return (_FLOPS_PER_ENTRY * matmuls + _projection(model)) * tokens + 12 * model.hidden * pairs
+    layers = _FLOPS_PER_ENTRY * matmuls * tokens + 12 * model.hidden * pairs
+    return model.recursions * layers + _projection(model) * tokens
 
 
 def _projection(model: ModelConfig) -> int:
@@ -265,6 +269,29 @@ def _plain_saves(model: ModelConfig, itemsize: int) -> int:
     h, normed = model.hidden, 4 * model.hidden * get_norm(model.norm).saved
     norms = normed if model.norm_placement == "pre" else 2 * normed
     return itemsize * 3 * h + _activation_saves(model, itemsize) + norms + 2 * h * (model.hidden_dropout > 0)
+
+
+def _qkv_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:
+    """Bytes per token of query, key and value; with norms of heads also of their product, and what those need."""
+    keys = (model.kv_heads or model.heads) * model.head_width
+    product, normed = model.hidden + 2 * keys, model.hidden + keys
+    extra = itemsize * product if compiled else 4 * (product + normed)
+    return itemsize * 3 * model.hidden + (extra if model.qk_norm else 0)
+
+
+def _context_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:
+    """Bytes per token of gates of the context, and of norms before the output projections."""
+    h, b, gate = model.hidden, itemsize, {"none": 0, "head": model.heads, "value": model.hidden}[model.attention_gate]
+    if compiled:
+        return b * gate
+    own = get_norm(model.norm).saved
+    context = 4 * h * (b < 4)  # in fp32, if anything reads it
+    gates = context + 4 * gate * (2 if model.attention_gate == "value" else 1) + b * h if gate else 0
+    if not model.norm_before_output:
+        return gates
+    # The gated context is read by the norm alone.
+    before_output = gates + 4 * h * own if gate else context + 4 * h * (own - 1) + b * h
+    return before_output + 4 * model.intermediate * own
 
 
 def _norm_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:

@@ -110,12 +110,13 @@ class Encoder(nn.Module):
             layout = layout._replace(distance_bias=self.relative(layout.max_seqlen))
         turns = rotations(self.shape, batch.positions)
         hidden_TH = self.embeddings(batch.input_ids, batch.token_types, batch.positions, keys_T)
-        for number, layer in enumerate(self.layers):
+        for number in range(self.shape.depth):
+            layer = self.layers[number % self.shape.layers]
             keys_T = keys_T + BETWEEN
             layout = layout._replace(
                 keys=keys_T,
-                rows=rows_R if number == len(self.layers) - 1 else None,
-                rotation=turns.get(self.shape.rotary_base_of(number)),
+                rows=rows_R if number == self.shape.depth - 1 else None,
+                rotation=turns.get(self.shape.rotary_base_of(number % self.shape.layers)),
             )
             if self.activation_checkpointing and self.training:
                 # Only CUDA's attention kernel uses the generator; all other dropout is a hash.
@@ -233,11 +234,15 @@ class Layer(nn.Module):
             AttentionOptions(shape.heads, shape.attention_dropout if training else 0.0, self.fused, self.window),
         )
         keys_T = layout.keys
+        gate_input_TH = normed_TH if shape.attention_gate != "none" else None
         if layout.rows is not None:
             hidden_TH, keys_T = hidden_TH.index_select(0, layout.rows), keys_T[layout.rows]
+            gate_input_TH = None if gate_input_TH is None else gate_input_TH.index_select(0, layout.rows)
         weights = LayerWeights.of(self, shape)
         dropout = shape.hidden_dropout if training else 0.0
-        return program(after_attention, self.fused)(context_TH, hidden_TH, keys_T, weights, self.functions, dropout)
+        return program(after_attention, self.fused)(
+            context_TH, hidden_TH, gate_input_TH, keys_T, weights, self.functions, dropout
+        )
 
 
 class FinalNorm(nn.Module):

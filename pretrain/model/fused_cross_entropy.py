@@ -20,8 +20,8 @@ from pretrain.model.cost import LOGITS_PER_PIECE
 
 
 def vocabulary_losses(
-    hidden: Tensor, word: Tensor, bias: Tensor | None, labels: Tensor, fused: bool
-) -> tuple[Tensor, Tensor]:
+    hidden: Tensor, word: Tensor, bias: Tensor | None, labels: Tensor, fused: bool, z_weight: float = 0.0
+) -> tuple[Tensor, ...]:
     """Cross-entropy of the scores `hidden @ word.T + bias` against the labels.
 
     Args:
@@ -30,13 +30,16 @@ def vocabulary_losses(
         bias: [V], or None.
         labels: int64 [K].
         fused: let torch.compile fuse what lies between the matmuls.
+        z_weight: of the z-loss, the squared logarithm of the softmax's denominator (Chowdhery et al. 2022,
+            arXiv:2204.02311, section 5). Its gradient comes with that of the cross-entropy, in the same pass.
 
     Returns:
         (sum of cross-entropies in nats, expected number of correct predictions, with ties broken at random), fp32
-        scalars; the first is differentiable, once.
+        scalars; the first is differentiable, once. With `z_weight` it contains the weighted z-loss, and that sum is a
+        third scalar.
     """
     needs_gradient = torch.is_grad_enabled() and (hidden.requires_grad or word.requires_grad)
-    losses: Any = _VocabularyLosses.apply(hidden, word, bias, labels, None, fused, needs_gradient)
+    losses: Any = _VocabularyLosses.apply(hidden, word, bias, labels, None, fused, needs_gradient, z_weight)
     return losses
 
 
@@ -85,8 +88,9 @@ class _VocabularyLosses(torch.autograd.Function):
         soft: SoftTargets | None,
         fused: bool,
         needs_gradient: bool,
+        z_weight: float = 0.0,
     ) -> tuple[Tensor, ...]:
-        totals = torch.zeros(2 if soft is None else 4, device=hidden.device)
+        totals = torch.zeros(4 if soft is not None else 3 if z_weight else 2, device=hidden.device)
         grad_hidden, grad_word, grad_bias = torch.empty_like(hidden), None, None
         # Pieces of nearly equal length: a last one of a single row would be compiled for itself.
         pieces = max(1, -(-len(labels) * word.shape[0] // LOGITS_PER_PIECE))
@@ -94,12 +98,12 @@ class _VocabularyLosses(torch.autograd.Function):
         for first in range(0, max(1, len(labels)), rows):
             piece = slice(first, first + rows)
             logits_CV, labels_C = hidden[piece] @ word.T, labels[piece]
-            compute, more = _losses_and_gradient, ()
+            compute, more = _losses_and_gradient, (z_weight,) if z_weight else ()
             if soft is not None:
                 compute = _soft_losses_and_gradient
                 more = soft.hidden[piece] @ soft.word.T, *soft[2:]
             elif not needs_gradient:
-                totals += program(_losses, fused)(logits_CV, bias, labels_C)
+                totals += program(_losses, fused)(logits_CV, bias, labels_C, *more)
                 continue
             losses, grad_CV = program(compute, fused)(logits_CV, bias, labels_C, *more)
             totals += losses
@@ -120,7 +124,7 @@ class _VocabularyLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         # In place: nothing else uses them, and there is one backward pass.
-        return *(None if saved is None else saved.mul_(grads[0]) for saved in ctx.saved_tensors), *(None,) * 4
+        return *(None if saved is None else saved.mul_(grads[0]) for saved in ctx.saved_tensors), *(None,) * 5
 
 
 def _add(total: Tensor | None, piece: Tensor) -> Tensor:
@@ -128,17 +132,25 @@ def _add(total: Tensor | None, piece: Tensor) -> Tensor:
     return piece if total is None else total.float().add_(piece)
 
 
-def _losses(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor) -> Tensor:
-    """fp32 [2]: summed cross-entropy, and correct predictions; `logits_CV` come without their bias."""
-    return _totals(labels_C, *_normalise(logits_CV, bias_V))
+def _losses(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, z_weight: float = 0.0) -> Tensor:
+    """fp32 [2] or [3] as `vocabulary_losses` returns; `logits_CV` come without their bias."""
+    scores_CV, top_C, log_total_C = _normalise(logits_CV, bias_V)
+    return _with_z_loss(_totals(labels_C, scores_CV, top_C, log_total_C), log_total_C, z_weight)
 
 
-def _losses_and_gradient(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor) -> tuple[Tensor, Tensor]:
-    """(`_losses`, gradient of the summed cross-entropy [C, V] in the dtype of the logits)."""
+def _losses_and_gradient(
+    logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, z_weight: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """(`_losses`, gradient of the first [C, V] in the dtype of the logits)."""
     scores_CV, top_C, log_total_C = _normalise(logits_CV, bias_V)
     column_V = torch.arange(scores_CV.shape[1], device=scores_CV.device)
-    grad_CV = (scores_CV - log_total_C[:, None]).exp() - (column_V == labels_C[:, None]).float()
-    return _totals(labels_C, scores_CV, top_C, log_total_C), grad_CV.to(logits_CV.dtype)
+    shares_CV = (scores_CV - log_total_C[:, None]).exp()
+    if z_weight:
+        # The logarithm of the denominator has the softmax as its gradient.
+        shares_CV = shares_CV * (1 + 2 * z_weight * log_total_C)[:, None]
+    grad_CV = shares_CV - (column_V == labels_C[:, None]).float()
+    totals = _totals(labels_C, scores_CV, top_C, log_total_C)
+    return _with_z_loss(totals, log_total_C, z_weight), grad_CV.to(logits_CV.dtype)
 
 
 def _soft_losses_and_gradient(
@@ -164,6 +176,14 @@ def _soft_losses_and_gradient(
     weighted = soft_weight * divergence + hard_weight * cross_entropy
     grad_CV = hard_weight * hard_CV + (soft_weight * temperature) * (own_CV.exp() - shares_CV)
     return torch.stack([weighted, cross_entropy, divergence, correct]), grad_CV.to(logits_CV.dtype)
+
+
+def _with_z_loss(totals: Tensor, log_total_C: Tensor, z_weight: float) -> Tensor:
+    """fp32 [2] -> [3] if there is a z-loss: added to the first, and on its own."""
+    if not z_weight:
+        return totals
+    z_loss, (loss, correct) = z_weight * log_total_C.square().sum(), totals.unbind()
+    return torch.stack([loss + z_loss, correct, z_loss])
 
 
 def _normalise(logits_CV: Tensor, bias_V: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -38,16 +38,18 @@ class PretrainingBatch(UnpaddedBatch, Protocol):
 class Losses(NamedTuple):
     """Sums over the micro-batch, fp32 scalars; the training task divides them by global counts (invariant 3)."""
 
-    mlm_loss: Tensor  # cross-entropy in nats
+    mlm_loss: Tensor  # cross-entropy in nats, and `z_loss` if there is one
     nsp_loss: Tensor
     mlm_correct: Tensor  # number of masked tokens whose label has the highest score
     nsp_correct: Tensor
     causal_loss: Tensor | None = None  # as those of masked tokens, of causal sequences; None without any
     causal_correct: Tensor | None = None
+    z_loss: Tensor | None = None  # of masked tokens, weighted; None without any
+    causal_z_loss: Tensor | None = None
 
 
 class PretrainingModel(Encoder):
-    """The encoder with its pretraining heads; arguments as `Encoder`, and whether there is an NSP head."""
+    """The encoder with its pretraining heads; arguments as `Encoder`, whether there is an NSP head, z-loss."""
 
     def __init__(
         self,
@@ -57,9 +59,10 @@ class PretrainingModel(Encoder):
         *,
         compile: bool = False,
         activation_checkpointing: bool = False,
+        z_loss: float = 0.0,
     ) -> None:
         super().__init__(shape, vocabulary_size, compile=compile, activation_checkpointing=activation_checkpointing)
-        self.heads = Heads(shape, vocabulary_size, next_sentence, compile)
+        self.heads = Heads(shape, vocabulary_size, next_sentence, compile, z_loss)
         self.embeddings.tied = shape.tied_decoder
 
     def forward(self, batch: PretrainingBatch) -> Losses:
@@ -115,11 +118,14 @@ class Heads(nn.Module):
     nsp_weight: nn.Parameter  # [2, H]
     nsp_bias: nn.Parameter
 
-    def __init__(self, shape: ModelConfig, vocabulary_size: int, next_sentence: bool, compile: bool) -> None:
+    def __init__(
+        self, shape: ModelConfig, vocabulary_size: int, next_sentence: bool, compile: bool, z_loss: float = 0.0
+    ) -> None:
         super().__init__()
         self.shape = shape
         self.fused = compile
         self.next_sentence = next_sentence
+        self.z_loss = z_loss
         self.functions = BlockFunctions.of(shape)
         create_parameters(self, head_parameters(shape, vocabulary_size, next_sentence), shape.init_std)
 
@@ -140,20 +146,25 @@ class Heads(nn.Module):
             last = self._predict(transformed_KH[masked:], decoder_VH, masked_labels_K[masked:])
             transformed_KH, masked_labels_K = transformed_KH[:masked], masked_labels_K[:masked]
         else:
-            last = None, None
-        mlm_loss, mlm_correct = self._predict(transformed_KH, decoder_VH, masked_labels_K)
+            last = None, None, None
+        mlm_loss, mlm_correct, z_loss = self._predict(transformed_KH, decoder_VH, masked_labels_K)
         if not self.next_sentence:
-            return Losses(mlm_loss, mlm_loss.new_zeros(()), mlm_correct, mlm_loss.new_zeros(()), *last)
+            nothing, (causal_loss, causal_correct, causal_z) = mlm_loss.new_zeros(()), last
+            return Losses(mlm_loss, nothing, mlm_correct, nothing, causal_loss, causal_correct, z_loss, causal_z)
         logits_S2 = nsp_logits(hidden_RH[:sequences], self.nsp_weights()).float()
         nsp_loss = F.cross_entropy(logits_S2, nsp_labels_S, reduction="sum")
-        return Losses(mlm_loss, nsp_loss, mlm_correct, (logits_S2.argmax(-1) == nsp_labels_S).sum().float())
+        nsp_correct = (logits_S2.argmax(-1) == nsp_labels_S).sum().float()
+        return Losses(mlm_loss, nsp_loss, mlm_correct, nsp_correct, z_loss=z_loss)
 
-    def _predict(self, transformed_KH: Tensor, decoder_VH: Tensor, labels_K: Tensor) -> tuple[Tensor, Tensor]:
-        """Sums of losses and of correct predictions, fp32 scalars; 0 without any rows."""
+    def _predict(
+        self, transformed_KH: Tensor, decoder_VH: Tensor, labels_K: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Sums of losses, correct predictions and z-losses, fp32 scalars; 0 without any rows; no z-losses: None."""
         if not labels_K.shape[0]:
             nothing = torch.zeros((), device=labels_K.device)
-            return nothing, nothing
-        return vocabulary_losses(transformed_KH, decoder_VH, self.decoder_bias, labels_K, self.fused)
+            return nothing, nothing, nothing if self.z_loss else None
+        losses = vocabulary_losses(transformed_KH, decoder_VH, self.decoder_bias, labels_K, self.fused, self.z_loss)
+        return losses[0], losses[1], losses[2] if self.z_loss else None
 
     def transform(self, hidden_KH: Tensor, fused: bool = False) -> Tensor:
         """[K, H] -> [K, H], what the decoder reads."""

@@ -58,20 +58,20 @@ class PaddedEncoder(nn.Module):
             input_ids: int64 [B, L].
             attention_mask: int64 [B, L], 0 at padding, which follows a sequence's tokens.
             token_type_ids: int64 [B, L]; without them every token has type 0.
-            attention: gets the attention weights of each layer appended, [B, N, L, L].
+            attention: gets the attention weights of each application of a layer appended, [B, N, L, L].
         """
         shape = self.shape
         hidden_BLH = self._embed(input_ids, token_type_ids)
         positions_L = torch.arange(input_ids.shape[1], device=input_ids.device)
         masks, turns = self._masks(attention_mask, positions_L, hidden_BLH.dtype), rotations(shape, positions_L)
-        for number, layer in enumerate(self.layers):
-            normed_BLH = hidden_BLH
+        for number in [*range(shape.layers)] * shape.recursions:
+            layer, normed_BLH = self.layers[number], hidden_BLH
             if shape.norm_placement == "pre" and shape.has_attention_norm(number):
                 normed_BLH = apply_norm(hidden_BLH, norm_weights(layer, "attention_norm", shape), self.functions)
             by = turns.get(shape.rotary_base_of(number))
             context_BLH = self._attend(layer, normed_BLH, by, masks[shape.window(number)], attention)
             weights = LayerWeights.of(layer, shape)
-            hidden_BLH = after_attention(context_BLH, hidden_BLH, None, weights, self.functions, 0.0)
+            hidden_BLH = after_attention(context_BLH, hidden_BLH, normed_BLH, None, weights, self.functions, 0.0)
         if shape.norm_placement == "post":
             return hidden_BLH
         return apply_norm(hidden_BLH, norm_weights(self.final, "norm", shape), self.functions)
@@ -111,8 +111,8 @@ class PaddedEncoder(nn.Module):
         """[B, L, H], the context of every token."""
         heads, projection = self.shape.heads, ProjectionWeights.of(layer, self.shape)
         products = tuple(F.linear(hidden_BLH, weight) for weight in projection.weights)
-        qkv_BL3ND = form_qkv(products, projection.biases, by, heads).unflatten(-1, (3, heads, -1))
-        q_BNLD, k_BNLD, v_BNLD = qkv_BL3ND.transpose(1, 3).unbind(2)
+        qkv_BLX = form_qkv(products, projection.biases, projection.norms, by, heads)
+        q_BNLD, k_BNLD, v_BNLD = qkv_BLX.unflatten(-1, (3, heads, -1)).transpose(1, 3).unbind(2)
         scores_BNLL = q_BNLD @ k_BNLD.mT / math.sqrt(q_BNLD.shape[-1]) + mask
         weights_BNLL = scores_BNLL.softmax(-1)
         if attention is not None:

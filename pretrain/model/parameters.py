@@ -69,15 +69,23 @@ def layer_parameters(model: ModelConfig, number: int) -> tuple[Parameter, ...]:
     before = model.norm_placement == "pre"
     attention_norm = _norm("attention_norm", hidden, model) if model.has_attention_norm(number) else ()
     ffn_norm = _norm("ffn_norm", hidden, model)
-    scale = _output_scale(model)
+    context_norm, inner_norm = (
+        _norm(name, width, model) if model.norm_before_output else ()
+        for name, width in (("context_norm", hidden), ("inner_norm", ffn))
+    )
+    scale, initial = _output_scale(model), "zeros" if model.zero_output_init else "normal"
     ffn_in, inner = ("gated_in", STACKED["gated_in"] * ffn) if model.gated else ("ffn_in", ffn)
     return (
         *(attention_norm if before else ()),
         *_projections(model),
-        *linear_parameters("attention_out", hidden, hidden, bias=model.attention_bias, scale=scale),
+        *_head_norms(model),
+        *_gate(model),
+        *context_norm,
+        *linear_parameters("attention_out", hidden, hidden, bias=model.attention_bias, scale=scale, initial=initial),
         *(ffn_norm if before else attention_norm),
         *linear_parameters(ffn_in, inner, hidden, bias=model.ffn_in_bias),
-        *linear_parameters("ffn_out", hidden, ffn, bias=model.ffn_out_bias, scale=scale),
+        *inner_norm,
+        *linear_parameters("ffn_out", hidden, ffn, bias=model.ffn_out_bias, scale=scale, initial=initial),
         *(() if before else ffn_norm),
     )
 
@@ -109,10 +117,16 @@ def discriminator_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
 
 
 def linear_parameters(
-    name: str, outputs: int, inputs: int, *, bias: bool = True, scale: float = 1.0
+    name: str,
+    outputs: int,
+    inputs: int,
+    *,
+    bias: bool = True,
+    scale: float = 1.0,
+    initial: Initial = "normal",
 ) -> tuple[Parameter, ...]:
     """The parameters of a linear layer: weight [outputs, inputs], and bias [outputs] if it has one."""
-    weight = Parameter(f"{name}_weight", (outputs, inputs), "normal", scale)
+    weight = Parameter(f"{name}_weight", (outputs, inputs), initial, scale)
     return (weight, Parameter(f"{name}_bias", (outputs,), "zeros")) if bias else (weight,)
 
 
@@ -159,9 +173,23 @@ def _projections(model: ModelConfig) -> tuple[Parameter, ...]:
     return *linear_parameters("q", hidden, hidden, bias=bias), *linear_parameters("kv", rows, hidden, bias=bias)
 
 
+def _head_norms(model: ModelConfig) -> tuple[Parameter, ...]:
+    """The gains of the norms of query and key, one number per column of a head."""
+    names = ("q_norm_weight", "k_norm_weight") if model.qk_norm else ()
+    return tuple(Parameter(name, (model.head_width,), "ones") for name in names)
+
+
+def _gate(model: ModelConfig) -> tuple[Parameter, ...]:
+    """The projection to the gates of the attention's context: one per head, or one per column."""
+    if model.attention_gate == "none":
+        return ()
+    gates = model.heads if model.attention_gate == "head" else model.hidden
+    return linear_parameters("attention_gate", gates, model.hidden, bias=model.attention_bias)
+
+
 def _output_scale(model: ModelConfig) -> float:
     """Factor of the initial deviation of outputs (transformers modeling_modernbert.py, _init_weights, "out")."""
-    return (2 * model.layers) ** -0.5 if model.scaled_output_init else 1.0
+    return (2 * model.depth) ** -0.5 if model.scaled_output_init else 1.0
 
 
 def _norm(name: str, width: int, model: ModelConfig) -> tuple[Parameter, ...]:

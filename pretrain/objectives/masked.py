@@ -26,6 +26,7 @@ class MaskedTokens:
             config.pairs.has_classifier,
             compile=config.engine.compile,
             activation_checkpointing=config.engine.activation_checkpointing,
+            z_loss=config.masking.z_loss,
         )
 
     def place(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -46,9 +47,11 @@ class MaskedTokens:
 
     def totals(self, output: Losses) -> Tensor:
         sums = list(output[:4])
+        nothing = torch.zeros_like(output.mlm_loss)
         if self._config.has_causal:
-            nothing = torch.zeros_like(output.mlm_loss)
             sums += [nothing if total is None else total for total in (output.causal_loss, output.causal_correct)]
+        if self._config.masking.z_loss:
+            sums += [nothing if total is None else total for total in (output.z_loss, output.causal_z_loss)]
         return torch.stack(sums)
 
     def counts(self, step: StepBatch) -> Tensor:
@@ -59,6 +62,20 @@ class MaskedTokens:
         return model_flops(self._config, self._vocabulary_size, micro_batch.lengths, len(micro_batch.masked_rows))
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
+        if not self._config.masking.z_loss:
+            return self._cross_entropies(totals, counts)
+        *totals, z_loss, causal_z_loss = totals
+        totals[0] -= z_loss
+        z_mean = z_loss / max(counts[0], 1)
+        if self._config.has_causal:
+            totals[4] -= causal_z_loss
+            share = counts[3] / counts[1]
+            z_mean = (1 - share) * z_mean + share * causal_z_loss / max(counts[2], 1)
+        means = self._cross_entropies(totals, counts)
+        return {**means, "loss": means["loss"] + z_mean, "z_loss": z_mean}
+
+    def _cross_entropies(self, totals: list[float], counts: list[float]) -> dict[str, float]:
+        """The means without z-loss, which `totals` must not contain."""
         if self._config.has_causal:
             return _causal_metrics(totals, counts)
         mlm_loss, nsp_loss, mlm_correct, nsp_correct = totals

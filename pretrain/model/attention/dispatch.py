@@ -40,10 +40,10 @@ def self_attention(
     flash = has_flash(hidden, options.heads) and layout.distance_bias is None  # the kernel adds nothing to scores
     weight, bias = projection.weights[0], projection.biases[0]
     rotation = layout.rotation if flash else None  # the grouped matmuls rotate what they read
-    if rotation is not None or len(projection.weights) > 1:
+    if rotation is not None or not projection.only_product:
         products = tuple(hidden @ weight.T for weight in projection.weights)
         form = program(form_qkv, options.fused)
-        qkv, bias = form(products, projection.biases, rotation, options.heads), None
+        qkv, bias = form(products, projection.biases, projection.norms, rotation, options.heads), None
     elif flash:
         qkv, bias = F.linear(hidden, weight, bias), None
     else:

@@ -136,12 +136,12 @@ def _backward(
             torch.bmm(weights_BQL.mT, do_BQD[b], out=grad_v_BLD[b])
             if distance_bias is not None:
                 terms.add_gradient(grad_table_NM, b, grad_scores_BQL.float() / scale)
-        tokens = numbers.range if rows is None else rows[numbers.range]
-        grad_q_RH = between.to_tokens(grad_q_BQD, numbers.place_T, None, heads, *turn.of(tokens)).flatten(1)
-        if rows is None:
-            grad_qkv[tokens, :hidden] = grad_q_RH
+        queries = numbers.range if rows is None else rows[numbers.range]
+        grad_q_RH = between.to_tokens(grad_q_BQD, numbers.place_T, None, heads, *turn.of(queries)).flatten(1)
+        if isinstance(queries, slice):
+            grad_qkv[queries, :hidden] = grad_q_RH
         else:  # a token may be a query twice
-            grad_qkv[:, :hidden].index_add_(0, tokens, grad_q_RH)
+            grad_qkv[:, :hidden].index_add_(0, queries, grad_q_RH)
         tokens, places = group.keys.range, (group.keys.place_T, group.keys.other_T, heads)
         grad_qkv[tokens, hidden : 2 * hidden] = between.to_tokens(grad_k_BLD, *places, *turn.of(tokens)).flatten(1)
         grad_qkv[tokens, 2 * hidden :] = between.to_tokens(grad_v_BLD, *places).flatten(1)

@@ -34,18 +34,33 @@ class AttentionOptions(NamedTuple):
     causal: bool = False  # whether a query sees no key behind it, in any sequence
 
 
+class HeadNorms(NamedTuple):
+    """The norms of queries and keys: gains [D] that all heads share, and the epsilon."""
+
+    query: Tensor
+    key: Tensor
+    eps: float
+
+
 class ProjectionWeights(NamedTuple):
     """The projections to query, key and value. Either stacked, or the query apart if it has more heads."""
 
     weights: tuple[Tensor, ...]  # one [3H, H], or [H, H] and [2 * kv_heads * D, H]
     biases: tuple[Tensor | None, ...]
+    norms: HeadNorms | None = None
 
     @classmethod
     def of(cls, layer: Any, model: ModelConfig) -> ProjectionWeights:
         """Those of a module whose parameters are `parameters.layer_parameters`."""
         names = ("qkv",) if model.kv_heads in (0, model.heads) else ("q", "kv")
         weights = tuple(getattr(layer, f"{name}_weight") for name in names)
-        return cls(weights, tuple(getattr(layer, f"{name}_bias", None) for name in names))
+        norms = HeadNorms(layer.q_norm_weight, layer.k_norm_weight, model.layer_norm_eps) if model.qk_norm else None
+        return cls(weights, tuple(getattr(layer, f"{name}_bias", None) for name in names), norms)
+
+    @property
+    def only_product(self) -> bool:
+        """Whether query, key and value are their product with its bias, and nothing else."""
+        return len(self.weights) == 1 and self.norms is None
 
 
 def query_boundaries(rows_R: Tensor, cu_seqlens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Query, key and value from their products: bias, rotation, and keys and values shared by several heads.
+"""Query, key and value from their products: bias, norms, rotation, and keys and values shared by several heads.
 
 Shape letters: T tokens (the padded twin has sequences and tokens), N heads of width D, G heads of keys and values,
 H = N * D.
@@ -9,17 +9,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from pretrain.model.attention.layout import HeadNorms
+from pretrain.model.norms import rms_norm
 from pretrain.model.positions import Rotation, rotate
 
 
 def form_qkv(
-    products: tuple[Tensor, ...], biases: tuple[Tensor | None, ...], rotation: Rotation | None, heads: int
+    products: tuple[Tensor, ...],
+    biases: tuple[Tensor | None, ...],
+    norms: HeadNorms | None,
+    rotation: Rotation | None,
+    heads: int,
 ) -> Tensor:
     """[T, 3H]: query, key and value of every head, in the dtype of the products.
 
     Args:
         products: hidden states times the weights of `layout.ProjectionWeights`: [T, 3H], or [T, H] and [T, 2GD].
         biases: of the products, or None.
+        norms: of each head's query and key (Henry et al. 2020, arXiv:2010.04245; as RMSNorm with a learned gain, which
+            takes the place of their learned temperature); None leaves them as they are.
         rotation: of query and key; None leaves them as they are.
         heads: N.
     """
@@ -31,6 +39,8 @@ def form_qkv(
     else:
         q_TND = sums[0].unflatten(-1, (heads, width))
         k_TND, v_TND = sums[1].unflatten(-1, (2, -1, width)).unbind(-3)
+    if norms is not None:
+        q_TND, k_TND = rms_norm(q_TND, norms.query, norms.eps), rms_norm(k_TND, norms.key, norms.eps)
     if rotation is not None:
         q_TND, k_TND = rotate(q_TND, rotation), rotate(k_TND, rotation)
     parts = (q_TND, *(_for_each_head(x, heads) for x in (k_TND, v_TND)))

@@ -95,7 +95,7 @@ class AttentionHistory:
 
     def _heads(self) -> list[tuple[int, int]]:
         """(layer, head) of the heads whose matrices are kept: all, or as many in even distances."""
-        count = self._model.layers * self._model.heads
+        count = self._model.depth * self._model.heads
         kept = min(count, _PICTURES)
         return [divmod(number * count // kept, self._model.heads) for number in range(kept)]
 

@@ -92,7 +92,7 @@ def read_texts(path: Path) -> list[str]:
 def _drawable(model: AttentionModel, text: str, pair: str | None) -> ShownTokens:
     """The tokens of the text that is drawn. Raises `InputError` if there are none, or too many."""
     shown = model.tokens(text, pair)
-    heads = model.shape.layers * model.shape.heads
+    heads = model.shape.depth * model.shape.heads
     most = min(model.shape.max_positions, math.isqrt(_MOST_WEIGHTS // heads))
     if len(shown) > most:
         raise InputError(
@@ -165,7 +165,7 @@ def _strips(statistics: HeadStatistics) -> Iterator[str]:
 
 def _model_line(model: AttentionModel) -> str:
     shape = model.shape
-    return f"{model.family}, {shape.layers} layers x {shape.hidden}, {shape.heads} heads per layer"
+    return f"{model.family}, {shape.depth} layers x {shape.hidden}, {shape.heads} heads per layer"
 
 
 def _averaged_over(statistics: HeadStatistics, *, from_file: bool) -> str:

@@ -30,13 +30,14 @@ from pretrain.training.engine.gradient_sums import use_sparse_embedding_gradient
 from pretrain.training.engine.state_layouts import (
     AVERAGE,
     MOMENTS,
+    ROW_MOMENT,
     Fragment,
     FragmentReader,
     Parts,
     layout_class,
     tensor_segments,
 )
-from pretrain.training.optim import Muon, TensorwiseOptimizer, matrix_shapes
+from pretrain.training.optim import Muon, TensorwiseOptimizer, matrix_shapes, number_tensors
 
 
 class StepResult(NamedTuple):
@@ -180,7 +181,8 @@ class Engine:
 
     def fragments(self) -> Iterator[Fragment]:
         """Every piece of weights, moments and averages that this rank holds."""
-        return self._layout.fragments()
+        yield from self._layout.fragments()
+        yield from self._row_moments()
 
     @torch.no_grad()
     def average(self) -> None:
@@ -214,7 +216,7 @@ class Engine:
             if averaged:
                 self._optimizer.state[flat][AVERAGE] = torch.zeros_like(flat, requires_grad=False)
         with torch.no_grad():
-            for fragment in self.fragments():
+            for fragment in (*self._layout.fragments(), *self._row_moments(everywhere=True)):
                 for kind, tensor in fragment.tensors.items():
                     tensor.copy_(reader.read(kind, fragment.name, fragment.start, fragment.numel))
             self._layout.refresh(reader)
@@ -290,6 +292,16 @@ class Engine:
             self._optimizer.set_segments(segments, count, reduce)
         elif isinstance(self._optimizer, Muon):
             self._optimizer.set_shards(segments, matrix_shapes(self.shapes), self, shared=self._layout.shared)
+
+    def _row_moments(self, *, everywhere: bool = False) -> Iterator[Fragment]:
+        """The second moments of rows that this rank saves, or those of all matrices."""
+        if not isinstance(self._optimizer, Muon):
+            return
+        numbers = number_tensors(self.shapes)
+        places = {tensor_id: (name, part) for name, ids in numbers.items() for part, tensor_id in enumerate(ids)}
+        for tensor_id, moment in self._optimizer.row_moments(everywhere=everywhere):
+            name, part = places[tensor_id]
+            yield Fragment(name, part * len(moment), {ROW_MOMENT: moment}, shared=False)
 
     def _prepare_moments(self) -> None:
         """Give every master tensor moments of zero and a step count of zero, whatever DeepSpeed did to them."""

@@ -55,7 +55,15 @@ def make_optimizer(settings: config.OptimizerConfig, groups: list[dict[str, Any]
         return StableAdamW(groups, lr=0.0, betas=betas, eps=settings.epsilon)
     if settings.name == "muon":
         groups = _with_matrices_apart(groups, settings.muon_rate)
-        return Muon(groups, lr=0.0, momentum=settings.muon_momentum, betas=betas, eps=settings.epsilon)
+        return Muon(
+            groups,
+            lr=0.0,
+            momentum=settings.muon_momentum,
+            betas=betas,
+            eps=settings.epsilon,
+            normalised=settings.normalised,
+            cautious=settings.cautious_weight_decay,
+        )
     return torch.optim.AdamW(groups, lr=0.0, betas=betas, eps=settings.epsilon, fused=True)
 
 

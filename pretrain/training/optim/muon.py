@@ -7,8 +7,8 @@ stacked projections together, and takes its momentum out of the optimizer's stat
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from pretrain.training.optim.tensorwise import Segment, cut_segments, number_ten
 # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: the quintic with the steepest slope at zero.
 _QUINTIC, _STEPS = (3.4445, -4.7750, 2.0315), 5
 _RMS = 0.2  # of AdamW's updates, Liu et al. 2025 section 2.2
+# Li et al. 2025, NorMuon: decay rate of the rows' second moments, and what is added to their root.
+_ROW_DECAY, _ROW_EPSILON = 0.95, 1e-8
+_CHUNK = 1 << 22  # entries that cautious decay looks at together
 
 
 def matrix_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[int, Shape]:
@@ -49,6 +52,23 @@ def orthogonalise(update_RC: Tensor) -> Tensor:
     return x.mT if rows > columns else x
 
 
+def normalise_rows(update_RC: Tensor, moment_R: Tensor) -> Tensor:
+    """NorMuon (Li et al. 2025, arXiv:2510.05491, Algorithm 1): rows divided by the root of their second moments.
+
+    So that all neurons learn equally fast: orthogonalised updates have rows of unequal size. The result has the norm of
+    an orthogonal matrix, sqrt(min(R, C)).
+
+    Args:
+        update_RC: an orthogonalised update, of any floating-point type.
+        moment_R: fp32, running mean of each row's mean square; advanced in place.
+    """
+    update = update_RC.float()
+    moment_R.lerp_(update.square().mean(1), 1 - _ROW_DECAY)
+    scaled = update / (moment_R.sqrt() + _ROW_EPSILON)[:, None]
+    norm = torch.linalg.vector_norm(scaled).clamp(min=1e-30)
+    return (scaled * (math.sqrt(min(update.shape)) / norm)).to(update_RC.dtype)
+
+
 class Muon(torch.optim.Optimizer):
     """Muon, Jordan et al. 2024, with weight decay and the scale of Liu et al. 2025 (arXiv:2502.16982, section 2.2).
 
@@ -58,7 +78,9 @@ class Muon(torch.optim.Optimizer):
     and so are the halves of `gated_in_weight`.
 
     Groups carry `names`, and `orthogonal` where all their parameters are matrices for Muon. Parameters must be
-    contiguous fp32. `step` uses up the gradient. Matrices have no second moment.
+    contiguous fp32. `step` uses up the gradient. Matrices have no second moment, or with `normalised` one number per
+    row. With `cautious`, weight decay applies only to weights whose sign the update has, so that both make them smaller
+    (Chen et al. 2025, arXiv:2510.12402, Algorithm 1).
     """
 
     def __init__(
@@ -69,6 +91,8 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-6,
         weight_decay: float = 0.01,
+        normalised: bool = False,
+        cautious: bool = False,
     ) -> None:
         defaults = {
             "lr": lr,
@@ -79,6 +103,9 @@ class Muon(torch.optim.Optimizer):
             "orthogonal": False,
         }
         super().__init__(groups, defaults)
+        self._normalised, self._cautious = normalised, cautious
+        self._row_moments: dict[int, Tensor] = {}  # of all matrices; only a matrix's owner advances its own
+        self._planned: dict[int, bool] = {}  # matrices in any round so far, and whether this worker owns them
         self._held: list[list[MatrixPiece]] | None = None  # by rank
         self._numbers: dict[Tensor, int] = {}  # of the flat tensors
         self._shapes: dict[int, Shape] = {}
@@ -112,6 +139,19 @@ class Muon(torch.optim.Optimizer):
         gathered = workers.gather_objects([tuple(piece) for piece in mine])
         self._held = [[MatrixPiece(*values) for values in of_rank] for of_rank in gathered]
         self._shapes, self._shared, self._workers, self._rounds = dict(shapes), shared, workers, {}
+        if self._normalised:
+            device = next(iter(segments)).device
+            self._row_moments = {i: torch.zeros(rows, device=device) for i, (rows, _) in shapes.items()}
+
+    def row_moments(self, *, everywhere: bool = False) -> Iterator[tuple[int, Tensor]]:
+        """Second moments of rows, (tensor id, fp32 [rows]), of the matrices that this worker saves; none in plain Muon.
+
+        That is each matrix on one worker: on its owner, or on the first one before the first step. `everywhere` gives
+        all of them, to be loaded: every worker loads every matrix, because owners are known at the first step.
+        """
+        for tensor_id, moment in self._row_moments.items():
+            if everywhere or self._planned.get(tensor_id, self._workers.rank == 0):
+                yield tensor_id, moment
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -122,13 +162,13 @@ class Muon(torch.optim.Optimizer):
                 loss = closure()
         if self._held is None:
             self._hold_whole()
-        rates: dict[Tensor, float] = {}
+        rates: dict[Tensor, _Rate] = {}
         for group in self.param_groups:
             present = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["orthogonal"]:
                 for parameter in present:
                     self._blend(group, parameter)
-                    rates[parameter] = group["lr"]
+                    rates[parameter] = _Rate(group["lr"], group["lr"] * group["weight_decay"])
             elif present:
                 self._adamw(group, present)
         if rates:
@@ -147,18 +187,22 @@ class Muon(torch.optim.Optimizer):
         self.set_shards(segments, matrix_shapes({name: p.shape for name, p in named.items()}), Alone())
 
     def _blend(self, group: dict[str, Any], parameter: Tensor) -> None:
-        """Advance the momentum and turn the gradient into Nesterov's; decay the weights."""
+        """Advance the momentum and turn the gradient into Nesterov's; decay the weights, unless the update decides."""
         state, gradient = self._state(parameter, "exp_avg"), parameter.grad
         assert gradient is not None
         state["step"] += 1
         state["exp_avg"].lerp_(gradient, 1 - group["momentum"])
         gradient.lerp_(state["exp_avg"], group["momentum"])
-        parameter.mul_(1 - group["lr"] * group["weight_decay"])
+        if not self._cautious:
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
 
     def _adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
-        """torch's fused AdamW."""
+        """torch's fused AdamW, whose decay comes before the update, as the cautious one here."""
         states = [self._state(parameter, "exp_avg", "exp_avg_sq") for parameter in parameters]
         beta1, beta2 = group["betas"]
+        if self._cautious:
+            for parameter, state in zip(parameters, states, strict=True):
+                _decay_by_momentum(parameter, state["exp_avg"], beta1, group["lr"] * group["weight_decay"])
         adamw(
             parameters,
             [parameter.grad for parameter in parameters if parameter.grad is not None],
@@ -171,7 +215,7 @@ class Muon(torch.optim.Optimizer):
             beta1=beta1,
             beta2=beta2,
             lr=group["lr"],
-            weight_decay=group["weight_decay"],
+            weight_decay=0.0 if self._cautious else group["weight_decay"],
             eps=group["eps"],
             maximize=False,
         )
@@ -183,7 +227,7 @@ class Muon(torch.optim.Optimizer):
             state.update((moment, torch.zeros_like(parameter)) for moment in moments)
         return state
 
-    def _step_matrices(self, rates: Mapping[Tensor, float]) -> None:
+    def _step_matrices(self, rates: Mapping[Tensor, _Rate]) -> None:
         """Orthogonalise the updates of these flat parameters, which their gradients hold, and step."""
         flats = {self._numbers[flat]: flat for flat in rates}
         key = tuple(sorted(flats))
@@ -191,12 +235,16 @@ class Muon(torch.optim.Optimizer):
             assert self._held is not None
             held = [[piece for piece in of_rank if piece.flat in flats] for of_rank in self._held]
             self._rounds[key] = plan_rounds(held, self._shapes, self._workers.rank, self._shared)
+            self._planned |= {piece.tensor_id: False for of_rank in held for piece in of_rank}
+            self._planned |= {tensor_id: True for part in self._rounds[key] for tensor_id in part.owned}
         for part in self._rounds[key]:
             for piece, update in self._exchange(part, flats):
                 rows, columns = self._shapes[piece.tensor_id]
-                rate = rates[flats[piece.flat]] * _RMS * math.sqrt(max(rows, columns))
+                rate, decay = rates[flats[piece.flat]]
                 weights = flats[piece.flat].view(-1)[piece.start : piece.start + piece.numel]
-                weights.add_(update.to(weights), alpha=-rate)
+                if self._cautious:
+                    _decay_where_aligned(weights, update, decay)
+                weights.add_(update.to(weights), alpha=-rate * _RMS * math.sqrt(max(rows, columns)))
 
     def _exchange(self, part: Round, flats: Mapping[int, Tensor]) -> list[tuple[MatrixPiece, Tensor]]:
         """The orthogonalised updates of this worker's pieces, 1-D."""
@@ -209,9 +257,14 @@ class Muon(torch.optim.Optimizer):
         whole = {i: gathered.new_empty(rows * columns) for i, (rows, columns) in part.owned.items()}
         for piece, values in _cut(gathered, part.gathered):
             whole[piece.tensor_id][piece.first : piece.first + piece.numel] = values
-        done = {i: orthogonalise(whole[i].view(shape)).reshape(-1) for i, shape in part.owned.items()}
+        done = {i: self._update(i, whole[i].view(shape)).reshape(-1) for i, shape in part.owned.items()}
         back = [done[piece.tensor_id][piece.first : piece.first + piece.numel] for piece in _joined(part.returned)]
         return _cut(self._send(back, part.returned, part.taken, gathered), part.taken)
+
+    def _update(self, tensor_id: int, momentum_RC: Tensor) -> Tensor:
+        """The update of one whole matrix, up to the rate: as large as an orthogonal one."""
+        update_RC = orthogonalise(momentum_RC)
+        return normalise_rows(update_RC, self._row_moments[tensor_id]) if self._normalised else update_RC
 
     def _send(
         self, values: list[Tensor], sent: list[list[MatrixPiece]], received: list[list[MatrixPiece]], like: Tensor
@@ -221,6 +274,28 @@ class Muon(torch.optim.Optimizer):
         values = values or [like.new_empty(0)]
         joined = torch.cat([value.to(dtype) for value in values])
         return self._workers.all_to_all(joined, *([sum(p.numel for p in of) for of in by] for by in (sent, received)))
+
+
+class _Rate(NamedTuple):
+    """Of a flat parameter in one step."""
+
+    rate: float
+    decay: float  # share of the weights that decay takes
+
+
+def _decay_where_aligned(weights: Tensor, update: Tensor, share: float) -> None:
+    """Take `share` off the weights whose update, which is subtracted, makes them smaller (or does not change them)."""
+    weights.mul_(1 - share * (update.to(weights) * weights >= 0))
+
+
+def _decay_by_momentum(parameter: Tensor, momentum: Tensor, beta1: float, share: float) -> None:
+    """`_decay_where_aligned` before AdamW's step: its update has the sign of the momentum that the step will have."""
+    gradient = parameter.grad
+    assert gradient is not None
+    if share:
+        parts = (x.view(-1).split(_CHUNK) for x in (parameter, momentum, gradient))
+        for weights, mean, grad in zip(*parts, strict=True):
+            _decay_where_aligned(weights, mean.lerp(grad, 1 - beta1), share)
 
 
 def _joined(by_worker: list[list[MatrixPiece]]) -> list[MatrixPiece]:

@@ -1,0 +1,246 @@
+"""Parts of the block that no released family has: equal to plain torch, and refused by released layouts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pretrain.checkpoint.layouts import LAYOUTS, ReleasedFacts, write_config
+from pretrain.common.errors import InputError
+from pretrain.config import ModelConfig
+from pretrain.model.cost import encoder_flops, executed_flops, flops, parameter_count
+from pretrain.model.encoder import Encoder
+from pretrain.model.heads import PretrainingModel
+from pretrain.model.positions import rotate, rotation
+from tests.batches_by_hand import make_batch
+
+VOCABULARY, LENGTHS = 101, (7, 20, 13)
+PARTS: list[dict[str, Any]] = [
+    {"qk_norm": True},
+    {"norm_before_output": True},
+    {"attention_gate": "head"},
+    {"attention_gate": "value"},
+    {"recursions": 3},
+]
+ALL = {"qk_norm": True, "norm_before_output": True, "attention_gate": "value", "gated": True}
+ROTARY = {"positions": "rotary", "rotary_base": 100.0}
+
+
+def make_shape(**values: Any) -> ModelConfig:
+    sizes = {"size": "custom", "layers": 2, "hidden": 32, "heads": 4, "intermediate": 48, "max_positions": 128}
+    return ModelConfig.model_validate({**sizes, "hidden_dropout": 0.0, **values})
+
+
+def make_encoder(shape: ModelConfig) -> Encoder:
+    """Weights away from their initial values, so that each of them matters."""
+    torch.manual_seed(0)
+    encoder = Encoder(shape, VOCABULARY)
+    with torch.no_grad():
+        for parameter in encoder.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    return encoder
+
+
+def layers_of(encoder: Encoder) -> list[Any]:
+    return list(encoder.layers)
+
+
+class Reference:
+    """The encoder in plain torch, one sequence at a time."""
+
+    def __init__(self, shape: ModelConfig, state: dict[str, Tensor]) -> None:
+        self.shape, self.state = shape, state
+
+    def encode(self, batch: Any) -> Tensor:
+        return torch.cat(
+            [self._sequence(batch, first, n) for first, n in zip(batch.cu_seqlens, batch.lengths, strict=False)]
+        )
+
+    def _sequence(self, batch: Any, first: int, length: int) -> Tensor:
+        shape, state, part = self.shape, self.state, slice(first, first + length)
+        x = state["embeddings.word"][batch.input_ids[part]] + state["embeddings.token_type"][batch.token_types[part]]
+        if shape.positions == "learned":
+            x = x + state["embeddings.position"][batch.positions[part]]
+        x = self._norm(x, "embeddings.norm")
+        if shape.embedding:
+            x = self._dense(x, "embeddings.project")
+        for _ in range(shape.recursions):
+            for number in range(shape.layers):
+                x = self._layer(x, f"layers.{number}.")
+        return self._norm(x, "final.norm") if shape.norm_placement == "pre" else x
+
+    def _layer(self, x: Tensor, at: str) -> Tensor:
+        before = self.shape.norm_placement == "pre"
+        normed = self._norm(x, f"{at}attention_norm") if before and f"{at}attention_norm_weight" in self.state else x
+        x = x + self._dense(self._context(normed, at), f"{at}attention_out")
+        if not before:
+            x = self._norm(x, f"{at}attention_norm")
+        inner = self._feed_forward(self._norm(x, f"{at}ffn_norm") if before else x, at)
+        x = x + self._dense(inner, f"{at}ffn_out")
+        return x if before else self._norm(x, f"{at}ffn_norm")
+
+    def _context(self, normed: Tensor, at: str) -> Tensor:
+        shape, state = self.shape, self.state
+        q, k, v = self._dense(normed, f"{at}qkv").unflatten(-1, (3, shape.heads, -1)).unbind(1)
+        if shape.qk_norm:
+            width = (shape.head_width,)
+            q = F.rms_norm(q, width, state[f"{at}q_norm_weight"], shape.layer_norm_eps)
+            k = F.rms_norm(k, width, state[f"{at}k_norm_weight"], shape.layer_norm_eps)
+        if shape.positions == "rotary":
+            by = rotation(torch.arange(len(normed)), shape.head_width, shape.rotary_base)
+            q, k = rotate(q, by), rotate(k, by)
+        q, k, v = (y.transpose(0, 1) for y in (q, k, v))
+        context = F.scaled_dot_product_attention(q, k, v).transpose(0, 1)
+        if shape.attention_gate == "head":
+            context = context * torch.sigmoid(self._dense(normed, f"{at}attention_gate"))[:, :, None]
+        context = context.flatten(1)
+        if shape.attention_gate == "value":
+            context = context * F.gelu(self._dense(normed, f"{at}attention_gate"))
+        return self._norm(context, f"{at}context_norm") if shape.norm_before_output else context
+
+    def _feed_forward(self, x: Tensor, at: str) -> Tensor:
+        if self.shape.gated:
+            activated, gate = self._dense(x, f"{at}gated_in").chunk(2, -1)
+            inner = F.gelu(activated) * gate
+        else:
+            inner = F.gelu(self._dense(x, f"{at}ffn_in"))
+        return self._norm(inner, f"{at}inner_norm") if self.shape.norm_before_output else inner
+
+    def _dense(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, self.state[f"{name}_weight"], self.state.get(f"{name}_bias"))
+
+    def _norm(self, x: Tensor, name: str) -> Tensor:
+        weight, bias = self.state[f"{name}_weight"], self.state[f"{name}_bias"]
+        return F.layer_norm(x, weight.shape, weight, bias, self.shape.layer_norm_eps)
+
+
+@pytest.mark.parametrize("placement", ["post", "pre"])
+@pytest.mark.parametrize(
+    "entry", [*PARTS, {"embedding": 16, "recursions": 2}, ALL, {**ALL, "attention_gate": "head", **ROTARY}], ids=str
+)
+def test_states_and_gradients_are_those_of_plain_torch(entry: dict[str, Any], placement: str) -> None:
+    shape = make_shape(**entry, norm_placement=placement)
+    encoder, batch = make_encoder(shape), make_batch(LENGTHS)
+    state = {name: p.detach().clone().requires_grad_() for name, p in encoder.named_parameters()}
+    # Only some rows of the last layer, as in pretraining.
+    rows = torch.tensor([0, 5, 8, 30])
+    found, expected = encoder.encode(batch, rows), Reference(shape, state).encode(batch)[rows]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1))
+    (found * weights).sum().backward()
+    (expected * weights).sum().backward()
+    for name, parameter in encoder.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().max() > 0, name
+        torch.testing.assert_close(parameter.grad, state[name].grad, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_scores_do_not_grow_with_the_weights_of_queries_and_keys() -> None:
+    """What the norm is for: the scores are bounded by the gains, whatever the weights."""
+    shape, batch = make_shape(qk_norm=True), make_batch(LENGTHS)
+    encoder = make_encoder(shape)
+    with torch.no_grad():
+        before = encoder.encode(batch)
+        for layer in layers_of(encoder):
+            layer.qkv_weight[: 2 * shape.hidden] *= 100.0
+            layer.qkv_bias[: 2 * shape.hidden] *= 100.0
+        torch.testing.assert_close(encoder.encode(batch), before, rtol=1e-4, atol=1e-5)
+        layers_of(encoder)[0].q_norm_weight.mul_(2.0)
+        assert (encoder.encode(batch) - before).abs().max() > 1e-3
+
+
+def test_what_enters_an_output_projection_is_normalised() -> None:
+    """A larger context or inner activation changes nothing."""
+    shape, batch = make_shape(norm_before_output=True, activation="relu"), make_batch(LENGTHS)
+    encoder = make_encoder(shape)
+    with torch.no_grad():
+        before = encoder.encode(batch)
+        for layer in layers_of(encoder):
+            for weights in (layer.qkv_weight[2 * shape.hidden :], layer.qkv_bias[2 * shape.hidden :]):
+                weights *= 7.0
+            layer.ffn_in_weight *= 5.0
+            layer.ffn_in_bias *= 5.0
+        torch.testing.assert_close(encoder.encode(batch), before, rtol=1e-4, atol=1e-5)
+
+
+def test_a_closed_gate_lets_nothing_through() -> None:
+    """Without its context the attention's output is its bias."""
+    shape, batch = make_shape(attention_gate="head", layers=1, norm_placement="pre"), make_batch(LENGTHS)
+    encoder = make_encoder(shape)
+    with torch.no_grad():
+        for layer in layers_of(encoder):
+            layer.attention_gate_bias.fill_(-1e4)
+        gated = encoder.encode(batch)
+        for layer in layers_of(encoder):
+            layer.attention_gate_bias.fill_(1e4)
+            layer.attention_out_weight.zero_()
+        torch.testing.assert_close(gated, encoder.encode(batch))
+
+
+@pytest.mark.parametrize("placement", ["post", "pre"])
+def test_layers_begin_as_the_identity(placement: str) -> None:
+    """Up to their norms; the first step moves their output projections away from 0."""
+    shape = make_shape(zero_output_init=True, norm_placement=placement, scaled_output_init=True)
+    torch.manual_seed(0)
+    encoder, batch = PretrainingModel(shape, VOCABULARY), make_batch(LENGTHS)
+    embedded = encoder.embeddings(batch.input_ids, batch.token_types, batch.positions, batch.token_keys)
+    found = encoder.encode(batch)
+    # LayerNorm of what is normalised changes nothing.
+    torch.testing.assert_close(found, embedded, rtol=1e-4, atol=1e-4)
+    encoder(batch).mlm_loss.backward()
+    for layer in layers_of(encoder):
+        for projection in (layer.attention_out_weight, layer.ffn_out_weight):
+            assert not projection.any()
+            assert projection.grad.abs().max() > 0
+    assert 0.005 < encoder.heads.mlm_transform_weight.std() < 0.015, "the head is scaled by sqrt(2 x layers)"
+
+
+def test_recursions_cost_flops_and_no_parameters() -> None:
+    once = make_shape(norm_placement="pre", embedding_norm=False)
+    twice = once.model_copy(update={"recursions": 2})
+    assert parameter_count(once, VOCABULARY) == parameter_count(twice, VOCABULARY)
+    heads = flops(once, VOCABULARY, LENGTHS, 6) - encoder_flops(once, LENGTHS, sum(LENGTHS))
+    assert flops(twice, VOCABULARY, LENGTHS, 6) - heads == 2 * (flops(once, VOCABULARY, LENGTHS, 6) - heads)
+    # Rows that no loss reads are skipped in the last application alone.
+    assert flops(once, VOCABULARY, LENGTHS, 6) - executed_flops(once, VOCABULARY, LENGTHS, 6) == pytest.approx(
+        flops(twice, VOCABULARY, LENGTHS, 6) - executed_flops(twice, VOCABULARY, LENGTHS, 6)
+    )
+
+
+def test_every_application_of_the_first_layer_reads_normalised_states() -> None:
+    """Normalised embeddings need no norm before attention; the output of the last layer does."""
+    names = [name for name, _ in make_encoder(make_shape(norm_placement="pre", recursions=2)).named_parameters()]
+    assert "layers.0.attention_norm_weight" in names
+    names = [name for name, _ in make_encoder(make_shape(norm_placement="pre")).named_parameters()]
+    assert "layers.0.attention_norm_weight" not in names
+
+
+def test_narrow_embeddings_cost_their_projection_and_a_narrow_decoder() -> None:
+    whole, narrow = make_shape(), make_shape(embedding=8)
+    tokens, masked, hidden = sum(LENGTHS), 6, whole.hidden
+    more = 6 * 8 * hidden * tokens - 6 * masked * (hidden - 8) * (hidden + VOCABULARY)
+    assert flops(narrow, VOCABULARY, LENGTHS, masked) - flops(whole, VOCABULARY, LENGTHS, masked) == more
+
+
+def test_each_application_of_a_layer_has_a_dropout_mask_of_its_own() -> None:
+    """Two layers with the same weights, applied once, drop as one that is applied twice."""
+    twice = make_shape(layers=1, recursions=2, hidden_dropout=0.3)
+    apart = make_shape(layers=2, hidden_dropout=0.3)
+    encoder, other, batch = make_encoder(twice), make_encoder(apart), make_batch(LENGTHS)
+    state = encoder.state_dict()
+    other.load_state_dict(state | {n.replace("layers.0", "layers.1"): p for n, p in state.items() if "layers.0" in n})
+    torch.testing.assert_close(encoder.encode(batch), other.encode(batch))
+
+
+@pytest.mark.parametrize("entry", PARTS, ids=str)
+@pytest.mark.parametrize("family", sorted(LAYOUTS))
+def test_released_layouts_refuse_them_by_name(family: str, entry: dict[str, Any]) -> None:
+    layout = LAYOUTS[family]
+    shape = make_shape(family=layout.parts, **entry)
+    ((name, value),) = entry.items()
+    with pytest.raises(InputError, match=f"model.{name} is {value}, and {family} supports only (False|none|1)"):
+        write_config({}, ReleasedFacts(layout, shape), "", VOCABULARY, 0)
