@@ -20,7 +20,7 @@ from pretrain.config import ModelConfig, Precision, PretrainConfig, R, with_prec
 from pretrain.model import cost
 from pretrain.model.parameters import total
 from pretrain.model.precision import matmul_peak, resolve_here
-from pretrain.work import Work, phase_work
+from pretrain.work import Work, optimizer_flops, phase_work
 
 Device = Literal["cpu", "cuda"]
 
@@ -402,7 +402,7 @@ def _work_lines(config: PretrainConfig, work: list[Work], *, given: bool) -> str
         )
         lines.append(f"  {config.distillation.teacher}: {told}")
     if config.optimizer.name == "muon":
-        flops = cost.orthogonalisation_flops(config.model)
+        flops = optimizer_flops(config)
         shares = ", ".join(f"{flops / (w.flops / w.steps):.2g}" for w in work)
         lines.append(f"  Muon takes {flops:.3g} FLOP per step: {shares} of a step's useful ones (phase by phase)")
     return "\n".join(lines)

@@ -79,7 +79,10 @@ def executed_flops(
 
 def optimizer_flops(config: PretrainConfig) -> float:
     """FLOPs of the matrix products of one optimizer step, over all workers: Muon's. Other optimizers have none."""
-    return float(cost.orthogonalisation_flops(config.model)) if config.optimizer.name == "muon" else 0.0
+    if config.optimizer.name != "muon":
+        return 0.0
+    models = [config.model, *([config.electra.generator(config.model)] if config.electra.is_on else [])]
+    return float(sum(cost.orthogonalisation_flops(model) for model in models))
 
 
 def _rows(config: PretrainConfig, lengths: Sequence[float], masked: float) -> float:

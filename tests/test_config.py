@@ -337,17 +337,6 @@ def test_general_text_is_fixed_while_it_is_replayed(write, share):
     assert [name.split(" ")[0] for name in changed_for_resume(before, after)] == ["adaptation.general"] * (share > 0)
 
 
-@pytest.mark.parametrize("objective", ["none", "sop"])
-def test_next_sentence_and_another_objective_contradict_each_other(write, objective):
-    path = write(GOOD)
-    alone = load_config(path, [f"pairs.objective={objective}"])
-    with pytest.raises(InputError, match=f"next_sentence: true contradicts objective: {objective}"):
-        load_config(path, ["pairs.next_sentence=true", f"pairs.objective={objective}"])
-    # A run's own config.yaml names both.
-    path.write_text(dump(alone))
-    assert load_config(path) == alone
-
-
 def test_a_resumed_run_keeps_what_it_computes(write):
     changed = resumed(write, "seed=3", "phases.0.steps=11", "model.size=mini", "corpus.dir=elsewhere")
     assert changed[0] == "seed (0 -> 3)"

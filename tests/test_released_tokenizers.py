@@ -214,9 +214,25 @@ def assert_logits(folder: Path, theirs: Any, tokenizer: Any) -> None:
     torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_masking_takes_words_and_draws_no_special_or_reserved_token(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "left_out"),
+    [
+        (
+            "eurobert",
+            {"<|begin_of_text|>", "<|end_of_text|>", "<|mask|>", "<|pad|>", "<|reserved_special_token_0|>"},
+        ),
+        (
+            "modernbert",
+            {"<|padding|>", "<|endoftext|>", "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"}
+            | {f"[unused{number}]" for number in range(3)},
+        ),
+    ],
+)
+def test_masking_takes_words_and_draws_no_special_or_reserved_token(
+    kind: Kind, left_out: set[str], tmp_path: Path
+) -> None:
     text = write_documents(tmp_path / "text.jsonl", 20)
-    save_released(tmp_path / "start", "eurobert")
+    save_released(tmp_path / "start", kind)
     (tmp_path / "trial.yaml").write_text(
         json.dumps(
             {
@@ -233,12 +249,10 @@ def test_masking_takes_words_and_draws_no_special_or_reserved_token(tmp_path: Pa
     )
     assert main(["prepare", str(tmp_path / "trial.yaml")]) == 0
     shards = open_shards(tmp_path / "corpus", "train")
-    assert shards.special_ids == special_ids(make_tokenizer("eurobert"))
+    assert shards.special_ids == special_ids(make_tokenizer(kind))
     masker = Masker(shards, MaskingConfig(whole_word=True), sequence_length=32, max_predictions=0)
-    entries = entries_of(make_tokenizer("eurobert"))
-    assert [entry for number, entry in enumerate(entries) if number not in masker.ordinary] == [
-        *("<|begin_of_text|>", "<|end_of_text|>", "<|mask|>", "<|pad|>", "<|reserved_special_token_0|>")
-    ]
+    entries = entries_of(make_tokenizer(kind))
+    assert {entry for number, entry in enumerate(entries) if number not in masker.ordinary} == left_out
     vocabulary = masker._scheme.vocabulary
     assert not vocabulary.continues[entries.index("\u0120the")]
     assert load_config(tmp_path / "trial.yaml").corpus.vocabulary.kind == "byte_bpe"

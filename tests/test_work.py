@@ -19,6 +19,7 @@ from pretrain.model.attention import grouped_op
 from pretrain.model.distillation import DistillingModel
 from pretrain.model.electra import ElectraModel
 from pretrain.model.heads import PretrainingModel
+from pretrain.model.parameters import is_hidden_matrix, stacked_parts
 from tests.batches_by_hand import make_batch
 
 VOCABULARY = 211
@@ -148,3 +149,15 @@ def test_the_dry_run_counts_a_teacher(tmp_path: Path) -> None:
     alone, taught = (work.phase_work(config, phase, 30522, teacher=one) for one in (None, shape))
     assert taught.flops > 1.2 * alone.flops
     assert taught.executed > 1.2 * alone.executed
+
+
+def test_muon_orthogonalises_the_matrices_of_a_generator_too() -> None:
+    config = make_config(optimizer={"name": "muon"}, electra={"generator_width": 0.5}, pairs={"next_sentence": False})
+    expected = 0
+    for name, parameter in model_of(config).named_parameters():
+        if is_hidden_matrix(name):
+            parts = stacked_parts(name.rpartition(".")[2])
+            small, large = sorted((parameter.shape[0] // parts, parameter.shape[1]))
+            expected += parts * 5 * (4 * small * small * large + 2 * small**3)
+    assert work.optimizer_flops(config) == expected
+    assert expected > work.optimizer_flops(make_config(optimizer={"name": "muon"})) > 0

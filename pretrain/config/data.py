@@ -278,14 +278,8 @@ class PairsConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> PairsConfig:
-        # A run's own config.yaml names every field, also those that nobody has set.
-        given = self.next_sentence and self.model_fields_set not in (set(), set(type(self).model_fields))
-        contradicted = ("none", "sop") if given and "next_sentence" in self.model_fields_set else ()
-        if self.objective in contradicted or (not self.next_sentence and self.objective == "nsp"):
-            raise ValueError(
-                f"next_sentence: {str(self.next_sentence).lower()} contradicts objective: {self.objective}; set only "
-                "one of them"
-            )
+        if not self.next_sentence and self.objective == "nsp":
+            raise ValueError(f"next_sentence: false contradicts objective: {self.objective}; set only one of them")
         if self.has_classifier != (self.chosen_format == "segment_pairs"):
             fits = "segment_pairs" if self.has_classifier else "doc_sentences or full_sentences"
             raise ValueError(

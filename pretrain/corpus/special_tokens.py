@@ -39,6 +39,12 @@ def special_ids(tokenizer: Tokenizer, declared: Mapping[str, Any] | None = None)
     return {role: found[role] for role in ROLES if role in found}
 
 
+def special_added_ids(folder: Path) -> list[int]:
+    """The ids of all tokens that a corpus's tokenizer.json marks as special, also those without a role."""
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return [number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special]
+
+
 def check_special_tokens(ids: Mapping[str, int], where: object) -> None:
     """Raise `InputError`, which begins with `where`, if a role is missing that pretraining needs."""
     missing = [role for role in _NEEDED if role not in ids]

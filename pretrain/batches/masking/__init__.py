@@ -21,6 +21,7 @@ from pretrain.common.kinds import load_kind
 from pretrain.config import MaskingConfig
 from pretrain.corpus.byte_words import is_byte_vocabulary, word_edges
 from pretrain.corpus.shards import TokenShards
+from pretrain.corpus.special_tokens import special_added_ids
 from pretrain.corpus.vocabulary import read_vocabulary
 
 _TOKENS = 1 << 32  # a counter distinct from those of pairs.py and scheme.py
@@ -114,7 +115,9 @@ def _vocabulary(shards: TokenShards) -> MaskingVocabulary:
             f"{path}: {len(entries)} entries, but the shards were made with {shards.vocabulary_size}. "
             "Restore the vocabulary they were made with, or prepare the corpus again."
         )
-    ordinary = ordinary_ids(entries, shards.special_ids.values())
+    # Released byte-level vocabularies have special tokens without a role, such as <|endoftext|>.
+    without_role = special_added_ids(shards.folder) if is_byte_vocabulary(entries) else ()
+    ordinary = ordinary_ids(entries, {*shards.special_ids.values(), *without_role})
     if not len(ordinary):
         raise InputError(f"{path}: no token besides special and unused ones. Prepare the corpus again.")
     mask = shards.special_ids["mask"]
