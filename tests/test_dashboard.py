@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
 import re
@@ -23,7 +22,7 @@ from finetune.experiments import trials
 from finetune.tasks import registry
 from pretrain import __main__ as command_line
 from pretrain.common.errors import InputError
-from pretrain.config import DistillationConfig, ElectraConfig, PairsConfig
+from pretrain.config import DistillationConfig, ElectraConfig, MaskingConfig, PairsConfig
 from pretrain.objectives.distillation import Distillation
 from pretrain.objectives.masked import MaskedTokens
 from pretrain.objectives.replaced_tokens import ReplacedTokens
@@ -161,22 +160,25 @@ class TestPanels:
             device=torch.device("cpu"),
             sum_over_workers=lambda it: it,
         )
-        for kind, objective, causal in (
-            (MaskedTokens, "nsp", False),
-            (MaskedTokens, "sop", False),
-            (MaskedTokens, "none", True),
-            (Distillation, "none", False),
-            (ReplacedTokens, "none", False),
+        for kind, objective, causal, z_loss in (
+            (MaskedTokens, "nsp", False, 0.0),
+            (MaskedTokens, "sop", False, 0.0),
+            (MaskedTokens, "none", True, 0.0),
+            (MaskedTokens, "none", False, 1e-4),
+            (Distillation, "none", False, 0.0),
+            (ReplacedTokens, "none", False, 0.0),
         ):
             pairs = PairsConfig.model_validate({"objective": objective})
             settings = {"distillation": DistillationConfig(), "electra": ElectraConfig()}
-            own: Any = SimpleNamespace(_config=SimpleNamespace(pairs=pairs, has_causal=causal, **settings))
-            totals = {MaskedTokens: 4 + 2 * causal, Distillation: 6, ReplacedTokens: 4}[kind]
+            settings |= {"masking": MaskingConfig(z_loss=z_loss)}
+            own: Any = kind.__new__(kind)
+            own._config = SimpleNamespace(pairs=pairs, has_causal=causal, **settings)
+            totals = {MaskedTokens: 4 + 2 * causal + 2 * bool(z_loss), Distillation: 6, ReplacedTokens: 4}[kind]
             counts = {MaskedTokens: 2 + 2 * causal, Distillation: 3, ReplacedTokens: 2}[kind]
             run: Any = SimpleNamespace(
                 progress=Progress(step=1, window=Window(totals=[1.0] * totals, counts=[1.0] * counts)),
                 engine=engine,
-                task=SimpleNamespace(metrics=functools.partial(kind.metrics, own)),
+                task=SimpleNamespace(metrics=own.metrics),
                 plan=SimpleNamespace(peak_flops=1.0),
                 recorder=SimpleNamespace(log=written.append),
                 stopwatch=loop._Stopwatch(),
@@ -186,7 +188,7 @@ class TestPanels:
                 norm=1.0,
             )
             loop._Fit.log(run)
-        special = ("nsp_loss", "sop_loss", "causal_loss", "distil_loss", "rtd_loss")
+        special = ("nsp_loss", "sop_loss", "causal_loss", "z_loss", "distil_loss", "rtd_loss")
         assert [{*special} & set(record) for record in written] == [{name} for name in special]
         record = {name: value for one in written for name, value in one.items()}
         assert {metric for panel in PANELS for metric in panel.metrics} <= set(record)

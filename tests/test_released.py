@@ -26,7 +26,7 @@ from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import their_tensors, write_released
 from pretrain.common import files
 from pretrain.common.errors import InputError
-from pretrain.config import ModelConfig, PretrainConfig
+from pretrain.config import ModelConfig
 from pretrain.model.encoder import Encoder
 from pretrain.model.heads import PretrainingModel
 from tests.batches_by_hand import make_batch
@@ -657,17 +657,6 @@ def test_writing_refuses_what_does_not_fit(tmp_path: Path) -> None:
 
 
 # ---- what the encoder got for it
-
-
-def test_pretraining_refuses_embeddings_of_another_width() -> None:
-    run: dict[str, Any] = {
-        "name": "x",
-        "corpus": {"dir": "x"},
-        "phases": [{"sequence_length": 32, "global_sequences": 4, "steps": 1, "peak_learning_rate": 1e-3}],
-    }
-    with pytest.raises(ValueError, match=r"model\.embedding \(128\) is for released models"):
-        PretrainConfig.model_validate({**run, "model": {"size": "mini", "embedding": 128}})
-    PretrainConfig.model_validate({**run, "model": {"size": "mini", "embedding": 256, "layer_norm_eps": 1e-5}})
 
 
 def test_projected_embeddings_and_eps_survive_training_and_checkpointing() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from tokenizers.models import WordPiece
 from torch import Tensor
 
 from pretrain.checkpoint import store
@@ -276,7 +277,7 @@ def _config_json(
 def _read_special_ids(folder: Path, model: ModelConfig, rows: int) -> dict[str, int | None]:
     """The ids of the special tokens by role; the tokenizer must be complete and of the model's size."""
     path = folder / "vocab.txt"
-    if path.is_file() or not (folder / "tokenizer.json").is_file():
+    if not _is_other_kind(folder):
         entries = len(_read_vocabulary(folder))
         if model.rows(entries) != rows:
             raise InputError(
@@ -288,6 +289,13 @@ def _read_special_ids(folder: Path, model: ModelConfig, rows: int) -> dict[str, 
             f"{path if path.is_file() else folder / 'tokenizer.json'}: has no [PAD]. Prepare the corpus again."
         )
     return {**ids}
+
+
+def _is_other_kind(folder: Path) -> bool:
+    """Whether the tokenizer is not WordPiece, which has a vocab.txt."""
+    if (folder / "vocab.txt").is_file() or not (folder / "tokenizer.json").is_file():
+        return False
+    return not isinstance(read_tokenizer(folder).model, WordPiece)
 
 
 def _read_vocabulary(folder: Path) -> list[str]:
