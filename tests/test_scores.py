@@ -272,7 +272,7 @@ def test_held_out_loss_is_that_of_transformers(tmp_path: Path, bert: Path, monke
     (tmp_path / "b.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in SENTENCES))
     paths, how = [tmp_path / "a.txt", tmp_path / "b.jsonl"], HeldOutSettings(length=16)
     ours, model = MaskedModel(bert), AutoModelForMaskedLM.from_pretrained(bert).eval()
-    sequences = list(masked_sequences(ours.tokenizer, ours.mask_id, read_documents(paths), how))
+    sequences = list(masked_sequences(ours.tokenizer, ours.special_ids, read_documents(paths), how))
     nats, hits, count = 0.0, 0, 0
     for sequence in sequences:
         ids, places, labels = sequence.masked.ids, sequence.masked.places, sequence.masked.labels
@@ -301,7 +301,7 @@ def test_masks_depend_on_document_and_seed_alone(bert: Path) -> None:
         how = HeldOutSettings(**settings)
         return [
             (one.masked.ids.tolist(), one.masked.places.tolist())
-            for one in masked_sequences(model.tokenizer, model.mask_id, documents, how)
+            for one in masked_sequences(model.tokenizer, model.special_ids, documents, how)
         ]
 
     alone = masks([document])
@@ -309,7 +309,7 @@ def test_masks_depend_on_document_and_seed_alone(bert: Path) -> None:
     assert masks([document], seed=1) != alone
     assert alone[0][1] != alone[1][1]  # sequences of a document differ
     places = [place for _, chosen in alone for place in chosen]
-    sequences = list(masked_sequences(model.tokenizer, model.mask_id, [document], HeldOutSettings()))
+    sequences = list(masked_sequences(model.tokenizer, model.special_ids, [document], HeldOutSettings()))
     assert len(places) / sum(one.tokens for one in sequences) == pytest.approx(0.15, abs=0.01)
     changed = np.concatenate([one.masked.ids[one.masked.places] != one.masked.labels for one in sequences])
     masked = np.concatenate([one.masked.ids[one.masked.places] == model.mask_id for one in sequences])

@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 from corpora import make_corpus
 
-from finetune.bench.speedrun import command, ground, results, trial
+from finetune.bench.speedrun import command, ground, results, scores, trial
 from finetune.bench.speedrun.budget import SequenceCost, measured_costs, plan_budget
 from finetune.bench.speedrun.results import Results, Trial
-from finetune.bench.speedrun.scores import Scores
+from finetune.bench.speedrun.scores import Scores, ScoreSettings
+from finetune.scores.blimp import BlimpScore, ParadigmScore
+from finetune.scores.finetuning import FinetuningScore, FinetuningSettings
+from finetune.scores.held_out import HeldOutScore
+from finetune.scores.record import Record
 from pretrain import work
 from pretrain.batches.loader import BatchMaker
-from pretrain.common.errors import InputError
+from pretrain.common.errors import InputError, MachineError, StoppedError
 from pretrain.config import PretrainConfig
 from pretrain.corpus.prepare import prepare
 from pretrain.corpus.shards import open_shards
@@ -108,6 +112,8 @@ def test_drawn_text_is_kept_repaired_and_not_mixed(tmp_path: Path) -> None:
     path.write_text("damaged")
     assert ground.draw_text(data, out, LIMITS) == card
     assert path.read_text() != "damaged"
+    with pytest.raises(InputError, match="with other limits"):
+        ground.draw_text(data, out, LIMITS._replace(words=2000))
     with pytest.raises(InputError, match="drawn from other files"):
         ground.draw_text(write_text(tmp_path / "more", articles=50), out, LIMITS)
 
@@ -248,6 +254,34 @@ def test_budgets_that_cannot_be_spent_are_refused(corpus: Path) -> None:
         plan_budget(config, 3.4 * 8 * costs[0].flops, costs)
     exact = SequenceCost(flops=1e6, tokens=20, samples_per_epoch=402)
     assert plan_budget(config, 4000 * 1e6, [exact, exact]).epochs == pytest.approx(10, rel=0.1)
+    ramp = {"ramp_from": 1, "ramp_steps": 100}
+    ramped = config.model_copy(update={"phases": (config.phases[0].model_copy(update=ramp), config.phases[1])})
+    with pytest.raises(InputError, match="not within 1%"):
+        plan_budget(ramped, 5 * 8 * costs[0].flops, costs)
+
+
+def test_a_curve_counts_phases_one_by_one(corpus: Path) -> None:
+    """Tokens of the second phase cost more, and evaluations lie between training records."""
+    config = make_config(corpus)
+    costs = [SequenceCost(flops=100.0, tokens=10, samples_per_epoch=10**6), SequenceCost(800.0, 20, 10**6)]
+    plan = plan_budget(config, plan_cost_of(config, costs), costs)
+    assert plan.steps == 400
+    assert plan.flops_of(plan.tokens) == pytest.approx(plan.flops)
+    # 300 steps of 8 sequences, then 100 of 4.
+    records = [{"step": step, "tokens": 80 * min(step, 300) + 80 * max(0, step - 300)} for step in range(10, 401, 10)]
+    records = [{**one, "loss": 1.0, "learning_rate": 1e-3} for one in records]
+    for step in (5, 155, 355):
+        records.append({"step": step, "split": "validation", "mlm_loss": float(step)})
+    per_step = plan.phase_flops[0] / 300, plan.phase_flops[1] / 100
+    expected = [5 * per_step[0], 155 * per_step[0], 300 * per_step[0] + 55 * per_step[1]]
+    curve = command._curve(records, plan)
+    assert [flops for flops, _ in curve] == pytest.approx(expected)
+    assert [loss for _, loss in curve] == [5, 155, 355]
+
+
+def plan_cost_of(config: PretrainConfig, costs: list[SequenceCost]) -> float:
+    steps = config.total_steps * work.optimizer_flops(config)
+    return steps + sum(phase.sequences * cost.flops for phase, cost in zip(config.phases, costs, strict=True))
 
 
 # ---- rows
@@ -255,9 +289,9 @@ def test_budgets_that_cannot_be_spent_are_refused(corpus: Path) -> None:
 
 def make_trial(run: str, budget: float = 1e15, bits: float | None = 1.5, **values: Any) -> Trial:
     machine = {"started": "2026-11-23T10:00:00", "cpu": "A | B", "cpu_cores": 2, "gpus": [], "git_commit": "a" * 40}
-    scores = Scores(nats=3.0, accuracy=0.4, bits_per_character=bits)
+    found = Scores(nats=3.0, accuracy=0.4, bits_per_character=bits)
     common = {"trial": run, "run": run, "seed": 0, "budget": budget, "words": 10, "ground": "x", "machine": machine}
-    return Trial(**{**common, "scores": scores, "flops": budget, "steps": 100, **values})
+    return Trial(**{**common, "scores": found, "flops": budget, "steps": 100, **values})
 
 
 def test_trials_are_kept_in_order_and_replaced(tmp_path: Path) -> None:
@@ -273,6 +307,10 @@ def test_trials_are_kept_in_order_and_replaced(tmp_path: Path) -> None:
     (tmp_path / "speedrun.json").write_text("{}x")
     with pytest.raises(InputError, match="damaged"):
         results.read(tmp_path / "speedrun.json")
+    results.write(found, tmp_path / "speedrun.json")
+    assert results.read(tmp_path / "speedrun.json", "x") == found
+    with pytest.raises(InputError, match="trials on another text"):
+        results.read(tmp_path / "speedrun.json", "y")
 
 
 def test_the_log_gets_each_run_once(tmp_path: Path) -> None:
@@ -321,6 +359,41 @@ def test_benchmarks_get_their_own_arguments(monkeypatch: pytest.MonkeyPatch, wor
     assert seen == [["run.yaml"]]
 
 
+# ---- scores
+
+
+def test_scores_of_a_run_survive_failures_and_repetitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failed fine-tuning leaves the others; a call without a part keeps it; a run trained anew has none of it."""
+    config = make_config(tmp_path, run_dir=str(tmp_path / "runs" / "one"))
+    prints, error = ["first"], MachineError("1 of 2 runs failed")
+
+    def finetuned(*_: Any, record: Record) -> None:
+        record.write("finetuning", {}, {"a": FinetuningScore("f1", "dev", (0.5, 0.7)).as_data()}, beside=True)
+        raise error
+
+    def blimp(*_: Any, record: Record, **__: Any) -> None:
+        record.write("blimp", {}, BlimpScore({"p": ParadigmScore("t", 4, 3)}).as_data(1))
+
+    monkeypatch.setattr(scores, "fingerprint", lambda _: prints[0])
+    monkeypatch.setattr(scores, "held_out_score", lambda *_, **__: HeldOutScore(3.0, 0.4, 1.5, 1, 1, 0.0, 1, 1))
+    monkeypatch.setattr(scores, "finetuning_scores", finetuned)
+    monkeypatch.setattr(scores, "blimp_score", blimp)
+    both = FinetuningSettings((Path("a.yaml"), Path("b.yaml")))
+    found, why = scores.measure(config, tmp_path, [], ScoreSettings(tmp_path, 0, both))
+    assert (found.bits_per_character, found.blimp) == (1.5, 0.75)
+    assert (found.finetuning, found.transfer) == ({"a": pytest.approx(0.6)}, None)  # no mean without b
+    assert why == "fine-tunings: 1 of 2 runs failed"
+    one = FinetuningSettings((Path("a.yaml"),))
+    measured, _ = scores.measure(config, tmp_path, [], ScoreSettings(None, 0, one))
+    assert (measured.blimp, measured.transfer) == (0.75, pytest.approx(0.6))
+    assert scores.measure(config, tmp_path, [], ScoreSettings()) == (measured, "")
+    error = StoppedError("stopped")
+    with pytest.raises(StoppedError):
+        scores.measure(config, tmp_path, [], ScoreSettings(None, 0, one))
+    prints[0] = "second"
+    assert scores.measure(config, tmp_path, [], ScoreSettings()) == (Scores(3.0, 0.4, 1.5), "")
+
+
 # ---- whole trials
 
 
@@ -349,7 +422,12 @@ def test_a_trial_trains_scores_and_continues(
     words += ["--budget", "1.5e8", "--budget", "1e8", "--budget", "1e14"]
     pretrain.codes[2] = 75
     assert command.main(words, pretrain) == 75
-    assert "Run the same command again" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "Run the same command again" in printed
+    assert "Next:" not in printed
+    # What has finished is shown and logged at once.
+    assert (tmp_path / "out" / "speedrun.html").is_file()
+    assert (tmp_path / "log.md").read_text().count("tiny s0") == 1
     assert command.main(words, pretrain) == 0
     printed = capsys.readouterr().out
     assert "already finished" in printed
@@ -370,14 +448,30 @@ def test_a_trial_trains_scores_and_continues(
     assert page.count("<polyline") == 3
     assert "src=" not in page
 
+    other = [*words[:-6], "--budget", "1e8", "--set"]
     with pytest.raises(InputError, match=r"begun with other settings: .*name=second"):
-        command.main([*words[:-6], "--budget", "1e8", "--set", "masking.probability=0.3"], pretrain)
+        command.main([*other, "masking.probability=0.3"], pretrain)
+    # A budget that cannot be spent with other settings leaves the row of the run that it could be spent with.
+    with pytest.raises(InputError, match=r"begun with other settings: phases.*name=second"):
+        command.main([*other, "phases.0.global_sequences=400"], pretrain)
+    assert small in results.read(tmp_path / "out" / "speedrun.json").trials
+    # Only what was stopped is to be continued, and a divergence is told.
+    for code, name in ((3, "failed"), (4, "diverged")):
+        pretrain.codes[len(pretrain.calls) + 1] = code
+        assert command.main([*other, f"name={name}"], pretrain) == code
+        assert "Run the same command again" not in capsys.readouterr().out
+    remarks = {one.trial: one.remarks for one in results.read(tmp_path / "out" / "speedrun.json").trials}
+    assert remarks["diverged"] == "the training diverged"
+    assert "failed" not in remarks
 
 
 def test_options_without_effect_and_impossible_budgets_are_refused(tmp_path: Path) -> None:
     words = ["config.yaml", "--data", str(tmp_path)]
     for more, message in (
         (["--budget", "-1"], "--budget: -1; expected"),
+        (["--budget", "5", "--budget", "2e30"], r"--budget: 2e\+30; expected"),
+        (["--blimp", str(tmp_path / "none")], "none: has no .jsonl file"),
+        (["--finetune", str(tmp_path / "none.yaml")], "none.yaml"),
         (["--blimp-limit", "3"], "--blimp-limit: has no effect"),
         (["--finetune-data", "x"], "--finetune-data: has no effect"),
         (["--seed", "-1"], "--seed: -1; expected"),

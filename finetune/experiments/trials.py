@@ -59,11 +59,13 @@ def run_all(
     trials: Sequence[Trial],
     *,
     parallel: int = 0,
+    begin: Callable[[], None] = lambda: None,
     ended: Callable[[list[Outcome | None]], None] = lambda outcomes: None,
 ) -> TrialRuns:
     """Run the trials that are not finished, with progress on the terminal; `config.folder` is their common folder.
 
-    `ended` is called with all outcomes whenever a trial finishes. `config.scheduling` sets retries, CPUs and the
+    `begin` is called before the run folders are read, when no other process uses them. `ended` is called with all
+    outcomes whenever a trial finishes. `config.scheduling` sets retries, CPUs and the
     cluster. `parallel` is as in `cluster.trials.launch.run_trials`.
 
     Raises:
@@ -72,6 +74,7 @@ def run_all(
     """
     check_alone(config)
     with preflight.only_run(config.folder):
+        begin()
         trials = _with_one_precision(config, trials)
         outcomes = [read_outcome(trial) for trial in trials]
         _check_data(trials, outcomes)

@@ -23,12 +23,14 @@ from finetune.scores.masked_model import (
     MaskedSequence,
     ModelSettings,
     progress_bar,
+    resolved,
     text_digest,
 )
 from finetune.scores.record import Record
 from pretrain.common.errors import InputError
 
 PART = "blimp"  # of a record
+_KEYS = ("sentence_good", "sentence_bad", "UID", "linguistics_term")  # of a line
 _AT_ONCE = 1 << 18  # tokens of masked copies that are in memory at once
 
 
@@ -79,10 +81,11 @@ class BlimpScore:
         """Mean accuracy of the paradigms."""
         return statistics.fmean(one.accuracy for one in self.paradigms.values())
 
-    def as_data(self) -> dict[str, Any]:
-        """For JSON."""
+    def as_data(self, number: int) -> dict[str, Any]:
+        """For JSON; `number` counts all paradigms, scored or not."""
         paradigms = {name: {**asdict(one), "accuracy": one.accuracy} for name, one in self.paradigms.items()}
-        return {"overall": self.overall, "phenomena": self.phenomena, "paradigms": paradigms}
+        means = {"overall": self.overall, "phenomena": self.phenomena}
+        return {**means, "number_of_paradigms": number, "paradigms": paradigms}
 
 
 def blimp_score(
@@ -106,7 +109,7 @@ def blimp_score(
         InputError: the data or the checkpoint cannot be read, it has no head for masked language modelling, or it has
             too few positions for a sentence.
     """
-    paradigms = read_blimp(data, limit)
+    settings, paradigms = resolved(folder, settings), read_blimp(data, limit)
     done: dict[str, ParadigmScore] = {}
     how = {"data": _data_digest(paradigms), "limit": limit, **asdict(settings)}
     if record is not None:
@@ -120,36 +123,50 @@ def blimp_score(
                 right = _right_pairs(model, paradigm.pairs, advance)
                 done[paradigm.name] = ParadigmScore(paradigm.phenomenon, len(paradigm.pairs), right)
                 if record is not None:
-                    record.write(PART, how, BlimpScore(done).as_data())
+                    record.write(PART, how, BlimpScore(done).as_data(len(paradigms)))
     return BlimpScore({one.name: done[one.name] for one in paradigms})
+
+
+def missing_paradigms(scores: Mapping[str, Any]) -> int:
+    """How many paradigms an interrupted evaluation has left out of the scores of a record."""
+    done = len(scores["paradigms"])
+    return scores.get("number_of_paradigms", done) - done
 
 
 def read_blimp(data: Path, limit: int = 0) -> list[Paradigm]:
     """The paradigms in the .jsonl files of a folder, by name, with their first `limit` pairs (0: all).
 
-    Raises `InputError` if there is none, or a line is not a pair of BLiMP.
+    Raises `InputError` if there is none, a line is not a pair of BLiMP, or two files have one UID.
     """
     files = sorted(data.glob("*.jsonl"))
     if not files:
         raise InputError(f"{data}: has no .jsonl file. Give the folder `data` of BLiMP, with a file for each paradigm.")
-    return [_read_paradigm(file, limit) for file in files]
+    paradigms: dict[str, Paradigm] = {}
+    for file in files:
+        one = _read_paradigm(file, limit)
+        if one.name in paradigms:
+            raise InputError(f"{file}: its UID ({one.name}) is that of another file, too. Remove one of them.")
+        paradigms[one.name] = one
+    return list(paradigms.values())
 
 
 def _read_paradigm(file: Path, limit: int) -> Paradigm:
     pairs: list[tuple[str, str]] = []
     name = phenomenon = ""
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             if limit and len(pairs) == limit:
                 break
             try:
-                row = json.loads(line)
-                pairs.append((row["sentence_good"], row["sentence_bad"]))
-                name, phenomenon = row["UID"], row["linguistics_term"]
+                row = json.loads(line.decode())
+                good, bad, name, phenomenon = (row[key] for key in _KEYS)
+                if not all(isinstance(value, str) and value for value in (good, bad, name, phenomenon)):
+                    raise TypeError("a value is not text")
+                pairs.append((good, bad))
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(
                     f"{file}: line {number} is not a pair of BLiMP ({type(error).__name__}: {error}). Expected JSON "
-                    "with sentence_good, sentence_bad, linguistics_term and UID."
+                    f"in UTF-8 with {', '.join(_KEYS)}."
                 ) from None
     if not pairs:
         raise InputError(f"{file}: has no pair. Download BLiMP again.")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from finetune.experiments.results import show
-from finetune.scores.blimp import blimp_score
-from finetune.scores.finetuning import FinetuningSettings, finetuning_scores
+from finetune.scores.blimp import blimp_score, read_blimp
+from finetune.scores.finetuning import FinetuningSettings, finetuning_scores, read_configs
 from finetune.scores.held_out import HeldOutSettings, held_out_score
 from finetune.scores.masked_model import ModelSettings, fingerprint
 from finetune.scores.record import Record, read_record
@@ -34,6 +34,9 @@ def run(arguments: argparse.Namespace) -> None:
     """
     _check(arguments)
     name = _name(arguments)
+    if arguments.blimp:
+        read_blimp(arguments.blimp, arguments.blimp_limit)
+    read_configs(arguments.model, _finetunings(arguments))
     record = Record(arguments.out / _MODELS / f"{name}.json", _identity(arguments.model, name))
     failure: RunError | None = None
     with sleeping_when_crowded():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from finetune import runs
 from finetune.artifacts.saved import MODEL
 from finetune.config import FinetuneConfig, load_config
 from finetune.experiments.outcomes import Outcome, Spread, Trial
-from finetune.experiments.trials import raise_failure, read_outcome, run_all, trial_config
+from finetune.experiments.trials import TrialRuns, raise_failure, read_outcome, run_all, trial_config
 from finetune.scores.masked_model import fingerprint, text_digest
 from finetune.scores.record import Record
 from pretrain.checkpoint.released import read_released
@@ -135,6 +136,10 @@ def finetuning_scores(
     found: list[Outcome | None] = [_earlier(one) for one in members]
     left = [number for number, outcome in enumerate(found) if outcome is None]
 
+    def begin() -> None:
+        for number in left:
+            _remove_unfinished(members[number])
+
     def ended(outcomes: Sequence[Outcome | None]) -> None:
         for number, outcome in zip(left, outcomes, strict=True):
             found[number] = outcome
@@ -143,23 +148,23 @@ def finetuning_scores(
         if record is not None:
             _write(record, _scores(members, found), settings)
 
-    ran = None
+    stopped = None
     if left:
         common = members[0].trial.config.model_copy(update={"run_dir": str(out), "name": f"scores-{name}"[:63]})
-        ran = run_all(common, [members[number].trial for number in left], parallel=settings.parallel, ended=ended)
+        trials = [members[number].trial for number in left]
+        ran = run_all(common, trials, parallel=settings.parallel, begin=begin, ended=ended)
+        stopped = ran.stopped
         ended(ran.outcomes)
     else:
         ended([])
-    scores = _scores(members, found)
-    if ran is not None:
-        raise_failure(ran)
-    return scores
+    raise_failure(TrialRuns(found, stopped))
+    return _scores(members, found)
 
 
 def _write(record: Record, scores: Mapping[str, FinetuningScore], settings: FinetuningSettings) -> None:
     """Put the scores beside those of other configs."""
     new = {name: {**one.as_data(), "overrides": list(settings.overrides)} for name, one in scores.items()}
-    record.write(PART, {}, {**record.read(PART, {}), **new})
+    record.write(PART, {}, new, beside=True)
 
 
 def read_configs(folder: Path, settings: FinetuningSettings) -> dict[str, FinetuneConfig]:
@@ -205,7 +210,8 @@ def _members(folder: Path, out: Path, name: str, settings: FinetuningSettings) -
             chosen = config.model_copy(update={"random_weights": random})
             for seed in range(config.seed, config.seed + settings.seeds):
                 label = f"{key}-random-{seed}" if random else f"{key}-{seed}"
-                one = trial_config(chosen, label.lower().replace("_", "-"), folder=place / f"seed-{seed}", seed=seed)
+                own_name = re.sub(r"[^a-z0-9-]", "-", label.lower())
+                one = trial_config(chosen, own_name, folder=place / f"seed-{seed}", seed=seed)
                 title = f"{key}, random weights, seed {seed}" if random else f"{key}, seed {seed}"
                 members.append(_Member(key, random, Trial(title, one, steps, test_sets=False)))
     return members
@@ -231,23 +237,32 @@ def random_fingerprint(config: FinetuneConfig) -> str:
 
 
 def _earlier(member: _Member) -> Outcome | None:
-    """The outcome of a run from random weights that another checkpoint of the same shape has left.
+    """The outcome of a run from random weights that another checkpoint of the same shape has left."""
+    before, trial = _begun_by_another(member), member.trial
+    if before is None:
+        return None
+    # Where the data lies is not part of the fingerprint, what it holds is.
+    begun = before.model_copy(update={"run_dir": trial.config.run_dir})
+    return read_outcome(Trial(trial.label, begun, trial.steps, test_sets=False))
 
-    An unfinished one is removed: its checkpoints belong to a run that began from a folder which may be gone.
+
+def _remove_unfinished(member: _Member) -> None:
+    """Remove an unfinished run from random weights that another checkpoint of the same shape has left.
+
+    Its checkpoints belong to a run that began from a folder which may be gone.
     """
-    trial = member.trial
-    path = trial.config.folder / "config.yaml"
+    if _begun_by_another(member) is not None and _earlier(member) is None:
+        shutil.rmtree(member.trial.config.folder)
+
+
+def _begun_by_another(member: _Member) -> FinetuneConfig | None:
+    """The config of a run from random weights that began from another checkpoint; its own ones `run_all` continues."""
+    path = member.trial.config.folder / "config.yaml"
     if not (member.random and path.is_file()):
         return None
     before = load_config(path)
-    if Path(before.start_from).resolve() == Path(trial.config.start_from).resolve():
-        return None  # this checkpoint's own, which `run_all` continues
-    # Where the data lies is not part of the fingerprint, what it holds is.
-    begun = before.model_copy(update={"run_dir": trial.config.run_dir})
-    outcome = read_outcome(Trial(trial.label, begun, trial.steps, test_sets=False))
-    if outcome is None:
-        shutil.rmtree(trial.config.folder)
-    return outcome
+    same = Path(before.start_from).resolve() == Path(member.trial.config.start_from).resolve()
+    return None if same else before
 
 
 def _scores(members: Sequence[_Member], outcomes: Sequence[Outcome | None]) -> dict[str, FinetuningScore]:

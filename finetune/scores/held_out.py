@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -27,7 +27,9 @@ from finetune.scores.masked_model import (
     MaskedModel,
     MaskedSequence,
     ModelSettings,
+    frame,
     progress_bar,
+    resolved,
     text_digest,
 )
 from finetune.scores.record import Record
@@ -118,7 +120,7 @@ def held_out_score(
         InputError: a text or the checkpoint cannot be read, the model has no head for masked language modelling, or
             fewer positions than `how.length`.
     """
-    documents = read_documents(texts)
+    settings, documents = resolved(folder, settings), read_documents(texts)
     given = {"texts": text_digest(*documents), **asdict(how), **asdict(settings)}
     if record is not None and (earlier := record.read(PART, given)):
         return HeldOutScore(**earlier)
@@ -127,7 +129,7 @@ def held_out_score(
         raise InputError(
             f"--length: {how.length}, but {folder} has {model.max_positions} positions. Lower it to that or less."
         )
-    sequences = list(masked_sequences(model.tokenizer, model.mask_id, documents, how))
+    sequences = list(masked_sequences(model.tokenizer, model.special_ids, documents, how))
     score = _score(model, sequences, len(documents))
     if record is not None:
         record.write(PART, given, asdict(score))
@@ -156,12 +158,12 @@ def read_documents(texts: Sequence[Path]) -> list[str]:
 
 
 def masked_sequences(
-    tokenizer: Tokenizer, mask_id: int, documents: Sequence[str], how: HeldOutSettings
+    tokenizer: Tokenizer, special_ids: Mapping[str, int], documents: Sequence[str], how: HeldOutSettings
 ) -> Iterator[TextSequence]:
     """The masked sequences of all documents in order; a pure function of document and settings."""
-    before, after, special = _frame(tokenizer)
+    before, after = frame(special_ids)
     masker = Masker(
-        _vocabulary(tokenizer, mask_id, special),
+        _vocabulary(tokenizer, special_ids),
         MaskingConfig(probability=how.share),
         sequence_length=how.length,
         max_predictions=0,
@@ -202,23 +204,15 @@ def _tokens(tokenizer: Tokenizer, document: str) -> tuple[np.ndarray, np.ndarray
     return np.array(encoded.ids, np.int64), np.diff(ends, prepend=0)
 
 
-def _frame(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, set[int]]:
-    """(special tokens before a text, those after it, all special ids)."""
-    encoded = tokenizer.encode("a")
-    inside = [place for place, special in enumerate(encoded.special_tokens_mask) if not special]
-    ids = np.array(encoded.ids, np.int64)
+def _vocabulary(tokenizer: Tokenizer, special_ids: Mapping[str, int]) -> MaskingVocabulary:
     special = {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
-    before, after = ids[: inside[0]], ids[inside[-1] + 1 :]
-    return before, after, special | set(before.tolist()) | set(after.tolist())
-
-
-def _vocabulary(tokenizer: Tokenizer, mask_id: int, special: set[int]) -> MaskingVocabulary:
+    special |= set(special_ids.values())
     ids = tokenizer.get_vocab(with_added_tokens=True)
     entries = [""] * (max(ids.values()) + 1)
     for entry, number in ids.items():
         entries[number] = entry
     gaps = {number for number, entry in enumerate(entries) if not entry}
-    return MaskingVocabulary(mask_id, ordinary_ids(entries, special | gaps | {mask_id}), np.zeros(len(entries), bool))
+    return MaskingVocabulary(special_ids["mask"], ordinary_ids(entries, special | gaps), np.zeros(len(entries), bool))
 
 
 def _key(document: str, seed: int) -> np.uint64:

@@ -6,8 +6,8 @@ Shape letters: L tokens of a sequence, K tokens to predict, V vocabulary.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from pretrain.batches.loader import MicroBatch
 from pretrain.checkpoint.released import read_released
-from pretrain.checkpoint.released_writer import special_ids
+from pretrain.checkpoint.released_writer import released_ids
 from pretrain.checkpoint.start import digest
 from pretrain.checkpoint.tokenizer import is_run, read_tokenizer, released_folder
 from pretrain.common.errors import InputError
@@ -84,8 +84,10 @@ class MaskedModel:
         settings: precision, and where tokens are predicted.
 
     Attributes:
-        tokenizer: of the `tokenizers` library, truncation and padding off.
-        mask_id: the id of the mask token.
+        tokenizer: of the `tokenizers` library, truncation and padding off; special tokens in a text are ordinary
+            characters, as in a prepared corpus.
+        special_ids: ids of the special tokens by role.
+        mask_id: that of the mask token.
         unknown_id: the id of what the vocabulary does not know; -1 for vocabularies of bytes.
         max_positions: tokens of the longest sequence, special tokens included.
 
@@ -103,12 +105,13 @@ class MaskedModel:
                 "held-out loss nor a BLiMP score. Give a model with one, or fine-tune this one: --finetune."
             )
         self.tokenizer = read_tokenizer(folder, released.vocabulary_size)
-        mask = special_ids(self.tokenizer)["mask"]
-        if mask is None:
+        self.tokenizer.encode_special_tokens = True
+        self.special_ids = released_ids(folder, released.vocabulary_size)
+        if "mask" not in self.special_ids:
             raise InputError(f"{folder}: its tokenizer has no mask token. Give a model for masked language modelling.")
         self.unknown_id = _unknown_id(self.tokenizer)
-        self.mask_id, self.max_positions = mask, released.model.max_positions
-        self._shift = int(_is_shifted(folder) if settings.shifted is None else settings.shifted)
+        self.mask_id, self.max_positions = self.special_ids["mask"], released.model.max_positions
+        self._shift = int(bool(resolved(folder, settings).shifted))
         with torch.device("meta"):
             model = PretrainingModel(released.model, released.vocabulary_size, next_sentence=False)
         model.load_state_dict(state, assign=True)
@@ -118,8 +121,11 @@ class MaskedModel:
 
     def encode(self, text: str) -> tuple[np.ndarray, np.ndarray]:
         """(ids int64 [L] with special tokens, bool [L] whether a token is one of the text)."""
-        encoded = self.tokenizer.encode(text)
-        return np.array(encoded.ids, np.int64), np.array(encoded.special_tokens_mask) == 0
+        before, after = frame(self.special_ids)
+        inner = np.array(self.tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
+        ids = np.concatenate([before, inner, after])
+        places = np.arange(len(ids))
+        return ids, (places >= len(before)) & (places < len(ids) - len(after))
 
     def predict(self, sequences: Sequence[MaskedSequence], advance: Advance = lambda count: None) -> Predictions:
         """The probabilities of the true tokens. Which sequences share a forward pass changes them by rounding only."""
@@ -155,6 +161,17 @@ class MaskedModel:
             correct_K = label_K >= logits_KV.amax(-1)
             values_K = label_K.double() - logits_KV.logsumexp(-1).double()
         return values_K.cpu().numpy(), correct_K.cpu().numpy()
+
+
+def frame(special_ids: Mapping[str, int]) -> tuple[np.ndarray, np.ndarray]:
+    """int64 ids of the special tokens before a text and after it, by their roles, as in pretraining."""
+    before, after = ([special_ids[role]] if role in special_ids else [] for role in ("cls", "sep"))
+    return np.array(before, np.int64), np.array(after, np.int64)
+
+
+def resolved(folder: Path, settings: ModelSettings) -> ModelSettings:
+    """The settings with `shifted` as it is for this checkpoint."""
+    return settings if settings.shifted is not None else replace(settings, shifted=_is_shifted(folder))
 
 
 def fingerprint(folder: Path) -> str:

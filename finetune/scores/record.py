@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import write_json
+from pretrain.common.files import locked, write_json
 
 MODEL = "model"  # the part that says whose scores these are
 
@@ -26,14 +26,8 @@ class Record:
 
     def __init__(self, path: Path, model: Mapping[str, Any]) -> None:
         self.path = path
-        self._content = read_record(path) if path.is_file() else {}
-        before = self._content.get(MODEL, {})
-        if self._content and before.get("fingerprint") != model["fingerprint"]:
-            raise InputError(
-                f"{path}: has the scores of another model ({before.get('folder')}, or what it was before). Give "
-                "another --name or --out, or remove the file."
-            )
-        self._content[MODEL] = dict(model)
+        self._model = dict(model)
+        self._content = self._read()
 
     @property
     def content(self) -> dict[str, Any]:
@@ -45,10 +39,27 @@ class Record:
         found = self._content.get(part, {})
         return found.get("scores", {}) if found.get("how") == how else {}
 
-    def write(self, part: str, how: Mapping[str, Any], scores: Mapping[str, Any]) -> None:
-        """Replace the scores of a part, and write the file."""
-        self._content[part] = {"how": dict(how), "scores": dict(scores)}
-        write_json(self.path, self._content)
+    def write(self, part: str, how: Mapping[str, Any], scores: Mapping[str, Any], *, beside: bool = False) -> None:
+        """Replace the scores of a part, and write the file; other processes may write other parts of it.
+
+        With `beside`, scores of other names that were measured in the same way stay.
+        """
+        with locked(self.path.with_name(f".{self.path.name}.lock")):
+            self._content = self._read()
+            before = self.read(part, how) if beside else {}
+            self._content[part] = {"how": dict(how), "scores": {**before, **scores}}
+            write_json(self.path, self._content)
+
+    def _read(self) -> dict[str, Any]:
+        """The file's content, of this model."""
+        content = read_record(self.path) if self.path.is_file() else {}
+        before = content.get(MODEL, {})
+        if content and before.get("fingerprint") != self._model["fingerprint"]:
+            raise InputError(
+                f"{self.path}: has the scores of another model ({before.get('folder')}, or what it was before). Give "
+                "another --name or --out, or remove the file."
+            )
+        return {**content, MODEL: self._model}
 
 
 def read_record(path: Path) -> dict[str, Any]:

@@ -17,12 +17,20 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 _NONE = "–"
+_LONGEST = 40  # characters of a setting in a note, where digests are cut
 _CHANCE = 0.5  # of a pair of BLiMP
 
 
 def score_rows(models: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
     """(what was measured, its value for each model) of the records `models`."""
     return [*_held_out_rows(models), *_blimp_rows(models), *_finetuning_rows(models)]
+
+
+def score_notes(models: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What the marks in the rows mean: the settings in which measurements of one row differ."""
+    parts = [("held-out text", _settings(models, held_out.PART)), ("BLiMP", _settings(models, blimp.PART))]
+    parts += [(name, _overrides(models, name)) for name, _ in _by_config(models)]
+    return [f"{title} {line}" for title, hows in parts for line in _explained(hows)]
 
 
 def score_table(models: Sequence[Mapping[str, Any]]) -> Table:
@@ -36,6 +44,10 @@ def score_table(models: Sequence[Mapping[str, Any]]) -> Table:
         table.add_column(model[MODEL]["name"], justify="right", overflow="fold")
     for what, values in score_rows(models):
         table.add_row(what, *values)
+    notes = score_notes(models)
+    if notes:
+        table.caption = "\n".join(notes)
+        table.caption_justify = "left"
     return table
 
 
@@ -46,6 +58,7 @@ def write_scores_page(models: Sequence[Mapping[str, Any]], out: Path) -> Path:
         "scores.html.j2",
         names=[model[MODEL]["name"] for model in models],
         rows=score_rows(models),
+        marks=score_notes(models),
         blimp=list(_blimp_charts(models)),
         finetuning=list(_finetuning_charts(models)),
         models=[(model[MODEL]["name"], _facts(model)) for model in models],
@@ -68,26 +81,39 @@ def _held_out_rows(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, l
         ("nats_per_token", "held-out text, nats per masked token"),
         ("accuracy", "held-out text, accuracy"),
     ):
-        yield title, [f"{one[key]:.4f}" if one else _NONE for one in found]
+        values = [f"{one[key]:.4f}" if one else _NONE for one in found]
+        yield title, _marked(values, _settings(models, held_out.PART))
 
 
 def _blimp_rows(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     found = [_scores(model, blimp.PART) for model in models]
     if not any(found):
         return
-    yield "BLiMP, all paradigms", [f"{one['overall']:.4f}" if one else _NONE for one in found]
-    for name in dict.fromkeys(name for one in found for name in one.get("phenomena", {})):
-        values = [one.get("phenomena", {}).get(name) for one in found]
-        yield f"  {_readable(name)}", [_NONE if value is None else f"{value:.4f}" for value in values]
+    hows = _settings(models, blimp.PART)
+    overall = [f"{one['overall']:.4f}{_unfinished(one)}" if one else _NONE for one in found]
+    yield "BLiMP, all paradigms", _marked(overall, hows)
+    phenomena = [{} if _unfinished(one) else one.get("phenomena", {}) for one in found]
+    for name in dict.fromkeys(name for one in phenomena for name in one):
+        values = [f"{one[name]:.4f}" if name in one else _NONE for one in phenomena]
+        yield f"  {_readable(name)}", _marked(values, hows)
+
+
+def _unfinished(scores: Mapping[str, Any]) -> str:
+    """How many paradigms are scored, if some are missing."""
+    missing = blimp.missing_paradigms(scores) if scores else 0
+    done = len(scores.get("paradigms", {}))
+    return f" ({done} of {done + missing})" if missing else ""
 
 
 def _finetuning_rows(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[str]]]:
     for name, ones in _by_config(models):
         metric = next(one.metric for one in ones if one)
-        yield f"{name}, {_readable(metric)}", [_spread(one.pretrained) if one else _NONE for one in ones]
+        hows = _overrides(models, name)
+        yield f"{name}, {_readable(metric)}", _marked([_spread(one.pretrained) if one else _NONE for one in ones], hows)
         if any(one and one.random for one in ones):
-            yield "  from random weights", [_spread(one.random) if one else _NONE for one in ones]
-            yield "  difference", [_difference(one) for one in ones]
+            random = [_spread(one.random) if one else _NONE for one in ones]
+            yield "  from random weights", _marked(random, hows)
+            yield "  difference", _marked([_difference(one) for one in ones], hows)
 
 
 def _by_config(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[FinetuningScore | None]]]:
@@ -95,6 +121,46 @@ def _by_config(models: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, list[
     found = [_scores(model, finetuning.PART) for model in models]
     for name in dict.fromkeys(name for one in found for name in one):
         yield name, [FinetuningScore.from_data(one[name]) if name in one else None for one in found]
+
+
+# ---- measurements of one row that were made differently
+
+
+def _settings(models: Sequence[Mapping[str, Any]], part: str) -> list[dict[str, Any] | None]:
+    """How each model was measured, without what its training decides."""
+    hows = [model[part]["how"] if part in model else None for model in models]
+    return [None if how is None else {key: how[key] for key in how if key != "shifted"} for how in hows]
+
+
+def _overrides(models: Sequence[Mapping[str, Any]], config: str) -> list[dict[str, Any] | None]:
+    found = [_scores(model, finetuning.PART).get(config) for model in models]
+    return [None if one is None else {"overrides": " ".join(one.get("overrides", [])) or "none"} for one in found]
+
+
+def _distinct(hows: Sequence[Mapping[str, Any] | None]) -> list[Mapping[str, Any]]:
+    found: list[Mapping[str, Any]] = []
+    for how in hows:
+        if how is not None and how not in found:
+            found.append(how)
+    return found
+
+
+def _marked(values: Sequence[str], hows: Sequence[Mapping[str, Any] | None]) -> list[str]:
+    """The values, with a mark for each way of measuring if there are several."""
+    ways = _distinct(hows)
+    return [
+        value if how is None or value == _NONE or len(ways) < 2 else f"{value} [{ways.index(how) + 1}]"
+        for value, how in zip(values, hows, strict=True)
+    ]
+
+
+def _explained(hows: Sequence[Mapping[str, Any] | None]) -> Iterator[str]:
+    """For each mark, the settings that differ."""
+    ways = _distinct(hows)
+    differing = [key for key in (ways[0] if ways else {}) if any(way.get(key) != ways[0][key] for way in ways)]
+    for number, way in enumerate(ways if len(ways) > 1 else [], 1):
+        settings = ", ".join(f"{_readable(key)} {str(way.get(key, _NONE))[:_LONGEST]}" for key in differing)
+        yield f"[{number}]: {settings}"
 
 
 def _spread(values: Sequence[float]) -> str:
@@ -124,7 +190,7 @@ def _blimp_charts(models: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     for model in models:
         scores = _scores(model, blimp.PART)
         if scores:
-            values = {"all paradigms": scores["overall"], **scores["phenomena"]}
+            values = {f"all paradigms{_unfinished(scores)}": scores["overall"], **scores["phenomena"]}
             bars = [Bar(_readable(name), value, value, value) for name, value in values.items()]
             yield bar_chart(
                 model[MODEL]["name"],

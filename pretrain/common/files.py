@@ -147,8 +147,10 @@ def allow_open_files(count: int) -> int:
 
 
 @contextlib.contextmanager
-def locked(path: Path, refusal: str) -> Iterator[bool]:
-    """Hold the lock file `path` for this process. Raises `InputError(refusal)` if another process holds it.
+def locked(path: Path, refusal: str = "") -> Iterator[bool]:
+    """Hold the lock file `path` for this process.
+
+    If another process holds it, raises `InputError(refusal)`; without a refusal it waits, which suits short work.
 
     The kernel releases the lock when the process ends for any reason. Yields whether the lock is held: on a file system
     without locks a warning is logged and work continues, since users can rarely change the mount.
@@ -164,7 +166,7 @@ def locked(path: Path, refusal: str) -> Iterator[bool]:
 
 def _lock(descriptor: int, path: Path, refusal: str) -> bool:
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, fcntl.LOCK_EX | (fcntl.LOCK_NB if refusal else 0))
     except BlockingIOError:
         raise InputError(refusal) from None
     except OSError as error:

@@ -36,15 +36,23 @@ class Plan:
 
     Attributes:
         phases: of the config, scaled.
-        flops: what they cost, within `TOLERANCE` of the budget.
-        tokens: what they read.
+        phase_flops: what each costs; together within `TOLERANCE` of the budget.
+        phase_tokens: what each reads.
         epochs: how often they read the corpus.
     """
 
     phases: tuple[PhaseConfig, ...]
-    flops: float
-    tokens: float
+    phase_flops: tuple[float, ...]
+    phase_tokens: tuple[float, ...]
     epochs: float
+
+    @property
+    def flops(self) -> float:
+        return sum(self.phase_flops)
+
+    @property
+    def tokens(self) -> float:
+        return sum(self.phase_tokens)
 
     @property
     def steps(self) -> int:
@@ -53,6 +61,15 @@ class Plan:
     @property
     def sequences(self) -> int:
         return sum(phase.sequences for phase in self.phases)
+
+    def flops_of(self, tokens: float) -> float:
+        """What the first `tokens` of the run cost. Beyond the plan's, tokens cost what those of the last phase do."""
+        *earlier, last = zip(self.phase_flops, self.phase_tokens, strict=True)
+        flops = 0.0
+        for phase_flops, phase_tokens in earlier:
+            read = min(tokens, phase_tokens)
+            flops, tokens = flops + read * phase_flops / phase_tokens, tokens - read
+        return flops + tokens * last[0] / last[1]
 
 
 def measured_costs(config: PretrainConfig, teacher: ModelConfig | None) -> list[SequenceCost]:
@@ -85,14 +102,16 @@ def plan_budget(config: PretrainConfig, budget: float, costs: Sequence[SequenceC
     """
     whole = _plan(config, [phase.steps for phase in config.phases], costs)
     scale = budget / whole.flops
-    steps = [max(1, round(phase.steps * scale)) for phase in config.phases]
+    least = [max(1, len(phase.batch_sizes) - 1) for phase in config.phases]  # a ramp has a step for each size
+    steps = [max(few, round(phase.steps * scale)) for phase, few in zip(config.phases, least, strict=True)]
     # The phase with the cheapest steps takes what rounding left.
     per_step = [
         phase.global_sequences * cost.flops + work.optimizer_flops(config)
         for phase, cost in zip(config.phases, costs, strict=True)
     ]
     finest = per_step.index(min(per_step))
-    steps[finest] = max(1, steps[finest] + round((budget - _plan(config, steps, costs).flops) / per_step[finest]))
+    left = round((budget - _plan(config, steps, costs).flops) / per_step[finest])
+    steps[finest] = max(least[finest], steps[finest] + left)
     plan = _plan(config, steps, costs)
     if abs(plan.flops - budget) > TOLERANCE * budget:
         raise InputError(
@@ -113,8 +132,8 @@ def _plan(config: PretrainConfig, steps: Sequence[int], costs: Sequence[Sequence
     pairs = list(zip(phases, costs, strict=True))
     return Plan(
         phases,
-        sum(phase.sequences * cost.flops + phase.steps * work.optimizer_flops(config) for phase, cost in pairs),
-        sum(phase.sequences * cost.tokens for phase, cost in pairs),
+        tuple(phase.sequences * cost.flops + phase.steps * work.optimizer_flops(config) for phase, cost in pairs),
+        tuple(phase.sequences * cost.tokens for phase, cost in pairs),
         sum(phase.sequences / cost.samples_per_epoch for phase, cost in pairs),
     )
 

@@ -8,15 +8,19 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from finetune.bench.speedrun import results, trial
 from finetune.bench.speedrun.budget import TOLERANCE, Plan, measured_costs, plan_budget
 from finetune.bench.speedrun.ground import HELD_OUT, TRAIN, draw_text, text_files
 from finetune.bench.speedrun.options import DEFAULT_BUDGETS, make_parser
 from finetune.bench.speedrun.results import Trial
 from finetune.bench.speedrun.scores import ScoreSettings, measure
-from finetune.scores.finetuning import FinetuningSettings
-from pretrain.commands import overrides
-from pretrain.common.errors import DivergedError, InputError
+from finetune.scores.blimp import read_blimp
+from finetune.scores.finetuning import FinetuningSettings, read_configs
+from pretrain.commands import as_stage, overrides
+from pretrain.common.errors import DivergedError, InputError, StoppedError
+from pretrain.common.files import locked
 from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.preflight import ENVIRONMENT_FILE, with_resolved_precision
@@ -27,7 +31,9 @@ RunCommand = Callable[[Sequence[str]], int]  # a command line: words -> exit cod
 
 
 def main(argv: Sequence[str], pretrain: RunCommand) -> int:
-    """Run the trial of a config with each budget; returns the exit code of a run that stopped, or 0.
+    """Run the trial of a config with each budget.
+
+    Returns the exit code of a run that stopped or failed, that of a divergence if all runs diverged, or 0.
 
     Args:
         argv: those of `options.make_parser`.
@@ -48,14 +54,28 @@ def main(argv: Sequence[str], pretrain: RunCommand) -> int:
 
 
 def _check(arguments: argparse.Namespace, budgets: Sequence[float]) -> None:
-    if not all(0 < budget < 1e30 for budget in budgets):
-        raise InputError(f"--budget: {min(budgets):g}; expected a number of FLOPs above 0, such as 0.5e15.")
+    wrong = [budget for budget in budgets if not 0 < budget < 1e30]
+    if wrong:
+        raise InputError(f"--budget: {wrong[0]:g}; expected a number of FLOPs above 0 and below 1e30, such as 0.5e15.")
     if arguments.seed is not None and arguments.seed < 0:
         raise InputError(f"--seed: {arguments.seed}; expected a whole number from 0.")
     if arguments.blimp_limit and arguments.blimp is None:
         raise InputError("--blimp-limit: has no effect without --blimp. Give that, or leave --blimp-limit out.")
     if arguments.finetune_data is not None and not arguments.finetune:
         raise InputError("--finetune-data: has no effect without --finetune. Give that, or leave --finetune-data out.")
+    if arguments.blimp is not None:
+        read_blimp(arguments.blimp, arguments.blimp_limit)
+    if arguments.finetune:
+        read_configs(arguments.out, _finetunings(arguments))
+
+
+def _finetunings(arguments: argparse.Namespace) -> FinetuningSettings:
+    return FinetuningSettings(
+        configs=tuple(arguments.finetune),
+        seeds=arguments.finetune_seeds,
+        random=False,
+        data=arguments.finetune_data,
+    )
 
 
 def _text_line(card: dict[str, Any], folder: Path) -> str:
@@ -81,32 +101,49 @@ class _Trials:
     ) -> None:
         self._config, self._card, self._arguments, self._pretrain = config, card, arguments, pretrain
         self._out: Path = arguments.out
-        self._results = results.read(self._out / results.RESULTS)
+        self._results = results.read(self._out / results.RESULTS, card["sha256"])
         self._texts = list(text_files(card, self._out / "corpus", HELD_OUT).values())
         self._teacher = _teacher(config)
 
     def run(self, budgets: Sequence[float]) -> int:
         """Plan all runs, then train and score them one after another."""
+        plans = self._plans(budgets)
+        configs = {budget: trial.run_config(self._config, budget, plan, self._out) for budget, plan in plans.items()}
+        for config in configs.values():
+            trial.check_unbegun(config.folder.name, self._out, config)
+        codes: dict[str, int] = {}
+        try:
+            for budget, plan in plans.items():
+                config = configs[budget]
+                code = codes[config.folder.name] = self._train(config, budget, plan)
+                if code not in (0, DivergedError.exit_code):
+                    break
+        finally:  # what has finished is shown whatever the next one comes to
+            over = [name for name, code in codes.items() if code in (0, DivergedError.exit_code)]
+            if over:
+                self._report(over)
+        code = next((code for code in codes.values() if code not in (0, DivergedError.exit_code)), 0)
+        if code == StoppedError.exit_code:
+            print(f"The trial stopped. Run the same command again to continue it in {self._out}.")
+        return code or min(codes.values())
+
+    def _plans(self, budgets: Sequence[float]) -> dict[float, Plan]:
+        """Budget -> its run; those that cannot be spent become rows that say why."""
         costs = measured_costs(self._config, self._teacher)
         plans: dict[float, Plan] = {}
-        refused: list[str] = []
+        refused: dict[float, str] = {}
         for budget in budgets:
             try:
                 plans[budget] = plan_budget(self._config, budget, costs)
             except InputError as error:
-                refused.append(str(error))
-                self._keep(self._trial(budget, remarks=str(error)))
+                refused[budget] = str(error)
+        for budget in refused:
+            trial.check_unbegun(trial.run_name(self._config, budget), self._out, None)
+        for budget, why in refused.items():
+            self._keep(self._trial(budget, remarks=why))
         if not plans:
-            raise InputError("\n".join(refused))
-        finished = []
-        for budget, plan in plans.items():
-            code = self._train(trial.run_config(self._config, budget, plan, self._out), budget, plan)
-            if code not in (0, DivergedError.exit_code):
-                print(f"The trial stopped. Run the same command again to continue it in {self._out}.")
-                return code
-            finished.append(trial.run_name(self._config, budget))
-        self._report(finished)
-        return 0
+            raise InputError("\n".join(refused.values()))
+        return plans
 
     def _train(self, config: PretrainConfig, budget: float, plan: Plan) -> int:
         """Train and score one run; returns the exit code of the training."""
@@ -117,7 +154,8 @@ class _Trials:
             flush=True,
         )
         alone = ["--no-ray"] if config.scheduling.workers == 1 else []
-        code = self._pretrain(["pretrain", str(path), *alone, "--resume"])
+        with as_stage():
+            code = self._pretrain(["pretrain", str(path), *alone, "--resume"])
         if code == DivergedError.exit_code:
             self._keep(self._trial(budget, remarks="the training diverged"))
         elif not code:
@@ -128,8 +166,7 @@ class _Trials:
         """The row of a finished run."""
         records = read_records(config.folder)
         last = [record for record in records if is_training(record)][-1]
-        flops_per_token = plan.flops / plan.tokens
-        flops = flops_per_token * last["tokens"]
+        flops = plan.flops_of(last["tokens"])
         remarks = [f"learned from {config.distillation.teacher}"] if config.distillation.teacher else []
         if abs(flops - budget) > TOLERANCE * budget:
             remarks.append(f"the FLOPs that were counted differ from the budget by {flops / budget - 1:+.1%}")
@@ -137,7 +174,7 @@ class _Trials:
         if rollbacks:
             remarks.append(f"{sum(rollbacks):,} steps were rolled back and are not counted")
         with sleeping_when_crowded():
-            scores = measure(config, self._out, self._texts, self._wanted())
+            scores, failure = measure(config, self._out, self._texts, self._wanted())
         return self._trial(
             budget,
             flops=flops,
@@ -145,11 +182,11 @@ class _Trials:
             tokens=last["tokens"],
             epochs=plan.epochs * last["samples"] / plan.sequences,
             minutes=last["seconds"] / 60,
-            curve=_curve(records, flops_per_token),
+            curve=_curve(records, plan),
             scores=scores,
             config=with_resolved_precision(config).model_dump(mode="json"),
             machine=json.loads((config.folder / ENVIRONMENT_FILE).read_text(encoding="utf-8")),
-            remarks="; ".join(remarks),
+            remarks="; ".join(filter(None, [*remarks, failure])),
         )
 
     def _trial(self, budget: float, **values: Any) -> Trial:
@@ -158,20 +195,16 @@ class _Trials:
         return Trial(**common, words=self._card["words"], ground=self._card["sha256"], **values)
 
     def _wanted(self) -> ScoreSettings:
-        arguments, tuning = self._arguments, None
-        if arguments.finetune:
-            tuning = FinetuningSettings(
-                configs=tuple(arguments.finetune),
-                seeds=arguments.finetune_seeds,
-                random=False,
-                data=arguments.finetune_data,
-            )
+        arguments = self._arguments
+        tuning = _finetunings(arguments) if arguments.finetune else None
         return ScoreSettings(arguments.blimp, arguments.blimp_limit, tuning)
 
     def _keep(self, one: Trial) -> None:
-        """Add a row to speedrun.json."""
-        self._results = results.with_trial(self._results, one)
-        results.write(self._results, self._out / results.RESULTS)
+        """Add a row to speedrun.json, to which trials of other processes may add theirs."""
+        path = self._out / results.RESULTS
+        with locked(path.with_name(f".{path.name}.lock")):
+            self._results = results.with_trial(results.read(path, self._card["sha256"]), one)
+            results.write(self._results, path)
 
     def _report(self, names: Sequence[str]) -> None:
         """The table, the page, the log, and the one number: bits per character at the largest budget."""
@@ -196,11 +229,16 @@ def _teacher(config: PretrainConfig) -> ModelConfig | None:
     return read_shape(Path(config.distillation.teacher))
 
 
-def _curve(records: Sequence[dict[str, Any]], flops_per_token: float) -> tuple[tuple[float, float], ...]:
-    """(FLOPs, held-out masked-language-modelling loss) of the run's own evaluations."""
-    tokens = {record["step"]: record["tokens"] for record in records if is_training(record)}
+def _curve(records: Sequence[dict[str, Any]], plan: Plan) -> tuple[tuple[float, float], ...]:
+    """(FLOPs, held-out masked-language-modelling loss) of the run's own evaluations.
+
+    Their steps need not be those of training records, so tokens are interpolated.
+    """
+    tokens = dict([(0, 0), *((record["step"], record["tokens"]) for record in records if is_training(record))])
+    steps = sorted(tokens)
+    counts = [tokens[step] for step in steps]
     return tuple(
-        (flops_per_token * tokens[record["step"]], record["mlm_loss"])
+        (plan.flops_of(float(np.interp(record["step"], steps, counts))), record["mlm_loss"])
         for record in records
-        if record.get("split") == "validation" and record["step"] in tokens and "mlm_loss" in record
+        if record.get("split") == "validation" and "mlm_loss" in record
     )

@@ -64,11 +64,11 @@ def draw_text(data: Path, out: Path, limits: Limits = LIMITS) -> dict[str, Any]:
     held out; `sha256` covers all of it.
 
     Raises:
-        InputError: `data` has no text or other files too, or `out` was drawn from other files.
+        InputError: `data` has no text or other files too, or `out` was drawn from other files or with other limits.
     """
     files = _files(data)
     inputs = [[str(file.relative_to(data)) if data.is_dir() else file.name, file.stat().st_size] for file in files]
-    card = _earlier(out, inputs)
+    card = _earlier(out, inputs, limits)
     if card is None:
         with disk_errors(out):
             out.mkdir(parents=True, exist_ok=True)
@@ -95,14 +95,19 @@ def _files(data: Path) -> list[Path]:
     return files
 
 
-def _earlier(out: Path, inputs: Sequence[Any]) -> dict[str, Any] | None:
-    """The card of text that was drawn from the same files and is undamaged; None if there is none."""
+def _earlier(out: Path, inputs: Sequence[Any], limits: Limits) -> dict[str, Any] | None:
+    """The card of text that was drawn from the same files in the same way and is undamaged; None if there is none."""
     if not (out / CARD).is_file():
         return None
     card: dict[str, Any] = json.loads((out / CARD).read_text(encoding="utf-8"))
     if card.get("inputs") != inputs:
         raise InputError(
             f"--data: {out} was drawn from other files. Give the same folder, or another --out: trials compare on one "
+            "text only."
+        )
+    if card.get("format") != _FORMAT or card.get("limits") != limits._asdict():
+        raise InputError(
+            f"--data: {out} was drawn by another version, with other limits. Give another --out: trials compare on one "
             "text only."
         )
     parts = [part for source in card["sources"].values() for part in (source[TRAIN], source[HELD_OUT])]

@@ -83,15 +83,21 @@ class Results(_Part):
     trials: tuple[Trial, ...] = ()
 
 
-def read(path: Path) -> Results:
-    """The trials in the file `path`; none if it does not exist. Raises `InputError` if it is damaged."""
+def read(path: Path, ground: str | None = None) -> Results:
+    """The trials in the file `path`; none if it does not exist.
+
+    Raises `InputError` if it is damaged, or has trials on another text than that with the SHA-256 `ground`.
+    """
     if not path.is_file():
         return Results()
     try:
-        return Results.model_validate_json(path.read_bytes())
+        results = Results.model_validate_json(path.read_bytes())
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
         raise InputError(f"{path}: damaged ({first['msg']}). Remove it; finished runs are measured again.") from None
+    if ground is not None and any(one.ground != ground for one in results.trials):
+        raise InputError(f"{path}: has trials on another text, which do not compare. Give another --out, or remove it.")
+    return results
 
 
 def with_trial(results: Results, trial: Trial) -> Results:

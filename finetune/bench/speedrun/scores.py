@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from finetune.scores import blimp, finetuning
 from finetune.scores.blimp import blimp_score
-from finetune.scores.finetuning import FinetuningSettings, finetuning_scores
+from finetune.scores.finetuning import FinetuningScore, FinetuningSettings, finetuning_scores
 from finetune.scores.held_out import HeldOutSettings, held_out_score
 from finetune.scores.masked_model import fingerprint
-from finetune.scores.record import Record
+from finetune.scores.record import MODEL, Record, read_record
+from pretrain.common.errors import InputError, RunError, StoppedError
 from pretrain.config import PretrainConfig
 
 
@@ -52,14 +54,14 @@ class Scores:
     finetuning: dict[str, float] = field(default_factory=dict)
 
 
-def measure(config: PretrainConfig, out: Path, texts: Sequence[Path], wanted: ScoreSettings) -> Scores:
-    """The scores of a finished run; what was measured before is read from `out`/scores.
+def measure(config: PretrainConfig, out: Path, texts: Sequence[Path], wanted: ScoreSettings) -> tuple[Scores, str]:
+    """The scores of a finished run, with those that an earlier call measured, and why fine-tunings failed or "".
 
-    ELECTRA's discriminator predicts no tokens, so it has only fine-tunings. Raises as the parts of
-    `evaluate-pretrained`.
+    What was measured before is read from `out`/scores. ELECTRA's discriminator predicts no tokens, so it has only
+    fine-tunings. Raises as the parts of `evaluate-pretrained`, except for fine-tunings that failed.
     """
     run, name = config.folder, config.folder.name
-    record = Record(out / "scores" / f"{name}.json", {"name": name, "fingerprint": fingerprint(run)})
+    record = _record(run, out / "scores" / f"{name}.json")
     found: dict[str, Any] = {}
     if not config.electra.is_on:
         length = min(HeldOutSettings().length, config.model.max_positions)
@@ -70,9 +72,38 @@ def measure(config: PretrainConfig, out: Path, texts: Sequence[Path], wanted: Sc
             "bits_per_character": held_out.bits_per_character,
         }
         if wanted.blimp is not None:
-            found["blimp"] = blimp_score(run, wanted.blimp, limit=wanted.blimp_limit, record=record).overall
+            blimp_score(run, wanted.blimp, limit=wanted.blimp_limit, record=record)
+        found["blimp"] = _blimp(record)
+    failure = ""
     if wanted.finetuning is not None:
-        tuned = finetuning_scores(run, out / "finetuned", name[:48], wanted.finetuning, record=record)
-        means = {key: statistics.fmean(one.pretrained) for key, one in tuned.items() if one.pretrained}
-        found |= {"finetuning": means, "transfer": statistics.fmean(means.values()) if means else None}
-    return Scores(**found)
+        try:
+            finetuning_scores(run, out / "finetuned", name[:48], wanted.finetuning, record=record)
+        except (InputError, StoppedError):
+            raise
+        except RunError as error:
+            failure = f"fine-tunings: {error}"
+    return Scores(**found, **_transfer(record, wanted.finetuning)), failure
+
+
+def _record(run: Path, path: Path) -> Record:
+    """The scores of the run; those of a run of that name which was removed are discarded."""
+    now = fingerprint(run)
+    if path.is_file() and read_record(path)[MODEL].get("fingerprint") != now:
+        path.unlink()
+    return Record(path, {"name": run.name, "fingerprint": now})
+
+
+def _blimp(record: Record) -> float | None:
+    """The mean of all paradigms; None if some are missing."""
+    scores = record.content.get(blimp.PART, {}).get("scores", {})
+    return None if not scores or blimp.missing_paradigms(scores) else scores["overall"]
+
+
+def _transfer(record: Record, wanted: FinetuningSettings | None) -> dict[str, Any]:
+    """The means of the fine-tunings that were asked for now, or else earlier, and the mean of all of them."""
+    scores = record.read(finetuning.PART, {})
+    names = list(scores) if wanted is None else [path.stem for path in wanted.configs]
+    tuned = {name: FinetuningScore.from_data(scores[name]).pretrained for name in names if name in scores}
+    means = {name: statistics.fmean(values) for name, values in tuned.items() if values}
+    whole = bool(means) and len(means) == len(names)
+    return {"finetuning": means, "transfer": statistics.fmean(means.values()) if whole else None}

@@ -79,23 +79,29 @@ def budget_text(budget: float) -> str:
     return f"{float(mantissa):g}e{int(exponent)}"
 
 
-def write_run_config(config: PretrainConfig, out: Path) -> Path:
-    """Write the run's config beside the runs; returns its path.
+def check_unbegun(name: str, out: Path, config: PretrainConfig | None) -> None:
+    """Raise `InputError` if a run of that name was begun with other settings; None are those of no possible run."""
+    path = _config_path(name, out)
+    if not path.is_file():
+        return
+    others = ["phases"] if config is None else settings.differences(load_config(path), config, free=_FREE)
+    if others:
+        raise InputError(
+            f"{path}: a trial of this name was begun with other settings: {', '.join(others)}. Give this one "
+            "another name, such as --set name=second."
+        )
 
-    Raises `InputError` if a run of that name was begun with other settings.
-    """
-    path = out / "configs" / f"{config.folder.name}.yaml"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_file():
-        others = settings.differences(load_config(path), config, free=_FREE)
-        if others:
-            raise InputError(
-                f"{path}: a trial of this name was begun with other settings: {', '.join(others)}. Give this one "
-                "another name, such as --set name=second."
-            )
+
+def write_run_config(config: PretrainConfig, out: Path) -> Path:
+    """Write the run's config beside the runs; returns its path."""
+    path = _config_path(config.folder.name, out)
     with atomic_open(path, "w") as file:
         file.write(settings.dump(config))
     return path
+
+
+def _config_path(name: str, out: Path) -> Path:
+    return out / "configs" / f"{name}.yaml"
 
 
 def _sources(card: Mapping[str, Any], out: Path) -> list[SourceConfig]:
