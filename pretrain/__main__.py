@@ -137,8 +137,11 @@ def _pretrain(arguments: argparse.Namespace) -> None:
 def _export(arguments: argparse.Namespace) -> None:
     from pretrain.checkpoint import hf
 
-    hf.export_run(arguments.run, arguments.out, arguments.checkpoint, averaged=arguments.averaged)
-    print(f"{arguments.out}: written. transformers loads it with AutoModelForPreTraining.from_pretrained.")
+    own = hf.export_run(arguments.run, arguments.out, arguments.checkpoint, averaged=arguments.averaged)
+    if own:
+        print(f"{arguments.out}: written for bertrain's own commands. transformers cannot load it ({own}).")
+    else:
+        print(f"{arguments.out}: written. transformers loads it with AutoModelForPreTraining.from_pretrained.")
 
 
 def _report(arguments: argparse.Namespace) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from pretrain.batches.loader import BatchMaker, Loader, MicroBatch, StepBatch, validation_batches
 from pretrain.checkpoint import hf
-from pretrain.checkpoint.layouts import LAYOUTS, layout_of
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
@@ -99,10 +98,6 @@ def _plan(config: PretrainConfig) -> TrainingPlan:
 def _export(config: PretrainConfig, tracker: Tracker) -> None:
     """Rank 0, if W&B mirrors the run: export the run's last checkpoint as an artifact."""
     if not tracker.mirrored:
-        return
-    layout = LAYOUTS["electra"] if config.electra.is_on else layout_of(config.model)
-    if reason := layout.without_counterpart(config.model):
-        logger.warning("no export to W&B: the released layout of %s cannot hold this model: %s", layout.family, reason)
         return
     hf.export_run(config.folder, config.folder / "export")
     tracker.log_artifact(config.folder / "export")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +10,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain import train
 from pretrain.checkpoint import hf
 from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.layouts import BERT, LAYOUTS, ReleasedFacts, read_config, write_config
@@ -25,6 +22,7 @@ from pretrain.model.heads import PretrainingModel
 from pretrain.model.padded import PaddedEncoder
 from pretrain.model.parameters import has_weight_decay, layer_of, stacked_parts
 from tests.batches_by_hand import make_batch, take_sequence
+from tests.corpora import SPECIALS, write_tokenizer
 
 VOCABULARY, LENGTHS = 101, (7, 20, 21, 40)
 # Every entry of the tables, so one that is added is tested, and what a test swaps in besides.
@@ -373,31 +371,20 @@ def test_what_has_no_counterpart_is_named(swapped: ModelConfig) -> None:
             assert name in message
 
 
-def test_an_export_of_such_a_model_writes_nothing(swapped: ModelConfig, tmp_path: Path) -> None:
+def test_an_export_of_such_a_model_in_a_released_layout_writes_nothing(swapped: ModelConfig, tmp_path: Path) -> None:
     (tmp_path / "tokenizer").mkdir()
-    entries = ["[PAD]", *(f"w{number}" for number in range(VOCABULARY - 1))]
-    (tmp_path / "tokenizer" / "vocab.txt").write_text("\n".join([*entries, ""]))
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "tokenizer" / name).write_text("{}")
+    entries = [*SPECIALS, *(f"w{number}" for number in range(VOCABULARY - len(SPECIALS)))]
+    write_tokenizer(tmp_path / "tokenizer", entries)
     state = {name: p.detach() for name, p in make_model(swapped).named_parameters()}
+    common: dict[str, Any] = {"next_sentence": True, "card": ""}
     with pytest.raises(InputError, match="cannot hold this model"):
-        hf.export(state, swapped, tmp_path / "tokenizer", tmp_path / "out", next_sentence=True, card="")
+        hf.export(state, swapped, tmp_path / "tokenizer", tmp_path / "out", family="bert", **common)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["tokenizer"]
-
-
-def test_a_mirrored_run_of_such_a_model_ends_without_an_export(
-    swapped: ModelConfig, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    phase = PhaseConfig(sequence_length=64, global_sequences=8, steps=10, peak_learning_rate=1e-4)
-    config = PretrainConfig(
-        name="x", run_dir=str(tmp_path), corpus=CorpusConfig(dir="c"), model=swapped, phases=(phase,)
-    )
-    logged: list[Path] = []
-    tracker: Any = SimpleNamespace(mirrored=True, log_artifact=logged.append)
-    train._export(config, tracker)
-    assert logged == []
-    assert list(tmp_path.iterdir()) == []
-    assert "cannot hold this model: model.norm is rms_norm" in caplog.text
+    # Ours holds the norm of any contributor, and an activation that transformers does not have.
+    hf.export(state, swapped, tmp_path / "tokenizer", tmp_path / "out", **common)
+    shape, read, _ = hf.load(tmp_path / "out")
+    assert shape == swapped
+    assert read.keys() == state.keys()
 
 
 def test_a_parameter_without_a_place_in_a_layout_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -421,22 +408,6 @@ def test_an_activation_unknown_to_transformers_is_named(monkeypatch: pytest.Monk
     monkeypatch.setitem(activations.ACTIVATIONS, "own", own)
     assert "model.activation is own" in BERT.without_counterpart(make_shape(activation="own"))
     assert LAYOUTS["roberta"].without_counterpart(make_shape(activation="relu")).endswith("head has gelu")
-
-
-def test_a_fine_tuning_from_such_a_model_is_refused_before_it_starts(swapped: ModelConfig, tmp_path: Path) -> None:
-    from finetune.config import FinetuneConfig
-    from finetune.model.start import start_table
-    from finetune.tasks.registry import make_task
-
-    (tmp_path / "train.csv").write_text("text,label\na,x\nb,y\nc,z\n")
-    values = {"name": "x", "classification": {"train": str(tmp_path / "train.csv")}, "start_from": "run"}
-    config = FinetuneConfig.model_validate(values)
-    task = make_task(config.task_settings)
-    task.read_train()
-    released = make_released(swapped)
-    with pytest.raises(InputError, match=r"layers\.\*\.attention_norm_bias"):
-        start_table(config, task, released)
-    assert "head.out" in start_table(config, task, replace(released, model=make_shape()))
 
 
 def test_the_settings_of_the_compiler_have_one_place() -> None:

@@ -69,6 +69,7 @@ class CardFacts:
         chosen_on: the set that selected that step and tuned the task; "" for none.
         examples: number of examples of each set; the training set is "train".
         scores, details: of each labelled dev and test set, as the task gives them.
+        own: the settings of the model for which it is saved in our own layout; "" for a released one.
     """
 
     family: str
@@ -79,19 +80,20 @@ class CardFacts:
     examples: Mapping[str, int]
     scores: Scores
     details: Mapping[str, Any]
+    own: str = ""
 
 
 def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str:
     """The card in Markdown."""
     scores = facts.scores
     repeated = config.repeated_sets()
-    metadata = _metadata(config, task, facts.family, scores)
+    metadata = _metadata(config, task, facts)
     return _template().render(
         metadata=yaml.safe_dump(metadata, sort_keys=False, allow_unicode=True),
         config=config,
         task=task,
         facts=facts,
-        family=_FAMILIES.get(facts.family, facts.family),
+        family=_FAMILIES.get(facts.family, facts.shape.family_title),
         auto_model=_AUTO_MODELS[task.head],
         untouched=[name for name in scores if name not in (facts.chosen_on, *dict(repeated))],
         remarks=[repeated_remark(*pair) for pair in repeated],
@@ -129,13 +131,14 @@ def _template() -> Any:
 # https://huggingface.co/docs/hub/model-cards
 
 
-def _metadata(config: FinetuneConfig, task: Task[Any], family: str, scores: Scores) -> dict[str, Any]:
-    pipeline = _PIPELINES[task.head]
+def _metadata(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> dict[str, Any]:
+    pipeline, scores = _PIPELINES[task.head], facts.scores
     known = {name: [score for score in values if score in _HUB_METRICS] for name, values in scores.items() if values}
-    metadata: dict[str, Any] = {"library_name": "transformers", "pipeline_tag": pipeline}
+    library = "bertrain" if facts.own else "transformers"
+    metadata: dict[str, Any] = {"library_name": library, "pipeline_tag": pipeline}
     if (base := _hub_name(config.start_from)) and not config.random_weights:
         metadata["base_model"] = base
-    metadata["tags"] = ["bertrain", family]
+    metadata["tags"] = list(dict.fromkeys(("bertrain", facts.family)))
     if hub := task.hub_dataset("dev"):
         metadata["datasets"] = [hub["type"]]
     if known:

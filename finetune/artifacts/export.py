@@ -45,9 +45,12 @@ def export(model: Path, out: Path, *, onnx: bool = False) -> str:
     if onnx:
         _expect_packages()
     names = verify_manifest(folder)["files"]
+    from pretrain.checkpoint.released import why_not_transformers
     from pretrain.checkpoint.weight_files import whole_folder
 
-    written = f"{out}: in the Hugging Face layout"
+    own = why_not_transformers(folder)
+    kind = f"for bertrain's own commands (transformers cannot load it: {own})" if own else "in the Hugging Face layout"
+    written = f"{out}: {kind}"
     with whole_folder(out) as aside:
         for path in folder.iterdir():
             if path.name in names:  # only verified files

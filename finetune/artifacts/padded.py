@@ -5,6 +5,7 @@ Shape letters: B sequences padded to L tokens, H hidden width, C outputs.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -53,9 +54,8 @@ class PaddedModel(PaddedEncoder):
         pooling = self.layers_of_head.pooling
         if pooling == "late":
             return (self._output(_mean(self._layers(hidden_BLH), attention_mask)),)
-        return (
-            self._output(self._layers(hidden_BLH[:, 0] if pooling == "cls" else _mean(hidden_BLH, attention_mask))),
-        )
+        pooled_BH = hidden_BLH[:, 0] if pooling == "cls" else _POOL[pooling](hidden_BLH, attention_mask)
+        return (self._output(self._layers(pooled_BH)),)
 
     def _layers(self, hidden: Tensor) -> Tensor:
         """[..., H]: what the family has before the output layer."""
@@ -77,3 +77,12 @@ def _mean(hidden_BLH: Tensor, attention_mask: Tensor) -> Tensor:
     """[B, H] over the tokens that are no padding."""
     weights_BL1 = attention_mask[..., None].to(hidden_BLH.dtype)
     return (hidden_BLH * weights_BL1).sum(1) / weights_BL1.sum(1)
+
+
+def _maximum(hidden_BLH: Tensor, attention_mask: Tensor) -> Tensor:
+    """[B, H] over the tokens that are no padding."""
+    lowest = torch.finfo(hidden_BLH.dtype).min
+    return torch.where(attention_mask[..., None] == 0, lowest, hidden_BLH).amax(1)
+
+
+_POOL = {"mean": _mean, "max": _maximum}

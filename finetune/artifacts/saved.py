@@ -87,6 +87,8 @@ def save_model(
     """
     for name, result in results.items():
         write_predictions(config.folder / PREDICTIONS / f"{name}.jsonl", task, result.examples, result.predictions)
+    from pretrain.checkpoint.layouts import OWN, why_own
+
     facts = CardFacts(
         family=released.family,
         shape=released.model,
@@ -96,6 +98,7 @@ def save_model(
         examples={"train": training_examples, **{name: len(result.examples) for name, result in results.items()}},
         scores={name: result.scores for name, result in results.items() if result.scores},
         details={name: result.details for name, result in results.items() if result.details},
+        own=why_own(released.model) if released.family == OWN.family else "",
     )
     _write_scores(config, task, facts, data)
     _write_model(config, task, released, weights, facts)

@@ -28,15 +28,9 @@ def initial_state(config: FinetuneConfig, task: Task[Any], released: Released) -
 
 
 def start_table(config: FinetuneConfig, task: Task[Any], released: Released) -> str:
-    """`mapping_table` of this fine-tuning, and the parts of its head that the checkpoint lacks, if any.
-
-    Raises:
-        InputError: the released layout of the family cannot represent the model, so the result could not be saved.
-    """
-    from pretrain.checkpoint.layouts import LAYOUTS, refuse_foreign
+    """`mapping_table` of this fine-tuning, and the parts of its head that the checkpoint lacks, if any."""
     from pretrain.checkpoint.mapping import LEFT_OUT, mapping_table
 
-    refuse_foreign(LAYOUTS[released.family], released.model)
     mapping = [
         tensor._replace(target=f"{LEFT_OUT}{reason}")
         if tensor.is_read and (reason := _why_left_out(tensor.target, config, task, released))

@@ -19,6 +19,7 @@ from pretrain.config import ModelConfig
 from pretrain.model.activations import get_activation
 from pretrain.model.encoder import Encoder
 from pretrain.model.hash_rng import hash_dropout
+from pretrain.model.heads import pool as pool_tokens
 from pretrain.model.initialisation import create_parameters
 from pretrain.model.norms import get_norm
 from pretrain.model.parameters import Parameter, linear_parameters
@@ -97,11 +98,11 @@ class OutputHead(nn.Module):
         Args:
             hidden_RH: last hidden states; of all tokens if `cu_seqlens` is given.
             keys_R: int32, seeds of dropout, of the rows that it applies to.
-            cu_seqlens: int32 [S + 1], the bounds of the windows, whose mean is taken: [S, C].
+            cu_seqlens: int32 [S + 1], the bounds of the windows, which are pooled: [S, C].
         """
         before_dense, before_out = self.layers.dropout if self.training else _NO_DROPOUT
-        if cu_seqlens is not None and self.layers.pooling == "mean":
-            hidden_RH, cu_seqlens = window_means(hidden_RH, cu_seqlens), None
+        if cu_seqlens is not None and self.layers.pooling != "late":
+            hidden_RH, cu_seqlens = _POOL[self.layers.pooling](hidden_RH, cu_seqlens), None
         hidden_RH = hash_dropout(hidden_RH, keys_R, _BEFORE_DENSE, before_dense)
         if self.layers.activation:
             bias = self.dense_bias if self.layers.bias else None
@@ -135,6 +136,14 @@ def window_means(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
     values_TX = values_TX.float()
     sums_SX = values_TX.new_zeros(len(lengths_S), values_TX.shape[1]).index_add(0, window_T, values_TX)
     return sums_SX / lengths_S[:, None]
+
+
+def window_maxima(values_TX: Tensor, cu_seqlens: Tensor) -> Tensor:
+    """fp32 [S, X]: the maximum of the rows of each window."""
+    return pool_tokens(values_TX.float(), cu_seqlens, "max")
+
+
+_POOL = {"mean": window_means, "max": window_maxima}
 
 
 def _linear_fp32(hidden_RH: Tensor, weight_CH: Tensor, bias_C: Tensor | None) -> Tensor:

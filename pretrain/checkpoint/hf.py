@@ -1,4 +1,4 @@
-"""Pretraining runs exported to the Hugging Face layout of their family, and such models read back (invariant 6).
+"""Pretraining runs exported to the layout of their family or to our own, and such models read back (invariant 6).
 
 The names are those of `layouts`. A decoder that is tied to the word embeddings is not written, as transformers does.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pretrain.checkpoint import store
 from pretrain.checkpoint.electra import GENERATOR_SUFFIX, discriminator_state, generator_state
-from pretrain.checkpoint.layouts import BERT, LAYOUTS, ReleasedFacts, layout_of, write_config
+from pretrain.checkpoint.layouts import BERT, LAYOUTS, OWN, ReleasedFacts, layout_of, why_own, write_config
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import released_ids, released_tensors, their_tensors, written_facts
 from pretrain.checkpoint.start import START_FILE
@@ -53,7 +53,7 @@ def export(
     config: Mapping[str, Any] | None = None,
     head: str = "",
 ) -> None:
-    """Write a checkpoint that transformers loads, atomically; an earlier export at `out` is replaced.
+    """Write a model in its family's layout, atomically; an earlier export at `out` is replaced.
 
     Args:
         state: our parameters.
@@ -63,7 +63,8 @@ def export(
         next_sentence: whether to write BertForPreTraining or BertForMaskedLM. Other families have no next-sentence
             head: theirs is left out, with a warning.
         card: README.md in Markdown.
-        family: a key of `layouts.LAYOUTS`, for a model that began as a released one; "" takes the model's own.
+        family: a key of `layouts.LAYOUTS`, for a model that began as a released one; "" takes the model's own, or
+            `layouts.OWN` if that cannot hold the model.
         config: config.json of that released model, whose other fields are kept.
         head: the end of the class's name, if `next_sentence` does not decide it.
 
@@ -98,40 +99,39 @@ def export(
         (aside / "README.md").write_text(card, encoding="utf-8")
 
 
-def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, averaged: bool = False) -> None:
+def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, averaged: bool = False) -> str:
     """Export a run's checkpoint with its model card: the one named, the "best", or the newest intact one.
 
     `averaged` exports the mean of the last steps' weights that the checkpoint keeps.
 
+    Returns:
+        The settings of the model for which transformers cannot load the export; "" if it can.
+
     Raises:
-        InputError: the run, the checkpoint or the corpus's tokenizer is missing or damaged, or the family's layout
-            cannot hold the model.
+        InputError: the run, the checkpoint or the corpus's tokenizer is missing or damaged.
     """
     if not (run_dir / "config.yaml").is_file():
         raise InputError(f"{run_dir}: not a run folder (no config.yaml). Give one such as runs/bert-mini.")
     config = load_config(run_dir / "config.yaml")
     path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
     state = store.read_weights(path, averaged=averaged)
-    corpus = Path(config.corpus.dir)
+    start, electra = _began_as(run_dir), config.electra.is_on
+    family = "electra" if electra else start.get("family", "")
+    own = why_own(config.model) if layout_of(config.model, family) is OWN else ""
     card = _model_card(
         config,
         run_dir,
         store.step_of(path),
         sum(p.numel() for p in state.values()),
         averaged=store.read_state(path)["averaged"] if averaged else 0,
+        own=own,
     )
-    if config.electra.is_on:
+    if electra:
         _export_electra(state, config, out, card)
-        return
-    export(
-        state,
-        config.model,
-        corpus,
-        out,
-        next_sentence=config.pairs.has_classifier,
-        card=card,
-        **_began_as(run_dir),
-    )
+    else:
+        corpus, classifier = Path(config.corpus.dir), config.pairs.has_classifier
+        export(state, config.model, corpus, out, next_sentence=classifier, card=card, **start)
+    return own
 
 
 def load(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], bool]:
@@ -157,12 +157,17 @@ def _with_one_type(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _export_electra(state: Mapping[str, Tensor], config: PretrainConfig, out: Path, card: str) -> None:
-    """The discriminator as ElectraForPreTraining at `out`, the generator as ElectraForMaskedLM beside it."""
-    corpus, settings = Path(config.corpus.dir), {"next_sentence": False, "card": card, "family": "electra"}
-    discriminator, generator = discriminator_state(state), generator_state(state)
-    beside = out.with_name(f"{out.name}{GENERATOR_SUFFIX}")
-    export(generator, config.electra.generator(config.model), corpus, beside, **settings)
-    export(discriminator, config.model, corpus, out, head="ForPreTraining", **settings)
+    """The discriminator as ElectraForPreTraining at `out`, the generator as ElectraForMaskedLM beside it.
+
+    Either is written in our own layout if ELECTRA's cannot hold it.
+    """
+    corpus, beside = Path(config.corpus.dir), out.with_name(f"{out.name}{GENERATOR_SUFFIX}")
+    for own, model, folder, head in (
+        (generator_state(state), config.electra.generator(config.model), beside, ""),
+        (discriminator_state(state), config.model, out, "ForPreTraining"),
+    ):
+        family = layout_of(model, "electra").family
+        export(own, model, corpus, folder, next_sentence=False, card=card, family=family, head=head)
 
 
 def _began_as(run_dir: Path) -> dict[str, Any]:
@@ -194,10 +199,14 @@ def _choose_checkpoint(folder: Path, name: str | None) -> Path:
     return path
 
 
-def _model_card(config: PretrainConfig, run_dir: Path, step: int, parameters: int, *, averaged: int = 0) -> str:
+def _model_card(
+    config: PretrainConfig, run_dir: Path, step: int, parameters: int, *, averaged: int = 0, own: str = ""
+) -> str:
     """README.md of an export: what it is, how it was trained, its measurements, and its text.
 
-    `averaged` is the number of steps whose weights are averaged; 0 for the weights of a single step.
+    Args:
+        averaged: the number of steps whose weights are averaged; 0 for the weights of a single step.
+        own: the settings for which the export has our own layout; "" for a released one.
     """
     import jinja2
 
@@ -213,6 +222,7 @@ def _model_card(config: PretrainConfig, run_dir: Path, step: int, parameters: in
         parameters=parameters,
         step=step,
         averaged=averaged,
+        own=own,
         measured=_measured(run_dir, step, averaged=averaged > 0),
         corpus_card=_two_levels_down(corpus_card.read_text(encoding="utf-8")) if corpus_card.is_file() else "",
         config_yaml=dump(config).strip(),

@@ -14,14 +14,14 @@ from pretrain.checkpoint import store
 from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.electra import discriminator_state
 from pretrain.checkpoint.google_bert import find_checkpoint, read_google
-from pretrain.checkpoint.layouts import LAYOUTS, KeyMapping, ReleasedFacts, layout_of, read_config
+from pretrain.checkpoint.layouts import OWN, KeyMapping, ReleasedFacts, layout_of, read_config, why_own
 from pretrain.checkpoint.mapping import MappedTensor
 from pretrain.checkpoint.tokenizer import is_run, released_folder
 from pretrain.checkpoint.weight_files import read_json, read_weights
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, load_config
 
-__all__ = ["Released", "read_released", "read_shape"]
+__all__ = ["Released", "read_released", "read_shape", "why_not_transformers"]
 
 
 def read_released(folder: Path) -> Released:
@@ -57,6 +57,13 @@ def read_shape(folder: Path) -> ModelConfig:
     return _facts(read_json(path), path).model
 
 
+def why_not_transformers(folder: Path) -> str:
+    """The settings for which transformers cannot load the model in `folder`; "" if it can. Raises `InputError`."""
+    path = _config_path(folder)
+    facts = _facts(read_json(path), path)
+    return why_own(facts.model) if facts.layout is OWN else ""
+
+
 def _config_path(folder: Path) -> Path:
     found = next((folder / name for name in ("config.json", "bert_config.json") if (folder / name).is_file()), None)
     if found is None:
@@ -82,7 +89,7 @@ def _read_run(folder: Path) -> Released:
     # Re-initialised parameters get BERT's values, as from an export, which does not record the initialisation.
     config = load_config(folder / "config.yaml")
     model = config.model.model_copy(update={"attention_init": "normal"})
-    layout = LAYOUTS["electra"] if config.electra.is_on else layout_of(model)
+    layout = layout_of(model, "electra" if config.electra.is_on else "")
     pretraining = {name: tensor for name, tensor in state.items() if name.startswith("heads.")}
     task = {name: as_task for name in pretraining if (as_task := _as_task_head(name, layout))}
     return Released(

@@ -1,4 +1,4 @@
-"""Models written in their family's own names, as transformers loads them (invariant 6)."""
+"""Models written in their family's own names, as transformers loads them if it has the family (invariant 6)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def write_released(
     card: str,
     extra: Mapping[str, str] | None = None,
 ) -> None:
-    """Write a fine-tuned model that transformers loads, atomically; an earlier export at `out` is replaced.
+    """Write a fine-tuned model in its family's layout, atomically; an earlier export at `out` is replaced.
 
     DistilBERT has no token types, so ours are added to its positions. A RoBERTa or GTE with one token type is written
     with one if both of ours are equal, otherwise with two.
@@ -126,7 +126,7 @@ def their_tensors(
     tensors: dict[str, Tensor] = {}
     for ours, tensor in state.items():
         theirs = layout.names(ours, purpose)
-        if not tied and ours == "heads.mlm_bias":
+        if not tied and ours == "heads.mlm_bias" and layout.decoder:
             # BERT's bias beside the decoder is read only if the decoder is tied.
             tensors[f"{layout.decoder}.bias"] = tensor.clone().contiguous()
         # Clones, because safetensors refuses tensors that share their storage.

@@ -97,8 +97,6 @@ def read_teacher(config: PretrainConfig) -> Teacher:
             f"{where} has no {missing}, so it predicts no masked tokens. Choose a model for masked language "
             "modelling, or train its head first with start_from."
         )
-    if model.embedding not in (0, model.hidden):
-        raise InputError(f"{where} has embeddings of {model.embedding} below layers of {model.hidden}. Choose another.")
     longest = max(phase.sequence_length for phase in config.phases)
     if model.max_positions < longest:
         raise InputError(

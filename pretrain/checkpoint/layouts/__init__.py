@@ -1,16 +1,20 @@
 """The layouts of released models: the names that each family's files give to our parameters, and its config.json.
 
+A model that no family's layout can hold is written in our own, `families/bertrain.py`.
+
 A family is one module of `families` with a `LAYOUT`: adding one is adding a file.
 """
 
 from pretrain.checkpoint.layouts.facts import (
     BERT,
     LAYOUTS,
+    OWN,
     ReleasedFacts,
     layout_of,
     read_config,
     refuse_foreign,
     task_head,
+    why_own,
     write_config,
 )
 from pretrain.checkpoint.layouts.layout import KeyMapping, StackedName, encoder_shapes
@@ -19,6 +23,7 @@ from pretrain.checkpoint.layouts.task_heads import HeadDropout, TaskHead
 __all__ = [
     "BERT",
     "LAYOUTS",
+    "OWN",
     "HeadDropout",
     "KeyMapping",
     "ReleasedFacts",
@@ -29,5 +34,6 @@ __all__ = [
     "read_config",
     "refuse_foreign",
     "task_head",
+    "why_own",
     "write_config",
 ]

@@ -16,6 +16,7 @@ LAYOUTS: dict[str, KeyMapping] = {
     name: load_kind(families.__name__, name).LAYOUT for name in kind_names(families.__name__)
 }
 BERT = LAYOUTS["bert"]
+OWN = LAYOUTS["bertrain"]
 
 
 class ReleasedFacts(NamedTuple):
@@ -72,7 +73,8 @@ def write_config(
     refuse_foreign(layout, model)
     model_type = config["model_type"] if config.get("model_type") in layout.alike else layout.family
     values = layout.values_of(model, config, token_types)
-    values["max_position_embeddings"] += first
+    if first:
+        values["max_position_embeddings"] += first
     ids = {key: number for key, role in layout.special_ids.items() if (number := (special or {}).get(role)) is not None}
     return {
         "pad_token_id": pad,
@@ -91,13 +93,27 @@ def refuse_foreign(layout: KeyMapping, model: ModelConfig) -> None:
     if reason := layout.without_counterpart(model):
         raise InputError(
             f"The released layout of {layout.family} cannot hold this model: {reason}. "
-            "Keep the run's own checkpoints, or train with the family's own architecture."
+            "Export it without naming a family, or train with the family's own architecture."
         )
 
 
-def layout_of(model: ModelConfig) -> KeyMapping:
-    """The layout that a pretrained model is exported in."""
-    return LAYOUTS[model.family]
+def layout_of(model: ModelConfig, family: str = "") -> KeyMapping:
+    """The layout that a pretrained model is exported in: its family's, or our own if that cannot hold the model.
+
+    Args:
+        family: a key of `LAYOUTS`, if it is not `model.family`.
+    """
+    layout = LAYOUTS[family or model.family]
+    return OWN if layout.without_counterpart(model) else layout
+
+
+def why_own(model: ModelConfig) -> str:
+    """The settings for which a model is written in our own layout: those that its family's layout cannot hold."""
+    # A discriminator of ELECTRA has the parts of another family.
+    reasons = filter(None, (LAYOUTS[family].without_counterpart(model) for family in (model.family, "electra")))
+    reason = next(reasons, "")
+    settings = [part for part in reason.split("; ") if part.startswith("model.")]
+    return "; ".join(settings) or reason
 
 
 def task_head(family: str, config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHead:

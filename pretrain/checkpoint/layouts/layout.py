@@ -61,7 +61,7 @@ class KeyMapping:
         layer: what precedes the number of a layer, without the prefix.
         in_layer: our module of a layer -> their modules, to be stacked in this order.
         elsewhere: our module -> theirs, with the prefix if they have it.
-        decoder: the module of the masked-language-modelling decoder.
+        decoder: the module of the masked-language-modelling decoder; "" if files have it under our names alone.
         out: the module of head.out by purpose, as it is written; any of them is read.
         config: field of `ModelConfig` -> key of config.json.
         task_head: (config.json, shape, purpose) -> what is between the encoder and head.out.

@@ -22,15 +22,15 @@ class TaskHead(NamedTuple):
         activation: of the dense layer, a name in `pretrain.model.activations.ACTIVATIONS`; "" if there is none.
         bias: whether the dense layer has one.
         norm: after the activation, a name in `pretrain.model.norms.NORMS`; "" if there is none.
-        pooling: what the head of a sequence reads: its first token, the mean of all tokens, or late: it computes every
-            token and takes the mean of the results.
+        pooling: what the head of a sequence reads: its first token, the mean or maximum of all tokens, or late: it
+            computes every token and takes the mean of the results.
         dropout: in training.
     """
 
     activation: str = ""
     bias: bool = True
     norm: str = ""
-    pooling: Literal["cls", "mean", "late"] = "cls"
+    pooling: Literal["cls", "mean", "max", "late"] = "cls"
     dropout: HeadDropout = HeadDropout()
 
 
