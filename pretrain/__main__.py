@@ -90,6 +90,8 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
 def _pretrain(arguments: argparse.Namespace) -> None:
     config = _config(arguments)
+    if arguments.minutes is not None:
+        config = _fit(config, arguments)
     if arguments.dry_run:
         from pretrain import estimate, preflight
 
@@ -132,6 +134,22 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     )
     if started is not None:
         print(f"{config.folder}: finished.{next_step(f'export {config.folder} DIR')}")
+
+
+def _fit(config: PretrainConfig, arguments: argparse.Namespace) -> PretrainConfig:
+    """The config with as many steps as fit into the given minutes here; a resumed run keeps those it began with."""
+    from pretrain import pace, preflight
+    from pretrain.config import changed_for_resume
+
+    if arguments.resume and preflight.checkpoint_names(config.folder):
+        return pace.recorded(config)
+    preflight.check_corpus(config)
+    if not arguments.dry_run:
+        preflight.check_run_folder(config, arguments.resume, changed_for_resume)
+    print(f"timing steps for --minutes {arguments.minutes:g} ...", flush=True)
+    config, line = pace.fit(config, arguments.minutes)
+    print(line, flush=True)
+    return config
 
 
 def _export(arguments: argparse.Namespace) -> None:
@@ -227,6 +245,7 @@ def _add_pretrain(commands: Any) -> None:
         """
   ./launch.sh pretrain configs/pretrain/bert-mini.yaml --workers 2
   ./launch.sh pretrain configs/pretrain/bert-mini.yaml --resume
+  ./launch.sh pretrain configs/pretrain/mini.yaml --minutes 60
   ./launch.sh pretrain configs/pretrain/adapt.yaml --from bert-base-uncased/
   ./launch.sh pretrain configs/pretrain/bert-large-phase1-phase2.yaml --dry-run --on 8xH100
   ./launch.sh pretrain my.yaml --set phases.0.steps=100 --set engine.zero_stage=2
@@ -238,6 +257,12 @@ def _add_pretrain(commands: Any) -> None:
     add_set(parser)
     add_workers(parser)
     add_run_options(parser)
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        metavar="M",
+        help="train about this long on this machine: time a few steps first, then scale the steps of all phases",
+    )
     parser.add_argument(
         "--on",
         metavar="CLUSTER",

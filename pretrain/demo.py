@@ -15,11 +15,12 @@ from pathlib import Path
 from pretrain.commands import add_set, local_path, program
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST
+from pretrain.preflight import checkpoint_names
 
 PURPOSE = "prepare, pretrain, export and report on the docstrings of this Python and its packages"
 EXAMPLES = """
   ./launch.sh demo
-  ./launch.sh demo --workers 1 --fresh
+  ./launch.sh demo --minutes 20 --fresh
   ./launch.sh demo --set phases.0.steps=500 --run-dir runs/short-demo"""
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -49,6 +50,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="corpus folder (default: data/demo)",
     )
+    parser.add_argument(
+        "--minutes",
+        type=float,
+        default=6.0,
+        metavar="M",
+        help="time for pretraining: a few steps are timed, and as many are trained as fit (default: 6); "
+        f"0 trains the steps of {_CONFIG.name}, as does --set phases.0.steps",
+    )
     parser.add_argument("--fresh", action="store_true", help="delete an earlier demo run first; its corpus is kept")
     add_set(parser, f"override a setting of {_CONFIG.name}; may be repeated")
 
@@ -66,7 +75,7 @@ def run_stages(arguments: argparse.Namespace, run_command: RunCommand, more_stag
     folder: Path = arguments.run_dir
     if arguments.fresh and folder.exists():
         _remove_run(folder)
-    resume = any(folder.glob(f"checkpoints/*/{MANIFEST}"))
+    resume = bool(checkpoint_names(folder))
     has_corpus = (arguments.data_dir / MANIFEST).is_file()
     if has_corpus:
         print(f"{arguments.data_dir}: using the corpus made by an earlier demo")
@@ -117,9 +126,11 @@ def _stages(arguments: argparse.Namespace, resume: bool) -> list[tuple[str, list
         *arguments.set,
     ]
     settings = [word for value in values for word in ("--set", value)]
+    as_given = any(value.startswith("phases.0.steps=") for value in arguments.set)
+    minutes = [] if as_given or not arguments.minutes else ["--minutes", f"{arguments.minutes:g}"]
     return [
         ("tokenizing text into shards", ["prepare", str(_CONFIG), *settings]),
-        ("training", ["pretrain", str(_CONFIG), *settings, *(["--resume"] if resume else [])]),
+        ("training", ["pretrain", str(_CONFIG), *settings, *minutes, *(["--resume"] if resume else [])]),
         ("export", ["export", str(arguments.run_dir), str(arguments.run_dir / "export")]),
     ]
 

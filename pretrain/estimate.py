@@ -321,14 +321,22 @@ def _parameter_lines(config: PretrainConfig, size: int) -> str:
     else:
         count = cost.parameter_count(model, size, pairs.has_classifier)
         pooler = f", pooler, {pairs.chosen_objective.upper()}" if pairs.has_classifier else ""
-        name = "BertForPreTraining" if pooler else "BertForMaskedLM"
         rows = [
-            ("embeddings", count.embeddings, f"{size:,} words, {model.max_positions} positions, 2 segments"),
+            ("embeddings", count.embeddings, _embedding_note(model, size)),
             ("layers", count.layers, _shape(model)),
             ("heads", count.heads, f"MLM transform and bias{pooler}"),
-            ("total", count.total, f"as in {name}: the decoder is the word embeddings, counted once"),
+            ("total", count.total, _total_note(model)),
         ]
     return "\n".join(f"  {label:<12}{number:>14,}  {note}" for label, number, note in rows)
+
+
+def _embedding_note(model: ModelConfig, size: int) -> str:
+    positions = f", {model.max_positions} positions" if model.positions == "learned" else ""
+    return f"{size:,} words{positions}{', 2 segments' if model.token_types else ''}"
+
+
+def _total_note(model: ModelConfig) -> str:
+    return "the decoder is the word embeddings, counted once" if model.tied_decoder else "with a decoder of its own"
 
 
 def _shape(model: ModelConfig) -> str:

@@ -98,7 +98,7 @@ def check_run_folder(config: R, resume: bool, changed: Callable[[R, R], list[str
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-    checkpoints = sorted(path.parent.name for path in folder.glob(f"checkpoints/*/{MANIFEST}"))
+    checkpoints = checkpoint_names(folder)
     if checkpoints and not resume:
         raise InputError(
             f"{folder}: already holds checkpoints (newest {checkpoints[-1]}). Add --resume to "
@@ -125,11 +125,16 @@ def is_finished(config: PretrainConfig) -> bool:
     return False
 
 
+def checkpoint_names(folder: Path) -> list[str]:
+    """Names of the finished checkpoints of a run folder, the oldest first."""
+    return sorted(path.parent.name for path in folder.glob(f"checkpoints/*/{MANIFEST}"))
+
+
 def run_state(folder: Path, *, finished: bool) -> str:
     """What the run folder holds, for a dry run."""
     if finished:
         return "finished already"
-    checkpoints = sorted(path.parent.name for path in folder.glob(f"checkpoints/*/{MANIFEST}"))
+    checkpoints = checkpoint_names(folder)
     return f"has checkpoints (newest {checkpoints[-1]}); --resume continues the run" if checkpoints else "new"
 
 

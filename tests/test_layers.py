@@ -32,6 +32,9 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.estimate": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.work"
     ),
+    "pretrain.pace": (
+        "pretrain.common pretrain.config pretrain.tracking pretrain.preflight pretrain.work pretrain.estimate"
+    ),
     "pretrain.training": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint pretrain.preflight"
     ),
@@ -66,10 +69,10 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.work pretrain.commands "
         "pretrain.training cluster.jobs pretrain.bench"
     ),
-    "pretrain.demo": "pretrain.common pretrain.commands pretrain.reporting",
+    "pretrain.demo": "pretrain.common pretrain.preflight pretrain.commands pretrain.reporting",
     "pretrain.__main__": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.preflight "
-        "pretrain.estimate pretrain.commands pretrain.launch pretrain.reporting pretrain.demo"
+        "pretrain.estimate pretrain.pace pretrain.commands pretrain.launch pretrain.reporting pretrain.demo"
     ),
     "cluster.__main__": "pretrain.common cluster.local pretrain.commands cluster.jobs cluster.manifests cluster.doctor",
     "finetune.model": (
@@ -104,7 +107,7 @@ MAY_IMPORT: dict[str, str] = {
         "finetune.datasets finetune.tasks finetune.config finetune.artifacts finetune.scores"
     ),
     "finetune.adaptation": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.checkpoint pretrain.work pretrain.estimate "
+        "pretrain.common pretrain.config pretrain.corpus pretrain.checkpoint pretrain.work pretrain.pace "
         "pretrain.commands pretrain.reporting finetune.artifacts"
     ),
     "finetune.demo_data": "pretrain.common pretrain.corpus",

@@ -252,7 +252,9 @@ class TestPage:
         page = Page(report.write_report(run, tmp_path / "report.html").read_text())
         text = " ".join(page.text.split())
         for expected in (
-            "f1, 1 held-out example",
+            "What pretraining added",
+            "0.500 \N{RIGHTWARDS ARROW} 0.750",
+            "? \N{RIGHTWARDS ARROW} 0.250",
             "Pretraining helped: Which?",
             "Pretraining did not help: Where?",
             "Which words? Not finished: the model from random weights.",

@@ -123,10 +123,11 @@ class _Stages:
         section = settings.read_values(corpus)["corpus"]
         section["vocabulary"] = {"added_words": arguments.new_words}
         model = load_config(corpus).model
-        free = "phases.*.steps", "phases.*.warmup_steps", "evaluation.every_steps", "checkpoint.every_steps"
-        steps = steps_of(config_of(run_values(arguments, section, model, 1), arguments.set), arguments)
-        config = config_of(run_values(arguments, section, model, steps), arguments.set)
-        write_config(path, config, free=() if arguments.steps else free)
+        if path.is_file() and not arguments.steps:
+            steps = load_config(path).total_steps  # as the folder was begun
+        else:
+            steps = steps_of(config_of(run_values(arguments, section, model, 1), arguments.set), arguments)
+        write_config(path, config_of(run_values(arguments, section, model, steps), arguments.set))
         return path
 
     def _finetunings(self, config: PretrainConfig) -> Iterator[list[str]]:

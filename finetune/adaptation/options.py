@@ -38,7 +38,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--steps", type=positive_int, metavar="N", help="optimizer steps (default: by the size of the text)"
     )
     length.add_argument(
-        "--minutes", type=float, metavar="M", help="train about this long on this machine, by an estimate"
+        "--minutes",
+        type=float,
+        metavar="M",
+        help="train about this long on this machine: time a few steps first, then choose how many",
     )
     parser.add_argument(
         "--general",

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from pretrain import estimate, work
+from pretrain import pace, work
 from pretrain.common import settings
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, read_manifest
@@ -23,7 +23,6 @@ _PASSES = ((1e6, 10), (1e7, 5), (1e8, 2))
 _STEPS = (100, 50_000)
 # Peak rates by width: about half of the rates at which models of that width are pretrained here from random weights.
 _RATES = ((384, 3e-4), (512, 2e-4), (768, 1e-4))
-_SPEED_MARGIN = 0.9  # of the time is training; the rest are evaluations, checkpoints and the start
 
 
 def corpus_values(name: str, folder: Path, start: Path, sources: list[dict[str, Any]], share: float) -> dict[str, Any]:
@@ -71,14 +70,11 @@ def config_of(values: dict[str, Any], overrides: list[str]) -> PretrainConfig:
         return load_config(path, [*overrides, *start_overrides(path, overrides)])
 
 
-def write_config(path: Path, config: PretrainConfig, *, free: tuple[str, ...] = ()) -> None:
-    """Write a config of the folder.
-
-    Raises `InputError` if the folder was begun with another one, which differs in more than the settings `free`.
-    """
+def write_config(path: Path, config: PretrainConfig) -> None:
+    """Write a config of the folder; `InputError` if the folder was begun with another one."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if path.is_file():
-        others = settings.differences(load_config(path), config, free=free)
+        others = settings.differences(load_config(path), config, free=())
         if others:
             raise InputError(
                 f"{path}: was begun with other options: {', '.join(others)}. Give the same ones, or another --out."
@@ -92,15 +88,13 @@ def steps_of(config: PretrainConfig, arguments: argparse.Namespace) -> int:
     """Steps of a run: as given, as many as fit the given minutes here, or by the size of the prepared text."""
     if arguments.steps:
         return arguments.steps
-    phase = config.phases[0]
-    manifest = read_manifest(Path(config.corpus.dir))
     if arguments.minutes:
-        config, _ = estimate.resolve_precision(config)
-        cluster = estimate.parse_cluster("here", config)
-        planned = work.phase_work(config, phase, config.model.rows(manifest["vocabulary_size"]))
-        seconds = planned.flops / planned.steps / (cluster.peak_flops * cluster.mfu)
-        return max(1, round(60 * _SPEED_MARGIN * arguments.minutes / seconds))
-    tokens = sum(shard["tokens"] for shard in manifest["shards"] if shard["split"] == "train")
+        print(f"timing steps for --minutes {arguments.minutes:g} ...", flush=True)
+        fitted, line = pace.fit(config, arguments.minutes)
+        print(line, flush=True)
+        return fitted.total_steps
+    phase, shards = config.phases[0], read_manifest(Path(config.corpus.dir))["shards"]
+    tokens = sum(shard["tokens"] for shard in shards if shard["split"] == "train")
     tokens = tokens / (1 - config.adaptation.replay_share)
     passes = next((passes for most, passes in _PASSES if tokens < most), 1)
     steps = passes * tokens / (phase.global_sequences * work.expected_length(config, phase))

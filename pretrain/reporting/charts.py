@@ -139,6 +139,35 @@ def bar_chart(
 
 
 @dataclass(frozen=True)
+class Change:
+    """One figure before and after, such as a score from random and from pretrained weights; None is unknown."""
+
+    name: str
+    before: float | None
+    after: float | None
+
+
+def change_chart(title: str, unit: str, changes: Sequence[Change], *, before: str, after: str, form: Form) -> str:
+    """A <figure> with one row for each change: two dots on a scale from 0 to 1, joined by a line.
+
+    Args:
+        title: what the rows compare.
+        unit: unit of the values, which are between 0 and 1.
+        changes: at least one.
+        before, after: names of the two dots, for the legend.
+        form: formats a value.
+    """
+    parts = [_change(one, number, form) for number, one in enumerate(changes)]
+    height = len(changes) * _BAR_PITCH
+    legend = f"<span class=before>{escape(before)}</span><span class=train>{escape(after)}</span>"
+    return (
+        f'<figure class="chart"><figcaption><b>{escape(title)}</b>{legend}<i>{escape(unit)}</i></figcaption>'
+        f'<svg viewBox="0 0 {_WIDTH} {height}" role="img" aria-label="{escape(title, quote=True)}">'
+        f"{''.join(parts)}</svg></figure>"
+    )
+
+
+@dataclass(frozen=True)
 class _Curve:
     """A series as drawn: averaged down to `_MOST_POINTS`, and smoothed if requested and long enough."""
 
@@ -220,6 +249,27 @@ def _bar(bar: Bar, number: int, end: float, form: Form) -> str:
         f'<text class=value x={_WIDTH - _BAR_MARGIN} y="{top + 13}" text-anchor=end>{escape(form(bar.value))}</text>'
         f'<rect class="{bar.kind}" x={_BAR_MARGIN} y="{top + _BAR_TOP}" width="{width}" height={_BAR_HEIGHT} rx=3 />'
         f'<line class=range x1="{low}" x2="{high}" y1="{middle}" y2="{middle}" />'
+    )
+
+
+def _change(change: Change, number: int, form: Form) -> str:
+    """A row: its name and values above, the scale from 0 to 1 with both dots below."""
+    top = number * _BAR_PITCH
+    middle = top + _BAR_TOP + _BAR_HEIGHT / 2
+    values = [value for value in (change.before, change.after) if value is not None]
+    dots = zip(("before", "train"), (change.before, change.after), strict=True)
+    at = [_bar_x(value, 1.0) for value in values]
+    joined = f'<line class=change x1="{at[0]}" x2="{at[1]}" y1="{middle}" y2="{middle}" />' if len(at) == 2 else ""
+    said = " \N{RIGHTWARDS ARROW} ".join("?" if v is None else form(v) for v in (change.before, change.after))
+    return (
+        f'<text class=name x={_BAR_MARGIN} y="{top + 13}">{escape(change.name)}</text>'
+        f'<text class=value x={_WIDTH - _BAR_MARGIN} y="{top + 13}" text-anchor=end>{escape(said)}</text>'
+        f'<line class=grid x1={_BAR_MARGIN} x2={_WIDTH - _BAR_MARGIN} y1="{middle}" y2="{middle}" />{joined}'
+        + "".join(
+            f'<circle class={kind} cx="{_bar_x(value, 1.0)}" cy="{middle}" r=6 />'
+            for kind, value in dots
+            if value is not None
+        )
     )
 
 

@@ -22,7 +22,7 @@ from pretrain.common.settings import dump
 from pretrain.common.wording import counted
 from pretrain.config import PretrainConfig, load_config
 from pretrain.reporting.attention.progress import attention_section
-from pretrain.reporting.charts import Bar, Series, bar_chart, line_chart
+from pretrain.reporting.charts import Change, Series, change_chart, line_chart
 from pretrain.reporting.fill_mask import Filling, fill, held_out_sentences
 from pretrain.reporting.gains import gains
 from pretrain.reporting.pages import write_page
@@ -41,18 +41,21 @@ def write_report(run_dir: Path, out: Path) -> Path:
     Raises `InputError` if the run has no config or no records.
     """
     run = _ReportData.read(run_dir)
+    results, (loss, accuracy, *others) = _read_finetuned(run), _charts(run)
+    worth = _worth(results)
     return write_page(
         out,
         "report.html.j2",
         run=run,
         model=_model_line(run.config),
         tiles=_tiles(run),
-        charts=list(_charts(run)),
+        worth=[worth, accuracy] if worth else [],
+        charts=[chart for chart in ([loss] if worth else [loss, accuracy]) + others if chart],
         attention=attention_section(run_dir, Path(run.config.corpus.dir)),
         domains=gains(run_dir),
         fillings=_predictions(run),
-        finetuned=_finetuned(run),
-        gains=_gains(_read_finetuned(run)),
+        finetuned=[{**result, "missing": _missing(result)} for result in results],
+        gains=_gains(results),
         card=_card(run.card),
         config_yaml=dump(run.config),
         environment=list(_flat(run.environment)),
@@ -77,27 +80,18 @@ def summary(run_dir: Path) -> str:
     return "\n".join(lines)
 
 
-def _finetuned(run: _ReportData) -> list[dict[str, Any]]:
-    """Charts and examples of the fine-tuning tasks that the demo recorded (`FINETUNED`), finished or not."""
-    kinds = {"pretrained": "train", "random": "baseline"}
-    return [
-        {
-            **result,
-            "missing": _missing(result),
-            "chart": result["scores"]
-            and bar_chart(
-                result["title"],
-                f"{result['metric']}, {counted(result['dev'], 'held-out example')}",
-                # A bar needs a length above 0; the number beside it shows the score.
-                [
-                    Bar(f"{start} weights", max(value, 1e-3), max(value, 1e-3), max(value, 1e-3), kinds[start])
-                    for start, value in result["scores"].items()
-                ],
-                form=lambda value: f"{value:.3f}",
-            ),
-        }
-        for result in _read_finetuned(run)
+def _worth(results: list[dict[str, Any]]) -> str:
+    """The picture of what pretraining added to each fine-tuning task; "" without any score."""
+    rows = [
+        Change(
+            f"{result['title']} {result['metric']}", result["scores"].get("random"), result["scores"].get("pretrained")
+        )
+        for result in results
+        if result["scores"]
     ]
+    title, unit = "What pretraining added", "scores on held-out examples, 0 to 1"
+    names = {"before": "from random weights", "after": "from pretrained weights"}
+    return change_chart(title, unit, rows, **names, form=lambda value: f"{value:.3f}") if rows else ""
 
 
 def _finetuned_lines(run: _ReportData) -> list[str]:
@@ -264,8 +258,8 @@ def _corpus_line(card: dict[str, Any]) -> str:
     return "   ".join(f"{short(totals[key])} {key}" for key in counts if key in totals)
 
 
-def _charts(run: _ReportData) -> Iterator[str]:
-    """The charts of the page; charts without data are left out."""
+def _charts(run: _ReportData) -> list[str]:
+    """The charts of the page: MLM loss and accuracy first; "" is a chart without data."""
 
     def pair(field: str) -> list[Series]:
         return [
@@ -287,7 +281,7 @@ def _charts(run: _ReportData) -> Iterator[str]:
         return line_chart(title, series, form=form, form_x=lambda x: f"{x:.3g} {unit}", x_name="", from_zero=True)
 
     at_step: dict[str, Any] = {"form_x": lambda step: f"{step:,.0f}", "marks": _phase_marks(run.config)}
-    charts = [
+    return [
         line_chart("MLM loss", pair("mlm_loss"), form=_plain, **at_step),
         line_chart("MLM accuracy", pair("mlm_accuracy"), form=_percent, **at_step),
         line_chart("Learning rate", one("lr", smooth=False), form=_scientific, from_zero=True, **at_step),
@@ -306,7 +300,6 @@ def _charts(run: _ReportData) -> Iterator[str]:
         timed("MFU", "mfu", _percent),
         timed("Peak memory of worker 0", "memory_bytes", _bytes),
     ]
-    return (chart for chart in charts if chart)
 
 
 def _phase_marks(config: PretrainConfig) -> list[tuple[float, str, str]]:

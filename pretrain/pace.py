@@ -1,0 +1,139 @@
+"""A schedule for a given time on this machine: a few steps of the run are timed, then its steps are scaled."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.settings import dump, load
+from pretrain.config import PretrainConfig
+from pretrain.estimate import parse_cluster, resolve_precision, vocabulary_size
+from pretrain.preflight import CONFIG_FILE
+from pretrain.tracking.records import is_training, read_records
+from pretrain.work import phase_work
+
+_TRAINING_SHARE = 0.9  # of the time; evaluations and checkpoints take the rest
+_TIMED_SECONDS = 15  # of training, about
+_TIMED_STEPS = (4, 40)  # fewest, most
+_UNTIMED_STEPS = 2  # the first, slower ones
+_SCHEDULE = ("steps", "warmup_steps", "decay_steps", "ramp_steps")  # of a phase, in steps
+_REGULAR = ("checkpoint", "evaluation")  # sections with every_steps
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast a run trains on this machine."""
+
+    timed: int  # steps
+    seconds: float  # of a step of the first phase, the median
+    total: float  # seconds of all steps of the config
+
+    def __str__(self) -> str:
+        return f"{self.timed} steps timed here, {self.seconds:.3g} s each"
+
+
+def fit(config: PretrainConfig, minutes: float) -> tuple[PretrainConfig, str]:
+    """Scale the steps of all phases so that the run takes about `minutes` on this machine.
+
+    Batches and rates stay; warm-up, decay, ramps, evaluations and checkpoints are scaled with the steps.
+
+    Returns:
+        (the config, a line that says what was timed and chosen).
+
+    Raises:
+        InputError: `minutes` is not above 0, or other processes than this one's would train.
+        MachineError: the timed run failed.
+    """
+    if minutes <= 0:
+        raise InputError(f"--minutes: {minutes:g}; expected a number above 0.")
+    if config.scheduling.address or "RANK" in os.environ:
+        raise InputError("--minutes: times steps on this machine alone; leave out --address and torchrun.")
+    pace = measure(config)
+    fitted = scale(config, _TRAINING_SHARE * 60 * minutes / pace.total)
+    return fitted, (
+        f"{pace}: {fitted.total_steps:,} steps take about {minutes:g} min ({config.total_steps:,} in the config)"
+    )
+
+
+def measure(config: PretrainConfig) -> Pace:
+    """Time a few steps of the first phase, in a run with the same workers in a temporary folder.
+
+    Raises `MachineError` with the last words of the run if it fails.
+    """
+    resolved, _ = resolve_precision(config)
+    cluster = parse_cluster("here", resolved)
+    work = [phase_work(config, phase, vocabulary_size(config)).executed for phase in config.phases]
+    # All of the phase's batches count as full ones: the timed run has no ramp.
+    of_step = work[0] / config.phases[0].sequences * config.phases[0].global_sequences
+    guess = of_step / (cluster.peak_flops * cluster.mfu)
+    fewest, most = _TIMED_STEPS
+    steps = min(most, max(fewest, round(_TIMED_SECONDS / guess)))
+    seconds = _time_steps(config, steps)
+    return Pace(steps, seconds, seconds * sum(work) / of_step)
+
+
+def scale(config: PretrainConfig, factor: float) -> PretrainConfig:
+    """The config with `factor` times its steps; every phase keeps at least one."""
+    phases = []
+    for phase in config.phases:
+        steps = max(1, round(factor * phase.steps))
+        # Rounded down, so that the parts of a phase still fit into it.
+        parts = {name: int(getattr(phase, name) * steps / phase.steps) for name in _SCHEDULE[1:]}
+        least = len(phase.batch_sizes) - 1  # steps of a ramp
+        phases.append({**parts, "ramp_steps": max(parts["ramp_steps"], least), "steps": max(steps, least)})
+    regular = {name: max(1, round(factor * getattr(config, name).every_steps)) for name in _REGULAR}
+    return _with_schedule(config, phases, regular)
+
+
+def recorded(config: PretrainConfig) -> PretrainConfig:
+    """The config with the schedule of the run that its folder holds, which `--minutes` once fitted."""
+    path = config.folder / CONFIG_FILE
+    before = load(path, PretrainConfig) if path.is_file() else config
+    if len(before.phases) != len(config.phases):
+        return config
+    phases = [{name: getattr(phase, name) for name in _SCHEDULE} for phase in before.phases]
+    return _with_schedule(config, phases, {name: getattr(before, name).every_steps for name in _REGULAR})
+
+
+def _with_schedule(config: PretrainConfig, phases: list[dict[str, int]], every_steps: dict[str, int]) -> PretrainConfig:
+    values: dict[str, Any] = config.model_dump()
+    for phase, schedule in zip(values["phases"], phases, strict=True):
+        phase.update(schedule)
+    for name, steps in every_steps.items():
+        values[name]["every_steps"] = steps
+    return PretrainConfig.model_validate(values)
+
+
+def _time_steps(config: PretrainConfig, steps: int) -> float:
+    """Seconds per step, the median of `steps` steps."""
+    with tempfile.TemporaryDirectory(prefix="bertrain-pace-") as folder:
+        run, path = Path(folder) / "run", Path(folder) / CONFIG_FILE
+        path.write_text(dump(_timed_run(config, run, _UNTIMED_STEPS + steps)), encoding="utf-8")
+        alone = ["--no-ray"] if config.scheduling.workers == 1 else []
+        command = [sys.executable, "-m", "pretrain", "pretrain", str(path), *alone]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
+            raise MachineError(f"--minutes: the run that times steps failed: {said[-1]}")
+        ends = [record["seconds"] for record in read_records(run) if is_training(record)]
+    timed = ends[_UNTIMED_STEPS - 1 :]
+    return statistics.median(after - before for before, after in itertools.pairwise(timed))
+
+
+def _timed_run(config: PretrainConfig, run: Path, steps: int) -> PretrainConfig:
+    """`steps` steps of the first phase, with full batches."""
+    values: dict[str, Any] = config.model_dump()
+    phase = {**values["phases"][0], **dict.fromkeys(_SCHEDULE, 0), "steps": steps, "ramp_from": 0}
+    values.update(run_dir=str(run), phases=[phase], averaging={})
+    values["evaluation"].update(every_steps=steps, sequences=1, attention=False)
+    values["checkpoint"]["every_steps"] = steps
+    values["tracking"].update(wandb="off", log_every_steps=1)
+    return PretrainConfig.model_validate(values)

@@ -1,0 +1,115 @@
+"""A schedule for a given time: what is scaled, what is timed, and what a resumed run keeps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from corpora import make_corpus
+
+from pretrain import pace, preflight
+from pretrain.common.errors import InputError, MachineError
+from pretrain.config import PretrainConfig
+
+
+def make_config(folder: Path, *phases: dict[str, Any], **values: Any) -> PretrainConfig:
+    phase = {"sequence_length": 32, "global_sequences": 8, "steps": 100, "peak_learning_rate": 1e-3}
+    return PretrainConfig.model_validate(
+        {
+            "name": "paced",
+            "run_dir": str(folder / "run"),
+            "corpus": {"dir": str(folder / "corpus")},
+            "model": {"size": "custom", "layers": 1, "hidden": 32, "heads": 2, "max_positions": 32},
+            "phases": [{**phase, **one} for one in phases or ({},)],
+            "engine": {"precision": "fp32"},
+            **values,
+        }
+    )
+
+
+def test_all_parts_of_a_schedule_are_scaled(tmp_path: Path) -> None:
+    config = make_config(
+        tmp_path,
+        {"warmup_steps": 10, "decay_steps": 40},
+        {"steps": 300, "ramp_from": 2, "ramp_steps": 60},
+        checkpoint={"every_steps": 50},
+        evaluation={"every_steps": 20},
+    )
+    scaled = pace.scale(config, 2.5)
+    first, second = scaled.phases
+    assert (first.steps, first.warmup_steps, first.decay_steps) == (250, 25, 100)
+    assert (second.steps, second.ramp_from, second.ramp_steps) == (750, 2, 150)
+    assert (scaled.checkpoint.every_steps, scaled.evaluation.every_steps) == (125, 50)
+    assert first.peak_learning_rate == config.phases[0].peak_learning_rate
+    assert first.global_sequences == config.phases[0].global_sequences
+
+
+@pytest.mark.parametrize("factor", [1e-6, 0.013, 0.1, 0.37, 1.0, 7.77])
+def test_any_factor_gives_a_valid_schedule(tmp_path: Path, factor: float) -> None:
+    config = make_config(
+        tmp_path,
+        {"warmup_steps": 33, "decay_steps": 67},
+        {"steps": 11, "ramp_from": 2, "ramp_steps": 3},
+    )
+    scaled = pace.scale(config, factor)
+    assert all(phase.steps >= 1 for phase in scaled.phases)
+    assert pace.scale(config, 1.0) == config
+
+
+def fake_timing(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Stands in for the timed run: a second cannot be relied on here."""
+    monkeypatch.setattr(pace, "_time_steps", lambda config, steps: seconds)
+
+
+def test_the_steps_fill_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_timing(monkeypatch, 2.0)
+    fitted, line = pace.fit(make_config(tmp_path, {"steps": 100}), 30)
+    assert fitted.total_steps == 0.9 * 30 * 60 / 2.0
+    assert "2 s each" in line
+    assert "810 steps take about 30 min (100 in the config)" in line
+
+
+def test_longer_sequences_of_a_later_phase_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two phases of equal steps, the second with twice the sequences: a third of the time is the first one's."""
+    fake_timing(monkeypatch, 1.0)
+    fitted, _ = pace.fit(make_config(tmp_path, {}, {"global_sequences": 16}), 10)
+    assert [phase.steps for phase in fitted.phases] == [180, 180]
+
+
+def test_a_ramp_is_timed_at_full_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the steps have 4 sequences, half 8: 3/4 of the time that full batches would take."""
+    fake_timing(monkeypatch, 1.0)
+    fitted, _ = pace.fit(make_config(tmp_path, {"ramp_from": 4, "ramp_steps": 50}), 10)
+    assert fitted.total_steps == pytest.approx(0.9 * 600 / 0.75, abs=2)
+
+
+@pytest.mark.parametrize("minutes", [0.0, -3.0])
+def test_a_time_must_be_positive(tmp_path: Path, minutes: float) -> None:
+    with pytest.raises(InputError, match="expected a number above 0"):
+        pace.fit(make_config(tmp_path), minutes)
+
+
+def test_a_cluster_cannot_be_timed_here(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="this machine alone"):
+        pace.fit(make_config(tmp_path, scheduling={"address": "ray://head:10001"}), 5)
+
+
+def test_steps_are_timed_in_a_run_that_leaves_nothing(tmp_path: Path) -> None:
+    config = make_config(tmp_path, corpus={"dir": str(make_corpus(tmp_path / "corpus"))})
+    assert 0 < pace._time_steps(config, 3) < 60
+    assert not config.folder.exists()
+
+
+def test_a_timed_run_that_fails_says_why(tmp_path: Path) -> None:
+    with pytest.raises(MachineError, match=r"times steps failed: .*corpus"):
+        pace._time_steps(make_config(tmp_path), 1)
+
+
+def test_a_resumed_run_keeps_its_schedule(tmp_path: Path) -> None:
+    config = make_config(tmp_path, {"warmup_steps": 10})
+    assert pace.recorded(config) == config
+    fitted = pace.scale(config, 3.3)
+    fitted.folder.mkdir(parents=True)
+    preflight.record_config(fitted)
+    assert pace.recorded(config) == fitted
