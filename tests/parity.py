@@ -79,6 +79,16 @@ def _distilbert(shape: Shape) -> dict[str, Any]:
 
 
 _MODERN = {"local_attention": 8, "cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
+_DEBERTA: dict[str, Any] = {
+    "relative_attention": True,
+    "position_biased_input": False,
+    "pos_att_type": "p2c|c2p",
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "position_buckets": 12,
+    "max_relative_positions": 40,
+}
+_DEBERTA_V2 = {"pos_att_type": "c2p", "norm_rel_ebd": "none", "share_att_key": False, "position_buckets": -1}
 _EURO = {"bos_token_id": 1, "eos_token_id": 2, "mask_token_id": 3}
 _ALL_BIASES = {"norm_bias": True, "attention_bias": True, "mlp_bias": True, "classifier_bias": True}
 # Name in the table -> (transformers' config class, its arguments).
@@ -102,6 +112,12 @@ FAMILIES: dict[str, tuple[str, Callable[[Shape], dict[str, Any]]]] = {
         lambda shape: _usual(shape, **_EURO, tie_word_embeddings=True, classifier_pooling="bos"),
     ),
     "Nomic BERT": ("NomicBertConfig", _usual),
+    "DeBERTa-v3": ("DebertaV2Config", lambda shape: _usual(shape, **_DEBERTA)),
+    "DeBERTa-v3 with lm_predictions": ("DebertaV2Config", lambda shape: _usual(shape, **_DEBERTA, legacy=False)),
+    "DeBERTa-v2, c2p, own projections, untied": (
+        "DebertaV2Config",
+        lambda shape: _usual(shape, **{**_DEBERTA, **_DEBERTA_V2}, tie_word_embeddings=False),
+    ),
     "GTE": ("GteConfig", _usual),
     "GTE without segments": ("GteConfig", lambda shape: _usual(shape, type_vocab_size=0)),
 }
@@ -223,7 +239,9 @@ def _gradient_difference(model: PretrainingModel, theirs: Any, released: Release
     if facts.token_types == 0:
         gradients.pop("embeddings.token_type", None)  # DistilBERT has none
     ours = released_tensors(gradients, facts)
-    other = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    found = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    # DeBERTa's second head has names that are not written.
+    other = {name if name in ours else facts.layout.plain(name): grad for name, grad in found.items()}
     bias = f"{facts.layout.decoder}.bias"
     if bias not in other:  # two names of one parameter
         ours.pop(bias, None)

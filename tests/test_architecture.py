@@ -28,6 +28,13 @@ VOCABULARY, LENGTHS = 101, (7, 20, 21, 40)
 # Every entry of the tables, so one that is added is tested, and what a test swaps in besides.
 TABLES = [{"norm": name} for name in norms.NORMS] + [{"activation": name} for name in activations.ACTIVATIONS]
 SWAPPED = {"norm": "rms_norm", "activation": "relu"}
+GEGLU: dict[str, Any] = {
+    "family": "modernbert",
+    "local_attention": 8,
+    "positions": "disentangled",
+    "rotary_base": 0,
+    "local_rotary_base": 0,
+}
 # What a config can replace. The longest sequences are cut into chunks by the windows.
 PARTS: list[dict[str, Any]] = [
     {"family": "modernbert", "local_attention": 8},
@@ -65,6 +72,20 @@ PARTS: list[dict[str, Any]] = [
         "layers": 2,
     },
     {"attention_gate": "value", "norm_placement": "pre", "norm_before_output": True, "qk_norm": True},
+    # Buckets of one distance up to 3, and more distances than there are buckets.
+    {"family": "deberta", "relative_buckets": 6, "relative_max_distance": 20},
+    {"family": "deberta", "relative_buckets": 0, "relative_max_distance": 9, "relative_projections": True},
+    {
+        **GEGLU,
+        "relative_buckets": 8,
+        "relative_max_distance": 30,
+        "relative_terms": "p2c",
+        "relative_projections": True,
+        "local_attention": 8,
+        "kv_heads": 2,
+        "qk_norm": True,
+    },
+    {**GEGLU, "relative_max_distance": 30, "relative_terms": "c2p", "relative_norm": True, "kv_heads": 1},
 ]
 COMPILED = [PARTS[0], PARTS[1], PARTS[8]]
 

@@ -102,6 +102,39 @@ _NOMIC = "cls.predictions.transform"
 NOMIC = post_norm("nomic_bert", f"{_NOMIC}.dense", f"{_NOMIC}.layer_norm", "cls.predictions.bias")
 GTE = post_norm("gte", "lm_head.dense", "lm_head.layer_norm", "lm_head.decoder.bias")
 EUROBERT_GROUPED = eurobert(grouped=True)
+_LAYER = "deberta.encoder.layer.N"
+_DEBERTA = {
+    "embeddings.norm": "deberta.embeddings.LayerNorm",
+    "relative.norm": "deberta.encoder.LayerNorm",
+    "attention_out": f"{_LAYER}.attention.output.dense",
+    "attention_norm": f"{_LAYER}.attention.output.LayerNorm",
+    "position_key": f"{_LAYER}.attention.self.pos_key_proj",
+    "position_query": f"{_LAYER}.attention.self.pos_query_proj",
+    "ffn_in": f"{_LAYER}.intermediate.dense",
+    "ffn_out": f"{_LAYER}.output.dense",
+    "ffn_norm": f"{_LAYER}.output.LayerNorm",
+    "heads.mlm_transform": f"{_NOMIC}.dense",
+    "heads.mlm_norm": f"{_NOMIC}.LayerNorm",
+}
+_QKV = [f"{_LAYER}.attention.self.{part}_proj" for part in ("query", "key", "value")]
+DEBERTA = {
+    **{f"{ours}_{kind}": f"{theirs}.{kind}" for ours, theirs in _DEBERTA.items() for kind in ("weight", "bias")},
+    **{f"qkv_{kind}": " ".join(f"{part}.{kind}" for part in _QKV) for kind in ("weight", "bias")},
+    "embeddings.word": "deberta.embeddings.word_embeddings.weight",
+    "relative.table": "deberta.encoder.rel_embeddings.weight",
+    "heads.mlm_bias": "cls.predictions.bias",
+}
+# Without its dropout, which ours lacks in attention.
+V3: dict[str, Any] = {
+    "relative_attention": True,
+    "position_biased_input": False,
+    "type_vocab_size": 0,
+    "pos_att_type": "p2c|c2p",
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+    "position_buckets": 10,
+    "max_relative_positions": 30,
+}
 WINDOW, WIDE = {"local_attention": 16}, {"local_attention": 128, "max_positions": 128}
 CASES = {
     "modernbert": Case("ModernBert", "modernbert", WINDOW, WINDOW, MODERNBERT),
@@ -127,6 +160,25 @@ CASES = {
     "nomic_bert": Case("NomicBert", "nomic_bert", {}, {}, NOMIC),
     "gte": Case("Gte", "gte", {}, {"type_vocab_size": 2}, GTE),
     "gte-one-type": Case("Gte", "gte", {"token_types": False}, {"type_vocab_size": 0}, GTE),
+    # Its buckets are single distances up to 5; the longest sequences are beyond its last.
+    "deberta": Case("DebertaV2", "deberta", {"relative_buckets": 10, "relative_max_distance": 30}, V3, DEBERTA),
+    "deberta-as-released": Case(
+        "DebertaV2", "deberta", {}, {**V3, "position_buckets": 256, "max_relative_positions": 512}, DEBERTA
+    ),
+    "deberta-c2p": Case(
+        "DebertaV2",
+        "deberta",
+        {"relative_buckets": 7, "relative_max_distance": 64, "relative_terms": "c2p", "relative_projections": True},
+        {**V3, "position_buckets": 7, "max_relative_positions": -1, "pos_att_type": ["c2p"], "share_att_key": False},
+        DEBERTA,
+    ),
+    "deberta-p2c": Case(
+        "DebertaV2",
+        "deberta",
+        {"relative_buckets": 0, "relative_max_distance": 21, "relative_terms": "p2c", "relative_norm": False},
+        {**V3, "position_buckets": -1, "max_relative_positions": 21, "pos_att_type": "p2c", "norm_rel_ebd": "none"},
+        DEBERTA,
+    ),
 }
 _BASES = {"eurobert": 250_000.0, "nomic_bert": 1_000.0, "gte": 160_000.0}
 

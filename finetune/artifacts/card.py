@@ -29,6 +29,7 @@ _FAMILIES = {
     "eurobert": "EuroBERT",
     "nomic_bert": "Nomic BERT",
     "gte": "GTE",
+    "deberta": "DeBERTa",
 }
 _PIPELINES = {
     "sequence": "text-classification",

@@ -25,6 +25,7 @@ _COPIED = (
     "special_tokens_map.json",
     "added_tokens.json",
     "sentencepiece.bpe.model",
+    "spm.model",
 )
 
 

@@ -41,12 +41,21 @@ _MODERNBERT_SIZES = {
     "ettin-400m": Shape(28, 1024, 16, 2624),
     "ettin-1b": Shape(28, 1792, 28, 3840),
 }
+# He et al. 2021, arXiv:2111.09543, section 5, and the released config.json. Mini is BERT's.
+_DEBERTA_SIZES = {
+    "mini": _bert(4, 256, 4),
+    "xsmall": _bert(12, 384, 6),
+    "small": _bert(6, 768, 12),
+    "base": _bert(12, 768, 12),
+    "large": _bert(24, 1024, 16),
+}
 SIZES: dict[str, dict[str, Shape]] = {
     "bert": _BERT_SIZES,
     "modernbert": _MODERNBERT_SIZES,
     "eurobert": {},
     "nomic_bert": {},
     "gte": {},
+    "deberta": _DEBERTA_SIZES,
 }
 
 # As their papers write them.
@@ -56,6 +65,7 @@ TITLES = {
     "eurobert": "EuroBERT",
     "nomic_bert": "Nomic BERT",
     "gte": "GTE",
+    "deberta": "DeBERTa",
 }
 
 # Values of `ModelConfig` by family. A config may replace each of them; those not named are BERT's, the field's default.
@@ -120,5 +130,14 @@ PARTS: dict[str, dict[str, Any]] = {
         "max_positions": 8192,
         "gated": True,
         "ffn_in_bias": False,
+    },
+    # microsoft/deberta-v3-base config.json.
+    "deberta": {
+        "layer_norm_eps": 1e-7,
+        "positions": "disentangled",
+        "relative_buckets": 256,
+        "relative_max_distance": 512,
+        "relative_norm": True,
+        "token_types": False,
     },
 }

@@ -12,19 +12,22 @@ from pretrain.config.families import PARTS, SIZES, TITLES, Shape
 
 # The widths and lengths up to which the dropout seeds are distinct in int32 (model/hash_rng.py, ALONG).
 MAX_WIDTH = 8192
+Positions = Literal["learned", "sinusoidal", "rotary", "rotary_interleaved", "relative", "disentangled", "none"]
+_SWITCHES = ("relative_norm", "relative_projections")
 
 
 class ModelConfig(Section):
     """Shape of the encoder. `family` and `size` provide the values that are not given."""
 
-    family: Literal["bert", "modernbert", "eurobert", "nomic_bert", "gte"] = Field(
+    family: Literal["bert", "modernbert", "eurobert", "nomic_bert", "gte", "deberta"] = Field(
         default="bert",
         description="Architecture: sets the parts of the block, from norm to pooling. Each part can be replaced.",
     )
     size: str = Field(
         default="base",
         description="Published size of the family, which sets layers, hidden, heads and intermediate: mini, small, "
-        "medium, base, large, or for modernbert ettin-17m to ettin-1b. custom needs the first three.",
+        "medium, base, large, for modernbert also ettin-17m to ettin-1b, for deberta xsmall. custom needs the first "
+        "three.",
     )
     layers: int = Field(default=0, ge=0, description="Number of Transformer layers. 0 takes it from size.")
     hidden: int = Field(
@@ -110,20 +113,39 @@ class ModelConfig(Section):
         "attention.",
     )
     token_types: bool = Field(default=True, description="Add an embedding of the segment, first or second.")
-    positions: Literal["learned", "sinusoidal", "rotary", "rotary_interleaved", "relative", "none"] = Field(
+    positions: Positions = Field(
         default="learned",
         description="Position encoding. learned and sinusoidal are added to the embeddings. rotary rotates halves of "
-        "queries and keys, rotary_interleaved adjacent pairs. relative adds a learned bias per head and distance (T5).",
+        "queries and keys, rotary_interleaved adjacent pairs. relative adds a learned bias per head and distance (T5). "
+        "disentangled adds products of queries and keys with embeddings of the distance (He et al. 2021, DeBERTa).",
     )
     rotary_base: float = Field(
         default=0.0, ge=0, description="Base of the rotary frequencies. Rotary positions need it; 0 otherwise."
     )
     local_rotary_base: float = Field(default=0.0, ge=0, description="The same in local layers. 0 takes rotary_base.")
     relative_buckets: int = Field(
-        default=0, ge=0, description="Buckets of distances of relative positions, both directions together. T5 has 32."
+        default=0,
+        ge=0,
+        le=MAX_WIDTH,
+        description="Buckets of distances. relative counts both directions together, T5 has 32. disentangled counts "
+        "each: DeBERTa-v3 has 256, LTG-BERT 32; 0 means one for each distance.",
     )
     relative_max_distance: int = Field(
-        default=0, ge=0, description="Distances of at least this many tokens share a bucket. T5 has 128."
+        default=0,
+        ge=0,
+        le=MAX_WIDTH,
+        description="Distances of at least this many tokens share a bucket. T5 has 128, DeBERTa-v3 512.",
+    )
+    relative_terms: Literal["both", "c2p", "p2c"] = Field(
+        default="both",
+        description="Terms of disentangled positions. c2p: the query times the distance's key; p2c: the distance's "
+        "query times the key. Scores are divided by sqrt(head width x (1 + number of terms)).",
+    )
+    relative_norm: bool = Field(default=False, description="Normalise the embeddings of disentangled positions.")
+    relative_projections: bool = Field(
+        default=False,
+        description="Project the embeddings of disentangled positions by matrices of their own. Otherwise by those of "
+        "the tokens' queries and keys, as DeBERTa-v3 does.",
     )
     local_attention: int = Field(
         default=0,
@@ -243,23 +265,41 @@ class ModelConfig(Section):
             raise ValueError(f"positions: {self.positions} needs rotary_base, such as 10000")
         if rotary and self.hidden // self.heads % 2:
             raise ValueError(f"positions: {self.positions} needs an even head width (hidden / heads)")
-        relative = (self.relative_buckets, self.relative_max_distance)
-        if self.positions == "relative" and not all(relative):
-            raise ValueError("positions: relative needs relative_buckets and relative_max_distance, such as 32 and 128")
-        if self.positions == "relative" and (relative[0] % 4 or 4 * relative[1] <= relative[0]):
-            raise ValueError(
-                f"relative_buckets ({relative[0]}) must be a multiple of 4, and relative_max_distance ({relative[1]}) "
-                "more than a quarter of it"
-            )
+        relative = self.positions in ("relative", "disentangled")
         unused = {
             "rotary_base": self.rotary_base and not rotary,
             "local_rotary_base": self.local_rotary_base and not rotary,
-            "relative_buckets": self.relative_buckets and self.positions != "relative",
-            "relative_max_distance": self.relative_max_distance and self.positions != "relative",
+            "relative_buckets": self.relative_buckets and not relative,
+            "relative_max_distance": self.relative_max_distance and not relative,
+            "relative_terms": self.relative_terms != "both" and not self.disentangled,
+            "relative_norm": self.relative_norm and not self.disentangled,
+            "relative_projections": self.relative_projections and not self.disentangled,
         }
         for key, wrong in unused.items():
             if wrong:
-                raise ValueError(f"{key} has no effect with positions: {self.positions}. Remove it, or set it to 0")
+                default = "both" if key == "relative_terms" else "false" if key in _SWITCHES else "0"
+                raise ValueError(
+                    f"{key} has no effect with positions: {self.positions}. Remove it, or set it to {default}"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _check_buckets(self) -> ModelConfig:
+        buckets, farthest = self.relative_buckets, self.relative_max_distance
+        if self.positions == "relative" and not (buckets and farthest):
+            raise ValueError("positions: relative needs relative_buckets and relative_max_distance, such as 32 and 128")
+        if self.positions == "relative" and (buckets % 4 or 4 * farthest <= buckets):
+            raise ValueError(
+                f"relative_buckets ({buckets}) must be a multiple of 4, and relative_max_distance ({farthest}) "
+                "more than a quarter of it"
+            )
+        if self.disentangled and not farthest:
+            raise ValueError("positions: disentangled needs relative_max_distance, such as 512")
+        if self.disentangled and buckets and (buckets < 4 or 2 * (farthest - 1) <= buckets):
+            raise ValueError(
+                f"relative_buckets ({buckets}) must be 0 or at least 4, and relative_max_distance ({farthest}) more "
+                "than half of it, plus 1"
+            )
         return self
 
     @model_validator(mode="after")
@@ -284,6 +324,21 @@ class ModelConfig(Section):
     def family_title(self) -> str:
         """The family's name in prose."""
         return TITLES[self.family]
+
+    @property
+    def disentangled(self) -> bool:
+        """Whether scores have products with embeddings of the distance."""
+        return self.positions == "disentangled"
+
+    @property
+    def relative_span(self) -> int:
+        """Embeddings of each direction of disentangled positions; their table has twice as many rows."""
+        return (self.relative_buckets or self.relative_max_distance) if self.disentangled else 0
+
+    @property
+    def score_terms(self) -> int:
+        """Products that a score is the sum of: the one of query and key, and those with embeddings of the distance."""
+        return 1 + self.disentangled * (2 if self.relative_terms == "both" else 1)
 
     @property
     def head_width(self) -> int:

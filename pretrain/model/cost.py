@@ -5,6 +5,7 @@ Letters: H hidden width, F feed-forward width, V vocabulary, L layers, T tokens 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -67,8 +68,10 @@ def flops(
     """Useful floating-point operations of one forward and backward pass over sequences of `lengths` tokens.
 
     Matrix products only; no padding, no recomputation; the MLM head at `masked` rows. 6 FLOPs per weight and row, and
-    in the attention 12 H per pair of a query and a key that it sees, which in a local layer is within the window. The
-    last layer counts whole, as in every other system's figures, though ours skips the rows that no loss reads.
+    in the attention 12 H per pair of a query and a key that it sees, which in a local layer is within the window. A
+    term of disentangled positions has 6 H per token and row that the distances reach; projecting the table, once a
+    micro-batch, is not counted. The last layer counts whole, as in every other system's figures, though ours skips the
+    rows that no loss reads.
     """
     pairs = len(lengths) if next_sentence else 0
     return _all_layers(model, lengths) + head_flops(model, vocabulary_size, masked, pairs)
@@ -166,7 +169,11 @@ def recomputed_flops(model: ModelConfig, lengths: Sequence[float], rows: float, 
         checkpointing: whether the layers run forward again (`engine.activation_checkpointing`).
     """
     tokens, last = sum(lengths), model.layers - 1
-    stack = sum(_pairs(length, model.window(number)) for number in range(model.layers) for length in lengths)
+    stack = sum(
+        _pairs(length, model.window(number)) + 2 * _distance_pairs(model, length, model.window(number))
+        for number in range(model.layers)
+        for length in lengths
+    )
     skipped = sum(_pairs(length, model.window(last)) for length in lengths) * (1 - rows / tokens)
     pairs = model.recursions * stack - skipped
     layers = encoder_flops(model, lengths, rows) - _projection(model) * tokens if checkpointing else 0.0
@@ -193,7 +200,7 @@ def activation_bytes(
     """
     h, b = model.hidden, itemsize
     pre = model.norm_placement == "pre"
-    embedding = tokens * _embedding_saves(model, b, compiled)
+    embedding = tokens * _embedding_saves(model, b, compiled) + _distance_saves(model, b)
     past_attention = (_compiled_saves if compiled else _plain_saves)(model, b) + 4 * model.heads
     past_attention += _context_saves(model, b, compiled)
     before = _qkv_saves(model, b, compiled) + (_norm_saves(model, b, compiled) if pre else 0)
@@ -221,8 +228,9 @@ def _all_layers(model: ModelConfig, lengths: Sequence[float]) -> float:
     """FLOPs of the layers, as often as they are applied, and of the projection of the embeddings."""
     tokens, matmuls, pairs = sum(lengths), 0, 0.0
     for number in range(model.layers):
-        matmuls += matrix_entries(layer_parameters(model, number))
+        matmuls += matrix_entries(p for p in layer_parameters(model, number) if not _is_of_distances(p))
         pairs += sum(_pairs(length, model.window(number)) for length in lengths)
+        pairs += sum(_distance_pairs(model, length, model.window(number)) for length in lengths)
     layers = _FLOPS_PER_ENTRY * matmuls * tokens + 12 * model.hidden * pairs
     return model.recursions * layers + _projection(model) * tokens
 
@@ -240,10 +248,31 @@ def _pairs(length: float, window: int) -> float:
     return length * (2 * window + 1) - window * (window + 1)
 
 
+def _distance_pairs(model: ModelConfig, length: float, window: int) -> float:
+    """The products of tokens with embeddings of distances, as pairs of a query and a key, which have two products.
+
+    A float's rounding may take the last bucket for its neighbour (`positions.distance_rows`).
+    """
+    far, middle = min(length - 1, window or length), model.relative_span // 2
+    if not model.disentangled:
+        return 0.0
+    if model.relative_buckets and far > middle:
+        growth = math.log(far / middle) / math.log((model.relative_max_distance - 1) / middle)
+        far = middle + math.ceil(growth * (middle - 1))
+    rows = min(2 * model.relative_span, 2 * far + 1)
+    return (model.score_terms - 1) * length * rows / 2
+
+
+def _is_of_distances(parameter: Parameter) -> bool:
+    """Whether a matrix multiplies embeddings of distances, not tokens."""
+    return parameter.name.startswith("position_")
+
+
 def _after_attention(model: ModelConfig) -> int:
     """FLOPs per token of the last layer's matrices past query, key and value."""
     parameters = layer_parameters(model, model.layers - 1)
-    return _FLOPS_PER_ENTRY * matrix_entries(p for p in parameters if p.name not in _PROJECTIONS)
+    past = (p for p in parameters if p.name not in _PROJECTIONS and not _is_of_distances(p))
+    return _FLOPS_PER_ENTRY * matrix_entries(past)
 
 
 def _embedding_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:
@@ -256,6 +285,13 @@ def _embedding_saves(model: ModelConfig, itemsize: int, compiled: bool) -> int:
         return h * (2 * b + positions if model.embedding_norm else b) + angles
     norm = 4 * h * get_norm(model.norm).saved if model.embedding_norm else 0
     return b * h + norm + h * (model.hidden_dropout > 0) + angles
+
+
+def _distance_saves(model: ModelConfig, itemsize: int) -> int:
+    """Bytes of the embeddings of distances, once normalised, and projected for each layer; all rows, if reached."""
+    rows = min(2 * model.relative_span, 2 * model.max_positions)
+    norm = rows * _norm_saves(model, itemsize, False) if model.relative_norm else 0
+    return norm + model.depth * (model.score_terms - 1) * itemsize * rows * model.hidden
 
 
 def _compiled_saves(model: ModelConfig, itemsize: int) -> int:

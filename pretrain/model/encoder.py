@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pretrain.config import ModelConfig
-from pretrain.model.attention import AttentionOptions, ProjectionWeights, TokenLayout, self_attention
+from pretrain.model.attention import AttentionOptions, ProjectionWeights, RelativeRows, TokenLayout, self_attention
 from pretrain.model.block import (
     BlockFunctions,
     EmbeddingWeights,
@@ -37,7 +37,7 @@ from pretrain.model.parameters import (
     layer_parameters,
     position_parameters,
 )
-from pretrain.model.positions import relative_buckets, rotations, sinusoids
+from pretrain.model.positions import distance_rows, relative_buckets, rotations, sinusoids
 
 
 class UnpaddedBatch(Protocol):
@@ -83,7 +83,8 @@ class Encoder(nn.Module):
         self.fused = compile
         self.activation_checkpointing = activation_checkpointing
         self.embeddings = Embeddings(shape, vocabulary_size, compile)
-        self.relative = RelativePositions(shape) if shape.positions == "relative" else None
+        relative = {"relative": RelativePositions, "disentangled": RelativeEmbeddings}.get(shape.positions)
+        self.relative = None if relative is None else relative(shape)
         layers = [Layer(shape, number, compile) for number in range(shape.layers)]
         if shape.attention_init == "neighbours":
             attend_to_adjacent_tokens(
@@ -106,8 +107,10 @@ class Encoder(nn.Module):
         layout = TokenLayout(batch.cu_seqlens, max(batch.lengths), None, keys_T)
         if causal:
             layout = layout._replace(causal=causal, causal_begin=sum(batch.lengths[:-causal]))
-        if self.relative is not None:
+        if isinstance(self.relative, RelativePositions):
             layout = layout._replace(distance_bias=self.relative(layout.max_seqlen))
+        elif self.relative is not None:
+            layout = layout._replace(relative=self.relative(layout.max_seqlen))
         turns = rotations(self.shape, batch.positions)
         hidden_TH = self.embeddings(batch.input_ids, batch.token_types, batch.positions, keys_T)
         for number in range(self.shape.depth):
@@ -197,6 +200,29 @@ class RelativePositions(nn.Module):
         distances = torch.arange(1 - max_seqlen, max_seqlen, device=self.table.device)
         buckets = relative_buckets(distances, self.shape.relative_buckets, self.shape.relative_max_distance)
         return F.embedding(buckets, self.table.float()).T.contiguous()
+
+
+class RelativeEmbeddings(nn.Module):
+    """Embeddings of distances, one table for all layers (He et al. 2021, DeBERTa, section 3.1).
+
+    transformers drops entries of them in training. Ours does not: the table belongs to no sample (invariant 1).
+    """
+
+    table: nn.Parameter  # [2 * span, H]
+
+    def __init__(self, shape: ModelConfig) -> None:
+        super().__init__()
+        self.shape, self.functions = shape, BlockFunctions.of(shape)
+        create_parameters(self, position_parameters(shape), shape.init_std)
+
+    def forward(self, max_seqlen: int) -> RelativeRows:
+        """The rows of the distances between the tokens of the longest sequence."""
+        distances = torch.arange(1 - max_seqlen, max_seqlen, device=self.table.device)
+        row_of = distance_rows(distances, self.shape)
+        rows_PH = self.table[int(row_of[0]) : int(row_of[-1]) + 1]
+        if self.shape.relative_norm:
+            rows_PH = apply_norm(rows_PH, norm_weights(self, "norm", self.shape), self.functions)
+        return RelativeRows(rows_PH, row_of - row_of[0])
 
 
 class Layer(nn.Module):

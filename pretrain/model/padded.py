@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pretrain.config import ModelConfig
 from pretrain.model.attention import ProjectionWeights
-from pretrain.model.attention.projection import form_qkv
+from pretrain.model.attention.projection import form_qkv, project_distances
 from pretrain.model.block import (
     BlockFunctions,
     EmbeddingWeights,
@@ -26,7 +26,7 @@ from pretrain.model.block import (
     embed,
     norm_weights,
 )
-from pretrain.model.positions import Rotation, relative_buckets, rotations, sinusoids
+from pretrain.model.positions import Rotation, distance_rows, relative_buckets, rotations, sinusoids
 
 
 class PaddedEncoder(nn.Module):
@@ -113,11 +113,29 @@ class PaddedEncoder(nn.Module):
         products = tuple(F.linear(hidden_BLH, weight) for weight in projection.weights)
         qkv_BLX = form_qkv(products, projection.biases, projection.norms, by, heads)
         q_BNLD, k_BNLD, v_BNLD = qkv_BLX.unflatten(-1, (3, heads, -1)).transpose(1, 3).unbind(2)
-        scores_BNLL = q_BNLD @ k_BNLD.mT / math.sqrt(q_BNLD.shape[-1]) + mask
+        products_BNLL = q_BNLD @ k_BNLD.mT
+        if self.shape.disentangled:
+            products_BNLL = products_BNLL + self._distances(projection, q_BNLD, k_BNLD)
+        scores_BNLL = products_BNLL / math.sqrt(q_BNLD.shape[-1] * self.shape.score_terms) + mask
         weights_BNLL = scores_BNLL.softmax(-1)
         if attention is not None:
             attention.append(weights_BNLL)
         return (weights_BNLL @ v_BNLD).transpose(1, 2).flatten(2)
+
+    def _distances(self, projection: ProjectionWeights, q_BNLD: Tensor, k_BNLD: Tensor) -> Tensor:
+        """[B, N, L, L]: products of queries and keys with the embeddings of their distance."""
+        rows_PH, positions_L = self.relative.table, torch.arange(q_BNLD.shape[2], device=q_BNLD.device)
+        if self.shape.relative_norm:
+            rows_PH = apply_norm(rows_PH, norm_weights(self.relative, "norm", self.shape), self.functions)
+        keys_NPD, queries_NPD = project_distances(rows_PH, projection, self.shape.heads)
+        row_LL = distance_rows(positions_L[:, None] - positions_L[None], self.shape)
+        row_BNLL = row_LL.expand(*q_BNLD.shape[:2], -1, -1)
+        sums = []
+        if keys_NPD is not None:
+            sums.append((q_BNLD @ keys_NPD.mT).gather(-1, row_BNLL))
+        if queries_NPD is not None:
+            sums.append((queries_NPD @ k_BNLD.mT).gather(-2, row_BNLL))
+        return sums[0] if len(sums) == 1 else sums[0] + sums[1]
 
 
 def constants(state: Mapping[str, Tensor], prefix: str) -> Any:

@@ -57,10 +57,13 @@ def embedding_parameters(model: ModelConfig, vocabulary_size: int) -> tuple[Para
 
 
 def position_parameters(model: ModelConfig) -> tuple[Parameter, ...]:
-    """The parameters of `encoder.RelativePositions`, one number per bucket of distances and head, for all layers."""
-    if model.positions != "relative":
-        return ()
-    return (Parameter("table", (model.relative_buckets, model.heads), "normal"),)
+    """The parameters of `encoder.RelativePositions` or `encoder.RelativeEmbeddings`, for all layers."""
+    if model.positions == "relative":
+        return (Parameter("table", (model.relative_buckets, model.heads), "normal"),)
+    if model.disentangled:
+        table = Parameter("table", (2 * model.relative_span, model.hidden), "normal")
+        return table, *(_norm("norm", model.hidden, model) if model.relative_norm else ())
+    return ()
 
 
 def layer_parameters(model: ModelConfig, number: int) -> tuple[Parameter, ...]:
@@ -79,6 +82,7 @@ def layer_parameters(model: ModelConfig, number: int) -> tuple[Parameter, ...]:
         *(attention_norm if before else ()),
         *_projections(model),
         *_head_norms(model),
+        *relative_projections(model),
         *_gate(model),
         *context_norm,
         *linear_parameters("attention_out", hidden, hidden, bias=model.attention_bias, scale=scale, initial=initial),
@@ -88,6 +92,14 @@ def layer_parameters(model: ModelConfig, number: int) -> tuple[Parameter, ...]:
         *linear_parameters("ffn_out", hidden, ffn, bias=model.ffn_out_bias, scale=scale, initial=initial),
         *(() if before else ffn_norm),
     )
+
+
+def relative_projections(model: ModelConfig) -> tuple[Parameter, ...]:
+    """A layer's own projections of the embeddings of disentangled positions, to keys (c2p) and to queries (p2c)."""
+    terms = {"position_key": "c2p", "position_query": "p2c"} if model.relative_projections else {}
+    names = [name for name, term in terms.items() if model.relative_terms in (term, "both")]
+    hidden, bias = model.hidden, model.attention_bias
+    return tuple(p for name in names for p in linear_parameters(name, hidden, hidden, bias=bias))
 
 
 def final_parameters(model: ModelConfig) -> tuple[Parameter, ...]:

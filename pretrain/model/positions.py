@@ -90,3 +90,21 @@ def relative_buckets(distances: Tensor, buckets: int, max_distance: int) -> Tens
     logarithm = (size.clamp_min(1).float() / single).log() / math.log(max_distance / single)
     far = (single + (logarithm * (half - single)).long()).clamp_max(half - 1)
     return torch.where(size < single, size, far) + half * (distances > 0)
+
+
+def distance_rows(distances: Tensor, model: ModelConfig) -> Tensor:
+    """The row of each distance, query minus key, in the table of disentangled positions: int64 of any shape.
+
+    The table has `relative_span` rows for each direction. Of these, the first half are single distances; the others are
+    ranges that grow by a constant factor up to `relative_max_distance` (transformers modeling_deberta_v2.py,
+    make_log_bucket_position).
+    """
+    span, middle = model.relative_span, model.relative_span // 2
+    buckets = distances
+    if model.relative_buckets:
+        # In fp32 and in this order, as there: a rounding at the border of two buckets would choose another row.
+        size = distances.abs().clamp_min(middle)
+        farthest = torch.tensor((model.relative_max_distance - 1) / middle)
+        far = torch.ceil((size / middle).log() / farthest.log() * (middle - 1)) + middle
+        buckets = torch.where(size <= middle, distances, (far * distances.sign()).long())
+    return (buckets + span).clamp(0, 2 * span - 1)

@@ -37,7 +37,7 @@ def read_config(config: Mapping[str, Any]) -> ReleasedFacts:
     """
     layout = LAYOUTS.get(_family(config))
     if layout is None:
-        known = [name for layout in LAYOUTS.values() for name in (layout.family, *layout.alike, *layout.older)]
+        known = [name for layout in LAYOUTS.values() for name in (layout.released_name, *layout.alike, *layout.older)]
         raise ValueError(f"model_type is {config['model_type']!r}; {', '.join(known)} are supported")
     for key in _HEAD_DROPOUTS:
         share = config.get(key)
@@ -71,7 +71,7 @@ def write_config(
     """
     layout, model, token_types, first = facts
     refuse_foreign(layout, model)
-    model_type = config["model_type"] if config.get("model_type") in layout.alike else layout.family
+    model_type = config["model_type"] if config.get("model_type") in layout.alike else layout.released_name
     values = layout.values_of(model, config, token_types)
     if first:
         values["max_position_embeddings"] += first
@@ -141,13 +141,15 @@ _NOT_COPIED = (
 
 
 def _family(config: Mapping[str, Any]) -> str:
-    """The family in our table; configs from before 2020 have no model_type."""
+    """The family in our table, "" if it is not there; configs from before 2020 have no model_type."""
     model_type: str | None = config.get("model_type")
     if model_type is not None:
-        others: dict[str, str] = {
-            name: layout.family for layout in LAYOUTS.values() for name in (*layout.alike, *layout.older)
+        names: dict[str, str] = {
+            name: layout.family
+            for layout in LAYOUTS.values()
+            for name in (layout.released_name, *layout.alike, *layout.older)
         }
-        return others.get(model_type, model_type)
+        return names.get(model_type, "")
     architecture = (config.get("architectures") or [""])[0]
     for layout in LAYOUTS.values():
         if architecture.startswith(layout.classes):

@@ -4,6 +4,7 @@
 
     embeddings.word, .position, .token_type    the three tables
     embeddings.norm, .project                  norm of their sum; projection to the hidden width, if any
+    relative.table, .norm                      embeddings of distances, and their norm
     layers.N.qkv (or .q, .kv), .attention_out, .attention_norm, .ffn_in (or .gated_in), .ffn_out, .ffn_norm
     final.norm                                 norm after the last layer of a pre-norm model
     heads.mlm_transform, .mlm_norm, .mlm       masked-language-modelling head, and the bias of its decoder
@@ -32,7 +33,7 @@ from pretrain.model.parameters import (
 )
 
 # Our parameters whose names have no kind; in the files each is the weight of a module.
-TABLES = ("embeddings.word", "embeddings.position", "embeddings.token_type", "heads.decoder")
+TABLES = ("embeddings.word", "embeddings.position", "embeddings.token_type", "relative.table", "heads.decoder")
 _SIZES = ("layers", "hidden", "heads", "intermediate", "max_positions", "embedding")
 
 
@@ -56,7 +57,7 @@ class KeyMapping:
     """One family's names and its config.json.
 
     Attributes:
-        family: also transformers' model_type.
+        family: a key of `LAYOUTS`.
         classes: the beginning of transformers' class names.
         layer: what precedes the number of a layer, without the prefix.
         in_layer: our module of a layer -> their modules, to be stacked in this order.
@@ -65,6 +66,7 @@ class KeyMapping:
         out: the module of head.out by purpose, as it is written; any of them is read.
         config: field of `ModelConfig` -> key of config.json.
         task_head: (config.json, shape, purpose) -> what is between the encoder and head.out.
+        model_type: transformers' name of the family, if it is not `family`.
         parts: `ModelConfig.family`, which sets the parts of the block.
         prefix: of the encoder's names in a model with a head; "" stands for the family and a point.
         bare: beginnings of the names of an encoder that is saved alone, without the prefix.
@@ -96,6 +98,7 @@ class KeyMapping:
     out: Mapping[str, str]
     config: Mapping[str, str]
     task_head: Callable[[Mapping[str, Any], ModelConfig, str], TaskHead]
+    model_type: str = ""
     parts: str = "bert"
     prefix: str = ""
     bare: tuple[str, ...] = ("embeddings.",)
@@ -239,6 +242,9 @@ class KeyMapping:
                 values["max_position_embeddings"] += first_position(values)
             back = self._shape_of(values)
         except (KeyError, ValueError) as error:
+            positions = PARTS[self.parts].get("positions", "learned")
+            if model.positions != positions:  # without its numbers, its config.json cannot be read
+                return f"model.positions is {model.positions}, and {self.family} supports only {positions}"
             return " ".join(str(error).split())
         return self._unlike(model, back)
 
@@ -268,6 +274,11 @@ class KeyMapping:
         return activation_name(
             self.activation_key, config.get(self.activation_key, PARTS[self.parts].get("activation", "gelu"))
         )
+
+    @property
+    def released_name(self) -> str:
+        """The model_type of what is written."""
+        return self.model_type or self.family
 
     @property
     def _prefix(self) -> str:
@@ -325,6 +336,9 @@ def _traits(model: ModelConfig) -> dict[str, Any]:
         "rotary_base",
         "relative_buckets",
         "relative_max_distance",
+        "relative_terms",
+        "relative_norm",
+        "relative_projections",
         "qk_norm",
         "norm_before_output",
         "attention_gate",

@@ -13,10 +13,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pretrain.model.attention.distances import DistanceTables
 from pretrain.model.attention.flash import flash_attention, has_flash
 from pretrain.model.attention.grouped_op import grouped_attention
 from pretrain.model.attention.layout import AttentionOptions, ProjectionWeights, TokenLayout
-from pretrain.model.attention.projection import form_qkv
+from pretrain.model.attention.projection import form_qkv, project_distances
 from pretrain.model.compile import program
 from pretrain.model.positions import Rotation
 
@@ -37,7 +38,8 @@ def self_attention(
     Returns:
         [R, H], the context of each query position, in the dtype of `hidden`.
     """
-    flash = has_flash(hidden, options.heads) and layout.distance_bias is None  # the kernel adds nothing to scores
+    # The kernel adds nothing to scores.
+    flash = has_flash(hidden, options.heads) and layout.distance_bias is None and layout.relative is None
     weight, bias = projection.weights[0], projection.biases[0]
     rotation = layout.rotation if flash else None  # the grouped matmuls rotate what they read
     if rotation is not None or not projection.only_product:
@@ -52,7 +54,11 @@ def self_attention(
         return _both_ways(flash_attention, qkv, layout, options)
     # torch's CPU matmul writes the bias out to every row first; the kernels add it as they read. On CPU the compiled
     # rotation of whole rows costs a tenth of a small model's step, that of the rows read nothing.
-    return _both_ways(lambda qkv, *how: grouped_attention(qkv, bias, *how)[0], qkv, layout, options)
+    tables = DistanceTables()
+    if layout.relative is not None:  # once for all groups
+        projected = project_distances(layout.relative.embeddings, projection, options.heads)
+        tables = DistanceTables(*projected, layout.relative.row_of)
+    return _both_ways(lambda qkv, *how: grouped_attention(qkv, bias, *how, tables)[0], qkv, layout, options)
 
 
 def _both_ways(

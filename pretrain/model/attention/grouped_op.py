@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from pretrain.model.attention.distances import DistanceTables, DistanceTerms
 from pretrain.model.attention.grouping import SequenceGroup, cut_into_units, group_sequences
 from pretrain.model.attention.kernels import Kernels, heads_first, kernels
 from pretrain.model.attention.layout import AttentionOptions, TokenLayout, query_boundaries
@@ -20,10 +21,15 @@ from pretrain.model.hash_rng import HEADS, hash_bits
 
 # Scores of one batched matmul: 2^20 bf16 entries are 2 MiB, so that they stay in cache from one step to the next.
 SCORES_PER_PIECE = 1 << 20
+_TENSORS = 11  # the first inputs of the operator
 
 
 def grouped_attention(
-    qkv: Tensor, bias: Tensor | None, layout: TokenLayout, options: AttentionOptions
+    qkv: Tensor,
+    bias: Tensor | None,
+    layout: TokenLayout,
+    options: AttentionOptions,
+    tables: DistanceTables | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention within each sequence, group by group.
 
@@ -32,6 +38,7 @@ def grouped_attention(
         bias: [3H], or None if there is none or `qkv` has it.
         layout: which tokens attend, and the rotation of queries and keys.
         options: heads, dropout, compilation, window, and whether attention is causal.
+        tables: projected embeddings of distances; none if scores have no such terms.
 
     Returns:
         ([R, H] context, fp32 [R, N] log-sum-exp of each row of scores); the first is differentiable, once.
@@ -39,7 +46,7 @@ def grouped_attention(
     # An operator takes only tensors and numbers.
     cos, sin, interleaved = layout.rotation or (None, None, False)
     tensors = layout.cu_seqlens, layout.rows, layout.keys, layout.distance_bias, cos, sin
-    return _forward(qkv, bias, *tensors, interleaved, *options)
+    return _forward(qkv, bias, *tensors, *(tables or DistanceTables()), interleaved, *options)
 
 
 @torch.library.custom_op("bertrain::grouped_attention", mutates_args=())
@@ -52,6 +59,9 @@ def _forward(
     distance_bias: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
+    distance_keys: Tensor | None,
+    distance_queries: Tensor | None,
+    row_of: Tensor | None,
     interleaved: bool,
     heads: int,
     dropout: float,
@@ -61,6 +71,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     # The same compiled code with and without a gradient.
     qkv, bias, distance_bias = qkv.detach(), _detached(bias), _detached(distance_bias)
+    tables = DistanceTables(_detached(distance_keys), _detached(distance_queries), row_of)
     queries = len(qkv) if rows is None else len(rows)
     context_RH = qkv.new_empty(queries, qkv.shape[1] // 3)
     lse_RN = qkv.new_empty(queries, heads, dtype=torch.float32)
@@ -70,13 +81,14 @@ def _forward(
         keys_BQ = _keys_to_heads(keys, _rows(group, rows), heads) if dropout else None
         mask_BL = group.mask_GL.repeat_interleave(heads, 0)
         terms = GroupTerms(group, _rows(group, rows), heads, window, causal, distance_bias)
+        distances = DistanceTerms(group, _rows(group, rows), heads, window, tables)
         context_BQD = torch.empty_like(q_BQD)
         lse_BQ = q_BQD.new_empty(q_BQD.shape[:2], dtype=torch.float32)
-        for b in _head_slices(q_BQD, k_BLD):
-            scores_BQL = torch.bmm(q_BQD[b], k_BLD[b].mT)
+        for b in _head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
+            scores_BQL = distances.products(b, q_BQD[b], k_BLD[b])
             seeds = None if keys_BQ is None else keys_BQ[b]
             weights_BQL, lse_BQ[b] = between.softmax(
-                scores_BQL, mask_BL[b], _scale(q_BQD), seeds, dropout, *terms.of(b)
+                scores_BQL, mask_BL[b], _scale(q_BQD, tables), seeds, dropout, *terms.of(b)
             )
             torch.bmm(weights_BQL, v_BLD[b], out=context_BQD[b])
         numbers = group.queries
@@ -96,20 +108,26 @@ def _backward(
     distance_bias: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
+    distance_keys: Tensor | None,
+    distance_queries: Tensor | None,
+    row_of: Tensor | None,
     interleaved: bool,
     heads: int,
     dropout: float,
     fused: bool,
     window: int,
     causal: bool,
-) -> tuple[Tensor, Tensor]:
-    """(gradient of `qkv` [T, 3H], fp32 gradient of `distance_bias` [N, 2M - 1] or [0]).
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(gradient of `qkv` [T, 3H], fp32 gradients of `distance_bias` [N, 2M - 1], `distance_keys` and
+    `distance_queries` [N, P, D]), [0] for each that is None.
 
     Scores are computed again, as in flash attention (Dao et al. 2022, alg. 4). `saved` are qkv [T, 3H], context [R, H]
     and log-sum-exp [R, N] of the forward pass.
     """
     qkv, context, lse = (tensor.detach() for tensor in saved)
     bias, distance_bias = _detached(bias), _detached(distance_bias)
+    tables = DistanceTables(_detached(distance_keys), _detached(distance_queries), row_of)
+    grad_tables = tables.gradients(qkv)
     hidden = qkv.shape[1] // 3
     grad_qkv = torch.empty_like(qkv) if rows is None else torch.zeros_like(qkv)
     grad_table_NM = _empty_table(qkv, distance_bias).zero_()
@@ -122,11 +140,12 @@ def _backward(
         keys_BQ = _keys_to_heads(keys, _rows(group, rows), heads) if dropout else None
         mask_BL = group.mask_GL.repeat_interleave(heads, 0)
         terms = GroupTerms(group, _rows(group, rows), heads, window, causal, distance_bias)
+        distances = DistanceTerms(group, _rows(group, rows), heads, window, tables)
         grad_q_BQD, grad_k_BLD, grad_v_BLD = (torch.empty_like(x) for x in (q_BQD, k_BLD, v_BLD))
-        for b in _head_slices(q_BQD, k_BLD):
-            scores_BQL = torch.bmm(q_BQD[b], k_BLD[b].mT)
+        for b in _head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
+            scores_BQL = distances.products(b, q_BQD[b], k_BLD[b])
             grad_weights_BQL = torch.bmm(do_BQD[b], v_BLD[b].mT)
-            seeds, scale = None if keys_BQ is None else keys_BQ[b], _scale(q_BQD)
+            seeds, scale = None if keys_BQ is None else keys_BQ[b], _scale(q_BQD, tables)
             row_sums = lse_BQ[b], delta_BQ[b]
             weights_BQL, grad_scores_BQL = between.softmax_backward(
                 scores_BQL, grad_weights_BQL, *row_sums, mask_BL[b], scale, seeds, dropout, *terms.of(b)
@@ -134,6 +153,8 @@ def _backward(
             torch.bmm(grad_scores_BQL, k_BLD[b], out=grad_q_BQD[b])
             torch.bmm(grad_scores_BQL.mT, q_BQD[b], out=grad_k_BLD[b])
             torch.bmm(weights_BQL.mT, do_BQD[b], out=grad_v_BLD[b])
+            operands, totals = (q_BQD[b], k_BLD[b]), (grad_q_BQD[b], grad_k_BLD[b])
+            distances.add_gradients(b, grad_scores_BQL, operands, totals, grad_tables)
             if distance_bias is not None:
                 terms.add_gradient(grad_table_NM, b, grad_scores_BQL.float() / scale)
         queries = numbers.range if rows is None else rows[numbers.range]
@@ -145,7 +166,7 @@ def _backward(
         tokens, places = group.keys.range, (group.keys.place_T, group.keys.other_T, heads)
         grad_qkv[tokens, hidden : 2 * hidden] = between.to_tokens(grad_k_BLD, *places, *turn.of(tokens)).flatten(1)
         grad_qkv[tokens, 2 * hidden :] = between.to_tokens(grad_v_BLD, *places).flatten(1)
-    return grad_qkv, grad_table_NM
+    return grad_qkv, grad_table_NM, *grad_tables[:2]
 
 
 @_forward.register_fake
@@ -158,6 +179,9 @@ def _(
     distance_bias: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
+    distance_keys: Tensor | None,
+    distance_queries: Tensor | None,
+    row_of: Tensor | None,
     interleaved: bool,
     heads: int,
     dropout: float,
@@ -178,24 +202,30 @@ def _(
     rows: Tensor | None,
     keys: Tensor,
     distance_bias: Tensor | None,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    distance_keys: Tensor | None,
+    distance_queries: Tensor | None,
     *_: Any,
-) -> tuple[Tensor, Tensor]:
-    return torch.empty_like(saved[0]), _empty_table(saved[0], distance_bias)
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    of_tables = DistanceTables(distance_keys, distance_queries).gradients(saved[0])
+    return torch.empty_like(saved[0]), _empty_table(saved[0], distance_bias), *of_tables[:2]
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    qkv, bias, cu_seqlens, rows, keys, distance_bias, cos, sin, *ctx.options = inputs
-    ctx.save_for_backward(qkv, *output, bias, cu_seqlens, rows, keys, distance_bias, cos, sin)
+    (qkv, *layout), ctx.options = inputs[:_TENSORS], inputs[_TENSORS:]
+    ctx.save_for_backward(qkv, *output, *layout)
     ctx.mark_non_differentiable(output[1])
 
 
 def _gradients(ctx: Any, grad_context: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     qkv, context, lse, bias, *layout = ctx.saved_tensors
-    grad_qkv, grad_table = _backward(grad_context, [qkv, context, lse], bias, *layout, *ctx.options)
-    distance_bias = layout[3]
+    grad_qkv, *of_tables = _backward(grad_context, [qkv, context, lse], bias, *layout, *ctx.options)
+    tables = layout[3], *layout[6:8]  # biases by distance, keys and queries of distances
+    grads = [None if x is None else grad.to(x.dtype) for x, grad in zip(tables, of_tables, strict=True)]
     grad_bias = None if bias is None else grad_qkv.sum(0)
-    grad_table = None if distance_bias is None else grad_table.to(distance_bias.dtype)
-    return grad_qkv, grad_bias, None, None, None, grad_table, *(None for _ in (*layout[4:], *ctx.options))
+    before, after = (None, None, None), (None, *(None for _ in ctx.options))
+    return grad_qkv, grad_bias, *before, grads[0], None, None, *grads[1:], *after
 
 
 _forward.register_autograd(_gradients, setup_context=_save_for_backward)
@@ -262,13 +292,15 @@ def _without_padding(lse_GQN: Tensor, real_GQ: Tensor, rows: Tensor | None) -> T
     return lse_GQN if rows is None else lse_GQN.masked_fill(~real_GQ[..., None], math.inf)
 
 
-def _scale(q_BLD: Tensor) -> float:
-    return 1 / math.sqrt(q_BLD.shape[-1])
+def _scale(q_BLD: Tensor, tables: DistanceTables) -> float:
+    """The factor of a score, which is a sum of so many products."""
+    return 1 / math.sqrt(q_BLD.shape[-1] * (1 + tables.terms))
 
 
-def _head_slices(q_BQD: Tensor, k_BLD: Tensor) -> list[slice]:
-    """Slices of the first axis whose scores fit into one piece."""
+def _head_slices(q_BQD: Tensor, k_BLD: Tensor, heads: int) -> list[slice]:
+    """Slices of the first axis whose scores fit into one piece: whole units of so many heads, or heads of one unit."""
     step = max(1, SCORES_PER_PIECE // (q_BQD.shape[1] * k_BLD.shape[1]))
+    step = step - step % heads or max(part for part in range(1, step + 1) if heads % part == 0)
     return [slice(b, b + step) for b in range(0, len(q_BQD), step)]
 
 

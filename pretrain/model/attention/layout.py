@@ -11,6 +11,13 @@ from pretrain.config import ModelConfig
 from pretrain.model.positions import Rotation
 
 
+class RelativeRows(NamedTuple):
+    """The embeddings of distances that a micro-batch reads, for disentangled positions."""
+
+    embeddings: Tensor  # [P, H], normalised if the model does that
+    row_of: Tensor  # int64 [2M - 1]: the row of the distances 1 - M to M - 1, query minus key; ascending
+
+
 class TokenLayout(NamedTuple):
     """The sequences of an unpadded micro-batch of T tokens, and its query positions."""
 
@@ -20,6 +27,7 @@ class TokenLayout(NamedTuple):
     keys: Tensor  # int32 [T], the dropout seed of each token as a query
     rotation: Rotation | None = None  # of queries and keys, [T, K]
     distance_bias: Tensor | None = None  # [N, 2M - 1], added to the scores: of the distances 1 - M to M - 1
+    relative: RelativeRows | None = None  # for disentangled positions
     causal: int = 0  # sequences, the last ones, in which a query sees no key behind it
     causal_begin: int = 0  # where the first of them begins on the token axis
 
@@ -42,12 +50,32 @@ class HeadNorms(NamedTuple):
     eps: float
 
 
+class RelativeProjection(NamedTuple):
+    """How embeddings of distances are projected: which terms there are, and weights of their own if there are such."""
+
+    terms: str  # as `ModelConfig.relative_terms`
+    key: tuple[Tensor, Tensor | None] | None = None  # weight [H, H] and bias
+    query: tuple[Tensor, Tensor | None] | None = None
+
+    @classmethod
+    def of(cls, layer: Any, model: ModelConfig) -> RelativeProjection:
+        """Those of a module whose parameters are `parameters.layer_parameters`."""
+        own = (
+            (layer_weight, getattr(layer, f"{name}_bias", None))
+            if (layer_weight := getattr(layer, f"{name}_weight", None)) is not None
+            else None
+            for name in ("position_key", "position_query")
+        )
+        return cls(model.relative_terms, *own)
+
+
 class ProjectionWeights(NamedTuple):
     """The projections to query, key and value. Either stacked, or the query apart if it has more heads."""
 
     weights: tuple[Tensor, ...]  # one [3H, H], or [H, H] and [2 * kv_heads * D, H]
     biases: tuple[Tensor | None, ...]
     norms: HeadNorms | None = None
+    relative: RelativeProjection | None = None  # of embeddings of distances, for disentangled positions
 
     @classmethod
     def of(cls, layer: Any, model: ModelConfig) -> ProjectionWeights:
@@ -55,7 +83,8 @@ class ProjectionWeights(NamedTuple):
         names = ("qkv",) if model.kv_heads in (0, model.heads) else ("q", "kv")
         weights = tuple(getattr(layer, f"{name}_weight") for name in names)
         norms = HeadNorms(layer.q_norm_weight, layer.k_norm_weight, model.layer_norm_eps) if model.qk_norm else None
-        return cls(weights, tuple(getattr(layer, f"{name}_bias", None) for name in names), norms)
+        biases = tuple(getattr(layer, f"{name}_bias", None) for name in names)
+        return cls(weights, biases, norms, RelativeProjection.of(layer, model) if model.disentangled else None)
 
     @property
     def only_product(self) -> bool:

@@ -7,9 +7,10 @@ H = N * D.
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from pretrain.model.attention.layout import HeadNorms
+from pretrain.model.attention.layout import HeadNorms, ProjectionWeights
 from pretrain.model.norms import rms_norm
 from pretrain.model.positions import Rotation, rotate
 
@@ -45,6 +46,34 @@ def form_qkv(
         q_TND, k_TND = rotate(q_TND, rotation), rotate(k_TND, rotation)
     parts = (q_TND, *(_for_each_head(x, heads) for x in (k_TND, v_TND)))
     return torch.cat([part.to(products[0].dtype).flatten(-2) for part in parts], dim=-1)
+
+
+def project_distances(
+    embeddings_PH: Tensor, projection: ProjectionWeights, heads: int
+) -> tuple[Tensor | None, Tensor | None]:
+    """(keys, queries) [N, P, D] of P embeddings of distances, each None if no term has it.
+
+    By the weights of the tokens, with the norms of their heads, or by a layer's own (transformers
+    modeling_deberta_v2.py, disentangled_attention_bias, share_att_key).
+    """
+    relative = projection.relative
+    assert relative is not None
+    hidden, last = embeddings_PH.shape[1], len(projection.weights) - 1
+    begin = hidden * (1 - last)  # of the keys, in the last of the weights
+    keys = slice(begin, begin + (projection.weights[last].shape[0] - begin) // 2)
+    found: list[Tensor | None] = []
+    for term, number, rows, own in (("c2p", last, keys, relative.key), ("p2c", 0, slice(hidden), relative.query)):
+        if relative.terms not in (term, "both"):
+            found.append(None)
+            continue
+        bias = projection.biases[number]
+        weight, bias = own or (projection.weights[number][rows], None if bias is None else bias[rows])
+        x_PND = F.linear(embeddings_PH, weight, bias).unflatten(-1, (-1, hidden // heads))
+        if projection.norms is not None:
+            gain = projection.norms.key if term == "c2p" else projection.norms.query
+            x_PND = rms_norm(x_PND.float(), gain, projection.norms.eps).to(embeddings_PH.dtype)
+        found.append(_for_each_head(x_PND, heads).transpose(0, 1).contiguous())
+    return found[0], found[1]
 
 
 def _for_each_head(x_TGD: Tensor, heads: int) -> Tensor:

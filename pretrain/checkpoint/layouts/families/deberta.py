@@ -1,0 +1,136 @@
+"""DeBERTa-v2 and -v3: transformers models/deberta_v2/modeling_deberta_v2.py and configuration_deberta_v2.py, 5.23.
+
+The masked-language-modelling head has two sets of names: `cls.predictions`, and `lm_predictions.lm_head`, which the
+released files have and transformers reads where config.json says `legacy: false`. Both are read; the first is written,
+which can be untied as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pretrain.checkpoint.layouts.families import bert
+from pretrain.checkpoint.layouts.layout import KeyMapping, activation_name
+from pretrain.checkpoint.layouts.task_heads import HeadDropout, TaskHead
+from pretrain.config import ModelConfig
+
+_TERMS = {"both": ["p2c", "c2p"], "c2p": ["c2p"], "p2c": ["p2c"]}
+# Fields that only one value of is supported, the default of transformers, and what stands for the supported value.
+_ONLY: dict[str, tuple[Any, tuple[Any, ...]]] = {
+    "relative_attention": (False, (True,)),
+    "position_biased_input": (True, (False,)),
+    "type_vocab_size": (0, (0,)),
+    "conv_kernel_size": (0, (0,)),
+}
+
+
+def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+    for key, (default, supported) in _ONLY.items():
+        if config.get(key, default) not in supported:
+            raise ValueError(f"{key} is {config.get(key, default)!r}; only {supported[0]!r} is supported")
+    hidden = config["hidden_size"]
+    own = {
+        "attention_head_size": hidden // config["num_attention_heads"],
+        "embedding_size": hidden,
+        "pooler_hidden_size": hidden,
+    }
+    for key, only in own.items():
+        if config.get(key, only) != only:
+            raise ValueError(f"{key} is {config[key]!r}; only {only} is supported with hidden_size {hidden}")
+    farthest = config.get("max_relative_positions", -1)
+    return {
+        "relative_buckets": max(0, config.get("position_buckets", -1)),
+        "relative_max_distance": farthest if farthest > 0 else config["max_position_embeddings"],
+        "relative_terms": _read_terms(config),
+        "relative_norm": _read_norm(config),
+        "relative_projections": not config.get("share_att_key", False),
+        # The head of today has no decoder but the word embeddings.
+        "tied_decoder": config.get("tie_word_embeddings") is not False or config.get("legacy") is False,
+    }
+
+
+def _read_terms(config: Mapping[str, Any]) -> str:
+    given = config.get("pos_att_type")
+    terms = {term.strip() for term in (given.lower().split("|") if isinstance(given, str) else given or [])}
+    found = next((name for name, known in _TERMS.items() if set(known) == terms), None)
+    if found is None:
+        raise ValueError(f"pos_att_type is {given!r}; only 'c2p', 'p2c' and both are supported")
+    return found
+
+
+def _read_norm(config: Mapping[str, Any]) -> bool:
+    given = str(config.get("norm_rel_ebd", "none"))
+    kinds = {kind.strip() for kind in given.lower().split("|")}
+    if not kinds <= {"none", "layer_norm"}:
+        raise ValueError(f"norm_rel_ebd is {given!r}; only 'none' and 'layer_norm' are supported")
+    return "layer_norm" in kinds
+
+
+def _write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **{key: supported[0] for key, (_, supported) in _ONLY.items()},
+        "position_buckets": model.relative_buckets or -1,
+        "max_relative_positions": model.relative_max_distance,
+        "pos_att_type": _TERMS[model.relative_terms],
+        "norm_rel_ebd": "layer_norm" if model.relative_norm else "none",
+        "share_att_key": not model.relative_projections,
+        "legacy": True,
+        "tie_word_embeddings": model.tied_decoder,
+        "pooler_hidden_size": model.hidden,
+    }
+
+
+def _head(config: Mapping[str, Any], model: ModelConfig, purpose: str) -> TaskHead:
+    if purpose == "spans":
+        return TaskHead()
+    if purpose == "tokens":
+        return TaskHead(dropout=HeadDropout(0.0, model.hidden_dropout))
+    share = config.get("cls_dropout")
+    dropout = HeadDropout(config.get("pooler_dropout") or 0.0, model.hidden_dropout if share is None else share)
+    return TaskHead(activation_name("pooler_hidden_act", config.get("pooler_hidden_act", "gelu")), dropout=dropout)
+
+
+_TABLES = bert.tables("deberta")
+
+LAYOUT = KeyMapping(
+    family="deberta",
+    model_type="deberta-v2",
+    classes="DebertaV2",
+    layer="encoder.layer",
+    in_layer={
+        **bert.IN_LAYER,
+        "qkv": ("attention.self.query_proj", "attention.self.key_proj", "attention.self.value_proj"),
+        "position_key": ("attention.self.pos_key_proj",),
+        "position_query": ("attention.self.pos_query_proj",),
+    },
+    elsewhere={
+        **{ours: _TABLES[ours] for ours in ("embeddings.word", "embeddings.norm")},
+        "relative.table": "deberta.encoder.rel_embeddings",
+        "relative.norm": "deberta.encoder.LayerNorm",
+        "heads.mlm_transform": "cls.predictions.transform.dense",
+        "heads.mlm_norm": "cls.predictions.transform.LayerNorm",
+        "heads.mlm": "cls.predictions",
+        "heads.decoder": "cls.predictions.decoder",
+        "head.dense": "pooler.dense",
+    },
+    decoder="cls.predictions.decoder",
+    out=bert.OUT,
+    config=bert.CONFIG,
+    task_head=_head,
+    parts="deberta",
+    bare=("embeddings.", "encoder."),
+    spellings=(
+        (r"^lm_predictions\.lm_head\.(dense|LayerNorm)\.", r"cls.predictions.transform.\1."),
+        (r"^lm_predictions\.lm_head\.", "cls.predictions."),
+    ),
+    unused={
+        "mask_predictions.": "the head that detects replaced tokens",
+        "deberta.embeddings.position_embeddings.": "absolute positions, which are not added to this input",
+    },
+    defaults=bert.DEFAULTS,
+    read=_read,
+    write=_write,
+    # Its own class makes a Unigram of every vocabulary.
+    tokenizer_class="PreTrainedTokenizerFast",
+)

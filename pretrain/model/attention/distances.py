@@ -1,0 +1,140 @@
+"""The terms of disentangled attention: products of queries and keys with embeddings of the distance between them.
+
+He et al. 2021, DeBERTa, arXiv:2006.03654, section 3.1: a score is q . k + q . k' + k . q', where k' (c2p) and q' (p2c)
+are projections of the row that the distance from query to key has in a table. Each query and each key is multiplied by
+the rows that the distances in its group reach, once; the products are then gathered by distance.
+
+Shape letters: N heads of width D, P rows of the table; inside a group of G units L keys and Q queries each, B = G * N.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from pretrain.model.attention.grouping import SequenceGroup
+
+
+class DistanceTables(NamedTuple):
+    """The projected embeddings of distances. A term that the model lacks is None."""
+
+    keys: Tensor | None = None  # [N, P, D], times queries: c2p
+    queries: Tensor | None = None  # [N, P, D], times keys: p2c
+    row_of: Tensor | None = None  # as `layout.RelativeRows.row_of`
+
+    @property
+    def terms(self) -> int:
+        """Products that a score has besides that of query and key."""
+        return (self.keys is not None) + (self.queries is not None)
+
+    def gradients(self, like: Tensor) -> DistanceTables:
+        """fp32 zeros of their shapes, [0] for a term that is missing, on the device of `like`."""
+        shapes = ((0,) if x is None else x.shape for x in self[:2])
+        return DistanceTables(*(like.new_zeros(shape, dtype=torch.float32) for shape in shapes))
+
+
+class DistanceTerms:
+    """The terms of one group for a slice of its B rows at a time: whole units, or some heads of one unit.
+
+    Args:
+        group: the group.
+        token_GQ: int64, the token row of each query.
+        heads: N.
+        window: as in `layout.AttentionOptions`.
+        tables: those of the layer.
+    """
+
+    def __init__(self, group: SequenceGroup, token_GQ: Tensor, heads: int, window: int, tables: DistanceTables) -> None:
+        self._heads, self._tables = heads, tables
+        if tables.row_of is None:
+            return
+        key_GL, middle = group.keys.number_GL, len(tables.row_of) // 2
+        far = min(middle, window or middle, key_GL.shape[1] - 1)
+        if group.queries is group.keys:  # units whose tokens all are queries have the same distances
+            token_GQ = key_GL = torch.arange(key_GL.shape[1], device=key_GL.device)[None]
+        distance_GQL = (token_GQ[..., None] - key_GL[:, None]).clamp_(-far, far)  # masked ones may be farther
+        self._reached = slice(int(tables.row_of[middle - far]), int(tables.row_of[middle + far]) + 1)
+        self._row_GQL = tables.row_of[distance_GQL + middle] - self._reached.start
+
+    def products(self, b: slice, q_BQD: Tensor, k_BLD: Tensor) -> Tensor:
+        """[B, Q, L]: the scores of rows `b`, whose queries and keys are given, before they are scaled."""
+        if not self._tables.terms:
+            return torch.bmm(q_BQD, k_BLD.mT)
+        keys_NPD, queries_NPD = self._of_heads(b, len(q_BQD), self._tables)
+        row_GNQL, heads = self._rows(b, len(q_BQD)), self._heads_in(len(q_BQD))
+        sums: list[Tensor] = []
+        if keys_NPD is not None:
+            products_NXP = torch.bmm(_by_head(q_BQD, heads).flatten(1, 2), keys_NPD.mT)
+            sums.append(products_NXP.unflatten(1, (-1, q_BQD.shape[1])).transpose(0, 1).gather(-1, row_GNQL))
+        if queries_NPD is not None:
+            products_NPX = torch.bmm(queries_NPD, _by_head(k_BLD, heads).flatten(1, 2).mT)
+            products_GNPL = products_NPX.unflatten(2, (-1, k_BLD.shape[1])).permute(2, 0, 1, 3)
+            sums.append(products_GNPL.gather(-2, row_GNQL))
+        sum_BQL = (sums[0] if len(sums) == 1 else sums[0].add_(sums[1])).flatten(0, 1)
+        return sum_BQL.baddbmm_(q_BQD, k_BLD.mT)
+
+    def add_gradients(
+        self,
+        b: slice,
+        grad_BQL: Tensor,
+        operands: tuple[Tensor, Tensor],
+        totals: tuple[Tensor, Tensor],
+        of_tables: DistanceTables,
+    ) -> None:
+        """Add what the terms of rows `b` contribute to gradients.
+
+        Args:
+            grad_BQL: gradient of `products`.
+            operands: queries [B, Q, D] and keys [B, L, D] of these rows.
+            totals: the gradients of those, added to in place.
+            of_tables: fp32, as `DistanceTables.gradients`, added to in place.
+        """
+        if not self._tables.terms:
+            return
+        (q_BQD, k_BLD), (grad_q_BQD, grad_k_BLD) = operands, totals
+        count = len(q_BQD)
+        (keys_NPD, queries_NPD), heads = self._of_heads(b, count, self._tables), self._heads_in(count)
+        grad_keys_NPD, grad_queries_NPD = self._of_heads(b, count, of_tables)
+        row_GNQL, grad_GNQL = self._rows(b, count), grad_BQL.unflatten(0, (-1, heads)).float()
+        (units, _, queries, length), reached = row_GNQL.shape, self._reached.stop - self._reached.start
+        if keys_NPD is not None and grad_keys_NPD is not None:
+            sums_GNQP = grad_GNQL.new_zeros(units, heads, queries, reached).scatter_add_(-1, row_GNQL, grad_GNQL)
+            sums_NXP = sums_GNQP.to(q_BQD.dtype).transpose(0, 1).flatten(1, 2)
+            grad_q_BQD += _by_unit(torch.bmm(sums_NXP, keys_NPD), queries)
+            grad_keys_NPD += torch.bmm(sums_NXP.mT, _by_head(q_BQD, heads).flatten(1, 2))
+        if queries_NPD is not None and grad_queries_NPD is not None:
+            sums_GNPL = grad_GNQL.new_zeros(units, heads, reached, length).scatter_add_(-2, row_GNQL, grad_GNQL)
+            sums_NPX = sums_GNPL.to(k_BLD.dtype).permute(1, 2, 0, 3).flatten(2)
+            grad_k_BLD += _by_unit(torch.bmm(sums_NPX.mT, queries_NPD), length)
+            grad_queries_NPD += torch.bmm(sums_NPX, _by_head(k_BLD, heads).flatten(1, 2))
+
+    def _heads_in(self, count: int) -> int:
+        """The heads among so many rows."""
+        return min(self._heads, count)
+
+    def _rows(self, b: slice, count: int) -> Tensor:
+        """int64 [G, N, Q, L], an expanded view: the row for each score, counted from the first that is reached."""
+        heads = self._heads_in(count)
+        first, units = b.start // self._heads, count // heads
+        row_GQL = self._row_GQL if len(self._row_GQL) == 1 else self._row_GQL[first : first + units]
+        return row_GQL[:, None].expand(units, heads, -1, -1)
+
+    def _of_heads(self, b: slice, count: int, tables: DistanceTables) -> tuple[Tensor | None, Tensor | None]:
+        """The reached rows of keys and queries for the heads among rows `b`: [N, P, D]."""
+        first, heads = b.start % self._heads, self._heads_in(count)
+        keys, queries = (
+            None if x is None or x.dim() == 1 else x[first : first + heads, self._reached] for x in tables[:2]
+        )
+        return keys, queries
+
+
+def _by_head(x_BLD: Tensor, heads: int) -> Tensor:
+    """[G * N, L, D] -> [N, G, L, D]."""
+    return x_BLD.unflatten(0, (-1, heads)).transpose(0, 1)
+
+
+def _by_unit(x_NXD: Tensor, length: int) -> Tensor:
+    """[N, G * L, D] -> [G * N, L, D]."""
+    return x_NXD.unflatten(1, (-1, length)).transpose(0, 1).flatten(0, 1)
