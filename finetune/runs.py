@@ -14,7 +14,7 @@ from finetune.model.start import start_table
 from finetune.tasks.base import data_digest
 from finetune.tasks.registry import make_task
 from pretrain import launch, preflight
-from pretrain.commands import program
+from pretrain.commands import next_step, program
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST
 from pretrain.common.wording import counted
@@ -251,11 +251,15 @@ def summary(config: FinetuneConfig) -> str:
         for name, scores in saved.scores.items()
         for line in result_lines(task, name, scores, details.get(name, {}))
     ]
-    lines.append(f"{config.folder / MODEL}: finished. {next_command(config)}")
+    lines.append(f"{config.folder / MODEL}: finished.{next_step(_prediction(config))}")
     return "\n".join(lines)
 
 
 def next_command(config: FinetuneConfig) -> str:
     """The command that predicts with a finished model."""
+    return f"Next: {program()} {_prediction(config)}"
+
+
+def _prediction(config: FinetuneConfig) -> str:
     given = " ".join(f"--{name} ..." for name in make_task(config.task_settings).input_fields)
-    return f"Next: {program()} predict {config.folder} {given}"
+    return f"predict {config.folder} {given}"

@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -120,7 +121,7 @@ def _pretrain(arguments: argparse.Namespace) -> None:
             check_teacher(config)
         launch.check_cores(config, alone)
         if begins:
-            print(f"{config.start_from}:\n{start_table(config)}")
+            print(f"{config.start_from}:\n{textwrap.indent(start_table(config), '  ')}")
         return config.total_steps
 
     started = launch.start_run(

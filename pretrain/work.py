@@ -23,58 +23,64 @@ def expected_length(config: PretrainConfig, phase: PhaseConfig) -> float:
     return phase.sequence_length * (1 - config.pairs.short_share / 2)
 
 
-def useful_flops(
-    config: PretrainConfig,
-    vocabulary: int,
-    lengths: Sequence[float],
-    masked: float,
-    teacher: ModelConfig | None = None,
-) -> float:
-    """Useful FLOPs of one forward and backward pass over sequences of `lengths` tokens, as `cost.flops`.
+@dataclass(frozen=True)
+class Flops:
+    """FLOPs of one forward and backward pass over sequences, counted in three ways.
 
-    Both models of ELECTRA count, and the forward pass of a distillation's `teacher`, if its shape is given.
+    Args of each: `lengths`, the tokens of each sequence; `masked`, the tokens to predict. Both models of ELECTRA count,
+    and the forward pass of a distillation's teacher, if its shape is given.
     """
-    if config.electra.is_on:
-        return cost.electra_flops(config.model, config.electra, vocabulary, lengths, masked)
-    own = cost.flops(config.model, vocabulary, lengths, masked, config.pairs.has_classifier)
-    return own + _teacher_flops(config, vocabulary, lengths, masked, teacher)
 
+    config: PretrainConfig
+    vocabulary: int  # rows of the word embeddings
+    teacher: ModelConfig | None = None
 
-def model_flops(
-    config: PretrainConfig,
-    vocabulary: int,
-    lengths: Sequence[float],
-    masked: float,
-    teacher: ModelConfig | None = None,
-) -> float:
-    """FLOPs that MFU counts: as `useful_flops`, without the rows that the last layers skip."""
-    if config.electra.is_on:
-        return cost.electra_flops(config.model, config.electra, vocabulary, lengths, masked)
-    if not config.distillation.teacher:
-        return cost.executed_flops(config.model, vocabulary, lengths, masked, config.pairs.has_classifier)
-    own = cost.encoder_flops(config.model, lengths, _rows(config, lengths, masked))
-    own += cost.head_flops(config.model, vocabulary, masked, len(lengths) if config.pairs.has_classifier else 0)
-    return own + _teacher_flops(config, vocabulary, lengths, masked, teacher)
+    def useful(self, lengths: Sequence[float], masked: float) -> float:
+        """As `cost.flops`: no padding, no recomputation, and the last layer whole."""
+        config = self.config
+        if config.electra.is_on:
+            return cost.electra_flops(config.model, config.electra, self.vocabulary, lengths, masked)
+        own = cost.flops(config.model, self.vocabulary, lengths, masked, config.pairs.has_classifier)
+        return own + self._of_teacher(lengths, masked)
 
+    def of_models(self, lengths: Sequence[float], masked: float) -> float:
+        """What MFU counts: as `useful`, without the rows that the last layers skip."""
+        config = self.config
+        if config.electra.is_on:
+            return self.useful(lengths, masked)
+        if not config.distillation.teacher:
+            return cost.executed_flops(config.model, self.vocabulary, lengths, masked, config.pairs.has_classifier)
+        own = cost.encoder_flops(config.model, lengths, self._rows(lengths, masked))
+        pairs = len(lengths) if config.pairs.has_classifier else 0
+        return own + cost.head_flops(config.model, self.vocabulary, masked, pairs) + self._of_teacher(lengths, masked)
 
-def executed_flops(
-    config: PretrainConfig,
-    vocabulary: int,
-    lengths: Sequence[float],
-    masked: float,
-    teacher: ModelConfig | None = None,
-) -> float:
-    """FLOPs that one forward and backward pass executes: `model_flops`, and what the backward pass computes again.
+    def executed(self, lengths: Sequence[float], masked: float) -> float:
+        """What is executed: `of_models`, and what the backward pass computes again.
 
-    What an optimizer step adds is in `optimizer_flops`.
-    """
-    checkpointing = config.engine.activation_checkpointing
-    rows = _rows(config, lengths, masked)
-    again = cost.recomputed_flops(config.model, lengths, rows, checkpointing=checkpointing)
-    if config.electra.is_on:
-        generator = config.electra.generator(config.model)
-        again += cost.recomputed_flops(generator, lengths, masked, checkpointing=checkpointing)
-    return model_flops(config, vocabulary, lengths, masked, teacher) + again
+        What an optimizer step adds is in `optimizer_flops`.
+        """
+        config, checkpointing = self.config, self.config.engine.activation_checkpointing
+        rows = self._rows(lengths, masked)
+        again = cost.recomputed_flops(config.model, lengths, rows, checkpointing=checkpointing)
+        if config.electra.is_on:
+            generator = config.electra.generator(config.model)
+            again += cost.recomputed_flops(generator, lengths, masked, checkpointing=checkpointing)
+        return self.of_models(lengths, masked) + again
+
+    def _rows(self, lengths: Sequence[float], masked: float) -> float:
+        """Query positions of the last layer of the model that is trained."""
+        config = self.config
+        pooled = config.pairs.has_classifier and config.model.pooling != "cls"
+        if config.distillation.teacher:
+            every_row = config.distillation.cosine_weight > 0 or config.pairs.has_classifier
+            return sum(lengths) if every_row else masked
+        return sum(lengths) if config.electra.is_on or pooled else masked + len(lengths)
+
+    def _of_teacher(self, lengths: Sequence[float], masked: float) -> float:
+        if self.teacher is None:
+            return 0.0
+        every_row = self.config.distillation.cosine_weight > 0
+        return cost.teacher_flops(self.teacher, self.vocabulary, lengths, masked, every_row=every_row)
 
 
 def optimizer_flops(config: PretrainConfig) -> float:
@@ -83,24 +89,6 @@ def optimizer_flops(config: PretrainConfig) -> float:
         return 0.0
     models = [config.model, *([config.electra.generator(config.model)] if config.electra.is_on else [])]
     return float(sum(cost.orthogonalisation_flops(model) for model in models))
-
-
-def _rows(config: PretrainConfig, lengths: Sequence[float], masked: float) -> float:
-    """Query positions of the last layer of the model that is trained."""
-    pooled = config.pairs.has_classifier and config.model.pooling != "cls"
-    if config.distillation.teacher:
-        every_row = config.distillation.cosine_weight > 0 or config.pairs.has_classifier
-        return sum(lengths) if every_row else masked
-    return sum(lengths) if config.electra.is_on or pooled else masked + len(lengths)
-
-
-def _teacher_flops(
-    config: PretrainConfig, vocabulary: int, lengths: Sequence[float], masked: float, teacher: ModelConfig | None
-) -> float:
-    if teacher is None:
-        return 0.0
-    every_row = config.distillation.cosine_weight > 0
-    return cost.teacher_flops(teacher, vocabulary, lengths, masked, every_row=every_row)
 
 
 @dataclass(frozen=True)
@@ -129,7 +117,7 @@ def phase_work(
     most = phase.max_predictions or round(share * phase.sequence_length)
     masked = min(share * mean, most) * (1 - phase.causal_share) + mean * phase.causal_share
     sequences = phase.sequences
-    useful = useful_flops(config, vocabulary, [mean], masked, teacher)
-    executed = sequences * executed_flops(config, vocabulary, [mean], masked, teacher)
+    flops = Flops(config, vocabulary, teacher)
+    useful, executed = flops.useful([mean], masked), sequences * flops.executed([mean], masked)
     executed += phase.steps * optimizer_flops(config)
     return Work(phase.steps, sequences, sequences * mean, mean, sequences * useful, executed)

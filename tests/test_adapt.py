@@ -13,8 +13,9 @@ import pytest
 
 from finetune.__main__ import build_parser
 from finetune.adaptation import settings
-from finetune.adaptation.command import run
+from finetune.adaptation.command import _Stages, run
 from finetune.adaptation.texts import held_out_share, sources_of
+from pretrain import pace
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_manifest
 from pretrain.config import ModelConfig, load_config
@@ -67,6 +68,65 @@ def assert_loads(folder: Path, size: int) -> None:
 
     assert len(AutoTokenizer.from_pretrained(folder)) == size
     assert AutoModelForMaskedLM.from_pretrained(folder).config.vocab_size == size
+
+
+def test_a_refused_stage_can_be_corrected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_pretrained(tmp_path / "start")
+    write_text(tmp_path / "text", WORDS)
+    words = [str(tmp_path / "text"), "--from", str(tmp_path / "start"), "--out", str(tmp_path / "out")]
+    commands: list[Any] = []
+
+    def refuse(command: Any) -> int:
+        commands.append(load_config(command[1]).corpus.vocabulary.added_words)
+        return 2
+
+    for more in (["--new-words", "3"], []):
+        assert run(options(*words, *more), refuse, refuse) == 2
+    assert commands == [3, 0]
+    assert "same command again" not in capsys.readouterr().out
+
+
+def test_steps_are_timed_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_pretrained(tmp_path / "start")
+    write_text(tmp_path / "text", WORDS)
+    out, timed = tmp_path / "out", []
+    words = ["--from", str(tmp_path / "start"), "--out", str(out), "--minutes", "7"]
+    arguments = options(str(tmp_path / "text"), *words)
+
+    def fit(config: Any, minutes: float) -> Any:
+        timed.append(minutes)
+        return pace.scale(config, 40), "40 steps"
+
+    def stop(command: Any) -> int:
+        if command[0] == "prepare":
+            return 0
+        (out / "run").mkdir(exist_ok=True)
+        return 75
+
+    monkeypatch.setattr(pace, "fit", fit)
+    for _ in range(2):
+        assert run(arguments, stop, stop) == 75
+        assert load_config(out / "adapt.yaml").phases[0].steps == 40
+    assert timed == [7]
+
+
+def test_each_seed_is_fine_tuned_from_both_checkpoints_and_compared(tmp_path: Path) -> None:
+    words = ["x", "--from", "start", "--out", str(tmp_path), "--finetune", "task.yaml", "--seeds", "2"]
+    arguments, path = options(*words), tmp_path / "run.yaml"
+    path.write_text(json.dumps(settings.run_values(arguments, {"dir": "corpus"}, ModelConfig(size="mini"), 1)))
+    config, started = load_config(path), []
+    config.folder.mkdir()
+    for command in _Stages(arguments)._finetunings(config):
+        given = dict(word.split("=") for word in command if "=" in word)
+        started.append((command[:2], given["start_from"], given["seed"]))
+        folder = Path(given["run_dir"])
+        write_manifest(folder / "model", {})
+        (folder / "scores.json").write_text(json.dumps({"metric": "f1", "scores": {"dev": {"f1": len(started)}}}))
+    starts, words = ("start", str(tmp_path / "model")), ["finetune", "task.yaml"]
+    assert started == [(words, start, seed) for seed in "01" for start in starts]
+    compared = json.loads((config.folder / COMPARED).read_text())
+    assert compared == [{"title": "task", "metric": "f1", "set": "dev", "before": [1, 3], "after": [2, 4]}]
+    assert list(_Stages(arguments)._finetunings(config)) == [], "all are finished"
 
 
 # ---- texts

@@ -130,6 +130,18 @@ def test_matrices_are_those_of_the_model(model: Any, corpus: Path, tmp_path: Pat
         assert np.allclose(unpacked(matrix), collected[layer][0, head].numpy(), atol=0.5 / 255 + 1e-6)
 
 
+def test_averaged_weights_do_not_replace_the_record_of_their_step(model: Any, corpus: Path, tmp_path: Path) -> None:
+    shape, state = model
+    written = AttentionHistory(tmp_path, shape, open_shards(corpus, "validation"))
+    written.record(20, state)
+    before = read_history(tmp_path)
+    averaged = {name: tensor / 2 for name, tensor in state.items()}
+    written.record(20, averaged)
+    assert read_history(tmp_path) == before
+    written.record(21, averaged)
+    assert read_history(tmp_path)["records"][1]["shares"] != before["records"][0]["shares"]
+
+
 def test_records_after_a_rollback_are_dropped_and_old_ones_thinned(model: Any, corpus: Path, tmp_path: Path) -> None:
     shape, state = model
     written = AttentionHistory(tmp_path, shape, open_shards(corpus, "validation"))

@@ -136,7 +136,7 @@ def test_whole_numbers(write, written: str, read: int):
         ),
         (
             ("steps: 10", "steps: 10\n    warmup_steps: 11"),
-            "run.yaml:8: phases.0: warmup_steps (11) must not exceed steps (10)",
+            "run.yaml:11: phases.0: warmup_steps (11) must not exceed steps (10)",
         ),
         (
             ("length: 128", "length: 1024"),
@@ -168,6 +168,21 @@ def test_every_problem_has_a_line(write):
         "run.yaml:14: phases.1.steps is 'five'; expected a whole number",
         "run.yaml:17: engine.zero_stge is not a known setting; did you mean zero_stage?",
     ]
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("model.rotary_base=10000", "rotary_base has no effect with positions: learned. Remove it, or set it to 0"),
+        (
+            "model.size=bass",
+            "size: 'bass' is no size of family bert, which has mini, small, medium, base, large, custom; "
+            "did you mean base?",
+        ),
+    ],
+)
+def test_a_check_of_a_section_names_the_override(write, override: str, expected: str):
+    assert problems(write(GOOD + "model:\n  hidden: 0\n"), override) == [f"--set {override}: model: {expected}"]
 
 
 def test_workers_must_each_have_a_sequence(write):
@@ -376,6 +391,8 @@ def test_a_phase_more_or_less_is_a_change(write):
             "cautious_weight_decay has no effect with weight_decay: 0",
         ),
         ("pairs={next_sentence: false, objective: nsp}", "next_sentence: false contradicts objective: nsp"),
+        ("pairs={next_sentence: true, objective: none}", "next_sentence: true contradicts objective: none"),
+        ("pairs={next_sentence: true, objective: sop}", "next_sentence: true contradicts objective: sop"),
         ("pairs={input_format: full_sentences}", "full_sentences does not fit the objective nsp; use segment_pairs"),
         (
             "pairs={objective: none, input_format: segment_pairs}",
@@ -393,6 +410,17 @@ def test_dumped_text_stays_text(text: str, write):
     config = load_config(CONFIGS[0], [f"tracking.group={json.dumps(text)}"])
     assert config.tracking.group == text
     assert load_config(write(dump(config))).tracking.group == text
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [("", "nsp"), ("objective: nsp", "nsp"), ("objective: sop", "sop"), ("objective: none", "none")],
+)
+def test_the_objective_decides_a_next_sentence_that_is_not_given(given: str, expected: str, write):
+    config = load_config(write(GOOD), ["pairs={" + given + "}"])
+    assert config.pairs.chosen_objective == expected
+    assert config.pairs.next_sentence == (expected == "nsp")
+    assert load_config(write(dump(config))) == config
 
 
 def bomb(level: str) -> str:

@@ -264,7 +264,8 @@ def test_a_run_is_exported_as_two_models_and_read_as_the_discriminator(runs, cor
     ("changes", "message"),
     [
         ({"electra__generator_width": 0, "electra__rtd_weight": 10}, "needs electra.generator_width"),
-        ({"pairs__next_sentence": True}, "does not fit the objective nsp"),
+        ({"pairs__next_sentence": True}, "does not fit the objective nsp. Set pairs.next_sentence: false"),
+        ({"pairs__objective": "sop"}, "does not fit the objective sop. Set pairs.objective: none"),
         ({"start_from": "x"}, r"electra and start_from \(x\) do not fit"),
         ({"phases__0__causal_share": 0.1}, "does not fit phases"),
         ({"masking": {"z_loss": 1e-4}}, r"masking.z_loss \(0.0001\) has no effect with electra"),

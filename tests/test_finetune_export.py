@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml
 from corpora import SPECIALS, write_tokenizer
+from labelled_batches import ROWS, make_batch, pad
 from tiny_checkpoints import make_bert, write_reviews
 from torch import Tensor
 
@@ -23,9 +24,9 @@ from finetune.artifacts.card import CardFacts, model_card
 from finetune.artifacts.padded import PaddedModel
 from finetune.artifacts.saved import SetResult, save_model
 from finetune.config import FinetuneConfig
-from finetune.model.batches import Batches, LabelledBatch
+from finetune.model.batches import LabelledBatch
 from finetune.model.task_model import TaskModel
-from finetune.tasks.base import Head, Objective, Task, Windows
+from finetune.tasks.base import Head, Objective, Task
 from finetune.tasks.registry import make_task
 from pretrain.checkpoint.released import Released, read_released
 from pretrain.checkpoint.released_writer import write_released
@@ -35,8 +36,6 @@ from pretrain.config import ModelConfig
 
 transformers: Any = pytest.importorskip("transformers")
 
-ROWS = 60
-LENGTHS = (1, 5, 18, 9)
 SIZES = {
     "vocab_size": ROWS,
     "hidden_size": 16,
@@ -76,36 +75,6 @@ def make_released(folder: Path, family: str, head: Head) -> Released:
     return read_released(folder)
 
 
-def make_batch(released: Released, head: Head) -> LabelledBatch:
-    """One window of each of `LENGTHS`, of which the head sees the first token, or all."""
-    starts = np.concatenate([[0], np.cumsum(LENGTHS)])
-    draw = np.random.default_rng(0)
-    asked = starts[:-1] if head == "sequence" else np.arange(starts[-1])
-    types = draw.integers(0, 2 if released.token_types > 1 else 1, starts[-1])
-    windows = Windows(
-        ids=draw.integers(5, ROWS, starts[-1]).astype(np.int32),
-        types=types.astype(np.uint8),
-        starts=starts,
-        examples=np.arange(len(LENGTHS)),
-        queries=asked,
-        extra={},
-        weights=np.ones(len(asked), np.float32),
-        labels=np.zeros((len(asked), 2), np.uint8) if head == "spans" else np.zeros(len(asked), np.int64),
-    )
-    (batch,) = Batches(windows, seed=0, budget=100, rank=0, world_size=1).every_window()
-    return batch
-
-
-def pad(batch: LabelledBatch, names: tuple[str, ...]) -> dict[str, Tensor]:
-    """int64 [B, L] each; padding is filled with ids that would show."""
-    sequences, longest = len(batch.lengths), max(batch.lengths)
-    real = torch.arange(longest) < torch.tensor(batch.lengths)[:, None]
-    ids = torch.full((sequences, longest), 7).masked_scatter(real, batch.input_ids)
-    types = torch.zeros(sequences, longest, dtype=torch.long).masked_scatter(real, batch.token_types)
-    values = {"input_ids": ids, "attention_mask": real.long(), "token_type_ids": types}
-    return {name: values[name] for name in names}
-
-
 def rows_of(outputs: list[Tensor], inputs: dict[str, Tensor], head: Head) -> Tensor:
     """[R, C] from what a padded model gives."""
     if head == "sequence":
@@ -133,7 +102,7 @@ def task_logits(released: Released, head: Head, batch: LabelledBatch) -> Tensor:
 @pytest.mark.parametrize(("family", "head"), ALL)
 def test_the_written_model_and_the_padded_one_give_our_logits(family: str, head: Head, tmp_path: Path) -> None:
     released = make_released(tmp_path / "theirs", family, head)
-    batch = make_batch(released, head)
+    batch = make_batch(released.token_types > 1, head)
     expected = task_logits(released, head, batch)
     assert expected.std() > 0.1
     write_tokenizer(tmp_path, [*SPECIALS, *"abc"])
@@ -150,7 +119,7 @@ def test_the_written_model_and_the_padded_one_give_our_logits(family: str, head:
     )
     padded = PaddedModel(read_released(tmp_path / "out"), head)
     assert ("token_type_ids" in padded.inputs) == (family in ("bert", "electra"))
-    inputs = pad(batch, padded.inputs)
+    inputs = {name: pad(batch)[name] for name in padded.inputs}
     theirs = getattr(transformers, CLASSES[head]).from_pretrained(tmp_path / "out")
     with torch.no_grad():
         plain, output = padded(**inputs), theirs(**inputs)
@@ -175,8 +144,8 @@ def test_onnxruntime_gives_our_logits(family: str, head: Head, tmp_path: Path) -
         (name, "tensor(int64)", ["batch_size", "sequence_length"]) for name in model.inputs
     ]
     assert tuple(value.name for value in session.get_outputs()) == model.outputs
-    batch = make_batch(released, head)
-    inputs = pad(batch, model.inputs)
+    batch = make_batch(released.token_types > 1, head)
+    inputs = {name: pad(batch)[name] for name in model.inputs}
     fed = {name: values.numpy() for name, values in inputs.items()}
     found = [torch.from_numpy(logits) for logits in session.run(None, fed)]
     expected = task_logits(released, head, batch)

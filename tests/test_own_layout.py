@@ -6,11 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import yaml
 from corpora import SPECIALS, make_corpus, write_tokenizer
+from labelled_batches import ROWS, make_batch, pad
 from safetensors.torch import load_file
 from tiny_checkpoints import write_reviews
 from torch import Tensor
@@ -18,9 +18,9 @@ from torch import Tensor
 import finetune
 from finetune.__main__ import main as finetune_main
 from finetune.artifacts.padded import PaddedModel
-from finetune.model.batches import Batches, LabelledBatch
+from finetune.model.batches import LabelledBatch
 from finetune.model.task_model import TaskModel
-from finetune.tasks.base import Head, Objective, Windows
+from finetune.tasks.base import Head, Objective
 from pretrain.__main__ import main
 from pretrain.checkpoint import hf, store
 from pretrain.checkpoint.electra import discriminator_state, generator_state
@@ -35,7 +35,6 @@ from pretrain.reporting.attention.weights import AttentionModel
 from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records
 
-ROWS, LENGTHS = 60, (1, 5, 18, 9)
 SIZES = {"size": "custom", "layers": 2, "hidden": 32, "heads": 2, "intermediate": 48, "max_positions": 64}
 PARTS = {"qk_norm": True, "norm_before_output": True, "attention_gate": "value", "recursions": 2, "embedding": 16}
 # Parts that are new, and mixtures of old ones.
@@ -155,39 +154,11 @@ def test_a_config_that_is_damaged_or_newer_is_refused(tmp_path: Path) -> None:
 # ---- logits
 
 
-def make_batch(shape: ModelConfig, head: Head) -> LabelledBatch:
-    """One window of each of `LENGTHS`, of which the head sees the first token, or all."""
-    starts = np.concatenate([[0], np.cumsum(LENGTHS)])
-    draw = np.random.default_rng(0)
-    asked = starts[:-1] if head == "sequence" else np.arange(starts[-1])
-    windows = Windows(
-        ids=draw.integers(5, ROWS, starts[-1]).astype(np.int32),
-        types=draw.integers(0, 2 if shape.token_types else 1, starts[-1]).astype(np.uint8),
-        starts=starts,
-        examples=np.arange(len(LENGTHS)),
-        queries=asked,
-        extra={},
-        weights=np.ones(len(asked), np.float32),
-        labels=np.zeros((len(asked), 2), np.uint8) if head == "spans" else np.zeros(len(asked), np.int64),
-    )
-    (batch,) = Batches(windows, seed=0, budget=100, rank=0, world_size=1).every_window()
-    return batch
-
-
-def padded_inputs(batch: LabelledBatch) -> dict[str, Tensor]:
-    """int64 [B, L] each; padding is filled with ids that would show."""
-    longest = max(batch.lengths)
-    real = torch.arange(longest) < torch.tensor(batch.lengths)[:, None]
-    ids = torch.full(real.shape, 7).masked_scatter(real, batch.input_ids)
-    types = torch.zeros(real.shape, dtype=torch.long).masked_scatter(real, batch.token_types)
-    return {"input_ids": ids, "attention_mask": real.long(), "token_type_ids": types}
-
-
 @pytest.mark.parametrize("head", OBJECTIVES)
 @pytest.mark.parametrize("entry", SHAPES, ids=str)
 def test_a_fine_tuned_model_is_written_with_its_logits(entry: dict[str, Any], head: Head, tmp_path: Path) -> None:
     shape, tokenizer = make_shape(**entry), make_tokenizer(tmp_path / "tokenizer")
-    layers, batch = task_head("bertrain", {}, shape, head), make_batch(shape, head)
+    layers, batch = task_head("bertrain", {}, shape, head), make_batch(shape.token_types, head)
     assert layers.pooling == (shape.pooling if head == "sequence" else "cls")
     torch.manual_seed(0)
     model = TaskModel(shape, ROWS, head, OBJECTIVES[head], 2, layers).eval()
@@ -210,7 +181,7 @@ def test_a_fine_tuned_model_is_written_with_its_logits(entry: dict[str, Any], he
     )
     released = read_released(tmp_path / "out")
     assert released.model == shape
-    padded, inputs = PaddedModel(released, head), padded_inputs(batch)
+    padded, inputs = PaddedModel(released, head), pad(batch)
     assert ("token_type_ids" in padded.inputs) == shape.token_types
     with torch.no_grad():
         found = padded(**{name: inputs[name] for name in padded.inputs})

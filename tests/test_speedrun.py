@@ -233,7 +233,7 @@ def batches(config: PretrainConfig) -> Any:
 def plan_cost(config: PretrainConfig) -> float:
     """FLOPs of all batches that a run trains on, one by one."""
     passes = sum(
-        work.executed_flops(config, size, batch.lengths, len(batch.masked_rows))
+        work.Flops(config, size).executed(batch.lengths, len(batch.masked_rows))
         for step, size in batches(config)
         for batch in step.micro_batches
     )

@@ -6,6 +6,7 @@ import json
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from tiny_checkpoints import WORDS, make_bert
 from pretrain.__main__ import main
 from pretrain.batches.replay import mixture_weights, with_replay
 from pretrain.checkpoint import store
-from pretrain.checkpoint.start import log_frequencies, read_start, start_overrides
+from pretrain.checkpoint.mapping import MappedTensor
+from pretrain.checkpoint.start import _table, log_frequencies, read_start, start_overrides
 from pretrain.common.errors import InputError
 from pretrain.common.yaml_text import Dumper
 from pretrain.config import AdaptationConfig, PairsConfig, PretrainConfig, load_config
@@ -223,6 +225,18 @@ def test_missing_heads_are_named_and_the_decoder_begins_with_frequencies(place: 
     counts = np.bincount(np.concatenate([shard.tokens for shard in shards.shards]), minlength=len(bias)) + 1
     torch.testing.assert_close(bias, torch.from_numpy(np.log(counts / counts.sum())).float())
     assert torch.equal(bias, log_frequencies(shards, rows=shards.vocabulary_size))
+
+
+def test_a_transform_that_a_layout_shares_with_task_heads_is_not_left_out() -> None:
+    """ModernBERT's `head` is both, and BERT's pooler is of no use without pairs."""
+    dense, norm = MappedTensor("head.dense.weight", (8, 8), "head.dense_weight"), "heads.mlm_norm_weight"
+    mapping = [dense, MappedTensor("head.norm.weight", (8,), "head.norm_weight")]
+    shapes = {"heads.mlm_transform_weight": (8, 8), norm: (8,)}
+    released: Any = SimpleNamespace(mapping=mapping)
+    assert "left out" not in _table(released, shapes, (), from_corpus=False, added=0)
+    released.mapping = [dense, MappedTensor("transform", (8, 8), "heads.mlm_transform_weight")]
+    table = _table(released, shapes, (norm,), from_corpus=False, added=0)
+    assert "head.dense.weight: 1 tensor left out: this run has no such head" in table
 
 
 # ---- frozen and slow parts

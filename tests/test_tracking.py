@@ -461,7 +461,7 @@ class TestFollow:
                 {"step": 50, "split": "validation", "mlm_loss": 9.5, "loss": 9.5},
             )
         text = screen.getvalue()
-        assert "resuming from step 40" in text
+        assert "resumed; last recorded step: 40" in text
         assert "9.000" not in text
         assert "mlm loss 9.500" in text
         assert "best" not in text  # step 40 was better
@@ -479,7 +479,7 @@ class TestFollow:
         append(run, {"step": 20})
         progress.poll()
         assert progress.step == 20
-        assert "resuming from step 10" in screen.file.getvalue()  # type: ignore[attr-defined]
+        assert "resumed; last recorded step: 10" in screen.file.getvalue()  # type: ignore[attr-defined]
 
     def test_half_a_line_waits_for_its_other_half(self, run: Path) -> None:
         progress = live._Progress(run, 100, Console(file=io.StringIO()))

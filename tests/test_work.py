@@ -99,7 +99,7 @@ def test_the_executed_flops_are_what_torch_counts(name: str) -> None:
     )
     masked = len(batch.masked_rows)
     teacher = TEACHER if config.distillation.teacher else None
-    expected = work.executed_flops(config, VOCABULARY, batch.lengths, masked, teacher)
+    expected = work.Flops(config, VOCABULARY, teacher).executed(batch.lengths, masked)
     ones = 2 * masked * VOCABULARY
     assert expected == pytest.approx(counted(config, batch) - ones, rel=0.002)
 
@@ -108,20 +108,22 @@ def test_padding_of_groups_is_not_counted() -> None:
     """On CPU, sequences of unequal lengths are attended in padded groups: a few per cent more than is counted."""
     shape = {**SHAPE, "layers": 2, "hidden": 256}
     config, batch = make_config(model=shape), make_batch([70, 81, 88, 93, 96, 96, 96, 96], VOCABULARY)
-    expected = work.executed_flops(config, VOCABULARY, batch.lengths, len(batch.masked_rows))
+    expected = work.Flops(config, VOCABULARY).executed(batch.lengths, len(batch.masked_rows))
     measured = counted(config, batch)
     assert 1.001 < measured / expected < 1.05
 
 
 def test_recomputation_and_a_teacher_are_counted() -> None:
     lengths, masked = [64.0], 10.0
-    plain = work.executed_flops(make_config(), VOCABULARY, lengths, masked)
+    plain = work.Flops(make_config(), VOCABULARY).executed(lengths, masked)
     again = make_config(engine={"activation_checkpointing": True})
-    assert work.executed_flops(again, VOCABULARY, lengths, masked) > 1.2 * plain
-    assert work.model_flops(again, VOCABULARY, lengths, masked) < plain
+    assert work.Flops(again, VOCABULARY).executed(lengths, masked) > 1.2 * plain
+    assert work.Flops(again, VOCABULARY).of_models(lengths, masked) < plain
     distilled = make_config(distillation={"teacher": "x", "cosine_weight": 0})
-    alone, taught = (work.executed_flops(distilled, VOCABULARY, lengths, masked, one) for one in (None, TEACHER))
-    assert taught > alone + work.model_flops(make_config(model=TEACHER.model_dump()), VOCABULARY, lengths, masked) / 4
+    alone, taught = (work.Flops(distilled, VOCABULARY, one).executed(lengths, masked) for one in (None, TEACHER))
+    assert (
+        taught > alone + work.Flops(make_config(model=TEACHER.model_dump()), VOCABULARY).of_models(lengths, masked) / 4
+    )
 
 
 def test_the_dry_run_counts_a_teacher(tmp_path: Path) -> None:

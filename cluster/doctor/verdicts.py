@@ -140,13 +140,13 @@ def judge_loader(rate: float, devices: tuple[Device, ...]) -> Finding:
 def _flops_per_sequence() -> float:
     from pretrain.bench.loader import VOCABULARY_SIZE
     from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig
-    from pretrain.work import model_flops
+    from pretrain.work import Flops
 
     phase = PhaseConfig(sequence_length=128, global_sequences=1, steps=1, peak_learning_rate=1e-4)
     config = PretrainConfig(
         name="doctor", corpus=CorpusConfig(dir="nowhere"), model=ModelConfig(size="base"), phases=(phase,)
     )
-    return model_flops(config, VOCABULARY_SIZE, [128], round(0.15 * 128))
+    return Flops(config, VOCABULARY_SIZE).of_models([128], round(0.15 * 128))
 
 
 def wandb_key() -> Finding:

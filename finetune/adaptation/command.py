@@ -53,6 +53,8 @@ def run(arguments: argparse.Namespace, pretrain: RunCommand, finetune: RunComman
     for command, line in stages.all(pretrain, finetune):
         with as_stage():
             code = line(command)
+        if code == InputError.exit_code:
+            return code  # the same command would be refused again
         if code:
             print(f"The adaptation stopped. Run the same command again to continue it in {arguments.out}.")
             return code
@@ -114,7 +116,11 @@ class _Stages:
         values = corpus_values(name, self._out / name, self._arguments.start_from, sources, held_out_share(size))
         if added_words:
             values["corpus"]["vocabulary"] = {"added_words": added_words}
-        write_config(self._out / f"{name}.yaml", config_of(values, _of_corpus(self._arguments.set)))
+        write_config(
+            self._out / f"{name}.yaml",
+            config_of(values, _of_corpus(self._arguments.set)),
+            begun=(self._out / name).exists(),
+        )
         return self._out / f"{name}.yaml"
 
     def _run_config(self, corpus: Path) -> Path:
@@ -123,11 +129,12 @@ class _Stages:
         section = settings.read_values(corpus)["corpus"]
         section["vocabulary"] = {"added_words": arguments.new_words}
         model = load_config(corpus).model
-        if path.is_file() and not arguments.steps:
-            steps = load_config(path).total_steps  # as the folder was begun
+        begun = path.is_file() and (self._out / "run").exists()
+        if begun and not arguments.steps:
+            steps = load_config(path).total_steps
         else:
             steps = steps_of(config_of(run_values(arguments, section, model, 1), arguments.set), arguments)
-        write_config(path, config_of(run_values(arguments, section, model, steps), arguments.set))
+        write_config(path, config_of(run_values(arguments, section, model, steps), arguments.set), begun=begun)
         return path
 
     def _finetunings(self, config: PretrainConfig) -> Iterator[list[str]]:

@@ -70,10 +70,10 @@ def config_of(values: dict[str, Any], overrides: list[str]) -> PretrainConfig:
         return load_config(path, [*overrides, *start_overrides(path, overrides)])
 
 
-def write_config(path: Path, config: PretrainConfig) -> None:
-    """Write a config of the folder; `InputError` if the folder was begun with another one."""
+def write_config(path: Path, config: PretrainConfig, *, begun: bool) -> None:
+    """Write a config of the folder; `InputError` if its stage was `begun` with another one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    if path.is_file():
+    if begun and path.is_file():
         others = settings.differences(load_config(path), config, free=())
         if others:
             raise InputError(

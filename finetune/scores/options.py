@@ -51,10 +51,7 @@ def _add_predictions(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--length", type=positive_int, default=128, metavar="N", help="--text: tokens of a sequence (default: 128)"
     )
-    parser.add_argument("--blimp", type=local_path, metavar="DIR", help="folder with the .jsonl files of BLiMP")
-    parser.add_argument(
-        "--blimp-limit", type=positive_int, default=0, metavar="N", help="score only N pairs of each paradigm"
-    )
+    add_blimp(parser)
     parser.add_argument(
         "--precision",
         choices=("fp32", "bf16"),
@@ -68,7 +65,16 @@ def _add_predictions(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_finetunings(parser: argparse.ArgumentParser) -> None:
+def add_blimp(parser: argparse.ArgumentParser) -> None:
+    """Add the options of BLiMP."""
+    parser.add_argument("--blimp", type=local_path, metavar="DIR", help="score on BLiMP: folder with its .jsonl files")
+    parser.add_argument(
+        "--blimp-limit", type=positive_int, default=0, metavar="N", help="score only N pairs of each paradigm"
+    )
+
+
+def add_finetunings(parser: argparse.ArgumentParser, *, prefix: str = "") -> None:
+    """Add --finetune and, with `prefix` before their names, its --data and --seeds."""
     parser.add_argument(
         "--finetune",
         nargs="+",
@@ -79,11 +85,22 @@ def _add_finetunings(parser: argparse.ArgumentParser) -> None:
         help="fine-tune with these configs, such as those in configs/finetune/transfer",
     )
     parser.add_argument(
-        "--data", type=local_path, metavar="DIR", help="--finetune: folder that relative paths of data begin at"
+        f"--{prefix}data",
+        type=local_path,
+        metavar="DIR",
+        help="--finetune: folder that relative paths of data begin at",
     )
     parser.add_argument(
-        "--seeds", type=positive_int, default=3, metavar="N", help="--finetune: runs of each config (default: 3)"
+        f"--{prefix}seeds",
+        type=positive_int,
+        default=3,
+        metavar="N",
+        help="--finetune: runs of each config (default: 3)",
     )
+
+
+def _add_finetunings(parser: argparse.ArgumentParser) -> None:
+    add_finetunings(parser)
     parser.add_argument(
         "--no-random",
         action="store_true",

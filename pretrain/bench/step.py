@@ -26,7 +26,7 @@ from pretrain.commands import program
 from pretrain.config import Precision, PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.model.precision import measure_matmul
-from pretrain.work import model_flops, useful_flops
+from pretrain.work import Flops
 
 LEARNING_RATE = 1e-4
 WARM_UP = 3  # untimed steps, which compile the model and allocate memory
@@ -71,7 +71,8 @@ def compare(
     baselines = [kind for kind in options.peers if kind != BARE] or [BARE]
     # Utilisation for each FLOP that a token costs.
     per_flop = sorted(1 / (time * peak) for time, peak in zip(seconds[OURS], timings.matmul_peaks, strict=True))
-    flops_per_token = _flops(model_flops, config, shards, steps) / tokens
+    counted = Flops(config, shards.vocabulary_size)
+    flops_per_token = _sum(counted.of_models, steps) / tokens
     return {
         "family": family,
         "size": size,
@@ -88,7 +89,7 @@ def compare(
         "matmul_peak_gflops": statistics.median(timings.matmul_peaks) / 1e9,
         "mfu": flops_per_token * statistics.median(per_flop),
         "mfu_spread": [flops_per_token * per_flop[0], flops_per_token * per_flop[-1]],
-        "mfu_full_last_layer": _flops(useful_flops, config, shards, steps) / tokens * statistics.median(per_flop),
+        "mfu_full_last_layer": _sum(counted.useful, steps) / tokens * statistics.median(per_flop),
     }
 
 
@@ -133,9 +134,9 @@ def _steps(shards: TokenShards, config: PretrainConfig, count: int) -> list[Step
     return steps
 
 
-def _flops(count: Callable[..., float], config: PretrainConfig, shards: TokenShards, steps: list[StepBatch]) -> float:
+def _sum(count: Callable[[Sequence[float], float], float], steps: list[StepBatch]) -> float:
     batches: list[MicroBatch] = [batch for step in steps for batch in step.micro_batches]
-    return sum(count(config, shards.vocabulary_size, b.lengths, len(b.masked_rows)) for b in batches)
+    return sum(count(batch.lengths, len(batch.masked_rows)) for batch in batches)
 
 
 def _row(result: dict[str, Any]) -> str:

@@ -39,6 +39,14 @@ _FREE = ("hidden_dropout", "attention_dropout", "init_std")
 # Parameters with one row per entry of the vocabulary.
 _BY_ENTRY = ("embeddings.word", "heads.decoder", "heads.mlm_bias")
 _POOLER = {"heads.pooler_weight": "dense_weight", "heads.pooler_bias": "dense_bias"}
+# Heads of a run that a layout may hold as the first layer of a task's head: BERT's pooler, ModernBERT's MLM transform.
+_SHARED = {
+    **_POOLER,
+    "heads.mlm_transform_weight": "dense_weight",
+    "heads.mlm_transform_bias": "dense_bias",
+    "heads.mlm_norm_weight": "norm_weight",
+    "heads.mlm_norm_bias": "norm_bias",
+}
 
 
 # ---- settings
@@ -295,7 +303,9 @@ def _table(
     added: int,
 ) -> str:
     """The mapping of the checkpoint's tensors, and how what it lacks is initialised, as lines."""
-    used = {*shapes, *(f"head.{part}" for ours, part in _POOLER.items() if ours in shapes)}
+    own = {tensor.target for tensor in released.mapping}
+    shared = [part for ours, part in _SHARED.items() if ours in shapes and ours not in own and ours not in missing]
+    used = {*shapes, *(f"head.{part}" for part in shared)}
     mapping = [
         tensor._replace(target=f"{LEFT_OUT}this run has no such head")
         if tensor.is_read and tensor.target.startswith("head") and tensor.target not in used

@@ -196,8 +196,10 @@ class _Document(Generic[S]):
             )
         if kind == "value_error":
             message = str(context["error"])
-            # The message of a check across sections starts with the name of the setting.
-            setting = path or _split_name(message.split(" ", 1)[0])
+            # The message of a check across settings starts with the name of one of them.
+            setting = (*path, *_split_name(message.split(" ", 1)[0].rstrip(":")))
+            if path and field_at(self.kind, setting) is None:
+                setting = path
             return f"{self.where(setting)}: {f'{name}: ' if name else ''}{message}"
         return f"{self.where(path)}: {name} is {shown(error['input'])}; expected {expected(kind, context)}"
 

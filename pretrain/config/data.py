@@ -235,7 +235,7 @@ class PairsConfig(Section):
     next_sentence: bool = Field(
         default=True,
         description="Make sentence pairs for next-sentence prediction (NSP). "
-        "false packs full sentences into one segment and trains MLM only. objective replaces it.",
+        "false packs full sentences into one segment and trains MLM only. Leave it out where objective is given.",
     )
     objective: Literal["", "none", "nsp", "sop"] = Field(
         default="",
@@ -261,6 +261,14 @@ class PairsConfig(Section):
         default=0.1, ge=0, le=1, description="Share of the sequences with a random length below the maximum."
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_from_objective(cls, values: Any) -> Any:
+        """So that the default of `next_sentence` contradicts no objective, neither here nor in a written config."""
+        if isinstance(values, dict) and values.get("objective") in ("none", "sop"):
+            return {"next_sentence": False, **values}
+        return values
+
     @property
     def chosen_objective(self) -> Literal["none", "nsp", "sop"]:
         """The objective that `objective` and `next_sentence` name together."""
@@ -278,8 +286,9 @@ class PairsConfig(Section):
 
     @model_validator(mode="after")
     def _check_together(self) -> PairsConfig:
-        if not self.next_sentence and self.objective == "nsp":
-            raise ValueError(f"next_sentence: false contradicts objective: {self.objective}; set only one of them")
+        if self.objective and self.next_sentence != (self.objective == "nsp"):
+            given = str(self.next_sentence).lower()
+            raise ValueError(f"next_sentence: {given} contradicts objective: {self.objective}; set only one of them")
         if self.has_classifier != (self.chosen_format == "segment_pairs"):
             fits = "segment_pairs" if self.has_classifier else "doc_sentences or full_sentences"
             raise ValueError(

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from pretrain.common.kinds import not_one_of
+from pretrain.common.kinds import did_you_mean
 from pretrain.common.settings import Section
 from pretrain.config.families import PARTS, SIZES, TITLES, Shape
 
@@ -219,7 +219,11 @@ class ModelConfig(Section):
     def _check_shape(self) -> ModelConfig:
         sizes = SIZES[self.family]
         if self.size != "custom" and self.size not in sizes:
-            raise ValueError(f"size: {not_one_of(self.size, [*sizes, 'custom'])} for family {self.family}")
+            known = [*sizes, "custom"]
+            raise ValueError(
+                f"size: {self.size!r} is no size of family {self.family}, which has {', '.join(known)}; "
+                f"{did_you_mean(self.size, known) or 'choose one.'}"
+            )
         if min(self.layers, self.hidden, self.heads) < 1:
             raise ValueError("size: custom needs layers, hidden and heads")
         if self.hidden % self.heads:

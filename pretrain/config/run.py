@@ -216,9 +216,8 @@ class PretrainConfig(RunConfig):
                     raise ValueError(f"electra.{name} ({value}) needs electra.generator_width, such as 0.25")
             return self
         if self.pairs.has_classifier:
-            raise ValueError(
-                f"electra does not fit the objective {self.pairs.chosen_objective}. Set pairs.next_sentence: false"
-            )
+            advice = "objective: none" if self.pairs.objective else "next_sentence: false"
+            raise ValueError(f"electra does not fit the objective {self.pairs.chosen_objective}. Set pairs.{advice}")
         for other, value in (("start_from", self.start_from), ("distillation.teacher", self.distillation.teacher)):
             if value:
                 raise ValueError(f"electra and {other} ({value}) do not fit together. Remove one of them")

@@ -10,7 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import sha256_file
+from pretrain.common.files import read_manifest, sha256_file
 from pretrain.config import CorpusConfig, SourceConfig
 from pretrain.corpus.card import CARD_FILES
 from pretrain.corpus.inputs import Input
@@ -100,6 +100,25 @@ def fingerprint_settings(
     return settings
 
 
+def accepted_manifest(
+    folder: Path, inputs: list[list[Input]], settings: dict[str, Any], same_tokenizer: Tokenizer | None = None
+) -> dict[str, Any]:
+    """The manifest of a finished corpus; `InputError` if its settings or the content of its sources were others.
+
+    Args:
+        same_tokenizer: the tokenizer that the corpus must have, however its vocabulary was made; otherwise the settings
+            of the vocabulary must be the same.
+    """
+    manifest = read_manifest(folder)
+    _accept_copies(manifest, inputs, settings)
+    before = manifest["settings"]
+    if same_tokenizer is not None:
+        check_same_tokenizer(folder, same_tokenizer)
+        before, settings = _without_vocabulary(before), _without_vocabulary(settings)
+    refuse_changes(folder, before, settings)
+    return manifest
+
+
 def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
     """Raise `InputError` if the deciding settings of the corpus in `folder` differ from those requested now."""
     changed = [key for key in {**before, **now} if before.get(key) != now.get(key)]
@@ -115,11 +134,6 @@ def refuse_changes(folder: Path, before: dict[str, Any], now: dict[str, Any]) ->
         f"{folder}: prepared with other settings. {what}{others}. "
         "Restore them, choose another corpus.dir, or delete this folder to prepare it again."
     )
-
-
-def without_vocabulary(settings: dict[str, Any]) -> dict[str, Any]:
-    """The deciding settings besides those of the vocabulary."""
-    return {key: value for key, value in settings.items() if not key.startswith("corpus.vocabulary.")}
 
 
 def check_same_tokenizer(folder: Path, tokenizer: Tokenizer, *, extended: bool = False, of: str = "start_from") -> None:
@@ -150,20 +164,6 @@ def _steps_before_model(tokenizer: Tokenizer) -> list[Any]:
     """What a tokenizer does to text before its vocabulary is used."""
     described = json.loads(tokenizer.to_str())
     return [described["normalizer"], described["pre_tokenizer"]]
-
-
-def accept_copies(manifest: dict[str, Any], inputs: list[list[Input]], now: dict[str, Any]) -> None:
-    """Copy the state of files from `now` into the manifest if their content is the same: copies have new times."""
-    before = manifest["settings"]
-    for number, its_inputs in enumerate(inputs):
-        key = f"corpus.sources.{number}.path"
-        if number < len(manifest["sources"]) and before.get(key) != now[key]:
-            paths = [path for item in its_inputs if not item.is_remote for path in item.paths]
-            if (
-                content_state({path: sha256_file(Path(path)) for path in paths})
-                == manifest["sources"][number]["content"]
-            ):
-                before[key] = now[key]
 
 
 def source_facts(source: SourceConfig) -> dict[str, Any]:
@@ -198,3 +198,22 @@ def _files_state(inputs: list[Input]) -> str:
                 facts = [Path(path).name, stat.st_size, stat.st_mtime_ns]
             digest.update(json.dumps(facts).encode())
     return digest.hexdigest()
+
+
+def _without_vocabulary(settings: dict[str, Any]) -> dict[str, Any]:
+    """The deciding settings besides those of the vocabulary."""
+    return {key: value for key, value in settings.items() if not key.startswith("corpus.vocabulary.")}
+
+
+def _accept_copies(manifest: dict[str, Any], inputs: list[list[Input]], now: dict[str, Any]) -> None:
+    """Copy the state of files from `now` into the manifest if their content is the same: copies have new times."""
+    before = manifest["settings"]
+    for number, its_inputs in enumerate(inputs):
+        key = f"corpus.sources.{number}.path"
+        if number < len(manifest["sources"]) and before.get(key) != now[key]:
+            paths = [path for item in its_inputs if not item.is_remote for path in item.paths]
+            if (
+                content_state({path: sha256_file(Path(path)) for path in paths})
+                == manifest["sources"][number]["content"]
+            ):
+                before[key] = now[key]

@@ -41,8 +41,7 @@ from pretrain.corpus.documents import Documents, PieceSummary, ShardPlan
 from pretrain.corpus.extension import check_extension, extend_vocabulary
 from pretrain.corpus.inputs import Input, Piece, Problems
 from pretrain.corpus.manifest import (
-    accept_copies,
-    check_same_tokenizer,
+    accepted_manifest,
     content_state,
     fingerprint,
     fingerprint_settings,
@@ -50,7 +49,6 @@ from pretrain.corpus.manifest import (
     refuse_changes,
     source_facts,
     source_name,
-    without_vocabulary,
 )
 from pretrain.corpus.parallel import Pool, result_of
 from pretrain.corpus.shards import token_dtype, verify_shards
@@ -112,7 +110,7 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
     found = _find_inputs(corpus)
     if state == "finished" and found:
         settings = fingerprint_settings(corpus, found, tokenizer or _given_tokenizer(corpus))
-        _accepted_manifest(folder, found, settings, None if corpus.vocabulary.added_words else tokenizer)
+        accepted_manifest(folder, found, settings, None if corpus.vocabulary.added_words else tokenizer)
     rows = [
         {
             "name": source_name(source),
@@ -147,25 +145,6 @@ def _given_settings(corpus: CorpusConfig) -> dict[str, Any]:
     """What the tokenizer_config.json beside the vocabulary says that the config names."""
     path = Path(corpus.vocabulary.path).expanduser()
     return declared_settings(path if path.is_dir() else path.parent)
-
-
-def _accepted_manifest(
-    folder: Path, inputs: list[list[Input]], settings: dict[str, Any], same_tokenizer: Tokenizer | None = None
-) -> dict[str, Any]:
-    """The manifest of a finished corpus; `InputError` if its settings or the content of its sources were others.
-
-    Args:
-        same_tokenizer: the tokenizer that the corpus must have, however its vocabulary was made; otherwise the settings
-            of the vocabulary must be the same.
-    """
-    manifest = read_manifest(folder)
-    accept_copies(manifest, inputs, settings)
-    before = manifest["settings"]
-    if same_tokenizer is not None:
-        check_same_tokenizer(folder, same_tokenizer)
-        before, settings = without_vocabulary(before), without_vocabulary(settings)
-    refuse_changes(folder, before, settings)
-    return manifest
 
 
 def _processes(config: PretrainConfig) -> int:
@@ -262,7 +241,7 @@ class _Preparation:
     def _check_finished(self) -> None:
         """Refuse a folder made with other settings. Names, weights and licences may change: the manifest takes them."""
         same_tokenizer = None if self._of_start is None else self._tokenizer
-        manifest = _accepted_manifest(self._folder, self._inputs, self._settings, same_tokenizer)
+        manifest = accepted_manifest(self._folder, self._inputs, self._settings, same_tokenizer)
         for number, entry in enumerate(manifest["sources"]):
             entry |= source_facts(self._corpus.sources[number])
         manifest["fingerprint"] = fingerprint(manifest)

@@ -12,7 +12,7 @@ from pretrain.batches.loader import MicroBatch, StepBatch
 from pretrain.checkpoint.teacher import read_teacher, student_weights
 from pretrain.config import PretrainConfig
 from pretrain.model.distillation import DistillationLosses, DistillingModel
-from pretrain.work import model_flops
+from pretrain.work import Flops
 
 
 class Distillation:
@@ -56,8 +56,8 @@ class Distillation:
         return torch.tensor([step.masked, step.sequences, step.tokens], dtype=torch.float64)
 
     def flops(self, micro_batch: MicroBatch) -> float:
-        lengths, masked = micro_batch.lengths, len(micro_batch.masked_rows)
-        return model_flops(self._config, self._vocabulary_size, lengths, masked, self._teacher)
+        counted = Flops(self._config, self._vocabulary_size, self._teacher)
+        return counted.of_models(micro_batch.lengths, len(micro_batch.masked_rows))
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
         mlm_loss, nsp_loss, mlm_correct, nsp_correct, soft_loss, cosine_loss = totals

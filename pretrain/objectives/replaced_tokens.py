@@ -11,7 +11,7 @@ from torch import Tensor
 from pretrain.batches.loader import MicroBatch, StepBatch
 from pretrain.config import PretrainConfig
 from pretrain.model.electra import ElectraLosses, ElectraModel
-from pretrain.work import model_flops
+from pretrain.work import Flops
 
 
 class ReplacedTokens:
@@ -47,7 +47,8 @@ class ReplacedTokens:
         return torch.tensor([step.masked, step.tokens], dtype=torch.float64)
 
     def flops(self, micro_batch: MicroBatch) -> float:
-        return model_flops(self._config, self._vocabulary_size, micro_batch.lengths, len(micro_batch.masked_rows))
+        counted = Flops(self._config, self._vocabulary_size)
+        return counted.of_models(micro_batch.lengths, len(micro_batch.masked_rows))
 
     def metrics(self, totals: list[float], counts: list[float]) -> dict[str, float]:
         mlm_loss, rtd_loss, mlm_correct, rtd_correct = totals

@@ -125,7 +125,7 @@ class _Progress:
             self._pace.clear()
         for record in records:
             if not history and not self._news and self.last:
-                self.console.print(f"  resuming from step {self.step:,}", style="dim")
+                self.console.print(f"  resumed; last recorded step: {self.step:,}", style="dim")
             self._news = self._news or not history
             self._take(record)
 

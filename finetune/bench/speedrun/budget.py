@@ -1,7 +1,7 @@
 """A budget of FLOPs as a number of steps: the phases of a config keep their proportions.
 
 What a sequence costs is measured on batches of the prepared corpus, so the lengths of its sequences are its own. The
-FLOPs are those of `pretrain.work.executed_flops` and `optimizer_flops`: of training alone, without evaluations.
+FLOPs are those of `pretrain.work.Flops.executed` and `optimizer_flops`: of training alone, without evaluations.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ def measured_costs(config: PretrainConfig, teacher: ModelConfig | None) -> list[
     """What a sequence of each phase costs, from batches of the config's prepared corpus."""
     shards = open_shards(Path(config.corpus.dir), "train")
     rows = config.model.rows(shards.vocabulary_size)
+    counted = work.Flops(config, rows, teacher)
     costs = []
     for number, phase in enumerate(config.phases):
         maker = BatchMaker(shards, config, number, seed=config.seed, rank=0, world_size=1)
@@ -86,10 +87,7 @@ def measured_costs(config: PretrainConfig, teacher: ModelConfig | None) -> list[
         for part in range(parts):
             step = maker.make((phase.sequences - size) * part // max(1, parts - 1), size)
             tokens += step.tokens
-            flops += sum(
-                work.executed_flops(config, rows, batch.lengths, len(batch.masked_rows), teacher)
-                for batch in step.micro_batches
-            )
+            flops += sum(counted.executed(batch.lengths, len(batch.masked_rows)) for batch in step.micro_batches)
         costs.append(SequenceCost(flops / (parts * size), tokens / (parts * size), maker.samples_per_epoch))
     return costs
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 
-from pretrain.commands import add_set, add_workers, local_path, positive_int, program
+from finetune.scores.options import add_blimp, add_finetunings
+from pretrain.commands import add_set, add_workers, local_path, program
 
 DEFAULT_BUDGETS = (0.5e15, 2e15, 4e15)
 _DESCRIPTION = """Trains a config on a fixed text with fixed budgets of FLOPs, and says what it learned.
@@ -53,7 +54,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, metavar="N", help="seed of the run (default: that of the config)")
     add_set(parser)
     add_workers(parser)
-    _add_scores(parser)
+    add_blimp(parser)
+    add_finetunings(parser, prefix="finetune-")
     parser.add_argument(
         "--log",
         type=local_path,
@@ -61,27 +63,3 @@ def make_parser() -> argparse.ArgumentParser:
         help="append the runs as rows to the Markdown table that ends this file",
     )
     return parser
-
-
-def _add_scores(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--blimp", type=local_path, metavar="DIR", help="also score on BLiMP: folder with its .jsonl files"
-    )
-    parser.add_argument(
-        "--blimp-limit", type=positive_int, default=0, metavar="N", help="score only N pairs of each paradigm"
-    )
-    parser.add_argument(
-        "--finetune",
-        nargs="+",
-        action="extend",
-        type=local_path,
-        default=[],
-        metavar="CONFIG",
-        help="also fine-tune with these configs, such as those in configs/finetune/transfer",
-    )
-    parser.add_argument(
-        "--finetune-data", type=local_path, metavar="DIR", help="folder that relative paths of their data begin at"
-    )
-    parser.add_argument(
-        "--finetune-seeds", type=positive_int, default=3, metavar="N", help="runs of each of them (default: 3)"
-    )

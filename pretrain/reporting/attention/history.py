@@ -60,15 +60,17 @@ class AttentionHistory:
             self._write(records)
 
     def record(self, step: int, parameters: Mapping[str, Tensor]) -> None:
-        """Add the attention of the weights after `step` steps.
+        """Add the attention of the weights after `step` steps, unless there is a record of that step.
 
+        Averaged weights are evaluated at the same step, after the weights that are trained.
         A file that cannot be written is reported in the log; the training goes on.
 
         Args:
             step: optimizer steps taken.
             parameters: the encoder's, by name, whole, in any precision and on any device; heads are ignored.
         """
-        if not self._texts:
+        earlier = self._records()
+        if not self._texts or any(one["step"] == step for one in earlier):
             return
         encoder = PaddedEncoder(self._model, {name: tensor.detach() for name, tensor in parameters.items()})
         statistics = HeadStatistics()
@@ -82,7 +84,6 @@ class AttentionHistory:
             "matrices": [_packed(pictures[layer][head]) for layer, head in self._heads()],
         }
         even = {kind: round(statistics.even_shares[kind], 4) for kind in RECORDED}
-        earlier = [one for one in self._records() if one["step"] < step]
         self._write(_thinned([*earlier, record]), even, statistics.even_entropy)
 
     def _weights(self, encoder: PaddedEncoder, ids: np.ndarray) -> list[np.ndarray]:

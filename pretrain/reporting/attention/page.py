@@ -176,7 +176,7 @@ def _averaged_over(statistics: HeadStatistics, *, from_file: bool) -> str:
 
 def _summary(statistics: HeadStatistics) -> str:
     """The strongest head of each kind in a few lines."""
-    lines = ["the heads that attend most to"]
+    lines = ["the heads (layer-head) that attend most to"]
     for kind, even, heads in _strongest(statistics):
         named = "   ".join(f"{head.name} {head.value:.1%}" for head in heads)
         lines.append(f"  {KINDS[kind]:26}{named}   (evenly {even:.1%})")

@@ -1,0 +1,41 @@
+"""Small batches of labelled windows made without a data set, packed and padded."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from finetune.model.batches import Batches, LabelledBatch
+from finetune.tasks.base import Head, Windows
+
+ROWS = 60
+LENGTHS = (1, 5, 18, 9)
+
+
+def make_batch(has_segments: bool, head: Head) -> LabelledBatch:
+    """One window of each of `LENGTHS`, of which the head sees the first token, or all; ids are below `ROWS`."""
+    starts = np.concatenate([[0], np.cumsum(LENGTHS)])
+    draw = np.random.default_rng(0)
+    seen = starts[:-1] if head == "sequence" else np.arange(starts[-1])
+    windows = Windows(
+        ids=draw.integers(5, ROWS, starts[-1]).astype(np.int32),
+        types=draw.integers(0, 1 + has_segments, starts[-1]).astype(np.uint8),
+        starts=starts,
+        examples=np.arange(len(LENGTHS)),
+        queries=seen,
+        extra={},
+        weights=np.ones(len(seen), np.float32),
+        labels=np.zeros((len(seen), 2), np.uint8) if head == "spans" else np.zeros(len(seen), np.int64),
+    )
+    (batch,) = Batches(windows, seed=0, budget=100, rank=0, world_size=1).every_window()
+    return batch
+
+
+def pad(batch: LabelledBatch) -> dict[str, Tensor]:
+    """int64 [B, L] each; padding is filled with ids that would show."""
+    longest = max(batch.lengths)
+    real = torch.arange(longest) < torch.tensor(batch.lengths)[:, None]
+    ids = torch.full(real.shape, 7).masked_scatter(real, batch.input_ids)
+    types = torch.zeros(real.shape, dtype=torch.long).masked_scatter(real, batch.token_types)
+    return {"input_ids": ids, "attention_mask": real.long(), "token_type_ids": types}
