@@ -37,6 +37,7 @@ BENCHMARKS = {
     "step": "useful tokens/s of a training step against transformers",
     "prepare": "MB/s from raw text to token shards against tokenizers and datasets",
     "loader": "sequences/s of the data loader against a Hugging Face collator",
+    "scale": "work of one rank for a step, by the number of ranks, simulated",
     "workers": "cost of Ray, DeepSpeed, tracking and a second worker",
     "quality": "held-out loss after equal training time against transformers",
     "checkpoint": "training time lost to a synchronous and to a background checkpoint",

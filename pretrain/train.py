@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pretrain.batches.exchange import Exchange
 from pretrain.batches.loader import BatchMaker, Loader, MicroBatch, StepBatch, validation_batches
 from pretrain.checkpoint import hf
 from pretrain.common.errors import InputError
@@ -124,11 +125,15 @@ class Pretraining:
         # ELECTRA's discriminator has no table of words of its own.
         if config.evaluation.attention and not config.electra.is_on:
             self._history = AttentionHistory(config.folder, config.model, corpora.held_out)
+        self._exchange: Exchange | None = None
         self._validation: dict[int, list[StepBatch]] = {}
         self._general: dict[int, list[StepBatch]] = {}
         place: dict[str, Any] = {"rank": engine.rank, "world_size": engine.world_size}
-        for number in range(len(config.phases)):  # report errors of later phases now, not after hours of training
-            BatchMaker(self._shards, config, number, seed=config.seed, **place).check_batch()
+        for number, phase in enumerate(config.phases):  # report errors of later phases now, not after hours of training
+            maker = BatchMaker(self._shards, config, number, seed=config.seed, **place)
+            maker.check_batch()
+            if self._exchange is None and maker.needs_exchange(phase.global_sequences):
+                self._exchange = Exchange(engine.side_group())
             self._validation[number] = validation_batches(corpora.held_out, config, number, **place)
             if corpora.general is not None:
                 self._general[number] = validation_batches(corpora.general, config, number, **place)
@@ -220,6 +225,8 @@ class Pretraining:
     def close(self) -> None:
         if self._loader is not None:
             self._loader.close()
+        if self._exchange is not None:
+            self._exchange.close()
 
     def _open_loader(self, phase: int, start_step: int, passed_over: int) -> None:
         if self._loader is not None:
@@ -236,6 +243,7 @@ class Pretraining:
             start_step=start_step,
             passed_over=passed_over,
             pinned=self._device.type == "cuda",
+            exchange=self._exchange,
         )
         self._stalled_before += time.perf_counter() - began
 

@@ -10,10 +10,8 @@ import numpy as np
 import pytest
 import torch
 from corpora import make_corpus
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
 
-from pretrain.batches.loader import BatchMaker, Loader, MicroBatch, StepBatch, balance, validation_batches
+from pretrain.batches.loader import BatchMaker, Loader, MicroBatch, StepBatch, validation_batches
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
@@ -156,35 +154,6 @@ def test_every_sample_of_an_epoch_exactly_once_at_any_number_of_workers(shards):
 def test_seed_and_epoch_change_the_samples(shards):
     base, other = (global_batches(load(shards, run_config(seed=seed))) for seed in (0, 1))
     assert not sum(base, Counter()) & sum(other, Counter())
-
-
-@settings(max_examples=150, deadline=None)
-@given(data=st.data(), world_size=st.integers(1, 9), longest=st.integers(1, 128), slots=st.integers(1, 9))
-def test_dealing_is_complete_near_even_and_within_budget(data, world_size, longest, slots):
-    lengths = np.array(data.draw(st.lists(st.integers(1, longest), min_size=world_size, max_size=150)), dtype=np.int64)
-    budget = max(longest, lengths.max()) * slots
-    assume(slots >= 2 or len(lengths) % world_size == 0)
-    micro_batches = balance(lengths, world_size, budget)
-    assert len(micro_batches) % world_size == 0
-    assert sorted(np.concatenate(micro_batches).tolist()) == list(range(len(lengths)))
-    loads = np.array([lengths[members].sum() for members in micro_batches])
-    assert loads.min() > 0
-    assert loads.max() <= budget
-    # LPT: taking the last sequence off the fullest leaves it no fuller than the emptiest.
-    assert loads.max() - loads.min() <= lengths.max()
-    smallest = lengths[micro_batches[int(loads.argmax())]].min()
-    assert loads.max() - smallest <= loads.min()
-    assert all((np.diff(lengths[members]) >= 0).all() for members in micro_batches)
-
-
-def test_dealing_takes_no_more_micro_batches_than_needed():
-    assert len(balance(np.full(64, 128), 2, 4096)) == 2
-    assert len(balance(np.full(65, 128), 2, 4096)) == 4
-    assert len(balance(np.full(8, 100), 8, 100)) == 8
-    assert len(balance(np.full(5, 39), 2, 100)) == 4  # 195 tokens, but three of 39 do not fit into 100
-    even = np.random.default_rng(0).integers(20, 129, 4096)
-    loads = np.array([even[members].sum() for members in balance(even, 8, 8192)])
-    assert loads.max() - loads.min() <= even.min()
 
 
 def test_validation_batches_are_fixed(folder, shards):

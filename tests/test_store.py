@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -197,9 +198,25 @@ def test_a_torn_state_stops_neither_pruning_nor_resuming(tmp_path: Path) -> None
 
 
 def test_what_all_workers_hold_is_written_once(tmp_path: Path) -> None:
-    fragments = [Held("a", 0, {"weight": torch.arange(20.0)}, shared=True)]
-    shares = [store._part(fragments[0], Alone(rank, 3)) for rank in range(3)]
-    assert torch.cat([torch.arange(20)[share] for share in shares]).tolist() == list(range(20))
+    fragments = [
+        Held("a", 0, {"weight": torch.arange(20.0)}, shared=True),
+        Held("own", 0, {"weight": torch.arange(3.0)}),
+        *(Held(f"b{number}", 0, {"weight": torch.arange(7.0)}, shared=True) for number in range(9)),
+    ]
+    for world_size in (1, 3, 8, 100):
+        shards = [store.take_shard(fragments, Alone(rank, world_size)) for rank in range(world_size)]
+        held = [fragment for fragment in fragments if fragment.shared]
+        for fragment in held:
+            entries = [entry for shard in shards for entry in shard.entries if entry["name"] == fragment.name]
+            assert [entry["start"] for entry in entries] == [0, *np.cumsum([e["numel"] for e in entries])[:-1]]
+            written = [shard.tensors[key] for shard in shards for key in shard.tensors if f"|{fragment.name}|" in key]
+            assert torch.cat(written).equal(fragment.tensors["weight"])
+        own = [entry for shard in shards for entry in shard.entries if entry["name"] == "own"]
+        assert [entry["numel"] for entry in own] == [3] * world_size
+        # A further rank cuts one of them in two; entries do not multiply.
+        assert sum(len(shard.entries) for shard in shards) - len(own) <= len(held) + world_size - 1
+        sizes = [sum(e["numel"] for e in shard.entries if e["name"] != "own") for shard in shards]
+        assert max(sizes) - min(sizes) <= 1
 
 
 @pytest.fixture

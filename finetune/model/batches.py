@@ -12,7 +12,8 @@ from torch import Tensor
 
 from finetune.datasets.arrays import ragged
 from finetune.tasks.base import Windows
-from pretrain.batches.loader import balance, moved
+from pretrain.batches.dealing import balance
+from pretrain.batches.loader import moved
 from pretrain.batches.order import draw, permute, root_key
 from pretrain.common.errors import InputError
 
@@ -94,10 +95,11 @@ class Batches:
         epochs, slots = np.divmod(numbers, self.examples)
         members = permute(slots, self.examples, draw(self._order_key, epochs))
         keys = draw(self._dropout_key, numbers)
-        members_of_batch = balance(self._tokens_N[members], self.world_size, self.budget)
+        dealt = balance(self._tokens_N[members], self.world_size, self.budget)
+        own = map(dealt.members, range(self.rank, self.world_size * dealt.rounds, self.world_size))
         weights = self._weights_of(self._windows_in(members)[0])
         return LabelledStep(
-            tuple(self._batch(members[own], keys[own]) for own in members_of_batch[self.rank :: self.world_size]),
+            tuple(self._batch(members[batch], keys[batch]) for batch in own),
             sequences=count,
             tokens=int(self._tokens_N[members].sum()),
             weight=float(weights.sum()),

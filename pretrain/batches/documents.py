@@ -131,14 +131,20 @@ class DocumentTable:
 
     def first_at_least(self, shard: np.ndarray, low: np.ndarray, high: np.ndarray, offset: np.ndarray) -> np.ndarray:
         """The first sentence in [low, high) that begins at or after `offset`, or `high`; a binary search."""
-        low, high = low.copy(), high.copy()
-        for _ in range(int((high - low).max(initial=0)).bit_length()):
-            middle = (low + high) >> 1
-            open_ = low < high
-            reached = self._sentences.at(shard, np.where(open_, middle, 0)) >= offset
-            high = np.where(open_ & reached, middle, high)
-            low = np.where(open_ & ~reached, middle + 1, low)
-        return low
+        left = np.maximum(high - low, 0)
+        search = np.flatnonzero(left)
+        begins = np.zeros_like(low)
+        begins[search] = self._sentences.spans(shard[search], low[search], left[search])
+        place, last = begins.copy(), begins + np.maximum(left - 1, 0)
+        for _ in range(int(left.max(initial=0)).bit_length()):
+            half = left >> 1
+            # Where nothing is left, `place` may be past the span, which must not be read.
+            before = self._sentences.array.take(np.minimum(place + half, last), mode="clip") < offset
+            before &= left > 0
+            half += 1
+            place += half * before
+            left = np.where(before, left - half, half - 1)
+        return low + place - begins
 
 
 class Joined:

@@ -1,18 +1,21 @@
 """Batches: samples balanced across ranks and micro-batches, unpadded, made in the background (invariants 1-3).
 
-Every rank plans the whole global batch, which needs offsets only. So all ranks know its lengths and distribute it in
-the same way without communication. Each rank then fetches and masks the tokens of its own sequences.
+A rank plans the part of the global batch that it shares with other ranks, which needs offsets only. So they all know
+the lengths of the part and deal it in the same way without communication (`dealing`). Each rank then fetches and masks
+the tokens of its own sequences. Losses are normalised by counts over all parts. A rank that planned the whole batch
+knows them; otherwise the ranks exchange their own.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
@@ -20,7 +23,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pretrain.batches import dealing
 from pretrain.batches.causal import is_causal, with_causal_targets
+from pretrain.batches.exchange import Counts, Exchange
 from pretrain.batches.masking import Masker
 from pretrain.batches.pairs import SamplePlan, Sampler
 from pretrain.common.errors import InputError
@@ -60,6 +65,7 @@ class MicroBatch:
 
 
 B = TypeVar("B", bound="DataclassInstance")
+M = TypeVar("M", "StepBatch", "Share")
 
 
 def moved(batch: B, device: torch.device) -> B:
@@ -101,6 +107,34 @@ class StepBatch:
         return dataclasses.replace(self, micro_batches=tuple(map(pinned, self.micro_batches)))
 
 
+@dataclass(frozen=True)
+class Share:
+    """One rank's share of one optimizer step, before the ranks have exchanged their counts."""
+
+    micro_batches: tuple[MicroBatch, ...]
+    rounds: int  # micro-batches; other parts of the global batch may need more
+    first_sample: int
+    sequences: int  # over all ranks
+
+    @property
+    def counts(self) -> Counts:
+        """Counts of its own sequences."""
+        targets = sum(batch.causal_targets for batch in self.micro_batches)
+        return Counts(
+            tokens=sum(len(batch.input_ids) for batch in self.micro_batches),
+            masked=sum(len(batch.masked_rows) for batch in self.micro_batches) - targets,
+            causal=sum(batch.causal for batch in self.micro_batches),
+            causal_targets=targets,
+        )
+
+    def pinned(self) -> Share:
+        """The same share with its micro-batches in page-locked memory."""
+        return dataclasses.replace(self, micro_batches=tuple(map(pinned, self.micro_batches)))
+
+
+_Made = StepBatch | Share | BaseException | None  # an error, or None at the end
+
+
 class Loader:
     """The batches of one phase, prefetched by a background thread.
 
@@ -112,6 +146,8 @@ class Loader:
         passed_over: samples of data that are skipped.
         prefetch: batches to make ahead, at most.
         pinned: whether batches lie in page-locked memory, for a GPU.
+        exchange: between the ranks, which take all steps together. Without it, each rank counts what it needs to know
+            of the whole global batch.
 
     Raises:
         InputError: the corpus or the config cannot give such batches.
@@ -129,15 +165,17 @@ class Loader:
         passed_over: int = 0,
         prefetch: int = 4,
         pinned: bool = False,
+        exchange: Exchange | None = None,
     ) -> None:
         self.stall_seconds = 0.0
-        self._pinned = pinned
+        self._pinned, self._exchange = pinned, exchange
         self._maker = BatchMaker(shards, config, phase, seed=config.seed, rank=rank, world_size=world_size)
         self._maker.check_batch()
         settings = config.phases[phase]
         step_tokens = settings.global_sequences * settings.sequence_length // world_size
         depth = max(1, min(prefetch, _PREFETCH_TOKENS // step_tokens))
-        self._queue: queue.Queue[StepBatch | BaseException | None] = queue.Queue(depth)
+        self._queue: queue.Queue[_Made] = queue.Queue(depth)
+        self._ahead: deque[StepBatch | Future[StepBatch] | BaseException | None] = deque()
         self._closed = threading.Event()
         self._thread = threading.Thread(
             target=self._produce, args=(settings, start_step, passed_over), name=f"loader-{rank}", daemon=True
@@ -156,7 +194,7 @@ class Loader:
         if self._closed.is_set():
             raise StopIteration
         start = time.perf_counter()
-        item = self._queue.get()
+        item = self._take()
         self.stall_seconds += time.perf_counter() - start
         if isinstance(item, StepBatch):
             return item
@@ -170,18 +208,54 @@ class Loader:
         self._closed.set()
         self._thread.join()
 
+    def _take(self) -> StepBatch | BaseException | None:
+        """The next step, or why there is none."""
+        item = self._ahead.popleft() if self._ahead else self._fetch()
+        if self._exchange is not None and isinstance(item, (StepBatch, Future)):
+            # The exchange of the step after it begins. All ranks take steps together, so that wherever they stop, they
+            # have begun equally many.
+            self._ahead.append(self._fetch())
+        if not isinstance(item, Future):
+            return item
+        try:
+            return item.result()
+        except BaseException as error:
+            return error
+
+    def _fetch(self) -> StepBatch | Future[StepBatch] | BaseException | None:
+        """What the thread made for the next step; if counts are missing, their exchange begins."""
+        made = self._queue.get()
+        if not isinstance(made, Share):
+            return made
+        assert self._exchange is not None
+        return self._exchange.submit(made.counts, made.rounds, lambda counts, rounds: self._whole(made, counts, rounds))
+
+    def _whole(self, share: Share, counts: Counts, rounds: int) -> StepBatch:
+        """A share with the counts of all ranks, and as many micro-batches as the ranks that have most."""
+        if rounds > share.rounds:
+            share = self._placed(self._maker.share(share.first_sample, share.sequences, rounds=rounds))
+        return self._maker.whole(share, counts)
+
     def _produce(self, phase: PhaseConfig, start_step: int, passed_over: int) -> None:
         last: BaseException | None = None
         try:
             for step in range(start_step, phase.steps):
-                made = self._maker.make(passed_over + phase.first_sample(step), phase.sequences_at(step))
-                if not self._put(made.pinned() if self._pinned else made):
+                first, sequences = passed_over + phase.first_sample(step), phase.sequences_at(step)
+                exchanged = self._exchange is not None and self._maker.needs_exchange(sequences)
+                if exchanged:
+                    open_ = self._put(self._placed(self._maker.share(first, sequences)))
+                else:
+                    open_ = self._put(self._placed(self._maker.make(first, sequences)))
+                if not open_:
                     return
         except BaseException as error:  # raised by the consumer, whatever its class
             last = error
         self._put(last)
 
-    def _put(self, item: StepBatch | BaseException | None) -> bool:
+    def _placed(self, made: M) -> M:
+        return made.pinned() if self._pinned else made
+
+    def _put(self, item: _Made) -> bool:
         """Queue `item` for the consumer; False if the loader was closed meanwhile."""
         while not self._closed.is_set():
             try:
@@ -264,19 +338,67 @@ class BatchMaker:
                 f"of up to {settings.sequence_length} tokens. Add text or lower it to {self.samples_per_epoch} or less."
             )
 
+    def needs_exchange(self, sequences: int) -> bool:
+        """Whether counts over all ranks need the lengths, or the text, of sequences that this rank does not look at."""
+        if self.world_size == 1:
+            return False
+        return not self._masker.has_exact_counts or dealing.number_of_parts(sequences, self.world_size) > 1
+
     def make(self, first_sample: int, sequences: int) -> StepBatch:
-        """The batch of samples `first_sample` to `first_sample + sequences - 1`, this rank's part of it."""
-        plan = self._sampler.plan(np.arange(first_sample, first_sample + sequences))
-        micro_batches = balance(plan.lengths, self.world_size, self._budget)
-        causal = is_causal(plan.key, self._causal_share)
-        own = micro_batches[self.rank :: self.world_size]
+        """The batch of samples `first_sample` to `first_sample + sequences - 1`, this rank's part of it.
+
+        Without an exchange: the rank counts what it has to know of the whole batch, which takes longer.
+        """
+        own = dealing.part_of(self.rank, sequences, self.world_size)
+        plans = [self.deal(first_sample, part) for part in dealing.parts(sequences, self.world_size)]
+        rounds = max(dealt.rounds for _, dealt in plans)
+        plan, dealt = plans[dealing.parts(sequences, self.world_size).index(own)]
+        if dealt.rounds < rounds:
+            plan, dealt = self.deal(first_sample, own, rounds)
+        share = Share(self._own(own, plan, dealt), rounds, first_sample, sequences)
+        if self.world_size == 1:
+            return self.whole(share, share.counts)
+        counts = [dataclasses.astuple(self._counts(plan)) for plan, _ in plans]
+        return self.whole(share, Counts(*map(sum, zip(*counts, strict=True))))
+
+    def share(self, first_sample: int, sequences: int, *, rounds: int = 1) -> Share:
+        """This rank's share of the same batch, of at least `rounds` micro-batches, without the counts of other ranks.
+
+        With the largest number that any rank needs, the micro-batches are those of `make`.
+        """
+        part = dealing.part_of(self.rank, sequences, self.world_size)
+        plan, dealt = self.deal(first_sample, part, rounds)
+        return Share(self._own(part, plan, dealt), dealt.rounds, first_sample, sequences)
+
+    def whole(self, share: Share, counts: Counts) -> StepBatch:
+        """A share with the counts of all ranks."""
         return StepBatch(
-            micro_batches=tuple(self._micro_batch(plan[members]) for members in own),
-            sequences=sequences,
+            micro_batches=share.micro_batches,
+            sequences=share.sequences,
+            tokens=counts.tokens,
+            masked=counts.masked,
+            epoch=share.first_sample // self.samples_per_epoch,
+            first_sample=share.first_sample,
+            causal=counts.causal,
+            causal_targets=counts.causal_targets,
+        )
+
+    def deal(self, first_sample: int, part: dealing.Part, rounds: int = 1) -> tuple[SamplePlan, dealing.Dealt]:
+        """The sequences of a part of the batch that begins with `first_sample`, and who gets which."""
+        first = first_sample + part.first
+        plan = self._sampler.plan(np.arange(first, first + part.sequences))
+        return plan, dealing.balance(plan.lengths, part.ranks, self._budget, rounds=rounds)
+
+    def _own(self, part: dealing.Part, plan: SamplePlan, dealt: dealing.Dealt) -> tuple[MicroBatch, ...]:
+        own = range(self.rank - part.first_rank, part.ranks * dealt.rounds, part.ranks)
+        return tuple(self._micro_batch(plan[dealt.members(number)]) for number in own)
+
+    def _counts(self, plan: SamplePlan) -> Counts:
+        """Counts of planned samples."""
+        causal = is_causal(plan.key, self._causal_share)
+        return Counts(
             tokens=int(plan.lengths.sum()),
             masked=self._masked(plan[~causal]) if self._causal_share else self._masked(plan),
-            epoch=first_sample // self.samples_per_epoch,
-            first_sample=first_sample,
             causal=int(causal.sum()),
             causal_targets=int(plan.ordinary[causal].sum()),
         )
@@ -311,7 +433,7 @@ class BatchMaker:
         if self._masker.has_exact_counts:
             special = plan.lengths - plan.ordinary
             return int(self._masker.counts(plan.lengths, special_tokens=special, share=self._share(plan)).sum())
-        # How many tokens are chosen depends on the text, so every rank has to choose those of the whole batch.
+        # How many tokens are chosen depends on the text, so all of it has to be looked at.
         blocks = np.cumsum(plan.lengths) // _BLOCK_TOKENS
         parts = np.split(np.arange(len(blocks)), np.flatnonzero(np.diff(blocks)) + 1)
         return sum(
@@ -324,40 +446,6 @@ class BatchMaker:
         first, last = self._shares
         # After a rollback has passed over data, numbers go past the end of the phase.
         return first + (last - first) * np.minimum(plan.number / self._phase_sequences, 1.0)
-
-
-def balance(lengths: np.ndarray, world_size: int, budget: int) -> list[np.ndarray]:
-    """Distribute sequences over `world_size` * M micro-batches of at most `budget` tokens, M as small as possible.
-
-    The longest sequence goes first, each to the micro-batch with the fewest tokens (Graham's LPT rule), so that all
-    have nearly the same number. Rank r takes every `world_size`-th micro-batch from r on.
-
-    Args:
-        lengths: tokens of each sequence, int64 [B]; B >= `world_size`, no length above `budget`, and none above half
-            of it if B is not a multiple of `world_size`. Then no micro-batch is empty.
-
-    Returns:
-        One int64 array of indices per micro-batch, in ascending length order.
-    """
-    descending = np.argsort(-lengths, kind="stable")
-    ordered = lengths[descending].tolist()
-    rounds = -(-sum(ordered) // (world_size * budget))
-    while (bins := _longest_first(ordered, world_size * rounds, budget)) is None:
-        rounds += 1
-    return [descending[members[::-1]] for members in bins]
-
-
-def _longest_first(descending: list[int], count: int, budget: int) -> list[list[int]] | None:
-    """`count` bins of indices into `descending`, or None if one would exceed `budget`."""
-    bins: list[list[int]] = [[] for _ in range(count)]
-    heap = [(0, number) for number in range(count)]
-    for index, length in enumerate(descending):
-        load, number = heap[0]
-        if load + length > budget:
-            return None
-        heapq.heapreplace(heap, (load + length, number))
-        bins[number].append(index)
-    return bins
 
 
 def _check_balance(config: PretrainConfig, phase: int, where: str, sequences: int, world_size: int) -> None:

@@ -18,6 +18,7 @@ import numpy as np
 _INCREMENT = np.uint64(0x9E3779B97F4A7C15)
 _FIRST = np.uint64(0xBF58476D1CE4E5B9)
 _SECOND = np.uint64(0x94D049BB133111EB)
+_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
 
 _ROUNDS = 8  # half-rounds of the permutation; with 6, neighbours in small epochs still show a bias
 
@@ -116,25 +117,32 @@ class Order:
         return EpochPosition(source, source_epoch, slot)
 
 
-def _mix(bits: np.ndarray) -> np.ndarray:
-    """Scramble uint64 in place."""
-    bits ^= bits >> np.uint64(30)
+def _mix(bits: np.ndarray, spare: np.ndarray | None = None) -> np.ndarray:
+    """Scramble uint64 in place; `spare` is overwritten."""
+    shifted = np.right_shift(bits, _SHIFTS[0], out=spare)
+    bits ^= shifted
     bits *= _FIRST
-    bits ^= bits >> np.uint64(27)
+    bits ^= np.right_shift(bits, _SHIFTS[1], out=shifted)
     bits *= _SECOND
-    bits ^= bits >> np.uint64(31)
+    bits ^= np.right_shift(bits, _SHIFTS[2], out=shifted)
     return bits
 
 
 def _feistel(value: np.ndarray, bits: int, key: np.ndarray) -> np.ndarray:
-    """One evaluation of the network over `bits` bits: each half is changed by a hash of the other."""
+    """One evaluation of the network over `bits` bits: each half is changed by a hash of the other.
+
+    Round n changes a half by `draw(key, 2**(bits - bits // 2) * n + other half)`, computed in place.
+    """
     low_bits = np.uint64(bits // 2)
     low_mask = np.uint64((1 << (bits // 2)) - 1)
     high_mask = np.uint64((1 << (bits - bits // 2)) - 1)
     low, high = value & low_mask, value >> low_bits
+    key, round_increment = key + _INCREMENT, (high_mask + np.uint64(1)) * np.array([_INCREMENT])
+    drawn, spare = np.empty_like(value), np.empty_like(value)
     for number in range(_ROUNDS):
-        if number % 2:
-            high ^= draw(key, (high_mask + np.uint64(1)) * np.uint64(number) + low) & high_mask
-        else:
-            low ^= draw(key, (high_mask + np.uint64(1)) * np.uint64(number) + high) & low_mask
+        source, changed, mask = (low, high, high_mask) if number % 2 else (high, low, low_mask)
+        np.multiply(source, _INCREMENT, out=drawn)
+        drawn += key
+        changed ^= np.bitwise_and(_mix(drawn, spare), mask, out=drawn)
+        key += round_increment
     return high << low_bits | low

@@ -37,7 +37,7 @@ class MaskingScheme:
     has_exact_counts: ClassVar[bool] = False
     """Whether every sequence loses as many tokens as its limit, or all ordinary ones if it has fewer.
 
-    Otherwise each rank chooses the tokens of the whole global batch to count them, which costs time.
+    Otherwise the ranks exchange how many tokens they chose, or choose those of the whole global batch to count them.
     """
 
     def __init__(self, masking: MaskingConfig, vocabulary: MaskingVocabulary) -> None:

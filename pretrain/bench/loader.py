@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
         return 0
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as scratch:
-        shards = open_shards(options.corpus, "train") if options.corpus else _synthetic(Path(scratch))
+        shards = open_shards(options.corpus, "train") if options.corpus else synthetic_corpus(Path(scratch))
         results = [compare(shards, length, options.sequences, options.repeats) for length in options.lengths]
         resume = _resume(Path(scratch))
     if options.json:
@@ -100,7 +100,7 @@ def compare(shards: TokenShards, length: int, sequences: int, repeats: int) -> d
 def rate(seconds: float, length: int = 128, sequences: int = 256) -> float:
     """Sequences a second that one worker's `Loader` makes of a synthetic corpus, measured for `seconds`."""
     with tempfile.TemporaryDirectory() as scratch:
-        loader = Loader(_synthetic(Path(scratch)), _config(length, sequences), 0, rank=0, world_size=1)
+        loader = Loader(synthetic_corpus(Path(scratch)), _config(length, sequences), 0, rank=0, world_size=1)
         try:
             for _ in range(_MADE_AHEAD):
                 next(loader)
@@ -153,7 +153,7 @@ def _config(length: int, sequences: int) -> PretrainConfig:
     return PretrainConfig(name="bench", corpus=CorpusConfig(dir="nowhere"), phases=(phase,))
 
 
-def _synthetic(folder: Path) -> TokenShards:
+def synthetic_corpus(folder: Path) -> TokenShards:
     """Five million tokens in memory: documents of 1 to 60 sentences, sentences of 5 to 45 tokens."""
     random = np.random.default_rng(0)
     sentences = np.concatenate(([0], np.cumsum(random.integers(5, 46, 200_000))))

@@ -21,7 +21,7 @@ import re
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -113,13 +113,14 @@ def take_shard(
 ) -> CheckpointShard:
     """The tensors that this rank writes: those that only it holds, and an equal part of those that all ranks hold.
 
+    What all ranks hold is divided end to end, so that a further rank cuts one fragment in two, not each of them.
     `copy` gets each tensor's key and a view of the optimizer's tensor, which the next step modifies.
     """
     tensors: dict[str, Tensor] = {}
     entries = []
-    for fragment in fragments:
-        part = _part(fragment, group)
-        if part.start == part.stop:
+    fragments = list(fragments)
+    for fragment, part in zip(fragments, _parts(fragments, group), strict=True):
+        if part.start >= part.stop:
             continue
         start = fragment.start + part.start
         for kind, tensor in fragment.tensors.items():
@@ -352,12 +353,18 @@ def _write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dic
     }
 
 
-def _part(fragment: HeldFragment, group: SavingGroup) -> slice:
-    """The part of a fragment that this rank writes."""
-    numel = next(iter(fragment.tensors.values())).numel()
-    if not fragment.shared:
-        return slice(0, numel)
-    return slice(numel * group.rank // group.world_size, numel * (group.rank + 1) // group.world_size)
+def _parts(fragments: Sequence[HeldFragment], group: SavingGroup) -> Iterator[slice]:
+    """The part of each fragment that this rank writes."""
+    sizes = [next(iter(fragment.tensors.values())).numel() for fragment in fragments]
+    shared = sum(size for fragment, size in zip(fragments, sizes, strict=True) if fragment.shared)
+    begin, end = (shared * rank // group.world_size for rank in (group.rank, group.rank + 1))
+    behind = 0
+    for fragment, size in zip(fragments, sizes, strict=True):
+        if fragment.shared:
+            yield slice(max(0, begin - behind), max(0, min(size, end - behind)))
+            behind += size
+        else:
+            yield slice(0, size)
 
 
 def _preflight(path: Path, needed: int) -> None:

@@ -262,7 +262,7 @@ class PretrainConfig(RunConfig):
         return self
 
     def why_not_balanced(self, phase: int, sequences: int, workers: int) -> str:
-        """Why a batch of `sequences` cannot be balanced across `workers` (`batches.loader.balance`); "" if it can."""
+        """Why a batch of `sequences` cannot be balanced across `workers` (`batches.dealing.balance`); "" if it can."""
         if sequences < workers:
             return f"is less than the number of workers ({workers}); every worker needs a sequence"
         length, budget = self.phases[phase].sequence_length, self.engine.micro_batch_tokens

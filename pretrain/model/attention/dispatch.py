@@ -58,7 +58,11 @@ def self_attention(
     if layout.relative is not None:  # once for all groups
         projected = project_distances(layout.relative.embeddings, projection, options.heads)
         tables = DistanceTables(*projected, layout.relative.row_of)
-    return _both_ways(lambda qkv, *how: grouped_attention(qkv, bias, *how, tables)[0], qkv, layout, options)
+
+    def grouped(qkv: Tensor, layout: TokenLayout, options: AttentionOptions) -> Tensor:
+        return grouped_attention(qkv, bias, layout, options, tables)[0]
+
+    return _both_ways(grouped, qkv, layout, options)
 
 
 def _both_ways(

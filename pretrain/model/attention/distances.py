@@ -34,6 +34,12 @@ class DistanceTables(NamedTuple):
         shapes = ((0,) if x is None else x.shape for x in self[:2])
         return DistanceTables(*(like.new_zeros(shape, dtype=torch.float32) for shape in shapes))
 
+    def both(self) -> tuple[Tensor, Tensor]:
+        """Keys and queries of a result of `gradients`, where none is None."""
+        assert self.keys is not None
+        assert self.queries is not None
+        return self.keys, self.queries
+
 
 class DistanceTerms:
     """The terms of one group for a slice of its B rows at a time: whole units, or some heads of one unit.

@@ -166,7 +166,7 @@ def _backward(
         tokens, places = group.keys.range, (group.keys.place_T, group.keys.other_T, heads)
         grad_qkv[tokens, hidden : 2 * hidden] = between.to_tokens(grad_k_BLD, *places, *turn.of(tokens)).flatten(1)
         grad_qkv[tokens, 2 * hidden :] = between.to_tokens(grad_v_BLD, *places).flatten(1)
-    return grad_qkv, grad_table_NM, *grad_tables[:2]
+    return grad_qkv, grad_table_NM, *grad_tables.both()
 
 
 @_forward.register_fake
@@ -209,7 +209,7 @@ def _(
     *_: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     of_tables = DistanceTables(distance_keys, distance_queries).gradients(saved[0])
-    return torch.empty_like(saved[0]), _empty_table(saved[0], distance_bias), *of_tables[:2]
+    return torch.empty_like(saved[0]), _empty_table(saved[0], distance_bias), *of_tables.both()
 
 
 def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

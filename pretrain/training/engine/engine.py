@@ -320,7 +320,7 @@ class Engine:
 
 @dataclass(frozen=True)
 class SideGroup:
-    """All ranks in a process group of their own, on CPU; what `pretrain.checkpoint.store` needs of a group."""
+    """All ranks in a process group of their own, on CPU; what checkpoints and batches need of a group."""
 
     rank: int
     world_size: int
@@ -329,6 +329,15 @@ class SideGroup:
     def gather_objects(self, value: Any) -> list[Any]:
         """One small JSON-like value of each rank, on every rank."""
         return gather_objects(value, self._group)
+
+    def sum_and_largest(self, sums: list[int], largest: int) -> tuple[list[int], int]:
+        """The sums of all ranks' `sums`, and the largest of all ranks' `largest`, on every rank."""
+        if self.world_size == 1:
+            return sums, largest
+        total, most = torch.tensor(sums), torch.tensor([largest])
+        dist.all_reduce(total, group=self._group)
+        dist.all_reduce(most, dist.ReduceOp.MAX, group=self._group)
+        return total.tolist(), int(most)
 
 
 def gather_objects(value: Any, group: Any = None) -> list[Any]:

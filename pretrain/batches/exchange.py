@@ -1,0 +1,70 @@
+"""Counts of all ranks, exchanged in the background, a step before the loss needs them (invariant 3).
+
+Every rank counts its own sequences only. Counts are integers, so their sums are the same on all ranks, in any order.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import astuple, dataclass
+from typing import Protocol, TypeVar
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Counts:
+    """Counts of the sequences of a step, of one rank or of all."""
+
+    tokens: int
+    masked: int  # tokens to predict in masked sequences
+    causal: int  # sequences
+    causal_targets: int
+
+
+class Ranks(Protocol):
+    """All ranks of a run (`pretrain.training.engine.SideGroup`)."""
+
+    def sum_and_largest(self, sums: list[int], largest: int) -> tuple[list[int], int]:
+        """The sums of all ranks' `sums`, and the largest of all ranks' `largest`; every rank calls this."""
+        ...
+
+
+class Exchange:
+    """Adds up the counts of all ranks in a thread, which outlives the loaders that use it.
+
+    All ranks ask for the same exchanges in the same order, as the training loop asks for steps. So an exchange whose
+    loader was closed meanwhile ends all the same, and the next one finds the ranks in step.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._requests: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="counts", daemon=True)
+        self._thread.start()
+
+    def submit(self, counts: Counts, rounds: int, then: Callable[[Counts, int], T]) -> Future[T]:
+        """What `then` makes, in the thread, of the counts of all ranks and their largest number of micro-batches."""
+        future: Future[T] = Future()
+
+        def work() -> None:
+            try:
+                sums, largest = self._ranks.sum_and_largest(list(astuple(counts)), rounds)
+                future.set_result(then(Counts(*sums), largest))
+            except BaseException as error:  # raised by whoever waits, whatever its class
+                future.set_exception(error)
+
+        self._requests.put(work)
+        return future
+
+    def close(self, seconds: float = 2.0) -> None:
+        """End the thread after the exchanges that were asked for; wait for it at most `seconds`."""
+        self._requests.put(None)
+        self._thread.join(seconds)
+
+    def _run(self) -> None:
+        while (work := self._requests.get()) is not None:
+            work()

@@ -1,0 +1,177 @@
+"""`bench scale`: what one rank does for a step, by the number of ranks, simulated in this process without a network.
+
+Each rank trains 64 sequences, so the global batch grows with the ranks. Times are processor time, minima over steps.
+The corpus is synthetic; a tenth of the sequences is short, as in a run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pretrain.batches import dealing
+from pretrain.batches.loader import BatchMaker
+from pretrain.bench.loader import VOCABULARY_SIZE, synthetic_corpus
+from pretrain.bench.results import aligned
+from pretrain.checkpoint import store
+from pretrain.commands import program
+from pretrain.config import ModelConfig, PretrainConfig
+from pretrain.corpus.shards import TokenShards
+from pretrain.model import parameters
+
+RANKS = (8, 64, 256, 1024, 4096)
+
+
+def main(argv: list[str]) -> int:
+    """Measure and print a table, or JSON with `--json`."""
+    parser = argparse.ArgumentParser(prog=f"{program()} bench scale", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=RANKS, help="numbers of simulated ranks")
+    parser.add_argument("--sequences", type=int, default=64, help="sequences of each rank in a step")
+    parser.add_argument("--length", type=int, default=128, help="sequence length")
+    parser.add_argument("--repeats", type=int, default=5, help="steps; the fastest is reported")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of the table")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as scratch:
+        shards = synthetic_corpus(Path(scratch))
+        rows = [measure(shards, ranks, options.sequences, options.length, options.repeats) for ranks in options.ranks]
+    print(json.dumps({"scale": rows}) if options.json else _table(rows))
+    return 0
+
+
+def measure(shards: TokenShards, ranks: int, each: int, length: int, repeats: int) -> dict[str, Any]:
+    """The work of the middle one of `ranks` for a step of `each` sequences a rank; seconds and bytes."""
+    sequences = ranks * each
+    opened = time.process_time()
+    maker = _maker(shards, ranks, each, length, whole_word=False)
+    opened = time.process_time() - opened
+    words = _maker(shards, ranks, each, length, whole_word=True)
+    tracemalloc.start()
+    maker.share(0, sequences)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return {
+        "ranks": ranks,
+        "sequences": sequences,
+        "open_seconds": opened,
+        "share_seconds": _fastest(lambda number: maker.share(number * sequences, sequences), repeats),
+        "whole_word_seconds": _fastest(lambda number: words.share(number * sequences, sequences), repeats),
+        "peak_bytes": peak,
+        "tokens_max_over_mean": _imbalance(maker, sequences),
+        **_manifest(ranks),
+    }
+
+
+def _maker(shards: TokenShards, ranks: int, each: int, length: int, *, whole_word: bool) -> BatchMaker:
+    phase = {
+        "sequence_length": length,
+        "global_sequences": ranks * each,
+        "steps": 1 << 30,
+        "peak_learning_rate": 1e-4,
+    }
+    config = PretrainConfig.model_validate(
+        {
+            "name": "bench",
+            "corpus": {"dir": "nowhere"},
+            "phases": [phase],
+            "masking": {"whole_word": whole_word},
+            "engine": {"micro_batch_tokens": each * length},
+        }
+    )
+    return BatchMaker(shards, config, 0, seed=0, rank=ranks // 2, world_size=ranks)
+
+
+def _fastest(work: Callable[[int], object], repeats: int) -> float:
+    seconds = []
+    for number in range(repeats + 1):
+        start = time.process_time()
+        work(number)
+        seconds.append(time.process_time() - start)
+    return min(seconds[1:])
+
+
+def _imbalance(maker: BatchMaker, sequences: int) -> float:
+    """Tokens of the rank with most, over the mean of all ranks."""
+    loads = []
+    for part in dealing.parts(sequences, maker.world_size):
+        plan, dealt = maker.deal(0, part)
+        rank = dealt.micro_batch % part.ranks
+        loads.append(np.bincount(rank, weights=plan.lengths[dealt.descending], minlength=part.ranks))
+    tokens = np.concatenate(loads)
+    return float(tokens.max() / tokens.mean())
+
+
+@dataclass(frozen=True)
+class _Rank:
+    rank: int
+    world_size: int
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return [value]
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """A parameter of which every rank holds all, without memory."""
+
+    name: str
+    start: int
+    tensors: dict[str, Tensor]
+    shared: bool = True
+
+
+def _manifest(ranks: int) -> dict[str, int]:
+    """The list of pieces in a checkpoint of BERT-Base whose state every rank holds: entries, and bytes as JSON."""
+    held = [
+        _Whole(one.name, 0, dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), torch.empty(1).expand(one.numel)))
+        for one in _parameters()
+    ]
+    entries = [
+        {**entry, "file": f"rank-{rank:05d}-of-{ranks:05d}.safetensors"}
+        for rank in range(ranks)
+        for entry in store.take_shard(held, _Rank(rank, ranks)).entries
+    ]
+    return {"manifest_entries": len(entries), "manifest_bytes": len(json.dumps(entries))}
+
+
+def _parameters() -> list[parameters.Parameter]:
+    """Those of BERT-Base."""
+    model = ModelConfig.model_validate({"size": "base"})
+    layers = [
+        one._replace(name=f"encoder.layers.{number}.{one.name}")
+        for number in range(model.layers)
+        for one in parameters.layer_parameters(model, number)
+    ]
+    embedding = parameters.embedding_parameters(model, VOCABULARY_SIZE)
+    heads = parameters.head_parameters(model, VOCABULARY_SIZE, True)
+    return [*embedding, *layers, *parameters.final_parameters(model), *heads]
+
+
+def _table(rows: list[dict[str, Any]]) -> str:
+    head = ["ranks", "sequences", "a share", "whole words", "max/mean", "memory", "open", "manifest"]
+    lines = [head]
+    for row in rows:
+        times = (row[name] for name in ("share_seconds", "whole_word_seconds"))
+        lines.append(
+            [
+                f"{row['ranks']:,}",
+                f"{row['sequences']:,}",
+                *(f"{1000 * seconds:.1f} ms" for seconds in times),
+                f"{row['tokens_max_over_mean']:.4f}",
+                f"{row['peak_bytes'] / 1e6:.1f} MB",
+                f"{1000 * row['open_seconds']:.0f} ms",
+                f"{row['manifest_entries']:,} entries, {row['manifest_bytes'] / 1e6:.2f} MB",
+            ]
+        )
+    return "\n".join(aligned(lines, range(len(head))))
