@@ -503,7 +503,10 @@ def test_a_tensor_given_twice_and_quantised_weights_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "deberta"}, "model_type is 'deberta'; bert, bertrain, distilbert, .* are supported"),
+        (
+            {"model_type": "deberta"},
+            "model_type is 'deberta'; bert, bertrain, deberta-v2, distilbert, .* are supported",
+        ),
         ({"hidden_act": "gelu_new"}, "hidden_act is 'gelu_new'; only 'gelu'"),
         ({"layer_norm_eps": 0}, "greater than 0"),
         ({"position_embedding_type": "relative_key"}, "position_embedding_type is 'relative_key'"),

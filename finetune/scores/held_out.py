@@ -128,7 +128,8 @@ def held_out_score(
     if how.length > model.max_positions:
         default = " (the default)" if how.length == DEFAULT_MASKS.length else ""
         raise InputError(
-            f"--length: {how.length}{default}, but {folder} has {model.max_positions} positions. Lower it to that or less."
+            f"--length: {how.length}{default}, but {folder} has {model.max_positions} positions. "
+            "Lower it to that or less."
         )
     sequences = list(masked_sequences(model.tokenizer, model.special_ids, documents, how))
     score = _score(model, sequences, len(documents))
