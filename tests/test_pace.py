@@ -101,6 +101,13 @@ def test_steps_are_timed_in_a_run_that_leaves_nothing(tmp_path: Path) -> None:
     assert not config.folder.exists()
 
 
+def test_every_worker_of_the_timed_run_has_a_sequence_to_evaluate(tmp_path: Path) -> None:
+    config = make_config(tmp_path, {"ramp_from": 4, "ramp_steps": 50}, scheduling={"workers": 3})
+    timed = pace._timed_run(config, tmp_path / "timed", 7)
+    assert timed.evaluation.sequences == 3
+    assert (timed.total_steps, timed.phases[0].batch_sizes, timed.folder) == (7, (8,), tmp_path / "timed")
+
+
 def test_a_timed_run_that_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(MachineError, match=r"times steps failed: .*corpus"):
         pace._time_steps(make_config(tmp_path), 1)
