@@ -39,7 +39,7 @@ class DemoTask:
 
 
 TASKS = (
-    DemoTask("packages", "Which package does a passage come from?", "classification"),
+    DemoTask("packages", "Which package is a passage from?", "classification"),
     DemoTask("names", "Which words are code names?", "entities"),
     DemoTask("returns", "What does the function return?", "questions"),
 )

@@ -253,7 +253,7 @@ class TestPage:
         text = " ".join(page.text.split())
         for expected in (
             "What pretraining added",
-            "0.500 \N{RIGHTWARDS ARROW} 0.750",
+            "f1 0.500 \N{RIGHTWARDS ARROW} 0.750",
             "? \N{RIGHTWARDS ARROW} 0.250",
             "Pretraining helped: Which?",
             "Pretraining did not help: Where?",

@@ -143,6 +143,7 @@ class Change:
     """One figure before and after, such as a score from random and from pretrained weights; None is unknown."""
 
     name: str
+    metric: str
     before: float | None
     after: float | None
 
@@ -261,6 +262,7 @@ def _change(change: Change, number: int, form: Form) -> str:
     at = [_bar_x(value, 1.0) for value in values]
     joined = f'<line class=change x1="{at[0]}" x2="{at[1]}" y1="{middle}" y2="{middle}" />' if len(at) == 2 else ""
     said = " \N{RIGHTWARDS ARROW} ".join("?" if v is None else form(v) for v in (change.before, change.after))
+    said = f"{change.metric} {said}"
     return (
         f'<text class=name x={_BAR_MARGIN} y="{top + 13}">{escape(change.name)}</text>'
         f'<text class=value x={_WIDTH - _BAR_MARGIN} y="{top + 13}" text-anchor=end>{escape(said)}</text>'

@@ -83,9 +83,7 @@ def summary(run_dir: Path) -> str:
 def _worth(results: list[dict[str, Any]]) -> str:
     """The picture of what pretraining added to each fine-tuning task; "" without any score."""
     rows = [
-        Change(
-            f"{result['title']} {result['metric']}", result["scores"].get("random"), result["scores"].get("pretrained")
-        )
+        Change(result["title"], result["metric"], result["scores"].get("random"), result["scores"].get("pretrained"))
         for result in results
         if result["scores"]
     ]
