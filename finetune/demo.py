@@ -18,7 +18,7 @@ from typing import Any
 from finetune.artifacts.saved import MODEL, SCORES
 from finetune.demo_data import write_sets
 from pretrain import demo as pretraining
-from pretrain.common.files import MANIFEST, write_json
+from pretrain.common.files import MANIFEST, checkpoint_names, write_json
 from pretrain.demo import RunCommand
 from pretrain.reporting.report import FINETUNED
 
@@ -97,7 +97,7 @@ def _train(task: DemoTask, start: str, folder: Path, data: Path, run_command: Ru
     if (target / MODEL / MANIFEST).is_file():
         print("      finished by an earlier demo", flush=True)
         return 0
-    resume = any(target.glob(f"checkpoints/*/{MANIFEST}"))
+    resume = bool(checkpoint_names(target))
     if not resume:
         shutil.rmtree(target, ignore_errors=True)
     settings = {

@@ -141,17 +141,15 @@ def _pretrain(arguments: argparse.Namespace) -> None:
 def _fit(config: PretrainConfig, arguments: argparse.Namespace) -> PretrainConfig:
     """The config with as many steps as fit into the given minutes here; a resumed run keeps those it began with."""
     from pretrain import pace, preflight
+    from pretrain.common.files import checkpoint_names
     from pretrain.config import changed_for_resume
 
-    if arguments.resume and preflight.checkpoint_names(config.folder):
+    if arguments.resume and checkpoint_names(config.folder):
         return pace.recorded(config)
     preflight.check_corpus(config)
     if not arguments.dry_run:
         preflight.check_run_folder(config, arguments.resume, changed_for_resume)
-    print(f"timing steps for --minutes {arguments.minutes:g} ...", flush=True)
-    config, line = pace.fit(config, arguments.minutes)
-    print(line, flush=True)
-    return config
+    return pace.fit(config, arguments.minutes)
 
 
 def _export(arguments: argparse.Namespace) -> None:

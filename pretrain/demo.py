@@ -14,7 +14,7 @@ from pathlib import Path
 
 from pretrain.commands import add_set, local_path, program
 from pretrain.common.errors import InputError, StoppedError
-from pretrain.common.files import MANIFEST
+from pretrain.common.files import MANIFEST, checkpoint_names
 
 PURPOSE = "prepare, pretrain, export and report on the docstrings of this Python and its packages"
 EXAMPLES = """
@@ -69,8 +69,6 @@ def run(arguments: argparse.Namespace, run_command: RunCommand) -> int:
 
 def run_stages(arguments: argparse.Namespace, run_command: RunCommand, more_stages: int = 0) -> int:
     """Run every stage except the report; `more_stages` follow before it. Returns an exit code."""
-    from pretrain.preflight import checkpoint_names  # imports pydantic, which --help does not need
-
     if not _CONFIG.is_file():
         raise InputError(f"{_CONFIG}: not found. The demo needs a clone of the repository; run ./launch.sh demo there.")
     folder: Path = arguments.run_dir

@@ -36,17 +36,11 @@ class Pace:
     seconds: float  # of a step of the first phase, the median
     total: float  # seconds of all steps of the config
 
-    def __str__(self) -> str:
-        return f"{self.timed} steps timed here, {self.seconds:.3g} s each"
 
-
-def fit(config: PretrainConfig, minutes: float) -> tuple[PretrainConfig, str]:
-    """Scale the steps of all phases so that the run takes about `minutes` on this machine.
+def fit(config: PretrainConfig, minutes: float) -> PretrainConfig:
+    """The config with its steps scaled so that the run takes about `minutes` on this machine; prints what was chosen.
 
     Batches and rates stay; warm-up, decay, ramps, evaluations and checkpoints are scaled with the steps.
-
-    Returns:
-        (the config, a line that says what was timed and chosen).
 
     Raises:
         InputError: `minutes` is not above 0, or other processes than this one's would train.
@@ -56,11 +50,12 @@ def fit(config: PretrainConfig, minutes: float) -> tuple[PretrainConfig, str]:
         raise InputError(f"--minutes: {minutes:g}; expected a number above 0.")
     if config.scheduling.address or "RANK" in os.environ:
         raise InputError("--minutes: times steps on this machine alone; leave out --address and torchrun.")
+    print(f"timing steps for --minutes {minutes:g} ...", flush=True)
     pace = measure(config)
     fitted = scale(config, _TRAINING_SHARE * 60 * minutes / pace.total)
-    return fitted, (
-        f"{pace}: {fitted.total_steps:,} steps take about {minutes:g} min ({config.total_steps:,} in the config)"
-    )
+    chosen = f"{fitted.total_steps:,} steps take about {minutes:g} min ({config.total_steps:,} in the config)"
+    print(f"{pace.timed} steps timed here, {pace.seconds:.3g} s each: {chosen}", flush=True)
+    return fitted
 
 
 def measure(config: PretrainConfig) -> Pace:

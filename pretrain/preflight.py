@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import MANIFEST, atomic_open, disk_errors, locked, verify_manifest, write_json
+from pretrain.common.files import (
+    MANIFEST,
+    atomic_open,
+    checkpoint_names,
+    disk_errors,
+    locked,
+    verify_manifest,
+    write_json,
+)
 from pretrain.common.settings import dump, load
 from pretrain.config import PretrainConfig, R, RunConfig, VocabularyConfig, keep_precision
 
@@ -123,11 +131,6 @@ def is_finished(config: PretrainConfig) -> bool:
         verify_manifest(last)
         return True
     return False
-
-
-def checkpoint_names(folder: Path) -> list[str]:
-    """Names of the finished checkpoints of a run folder, the oldest first."""
-    return sorted(path.parent.name for path in folder.glob(f"checkpoints/*/{MANIFEST}"))
 
 
 def run_state(folder: Path, *, finished: bool) -> str:

@@ -95,7 +95,7 @@ def test_steps_are_timed_once_for_a_folder(tmp_path: Path, monkeypatch: pytest.M
 
     def fit(config: Any, minutes: float) -> Any:
         timed.append(minutes)
-        return pace.scale(config, 40), "40 steps"
+        return pace.scale(config, 40)
 
     def stop(command: Any) -> int:
         if command[0] == "prepare":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import json
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from pretrain.batches import dealing
 from pretrain.batches.dealing import Dealt, balance
 from pretrain.batches.exchange import Exchange
 from pretrain.batches.loader import BatchMaker, Loader, StepBatch
+from pretrain.bench import scale
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.training.engine.engine import SideGroup
@@ -285,3 +287,15 @@ def exchange_on_this_rank() -> tuple[list[int], int]:
 
 def test_processes_add_up_exactly(tmp_path: Path) -> None:
     assert run_workers(2, exchange_on_this_rank) == [([2 * 10**15 + 1, 2], 5)] * 2
+
+
+def test_bench_scale_measures_every_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--sequences", "4", "--length", "32", "--repeats", "1"]
+    assert scale.main(["--ranks", "2", "4", *options, "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["scale"]
+    assert [(row["ranks"], row["sequences"]) for row in rows] == [(2, 8), (4, 16)]
+    assert all(1 <= row["tokens_max_over_mean"] < 2 for row in rows)
+    # Each rank beyond the first cuts at most one parameter in two.
+    assert rows[1]["manifest_entries"] - rows[0]["manifest_entries"] == 2
+    assert scale.main(["--ranks", "2", *options]) == 0
+    assert "whole words" in capsys.readouterr().out

@@ -69,7 +69,7 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.work pretrain.commands "
         "pretrain.training cluster.jobs pretrain.bench"
     ),
-    "pretrain.demo": "pretrain.common pretrain.preflight pretrain.commands pretrain.reporting",
+    "pretrain.demo": "pretrain.common pretrain.commands pretrain.reporting",
     "pretrain.__main__": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.preflight "
         "pretrain.estimate pretrain.pace pretrain.commands pretrain.launch pretrain.reporting pretrain.demo"

@@ -374,11 +374,11 @@ def test_the_stride_of_dropout_seeds_stays_within_int32() -> None:
 
 
 def test_every_head_of_every_layer_has_its_own_dropout_mask() -> None:
-    keys_T, rows_GL = torch.arange(64, dtype=torch.int32), torch.arange(64)[None]
+    keys_GQ = torch.arange(64, dtype=torch.int32)[None]
     masks = []
     for _ in range(4):
-        keys_T = keys_T + BETWEEN
-        masks += [keep_mask(seeds, 0.5) for seeds in _keys_to_heads(keys_T, rows_GL, 4)]
+        keys_GQ = keys_GQ + BETWEEN
+        masks += [keep_mask(seeds, 0.5) for seeds in _keys_to_heads(keys_GQ, 4)]
     for number, mask in enumerate(masks):
         assert not any(torch.equal(mask, other) for other in masks[:number])
 

@@ -62,9 +62,12 @@ def fake_timing(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
     monkeypatch.setattr(pace, "_time_steps", lambda config, steps: seconds)
 
 
-def test_the_steps_fill_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_steps_fill_the_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     fake_timing(monkeypatch, 2.0)
-    fitted, line = pace.fit(make_config(tmp_path, {"steps": 100}), 30)
+    fitted = pace.fit(make_config(tmp_path, {"steps": 100}), 30)
+    line = capsys.readouterr().out
     assert fitted.total_steps == 0.9 * 30 * 60 / 2.0
     assert "2 s each" in line
     assert "810 steps take about 30 min (100 in the config)" in line
@@ -73,14 +76,14 @@ def test_the_steps_fill_the_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 def test_longer_sequences_of_a_later_phase_take_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two phases of equal steps, the second with twice the sequences: a third of the time is the first one's."""
     fake_timing(monkeypatch, 1.0)
-    fitted, _ = pace.fit(make_config(tmp_path, {}, {"global_sequences": 16}), 10)
+    fitted = pace.fit(make_config(tmp_path, {}, {"global_sequences": 16}), 10)
     assert [phase.steps for phase in fitted.phases] == [180, 180]
 
 
 def test_a_ramp_is_timed_at_full_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half of the steps have 4 sequences, half 8: 3/4 of the time that full batches would take."""
     fake_timing(monkeypatch, 1.0)
-    fitted, _ = pace.fit(make_config(tmp_path, {"ramp_from": 4, "ramp_steps": 50}), 10)
+    fitted = pace.fit(make_config(tmp_path, {"ramp_from": 4, "ramp_steps": 50}), 10)
     assert fitted.total_steps == pytest.approx(0.9 * 600 / 0.75, abs=2)
 
 
@@ -97,7 +100,7 @@ def test_a_cluster_cannot_be_timed_here(tmp_path: Path) -> None:
 
 def test_steps_are_timed_in_a_run_that_leaves_nothing(tmp_path: Path) -> None:
     config = make_config(tmp_path, corpus={"dir": str(make_corpus(tmp_path / "corpus"))})
-    assert 0 < pace._time_steps(config, 3) < 60
+    assert pace._time_steps(config, 3) > 0
     assert not config.folder.exists()
 
 

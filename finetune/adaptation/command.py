@@ -28,7 +28,7 @@ from finetune.artifacts.saved import MODEL, SCORES
 from pretrain.commands import as_stage, program
 from pretrain.common import settings
 from pretrain.common.errors import InputError
-from pretrain.common.files import MANIFEST, write_json
+from pretrain.common.files import MANIFEST, checkpoint_names, write_json
 from pretrain.config import PretrainConfig, load_config
 from pretrain.reporting.gains import COMPARED, gain_lines
 
@@ -98,7 +98,7 @@ class _Stages:
             general = self._corpus("general", arguments.general, 0)
             yield self._titled("tokenizing the general text", ["prepare", str(general)]), pretrain
         config = self._run_config(corpus)
-        resume = ["--resume"] if any((out / "run").glob(f"checkpoints/*/{MANIFEST}")) else []
+        resume = ["--resume"] if checkpoint_names(out / "run") else []
         alone = ["--no-ray"] if arguments.workers == 1 else []
         yield self._titled("training", ["pretrain", str(config), *alone, *resume]), pretrain
         yield self._titled("export", ["export", str(out / "run"), str(out / "model")]), pretrain
@@ -175,7 +175,7 @@ def _of_corpus(overrides: Sequence[str]) -> list[str]:
 
 
 def _finetuning(path: str, folder: Path, start: str, seed: int) -> list[str]:
-    resume = any(folder.glob(f"checkpoints/*/{MANIFEST}"))
+    resume = bool(checkpoint_names(folder))
     if not resume:
         shutil.rmtree(folder, ignore_errors=True)
     values = {

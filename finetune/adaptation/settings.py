@@ -89,10 +89,7 @@ def steps_of(config: PretrainConfig, arguments: argparse.Namespace) -> int:
     if arguments.steps:
         return arguments.steps
     if arguments.minutes:
-        print(f"timing steps for --minutes {arguments.minutes:g} ...", flush=True)
-        fitted, line = pace.fit(config, arguments.minutes)
-        print(line, flush=True)
-        return fitted.total_steps
+        return pace.fit(config, arguments.minutes).total_steps
     phase, shards = config.phases[0], read_manifest(Path(config.corpus.dir))["shards"]
     tokens = sum(shard["tokens"] for shard in shards if shard["split"] == "train")
     tokens = tokens / (1 - config.adaptation.replay_share)

@@ -20,17 +20,8 @@ from pretrain.config import ModelConfig
 _MOST_CLASSES = 20  # a larger confusion matrix is not shown in full
 _MOST_CONFUSIONS = 20  # shown of a larger matrix
 
-_FAMILIES = {
-    "bert": "BERT",
-    "distilbert": "DistilBERT",
-    "roberta": "RoBERTa",
-    "electra": "ELECTRA",
-    "modernbert": "ModernBERT",
-    "eurobert": "EuroBERT",
-    "nomic_bert": "Nomic BERT",
-    "gte": "GTE",
-    "deberta": "DeBERTa",
-}
+# Layouts that hold another family's model and have a name of their own.
+_ALIKE = {"distilbert": "DistilBERT", "roberta": "RoBERTa", "electra": "ELECTRA"}
 _PIPELINES = {
     "sequence": "text-classification",
     "tokens": "token-classification",
@@ -94,7 +85,7 @@ def model_card(config: FinetuneConfig, task: Task[Any], facts: CardFacts) -> str
         config=config,
         task=task,
         facts=facts,
-        family=_FAMILIES.get(facts.family, facts.shape.family_title),
+        family=_ALIKE.get(facts.family, facts.shape.family_title),
         auto_model=_AUTO_MODELS[task.head],
         untouched=[name for name in scores if name not in (facts.chosen_on, *dict(repeated))],
         remarks=[repeated_remark(*pair) for pair in repeated],

@@ -20,7 +20,7 @@ from finetune.experiments.outcomes import Outcome, Trial, failure
 from finetune.experiments.trials_view import TrialLine, TrialsView
 from pretrain import preflight
 from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
-from pretrain.common.files import MANIFEST, write_json
+from pretrain.common.files import MANIFEST, checkpoint_names, write_json
 from pretrain.config import Precision, with_precision
 from pretrain.model.precision import choose_here
 
@@ -82,7 +82,7 @@ def run_all(
         for number, trial in enumerate(trials):
             if number in pending:
                 preflight.check_run_folder(trial.config, True, changed_for_resume)
-                if any(trial.config.folder.glob(f"checkpoints/*/{MANIFEST}")):
+                if checkpoint_names(trial.config.folder):
                     runs.check_same(trial.config, over=False)  # it continues without --resume
                 preflight.record_run(trial.config, [sys.executable, *sys.orig_argv[1:]])
         if not pending:

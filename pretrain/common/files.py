@@ -231,6 +231,11 @@ def _own_hash(manifest: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(rest, sort_keys=True).encode()).hexdigest()
 
 
+def checkpoint_names(folder: Path) -> list[str]:
+    """Names of the finished checkpoints of a run folder, the oldest first."""
+    return sorted(path.parent.name for path in folder.glob(f"checkpoints/*/{MANIFEST}"))
+
+
 def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of `folder`. Raises `InputError` if it is missing or not valid JSON."""
     path = folder / MANIFEST

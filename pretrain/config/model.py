@@ -13,7 +13,6 @@ from pretrain.config.families import PARTS, SIZES, TITLES, Shape
 # The widths and lengths up to which the dropout seeds are distinct in int32 (model/hash_rng.py, ALONG).
 MAX_WIDTH = 8192
 Positions = Literal["learned", "sinusoidal", "rotary", "rotary_interleaved", "relative", "disentangled", "none"]
-_SWITCHES = ("relative_norm", "relative_projections")
 
 
 class ModelConfig(Section):
@@ -270,20 +269,21 @@ class ModelConfig(Section):
         if rotary and self.hidden // self.heads % 2:
             raise ValueError(f"positions: {self.positions} needs an even head width (hidden / heads)")
         relative = self.positions in ("relative", "disentangled")
-        unused = {
-            "rotary_base": self.rotary_base and not rotary,
-            "local_rotary_base": self.local_rotary_base and not rotary,
-            "relative_buckets": self.relative_buckets and not relative,
-            "relative_max_distance": self.relative_max_distance and not relative,
-            "relative_terms": self.relative_terms != "both" and not self.disentangled,
-            "relative_norm": self.relative_norm and not self.disentangled,
-            "relative_projections": self.relative_projections and not self.disentangled,
+        has_effect = {
+            "rotary_base": rotary,
+            "local_rotary_base": rotary,
+            "relative_buckets": relative,
+            "relative_max_distance": relative,
+            "relative_terms": self.disentangled,
+            "relative_norm": self.disentangled,
+            "relative_projections": self.disentangled,
         }
-        for key, wrong in unused.items():
-            if wrong:
-                default = "both" if key == "relative_terms" else "false" if key in _SWITCHES else "0"
+        for key, used in has_effect.items():
+            default = type(self).model_fields[key].default
+            if not used and getattr(self, key) != default:
+                value = f"{default}".lower().removesuffix(".0")
                 raise ValueError(
-                    f"{key} has no effect with positions: {self.positions}. Remove it, or set it to {default}"
+                    f"{key} has no effect with positions: {self.positions}. Remove it, or set it to {value}"
                 )
         return self
 

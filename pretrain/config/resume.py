@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common import settings
-from pretrain.common.files import MANIFEST
+from pretrain.common.files import checkpoint_names
 from pretrain.config.engine import Precision
 from pretrain.config.run import PretrainConfig, R, RunConfig
 
@@ -74,6 +74,6 @@ def run_folder(given: Mapping[str, Any]) -> Path:
 def began_from(folder: Path) -> bool:
     """Whether the run in `folder` began from a checkpoint (`start_from`) and has one of its own to resume from."""
     config = folder / "config.yaml"
-    if not config.is_file() or not any(folder.glob(f"checkpoints/*/{MANIFEST}")):
+    if not config.is_file() or not checkpoint_names(folder):
         return False
     return bool(settings.read_values(config).get("start_from"))

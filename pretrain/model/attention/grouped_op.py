@@ -78,18 +78,15 @@ def _forward(
     between, turn = kernels(fused), _Turn(cos, sin, interleaved)
     for group in _groups(cu_seqlens, rows, heads, window):
         q_BQD, k_BLD, v_BLD = _project(between, qkv, bias, group, rows, heads, turn)
-        keys_BQ = _keys_to_heads(keys, _rows(group, rows), heads) if dropout else None
-        mask_BL = group.mask_GL.repeat_interleave(heads, 0)
-        terms = GroupTerms(group, _rows(group, rows), heads, window, causal, distance_bias)
-        distances = DistanceTerms(group, _rows(group, rows), heads, window, tables)
+        token_GQ = _rows(group, rows)
+        terms = GroupTerms(group, token_GQ, heads, window, causal, distance_bias)
+        distances = DistanceTerms(group, token_GQ, heads, window, tables)
+        weighing = _Weighing.of(group, terms, _scale(q_BQD, tables), dropout, keys[token_GQ], heads)
         context_BQD = torch.empty_like(q_BQD)
         lse_BQ = q_BQD.new_empty(q_BQD.shape[:2], dtype=torch.float32)
         for b in _head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
             scores_BQL = distances.products(b, q_BQD[b], k_BLD[b])
-            seeds = None if keys_BQ is None else keys_BQ[b]
-            weights_BQL, lse_BQ[b] = between.softmax(
-                scores_BQL, mask_BL[b], _scale(q_BQD, tables), seeds, dropout, *terms.of(b)
-            )
+            weights_BQL, lse_BQ[b] = between.softmax(scores_BQL, *weighing.at(b))
             torch.bmm(weights_BQL, v_BLD[b], out=context_BQD[b])
         numbers = group.queries
         context_RH[numbers.range] = between.to_tokens(context_BQD, numbers.place_T, None, heads).flatten(1)
@@ -128,7 +125,6 @@ def _backward(
     bias, distance_bias = _detached(bias), _detached(distance_bias)
     tables = DistanceTables(_detached(distance_keys), _detached(distance_queries), row_of)
     grad_tables = tables.gradients(qkv)
-    hidden = qkv.shape[1] // 3
     grad_qkv = torch.empty_like(qkv) if rows is None else torch.zeros_like(qkv)
     grad_table_NM = _empty_table(qkv, distance_bias).zero_()
     between, turn = kernels(fused), _Turn(cos, sin, interleaved)
@@ -137,18 +133,16 @@ def _backward(
         numbers = group.queries
         do_BQD, delta_BQ = between.grad_to_heads(grad_context, context, numbers.number_GL, numbers.real_GL, heads)
         lse_BQ = heads_first(_without_padding(lse[numbers.number_GL], numbers.real_GL, rows))
-        keys_BQ = _keys_to_heads(keys, _rows(group, rows), heads) if dropout else None
-        mask_BL = group.mask_GL.repeat_interleave(heads, 0)
-        terms = GroupTerms(group, _rows(group, rows), heads, window, causal, distance_bias)
-        distances = DistanceTerms(group, _rows(group, rows), heads, window, tables)
+        token_GQ = _rows(group, rows)
+        terms = GroupTerms(group, token_GQ, heads, window, causal, distance_bias)
+        distances = DistanceTerms(group, token_GQ, heads, window, tables)
+        weighing = _Weighing.of(group, terms, _scale(q_BQD, tables), dropout, keys[token_GQ], heads)
         grad_q_BQD, grad_k_BLD, grad_v_BLD = (torch.empty_like(x) for x in (q_BQD, k_BLD, v_BLD))
         for b in _head_slices(q_BQD, k_BLD, heads if tables.terms else 1):
             scores_BQL = distances.products(b, q_BQD[b], k_BLD[b])
             grad_weights_BQL = torch.bmm(do_BQD[b], v_BLD[b].mT)
-            seeds, scale = None if keys_BQ is None else keys_BQ[b], _scale(q_BQD, tables)
-            row_sums = lse_BQ[b], delta_BQ[b]
             weights_BQL, grad_scores_BQL = between.softmax_backward(
-                scores_BQL, grad_weights_BQL, *row_sums, mask_BL[b], scale, seeds, dropout, *terms.of(b)
+                scores_BQL, grad_weights_BQL, lse_BQ[b], delta_BQ[b], *weighing.at(b)
             )
             torch.bmm(grad_scores_BQL, k_BLD[b], out=grad_q_BQD[b])
             torch.bmm(grad_scores_BQL.mT, q_BQD[b], out=grad_k_BLD[b])
@@ -156,16 +150,8 @@ def _backward(
             operands, totals = (q_BQD[b], k_BLD[b]), (grad_q_BQD[b], grad_k_BLD[b])
             distances.add_gradients(b, grad_scores_BQL, operands, totals, grad_tables)
             if distance_bias is not None:
-                terms.add_gradient(grad_table_NM, b, grad_scores_BQL.float() / scale)
-        queries = numbers.range if rows is None else rows[numbers.range]
-        grad_q_RH = between.to_tokens(grad_q_BQD, numbers.place_T, None, heads, *turn.of(queries)).flatten(1)
-        if isinstance(queries, slice):
-            grad_qkv[queries, :hidden] = grad_q_RH
-        else:  # a token may be a query twice
-            grad_qkv[:, :hidden].index_add_(0, queries, grad_q_RH)
-        tokens, places = group.keys.range, (group.keys.place_T, group.keys.other_T, heads)
-        grad_qkv[tokens, hidden : 2 * hidden] = between.to_tokens(grad_k_BLD, *places, *turn.of(tokens)).flatten(1)
-        grad_qkv[tokens, 2 * hidden :] = between.to_tokens(grad_v_BLD, *places).flatten(1)
+                terms.add_gradient(grad_table_NM, b, grad_scores_BQL.float() / weighing.scale)
+        _add_to_tokens(between, grad_qkv, (grad_q_BQD, grad_k_BLD, grad_v_BLD), group, rows, turn)
     return grad_qkv, grad_table_NM, *grad_tables.both()
 
 
@@ -268,6 +254,28 @@ class _Turn(NamedTuple):
         return self.cos[tokens], self.sin[tokens], self.interleaved
 
 
+class _Weighing(NamedTuple):
+    """How the scores of a group become weights, in both passes."""
+
+    mask_BL: Tensor
+    scale: float
+    seeds_BQ: Tensor | None  # of dropout
+    dropout: float
+    terms: GroupTerms
+
+    @classmethod
+    def of(
+        cls, group: SequenceGroup, terms: GroupTerms, scale: float, dropout: float, keys_GQ: Tensor, heads: int
+    ) -> _Weighing:
+        seeds_BQ = _keys_to_heads(keys_GQ, heads) if dropout else None
+        return cls(group.mask_GL.repeat_interleave(heads, 0), scale, seeds_BQ, dropout, terms)
+
+    def at(self, b: slice) -> tuple[Any, ...]:
+        """The arguments of the softmax kernels, from the mask on, for rows `b`."""
+        seeds = None if self.seeds_BQ is None else self.seeds_BQ[b]
+        return self.mask_BL[b], self.scale, seeds, self.dropout, *self.terms.of(b)
+
+
 def _project(
     between: Kernels,
     qkv: Tensor,
@@ -285,6 +293,28 @@ def _project(
     k_BLD = between.to_heads(x_T3ND[:, 1], biases[1], group.keys.number_GL, *rotation)
     v_BLD = between.to_heads(x_T3ND[:, 2], biases[2], group.keys.number_GL)
     return q_BQD, k_BLD, v_BLD
+
+
+def _add_to_tokens(
+    between: Kernels,
+    grad_qkv: Tensor,
+    grads: tuple[Tensor, Tensor, Tensor],
+    group: SequenceGroup,
+    rows: Tensor | None,
+    turn: _Turn,
+) -> None:
+    """Put the gradients of a group's queries [B, Q, D], keys and values [B, L, D] into `grad_qkv` [T, 3H]."""
+    hidden, (grad_q_BQD, grad_k_BLD, grad_v_BLD), numbers = grad_qkv.shape[1] // 3, grads, group.queries
+    heads = hidden // grad_q_BQD.shape[-1]
+    queries = numbers.range if rows is None else rows[numbers.range]
+    grad_q_RH = between.to_tokens(grad_q_BQD, numbers.place_T, None, heads, *turn.of(queries)).flatten(1)
+    if isinstance(queries, slice):
+        grad_qkv[queries, :hidden] = grad_q_RH
+    else:  # a token may be a query twice
+        grad_qkv[:, :hidden].index_add_(0, queries, grad_q_RH)
+    tokens, places = group.keys.range, (group.keys.place_T, group.keys.other_T, heads)
+    grad_qkv[tokens, hidden : 2 * hidden] = between.to_tokens(grad_k_BLD, *places, *turn.of(tokens)).flatten(1)
+    grad_qkv[tokens, 2 * hidden :] = between.to_tokens(grad_v_BLD, *places).flatten(1)
 
 
 def _without_padding(lse_GQN: Tensor, real_GQ: Tensor, rows: Tensor | None) -> Tensor:
@@ -309,7 +339,7 @@ def _per_head_to_tokens(x_BL: Tensor, place_T: Tensor, heads: int) -> Tensor:
     return x_BL.unflatten(0, (-1, heads)).transpose(1, 2).flatten(0, 1)[place_T]
 
 
-def _keys_to_heads(keys_T: Tensor, rows_GL: Tensor, heads: int) -> Tensor:
-    """int32 [T] -> int32 [B, Q] of the token rows, a seed for each head's row of weights."""
-    head_N1 = torch.arange(heads, device=keys_T.device, dtype=torch.int32)[:, None]
-    return hash_bits(keys_T[rows_GL][:, None] + head_N1 * HEADS).flatten(0, 1)
+def _keys_to_heads(keys_GQ: Tensor, heads: int) -> Tensor:
+    """int32 [G, Q] -> int32 [B, Q], a seed for each head's row of weights."""
+    head_N1 = torch.arange(heads, device=keys_GQ.device, dtype=torch.int32)[:, None]
+    return hash_bits(keys_GQ[:, None] + head_N1 * HEADS).flatten(0, 1)

@@ -16,19 +16,19 @@ from pretrain.checkpoint.layouts.task_heads import HeadDropout, TaskHead
 from pretrain.config import ModelConfig
 
 _TERMS = {"both": ["p2c", "c2p"], "c2p": ["c2p"], "p2c": ["p2c"]}
-# Fields that only one value of is supported, the default of transformers, and what stands for the supported value.
-_ONLY: dict[str, tuple[Any, tuple[Any, ...]]] = {
-    "relative_attention": (False, (True,)),
-    "position_biased_input": (True, (False,)),
-    "type_vocab_size": (0, (0,)),
-    "conv_kernel_size": (0, (0,)),
+# Fields with one supported value: what transformers takes if the field is missing, and that value.
+_ONLY = {
+    "relative_attention": (False, True),
+    "position_biased_input": (True, False),
+    "type_vocab_size": (0, 0),
+    "conv_kernel_size": (0, 0),
 }
 
 
 def _read(config: Mapping[str, Any]) -> dict[str, Any]:
-    for key, (default, supported) in _ONLY.items():
-        if config.get(key, default) not in supported:
-            raise ValueError(f"{key} is {config.get(key, default)!r}; only {supported[0]!r} is supported")
+    for key, (default, only) in _ONLY.items():
+        if config.get(key, default) != only:
+            raise ValueError(f"{key} is {config.get(key, default)!r}; only {only!r} is supported")
     hidden = config["hidden_size"]
     own = {
         "attention_head_size": hidden // config["num_attention_heads"],
@@ -69,7 +69,7 @@ def _read_norm(config: Mapping[str, Any]) -> bool:
 
 def _write(model: ModelConfig, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **{key: supported[0] for key, (_, supported) in _ONLY.items()},
+        **{key: only for key, (_, only) in _ONLY.items()},
         "position_buckets": model.relative_buckets or -1,
         "max_relative_positions": model.relative_max_distance,
         "pos_att_type": _TERMS[model.relative_terms],
