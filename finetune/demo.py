@@ -18,6 +18,7 @@ from typing import Any
 from finetune.artifacts.saved import MODEL, SCORES
 from finetune.demo_data import write_sets
 from pretrain import demo as pretraining
+from pretrain.commands import as_stage
 from pretrain.common.files import MANIFEST, checkpoint_names, write_json
 from pretrain.demo import RunCommand
 from pretrain.reporting.report import FINETUNED
@@ -110,7 +111,8 @@ def _train(task: DemoTask, start: str, folder: Path, data: Path, run_command: Ru
     }
     words = [word for key, value in settings.items() for word in ("--set", f"{key}={value}")]
     config = pretraining.CONFIGS / "finetune" / "demo" / f"{task.name}.yaml"
-    return run_command(["finetune", str(config), "--no-ray", *words, *(["--resume"] if resume else [])])
+    with as_stage():
+        return run_command(["finetune", str(config), "--no-ray", *words, *(["--resume"] if resume else [])])
 
 
 # ---------------------------------------------------------------- results

@@ -11,7 +11,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
-from pretrain.common.errors import InputError, RunError, printable
+from pretrain.common.errors import InputError, RunError, StoppedError, printable
 from pretrain.common.files import check_local, find_run
 
 LAUNCHER = "./launch.sh"
@@ -35,7 +35,7 @@ _is_stage: ContextVar[bool] = ContextVar("is_stage", default=False)
 
 @contextlib.contextmanager
 def as_stage() -> Iterator[None]:
-    """Within it, `next_step` is silent: the commands are stages of a larger one, which goes on by itself."""
+    """Within it, the commands are stages of a larger one, which says itself how to go on: no advice is printed."""
     token = _is_stage.set(True)
     try:
         yield
@@ -56,7 +56,8 @@ def exit_code(run: Callable[[], int | None]) -> int:
     try:
         return run() or 0
     except RunError as error:
-        for line in str(error).split("\n"):
+        message = str(error).removesuffix(StoppedError.CONTINUE) if _is_stage.get() else str(error)
+        for line in message.split("\n"):
             print(f"error: {printable(line)}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
@@ -164,6 +165,23 @@ def add_workers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--workers", type=int, metavar="N", help="number of worker processes (overrides scheduling.workers)"
     )
+
+
+def add_local_workers(parser: argparse.ArgumentParser) -> None:
+    """Add --workers N to a command that trains on this machine alone; `usual_workers` is its default."""
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="number of worker processes (default: one for each GPU; without GPUs 2, or 1 on a single core)",
+    )
+
+
+def usual_workers() -> int:
+    """How many workers train on this machine if nobody says."""
+    import torch
+
+    return torch.cuda.device_count() or min(2, len(os.sched_getaffinity(0)))
 
 
 # ---------------------------------------------------------------- argument types

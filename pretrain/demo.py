@@ -6,13 +6,12 @@ Each stage is a command that a user would type, run through the same command lin
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pretrain.commands import add_set, local_path, program
+from pretrain.commands import add_local_workers, add_set, as_stage, local_path, program, usual_workers
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, checkpoint_names
 
@@ -32,13 +31,7 @@ _CONFIG = CONFIGS / "pretrain" / "tiny.yaml"
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the demo's options."""
-    parser.add_argument(
-        "--workers",
-        type=int,
-        default=min(2, len(os.sched_getaffinity(0))),
-        metavar="N",
-        help="number of worker processes (default: 2, or 1 on a single core)",
-    )
+    add_local_workers(parser)
     parser.add_argument(
         "--run-dir", type=local_path, default=Path("runs/demo"), metavar="DIR", help="run folder (default: runs/demo)"
     )
@@ -86,7 +79,8 @@ def run_stages(arguments: argparse.Namespace, run_command: RunCommand, more_stag
             continue
         print(f"\n[{number}/{STAGES + more_stages}] {title}: {program()} {_shell(command)}", flush=True)
         started = time.monotonic()
-        code = run_command(command)
+        with as_stage():
+            code = run_command(command)
         if code:
             return code
         print(f"      {time.monotonic() - started:.1f} s", flush=True)
@@ -99,7 +93,7 @@ def finish(arguments: argparse.Namespace, started: float, code: int, more_stages
     `started` is the demo's start on the monotonic clock, `more_stages` as in `run_stages`.
     """
     if code == StoppedError.exit_code:
-        print(f"The demo stopped. Run the same command again to continue it; `{program()} demo` takes no --resume.")
+        print("The demo stopped. Run the same command again to continue it.")
     elif not code:
         print(f"\n[{STAGES + more_stages}/{STAGES + more_stages}] report", flush=True)
         _write_report(arguments, started)
@@ -121,7 +115,7 @@ def _stages(arguments: argparse.Namespace, resume: bool) -> list[tuple[str, list
         "name=demo",
         f"run_dir={arguments.run_dir}",
         f"corpus.dir={arguments.data_dir}",
-        f"scheduling.workers={arguments.workers}",
+        f"scheduling.workers={usual_workers() if arguments.workers is None else arguments.workers}",
         *arguments.set,
     ]
     settings = [word for value in values for word in ("--set", value)]

@@ -16,6 +16,7 @@ import yaml
 from corpora import make_corpus
 
 from pretrain.__main__ import BENCHMARKS, main
+from pretrain.commands import as_stage, exit_code, usual_workers
 from pretrain.common.errors import DivergedError, MachineError, StoppedError
 from pretrain.common.worker import Worker
 from pretrain.config import load_config
@@ -466,3 +467,21 @@ def test_fine_tuning_refuses_remote_addresses(
     (line,) = capsys.readouterr().err.splitlines()
     assert "is a remote address; only local paths are supported." in line
     assert not list(tmp_path.iterdir())
+
+
+def test_a_stopped_stage_leaves_the_advice_to_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    def stop() -> None:
+        raise StoppedError(f"stopped at step 2 of 4.{StoppedError.CONTINUE}")
+
+    assert exit_code(stop) == 75
+    assert capsys.readouterr().err == "error: stopped at step 2 of 4. Continue with --resume.\n"
+    with as_stage():
+        assert exit_code(stop) == 75
+    assert capsys.readouterr().err == "error: stopped at step 2 of 4.\n"
+
+
+@pytest.mark.parametrize(("gpus", "cores", "expected"), [(0, 1, 1), (0, 2, 2), (0, 64, 2), (1, 16, 1), (8, 16, 8)])
+def test_every_gpu_has_a_worker(gpus: int, cores: int, expected: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: gpus)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
+    assert usual_workers() == expected

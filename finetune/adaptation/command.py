@@ -99,7 +99,7 @@ class _Stages:
             yield self._titled("tokenizing the general text", ["prepare", str(general)]), pretrain
         config = self._run_config(corpus)
         resume = ["--resume"] if checkpoint_names(out / "run") else []
-        alone = ["--no-ray"] if arguments.workers == 1 else []
+        alone = ["--no-ray"] if load_config(config).scheduling.workers == 1 else []
         yield self._titled("training", ["pretrain", str(config), *alone, *resume]), pretrain
         yield self._titled("export", ["export", str(out / "run"), str(out / "model")]), pretrain
         yield from ((words, finetune) for words in self._finetunings(load_config(config)))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 
-from pretrain.commands import add_set, add_workers, local_path, positive_int
+from pretrain.commands import add_local_workers, add_set, local_path, positive_int
 
 PURPOSE = "continue a checkpoint on your own text, and show what it gained and lost"
 EXAMPLES = """
@@ -72,6 +71,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="fine-tune with this config from the checkpoint and from the result, and compare; may be repeated",
     )
     parser.add_argument("--seeds", type=positive_int, metavar="N", help="fine-tunings of each config (default: 1)")
-    add_workers(parser)
-    parser.set_defaults(workers=min(2, len(os.sched_getaffinity(0))))
+    add_local_workers(parser)
     add_set(parser, "override a setting of the pretraining; may be repeated")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain import pace, work
+from pretrain.commands import usual_workers
 from pretrain.common import settings
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, read_manifest
@@ -55,7 +56,7 @@ def run_values(arguments: argparse.Namespace, corpus: dict[str, Any], model: Mod
         "engine": {"micro_batch_tokens": 4096},
         "evaluation": {"every_steps": every, "sequences": 512},
         "checkpoint": {"every_steps": every},
-        "scheduling": {"workers": arguments.workers},
+        "scheduling": {"workers": usual_workers() if arguments.workers is None else arguments.workers},
         "adaptation": adaptation,
     }
 

@@ -45,3 +45,5 @@ class StoppedError(RunError):
     """Stopped on request after saving a checkpoint; `--resume` continues."""
 
     exit_code = 75
+    # The end of a message; a command whose stage stopped gives its own advice instead.
+    CONTINUE = " Continue with --resume."

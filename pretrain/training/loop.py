@@ -219,8 +219,8 @@ class _Fit(Generic[S]):
             self.saver.wait()
         step = self.progress.step
         raise StoppedError(
-            f"stopped at step {step} of {self.plan.total_steps}; checkpoint {store.name_of(step)} is saved. "
-            "Continue with --resume."
+            f"stopped at step {step} of {self.plan.total_steps}; checkpoint {store.name_of(step)} is saved."
+            f"{StoppedError.CONTINUE}"
         )
 
     def steps(self) -> Iterator[S]:
