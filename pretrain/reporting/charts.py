@@ -19,6 +19,7 @@ _WIDTH, _HEIGHT = 400, 220
 _LEFT, _RIGHT, _TOP, _BOTTOM = 48, 10, 12, 26
 _MOST_POINTS = 300  # longer curves are averaged down to this number
 _BAR_PITCH, _BAR_TOP, _BAR_HEIGHT, _BAR_MARGIN = 48, 20, 16, 6
+_CHANGE_PITCH = 66
 _LIMIT_HEIGHT = 24  # below the bars, for the name of the limit
 _FAR_LIMIT = 4  # a limit above this multiple of the longest bar is written as text
 _FEW_POINTS = 40  # curves up to this length show each point as a dot and are not smoothed
@@ -159,7 +160,7 @@ def change_chart(title: str, unit: str, changes: Sequence[Change], *, before: st
         form: formats a value.
     """
     parts = [_change(one, number, form) for number, one in enumerate(changes)]
-    height = len(changes) * _BAR_PITCH
+    height = len(changes) * _CHANGE_PITCH
     legend = f"<span class=before>{escape(before)}</span><span class=train>{escape(after)}</span>"
     return (
         f'<figure class="chart"><figcaption><b>{escape(title)}</b>{legend}<i>{escape(unit)}</i></figcaption>'
@@ -254,8 +255,8 @@ def _bar(bar: Bar, number: int, end: float, form: Form) -> str:
 
 
 def _change(change: Change, number: int, form: Form) -> str:
-    """A row: its name and values above, the scale from 0 to 1 with both dots below."""
-    top = number * _BAR_PITCH
+    """A row: its name above, the scale from 0 to 1 with both dots, the values below, so that none meets a long name."""
+    top = number * _CHANGE_PITCH
     middle = top + _BAR_TOP + _BAR_HEIGHT / 2
     values = [value for value in (change.before, change.after) if value is not None]
     dots = zip(("before", "train"), (change.before, change.after), strict=True)
@@ -265,7 +266,7 @@ def _change(change: Change, number: int, form: Form) -> str:
     said = f"{change.metric} {said}"
     return (
         f'<text class=name x={_BAR_MARGIN} y="{top + 13}">{escape(change.name)}</text>'
-        f'<text class=value x={_WIDTH - _BAR_MARGIN} y="{top + 13}" text-anchor=end>{escape(said)}</text>'
+        f'<text class=value x={_WIDTH - _BAR_MARGIN} y="{top + 52}" text-anchor=end>{escape(said)}</text>'
         f'<line class=grid x1={_BAR_MARGIN} x2={_WIDTH - _BAR_MARGIN} y1="{middle}" y2="{middle}" />{joined}'
         + "".join(
             f'<circle class={kind} cx="{_bar_x(value, 1.0)}" cy="{middle}" r=6 />'
