@@ -111,7 +111,9 @@ MAY_IMPORT: dict[str, str] = {
         "pretrain.commands pretrain.reporting finetune.artifacts"
     ),
     "finetune.demo_data": "pretrain.common pretrain.corpus",
-    "finetune.demo": "pretrain.common pretrain.commands pretrain.reporting pretrain.demo finetune.artifacts finetune.demo_data",
+    "finetune.demo": (
+        "pretrain.common pretrain.commands pretrain.reporting pretrain.demo finetune.artifacts finetune.demo_data"
+    ),
     "finetune.__main__": (
         "pretrain.common pretrain.preflight pretrain.commands pretrain.launch finetune.config pretrain.demo "
         "pretrain.__main__ finetune.artifacts finetune.runs finetune.bench finetune.experiments finetune.demo "
