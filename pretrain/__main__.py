@@ -38,6 +38,7 @@ BENCHMARKS = {
     "prepare": "MB/s from raw text to token shards against tokenizers and datasets",
     "loader": "sequences/s of the data loader against a Hugging Face collator",
     "scale": "work of one rank for a step, by the number of ranks, simulated",
+    "roofline": "published training speeds beside the limit that --dry-run --on computes for GPUs",
     "workers": "cost of Ray, DeepSpeed, tracking and a second worker",
     "quality": "held-out loss after equal training time against transformers",
     "checkpoint": "training time lost to a synchronous and to a background checkpoint",

@@ -20,23 +20,13 @@ from pretrain.config import ModelConfig, Precision, PretrainConfig, R, with_prec
 from pretrain.model import cost
 from pretrain.model.parameters import total
 from pretrain.model.precision import matmul_peak, resolve_here
-from pretrain.work import Work, optimizer_flops, phase_work
+from pretrain.roofline import GPUS, REACHED, Gpu, StepTimes, step_times
+from pretrain.work import Flops, Work, optimizer_flops, phase_work
 
 Device = Literal["cpu", "cuda"]
 
-# Dense peak of the tensor cores at bf16 (V100: fp16) in FLOP/s, from NVIDIA's data sheets.
-PEAK_FLOPS = {
-    "V100": 125e12,
-    "A100": 312e12,
-    "L4": 121e12,
-    "L40S": 362e12,
-    "RTX4090": 165e12,
-    "H100": 989e12,
-    "H200": 989e12,
-    "B200": 2250e12,
-}
-# Assumed MFU. By this definition NVIDIA's BERT-Large on 8 A100 had 0.44 at length 128 and 0.33 at 512
-# (DeepLearningExamples README); our step on CPU has half of the measured matmul peak.
+# Assumed MFU of this machine: our step on CPU has half of the measured matmul peak. By this definition NVIDIA's
+# BERT-Large on 8 A100 had 0.44 at length 128 (DeepLearningExamples README).
 ASSUMED_MFU = {"cuda": 0.40, "cpu": 0.50}
 
 
@@ -65,7 +55,7 @@ def dry_run(
         "Parameters\n" + _parameter_lines(config, size),
         "Memory per worker\n" + _memory_lines(config, cluster.workers if cluster else None, device),
         "Work\n" + _work_lines(config, work, given=mean_length is not None),
-        "Time\n" + _time_lines(work, cluster),
+        "Time\n" + _time_lines(config, work, size, cluster),
         "Corpus\n" + _corpus_lines(config),
         *(["Resolved config\n" + _indent(dump(config))] if show_config else []),
     ]
@@ -262,28 +252,23 @@ class Cluster:
     workers: int
     device: Device
     peak_flops: float  # of all workers together, FLOP/s
-    mfu: float
-    how: str
+    gpu: Gpu | None = None  # None for this machine
 
 
 def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     """`8xH100`, `H100`, or `here`, which measures this machine's matmul peak for half a second."""
     if text == "here":
         device, peak = _measure_peak(config.engine.resolved_precision)
-        how = f"measured {config.engine.precision} matmul peak"
-        share = ASSUMED_MFU[device]
-        return Cluster("this machine", config.scheduling.workers, device, peak, share, how)
+        return Cluster("this machine", config.scheduling.workers, device, peak)
     match = re.fullmatch(r"(?:(\d{1,9})\s*[xX]\s*)?([A-Za-z0-9]+)", text.strip())
-    names = {name.upper(): name for name in PEAK_FLOPS}
+    names = {name.upper(): name for name in GPUS}
     if not match or match[2].upper() not in names or match[1] == "0":
-        known = ", ".join(PEAK_FLOPS)
+        known = ", ".join(GPUS)
         raise InputError(f"--on {text}: not a known cluster. Give here, or COUNTxNAME with one of {known}.")
     name, count = names[match[2].upper()], int(match[1] or 1)
     if config.engine.precision == "fp32":
         raise InputError(f"--on {text}: its figures are for bf16 and fp16; engine.precision is fp32.")
-    how = "dense bf16 peak of the data sheet"
-    peak = count * PEAK_FLOPS[name]
-    return Cluster(f"{count} x {name}", count, "cuda", peak, ASSUMED_MFU["cuda"], how)
+    return Cluster(f"{count} x {name}", count, "cuda", count * GPUS[name].peak_flops, GPUS[name])
 
 
 def resolve_precision(config: R, on: str = "") -> tuple[R, str]:
@@ -416,19 +401,49 @@ def _work_lines(config: PretrainConfig, work: list[Work], *, given: bool) -> str
     return "\n".join(lines)
 
 
-def _time_lines(work: list[Work], cluster: Cluster | None) -> str:
+def _time_lines(config: PretrainConfig, work: list[Work], size: int, cluster: Cluster | None) -> str:
     if cluster is None:
         return "  give a cluster with --on 8xH100, or measure this machine with --on here"
-    rate = cluster.peak_flops * cluster.mfu
+    if cluster.gpu is not None:
+        flops = Flops(config, size, _teacher(config))
+        times = [
+            step_times(config, phase, w, flops, cluster.gpu, cluster.workers)
+            for phase, w in zip(config.phases, work, strict=True)
+        ]
+        return _roofline_lines(work, times, cluster)
+    rate = cluster.peak_flops * ASSUMED_MFU[cluster.device]
     lines = [
         f"  phase {number}: {_duration(w.flops / rate)}, {w.sequences / (w.flops / rate):,.0f} sequences/s, "
         f"{w.tokens / (w.flops / rate):,.0f} tokens/s"
         for number, w in enumerate(work)
     ]
     lines.append(
-        f"  total:   {_duration(sum(w.flops for w in work) / rate)} on {cluster.name}, assuming "
-        f"an MFU of {cluster.mfu:.0%} at a peak of {cluster.peak_flops / 1e12:,.4g} TFLOP/s ({cluster.how})"
+        f"  total:   {_duration(sum(w.flops for w in work) / rate)} on {cluster.name}, assuming an MFU of "
+        f"{ASSUMED_MFU[cluster.device]:.0%} at the measured {config.engine.precision} matmul peak of "
+        f"{cluster.peak_flops / 1e12:,.4g} TFLOP/s"
     )
+    return "\n".join(lines)
+
+
+def _roofline_lines(work: list[Work], times: list[StepTimes], cluster: Cluster) -> str:
+    """What a step takes at least, part by part, and what that means for the run."""
+    names = [name for name, _ in times[0].rows()]
+    lines = [f"  {'ms of a step, at least':<24}" + "".join(f"{name:>11}" for name in names) + "  limit"]
+    for number, step in enumerate(times):
+        parts = "".join(f"{1e3 * seconds:>11.2f}" for _, seconds in step.rows())
+        lines.append(f"  phase {number:<18}{parts}  {1e3 * step.limit:.2f}, by {step.limited_by}")
+    for number, (w, step) in enumerate(zip(work, times, strict=True)):
+        seconds = w.steps * step.limit
+        lines.append(
+            f"  phase {number}: at most {w.sequences / seconds:,.0f} sequences/s, {w.tokens / seconds:,.0f} tokens/s, "
+            f"{w.flops / seconds / cluster.peak_flops:.0%} MFU"
+        )
+    least = sum(w.steps * step.limit for w, step in zip(work, times, strict=True))
+    lines += [
+        f"  total:   at least {_duration(least)} on {cluster.name}; about {_duration(least / REACHED)} at the share of "
+        f"this limit that public trainers reached, {REACHED:.2f}",
+        "  products, attention and memory follow one another on the GPU; the rest passes beside them",
+    ]
     return "\n".join(lines)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 from pretrain.common.errors import InputError, MachineError
 from pretrain.common.settings import dump, load
 from pretrain.config import PretrainConfig
-from pretrain.estimate import parse_cluster, resolve_precision, vocabulary_size
+from pretrain.estimate import ASSUMED_MFU, parse_cluster, resolve_precision, vocabulary_size
 from pretrain.preflight import CONFIG_FILE
 from pretrain.tracking.records import is_training, read_records
 from pretrain.work import phase_work
@@ -68,7 +68,7 @@ def measure(config: PretrainConfig) -> Pace:
     work = [phase_work(config, phase, vocabulary_size(config)).executed for phase in config.phases]
     # All of the phase's batches count as full ones: the timed run has no ramp.
     of_step = work[0] / config.phases[0].sequences * config.phases[0].global_sequences
-    guess = of_step / (cluster.peak_flops * cluster.mfu)
+    guess = of_step / (cluster.peak_flops * ASSUMED_MFU[cluster.device])
     fewest, most = _TIMED_STEPS
     steps = min(most, max(fewest, round(_TIMED_SECONDS / guess)))
     seconds = _time_steps(config, steps)

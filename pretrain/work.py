@@ -99,6 +99,7 @@ class Work:
     sequences: int
     tokens: float
     mean_length: float
+    masked: float  # predicted tokens of a mean sequence
     flops: float  # useful
     executed: float  # with the optimizer's
 
@@ -120,4 +121,4 @@ def phase_work(
     flops = Flops(config, vocabulary, teacher)
     useful, executed = flops.useful([mean], masked), sequences * flops.executed([mean], masked)
     executed += phase.steps * optimizer_flops(config)
-    return Work(phase.steps, sequences, sequences * mean, mean, sequences * useful, executed)
+    return Work(phase.steps, sequences, sequences * mean, mean, masked, sequences * useful, executed)

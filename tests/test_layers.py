@@ -29,8 +29,10 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.checkpoint": "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.model",
     "pretrain.preflight": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.work": "pretrain.config pretrain.model",
+    "pretrain.roofline": "pretrain.config pretrain.model pretrain.work",
     "pretrain.estimate": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.work"
+        "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.work "
+        "pretrain.roofline"
     ),
     "pretrain.pace": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.preflight pretrain.work pretrain.estimate"
@@ -63,7 +65,8 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "pretrain.bench": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.preflight pretrain.work pretrain.commands pretrain.training pretrain.reporting"
+        "pretrain.checkpoint pretrain.preflight pretrain.work pretrain.roofline pretrain.commands pretrain.training "
+        "pretrain.reporting"
     ),
     "cluster.doctor": (
         "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.work pretrain.commands "
