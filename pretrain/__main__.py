@@ -39,6 +39,7 @@ BENCHMARKS = {
     "loader": "sequences/s of the data loader against a Hugging Face collator",
     "scale": "work of one rank for a step, by the number of ranks, simulated",
     "roofline": "published training speeds beside the limit that --dry-run --on computes for GPUs",
+    "wire": "collectives of a step by ZeRO stage and number of ranks, simulated, beside ZeRO's arithmetic",
     "workers": "cost of Ray, DeepSpeed, tracking and a second worker",
     "quality": "held-out loss after equal training time against transformers",
     "checkpoint": "training time lost to a synchronous and to a background checkpoint",

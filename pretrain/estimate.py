@@ -126,8 +126,7 @@ def memory_bytes(config: PretrainConfig, stage: int, workers: int, device: Devic
     # The tied embedding has two gradients: the decoder's, and the look-up's, which is summed in fp32. The second one is
     # computed last in the backward pass, when activations are freed.
     embedding = (6 if half else 12) * size * config.model.hidden
-    sums = half and (device == "cpu" or workers == 1)
-    states, during, after = _zero_states(stage, half, p, workers, size * config.model.hidden, sums=sums)
+    states, during, after = _zero_states(stage, half, p, workers)
     more = _more_than_adamw(config, p)
     states["optimizer"] += more // (workers if stage else 1)
     if device == "cuda":
@@ -164,9 +163,7 @@ def _more_than_adamw(config: PretrainConfig, p: int) -> int:
     return averages - (4 * matrices if config.optimizer.name == "muon" else 0)
 
 
-def _zero_states(
-    stage: int, half: bool, p: int, w: int, largest: int, *, sums: bool
-) -> tuple[dict[str, int], int, int]:
+def _zero_states(stage: int, half: bool, p: int, w: int) -> tuple[dict[str, int], int, int]:
     """What DeepSpeed 0.19.8 keeps with the engine's settings, in bytes; then its largest temporary copies.
 
     Args:
@@ -174,8 +171,6 @@ def _zero_states(
         half: whether the precision is bf16 or fp16.
         p: parameters.
         w: workers.
-        largest: entries of the largest parameter.
-        sums: whether the engine adds gradients in its own buffer, if the stage allows it.
 
     Returns:
         (bytes by use, copies during the backward pass, copies after it).
@@ -187,16 +182,14 @@ def _zero_states(
         return states, 0, max(b * min(p, _WHOLE_BUCKET), 4 * p if half else 0)
     entries = min(p, _BUCKET)
     bucket = b * entries
-    if stage == 1 and sums:
-        # One bucket as it is sent and as it is received, in half precision.
+    if stage == 1 and half:
+        # Two buckets on their way, or one as it is sent and as it is received, in half precision.
         states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}
         return states, 0, 4 * entries if w > 1 else 0
     if stage == 1:
         # The whole fp32 gradients are still alive while this worker's share of their sums is assembled. Each has a copy
-        # in a bucket, a flat one, and one in the precision of communication; the largest has only the last.
-        copies = 8 * entries + (max(2 * entries, 2 * largest - 4 * entries) if half else 0)
-        states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}
-        return states, 0, 4 * p // w + copies
+        # in a bucket, and a flat one.
+        return {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}, 0, 4 * p // w + 8 * entries
     if stage == 2:
         # A bucket and the copy that is sent; afterwards, the weights, gathered again.
         states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p // w}

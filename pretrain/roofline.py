@@ -246,8 +246,8 @@ def _network_seconds(config: PretrainConfig, size: float, micro_batches: int, gp
     far = workers > GPUS_PER_MACHINE
     rate = min(gpu.link, GPUS_PER_MACHINE * gpu.network) if far else gpu.link
     buckets = size / 2 / _BUCKET
-    # DeepSpeed's stages 1 and 2 send a bucket to each of its owners.
-    count = units * buckets + (workers if stage in (1, 2) else 0)
+    # DeepSpeed's stage 2 sends each bucket to each of its owners.
+    count = units * buckets + (workers * micro_batches if stage == 2 else 0)
     transfer = units * size * (workers - 1) / workers / (_NETWORK_SHARE * rate)
     return transfer + count * _COLLECTIVE_SECONDS[far]
 

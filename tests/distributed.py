@@ -1,4 +1,4 @@
-"""Run a function in several real processes joined by gloo."""
+"""Run a function in several real processes joined by gloo, or as one of many simulated ones."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing
 from torch._C._distributed_c10d import TCPStore
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
 def run_workers(world_size: int, function: Callable[..., Any], *arguments: Any) -> list[Any]:
@@ -24,18 +25,30 @@ def run_workers(world_size: int, function: Callable[..., Any], *arguments: Any) 
 
     `function` must be importable. An exception in any process fails the caller with its traceback.
     """
-    # Forked from a process that has these already: importing them costs more than most tests.
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._inductor.compile_fx"])
     # Held here and not by rank 0: a port that is looked up for later may be another test's by then.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return _start(world_size, (world_size, store.port), function, arguments)
+
+
+def run_simulated(world_size: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """`function(*arguments)` on rank 0 of `world_size`, in one process: collectives return at once and move nothing."""
+    (result,) = _start(1, (world_size, 0), function, arguments)
+    return result
+
+
+def _start(
+    processes: int, world: tuple[int, int], function: Callable[..., Any], arguments: tuple[Any, ...]
+) -> list[Any]:
+    # Forked from a process that has these already: importing them costs more than most tests.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["torch._inductor.compile_fx"])
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.start_processes(  # pyright: ignore[reportPrivateImportUsage]
             _worker,
-            (world_size, store.port, folder, dict(os.environ), function, arguments),
-            nprocs=world_size,
+            (*world, folder, dict(os.environ), function, arguments),
+            nprocs=processes,
             start_method="forkserver",
         )
-        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world_size)]
+        return [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(processes)]
 
 
 def _worker(
@@ -51,8 +64,11 @@ def _worker(
     logging.disable(logging.WARNING)
     os.environ |= {**environment, "DS_ACCELERATOR": "cpu"}
     torch.set_num_threads(1)
-    store = TCPStore("127.0.0.1", port, is_master=False)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    if port:
+        store = TCPStore("127.0.0.1", port, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    else:
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     try:
         result = function(*arguments)
     finally:

@@ -22,7 +22,7 @@ from pretrain.config import EngineConfig as EngineSettings
 from pretrain.config import ModelConfig, OptimizerConfig
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.parameters import is_hidden_matrix
-from pretrain.training.engine import Engine, deepspeed_config
+from pretrain.training.engine import Engine, deepspeed_config, gradient_sums
 from pretrain.training.engine.gradient_sums import GradientSums
 from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.batches_by_hand import make_batch
@@ -188,9 +188,11 @@ def poison_every_combination() -> dict[tuple[int, str], Any]:
     return found
 
 
-def run_with_a_head_at_rest(alone: bool) -> dict[int, Any]:
+def run_with_a_head_at_rest(alone: bool, on_the_way: bool = False) -> dict[int, Any]:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient_sums, "adds_on_the_way", lambda: on_the_way)
+        patch.setattr(gradient_sums, "BUCKET_ENTRIES", 5000)  # several pieces
         if not alone:
             patch.setattr(GradientSums, "move_gradients", lambda _: None)
         for stage in (1, 2):
@@ -232,6 +234,20 @@ def test_parts_of_sums_reach_their_owners() -> None:
             (state[name] - value).abs().sum().item() for name, value in alone[1].items() if "exp_avg_sq" not in name
         )
     assert 0 < off[True] < off[False], "fewer roundings"
+
+
+def test_parts_that_are_added_on_the_way_reach_their_owners() -> None:
+    """As NCCL adds them; gloo can do so too."""
+    alone = run_workers(1, run_with_a_head_at_rest, True)[0][1]
+    exchanged = run_workers(2, run_with_a_head_at_rest, True)[0][1]
+    results, state = run_workers(2, run_with_a_head_at_rest, True, True)[0][1]
+    for mine, its in zip(results, alone[0], strict=True):
+        assert mine[2] == its[2]
+        assert mine[:2] == pytest.approx(its[:2], rel=5e-3, nan_ok=True)
+    momenta = {key: value for key, value in exchanged[1].items() if key.startswith("exp_avg|")}
+    assert momenta
+    for name, value in momenta.items():
+        assert (state[name] - value).abs().sum() <= 0.05 * value.abs().sum(), name
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -344,6 +360,35 @@ def test_state_moves_between_stages_and_worker_counts(moved, writers: int, reade
             if writers == readers and wrote == reads:
                 assert (loss, norm) == (expected, expected_norm), "resumed steps are bitwise the same"
             assert loss == pytest.approx(expected, rel=1e-5 if precision == "fp32" else 5e-3)
+
+
+class CountingReader(store.CheckpointReader):
+    entries = 0
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> torch.Tensor:
+        self.entries += numel
+        return super().read(kind, name, start, numel)
+
+
+def entries_read(folder: Path) -> dict[int, float]:
+    """By stage, what this rank reads of a checkpoint, as a share of the whole one."""
+    save_at(folder, 1, "adamw", "bf16")
+    shares = {}
+    for stage in STAGES:
+        engine = make_engine(stage, "bf16", "adamw")
+        reader = CountingReader(folder / store.name_of(2))
+        with reader:
+            engine.load(reader, 2)
+        shares[stage] = reader.entries / (3 * sum(shape.numel() for shape in engine.shapes.values()))
+        engine.close()
+    return shares
+
+
+def test_a_rank_reads_its_own_part_of_a_checkpoint(tmp_path: Path) -> None:
+    for shares in run_workers(3, entries_read, tmp_path):
+        assert shares[1] == pytest.approx(1 / 3, rel=0.02)
+        assert shares[2] == pytest.approx(1 / 3, rel=0.02)
+        assert shares[3] == pytest.approx(4 / 9, rel=0.05), "its weights twice: for the optimizer and the model"
 
 
 def average_and_save(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:

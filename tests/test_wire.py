@@ -5,75 +5,27 @@ Counted is what any library hands to torch's process group, Python's last statio
 
 from __future__ import annotations
 
+import json
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from pretrain.bench import wire
+from pretrain.bench.wire import Call, formula_bytes, listen
 from pretrain.config import EngineConfig as EngineSettings
 from pretrain.config import ModelConfig, OptimizerConfig
 from pretrain.model.heads import PretrainingModel
 from pretrain.training.engine import Engine
 from pretrain.training.optim import make_optimizer, parameter_groups
 from tests.batches_by_hand import make_batch
-from tests.distributed import run_workers
+from tests.distributed import run_simulated, run_workers
 
 SHAPE = ModelConfig(size="custom", layers=2, hidden=64, heads=2, max_positions=64)
 VOCABULARY = 101
 GROUPS = 2  # parameters with weight decay and without
 RECORD = 7  # doubles: what `loop` sums over workers after each step
-
-
-def formula_bytes(stage: int, parameters: int, width: int, workers: int, micro_batches: int) -> float:
-    """Bytes that each of `workers` sends in one optimizer step; `width` is that of a gradient and of a weight.
-
-    Rajbhandari et al., ZeRO (arXiv:1910.02054), section 7, in its unit, a (workers - 1) / workers of all parameters:
-    plain data parallelism reduces and gathers gradients (2); stages 1 and 2 reduce gradients and gather weights (2).
-    Stage 3 reduces gradients and gathers weights twice (3), or once (2) where, as here, all of them may stay live
-    between forward and backward. The paper has one micro-batch; stages 2 and 3 keep no whole gradient for the next.
-    """
-    unit = width * parameters * (workers - 1) / workers
-    return unit * {0: 2, 1: 2, 2: micro_batches + 1, 3: 2 * micro_batches}[stage]
-
-
-class Call(NamedTuple):
-    name: str
-    dtype: torch.dtype
-    sent: float  # bytes, by each worker on average
-
-
-def sent_bytes(name: str, tensors: list[list[torch.Tensor]], workers: int) -> float:
-    """What the best algorithm sends for a collective; whole is its largest argument."""
-    whole = max(sum(t.numel() * t.element_size() for t in argument) for argument in tensors)
-    return whole * (2 if name.startswith("allreduce") else 1) * (workers - 1) / workers
-
-
-def listen(calls: list[Call]) -> None:
-    """Have every collective of this process, of all methods of a process group, noted in `calls`."""
-    group = torch._C._distributed_c10d.ProcessGroup  # pyright: ignore[reportAttributeAccessIssue]
-    words = ("reduce", "gather", "scatter", "broadcast", "alltoall", "all_to_all", "barrier", "send", "recv")
-    for name in dir(group):
-        if any(word in name for word in words):
-            setattr(group, name, noted(name, getattr(group, name), calls))
-
-
-def noted(name: str, method: Callable[..., Any], calls: list[Call]) -> Callable[..., Any]:
-    def call(self: Any, *arguments: Any, **options: Any) -> Any:
-        tensors = [found for argument in (*arguments, *options.values()) if (found := tensors_in(argument))]
-        dtype = tensors[0][0].dtype if tensors else torch.bool
-        calls.append(Call(name, dtype, sent_bytes(name, tensors or [[]], dist.get_world_size())))
-        return method(self, *arguments, **options)
-
-    return call
-
-
-def tensors_in(value: Any) -> list[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        return [value]
-    return [t for part in value for t in tensors_in(part)] if isinstance(value, list | tuple) else []
 
 
 def take_step(engine: Engine, micro_batches: int) -> None:
@@ -152,3 +104,39 @@ def test_collectives_are_few(counted, workers: int, stage: int, precision: str, 
     else:
         assert names.pop("reduce") == workers * (micro_batches if stage == 2 else 1)  # one for each owner
         assert list(names.values()) == [GROUPS]  # gathers
+
+
+RANKS = (8, 64, 256, 1024)
+
+
+@pytest.fixture(scope="module")
+def simulated() -> dict[int, Any]:
+    cases = [(stage, "bf16") for stage in range(4)]
+    return {ranks: run_simulated(ranks, count_steps, cases) for ranks in RANKS}
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("stage", range(4))
+def test_many_ranks_send_what_zero_says(simulated, stage: int, micro_batches: int) -> None:
+    for ranks in RANKS:
+        parameters, calls = simulated[ranks][stage, "bf16", micro_batches]
+        sent = sum(call.sent for call in calls if call.dtype == torch.bfloat16)
+        formula = formula_bytes(stage, parameters, 2, ranks, micro_batches)
+        padding = 2 * ranks * len(calls) * 2  # bytes: ZeRO pads groups, or single parameters, to the ranks
+        assert formula <= sent <= formula * 1.001 + (padding if stage < 3 else 0.3 * formula)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_stage_1_needs_as_many_collectives_on_any_number_of_ranks(simulated, micro_batches: int) -> None:
+    for ranks in RANKS:
+        _, calls = simulated[ranks][1, "bf16", micro_batches]
+        names = Counter(call.name for call in calls if call.dtype != torch.float64)
+        assert sorted(names.values()) == [GROUPS, GROUPS], "one sum of gradients and one gather of weights for a group"
+        assert any("scatter" in name for name in names)
+
+
+def test_the_table_has_a_row_for_each_stage_and_number_of_ranks(capsys) -> None:
+    wire.main(["--size", "mini", "--ranks", "4", "--stages", "1", "--micro-batches", "1", "--json"])
+    (row,) = json.loads(capsys.readouterr().out)["wire"]
+    assert row["bytes"] == pytest.approx(row["formula"], rel=1e-3)
+    assert sum(row["collectives"].values()) == 3 + GROUPS, "11.3 M entries with weight decay are 2 pieces"

@@ -96,17 +96,20 @@ class Encoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self.final = FinalNorm(shape, compile) if shape.norm_placement == "pre" else None
 
-    def encode(self, batch: UnpaddedBatch, rows_R: Tensor | None = None, causal: int = 0) -> Tensor:
+    def encode(
+        self, batch: UnpaddedBatch, rows_R: Tensor | None = None, *, causal: int = 0, causal_rows: int = 0
+    ) -> Tensor:
         """Last hidden states [T, H], or [R, H] only at the query positions `rows_R` (int64, ascending).
 
-        In the last layer, all other tokens only serve as keys and values. In the last `causal` sequences a token sees
-        only itself and what is before.
+        In the last layer, all other tokens only serve as keys and values. In the last `causal` sequences, which have
+        the last `causal_rows` of `rows_R`, a token sees only itself and what is before.
         """
         # Invariant 1: dropout depends on the sample and the place in the model, never on a generator's state.
         keys_T = batch.token_keys
         layout = TokenLayout(batch.cu_seqlens, max(batch.lengths), None, keys_T)
         if causal:
-            layout = layout._replace(causal=causal, causal_begin=sum(batch.lengths[:-causal]))
+            begin = sum(batch.lengths[:-causal])
+            layout = layout._replace(causal=causal, causal_begin=begin, causal_rows=causal_rows)
         if isinstance(self.relative, RelativePositions):
             layout = layout._replace(distance_bias=self.relative(layout.max_seqlen))
         elif self.relative is not None:
@@ -293,7 +296,7 @@ def look_up(table: Tensor, ids: Tensor, *, sparse: bool = False) -> Tensor:
     # On CPU torch sums a gradient in the table's own precision: a row that is read a thousand times, such as that of
     # [MASK], would be off by several percent in bf16. Its CUDA kernels sum in fp32; up to 3,072 tokens, they sum short
     # runs, which are added in the table's precision (aten EmbeddingBackwardKernel.cu and Embedding.cu).
-    if sparse or table.is_cuda or table.dtype == torch.float32:
+    if sparse or not table.is_cpu or table.dtype == torch.float32:
         return F.embedding(ids, table, sparse=sparse)
     return _LookUp.apply(table, ids)  # pyright: ignore[reportReturnType]
 

@@ -73,7 +73,8 @@ class PretrainingModel(Encoder):
             hidden_RH = torch.cat([pooled_SH, hidden_TH.index_select(0, batch.masked_rows)])
         else:
             rows_R, order_R = torch.cat([batch.cu_seqlens[:-1].long(), batch.masked_rows]).sort()
-            hidden_RH = self.encode(batch, rows_R, batch.causal)[order_R.argsort()]
+            causal_rows = batch.causal + batch.causal_targets
+            hidden_RH = self.encode(batch, rows_R, causal=batch.causal, causal_rows=causal_rows)[order_R.argsort()]
         return self.heads(
             hidden_RH, self._decoder(), batch.masked_labels, batch.nsp_labels, causal_targets=batch.causal_targets
         )

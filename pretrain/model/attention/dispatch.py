@@ -77,7 +77,7 @@ def _both_ways(
     if not layout.causal_begin:
         return attend(qkv, layout, options._replace(causal=True))
     token, rows, keys = layout.causal_begin, layout.rows, layout.keys
-    number = 0 if rows is None else int((rows < token).sum())
+    number = 0 if rows is None else len(rows) - layout.causal_rows
     first = layout._replace(
         cu_seqlens=layout.cu_seqlens[: -layout.causal],
         rows=None if rows is None else rows[:number],

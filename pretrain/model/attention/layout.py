@@ -30,6 +30,7 @@ class TokenLayout(NamedTuple):
     relative: RelativeRows | None = None  # for disentangled positions
     causal: int = 0  # sequences, the last ones, in which a query sees no key behind it
     causal_begin: int = 0  # where the first of them begins on the token axis
+    causal_rows: int = 0  # how many of `rows` are theirs, the last ones
 
 
 class AttentionOptions(NamedTuple):

@@ -30,7 +30,8 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
         "zero_optimization": {
             "stage": settings.zero_stage,
             "contiguous_gradients": True,
-            "overlap_comm": torch.cuda.is_available(),
+            # Stage 1 sums gradients itself, after the backward pass; this would wait for the device there.
+            "overlap_comm": torch.cuda.is_available() and settings.zero_stage != 1,
             "reduce_bucket_size": BUCKET_ENTRIES,
             "allgather_bucket_size": 5 * BUCKET_ENTRIES,
             # Stages 1 and 2: a gradient is sent to its owner only, half the bytes of an all-reduce.

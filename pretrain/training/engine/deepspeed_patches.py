@@ -57,6 +57,7 @@ PRIVATE_NAMES = (
     PrivateName(_STAGE_0, "fp32_groups", "master weights of stage 0 in half precision"),
     PrivateName(_STAGE_0, "loss_scale_config", "the loss scaler's state of stage 0"),
     PrivateName(_STAGE_1_AND_2, "single_partition_of_fp32_groups", "master weights of stages 1 and 2"),
+    PrivateName(_STAGE_1_AND_2, "update_lp_params", "gather the weights of stages 1 and 2 from their owners"),
     PrivateName(_MAPPINGS, "_hp_mapping", "location of a parameter's master weights, stages 1 and 2"),
     PrivateName(_FRAGMENTS, "hp_fragment_address", "the same, within this rank's master weights"),
     PrivateName(_FRAGMENTS, "lp_fragment_address", "the same, within the parameter"),
@@ -165,6 +166,11 @@ def masters_of_stage_0(wrapper: Any) -> list[Tensor]:
 def masters_of_stages_1_and_2(wrapper: Any) -> list[Tensor]:
     """This rank's fp32 weights, 1-D, one tensor for each optimizer group."""
     return list(wrapper.single_partition_of_fp32_groups)
+
+
+def gather_weights_of_stages_1_and_2(wrapper: Any) -> None:
+    """Give every rank the whole weights, cast from the master weights of all ranks."""
+    wrapper.update_lp_params()
 
 
 def masters_of_stage_3(wrapper: Any) -> list[Tensor]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -16,6 +17,14 @@ from pretrain.training.optim import square_sum
 # Size of the gradient pieces sent between workers. Larger ones save no time and are copied three times in the process.
 BUCKET_ENTRIES = 10_000_000
 _SUM_ENTRIES = 1 << 20  # of gradients that are added at once
+_IN_FLIGHT = 2  # pieces that are sent at the same time: one is converted while another is on its way
+# torch 2.13 renamed reduce_scatter_tensor, and warns of the old name.
+_sum_and_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def adds_on_the_way() -> bool:
+    """Whether the backend adds the workers' parts while they are sent. gloo does so too, but rounds more often."""
+    return dist.get_backend() != "gloo"
 
 
 class GradientSums:
@@ -23,8 +32,10 @@ class GradientSums:
 
     DeepSpeed copies every gradient to fp32 and to a bucket, divides it by the number of workers, flattens it, copies it
     back and adds it to zeros: some 50 bytes of memory traffic for each entry. Its stage 1 also rounds the sums to half
-    precision in the process, and gloo rounds after adding each worker's part. Here each worker's part is rounded
-    once, before it is sent, and the owner's part is not rounded.
+    precision in the process, and gloo rounds after adding each worker's part. Here, with gloo, each worker's part is
+    rounded once, before it is sent, and the owner's part is not rounded. NCCL adds parts on their way around its ring,
+    and rounds each sum; that is one collective for a piece, however many workers there are. DeepSpeed's stage 1 needs
+    one for each piece and owner, and waits for the device before each (stage_1_and_2.py, allreduce_and_copy).
 
     For several workers these are whole sums, as DeepSpeed's stage 1 has them, cut into the owners' equal parts.
     """
@@ -56,9 +67,30 @@ class GradientSums:
                 view.zero_()
         self._filled.clear()
         if dist.get_world_size() > 1:
-            for sums in self._sums_G:
-                for part in sums.split(max(1, BUCKET_ENTRIES // len(sums)), dim=1):
-                    self._exchange(part)
+            pieces = (x for sums in self._sums_G for x in sums.split(max(1, BUCKET_ENTRIES // len(sums)), dim=1))
+            if adds_on_the_way():
+                self._reduce_scatter(pieces)
+            else:
+                for piece in pieces:
+                    self._exchange(piece)
+
+    def _reduce_scatter(self, pieces: Iterable[Tensor]) -> None:
+        """Replace this worker's row of each fp32 [workers, entries] by the sum of all workers' rows of that number."""
+        rank, pending = dist.get_rank(), deque[tuple[Tensor, Tensor, Any]]()
+
+        def receive() -> None:
+            own, received, work = pending.popleft()
+            work.wait()
+            own.copy_(received)
+
+        for sums in pieces:
+            sent = sums.to(self._sent)
+            received = sent.new_empty(sent.shape[1])
+            pending.append((sums[rank], received, _sum_and_scatter(received, sent.view(-1), async_op=True)))
+            if len(pending) == _IN_FLIGHT:
+                receive()
+        while pending:
+            receive()
 
     def _exchange(self, sums: Tensor) -> None:
         """Add the other workers' fp32 [workers, entries] to this worker's row."""

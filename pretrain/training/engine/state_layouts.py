@@ -223,6 +223,10 @@ class Stage1Layout(StateLayout):
                 held = slice(piece.offset, piece.offset + piece.numel)
                 yield Piece(name, piece.start, flats[self._group_of[name]], held)
 
+    def refresh(self, reader: FragmentReader) -> None:
+        """Gather the weights from the ranks that hold them: no rank reads more than its part of a checkpoint."""
+        deepspeed_patches.gather_weights_of_stages_1_and_2(self._parts.wrapper)
+
     def step(self, loss_scale: float) -> tuple[bool, float]:
         if self._scaling is not None:
             self._scaling.loss_scale = loss_scale
@@ -231,8 +235,8 @@ class Stage1Layout(StateLayout):
         return super().step(loss_scale)
 
     def _whole_sums_fit(self) -> bool:
-        """Whether each rank may keep the sums of all gradients. A GPU reduces gradients while it computes instead."""
-        return self._parts.world_size == 1 or torch.device(self._parts.deepspeed.device).type == "cpu"
+        """Whether each rank may keep the sums of all gradients, as DeepSpeed's stage 1 does too."""
+        return True
 
 
 class Stage2Layout(Stage1Layout):
