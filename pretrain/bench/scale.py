@@ -25,6 +25,7 @@ from pretrain.batches.loader import BatchMaker
 from pretrain.bench.loader import VOCABULARY_SIZE, synthetic_corpus
 from pretrain.bench.results import aligned
 from pretrain.checkpoint import store
+from pretrain.checkpoint.pieces import packed
 from pretrain.commands import program
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
@@ -132,17 +133,30 @@ class _Whole:
 
 
 def _manifest(ranks: int) -> dict[str, int]:
-    """The list of pieces in a checkpoint of BERT-Base whose state every rank holds: entries, and bytes as JSON."""
+    """The list of pieces in a checkpoint of BERT-Base, with the state whole on every rank or cut as by ZeRO-3."""
+    whole, cut = ([entry for rank in range(ranks) for entry in of(rank, ranks)] for of in (_whole_pieces, _cut_pieces))
+    lists = {"manifest": packed(whole), "manifest_of_zero_3": packed(cut)}
+    entries = {f"{name}_entries": len(one) for name, one in lists.items()}
+    return {**entries, **{f"{name}_bytes": len(json.dumps(one)) for name, one in lists.items()}}
+
+
+def _whole_pieces(rank: int, ranks: int) -> list[dict[str, Any]]:
     held = [
         _Whole(one.name, 0, dict.fromkeys(("weight", "exp_avg", "exp_avg_sq"), torch.empty(1).expand(one.numel)))
         for one in _parameters()
     ]
-    entries = [
-        {**entry, "file": f"rank-{rank:05d}-of-{ranks:05d}.safetensors"}
-        for rank in range(ranks)
-        for entry in store.take_shard(held, _Rank(rank, ranks)).entries
-    ]
-    return {"manifest_entries": len(entries), "manifest_bytes": len(json.dumps(entries))}
+    return [{**entry, "rank": rank} for entry in store.take_shard(held, _Rank(rank, ranks)).entries]
+
+
+def _cut_pieces(rank: int, ranks: int) -> list[dict[str, Any]]:
+    pieces = []
+    for one in _parameters():
+        part = -(-one.numel // ranks)
+        start, stop = part * rank, min(one.numel, part * (rank + 1))
+        if start < stop:
+            kinds = ["weight", "exp_avg", "exp_avg_sq"]
+            pieces.append({"name": one.name, "start": start, "numel": stop - start, "kinds": kinds, "rank": rank})
+    return pieces
 
 
 def _parameters() -> list[parameters.Parameter]:
@@ -159,7 +173,7 @@ def _parameters() -> list[parameters.Parameter]:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    head = ["ranks", "sequences", "a share", "whole words", "max/mean", "memory", "open", "manifest"]
+    head = ["ranks", "sequences", "a share", "whole words", "max/mean", "memory", "open", "manifest", "of ZeRO-3"]
     lines = [head]
     for row in rows:
         times = (row[name] for name in ("share_seconds", "whole_word_seconds"))
@@ -171,7 +185,10 @@ def _table(rows: list[dict[str, Any]]) -> str:
                 f"{row['tokens_max_over_mean']:.4f}",
                 f"{row['peak_bytes'] / 1e6:.1f} MB",
                 f"{1000 * row['open_seconds']:.0f} ms",
-                f"{row['manifest_entries']:,} entries, {row['manifest_bytes'] / 1e6:.2f} MB",
+                *(
+                    f"{row[name + '_entries']:,} entries, {row[name + '_bytes'] / 1e6:.2f} MB"
+                    for name in ("manifest", "manifest_of_zero_3")
+                ),
             ]
         )
     return "\n".join(aligned(lines, range(len(head))))

@@ -6,6 +6,7 @@
                                           kind: weight, exp_avg, exp_avg_sq; average of the last steps' weights;
                                           row_square, where start counts rows
         manifest.json                     sizes and SHA-256 of the files, and where each part of each parameter is
+                                          (`pretrain.checkpoint.pieces`)
 
 A checkpoint names its tensors and does not depend on the number of workers that wrote it
 (`pretrain.training.engine.Fragment`).
@@ -20,17 +21,17 @@ import os
 import re
 import shutil
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from pretrain.checkpoint.pieces import PieceIndex, packed
 from pretrain.common.errors import InputError, MachineError, RunError
 from pretrain.common.files import (
     MANIFEST,
@@ -44,7 +45,7 @@ from pretrain.common.files import (
     write_json,
 )
 
-FORMAT = 1
+FORMAT = 2  # 1 listed every piece with its file, and is still read
 _NAME = re.compile(r"step-(\d{8})")
 # Attempts to read a checkpoint when the storage fails, and the wait between them.
 _READS, _READ_WAIT_SECONDS = 3, 1.0
@@ -271,22 +272,18 @@ class CheckpointReader:
     """Reads any range of any parameter, regardless of the ranks that wrote it. Use as a context manager."""
 
     def __init__(self, checkpoint: Path) -> None:
-        self._pieces: dict[tuple[str, str], list[_Piece]] = defaultdict(list)
         self._files: dict[str, Any] = {}
         self._mapped = 0  # bytes read since the files were opened
         self._checkpoint = checkpoint
-        for entry in read_manifest(checkpoint)["fragments"]:
-            piece = _Piece(entry["start"], entry["start"] + entry["numel"], entry["file"])
-            for kind in entry["kinds"]:
-                self._pieces[kind, entry["name"]].append(piece)
-        for pieces in self._pieces.values():
-            pieces.sort()
+        manifest = read_manifest(checkpoint)
+        files = sorted(name for name in manifest["files"] if name.startswith("rank-"))
+        self._pieces = PieceIndex(manifest["fragments"], files)
 
     def read(self, kind: str, name: str, start: int, numel: int) -> Tensor:
         """Elements [start, start + numel) of the flattened `name`, fp32 [numel]; `InputError` if any is missing."""
         out, position, stop = torch.empty(numel), start, start + numel
-        for piece in self._pieces.get((kind, name), []):
-            if piece.stop <= position or piece.start > position or position >= stop:
+        for piece in self._pieces.covering(kind, name, start, stop):
+            if not piece.start <= position < piece.stop:
                 continue
             end = min(stop, piece.stop)
             stored = self._file(piece.file).get_slice(f"{kind}|{name}|{piece.start}")
@@ -323,12 +320,6 @@ class CheckpointReader:
         self._files, self._mapped = {}, 0
 
 
-class _Piece(NamedTuple):
-    start: int
-    stop: int
-    file: str
-
-
 def _write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dict[str, Any]:
     """Write this rank's tensors; returns the entry of the file for the manifest."""
     name = f"rank-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
@@ -349,7 +340,7 @@ def _write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dic
         "file": name,
         "bytes": path.stat().st_size,
         "sha256": sha256_file(path),
-        "fragments": [{**entry, "file": name} for entry in shard.entries],
+        "fragments": [{**entry, "rank": group.rank} for entry in shard.entries],
     }
 
 
@@ -392,7 +383,7 @@ def _write_manifest(aside: Path, shards: list[dict[str, Any]], state: dict[str, 
         "format": FORMAT,
         "step": state["step"],
         "shapes": state["shapes"],
-        "fragments": [entry for shard in shards for entry in shard["fragments"]],
+        "fragments": packed(entry for shard in shards for entry in shard["fragments"]),
         "files": files,
     }
     put_manifest(aside, manifest)

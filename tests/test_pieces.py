@@ -1,0 +1,72 @@
+"""The list of pieces in a checkpoint's manifest: short, and every part of it is found."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import pytest
+
+from pretrain.checkpoint.pieces import PieceIndex, packed
+
+KINDS = ["weight", "exp_avg"]
+
+
+def files(ranks: int) -> list[str]:
+    return [f"rank-{rank:05d}-of-{ranks:05d}.safetensors" for rank in range(ranks)]
+
+
+def entry(name: str, start: int, stop: int, rank: int) -> dict[str, Any]:
+    return {"name": name, "start": start, "numel": stop - start, "kinds": KINDS, "rank": rank}
+
+
+def cut_equally(name: str, numel: int, ranks: int) -> list[dict[str, Any]]:
+    part = -(-numel // ranks)
+    bounds = [(part * rank, min(numel, part * (rank + 1))) for rank in range(ranks)]
+    return [entry(name, start, stop, rank) for rank, (start, stop) in enumerate(bounds) if start < stop]
+
+
+@pytest.mark.parametrize("ranks", [1, 8, 1024])
+def test_equal_parts_are_one_entry(ranks: int) -> None:
+    names = [f"layers.{number}" for number in range(10)]
+    shards = [cut_equally(name, 100_001, ranks) for name in names]
+    listed = packed(itertools.chain(*zip(*shards, strict=True)))
+    assert len(listed) <= 2 * len(names), "the parts, and the shorter last one"
+
+
+def test_any_range_is_found_whatever_the_pieces() -> None:
+    choose = random.Random(0)
+    for _ in range(300):
+        ranks, numel = choose.randint(1, 9), choose.randint(1, 60)
+        cuts = sorted({0, numel, *(choose.randint(1, numel) for _ in range(choose.randint(0, 6)))})
+        uneven = [entry("a", a, b, choose.randrange(ranks)) for a, b in itertools.pairwise(cuts)]
+        for pieces in (uneven, cut_equally("a", numel, ranks)):
+            choose.shuffle(pieces)
+            index = PieceIndex(packed(pieces), files(ranks))
+            start = choose.randrange(numel)
+            stop = choose.randint(start + 1, numel)
+            found = list(index.covering("exp_avg", "a", start, stop))
+            expected = sorted(
+                (p["start"], p["start"] + p["numel"], files(ranks)[p["rank"]])
+                for p in pieces
+                if p["start"] < stop and p["start"] + p["numel"] > start
+            )
+            assert [tuple(piece) for piece in found] == expected
+
+
+def test_another_name_or_kind_has_no_pieces() -> None:
+    index = PieceIndex(packed([entry("a", 0, 5, 0)]), files(1))
+    assert not list(index.covering("weight", "b", 0, 5))
+    assert not list(index.covering("average", "a", 0, 5))
+
+
+def test_parts_on_other_ranks_in_turn_are_not_joined() -> None:
+    pieces = [entry("a", 0, 5, 0), entry("a", 5, 10, 2), entry("a", 10, 15, 3), entry("b", 15, 20, 4)]
+    assert [(run["start"], run.get("parts", 1)) for run in packed(pieces)] == [(0, 1), (5, 2), (15, 1)]
+
+
+def test_manifests_that_name_the_file_of_each_piece_are_read() -> None:
+    old = [{"name": "a", "start": 5 * n, "numel": 5, "kinds": KINDS, "file": f"file-{n}"} for n in (1, 0)]
+    found = list(PieceIndex(old, []).covering("weight", "a", 3, 6))
+    assert [piece.file for piece in found] == ["file-0", "file-1"]
