@@ -22,6 +22,10 @@ from pretrain.common.files import atomic_open
 from pretrain.corpus.sources.docstrings import find_modules, running_text
 
 PACKAGES = 6
+# Training examples at most. Pretraining matters most with few labels: with 1,600, the words of a passage tell its
+# package to a model without pretraining, too.
+_TRAIN = {"packages": 400, "names": 1600, "returns": 1600}
+_DEV = 400  # held-out examples at most
 _MODULES_PER_PACKAGE = 250  # enough text, read in seconds
 _DEV_SHARE = 0.2
 _CODE = re.compile(r"``?(?P<code>[A-Za-z_][\w.]*)(?:\(\))?``?")
@@ -38,18 +42,10 @@ class _Docstring:
     text: str
 
 
-def write_sets(folder: Path, *, train: int = 1600, dev: int = 400) -> dict[str, dict[str, int]]:
-    """Write {packages,names,returns}-{train,dev}.jsonl into `folder`.
+def write_sets(folder: Path) -> dict[str, dict[str, int]]:
+    """Write {packages,names,returns}-{train,dev}.jsonl into `folder`; set -> split -> number of examples.
 
     A module belongs to one split, by a hash of its path, so that no text is in both.
-
-    Args:
-        folder: where to write.
-        train: maximum number of training examples of each set.
-        dev: maximum number of held-out examples of each set.
-
-    Returns:
-        set -> split -> number of examples.
     """
     extractors = {"packages": _packages, "names": _names, "returns": _returns}
     docstrings = list(_docstrings())
@@ -58,7 +54,7 @@ def write_sets(folder: Path, *, train: int = 1600, dev: int = 400) -> dict[str, 
         records = extract(docstrings)
         counts[kind] = {
             split: _write_split(folder / f"{kind}-{split}.jsonl", records, split == "dev", limit)
-            for split, limit in (("train", train), ("dev", dev))
+            for split, limit in (("train", _TRAIN[kind]), ("dev", _DEV))
         }
     return counts
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
+import select
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
@@ -51,10 +53,13 @@ def next_step(command: str) -> str:
 def exit_code(run: Callable[[], int | None]) -> int:
     """Call `run` and return its exit code, 0 for None.
 
-    A `RunError` is printed as `error: ...` and gives its own exit code. A bug keeps its traceback.
+    A `RunError` is printed as `error: ...` and gives its own exit code. A bug keeps its traceback. A reader of the
+    output that ends, such as `head`, ends the command quietly, with the code of SIGPIPE.
     """
     try:
-        return run() or 0
+        code = run() or 0
+        sys.stdout.flush()
+        return code
     except RunError as error:
         message = str(error).removesuffix(StoppedError.CONTINUE) if _is_stage.get() else str(error)
         for line in message.split("\n"):
@@ -63,6 +68,17 @@ def exit_code(run: Callable[[], int | None]) -> int:
     except KeyboardInterrupt:
         print("error: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:
+        if not _output_is_cut():
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is flushed at the end
+        return 128 + signal.SIGPIPE
+
+
+def _output_is_cut() -> bool:
+    poll = select.poll()
+    poll.register(sys.stdout.fileno(), select.POLLOUT)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 # ---------------------------------------------------------------- parsers

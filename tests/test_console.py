@@ -36,6 +36,15 @@ def commands_of(package: str) -> set[str]:
 # ---- bertrain
 
 
+def test_a_reader_that_ends_ends_the_command_quietly() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "finetune.cli", "pretrain", "configs/pretrain/bert-mini.yaml", "--dry-run"]
+    with os.fdopen(writer, "w") as output:
+        done = subprocess.run(command, cwd=ROOT, stdout=output, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
 @pytest.mark.parametrize(
     "words", [[], ["--help"], ["-h"], ["help"], ["pretrian"], ["pretrain", "--help"]], ids=" ".join
 )
