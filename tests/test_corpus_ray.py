@@ -111,6 +111,25 @@ def _content(folder: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
+def test_the_cluster_filters_as_the_local_way_does(folder: Path, address: str) -> None:
+    Path("quiz.txt").write_text(text(105).split("\n")[0])
+    repeated = [json.dumps({"text": f"{text(seed)} And one more."}) for seed in range(5)]
+    Path("more.jsonl").write_text("\n".join([*repeated, json.dumps({"text": "the # river # " * 20})]))
+    filters = {
+        "repair_mojibake": True,
+        "quality": {"enabled": True, "rules": ["max_symbols_per_word"]},
+        "contamination": {"sets": [{"path": "quiz.txt"}]},
+        "near_duplicates": {"enabled": True},
+    }
+    sources = (*_config("here").corpus.sources, SourceConfig(kind="jsonl", path="more.jsonl"))
+    for out, cluster in (("here", ""), ("there", address)):
+        prepare(_config(out, cluster, sources=sources, filters=filters), quiet=True)
+    card = json.loads(_content("here")["card.json"])
+    counts = {entry["filter"]: entry["documents"] for entry in card["filters"]}
+    assert counts == {"quality": 1, "contamination": 1, "near_duplicates": 5}
+    assert _content("there") == _content("here")
+
+
 def test_the_cluster_writes_the_bytes_of_the_local_way(folder: Path, address: str) -> None:
     assert "107 documents" in prepare(_config("here", processes=2), quiet=True)
     prepare(_config("there", address), quiet=True)

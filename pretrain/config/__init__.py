@@ -15,6 +15,14 @@ from pretrain.config.data import (
     VocabularyConfig,
 )
 from pretrain.config.engine import CheckpointConfig, EngineConfig, Precision, SpikeConfig
+from pretrain.config.filters import (
+    ContaminationConfig,
+    EvaluationSetConfig,
+    FiltersConfig,
+    LanguageConfig,
+    NearDuplicatesConfig,
+    QualityConfig,
+)
 from pretrain.config.model import MAX_WIDTH, ModelConfig
 from pretrain.config.objectives import DistillationConfig, ElectraConfig
 from pretrain.config.resume import (
@@ -36,18 +44,24 @@ __all__ = [
     "AdaptationConfig",
     "AveragingConfig",
     "CheckpointConfig",
+    "ContaminationConfig",
     "CorpusConfig",
     "DistillationConfig",
     "ElectraConfig",
     "EngineConfig",
     "EvaluationConfig",
+    "EvaluationSetConfig",
+    "FiltersConfig",
+    "LanguageConfig",
     "MaskingConfig",
     "ModelConfig",
+    "NearDuplicatesConfig",
     "OptimizerConfig",
     "PairsConfig",
     "PhaseConfig",
     "Precision",
     "PretrainConfig",
+    "QualityConfig",
     "R",
     "RunConfig",
     "SchedulingConfig",

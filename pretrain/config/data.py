@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from pretrain.common.kinds import check_kind
 from pretrain.common.settings import LocalPath, Section
+from pretrain.config.filters import FiltersConfig
 
 # Packages in which every module is one choice: of `SourceConfig.kind`, and of `MaskingConfig.scheme`.
 SOURCES = "pretrain.corpus.sources"
@@ -126,6 +127,9 @@ class CorpusConfig(Section):
     vocabulary: VocabularyConfig = Field(default=VocabularyConfig(), description="The WordPiece vocabulary.")
     min_document_words: int = Field(
         default=20, ge=0, description="Words that a document needs; shorter ones are dropped and counted. 0 keeps all."
+    )
+    filters: FiltersConfig = Field(
+        default=FiltersConfig(), description="Optional steps that drop or repair documents, all off by default."
     )
     validation_fraction: float = Field(
         default=0.005, ge=0, lt=1, description="Share of the documents held out for validation, chosen by hash."

@@ -11,6 +11,7 @@ import numpy as np
 
 from pretrain.common.files import atomic_open, read_manifest, write_json
 from pretrain.common.wording import counted
+from pretrain.corpus.card_tables import evaluation_lines, filter_lines, table_row
 
 CARD_FILES = ("card.json", "card.md")
 _COUNTS = (
@@ -58,10 +59,13 @@ def write_card(
     language: str,
     shards: list[dict[str, Any]],
     extension: dict[str, Any] | None = None,
+    filtered: list[dict[str, Any]] | None = None,
+    evaluation: list[dict[str, Any]] | None = None,
 ) -> None:
     """Write card.json and card.md.
 
-    `hashes` has {path: SHA-256} of each source's files, `extension` further facts about an extended vocabulary.
+    `hashes` has {path: SHA-256} of each source's files, `extension` further facts about an extended vocabulary,
+    `filtered` what filters did, `evaluation` the evaluation sets whose text was looked for.
     """
     totals = {key: sum(source[key] for source in sources) for key in _COUNTS}
     totals["unknown_rate"] = totals["unknown_tokens"] / max(totals["tokens"], 1)  # pyright: ignore[reportArgumentType]
@@ -77,6 +81,11 @@ def write_card(
         "sources": listed,
         "problems": problems,
     }
+    if filtered:  # cards without filters stay as they were before there were any
+        card["filters"] = filtered
+        totals["filtered"] = sum(entry["documents"] for entry in filtered if entry["dropped"])
+    if evaluation:
+        card["evaluation_sets"] = evaluation
     write_json(folder / "card.json", card)
     with atomic_open(folder / "card.md", "w") as file:
         file.write(_markdown(card))
@@ -102,7 +111,8 @@ def summary_line(folder: Path, what: str) -> str:
         vocabulary += f" ({added:,} words added, {saved:.1%} fewer tokens)"
     line = (
         f"{folder}: {what}: {counted(totals['documents'], 'document')} ({totals['validation_documents']:,} held out, "
-        f"{counted(totals['duplicates'], 'duplicate')} and {totals['too_short']:,} too short left out), "
+        f"{counted(totals['duplicates'], 'duplicate')} and {totals['too_short']:,} too short left out"
+        f"{_of_filters(', {:,} dropped by filters', totals)}), "
         f"{counted(totals['sentences'], 'sentence')}, {totals['tokens']:,} tokens in "
         f"{counted(totals['shards'], 'shard')}, {vocabulary}, unknown {100 * totals['unknown_rate']:.3f} %."
     )
@@ -113,6 +123,10 @@ def summary_line(folder: Path, what: str) -> str:
     return f"{line} {counted(faults, 'fault')} in the input, such as {example}; all are in {folder}/card.md."
 
 
+def _of_filters(wording: str, totals: dict[str, Any]) -> str:
+    return wording.format(totals["filtered"]) if totals.get("filtered") else ""
+
+
 def _markdown(card: dict[str, Any]) -> str:
     lines = [
         "# Corpus card",
@@ -120,6 +134,8 @@ def _markdown(card: dict[str, Any]) -> str:
         *_overview(card),
         "",
         *_sources(card["sources"]),
+        *filter_lines(card.get("filters", []), card["sources"]),
+        *evaluation_lines(card.get("evaluation_sets", [])),
         *_lengths("Tokens per document", card["sources"], "document_lengths"),
         *_lengths("Tokens per sentence", card["sources"], "sentence_lengths"),
         *_faults(card["problems"]),
@@ -140,7 +156,8 @@ def _overview(card: dict[str, Any]) -> list[str]:
         f"{totals['unknown_tokens']:,} ({100 * totals['unknown_rate']:.4f} %). Language of the sentence splitter: "
         f"{card['language']}.",
         f"Read {totals['documents_read']:,} documents; left out {totals['duplicates']:,} exact duplicates and "
-        f"{totals['too_short']:,} that are too short; held out {totals['validation_documents']:,} for validation.",
+        f"{totals['too_short']:,} that are too short{_of_filters(', and {:,} that filters drop', totals)}; held out "
+        f"{totals['validation_documents']:,} for validation.",
     ]
 
 
@@ -148,7 +165,7 @@ def _sources(sources: list[dict[str, Any]]) -> list[str]:
     counts = ("documents", "duplicates", "too_short", "sentences", "words", "tokens")
     names = ("name", "kind", "licence", "weight", "files", "input MB", *counts, "unknown")
     rows = [
-        _row(
+        table_row(
             *(source[key] for key in ("name", "kind", "licence", "weight")),
             f"{source['files']:,}",
             f"{source['input_bytes'] / 1e6:,.1f}",
@@ -157,7 +174,7 @@ def _sources(sources: list[dict[str, Any]]) -> list[str]:
         )
         for source in sources
     ]
-    header = [_row(*(name.replace("_", " ") for name in names)), _row(*["---"] * 4, *["---:"] * 9)]
+    header = [table_row(*(name.replace("_", " ") for name in names)), table_row(*["---"] * 4, *["---:"] * 9)]
     return ["## Sources", "", *header, *rows, ""]
 
 
@@ -186,14 +203,10 @@ def _shown_path(path: str) -> str:
     return path
 
 
-def _row(*cells: Any) -> str:
-    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
-
-
 def _lengths(title: str, sources: list[dict[str, Any]], key: str) -> list[str]:
     bins = sorted({name for source in sources for name in source[key]}, key=lambda name: int(name.split("-")[0]))
-    rows = [_row(name, *(f"{source[key].get(name, 0):,}" for source in sources)) for name in bins]
-    header = [_row("tokens", *(source["name"] for source in sources)), _row("---", *["---:"] * len(sources))]
+    rows = [table_row(name, *(f"{source[key].get(name, 0):,}" for source in sources)) for name in bins]
+    header = [table_row("tokens", *(source["name"] for source in sources)), table_row("---", *["---:"] * len(sources))]
     return [f"## {title}", "", *header, *rows, ""]
 
 
@@ -201,9 +214,10 @@ def _faults(problems: list[dict[str, Any]]) -> list[str]:
     if not problems:
         return []
     rows = [
-        _row(_shown_path(p["path"]), p["fault"], f"{p['count']:,}", p["first"]) for p in problems[:_MAX_LISTED_PROBLEMS]
+        table_row(_shown_path(p["path"]), p["fault"], f"{p['count']:,}", p["first"])
+        for p in problems[:_MAX_LISTED_PROBLEMS]
     ]
     unlisted = len(problems) - _MAX_LISTED_PROBLEMS
     more = [f"and {unlisted:,} more, see card.json"] if unlisted > 0 else []
-    header = [_row("path", "fault", "count", "first"), _row("---", "---", "---:", "---")]
+    header = [table_row("path", "fault", "count", "first"), table_row("---", "---", "---:", "---")]
     return ["## Faults in the input", "", *header, *rows, *more, ""]

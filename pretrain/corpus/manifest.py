@@ -13,6 +13,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import read_manifest, sha256_file
 from pretrain.config import CorpusConfig, SourceConfig
 from pretrain.corpus.card import CARD_FILES
+from pretrain.corpus.filters import filter_settings
 from pretrain.corpus.inputs import Input
 from pretrain.corpus.shards import FORMAT, token_dtype
 from pretrain.corpus.special_tokens import special_ids
@@ -91,6 +92,8 @@ def fingerprint_settings(
     if vocabulary.added_words:
         settings["corpus.vocabulary.added_words"] = vocabulary.added_words
         settings["corpus.vocabulary.training_bytes"] = vocabulary.training_bytes
+    for key, value in filter_settings(corpus.filters).items():
+        settings[f"corpus.filters.{key}"] = value
     for number, (source, its_inputs) in enumerate(zip(corpus.sources, inputs, strict=True)):
         for key in ("kind", "subset", "split", "revision", "text_column"):
             settings[f"corpus.sources.{number}.{key}"] = getattr(source, key)

@@ -105,10 +105,10 @@ def _start_method() -> str:
     """fork if that is safe: a forked process has everything imported, 0.3 s earlier than a spawned one.
 
     A fork keeps only its own thread, and a lock that another thread holds stays locked. The threads of numpy's
-    OpenBLAS, of Arrow and of `tokenizers` handle that; those of Python, Ray or a hub's client do not, nor do
+    OpenBLAS, of Arrow and of `tokenizers` handle that; those of Python, Ray, a hub's client or rensa do not, nor do
     macOS's own libraries.
     """
-    alone = threading.active_count() == 1 and not {"ray", "datasets"} & sys.modules.keys()
+    alone = threading.active_count() == 1 and not {"ray", "datasets", "rensa"} & sys.modules.keys()
     return "fork" if alone and sys.platform == "linux" else "spawn"
 
 

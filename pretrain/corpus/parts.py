@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from pretrain.common.files import atomic_open
+from pretrain.corpus.filters.near_duplicates import Sketches
 
 DOCUMENT = np.dtype([("hash", "<u8", 2), ("sentences", "<u4"), ("items", "<u4"), ("words", "<u4"), ("bytes", "<u4")])
 
@@ -20,12 +21,14 @@ class Part:
     """Documents as flat arrays. Items are token ids, or numbers into `distinct` until there is a vocabulary.
 
     items uint16/uint32 [items]; sentence_items uint32 [sentences]; documents DOCUMENT [documents].
+    sketches: of the documents, if near-duplicates are searched; their file is another.
     """
 
     items: np.ndarray
     sentence_items: np.ndarray
     documents: np.ndarray
     distinct: list[bytes]
+    sketches: Sketches | None = None
 
     def save(self, path: Path) -> None:
         """Write the part file."""
@@ -50,7 +53,8 @@ class Part:
             return self
         sentences = np.repeat(keep, self.documents["sentences"])
         items = np.repeat(sentences, self.sentence_items)
-        return Part(self.items[items], self.sentence_items[sentences], self.documents[keep], self.distinct)
+        sketches = self.sketches.select(keep) if self.sketches else None
+        return Part(self.items[items], self.sentence_items[sentences], self.documents[keep], self.distinct, sketches)
 
 
 def count_documents(path: Path) -> int:

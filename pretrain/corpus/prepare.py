@@ -1,6 +1,6 @@
 """`prepare`: raw text to vocabulary, token shards and corpus card, in stages that can each be resumed.
 
-    read        pieces of the sources -> part files
+    read        pieces of the sources, filtered -> part files; if asked for, near-duplicates by their sketches
     vocabulary  counts of the words of the documents that stay -> a vocabulary, unless one is given
     tokenize    part files of words -> part files of tokens, unless a vocabulary is given
     shards      the documents that stay, in the order of the sources -> shard files
@@ -39,6 +39,8 @@ from pretrain.corpus import card, sources, stages
 from pretrain.corpus.byte_level import is_byte_level, is_released
 from pretrain.corpus.documents import Documents, PieceSummary, ShardPlan
 from pretrain.corpus.extension import check_extension, extend_vocabulary
+from pretrain.corpus.filters import check_filters
+from pretrain.corpus.filters.evaluation_sets import TABLE, set_names, write_table
 from pretrain.corpus.inputs import Input, Piece, Problems
 from pretrain.corpus.manifest import (
     accepted_manifest,
@@ -50,6 +52,7 @@ from pretrain.corpus.manifest import (
     source_facts,
     source_name,
 )
+from pretrain.corpus.near_search import find_near_duplicates, near_duplicates
 from pretrain.corpus.parallel import Pool, result_of
 from pretrain.corpus.shards import token_dtype, verify_shards
 from pretrain.corpus.special_tokens import check_special_tokens, declared_settings, special_ids
@@ -108,6 +111,8 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
     corpus, folder = config.corpus, Path(config.corpus.dir)
     state = "finished" if (folder / MANIFEST).exists() else "started" if (folder / WORK).exists() else "new"
     found = _find_inputs(corpus)
+    if state != "finished":
+        check_filters(corpus.filters)
     if state == "finished" and found:
         settings = fingerprint_settings(corpus, found, tokenizer or _given_tokenizer(corpus))
         accepted_manifest(folder, found, settings, None if corpus.vocabulary.added_words else tokenizer)
@@ -193,6 +198,7 @@ class _Preparation:
             self._check_finished()
             outcome = "already prepared"
         else:
+            check_filters(self._corpus.filters)
             # The pool comes first: forked processes would hold the lock, too, and catch signals meant for this one.
             pool = self._pool()
             with pool, self._locked_work(), _stoppable(self._folder), self._bar:
@@ -211,8 +217,11 @@ class _Preparation:
         return True
 
     def _stages(self, pool: Pool) -> None:
+        contamination = self._corpus.filters.contamination
+        self._evaluation_texts = write_table(contamination, self._work / TABLE) if contamination.sets else []
         hashing = self._begin_hashing(pool)
         summaries = self._read(pool)
+        find_near_duplicates(pool, self._work, self._corpus.filters.near_duplicates, self._bar)
         hashes = self._end_hashing(hashing)
         tokenizer = self._tokenizer or self._vocabulary(pool, summaries)
         if self._tokenizer is None:
@@ -235,6 +244,7 @@ class _Preparation:
             byte_level=self._byte_level,
             released=self._released,
             unknown_id=self._unknown_id,
+            filters=self._corpus.filters,
         )
         return Pool(self._processes, settings, self._tokenizer, self._address)
 
@@ -339,7 +349,8 @@ class _Preparation:
 
     def _documents(self, summaries: list[PieceSummary]) -> Documents:
         held_out = [source.held_out for source in self._corpus.sources]
-        return Documents.load(self._work, summaries, self._corpus.validation_fraction, held_out)
+        near = near_duplicates(self._work, self._corpus.filters.near_duplicates)
+        return Documents.load(self._work, summaries, self._corpus.validation_fraction, held_out, near)
 
     def _extended(self, counts: collections.Counter[bytes]) -> Tokenizer | None:
         """The checkpoint's tokenizer with further words, if there is one; what they save goes to the work folder."""
@@ -405,6 +416,8 @@ class _Preparation:
             language=self._corpus.language,
             shards=shards,
             extension=_read_json(self._work / _EXTENSION),
+            filtered=documents.filtered(len(entries)),
+            evaluation=documents.evaluation(self._evaluation_texts, set_names(self._corpus.filters.contamination)),
         )
         shard_hashes = {name: digest for result in results for name, digest in result["hashes"].items()}
         manifest = make_manifest(

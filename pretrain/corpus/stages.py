@@ -11,7 +11,7 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,11 @@ from tokenizers import Tokenizer
 from pretrain.common.errors import MachineError
 from pretrain.common.files import sha256_file, write_json
 from pretrain.common.memory import hold_freed_memory
+from pretrain.config import FiltersConfig
 from pretrain.corpus.byte_columns import byte_columns
+from pretrain.corpus.filters import Filters, near_duplicates
+from pretrain.corpus.filters.near_duplicates import Sketches
+from pretrain.corpus.filters.report import Report
 from pretrain.corpus.inputs import Piece, Problems
 from pretrain.corpus.parts import DOCUMENT, Part
 from pretrain.corpus.sentences import sentence_starts, split_sentences
@@ -51,6 +55,7 @@ class PreparationSettings:
     byte_level: bool = False  # whether the vocabulary is a byte-level BPE
     released: bool = False  # whether it is one of another maker, which is given whole documents
     unknown_id: int = -1  # of the released one
+    filters: FiltersConfig = field(default_factory=FiltersConfig)
 
 
 # ---------------------------------------------------------------- the process
@@ -62,6 +67,7 @@ class _Process:
     def __init__(self, settings: PreparationSettings, tokenizer: Tokenizer | None) -> None:
         self.settings = settings
         self.work = Path(settings.work)
+        self.filters = Filters(settings.filters, self.work)
         self.table = WordTable()
         self.dtype = np.dtype(np.uint16)
         self.unknown_id = -1
@@ -139,6 +145,7 @@ def start_task(settings: PreparationSettings, tokenizer: Tokenizer | None) -> No
 def _divide_cores() -> None:
     hold_freed_memory(at_most=256 << 20)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    os.environ["RAYON_NUM_THREADS"] = "1"
 
 
 def _check_seen(paths: Sequence[str]) -> None:
@@ -190,7 +197,7 @@ def known_summary(work: Path, piece: Piece) -> dict[str, Any] | None:
 def _read_piece(piece: Piece) -> dict[str, Any]:
     """Read, split, cut and (with a vocabulary) tokenize one piece into part files; its summary comes last."""
     state = _state()
-    problems = Problems()
+    problems, report = Problems(), Report()
     names: list[str] = []
     batches: list[Part] = []
     read = size = 0
@@ -201,19 +208,32 @@ def _read_piece(piece: Piece) -> dict[str, Any]:
         if len(part.documents):
             names.append(f"{piece.name}-{len(names):04d}.{'tokens' if state.settings.vocabulary_given else 'words'}")
             part.save(state.work / names[-1])
+            if part.sketches:
+                path = (state.work / names[-1]).with_suffix(near_duplicates.SUFFIX)
+                part.sketches.save(path, part.documents["hash"])
         batches.clear()
         size = 0
         state.renew()
 
     for texts in chunks(documents(piece, problems)):
-        batches.append(_batch(texts, state))
         read += len(texts)
+        texts, sketches = state.filters.keep(texts, report)
+        if not texts:
+            continue
+        batches.append(_batch(texts, sketches, state))
         size += sum(map(len, texts))
         if size >= _PART_BYTES:
             flush()
     if batches:
         flush()
-    summary = {"source": piece.source, "documents": read, "parts": names, "problems": problems.entries()}
+    summary = {
+        "source": piece.source,
+        "documents": read,
+        "parts": names,
+        "problems": problems.entries(),
+        "filtered": report.entries(),
+        "seen": sorted(report.seen),
+    }
     write_json(state.work / f"{piece.name}.json", summary)
     return summary
 
@@ -234,7 +254,7 @@ def tokenize_part(part: str, words_part: str) -> None:
     state.renew()
     words = Part.load(state.work / words_part)
     numbers = state.table.intern_words(words.distinct)[words.items]
-    _tokenized(numbers, words.sentence_items, words.documents, state).save(state.work / part)
+    _tokenized(numbers, words, state).save(state.work / part)
 
 
 def write_shard(
@@ -270,6 +290,13 @@ def write_shard(
     return result
 
 
+def find_pairs(name: str, band: int, share: int, shares: int) -> None:
+    """Compare the sketches of all parts in one band; `name` is the file of the work folder to write."""
+    state = _state()
+    threshold = state.settings.filters.near_duplicates.threshold
+    near_duplicates.find_pairs(state.work, state.work / name, band, share, shares, threshold)
+
+
 def hash_files(paths: Sequence[str]) -> list[str]:
     """SHA-256 of each file; '' for one that cannot be read."""
     _check_seen(paths)
@@ -298,25 +325,25 @@ def chunks(texts: Iterator[str]) -> Iterator[list[str]]:
         yield chunk
 
 
-def _batch(texts: list[str], state: _Process) -> Part:
+def _batch(texts: list[str], sketches: Sketches | None, state: _Process) -> Part:
     """The documents of `texts` that are long enough, tokenized if there is a vocabulary."""
     settings = state.settings
     if settings.released:
-        return _whole_documents(texts, state)
+        return _whole_documents(texts, sketches, state)
     sentences = (split_sentences(text, settings.language) for text in texts)
     if settings.byte_level:
         # A byte-level vocabulary would spell the white space around a sentence.
         cut = byte_columns(["\n".join(map(str.strip, lines)) for lines in sentences], state.table)
     else:
         cut = columns(["\n".join(lines) for lines in sentences], state.table, lowercase=settings.lowercase)
-    part = _numbered(cut)
+    part = replace(_numbered(cut), sketches=sketches)
     long_enough = part.documents["words"] >= state.settings.min_document_words
     part = part.select(long_enough & (part.documents["sentences"] > 0))
     given = state.settings.vocabulary_given
-    return _tokenized(part.items, part.sentence_items, part.documents, state) if given else part
+    return _tokenized(part.items, part, state) if given else part
 
 
-def _whole_documents(texts: list[str], state: _Process) -> Part:
+def _whole_documents(texts: list[str], sketches: Sketches | None, state: _Process) -> Part:
     """The documents of `texts` that are long enough, tokenized whole."""
     settings = state.settings
     table = measured(texts)
@@ -324,7 +351,8 @@ def _whole_documents(texts: list[str], state: _Process) -> Part:
     long_enough = table["words"] >= settings.min_document_words
     kept = [number for number, its_starts in enumerate(starts) if its_starts and long_enough[number]]
     texts, starts = [texts[number] for number in kept], [starts[number] for number in kept]
-    return state.documents().encode(texts, starts, table[kept], state.dtype)
+    part = state.documents().encode(texts, starts, table[kept], state.dtype)
+    return replace(part, sketches=sketches.select(np.array(kept, np.int64)) if sketches else None)
 
 
 def _joined(batches: list[Part], state: _Process) -> Part:
@@ -333,6 +361,7 @@ def _joined(batches: list[Part], state: _Process) -> Part:
         np.concatenate([batch.sentence_items for batch in batches]),
         np.concatenate([batch.documents for batch in batches]),
         [],
+        Sketches.joined(sketches) if (sketches := [batch.sketches for batch in batches if batch.sketches]) else None,
     )
     return part if state.settings.vocabulary_given else _with_own_words(part, state.table)
 
@@ -352,18 +381,23 @@ def _with_own_words(part: Part, table: WordTable) -> Part:
     used = np.zeros(table.size, bool)
     used[part.items] = True
     own_number = (np.cumsum(used) - 1).astype(np.uint32)
-    return Part(own_number[part.items], part.sentence_items, part.documents, table.words(np.flatnonzero(used)))
+    return replace(part, items=own_number[part.items], distinct=table.words(np.flatnonzero(used)))
 
 
-def _tokenized(numbers: np.ndarray, sentence_words: np.ndarray, table: np.ndarray, state: _Process) -> Part:
-    """A part of token ids. Sentences and documents that have no token left (control characters) are dropped."""
+def _tokenized(numbers: np.ndarray, words: Part, state: _Process) -> Part:
+    """The part `words` with token ids; `numbers` has the numbers of its items in the process's table.
+
+    Sentences and documents that have no token left (control characters) are dropped.
+    """
     pieces = state.pieces()
-    offsets = np.concatenate([[0], np.cumsum(sentence_words, dtype=np.int64)])
+    offsets = np.concatenate([[0], np.cumsum(words.sentence_items, dtype=np.int64)])
     tokens, token_offsets = pieces.tokens(numbers, offsets, state.dtype)
     sentence_tokens = np.diff(token_offsets).astype(np.uint32)
-    table = table.copy()
+    table = words.documents.copy()
     sentences_before = np.concatenate([[0], np.cumsum(table["sentences"], dtype=np.int64)])
     filled = np.concatenate([[0], np.cumsum(sentence_tokens > 0)])
     table["sentences"] = np.diff(filled[sentences_before])
     table["items"] = np.diff(token_offsets[sentences_before])
-    return Part(tokens, sentence_tokens[sentence_tokens > 0], table[table["sentences"] > 0], [])
+    filled_documents = table["sentences"] > 0
+    sketches = words.sketches.select(filled_documents) if words.sketches else None
+    return Part(tokens, sentence_tokens[sentence_tokens > 0], table[filled_documents], [], sketches)

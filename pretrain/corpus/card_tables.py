@@ -1,0 +1,62 @@
+"""Tables of the corpus card in Markdown, and the section on filters."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def table_row(*cells: Any) -> str:
+    """A row of a table."""
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def filter_lines(filtered: list[dict[str, Any]], sources: list[dict[str, Any]]) -> list[str]:
+    """The section on filters: documents by rule and source, then the examples; [] if no filter did anything."""
+    if not filtered:
+        return []
+    names = ("filter", "rule", "dropped", "documents", "of those read", *(source["name"] for source in sources))
+    read = max(1, sum(source["documents_read"] for source in sources))
+    rows = [
+        table_row(
+            entry["filter"],
+            entry["rule"],
+            "yes" if entry["dropped"] else "no",
+            f"{entry['documents']:,}",
+            f"{100 * entry['documents'] / read:.2f} %",
+            *(f"{count:,}" for count in entry["by_source"]),
+        )
+        for entry in filtered
+    ]
+    header = [table_row(*names), table_row(*["---"] * 3, *["---:"] * (2 + len(sources)))]
+    return [
+        "## Filters",
+        "",
+        *header,
+        *rows,
+        "",
+        "Examples, the first of each rule in the order of the corpus:",
+        "",
+        *_examples(filtered),
+        "",
+    ]
+
+
+def evaluation_lines(sets: list[dict[str, Any]]) -> list[str]:
+    """The section on evaluation sets: how much of each is in the sources; [] if none was looked for."""
+    if not sets:
+        return []
+    rows = [
+        table_row(one["name"], f"{one['texts']:,}", f"{one['found']:,}", f"{100 * one['found'] / one['texts']:.2f} %")
+        for one in sets
+    ]
+    header = [table_row("set", "texts", "found in the sources", "share"), table_row("---", *["---:"] * 3)]
+    return ["## Evaluation sets", "", *header, *rows, ""]
+
+
+def _examples(filtered: list[dict[str, Any]]) -> list[str]:
+    lines = []
+    for entry in filtered:
+        for example in entry["examples"]:
+            text = example["text"].replace("`", "'")
+            lines.append(f"- {entry['rule']}, {example['found']}: `{text}`")
+    return lines

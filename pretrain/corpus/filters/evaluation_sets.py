@@ -1,0 +1,186 @@
+"""The texts of evaluation sets, from files of labelled examples, and the table of their n-grams.
+
+    .txt                 a text per line
+    .csv, .tsv           with a header; a text per cell, of all columns or those named
+    .jsonl, .json        every string is a text, at any depth, or those below the keys named
+    .conll, .bio, .iob   a text per sentence: the first column, sentences parted by empty lines
+
+Files may be compressed (.gz, .bz2, .xz).
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+
+from pretrain.common.errors import InputError
+from pretrain.common.files import atomic_open
+from pretrain.config import ContaminationConfig, EvaluationSetConfig
+from pretrain.corpus.filters.text_columns import text_columns
+from pretrain.corpus.inputs import BROKEN, open_file, plain_suffix
+
+TABLE = "evaluation.npz"
+_TEXTS_AT_ONCE = 4096
+
+
+def evaluation_files(config: ContaminationConfig) -> list[list[Path]]:
+    """The files of each set, sorted. Raises `InputError` if one is missing or of an unknown format."""
+    return [_files(one, f"corpus.filters.contamination.sets.{n}") for n, one in enumerate(config.sets)]
+
+
+def set_names(config: ContaminationConfig) -> list[str]:
+    """The names of the sets, by default those of their paths."""
+    return [one.name or Path(one.path).name.split(".")[0] for one in config.sets]
+
+
+def write_table(config: ContaminationConfig, path: Path) -> list[int]:
+    """Write the n-grams of all sets to `path`; returns the number of texts of each set.
+
+    hashes uint64 [G], ascending, and texts int64 [G], the first text that has it; beginnings uint64: hashes of their
+    first `config.shortest` words; lengths int64: words in the n-grams; first int64 [sets + 1]: first text of each set.
+    """
+    none = np.zeros(0, np.uint64)
+    grams, first = [_Grams(none, none, none.astype(np.int64), none.astype(np.int64))], [0]
+    for one, files in zip(config.sets, evaluation_files(config), strict=True):
+        count = first[-1]
+        for texts in _batched(_texts(files, one)):
+            grams.append(_grams(texts, count, config))
+            count += len(texts)
+        if count == first[-1]:
+            raise InputError(f"{one.path}: no text in this evaluation set. Check the file and its columns.")
+        first.append(count)
+    hashes, beginnings, texts_of, lengths = (np.concatenate(column) for column in zip(*grams, strict=True))
+    distinct, place = np.unique(hashes, return_index=True)
+    with atomic_open(path) as file:
+        arrays = {"hashes": distinct, "texts": texts_of[place], "beginnings": np.unique(beginnings)}
+        np.savez(file, lengths=np.unique(lengths), first=np.array(first), **arrays)
+    return np.diff(first).tolist()
+
+
+class _Grams(NamedTuple):
+    hashes: np.ndarray
+    beginnings: np.ndarray
+    texts: np.ndarray
+    lengths: np.ndarray
+
+
+def _grams(texts: Sequence[str], first: int, config: ContaminationConfig) -> _Grams:
+    """The n-grams of `texts`, of which the first has the number `first`. A shorter text is one n-gram."""
+    columns = text_columns(texts)
+    starts, counts = columns.gram_documents(config.ngram)
+    begins = np.arange(counts.sum()) + np.repeat(starts - np.append(0, np.cumsum(counts)[:-1]), counts)
+    terms = np.diff(columns.terms)
+    short = np.flatnonzero((counts == 0) & (terms >= config.shortest))
+    lengths = np.append(np.full(len(begins), config.ngram), terms[short])
+    begins = np.append(begins, columns.terms[short])
+    return _Grams(
+        columns.sequence_hashes(begins, begins + lengths),
+        columns.sequence_hashes(begins, begins + config.shortest),
+        first + np.append(np.repeat(np.arange(len(texts)), counts), short),
+        lengths,
+    )
+
+
+# ---------------------------------------------------------------- files
+
+
+def _files(one: EvaluationSetConfig, where: str) -> list[Path]:
+    path = Path(one.path).expanduser()
+    found = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+    files = [file for file in found if plain_suffix(file) in _READERS] if path.is_dir() else found
+    for file in files:
+        if not file.is_file():
+            raise InputError(f"{where}.path: {file}: no such file or folder. Check the path.")
+        if plain_suffix(file) not in _READERS:
+            raise InputError(f"{where}.path: {file}: unknown format. Give one of {', '.join(_READERS)}.")
+    if not files:
+        raise InputError(f"{where}.path: {path}: no evaluation set in it. Give files of {', '.join(_READERS)}.")
+    return files
+
+
+def _texts(files: Iterable[Path], one: EvaluationSetConfig) -> Iterator[str]:
+    for file in files:
+        try:
+            with open_file(file) as raw:
+                for text in _READERS[plain_suffix(file)](raw, one):
+                    if text.strip():
+                        yield text.replace("\0", "").encode("utf-8", "replace").decode()
+        except (ValueError, csv.Error, KeyError, *BROKEN) as error:
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise InputError(f"{file}: cannot be read as an evaluation set ({reason}). Check the file.") from None
+
+
+def _lines(raw: IO[Any], _: EvaluationSetConfig) -> Iterator[str]:
+    yield from io.TextIOWrapper(raw, "utf-8-sig", newline=None)
+
+
+def _cells(raw: IO[Any], one: EvaluationSetConfig, delimiter: str = ",") -> Iterator[str]:
+    rows = csv.DictReader(io.TextIOWrapper(raw, "utf-8-sig", newline=""), delimiter=delimiter)
+    names = list(rows.fieldnames or [])
+    if missing := [name for name in one.columns if name not in names]:
+        raise ValueError(f"no column {missing[0]!r}; it has {', '.join(names)}")
+    for row in rows:
+        yield from (row[name] or "" for name in one.columns or names)
+
+
+def _json_lines(raw: IO[Any], one: EvaluationSetConfig) -> Iterator[str]:
+    for line in raw:
+        if line.strip():
+            yield from _strings(json.loads(line), one.columns)
+
+
+def _json_file(raw: IO[Any], one: EvaluationSetConfig) -> Iterator[str]:
+    yield from _strings(json.load(raw), one.columns)
+
+
+def _strings(value: Any, keys: Sequence[str]) -> Iterator[str]:
+    """The strings in a JSON value; if there are `keys`, those below them."""
+    if isinstance(value, str):
+        if not keys:
+            yield value
+    elif isinstance(value, list):
+        for item in value:
+            yield from _strings(item, keys)
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _strings(item, () if key in keys else keys)
+
+
+def _sentences(raw: IO[Any], _: EvaluationSetConfig) -> Iterator[str]:
+    words: list[str] = []
+    for line in io.TextIOWrapper(raw, "utf-8-sig"):
+        if not line.strip() or line.startswith("-DOCSTART-"):
+            yield " ".join(words)
+            words = []
+        elif not line.startswith("# "):
+            words.append(line.split()[0])
+    yield " ".join(words)
+
+
+def _batched(texts: Iterator[str]) -> Iterator[list[str]]:
+    batch: list[str] = []
+    for text in texts:
+        batch.append(text)
+        if len(batch) == _TEXTS_AT_ONCE:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
+
+
+_READERS: dict[str, Any] = {
+    ".txt": _lines,
+    ".csv": _cells,
+    ".tsv": lambda raw, one: _cells(raw, one, "\t"),
+    ".jsonl": _json_lines,
+    ".json": _json_file,
+    ".conll": _sentences,
+    ".bio": _sentences,
+    ".iob": _sentences,
+}

@@ -1,0 +1,102 @@
+"""Language identification with lingua, offline: documents of other languages than those asked for are dropped.
+
+A document is kept as soon as a first look at it finds a language to keep; only the others are looked at more closely.
+Latin and Esperanto count only where they are asked for: names and technical terms are taken for them. lingua's time
+grows with the number of languages, so the first look compares with few, unless near relatives are not among them.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from pretrain.common.errors import InputError, MachineError
+from pretrain.config import LanguageConfig
+from pretrain.corpus.filters.text_columns import TextColumns
+from pretrain.corpus.filters.verdicts import Verdicts
+
+_FEWEST_WORDS = 20  # of a document whose language can be told
+_FIRST_LOOK = 100  # characters
+_SLICES = 5  # of the sample: one quotation does not decide
+_FREQUENT = {"ar", "ca", "cs", "de", "en", "es", "fr", "id", "it", "ja", "nl", "pl", "pt", "ro", "ru", "sk", "sv", "tr"}
+_APART = {"de", "en", "fr", "it", "pl"}  # languages without a near relative outside of _FREQUENT
+_CERTAIN = 0.9  # distance of a first look's most probable language from the next
+
+
+class Language:
+    """Identifies the languages of documents; the models are loaded with the first."""
+
+    def __init__(self, config: LanguageConfig) -> None:
+        self._config = config
+        self._first: Any = None
+        self._closer: Any = None
+
+    def judge(self, texts: Sequence[str], columns: TextColumns) -> Verdicts:
+        """The verdicts; documents of fewer than 20 words stay. Of a table of numbers the language is unknown."""
+        if self._closer is None:
+            self._first, self._closer = _detectors(set(self._config.keep))
+        words = np.diff(columns.terms)
+        found = ["" if n < _FEWEST_WORDS else self._language(text) for n, text in zip(words, texts, strict=True)]
+        keep = {"", *self._config.keep}
+        return Verdicts(("other_language",), np.array([-1 if code in keep else 0 for code in found]), found)
+
+    def _language(self, text: str) -> str:
+        first = _identified(self._first, _slices(text, _FIRST_LOOK, 1))
+        if first in self._config.keep:
+            return first
+        return _identified(self._closer, _slices(text, self._config.sample_characters, _SLICES))
+
+
+def _identified(detector: Any, text: str) -> str:
+    language = detector.detect_language_of(text)
+    return _code(language) if language else "unknown"
+
+
+def _slices(text: str, size: int, count: int) -> str:
+    """`size` characters of `text` from `count` places that are equally far from each other."""
+    if len(text) <= size:
+        return text
+    width, step = size // count, len(text) / count
+    return "\n".join(text[start : start + width] for start in (int((n + 0.5) * step - width / 2) for n in range(count)))
+
+
+def _detectors(keep: set[str]) -> tuple[Any, Any]:
+    """What takes the first look, and what looks more closely."""
+    lingua = _lingua()
+    spoken = lingua.Language.all_spoken_ones()
+    candidates = [one for one in lingua.Language.all() if one in spoken or _code(one) in keep]
+    few = [one for one in candidates if _code(one) in _FREQUENT] if keep <= _APART else candidates
+    # Of texts of over 120 characters the models of the accurate mode give the same verdicts, and take 1 GB.
+    first, closer = (
+        lingua.LanguageDetectorBuilder.from_languages(*chosen).with_low_accuracy_mode() for chosen in (few, candidates)
+    )
+    return first.with_minimum_relative_distance(_CERTAIN).build(), closer.build()
+
+
+def _code(language: Any) -> str:
+    return language.iso_code_639_1.name.lower()
+
+
+def check_language(config: LanguageConfig) -> None:
+    """Raise `MachineError` if lingua is missing, `InputError` if it does not know one of the languages."""
+    known = {_code(language) for language in _lingua().Language.all()}
+    for code in config.keep:
+        if code not in known:
+            some = ", ".join(sorted(known)[:8])
+            raise InputError(
+                f"corpus.filters.language.keep: lingua does not know {code!r}. Give ISO 639-1 codes, such as {some}."
+            )
+
+
+def _lingua() -> Any:
+    try:
+        import lingua
+    except ImportError:
+        raise MachineError(
+            "corpus.filters.language: lingua, the extra `language`, is not installed. "
+            f"Run: {sys.executable} -m pip install lingua-language-detector"
+        ) from None
+    return lingua

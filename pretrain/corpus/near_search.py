@@ -1,0 +1,37 @@
+"""The stage of `prepare` that finds near-duplicates when all documents are read, a call for each band."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pretrain.config import NearDuplicatesConfig
+from pretrain.corpus import stages
+from pretrain.corpus.filters.near_duplicates import MOST_DOCUMENTS, NearDuplicates, SketchFiles, merge_pairs
+from pretrain.corpus.parallel import Pool
+from pretrain.corpus.stage_bar import StageBar
+
+_RESULT = "near_duplicates.npy"
+_KEY_BYTES = 8
+
+
+def find_near_duplicates(pool: Pool, work: Path, settings: NearDuplicatesConfig, bar: StageBar) -> None:
+    """Compare the documents whose sketches are in the folder `work`, if that is asked for and not done yet."""
+    result = work / _RESULT
+    if not settings.enabled or result.exists():
+        return
+    documents = int(SketchFiles(work).first[-1])
+    shares = max(1, -(-documents // MOST_DOCUMENTS))
+    calls = [
+        (f"pairs-{band:04d}-{share:04d}-{shares:04d}.npy", band, share, shares)
+        for band in range(settings.bands)
+        for share in range(shares)
+    ]
+    with bar.stage("finding near-duplicates", _KEY_BYTES * documents * settings.bands) as advance:
+        for _ in pool.run(stages.find_pairs, calls, lambda name, *_: (work / name).exists() or None):
+            advance(_KEY_BYTES * documents // shares)
+    merge_pairs([work / name for name, *_ in calls], work, settings.bands * settings.rows, result)
+
+
+def near_duplicates(work: Path, settings: NearDuplicatesConfig) -> NearDuplicates | None:
+    """What was found; None if it was not asked for."""
+    return NearDuplicates.load(work / _RESULT) if settings.enabled else None
