@@ -15,6 +15,7 @@ NAVIGATION = {
     "Start": ["quickstart", "guides/install"],
     "Guides": [
         "guides/sources",
+        "guides/filters",
         "guides/pretraining",
         "guides/tokenizers",
         "guides/adapt",
