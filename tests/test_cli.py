@@ -384,8 +384,8 @@ def test_a_benchmark_gets_its_own_options(monkeypatch: pytest.MonkeyPatch, name:
 def test_unknown_benchmarks_are_refused(capsys):
     assert cli("bench", "speed") == 2
     assert error_of(capsys) == (
-        "error: bench: 'speed' is not a benchmark; choose from step, prepare, loader, scale, workers, quality, "
-        "checkpoint, all, compare."
+        "error: bench: 'speed' is not a benchmark; choose from step, prepare, loader, scale, roofline, wire, "
+        "workers, quality, checkpoint, all, compare."
     )
 
 

@@ -108,7 +108,7 @@ class Filters:
             verdicts = one.judge(texts, columns)
             broken = verdicts.broken >= 0
             for number in np.flatnonzero(stays & broken).tolist():
-                rule, found = verdicts.rules[verdicts.broken[number]], verdicts.found[number]
+                rule, found = verdicts.rules[int(verdicts.broken[number])], verdicts.found[number]
                 report.add(name, rule, texts[number], found, is_dropped=verdicts.drops)
             report.seen.update(verdicts.seen.tolist())
             stays &= ~(broken & verdicts.drops)

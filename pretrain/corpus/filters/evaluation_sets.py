@@ -58,8 +58,14 @@ def write_table(config: ContaminationConfig, path: Path) -> list[int]:
     hashes, beginnings, texts_of, lengths = (np.concatenate(column) for column in zip(*grams, strict=True))
     distinct, place = np.unique(hashes, return_index=True)
     with atomic_open(path) as file:
-        arrays = {"hashes": distinct, "texts": texts_of[place], "beginnings": np.unique(beginnings)}
-        np.savez(file, lengths=np.unique(lengths), first=np.array(first), **arrays)
+        np.savez(
+            file,
+            lengths=np.unique(lengths),
+            first=np.array(first),
+            hashes=distinct,
+            texts=texts_of[place],
+            beginnings=np.unique(beginnings),
+        )
     return np.diff(first).tolist()
 
 

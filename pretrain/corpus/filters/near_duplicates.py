@@ -58,7 +58,7 @@ class Sketches:
 
 def sketches(texts: Sequence[str], columns: TextColumns, config: NearDuplicatesConfig) -> Sketches:
     """The sketches of `texts`, of which each set is that of its sequences of `config.ngram` words."""
-    from rensa import RMinHash
+    from rensa import RMinHash  # pyright: ignore[reportAttributeAccessIssue]
 
     grams, counts = _gram_sets(texts, columns, config.ngram)
     offsets = np.append(0, np.cumsum(counts)).astype(np.uint64)
