@@ -17,6 +17,7 @@ PACKAGES = ("pretrain", "finetune", "cluster")
 MAY_IMPORT: dict[str, str] = {
     "pretrain.common": "",
     "pretrain.config": "pretrain.common",
+    "pretrain.storage": "pretrain.common",
     "pretrain.commands": "pretrain.common",
     "cluster.workers": "pretrain.common pretrain.commands",
     "cluster.local": "pretrain.common pretrain.commands cluster.workers",
@@ -26,7 +27,9 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.corpus": "pretrain.common pretrain.config cluster.pool",
     "pretrain.batches": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.model": "pretrain.common pretrain.config",
-    "pretrain.checkpoint": "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.model",
+    "pretrain.checkpoint": (
+        "pretrain.common pretrain.storage pretrain.config pretrain.tracking pretrain.corpus pretrain.model"
+    ),
     "pretrain.preflight": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.work": "pretrain.config pretrain.model",
     "pretrain.roofline": "pretrain.config pretrain.model pretrain.work",

@@ -7,10 +7,11 @@ name when it is complete (`store.write`).
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,8 @@ import torch
 from torch import Tensor
 
 from pretrain.checkpoint import store
-from pretrain.common.errors import RunError
+from pretrain.common.errors import MachineError, RunError
+from pretrain.storage.runs import StoredRun
 
 logger = logging.getLogger(__name__)
 
@@ -35,17 +37,26 @@ class Saver:
         keep_last: number of newest checkpoints to keep (`store.prune`).
         background: copy the state and return, instead of writing before returning.
         retry_seconds: how long to retry if the storage fails. A full disk is retried once.
+        stored: where checkpoints are stored besides the folder, if anywhere. A failure there is reported as `trouble`
+            and does not end the run; the next checkpoint is stored again.
     """
 
     def __init__(
-        self, folder: Path, group: store.SavingGroup, *, keep_last: int, background: bool, retry_seconds: float
+        self,
+        folder: Path,
+        group: store.SavingGroup,
+        *,
+        keep_last: int,
+        background: bool,
+        retry_seconds: float,
+        stored: StoredRun | None = None,
     ) -> None:
         self._folder, self._group, self._keep_last = folder, group, keep_last
-        self._background, self._retry_seconds = background, retry_seconds
+        self._background, self._retry_seconds, self._stored = background, retry_seconds, stored
         self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        # Why a save was delayed by the storage. Whoever reports it clears it.
+        # What the storage delayed or refused. Whoever reports it clears it.
         self.trouble = ""
 
     def save(self, step: int, fragments: Iterable[store.HeldFragment], state: dict[str, Any]) -> None:
@@ -91,6 +102,8 @@ class Saver:
     def _write(self, step: int, shard: store.CheckpointShard, state: dict[str, Any]) -> None:
         try:
             self._write_or_retry(step, shard, state)
+            if self._stored is not None:
+                self._store(self._stored, self._folder / store.name_of(step))
             try:
                 if self._group.rank == 0:
                     with contextlib.suppress(OSError):  # the next save prunes again
@@ -99,6 +112,29 @@ class Saver:
                 self._group.gather_objects(None)
         except BaseException as error:
             self._error = error
+
+    def _store(self, stored: StoredRun, checkpoint: Path) -> None:
+        """Every rank stores the file that it wrote; then rank 0 stores the rest, the manifest last."""
+        name, is_first = checkpoint.name, self._group.rank == 0
+        steps: list[Callable[[], None]] = [
+            lambda: stored.withdraw(name) if is_first else None,
+            lambda: stored.put(checkpoint, [store.shard_name(self._group)]),
+            lambda: self._publish(stored, checkpoint) if is_first else None,
+        ]
+        try:
+            for step in steps:
+                store.agree(self._group, functools.partial(_as_run_error, step))
+        except RunError as error:
+            self.trouble = f"{checkpoint.name} is not stored at {stored.address}, only in {self._folder}: {error}"
+            logger.warning("%s", self.trouble)
+
+    def _publish(self, stored: StoredRun, checkpoint: Path) -> None:
+        stored.publish(checkpoint)
+        names = stored.names()
+        try:
+            stored.keep({*names[-self._keep_last :], store.best_of({name: stored.state(name) for name in names})})
+        except RunError as error:  # the next save deletes again
+            logger.warning("%s", error)
 
     def _write_or_retry(self, step: int, shard: store.CheckpointShard, state: dict[str, Any]) -> None:
         # All ranks get the same error at the same attempt (`store.write`), and all must decide alike. Their clocks may
@@ -118,3 +154,14 @@ class Saver:
                 logger.warning("%s Retrying in %.0f s.", reason, wait)
             time.sleep(wait)
             waited, wait = waited + wait, wait * 2
+
+
+def _as_run_error(work: Callable[[], None]) -> None:
+    """Call `work`; a bug in it or in an object store's client is logged, and a `MachineError` too."""
+    try:
+        work()
+    except (RunError, OSError):
+        raise
+    except Exception as error:
+        logger.exception("storing a checkpoint failed")
+        raise MachineError(f"{type(error).__name__}: {error}") from error

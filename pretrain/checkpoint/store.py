@@ -14,6 +14,7 @@ A checkpoint names its tensors and does not depend on the number of workers that
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
@@ -21,7 +22,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -104,6 +105,11 @@ class CheckpointShard:
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
 
 
+def shard_name(group: SavingGroup) -> str:
+    """The file of a checkpoint that this rank writes."""
+    return f"rank-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
+
+
 def save(folder: Path, step: int, fragments: Iterable[HeldFragment], state: dict[str, Any], group: SavingGroup) -> Path:
     """Write the checkpoint of `step` into `folder`, as `write` does; every rank calls this. Returns its path."""
     return write(folder, step, take_shard(fragments, group), state, group)
@@ -148,14 +154,30 @@ def write(folder: Path, step: int, shard: CheckpointShard, state: dict[str, Any]
     final = folder / name_of(step)
     aside = folder / f".{final.name}.tmp"
     try:
-        shards = _agree(group, lambda: _write_shard(aside, shard, group))
-        _agree(group, lambda: _publish(aside, final, shards, state) if group.rank == 0 else None)
+        shards = agree(group, lambda: _write_shard(aside, shard, group))
+        agree(group, lambda: _publish(aside, final, shards, state) if group.rank == 0 else None)
     except RunError:
         if group.rank == 0:
             shutil.rmtree(aside, ignore_errors=True)
         group.gather_objects(None)  # no rank may retry before the incomplete folder is removed
         raise
     return final
+
+
+def agree(group: SavingGroup, work: Callable[[], Any]) -> list[Any]:
+    """Run `work` on this rank. Returns the results of all ranks, or raises the first error on all ranks.
+
+    Every rank of the group calls this. `work` may raise a `RunError` or an `OSError`.
+    """
+    try:
+        outcome: dict[str, Any] = {"result": work()}
+    except (RunError, OSError) as error:
+        outcome = {"error": str(error), "kind": type(error).__name__}
+    outcomes = group.gather_objects(outcome)
+    failed = next((o for o in outcomes if "error" in o), None)
+    if failed is None:
+        return [o["result"] for o in outcomes]
+    raise (InputError if failed["kind"] == "InputError" else MachineError)(failed["error"])
 
 
 def newest(folder: Path, *, set_aside: bool = False) -> Path | None:
@@ -207,20 +229,26 @@ def best(folder: Path) -> Path | None:
     Losses are comparable only on the same held-out samples (`validation_set`). So checkpoints of an earlier phase do
     not count once a later phase was evaluated. A checkpoint with an unreadable state counts as not evaluated.
     """
-    measured: dict[str, dict[Path, float]] = {}
+    states = {}
     for path in list_checkpoints(folder):
-        try:
-            state = read_state(path)
-        except InputError:
-            continue
+        with contextlib.suppress(InputError):
+            states[path.name] = read_state(path)
+    name = best_of(states)
+    return folder / name if name else None
+
+
+def best_of(states: Mapping[str, Mapping[str, Any]]) -> str:
+    """As `best`, from the states of checkpoints by their names, in ascending order; "" if none was evaluated."""
+    measured: dict[str, dict[str, float]] = {}
+    for name, state in states.items():
         loss = state.get("validation_loss")
         if loss is not None and math.isfinite(loss):
             losses = measured.pop(state["validation_set"], {})
-            measured[state["validation_set"]] = {**losses, path: loss}
+            measured[state["validation_set"]] = {**losses, name: loss}
     if not measured:
-        return None
+        return ""
     latest = list(measured.values())[-1]
-    return min(latest, key=lambda path: (latest[path], -step_of(path)))
+    return min(reversed(latest), key=latest.__getitem__)
 
 
 def prune(folder: Path, keep_last: int) -> None:
@@ -322,7 +350,7 @@ class CheckpointReader:
 
 def _write_shard(aside: Path, shard: CheckpointShard, group: SavingGroup) -> dict[str, Any]:
     """Write this rank's tensors; returns the entry of the file for the manifest."""
-    name = f"rank-{group.rank:05d}-of-{group.world_size:05d}.safetensors"
+    name = shard_name(group)
     path = aside / name
     with disk_errors(path):
         aside.mkdir(parents=True, exist_ok=True)
@@ -387,16 +415,3 @@ def _write_manifest(aside: Path, shards: list[dict[str, Any]], state: dict[str, 
         "files": files,
     }
     put_manifest(aside, manifest)
-
-
-def _agree(group: SavingGroup, work: Callable[[], Any]) -> list[Any]:
-    """Run `work` on this rank. Returns the results of all ranks, or raises the first error on all ranks."""
-    try:
-        outcome: dict[str, Any] = {"result": work()}
-    except (RunError, OSError) as error:
-        outcome = {"error": str(error), "kind": type(error).__name__}
-    outcomes = group.gather_objects(outcome)
-    failed = next((o for o in outcomes if "error" in o), None)
-    if failed is None:
-        return [o["result"] for o in outcomes]
-    raise (InputError if failed["kind"] == "InputError" else MachineError)(failed["error"])

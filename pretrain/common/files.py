@@ -240,13 +240,28 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     """The manifest of `folder`. Raises `InputError` if it is missing or not valid JSON."""
     path = folder / MANIFEST
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
-        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-            raise ValueError("no list of files")
+        return parse_manifest(path.read_bytes(), path)
     except FileNotFoundError:
         raise InputError(f"{path}: not found, so the folder is incomplete. Create the folder again.") from None
+
+
+def parse_manifest(content: bytes, where: Path | str) -> dict[str, Any]:
+    """The manifest in `content`, which was read from `where`. Raises `InputError` if it is not valid JSON."""
+    try:
+        manifest = json.loads(content.decode("utf-8"))
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+            raise ValueError("no list of files")
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{path}: damaged ({error}). Create the folder again.") from None
+        raise InputError(f"{where}: damaged ({error}). Create the folder again.") from None
+    return manifest
+
+
+def check_manifest(content: bytes, where: Path | str) -> dict[str, Any]:
+    """As `parse_manifest`; its own SHA-256 must match, and no name may lead out of the folder. Raises `InputError`."""
+    manifest = parse_manifest(content, where)
+    names = [Path(name) for name in manifest["files"]]
+    if manifest.get(_OWN_HASH) != _own_hash(manifest) or any(n.is_absolute() or ".." in n.parts for n in names):
+        raise InputError(f"{where}: changed or damaged. Create the folder again.")
     return manifest
 
 

@@ -1,0 +1,79 @@
+"""Addresses of object stores, such as s3://bucket/runs/mini, and the local folder of each.
+
+Everything at an address is worked on in its local folder: fetched into it, or written there and stored from it. The
+folder is below `~/.cache/bertrain`, or below the folder that the environment variable BERTRAIN_CACHE names. A run that
+trains has its folder below the one that BERTRAIN_RUNS names, if it is set: several machines must share that one, while
+each may have a cache of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+CACHE_VARIABLE, RUNS_VARIABLE = "BERTRAIN_CACHE", "BERTRAIN_RUNS"
+SCHEMES = ("s3", "gs", "abfs", "az", "hf")
+READ_ONLY = ("hf",)  # a write to the hub is a commit, and it limits how many may be made
+_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+)://(.*)", re.DOTALL)
+
+
+def is_remote(text: Path | str) -> bool:
+    """Whether `text` is an address of an object store, and not a path."""
+    match = _ADDRESS.fullmatch(text) if isinstance(text, str) else None
+    return match is not None and match[1] in SCHEMES
+
+
+def scheme_of(address: str) -> str:
+    """The scheme of an address: s3 of s3://bucket/run."""
+    return address.partition("://")[0]
+
+
+def check_address(address: str, *, written: bool = False) -> None:
+    """Raise `ValueError` unless `address` names something in a bucket, and may be written to if `written`."""
+    scheme, _, rest = address.partition("://")
+    parts = rest.rstrip("/").split("/")
+    if len(parts) < 2 or not all(parts) or {".", ".."} & set(parts) or not rest.isprintable() or ":" in parts[0]:
+        raise ValueError(
+            f"{address!r} is not an address of something in a bucket. Give one such as {scheme}://bucket/folder."
+        )
+    if written and scheme in READ_ONLY:
+        raise ValueError(
+            f"{address!r} can be read, but not written to. Give a local path, or one of s3://, gs://, abfs://."
+        )
+
+
+def cache() -> Path:
+    """The folder of the local folders of all addresses."""
+    return Path(os.environ.get(CACHE_VARIABLE) or "~/.cache/bertrain").expanduser().absolute()
+
+
+def local(text: Path | str) -> Path:
+    """The local folder or file of an address; a path as it is."""
+    return _below(cache(), text)
+
+
+def local_run(text: Path | str) -> Path:
+    """The local folder in which the run at an address trains; a path as it is."""
+    return _below(Path(os.environ.get(RUNS_VARIABLE) or cache()).expanduser().absolute(), text)
+
+
+def shown(path: Path | str) -> str:
+    """The address whose local file `path` is; a path that belongs to no address as it is."""
+    try:
+        scheme, *parts = Path(path).relative_to(cache()).parts
+    except ValueError:
+        return str(path)
+    return f"{scheme}://{'/'.join(parts)}" if scheme in SCHEMES and parts else str(path)
+
+
+def _below(folder: Path, text: Path | str) -> Path:
+    if not is_remote(text):
+        return Path(text)
+    scheme, _, rest = str(text).partition("://")
+    return folder / scheme / rest.rstrip("/")
+
+
+def join(address: str, *names: str) -> str:
+    """The address of `names` below `address`."""
+    return "/".join((address.rstrip("/"), *names))

@@ -1,0 +1,260 @@
+"""Whole folders of an object store, fetched to their local folders once per machine, and stored from there.
+
+A folder with a manifest is stored with the manifest last and fetched with the manifest last, so on both sides a
+manifest means that everything in it is there. No listing is needed for such a folder. Files without a manifest, such as
+raw text, are found by listing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import hashlib
+import json
+import logging
+import shutil
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from pretrain.common.addresses import cache, join, local
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.files import (
+    MANIFEST,
+    atomic_open,
+    check_manifest,
+    disk_errors,
+    existing_parent,
+    locked,
+    read_manifest,
+    sha256_file,
+    write_json,
+)
+from pretrain.storage.objects import Listed, ObjectStore
+
+_AT_ONCE = 4  # files on their way
+_PATTERN = frozenset("*?[")
+
+logger = logging.getLogger(__name__)
+
+
+def fetch(
+    address: str,
+    objects: ObjectStore | None = None,
+    *,
+    folder: Path | None = None,
+    but: str = "",
+    advice: str = "Check the address.",
+) -> Path:
+    """Bring the folder with a manifest at `address` to this machine, to `folder` or else its local one; returns that.
+
+    One process per machine fetches; others that ask meanwhile wait. What is already here is kept, so a fetch that was
+    cut goes on. Files whose names match the pattern `but` are left out, and then no manifest is written. `advice` says
+    what to do if there is no manifest.
+
+    Raises:
+        InputError: there is no manifest, or it is damaged.
+        MachineError: the disk is full, or a file is not what the manifest says.
+    """
+    objects, folder = objects or ObjectStore(), folder or local(address)
+    content = read_stored_manifest(address, objects)
+    if content is None:
+        raise InputError(f"{join(address, MANIFEST)}: not found, so nothing complete is stored there. {advice}")
+    manifest = check_manifest(content, join(address, MANIFEST))
+    files = {name: entry for name, entry in manifest["files"].items() if not (but and fnmatch.fnmatch(name, but))}
+    with alone(folder):
+        same = (folder / MANIFEST).is_file() and (folder / MANIFEST).read_bytes() == content
+        missing = [name for name, entry in files.items() if not _is_here(folder / name, entry, trusted=same)]
+        if same and not missing:
+            return folder
+        if not same:
+            (folder / MANIFEST).unlink(missing_ok=True)
+        _check_space(folder, sum(files[name]["bytes"] for name in missing))
+
+        def bring(name: str) -> None:
+            entry = files[name]
+            expected = Listed(entry["bytes"], "", 0.0)
+            objects.download(join(address, name), folder / name, expected, entry["sha256"])
+
+        _all(bring, missing)
+        if not but:
+            with atomic_open(folder / MANIFEST) as file:
+                file.write(content)
+    logger.info("fetched %d files of %s", len(missing), address)
+    return folder
+
+
+def read_stored_manifest(address: str, objects: ObjectStore) -> bytes | None:
+    """The manifest at `address` as it is stored; None if there is none."""
+    return objects.read(join(address, MANIFEST))
+
+
+def store(folder: Path, address: str, objects: ObjectStore | None = None) -> None:
+    """Store the folder with a manifest at `address`, the manifest last; files that are there already are kept.
+
+    An interrupted call goes on where it stopped. A manifest that is there is deleted first, if files change. Files of
+    an earlier manifest that this one has not are deleted at the end.
+    """
+    objects, manifest = objects or ObjectStore(), read_manifest(folder)
+    content, theirs = (folder / MANIFEST).read_bytes(), read_stored_manifest(address, objects)
+    if theirs == content:
+        return
+    before = _files_of(theirs)
+    changed = [name for name, entry in manifest["files"].items() if before.get(name) != entry]
+    if theirs is not None and changed:
+        objects.delete(join(address, MANIFEST))
+    with _Uploaded(folder, address) as uploaded:
+
+        def put(name: str) -> None:
+            if not uploaded.has(name, manifest["files"][name]["sha256"]):
+                objects.upload(folder / name, join(address, name))
+                uploaded.add(name, manifest["files"][name]["sha256"])
+
+        _all(put, changed)
+        objects.write(join(address, MANIFEST), content)
+    for name in before.keys() - manifest["files"].keys():
+        objects.delete(join(address, name))
+
+
+@contextlib.contextmanager
+def alone(folder: Path) -> Iterator[None]:
+    """Hold the lock of a local folder on this machine. Waits while another process or thread holds it."""
+    digest = hashlib.sha256(str(folder.absolute()).encode()).hexdigest()[:16]
+    with disk_errors(folder), locked(cache() / ".locks" / digest):
+        yield
+
+
+def fetch_files(address: str, suffixes: tuple[str, ...] = (), objects: ObjectStore | None = None) -> list[Path]:
+    """Bring the files at `address` to this machine: one file, all below a folder, or those that match a pattern.
+
+    Args:
+        suffixes: of the files to take from a folder, below a compression's; () takes all.
+
+    Returns:
+        Their local paths, sorted; [] if there are none. They have the times of the objects, and are fetched again if
+        those have changed.
+    """
+    objects = objects or ObjectStore()
+    found = find(address, suffixes, objects)
+    root = local(_root(address))
+    _check_space(root, sum(one.bytes for one in found.values()))
+
+    def bring(name: str) -> Path:
+        path = local(name)
+        if not _is_current(path, found[name]):
+            objects.download(name, path, found[name])
+        return path
+
+    with alone(root):
+        return sorted(_all(bring, list(found)))
+
+
+def find(address: str, suffixes: tuple[str, ...] = (), objects: ObjectStore | None = None) -> dict[str, Listed]:
+    """The objects that `fetch_files` would bring, by their addresses; no object is read."""
+    objects = objects or ObjectStore()
+    if not _PATTERN & set(address) and (facts := objects.facts(address)) is not None:
+        return {address: facts}
+    root = _root(address)
+    found = {join(root, name): facts for name, facts in sorted(objects.listing(root).items())}
+    if root != address.rstrip("/"):
+        return {name: facts for name, facts in found.items() if _matches(name, address)}
+    visible = {name: facts for name, facts in found.items() if not name.rpartition("/")[2].startswith(".")}
+    return {name: facts for name, facts in visible.items() if not suffixes or _suffix(name) in suffixes}
+
+
+def _root(address: str) -> str:
+    """The folder to list: what comes before the first part with a pattern."""
+    parts = address.rstrip("/").split("/")
+    first = next((number for number, part in enumerate(parts) if _PATTERN & set(part)), len(parts))
+    return "/".join(parts[:first])
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """As glob: `**` is any number of folders, and other patterns match within one."""
+    names, patterns = name.split("/"), pattern.split("/")
+
+    def match(i: int, j: int) -> bool:
+        if j == len(patterns):
+            return i == len(names)
+        if patterns[j] == "**":
+            return any(match(k, j + 1) for k in range(i, len(names) + 1))
+        return i < len(names) and fnmatch.fnmatchcase(names[i], patterns[j]) and match(i + 1, j + 1)
+
+    return match(0, 0)
+
+
+def _suffix(name: str) -> str:
+    path = Path(name)
+    return (Path(path.stem).suffix if path.suffix in (".gz", ".bz2", ".xz") else path.suffix).lower()
+
+
+def _is_current(path: Path, facts: Listed) -> bool:
+    """Whether the local file was fetched from the object as it is now."""
+    if not path.is_file():
+        return False
+    stat = path.stat()
+    return stat.st_size == facts.bytes and (not facts.modified or stat.st_mtime == facts.modified)
+
+
+def _is_here(path: Path, entry: dict[str, Any], *, trusted: bool) -> bool:
+    """Whether a file is as its entry in the manifest says. With `trusted` its content was checked when it came."""
+    if not path.is_file() or path.stat().st_size != entry["bytes"]:
+        return False
+    return trusted or sha256_file(path) == entry["sha256"]
+
+
+def _check_space(folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(existing_parent(folder)).free
+    if free < needed:
+        raise MachineError(
+            f"{folder}: {needed / 1e9:.1f} GB are to be fetched, but {free / 1e9:.1f} GB are free. "
+            "Free some space, or set BERTRAIN_CACHE to a folder on a larger disk."
+        )
+
+
+def _files_of(manifest: bytes | None) -> dict[str, Any]:
+    if manifest is None:
+        return {}
+    with contextlib.suppress(ValueError, KeyError, TypeError):
+        return dict(json.loads(manifest)["files"])
+    return {}
+
+
+def _all(work: Callable[[str], Any], names: Iterable[str]) -> list[Any]:
+    """`work` on all names, a few at once; the first error ends it."""
+    with ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="objects") as pool:
+        futures = [pool.submit(work, name) for name in names]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            for future in futures:
+                future.cancel()
+
+
+class _Uploaded:
+    """Which files of a folder an interrupted `store` has stored already, by their SHA-256."""
+
+    def __init__(self, folder: Path, address: str) -> None:
+        self._path, self._address = folder / ".stored.json", address
+        self._known: dict[str, str] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> _Uploaded:
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            kept = json.loads(self._path.read_text(encoding="utf-8"))
+            self._known = dict(kept["files"]) if kept["address"] == self._address else {}
+        return self
+
+    def has(self, name: str, sha256: str) -> bool:
+        return self._known.get(name) == sha256
+
+    def add(self, name: str, sha256: str) -> None:
+        with self._lock:
+            self._known[name] = sha256
+            write_json(self._path, {"address": self._address, "files": self._known})
+
+    def __exit__(self, kind: Any, *_: object) -> None:
+        if kind is None:
+            self._path.unlink(missing_ok=True)

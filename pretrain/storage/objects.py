@@ -1,0 +1,307 @@
+"""Single objects of an object store: read, written, uploaded, downloaded, listed, deleted, with bounded retries.
+
+fsspec's file systems retry single requests a few times. Here the whole operation is retried after that, with waits
+that grow exponentially and vary at random, until a total time is over. What no retry can change, such as wrong
+credentials or a missing bucket, is an `InputError` at once.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import itertools
+import logging
+import math
+import os
+import random
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pretrain.common.addresses import scheme_of
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.files import disk_errors, fsync_folder, sha256_file
+
+RETRY_SECONDS = 300.0
+_FIRST_WAIT_SECONDS, _LONGEST_WAIT_SECONDS = 0.25, 20.0
+_CHUNK_BYTES = 16 << 20  # of a download; what is lost if the connection is cut
+# What to install for a scheme, and the variables or command that its credentials come from.
+_PACKAGES = {
+    "s3": "'bertrain[s3]'",
+    "gs": "'bertrain[gs]'",
+    "abfs": "'bertrain[abfs]'",
+    "az": "'bertrain[abfs]'",
+    "hf": "huggingface_hub",
+}
+_CREDENTIALS = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, ~/.aws/credentials or the role of the machine",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS or `gcloud auth application-default login`",
+    "abfs": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or `az login`",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY, or `az login`",
+    "hf": "HF_TOKEN or `hf auth login`",
+}
+# A listing that fsspec keeps would hide what other machines write.
+_OPTIONS: dict[str, dict[str, Any]] = {
+    "s3": {"config_kwargs": {"connect_timeout": 10, "read_timeout": 60, "retries": {"mode": "standard"}}},
+}
+_S3_PART_BYTES, _S3_MOST_PARTS = 16 << 20, 10_000
+_NO_CREDENTIALS = (
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "TokenRetrievalError",
+    "ProfileNotFound",
+    "ClientAuthenticationError",
+    "DefaultCredentialsError",
+    "RefreshError",
+)
+_REFUSED_STATUS = (401, 403)
+_NO_BUCKET = re.compile(r"(bucket|container) (does not exist|was not found)|NoSuchBucket", re.IGNORECASE)
+_LIBRARIES = ("botocore", "aiobotocore", "aiohttp", "requests", "httpx", "azure", "gcsfs", "google", "huggingface_hub")
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """An object in a listing. `tag` changes with its content."""
+
+    bytes: int
+    tag: str
+    modified: float  # seconds since the epoch; 0 if unknown
+
+
+class ObjectStore:
+    """Objects by address.
+
+    Args:
+        retry_seconds: how long an operation that fails is tried again.
+
+    Its methods raise `InputError` for wrong credentials, a missing bucket and a missing package, and `MachineError` if
+    the store still fails after `retry_seconds`.
+    """
+
+    def __init__(self, retry_seconds: float = RETRY_SECONDS) -> None:
+        self._retry_seconds = retry_seconds
+
+    def read(self, address: str) -> bytes | None:
+        """The content of a small object; None if there is none."""
+
+        def work() -> bytes | None:
+            try:
+                return _system(address).cat_file(_name(address))
+            except FileNotFoundError as error:
+                _refuse_missing_bucket(address, error)
+                return None
+
+        return self._retried(address, "read", work)
+
+    def write(self, address: str, content: bytes) -> None:
+        """Write a small object."""
+        self._retried(address, "written", lambda: _system(address).pipe_file(_name(address), content))
+
+    def upload(self, path: Path, address: str) -> None:
+        """Store the file `path` at `address`, in parts if it is large. The size there is compared afterwards."""
+        size = path.stat().st_size
+
+        def work() -> None:
+            _system(address).put_file(str(path), _name(address), **_parts(address, size))
+            stored = self._facts(address).bytes
+            if stored != size:
+                raise OSError(f"{stored} bytes were stored, not {size}")
+
+        self._retried(address, "stored", work)
+
+    def download(self, address: str, path: Path, expected: Listed, sha256: str = "") -> None:
+        """Fetch an object of `expected` size to `path`, which appears complete or not at all.
+
+        A download that was cut goes on where it ended, also in another process. The content must have the given
+        SHA-256, or else the tag of `expected` still after the last byte.
+        """
+        tag = hashlib.sha256(f"{sha256 or expected.tag} {expected.bytes}".encode()).hexdigest()[:8]
+        part = path.with_name(f".{path.name}.{tag}.part")
+        with disk_errors(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            for retries_left in (1, 0):
+                self._append(address, part, expected.bytes)
+                if sha256_file(part) == sha256 if sha256 else self._facts(address).tag == expected.tag:
+                    break
+                part.unlink()
+                if not retries_left:
+                    raise MachineError(
+                        f"{address}: its content is not what its manifest or listing says; it was changed or damaged. "
+                        "Store it again."
+                    )
+            if expected.modified:
+                os.utime(part, (expected.modified, expected.modified))
+            part.replace(path)
+            fsync_folder(path.parent)
+
+    def listing(self, address: str) -> dict[str, Listed]:
+        """All objects below `address`, by the rest of their names; {} if there are none.
+
+        A store may list a new object late, and a deleted one still.
+        """
+
+        def work() -> dict[str, Listed]:
+            system, prefix = _system(address), _name(address)
+            system.invalidate_cache()
+            try:
+                found = system.find(prefix, detail=True)
+            except FileNotFoundError as error:
+                _refuse_missing_bucket(address, error)
+                return {}
+            assert isinstance(found, dict)
+            begin = f"{prefix}/"
+            return {
+                name[len(begin) :]: _listed(facts)
+                for name, facts in found.items()
+                if name.startswith(begin) and not name.endswith("/")
+            }
+
+        return self._retried(address, "listed", work)
+
+    def facts(self, address: str) -> Listed | None:
+        """Size and tag of one object; None if there is none."""
+
+        def work() -> Listed | None:
+            try:
+                return self._facts(address)
+            except FileNotFoundError as error:
+                _refuse_missing_bucket(address, error)
+                return None
+
+        return self._retried(address, "read", work)
+
+    def delete(self, address: str) -> None:
+        """Delete one object; one that does not exist is no error."""
+
+        def work() -> None:
+            try:
+                _system(address).rm_file(_name(address))
+            except FileNotFoundError as error:
+                _refuse_missing_bucket(address, error)
+
+        self._retried(address, "deleted", work)
+
+    def _facts(self, address: str) -> Listed:
+        system = _system(address)
+        system.invalidate_cache()
+        facts = system.info(_name(address))
+        if facts.get("type") == "directory":
+            raise FileNotFoundError(address)
+        return _listed(facts)
+
+    def _append(self, address: str, part: Path, size: int) -> None:
+        """Add what `part` lacks of the object's `size` bytes."""
+        with part.open("ab") as file:
+            while (position := file.tell()) < size:
+                end = min(size, position + _CHUNK_BYTES)
+
+                def work(position: int = position, end: int = end) -> bytes:
+                    chunk = _system(address).cat_file(_name(address), start=position, end=end)
+                    if len(chunk) != end - position:
+                        raise OSError(f"{len(chunk)} bytes came, not {end - position}")
+                    return chunk
+
+                file.write(self._retried(address, "read", work))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _retried(self, address: str, what: str, work: Callable[[], T]) -> T:
+        began, wait = time.monotonic(), _FIRST_WAIT_SECONDS
+        for attempt in itertools.count(1):
+            try:
+                return work()
+            except Exception as error:
+                _refuse_permanent(address, what, error)
+                if not _is_of_storage(error):
+                    raise
+                left = began + self._retry_seconds - time.monotonic()
+                if left <= 0:
+                    raise MachineError(
+                        f"{address}: cannot be {what}; {attempt} attempts in {time.monotonic() - began:.0f} s "
+                        f"({_one_line(error)}). Check the network and the object store, then run the command again."
+                    ) from error
+                logger.info("%s: %s; retrying", address, _one_line(error))
+            time.sleep(min(left, wait * random.uniform(0.5, 1.0)))
+            wait = min(_LONGEST_WAIT_SECONDS, 2 * wait)
+        raise AssertionError("unreachable")
+
+
+def _system(address: str) -> Any:
+    """The fsspec file system of an address: one for each process, scheme and account."""
+    import fsspec
+
+    scheme = scheme_of(address)
+    try:
+        account = fsspec.get_filesystem_class(scheme)._get_kwargs_from_urls(address)
+        return _systems(os.getpid(), scheme, tuple(sorted(account.items())))
+    except ImportError:
+        raise InputError(
+            f"{address}: {scheme}:// needs a package that is not installed. Install it: pip install {_PACKAGES[scheme]}"
+        ) from None
+
+
+@functools.cache
+def _systems(_process: int, scheme: str, account: tuple[tuple[str, Any], ...]) -> Any:
+    # Not fsspec's own cache, which may keep a file system for each thread: every save has a new one.
+    import fsspec
+
+    options = {**_OPTIONS.get(scheme, {}), **dict(account)}
+    return fsspec.filesystem(scheme, use_listings_cache=False, skip_instance_cache=True, **options)
+
+
+def _parts(address: str, size: int) -> dict[str, int]:
+    """How a file of `size` bytes goes up: in parts, each retried by itself. Other clients than S3's choose."""
+    if scheme_of(address) != "s3":
+        return {}
+    return {"chunksize": max(_S3_PART_BYTES, math.ceil(size / _S3_MOST_PARTS)), "max_concurrency": 4}
+
+
+def _name(address: str) -> str:
+    return _system(address)._strip_protocol(address)
+
+
+def _listed(facts: dict[str, Any]) -> Listed:
+    tag = next((str(facts[key]) for key in ("ETag", "etag", "md5Hash", "content_md5", "blob_id") if facts.get(key)), "")
+    modified: Any = next(
+        (facts[key] for key in ("LastModified", "last_modified", "mtime", "updated") if facts.get(key)), 0
+    )
+    seconds = modified.timestamp() if hasattr(modified, "timestamp") else 0.0
+    return Listed(int(facts["size"] or 0), tag or str(modified), seconds)
+
+
+def _refuse_missing_bucket(address: str, error: BaseException) -> None:
+    """Raise `InputError` if the bucket is what was not found."""
+    if _NO_BUCKET.search(str(error)):
+        raise InputError(f"{address}: {_one_line(error)}. Create the bucket, or correct its name.") from None
+
+
+def _refuse_permanent(address: str, what: str, error: Exception) -> None:
+    """Raise `InputError` for what no retry can change."""
+    scheme = scheme_of(address)
+    status = next((getattr(error, name, None) for name in ("status", "status_code", "code") if hasattr(error, name)), 0)
+    names = {type(one).__name__ for one in (error, error.__cause__) if one is not None}
+    if isinstance(error, PermissionError) or status in _REFUSED_STATUS or names & set(_NO_CREDENTIALS):
+        raise InputError(
+            f"{address}: cannot be {what}: {_one_line(error)}. Check the credentials and their permissions "
+            f"({_CREDENTIALS[scheme]})."
+        ) from error
+    if isinstance(error, FileNotFoundError):
+        _refuse_missing_bucket(address, error)
+        raise InputError(f"{address}: not found ({_one_line(error)}). Check the address.") from error
+
+
+def _is_of_storage(error: Exception) -> bool:
+    """Whether the network or the store may have caused it, and not a bug."""
+    libraries = {one.__module__.partition(".")[0] for one in type(error).__mro__}
+    return isinstance(error, (OSError, EOFError)) or bool(libraries & set(_LIBRARIES))
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join((str(error) or type(error).__name__).split()).rstrip(".")

@@ -1,0 +1,227 @@
+"""A real S3 server (moto's, in a process of its own) and a proxy in front of it that injects faults, on loopback."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import socketserver
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import fsspec
+import pytest
+
+from pretrain.common.addresses import CACHE_VARIABLE, RUNS_VARIABLE
+from pretrain.storage.objects import _systems
+from pretrain.storage.runs import fetched_model
+
+KEY = "right"  # the proxy knows no other access key
+BUCKET = "bucket"
+_SERVE = (
+    "from werkzeug.serving import make_server, WSGIRequestHandler\n"
+    "from moto.moto_server.werkzeug_app import DomainDispatcherApplication, create_backend_app\n"
+    "WSGIRequestHandler.log_request = lambda *a, **k: None\n"
+    "app = DomainDispatcherApplication(create_backend_app)\n"
+    "server = make_server('127.0.0.1', 0, app, threaded=True)\n"
+    "print(server.server_port, flush=True)\n"
+    "server.serve_forever()\n"
+)
+
+
+@dataclass
+class Fault:
+    """What happens to the next `times` requests whose "METHOD path" matches `where`.
+
+    kind: `503` or `403` is answered; `drop` closes before the request is passed on; `lost` passes it on and closes
+    without an answer; `cut` closes in the middle of the answer's body; `slow` answers after a moment.
+    """
+
+    kind: str
+    where: str
+    times: int = 1
+
+
+class FaultyProxy:
+    """Passes requests on to an S3 server, apart from the faults in `plan`.
+
+    Attributes:
+        plan: faults to come; a fault that has happened `times` times is removed.
+        happened: "kind METHOD path" of the faults that have happened.
+        requests: "METHOD path" of all requests.
+        hidden_listings: how many listings do not yet show a key that was written through the proxy.
+    """
+
+    def __init__(self, port: int) -> None:
+        self._target, self._lock = port, threading.Lock()
+        self.plan: list[Fault] = []
+        self.happened: list[str] = []
+        self.requests: list[str] = []
+        self.hidden_listings = 0
+        self._hidden: dict[str, int] = {}
+        proxy = self
+
+        class Handler(socketserver.StreamRequestHandler):
+            def handle(self) -> None:
+                with contextlib.suppress(ConnectionError):
+                    proxy._serve(self.rfile, self.wfile, self.connection)
+
+        class Server(socketserver.ThreadingTCPServer):
+            daemon_threads, allow_reuse_address, request_queue_size = True, True, 64
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def reset(self) -> None:
+        """An empty bucket, and no faults."""
+        self.plan, self.happened, self.hidden_listings, self._hidden = [], [], 0, {}
+        forget_clients()
+        fetched_model.cache_clear()
+        system = fsspec.filesystem("s3", skip_instance_cache=True)
+        if system.exists(BUCKET):
+            system.rm(BUCKET, recursive=True)
+        system.mkdir(BUCKET)
+        self.requests = []
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _serve(self, incoming: Any, outgoing: Any, connection: socket.socket) -> None:
+        head = _head(incoming)
+        if not head:
+            return
+        if re.search(rb"(?i)\r\nexpect: *100-continue", head):
+            outgoing.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+            outgoing.flush()
+        length = re.search(rb"(?i)\r\ncontent-length: *(\d+)", head)
+        body = incoming.read(int(length[1])) if length else b""
+        method, path = head.split(b"\r\n", 1)[0].decode().split(" ")[:2]
+        kind = self._fault(f"{method} {path}")
+        if kind == "drop":
+            connection.shutdown(socket.SHUT_RDWR)
+            return
+        if f"Credential={KEY}/".encode() not in head or kind == "403":
+            outgoing.write(_error(method, 403, "InvalidAccessKeyId", "The access key id does not exist."))
+            return
+        if kind == "503":
+            outgoing.write(_error(method, 503, "SlowDown", "Please reduce your request rate."))
+            return
+        if kind == "slow":
+            time.sleep(0.3)
+        answer = self._listed(method, path, self._pass_on(head, body))
+        if kind == "lost":
+            connection.shutdown(socket.SHUT_RDWR)
+            return
+        if kind == "cut":
+            begin = answer.index(b"\r\n\r\n") + 4
+            outgoing.write(answer[: begin + (len(answer) - begin) // 2])
+            outgoing.flush()
+            connection.shutdown(socket.SHUT_RDWR)
+            return
+        outgoing.write(answer)
+
+    def _fault(self, request: str) -> str:
+        with self._lock:
+            self.requests.append(request)
+            fault = next((one for one in self.plan if re.search(one.where, request)), None)
+            if fault is None:
+                return ""
+            fault.times -= 1
+            if not fault.times:
+                self.plan.remove(fault)
+            self.happened.append(f"{fault.kind} {request}")
+            return fault.kind
+
+    def _pass_on(self, head: bytes, body: bytes) -> bytes:
+        """The server's whole answer; the connection is closed after it."""
+        head = re.sub(rb"(?i)\r\nconnection:[^\r]*", b"", head)
+        first, rest = head.split(b"\r\n", 1)
+        with socket.create_connection(("127.0.0.1", self._target)) as server:
+            server.sendall(first + b"\r\nConnection: close\r\n" + re.sub(rb"(?i)expect:[^\r]*\r\n", b"", rest) + body)
+            parts = []
+            while part := server.recv(1 << 20):
+                parts.append(part)
+        return b"".join(parts)
+
+    def _listed(self, method: str, path: str, answer: bytes) -> bytes:
+        """`answer`, without keys that a listing does not show yet."""
+        name = path.split("?")[0].removeprefix(f"/{BUCKET}/")
+        if method == "PUT" and self.hidden_listings:
+            self._hidden[name] = self.hidden_listings
+        if method != "GET" or "list-type=2" not in path:
+            return answer
+        head, body = answer.split(b"\r\n\r\n", 1)
+        for entry in re.findall(rb"<Contents>.*?</Contents>", body, re.DOTALL):
+            key = re.search(rb"<Key>(.*?)</Key>", entry)[1].decode()  # type: ignore[index]
+            if self._hidden.get(key, 0) > 0:
+                self._hidden[key] -= 1
+                body = body.replace(entry, b"")
+        head = re.sub(rb"(?i)content-length: \d+", b"Content-Length: %d" % len(body), head)
+        return head + b"\r\n\r\n" + body
+
+
+def _head(incoming: Any) -> bytes:
+    """The head of a request with the empty line at its end; b"" at the end of the connection."""
+    lines = []
+    while (line := incoming.readline()) not in (b"\r\n", b""):
+        lines.append(line)
+    return b"".join([*lines, b"\r\n"]) if lines else b""
+
+
+def _error(method: str, status: int, code: str, message: str) -> bytes:
+    body = f"<?xml version='1.0'?><Error><Code>{code}</Code><Message>{message}</Message></Error>"
+    head = f"HTTP/1.1 {status} {code}\r\nContent-Type: application/xml\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}Connection: close\r\n\r\n{'' if method == 'HEAD' else body}".encode()
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[FaultyProxy]:
+    """A server with one bucket, and a proxy in front of it."""
+    server = subprocess.Popen([sys.executable, "-c", _SERVE], stdout=subprocess.PIPE, text=True)
+    try:
+        assert server.stdout is not None
+        proxy = FaultyProxy(int(server.stdout.readline()))
+        try:
+            yield proxy
+        finally:
+            proxy.close()
+    finally:
+        server.kill()
+        server.wait()
+        server.stdout.close()  # type: ignore[union-attr]
+
+
+def forget_clients() -> None:
+    """Make the next call read the credentials again."""
+    _systems.cache_clear()
+
+
+def point_to(proxy: FaultyProxy, cache: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make s3:// addresses of this process and its children those of `proxy`, with their local folders in `cache`."""
+    for name, value in environment(proxy, cache).items():
+        monkeypatch.setenv(name, value)
+    for name in ("AWS_PROFILE", "AWS_SESSION_TOKEN", RUNS_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+
+
+def environment(proxy: FaultyProxy, cache: Any) -> dict[str, str]:
+    return {
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}",
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_MAX_ATTEMPTS": "1",  # what is retried is to be retried by our code
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "NO_PROXY": "127.0.0.1",
+        CACHE_VARIABLE: str(cache),
+    }

@@ -1,0 +1,436 @@
+"""Objects, folders and checkpoints in an object store: a real S3 server behind a proxy that fails."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from corpora import make_corpus
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import _registry
+
+from pretrain.checkpoint import store
+from pretrain.checkpoint.saver import Saver
+from pretrain.common.addresses import local
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.files import verify_manifest, write_manifest
+from pretrain.storage import folders
+from pretrain.storage.objects import Listed, ObjectStore, _listed
+from pretrain.storage.runs import StoredRun
+from pretrain.training.engine import Fragment
+from tests.object_store import BUCKET, Fault, FaultyProxy, forget_clients, point_to, s3_server
+
+RUN = f"s3://{BUCKET}/runs/a"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FaultyProxy]:
+    with s3_server() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(server: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyProxy:
+    point_to(server, tmp_path / "cache", monkeypatch)
+    server.reset()
+    return server
+
+
+def make_folder(folder: Path, **files: str) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    write_manifest(folder, {"format": 1})
+    return folder
+
+
+# ---- folders
+
+
+def test_a_fetch_that_was_cut_goes_on_and_keeps_what_is_here(proxy: FaultyProxy, tmp_path: Path) -> None:
+    corpus, address = make_corpus(tmp_path / "corpus", documents=40, vocabulary_size=300), f"s3://{BUCKET}/corpora/one"
+    folders.store(corpus, address)
+    proxy.plan = [Fault("403", r"GET .*validation-00001\.tokens\.npy")]
+    with pytest.raises(InputError, match=r"tokens\.npy: cannot be read"):
+        folders.fetch(address)
+    here = {path.name for path in local(address).glob("*.npy")}
+    assert here
+    assert not (local(address) / "manifest.json").exists()
+    proxy.requests.clear()
+    folder = folders.fetch(address)
+    fetched = {request.split("/")[-1] for request in proxy.requests if request.startswith("GET")}
+    assert not fetched & here
+    verify_manifest(folder)
+    (folder / "card.md").write_text("other")  # of another size
+    (folder / "vocab.txt").unlink()
+    proxy.requests.clear()
+    folders.fetch(address)
+    fetched = [request.split("/")[-1] for request in proxy.requests if request.startswith("GET")]
+    assert sorted(fetched) == ["card.md", "manifest.json", "vocab.txt"]
+    verify_manifest(folder)
+
+
+def test_content_that_is_not_the_manifests_is_refused(proxy: FaultyProxy, tmp_path: Path) -> None:
+    corpus, address = make_corpus(tmp_path / "corpus", documents=40, vocabulary_size=300), f"s3://{BUCKET}/corpora/one"
+    folders.store(corpus, address)
+    content = (corpus / "vocab.txt").read_bytes()
+    ObjectStore().write(f"{address}/vocab.txt", content[:-1] + b"?")
+    with pytest.raises(MachineError, match=r"vocab\.txt: its content is not what its manifest or listing says"):
+        folders.fetch(address)
+    assert not (local(address) / "manifest.json").exists()
+
+
+def test_processes_of_a_machine_fetch_a_folder_once(proxy: FaultyProxy, tmp_path: Path) -> None:
+    corpus, address = make_corpus(tmp_path / "corpus", documents=40, vocabulary_size=300), f"s3://{BUCKET}/corpora/one"
+    folders.store(corpus, address)
+    proxy.requests.clear()
+    proxy.plan = [Fault("slow", r"GET .*tokens\.npy", 2)]
+    with ThreadPoolExecutor(3) as pool:  # flock excludes threads as it does processes
+        assert len(set(pool.map(lambda _: folders.fetch(address), range(3)))) == 1
+    fetched = [request.split("/")[-1] for request in proxy.requests if request.startswith("GET")]
+    assert len(set(fetched)) == len(fetched) - 2, "all ask for the manifest, one for the rest"
+    verify_manifest(local(address))
+
+
+def test_a_folder_that_is_stored_again_loses_its_former_files(proxy: FaultyProxy, tmp_path: Path) -> None:
+    address = f"s3://{BUCKET}/export"
+    folders.store(make_folder(tmp_path / "first", a="1", b="2", c="3"), address)
+    proxy.requests.clear()
+    folders.store(make_folder(tmp_path / "second", b="2", c="changed"), address)
+    written = [request.split("/")[-1].split("?")[0] for request in proxy.requests if request.startswith("PUT")]
+    assert written == ["c", "manifest.json"]
+    deleted = [request.split("/")[-1] for request in proxy.requests if request.startswith("DELETE")]
+    assert deleted == ["manifest.json", "a"], "no moment has a manifest and other files"
+    assert sorted(ObjectStore().listing(address)) == ["b", "c", "manifest.json"]
+
+
+# ---- single objects
+
+
+def test_a_large_file_goes_up_in_parts_and_a_part_that_fails_alone_is_sent_again(
+    proxy: FaultyProxy, tmp_path: Path
+) -> None:
+    path, address = tmp_path / "large", f"s3://{BUCKET}/large"
+    path.write_bytes(np.random.default_rng(0).bytes(33 << 20))
+    proxy.plan = [Fault("503", "PUT .*partNumber=2")]
+    ObjectStore().upload(path, address)
+    parts = [request.split("&")[0] for request in proxy.requests if "partNumber" in request]
+    assert sorted(part.split("=")[-1] for part in parts) == ["1", "2", "2", "3"]
+    facts = ObjectStore().facts(address)
+    assert facts is not None
+    proxy.plan = [Fault("cut", "GET .*large", 2)]
+    ObjectStore().download(address, tmp_path / "back", facts)
+    assert (tmp_path / "back").read_bytes() == path.read_bytes()
+    assert not list(tmp_path.glob(".back*"))
+
+
+def test_a_download_goes_on_where_another_process_stopped(proxy: FaultyProxy, tmp_path: Path) -> None:
+    content, address = np.random.default_rng(0).bytes(20 << 20), f"s3://{BUCKET}/large"
+    ObjectStore().write(address, content)
+    digest = hashlib.sha256(content).hexdigest()
+    expected = Listed(len(content), "", 0.0)
+    proxy.plan = [Fault("slow", "GET .*large"), Fault("403", "GET .*large")]
+    with pytest.raises(InputError):
+        ObjectStore().download(address, tmp_path / "back", expected, digest)
+    (part,) = tmp_path.glob(".back.*.part")
+    assert part.stat().st_size == 16 << 20
+    proxy.requests.clear()
+    ObjectStore().download(address, tmp_path / "back", expected, digest)
+    assert len(proxy.requests) == 1
+    assert (tmp_path / "back").read_bytes() == content
+
+
+@pytest.mark.parametrize("call", ["read", "write", "listing"])
+def test_wrong_credentials_and_missing_buckets_are_refused_at_once(
+    proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    arguments = (b"x",) if call == "write" else ()
+    with pytest.raises(InputError, match=r"s3://nowhere/a/b: .*bucket does not exist\. Create the bucket, or correct"):
+        getattr(ObjectStore(), call)("s3://nowhere/a/b", *arguments)
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "wrong")
+    forget_clients()
+    proxy.requests.clear()
+    with pytest.raises(
+        InputError, match=r"cannot be .*(Forbidden|does not exist).* Check the credentials.*AWS_ACCESS_KEY_ID"
+    ):
+        getattr(ObjectStore(), call)(f"s3://{BUCKET}/a/b", *arguments)
+    assert len(proxy.requests) == 1
+
+
+def test_missing_credentials_are_named(proxy: FaultyProxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
+    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
+    forget_clients()
+    with pytest.raises(InputError, match=r"s3://bucket/a: cannot be written: .*AWS_ACCESS_KEY_ID and AWS_SECRET"):
+        ObjectStore().write(f"s3://{BUCKET}/a", b"x")
+
+
+def test_a_store_that_stays_away_is_given_up_after_the_time(proxy: FaultyProxy) -> None:
+    proxy.plan = [Fault("drop", ".*", 10_000)]
+    with pytest.raises(MachineError, match=r"s3://bucket/a: cannot be read; \d attempts in \d+ s \(.*\)\. Check"):
+        ObjectStore(retry_seconds=0.5).read(f"s3://{BUCKET}/a")
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "adlfs", None)
+    with pytest.raises(InputError, match=r"Install it: pip install 'bertrain\[abfs\]'"):
+        ObjectStore().read("abfs://container@account.dfs.core.windows.net/a")
+
+
+def test_patterns_match_as_those_of_local_files(proxy: FaultyProxy) -> None:
+    for name in ("a.txt", "b.jsonl", "inner/c.txt", "inner/deep/d.txt.gz", "inner/.hidden.txt"):
+        ObjectStore().write(f"s3://{BUCKET}/texts/{name}", b"x")
+    base = f"s3://{BUCKET}/texts"
+
+    def found(end: str, *suffixes: str) -> list[str]:
+        return [name.removeprefix(f"{base}/") for name in folders.find(f"{base}{end}", suffixes)]
+
+    assert found("", ".txt") == ["a.txt", "inner/c.txt", "inner/deep/d.txt.gz"]
+    assert found("/*.txt") == ["a.txt"]
+    assert found("/**/*.txt*") == ["a.txt", "inner/.hidden.txt", "inner/c.txt", "inner/deep/d.txt.gz"]
+    assert found("/a.txt") == ["a.txt"]
+    assert found("/nothing") == []
+
+
+# ---- stores other than S3
+
+
+class Container(MemoryFileSystem):
+    """Stands in for Azure's file system: the account is in the address, and nothing is known of S3's options."""
+
+    protocol = "abfs"
+    store: dict[str, Any] = {}  # noqa: RUF012 (as in the class above)
+    pseudo_dirs = [""]  # noqa: RUF012
+    accounts: set[str] = set()  # noqa: RUF012
+
+    def __init__(self, account_name: str = "", **options: Any) -> None:
+        super().__init__(**options)
+        self.accounts.add(account_name)
+
+    @staticmethod
+    def _get_kwargs_from_urls(path: str) -> dict[str, str]:
+        return {"account_name": path.split("@")[1].split(".")[0]}
+
+    @classmethod
+    def _strip_protocol(cls, path: str) -> str:
+        bucket, _, rest = path.removeprefix("abfs://").partition("/")
+        return f"/{bucket.split('@')[0]}/{rest}".rstrip("/")
+
+
+def test_other_stores_get_the_account_of_the_address_and_no_option_of_s3(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BERTRAIN_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(_registry, "abfs", Container)
+    forget_clients()
+    address = "abfs://container@mine.dfs.core.windows.net/exports/one"
+    folders.store(make_folder(tmp_path / "export", a="1", b="2"), address)
+    verify_manifest(folders.fetch(address))
+    assert (local(address) / "b").read_text() == "2"
+    assert Container.accounts == {"mine"}
+    forget_clients()
+
+
+WHEN = datetime.datetime(2026, 3, 1, tzinfo=datetime.timezone.utc)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({"size": 5, "ETag": '"a"', "LastModified": WHEN}, Listed(5, '"a"', WHEN.timestamp())),  # s3fs
+        ({"size": 5, "etag": "a", "mtime": WHEN, "updated": "2026"}, Listed(5, "a", WHEN.timestamp())),  # gcsfs
+        ({"size": 5, "etag": "a", "last_modified": WHEN}, Listed(5, "a", WHEN.timestamp())),  # adlfs
+        ({"size": 5, "blob_id": "a", "last_commit": None}, Listed(5, "a", 0.0)),  # huggingface_hub
+    ],
+)
+def test_facts_of_each_library_are_understood(facts: dict[str, Any], expected: Listed) -> None:
+    assert _listed(facts) == expected
+
+
+# ---- checkpoints
+
+
+class Ranks:
+    """The ranks of a run, as threads of this process."""
+
+    def __init__(self, world_size: int) -> None:
+        self.world_size, self._values = world_size, {}
+        self._barrier = threading.Barrier(world_size)
+
+    def gather(self, rank: int, value: Any) -> list[Any]:
+        self._barrier.wait()
+        self._values[rank] = value
+        self._barrier.wait()
+        return [self._values[rank] for rank in range(self.world_size)]
+
+
+class Rank:
+    def __init__(self, rank: int, ranks: Ranks) -> None:
+        self.rank, self.world_size, self._ranks = rank, ranks.world_size, ranks
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        return self._ranks.gather(self.rank, value)
+
+
+def make_saver(run: StoredRun, folder: Path, rank: Rank | None = None) -> Saver:
+    group = rank or Rank(0, Ranks(1))
+    return Saver(folder / "checkpoints", group, keep_last=1, background=True, retry_seconds=0.0, stored=run)
+
+
+def save(saver: Saver, step: int, **state: Any) -> None:
+    fragment = Fragment("a", 0, {"weight": torch.full((4,), float(step))}, shared=False)
+    saver.save(step, [fragment], {"step": step, "shapes": {"a": [4]}, "validation_set": "0", **state})
+    saver.wait()
+
+
+def test_a_store_that_fails_does_not_end_the_run_and_the_next_checkpoint_is_stored(proxy: FaultyProxy) -> None:
+    run = StoredRun(RUN, local(RUN), retry_seconds=0.2)
+    saver = make_saver(run, local(RUN))
+    save(saver, 1, validation_loss=1.0)
+    assert not saver.trouble
+    proxy.plan = [Fault("drop", "PUT .*step-00000002/rank", 10_000)]
+    save(saver, 2)
+    assert "step-00000002 is not stored at s3://bucket/runs/a, only in" in saver.trouble
+    assert not saver.failed
+    assert StoredRun(RUN, local(RUN)).names() == ["step-00000001"]
+    saver.trouble, proxy.plan = "", []
+    save(saver, 3)
+    save(saver, 4)
+    assert not saver.trouble
+    # The newest, and the best.
+    assert StoredRun(RUN, local(RUN)).names() == ["step-00000001", "step-00000004"]
+    assert not [name for name in ObjectStore().listing(f"{RUN}/checkpoints") if "00000003" in name]
+
+
+def test_a_checkpoint_without_its_manifest_does_not_exist(proxy: FaultyProxy) -> None:
+    folder = local(RUN)
+    saver = make_saver(StoredRun(RUN, folder, retry_seconds=0.2), folder)
+    save(saver, 1)
+    proxy.plan = [Fault("403", "PUT .*step-00000002/manifest.json")]
+    save(saver, 2)
+    assert "step-00000002 is not stored" in saver.trouble
+    shutil.rmtree(folder)
+    StoredRun(RUN, folder).bring()
+    assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000001"]
+    assert store.read_weights(folder / "checkpoints" / "step-00000001")["a"].tolist() == [1.0] * 4
+
+
+def test_a_damaged_stored_checkpoint_is_passed_over(proxy: FaultyProxy) -> None:
+    folder = local(RUN)
+    run = StoredRun(RUN, folder)
+    saver = make_saver(run, folder)
+    save(saver, 1, validation_loss=1.0)
+    save(saver, 2)
+    ObjectStore().write(f"{RUN}/checkpoints/step-00000002/manifest.json", b"{}")
+    shutil.rmtree(folder)
+    StoredRun(RUN, folder).bring()
+    assert [path.name for path in store.list_checkpoints(folder / "checkpoints")] == ["step-00000001"]
+
+
+def test_a_checkpoint_that_is_written_again_is_withdrawn_first(proxy: FaultyProxy) -> None:
+    saver = make_saver(StoredRun(RUN, local(RUN), retry_seconds=0.2), local(RUN))
+    save(saver, 1)
+    proxy.plan = [Fault("403", "PUT .*step-00000001/rank")]
+    save(saver, 1)
+    assert StoredRun(RUN, local(RUN)).names() == []
+    save(saver, 1)
+    assert StoredRun(RUN, local(RUN)).names() == ["step-00000001"]
+
+
+def test_every_rank_stores_its_part_and_one_process_of_a_machine_fetches_them(proxy: FaultyProxy) -> None:
+    folder, ranks = local(RUN), Ranks(2)
+    proxy.plan = [Fault("503", "PUT .*rank-00001"), Fault("lost", "PUT .*rank-00000")]
+
+    def train(rank: int) -> Saver:
+        saver = make_saver(StoredRun(RUN, folder), folder, Rank(rank, ranks))
+        save(saver, 1)
+        return saver
+
+    with ThreadPoolExecutor(2) as pool:
+        assert not any(saver.trouble for saver in pool.map(train, range(2)))
+    weights = store.read_weights(folder / "checkpoints/step-00000001")["a"]
+    shutil.rmtree(folder)
+    proxy.requests.clear()
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(lambda _: StoredRun(RUN, folder).bring(), range(2)))
+    fetched = [request.split("/")[-1] for request in proxy.requests if "GET" in request and ".safetensors" in request]
+    assert sorted(fetched) == [f"rank-0000{rank}-of-00002.safetensors" for rank in range(2)]
+    assert torch.equal(store.read_weights(folder / "checkpoints/step-00000001")["a"], weights)
+
+
+def test_a_rank_that_cannot_store_leaves_no_manifest(proxy: FaultyProxy) -> None:
+    folder, ranks = local(RUN), Ranks(2)
+    proxy.plan = [Fault("403", "PUT .*rank-00001")]
+
+    def train(rank: int) -> Saver:
+        saver = make_saver(StoredRun(RUN, folder), folder, Rank(rank, ranks))
+        save(saver, 1)
+        return saver
+
+    with ThreadPoolExecutor(2) as pool:
+        troubles = [saver.trouble for saver in pool.map(train, range(2))]
+    assert ["rank-00001-of-00002.safetensors: cannot be stored" in trouble for trouble in troubles] == [True, True]
+    assert StoredRun(RUN, folder).names() == []
+
+
+def test_what_interrupted_saves_left_is_deleted_with_the_next_checkpoint(proxy: FaultyProxy) -> None:
+    for name in ("step-00000001/rank-00003-of-00004.safetensors", "step-00000009/state.json", "other/file"):
+        ObjectStore().write(f"{RUN}/checkpoints/{name}", b"x")
+    save(make_saver(StoredRun(RUN, local(RUN)), local(RUN)), 2)
+    listed = {name.split("/")[0] for name in ObjectStore().listing(f"{RUN}/checkpoints")}
+    assert listed == {"index.json", "other", "step-00000002", "step-00000009"}
+
+
+def test_a_run_that_is_here_is_not_fetched_over(proxy: FaultyProxy) -> None:
+    folder = local(RUN)
+    save(make_saver(StoredRun(RUN, folder), folder), 1)
+    ObjectStore().write(f"{RUN}/metrics.jsonl", b"old\n")
+    (folder / "metrics.jsonl").write_text("new\n")
+    StoredRun(RUN, folder).bring()
+    assert (folder / "metrics.jsonl").read_text() == "new\n"
+    shutil.rmtree(folder)
+    StoredRun(RUN, folder).bring()
+    assert (folder / "metrics.jsonl").read_text() == "old\n"
+
+
+def test_a_finished_fine_tuning_is_stored_without_checkpoints(proxy: FaultyProxy) -> None:
+    folder = local(RUN)
+    run = StoredRun(RUN, folder)
+    save(make_saver(run, folder), 1)
+    (folder / "metrics.jsonl").write_text('{"step": 1}\n{"step"')
+    make_folder(folder / "model", **{"finetune.json": "{}"})
+    shutil.rmtree(folder / "checkpoints")
+    run.complete()
+    assert sorted(ObjectStore().listing(RUN)) == [
+        "checkpoints/index.json",
+        "metrics.jsonl",
+        "model/finetune.json",
+        "model/manifest.json",
+    ]
+    shutil.rmtree(folder)
+    StoredRun(RUN, folder).bring()
+    verify_manifest(folder / "model")
+    assert (folder / "metrics.jsonl").read_text() == '{"step": 1}\n', "a record that was half-written is not stored"
+
+
+@pytest.mark.parametrize("kind", ["drop", "503"])
+def test_checkpoints_are_found_by_the_index_or_by_the_listing(proxy: FaultyProxy, kind: str) -> None:
+    proxy.hidden_listings = 10_000
+    saver = make_saver(StoredRun(RUN, local(RUN)), local(RUN))
+    save(saver, 1)
+    proxy.plan = [Fault(kind, "GET .*list-type", 2)]
+    assert StoredRun(RUN, local(RUN)).names() == ["step-00000001"], "the listing shows nothing"
+    proxy.hidden_listings = 0
+    proxy._hidden.clear()
+    ObjectStore().write(f"{RUN}/checkpoints/index.json", b"damaged")
+    assert StoredRun(RUN, local(RUN)).names() == ["step-00000001"], "the index says nothing"
