@@ -20,13 +20,14 @@ from unittest.mock import patch
 from pydantic_core import PydanticUndefined
 
 from pretrain.common import errors
-from pretrain.common.settings import LocalPath, Section
+from pretrain.common.settings import LocalPath, Location, Section, WritableLocation
 from pretrain.tracking.events import EVALUATION_FIELDS, EVENT_FIELDS, EVENTS
 from pretrain.tracking.metrics import FORMER_NAMES, TRAINING_METRICS, Metric
 
 ROOT = Path(__file__).resolve().parent.parent
 REFERENCE = ROOT / "docs" / "reference"
 COMMAND = "./launch.sh docs --generate"
+_PATHS: dict[Any, str] = {LocalPath: "path", Location: "path or address", WritableLocation: "path or address"}
 _NOTE = f"<!-- Generated from the code by `{COMMAND}`. Do not edit this page by hand. -->"
 
 # The unit of a setting, by the last words of its name; the first match counts.
@@ -315,8 +316,8 @@ def _fields(model: type[Section], prefix: str, sections: bool = True) -> list[st
 
 def _type(field: Any) -> str:
     """A field's type in words, with its bounds."""
-    path_check = LocalPath.__metadata__[0]  # type: ignore[attr-defined]
-    name = "path" if path_check in field.metadata else _type_name(field.annotation)
+    checks = {kind.__metadata__[0]: name for kind, name in _PATHS.items()}  # type: ignore[attr-defined]
+    name = next((checks[one] for one in field.metadata if one in checks), "") or _type_name(field.annotation)
     bounds = [
         f"{sign}\u00a0{_number(getattr(one, key))}"
         for one in field.metadata
@@ -332,7 +333,7 @@ def _type_name(annotation: Any) -> str:
         return plain[annotation]
     origin, inner = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Annotated:
-        return "path" if annotation == LocalPath else _type_name(inner[0])
+        return _PATHS.get(annotation) or _type_name(inner[0])
     if origin is typing.Literal:
         return ", ".join(_value(one) for one in inner)
     if origin in (types.UnionType, typing.Union):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import sys
@@ -22,11 +23,15 @@ from pretrain.commands import (
     exit_code,
     local_path,
     make_parser,
+    model_argument,
     overrides,
     positive_int,
     run_command,
     run_path,
+    store_target,
+    target_path,
 )
+from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
 
 if TYPE_CHECKING:
@@ -214,7 +219,9 @@ def _export(arguments: argparse.Namespace) -> None:
     model_folder(arguments.model)  # before torch is loaded
     from finetune.artifacts.export import export
 
-    print(export(arguments.model, arguments.out, onnx=arguments.onnx))
+    written = export(arguments.model, local(arguments.out), onnx=arguments.onnx)
+    store_target(arguments.out)
+    print(written.replace(str(local(arguments.out)), str(arguments.out), 1))
 
 
 def _evaluate_pretrained(arguments: argparse.Namespace) -> None:
@@ -344,7 +351,9 @@ def _add_export(commands: Any) -> None:
     parser.add_argument(
         "model", type=run_path, metavar="MODEL", help="fine-tuned model, its run folder, or name of a run in runs/"
     )
-    parser.add_argument("out", type=local_path, metavar="DIR", help="folder to write; replaces an earlier export")
+    parser.add_argument(
+        "out", type=target_path, metavar="DIR", help="folder or address to write; replaces an earlier export"
+    )
     parser.add_argument(
         "--onnx", action="store_true", help="also write model.onnx (needs onnx, onnxscript and onnxruntime)"
     )
@@ -428,7 +437,7 @@ def _add_config(
     parser.add_argument(
         "--from",
         dest="start_from",
-        type=run_path,
+        type=functools.partial(model_argument, named=True),
         metavar="DIR",
         help="checkpoint to start from: a released model, an export, a run folder or the name of a run in runs/ "
         "(overrides start_from)",

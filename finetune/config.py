@@ -11,7 +11,7 @@ from pydantic import Field, create_model, model_validator
 
 from finetune.tasks import registry
 from pretrain.common import settings
-from pretrain.common.settings import LocalPath, Section
+from pretrain.common.settings import Location, Section
 from pretrain.config import (
     FREE_ON_RESUME,
     CheckpointConfig,
@@ -148,9 +148,10 @@ class FinetuneEvaluationConfig(Section):
 
 
 class _Start(RunConfig):
-    start_from: LocalPath = Field(
+    start_from: Location = Field(
         default="",
-        description="Folder of the checkpoint to start from: a released one, an export or a run. --from sets it, too.",
+        description="Folder or address of the checkpoint to start from: a released one, an export or a run. --from "
+        "sets it, too.",
     )
     random_weights: bool = Field(
         default=False, description="Take only shape and tokenizer from start_from; weights are initialised at random."

@@ -19,6 +19,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST
 from pretrain.common.wording import counted
 from pretrain.config import ModelConfig
+from pretrain.storage.runs import fetched_model
 
 if TYPE_CHECKING:
     from pretrain.checkpoint.released import Released
@@ -50,6 +51,8 @@ def start(config: FinetuneConfig, *, resume: bool, no_ray: bool) -> FinetuneConf
         print(describe_start(config, run_plan))
         return run_plan.steps
 
+    if resume:
+        launch.bring(config.run_dir)
     return launch.start_run(
         "finetune.train:main",
         config,
@@ -177,8 +180,8 @@ def _read_start(config: FinetuneConfig) -> tuple[Released, TextEncoder]:
     from pretrain.checkpoint.released import read_released
     from pretrain.checkpoint.tokenizer import read_tokenizer
 
-    released = read_released(Path(config.start_from))
-    tokenizer = read_tokenizer(Path(config.start_from), released.vocabulary_size)
+    released = read_released(fetched_model(config.start_from))
+    tokenizer = read_tokenizer(fetched_model(config.start_from), released.vocabulary_size)
     return released, TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
 
 
@@ -262,4 +265,4 @@ def next_command(config: FinetuneConfig) -> str:
 
 def _prediction(config: FinetuneConfig) -> str:
     given = " ".join(f"--{name} ..." for name in make_task(config.task_settings).input_fields)
-    return f"predict {config.folder} {given}"
+    return f"predict {config.address or config.folder} {given}"

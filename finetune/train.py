@@ -32,6 +32,7 @@ from pretrain.common.worker import Worker
 from pretrain.config import ModelConfig
 from pretrain.model.cost import encoder_flops
 from pretrain.model.parameters import layer_of
+from pretrain.storage.runs import fetched_model
 from pretrain.tracking.tracker import Tracker
 from pretrain.training.engine import Engine
 from pretrain.training.fresh_state import FreshState
@@ -52,7 +53,7 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
     with started(config, worker) as (config, device, watchdog):
         task = make_task(config.task_settings)
         examples = task.read_train()
-        released = read_released(Path(config.start_from))
+        released = read_released(fetched_model(config.start_from))
         model = make_model(config, task, released)
         weights = model.state_dict()
         engine = Engine(
@@ -254,7 +255,7 @@ class Finetuning:
 
 
 def _text_encoder(config: FinetuneConfig, released: Released) -> TextEncoder:
-    tokenizer = read_tokenizer(Path(config.start_from), released.vocabulary_size)
+    tokenizer = read_tokenizer(fetched_model(config.start_from), released.vocabulary_size)
     return TextEncoder(tokenizer, config.max_length, segments=released.token_types > 1)
 
 

@@ -23,10 +23,13 @@ from pretrain.commands import (
     local_path,
     local_text,
     make_parser,
+    model_argument,
     next_step,
     overrides,
     run_command,
     run_path,
+    store_target,
+    target_path,
 )
 from pretrain.common.errors import InputError
 
@@ -81,9 +84,10 @@ def _prepare(arguments: argparse.Namespace) -> None:
         from pretrain.checkpoint.start import start_tokenizer
         from pretrain.checkpoint.tokenizer import tokenizer_folder
         from pretrain.corpus.special_tokens import declared_settings
+        from pretrain.storage.runs import fetched_model
 
-        tokenizer = start_tokenizer(Path(config.start_from))
-        declared = declared_settings(tokenizer_folder(Path(config.start_from)))
+        tokenizer = start_tokenizer(fetched_model(config.start_from))
+        declared = declared_settings(tokenizer_folder(fetched_model(config.start_from)))
     if arguments.dry_run:
         from pretrain import estimate
 
@@ -108,10 +112,12 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         return
     from pretrain import launch, preflight
     from pretrain.config import began_from, changed_for_resume
+    from pretrain.corpus.stored import fetch_corpus
     from pretrain.model.cost import check_names
 
     def check(config: PretrainConfig, alone: bool) -> int:
         check_names(config.model)
+        fetch_corpus(config.corpus)
         begins = config.start_from and not (arguments.resume and began_from(config.folder))
         if begins:
             from pretrain.checkpoint.start import check_start_corpus, start_table
@@ -137,7 +143,8 @@ def _pretrain(arguments: argparse.Namespace) -> None:
         changed=changed_for_resume,
     )
     if started is not None:
-        print(f"{config.folder}: finished.{next_step(f'export {config.folder} DIR')}")
+        place = config.address or config.folder
+        print(f"{place}: finished.{next_step(f'export {place} DIR')}")
 
 
 def _fit(config: PretrainConfig, arguments: argparse.Namespace) -> PretrainConfig:
@@ -156,8 +163,18 @@ def _fit(config: PretrainConfig, arguments: argparse.Namespace) -> PretrainConfi
 
 def _export(arguments: argparse.Namespace) -> None:
     from pretrain.checkpoint import hf
+    from pretrain.checkpoint.electra import GENERATOR_SUFFIX
+    from pretrain.common.addresses import is_remote, local, shown
+    from pretrain.common.files import MANIFEST
+    from pretrain.storage.runs import StoredRun
 
-    own = hf.export_run(arguments.run, arguments.out, arguments.checkpoint, averaged=arguments.averaged)
+    address = shown(arguments.run)
+    if arguments.checkpoint and is_remote(address):
+        StoredRun(address, arguments.run).bring_all()
+    own = hf.export_run(arguments.run, local(arguments.out), arguments.checkpoint, averaged=arguments.averaged)
+    store_target(arguments.out)
+    if (local(beside := f"{arguments.out}{GENERATOR_SUFFIX}") / MANIFEST).is_file() and is_remote(beside):
+        store_target(beside)
     if own:
         print(f"{arguments.out}: written for bertrain's own commands. transformers cannot load it ({own}).")
     else:
@@ -203,6 +220,7 @@ def _bench(arguments: argparse.Namespace) -> None:
 
 
 def _config(arguments: argparse.Namespace) -> PretrainConfig:
+    from pretrain import launch
     from pretrain.common import settings
     from pretrain.config import PretrainConfig, began_from, load_config, run_folder
 
@@ -210,6 +228,8 @@ def _config(arguments: argparse.Namespace) -> PretrainConfig:
     if arguments.start_from is not None:
         settings_given.append(f"start_from={json.dumps(str(arguments.start_from))}")
     given = settings.given_values(arguments.config, PretrainConfig, settings_given)
+    if resume and not arguments.dry_run:
+        launch.bring(given.get("run_dir"))
     if given.get("start_from") or (resume and began_from(run_folder(given))):
         from pretrain.checkpoint.start import start_overrides
 
@@ -291,8 +311,8 @@ def _add_export(commands: Any) -> None:
 Fine-tuned models are exported by the same command, also as ONNX:
   ./launch.sh export runs/sst2 exported/sst2 --onnx""",
     )
-    parser.add_argument("run", type=run_path, metavar="RUN", help="run folder, or name of a run in runs/")
-    parser.add_argument("out", type=local_path, metavar="DIR", help="folder to write")
+    parser.add_argument("run", type=run_path, metavar="RUN", help="run folder, name of a run in runs/, or address")
+    parser.add_argument("out", type=target_path, metavar="DIR", help="folder or address to write")
     parser.add_argument("--checkpoint", metavar="NAME", help="checkpoint of the run (default: the newest)")
     parser.add_argument(
         "--averaged", action="store_true", help="write the mean of the last steps' weights (see averaging.share)"
@@ -399,7 +419,7 @@ benchmarks:
 
 def _add_from(parser: argparse.ArgumentParser, purpose: str) -> None:
     parser.add_argument(
-        "--from", dest="start_from", type=local_path, metavar="DIR", help=f"{purpose} (overrides start_from)"
+        "--from", dest="start_from", type=model_argument, metavar="DIR", help=f"{purpose} (overrides start_from)"
     )
 
 

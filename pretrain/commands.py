@@ -13,6 +13,7 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
+from pretrain.common.addresses import check_address, is_remote, local
 from pretrain.common.errors import InputError, RunError, StoppedError, printable
 from pretrain.common.files import check_local, find_run
 
@@ -218,8 +219,44 @@ def local_path(text: str) -> Path:
 
 
 def run_path(text: str) -> Path:
-    """An argument that is a run folder or the name of a run (`find_run`); `InputError` if it is a remote address."""
-    return find_run(local_path(text))
+    """An argument that is a run folder or model, the name of a run (`find_run`), or an address, which is fetched.
+
+    Raises `InputError` if nothing is stored at the address.
+    """
+    if not is_remote(text):
+        return find_run(local_path(text))
+    from pretrain.storage.runs import fetched_model
+
+    return fetched_model(checked_address(text))
+
+
+def model_argument(text: str, *, named: bool = False) -> Path | str:
+    """An argument for `start_from`: a path, or an address, which each machine fetches; the name of a run if `named`."""
+    if is_remote(text):
+        return checked_address(text)
+    return run_path(text) if named else local_path(text)
+
+
+def checked_address(text: str, *, written: bool = False) -> str:
+    """An address that is an argument; `InputError` if it names nothing in a bucket, or cannot be `written` to."""
+    try:
+        check_address(text, written=written)
+    except ValueError as error:
+        raise InputError(f"{error}") from None
+    return text.rstrip("/")
+
+
+def target_path(text: str) -> Path | str:
+    """An argument that is a folder to write, as a path, or an address; `InputError` if that cannot be written to."""
+    return checked_address(text, written=True) if is_remote(text) else local_path(text)
+
+
+def store_target(target: Path | str) -> None:
+    """Store what was written to the local folder of `target`, a `target_path`, if that is an address."""
+    from pretrain.storage.folders import store
+
+    if is_remote(target):
+        store(local(target), str(target))
 
 
 def positive_int(text: str) -> int:

@@ -46,7 +46,7 @@ class Corpora:
     @classmethod
     def open(cls, config: PretrainConfig) -> Corpora:
         """Open what `config` names; raises as `open_shards` and `with_replay`."""
-        folder, adaptation = Path(config.corpus.dir), config.adaptation
+        folder, adaptation = config.corpus.folder, config.adaptation
         own, held_out = open_shards(folder, "train"), open_shards(folder, "validation")
         if not adaptation.general:
             return cls(own, own, held_out)

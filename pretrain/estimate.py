@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pretrain.common.errors import InputError
-from pretrain.common.files import MANIFEST, read_manifest
 from pretrain.common.settings import dump
 from pretrain.common.wording import counted
 from pretrain.config import ModelConfig, Precision, PretrainConfig, R, with_precision
+from pretrain.corpus.stored import prepared_manifest
 from pretrain.model import cost
 from pretrain.model.parameters import total
 from pretrain.model.precision import matmul_peak, resolve_here
 from pretrain.roofline import GPUS, REACHED, Gpu, StepTimes, step_times
+from pretrain.storage.runs import fetched_model
 from pretrain.work import Flops, Work, optimizer_flops, phase_work
 
 Device = Literal["cpu", "cuda"]
@@ -69,17 +70,17 @@ def _teacher(config: PretrainConfig) -> ModelConfig | None:
     from pretrain.checkpoint.released import read_shape
 
     try:
-        return read_shape(Path(config.distillation.teacher))
+        return read_shape(fetched_model(config.distillation.teacher))
     except InputError:  # the run can be estimated before its teacher is trained
         return None
 
 
 def vocabulary_size(config: PretrainConfig) -> int:
     """Rows of the word embeddings for the prepared corpus's vocabulary, else the given one, else that to train."""
-    manifest = Path(config.corpus.dir) / MANIFEST
+    manifest = prepared_manifest(config.corpus)
     given = Path(config.corpus.vocabulary.path)
-    if manifest.exists():
-        entries = int(read_manifest(manifest.parent)["vocabulary_size"])
+    if manifest:
+        entries = int(manifest["vocabulary_size"])
     elif config.corpus.vocabulary.path and given.is_file():
         from pretrain.corpus.vocabulary import given_entries
 
@@ -441,15 +442,14 @@ def _roofline_lines(work: list[Work], times: list[StepTimes], cluster: Cluster) 
 
 
 def _corpus_lines(config: PretrainConfig) -> str:
-    folder = Path(config.corpus.dir)
-    if not (folder / MANIFEST).exists():
+    folder, manifest = config.corpus.dir, prepared_manifest(config.corpus)
+    if not manifest:
         from pretrain.corpus.prepare import describe
 
         try:
             return preparation_lines(describe(config))
         except InputError as error:  # the run can be estimated before its text is there
             return f"  {folder}: not prepared, and cannot be prepared yet: {error}"
-    manifest = read_manifest(folder)
     lines = []
     for split in ("train", "validation"):
         shards = [shard for shard in manifest["shards"] if shard["split"] == split]

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from typing import Any
 
 from pretrain import preflight
-from pretrain.common.errors import DivergedError, InputError, StoppedError
+from pretrain.common.addresses import is_remote, local_run
+from pretrain.common.errors import DivergedError, InputError, MachineError, RunError, StoppedError
 from pretrain.config import R, RunConfig
+from pretrain.storage.runs import StoredRun
 from pretrain.tracking import live, records
 
 
@@ -50,14 +54,16 @@ def start_run(
         return None
     steps = check(config, alone)
     if steps is None:
-        return report_finished(config)
+        with _stored(config, resume):
+            return report_finished(config)
     with preflight.only_run(config.folder):
         preflight.check_run_folder(config, resume, changed)
         config = preflight.with_resolved_precision(config) if resume else config
-        if is_finished(config):
-            return report_finished(config)
-        preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
-        _train_and_follow(target, config, resume, steps, alone=alone)
+        with _stored(config, resume):
+            if is_finished(config):
+                return report_finished(config)
+            preflight.record_run(config, [sys.executable, *sys.orig_argv[1:]])
+            _train_and_follow(target, config, resume, steps, alone=alone)
     return config
 
 
@@ -89,6 +95,47 @@ def is_follower() -> bool:
 def report_finished(config: RunConfig) -> None:
     """Print that there is nothing to do."""
     print(f"{config.folder}: already finished; nothing to do")
+
+
+def bring(run_dir: Any) -> None:
+    """Fetch what a resume needs of the run at the address `run_dir`; nothing for a path."""
+    if is_remote(run_dir):
+        StoredRun(run_dir, local_run(run_dir)).bring()
+
+
+@contextlib.contextmanager
+def _stored(config: RunConfig, resume: bool) -> Iterator[None]:
+    """Store what a run with an address leaves in its folder, however it ends.
+
+    Raises `MachineError` if that fails after a run that did not; its checkpoints are in the folder then.
+    """
+    if not config.address:
+        yield
+        return
+    run = StoredRun(config.address, config.folder, config.checkpoint.retry_seconds)
+    if not resume and (run.names() or run.has_model()):
+        found = f"checkpoints (newest {run.names()[-1]})" if run.names() else "a finished model"
+        raise InputError(
+            f"{config.address}: already holds {found}. Add --resume to continue that run, or choose another run_dir "
+            "to start a new one."
+        )
+    run.check_writable()
+    try:
+        yield
+    except RunError as error:
+        try:
+            run.complete()
+        except RunError as reason:
+            raise type(error)(f"{error} Not stored: {reason}") from error
+        raise
+    try:
+        run.complete()
+    except RunError as error:
+        raise MachineError(
+            f"{config.folder}: finished, but its last checkpoint or results are not stored: {error} "
+            "Run the command with --resume to store them."
+        ) from error
+    print(f"{config.address}: stored")
 
 
 def _train_and_follow(target: str, config: RunConfig, resume: bool, steps: int, *, alone: bool) -> None:

@@ -53,8 +53,9 @@ def check_corpus(config: PretrainConfig) -> None:
             lacks a source that a phase weighs.
     """
     from pretrain.corpus.shards import open_shards, verify_shards
+    from pretrain.corpus.stored import fetch_corpus
 
-    folder = Path(config.corpus.dir)
+    folder = fetch_corpus(config.corpus)
     shards = open_shards(folder, "train")
     size = shards.vocabulary_size
     weights, prepared = ([s.weight for s in config.corpus.sources], [s["weight"] for s in shards.sources])

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
@@ -18,11 +19,13 @@ from torch import Tensor
 from pretrain.batches.exchange import Exchange
 from pretrain.batches.loader import BatchMaker, Loader, MicroBatch, StepBatch, validation_batches
 from pretrain.checkpoint import hf
+from pretrain.common.addresses import is_remote
 from pretrain.common.errors import InputError
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
 from pretrain.continuation import Continuation, Corpora
 from pretrain.corpus.shards import TokenShards
+from pretrain.corpus.stored import fetch_corpus
 from pretrain.estimate import micro_batch_tokens
 from pretrain.objectives import Objective, make_objective
 from pretrain.reporting.attention.history import AttentionHistory
@@ -36,6 +39,7 @@ from pretrain.training.run import Training, run
 from pretrain.training.session import started
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+_FETCH_SECONDS = 86400.0  # the most that fetching a corpus to this machine may take
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +51,8 @@ def main(payload: dict[str, Any], worker: Worker) -> None:
     """
     config = PretrainConfig.model_validate(payload["config"])
     with started(config, worker) as (config, device, watchdog):
+        with watchdog.allow(_FETCH_SECONDS) if is_remote(config.corpus.dir) else contextlib.nullcontext():
+            fetch_corpus(config.corpus)
         corpora = Corpora.open(config)
         objective = make_objective(config, config.model.rows(corpora.own.vocabulary_size))
         continuation = Continuation(config, corpora, objective.model.state_dict())
@@ -272,7 +278,7 @@ def _check_teacher(state: dict[str, Any], checkpoint: Path, config: PretrainConf
 
 
 def _card(config: PretrainConfig) -> dict[str, Any]:
-    path = Path(config.corpus.dir) / "card.json"
+    path = config.corpus.folder / "card.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 

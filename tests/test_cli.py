@@ -423,10 +423,7 @@ def test_the_driver_loads_no_torch_before_workers_start(config_file: Path):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["export", "runs/a", "s3://bucket/model"],
-        ["export", "s3://bucket/run", "model"],
         ["report", "runs/a", "--out", "gs://bucket/page.html"],
-        ["dashboard", "s3://bucket/run"],
         ["dashboard", "runs/a", "--out", "s3://bucket/page.html"],
         ["prepare", "s3://bucket/run.yaml"],
         ["demo", "--run-dir", "s3://bucket/run"],
@@ -450,10 +447,8 @@ def test_what_a_message_quotes_does_nothing_to_the_terminal(capsys):
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["export", "runs/a", "s3://bucket/model"],
         ["predict", "runs/a", "--text", "x", "--out", "s3://bucket/lines.jsonl"],
         ["evaluate", "runs/a", "--out", "s3://bucket/scores"],
-        ["finetune", "task.yaml", "--from", "s3://bucket/model"],
         ["glue", "--submission", "s3://bucket/out"],
     ],
 )

@@ -533,7 +533,22 @@ def test_a_character_that_json_writes_as_two_is_read_as_one(write):
     assert load_config(write(GOOD), [f"run_dir={json.dumps(folder)}"]).run_dir == folder
 
 
-@pytest.mark.parametrize("name", ["run_dir", "corpus.dir", "corpus.sources.0.path", "corpus.vocabulary.path"])
+@pytest.mark.parametrize("name", ["run_dir", "corpus.dir", "corpus.sources.0.path"])
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("gs://b", "is not an address of something in a bucket"),
+        ("hdfs:///a", "is an address of an unknown kind"),
+        ("file:///tmp/a", "is an address of an unknown kind"),
+        ("s3:/bucket", "is a remote address"),
+    ],
+)
+def test_addresses_that_name_nothing_are_refused(write, name: str, address: str, reason: str):
+    (line,) = problems(write(GOOD), f"{name}={address}")
+    assert line.startswith(f"--set {name}={address}: {name}: {address!r} {reason}")
+
+
+@pytest.mark.parametrize("name", ["corpus.vocabulary.path"])
 @pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b", "hdfs:///a", "file:///tmp/a", "s3:/bucket"])
 def test_remote_addresses_are_refused(write, name: str, address: str):
     assert problems(write(GOOD), f"{name}={address}") == [

@@ -18,13 +18,13 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.common": "",
     "pretrain.config": "pretrain.common",
     "pretrain.storage": "pretrain.common",
-    "pretrain.commands": "pretrain.common",
+    "pretrain.commands": "pretrain.common pretrain.storage",
     "cluster.workers": "pretrain.common pretrain.commands",
     "cluster.local": "pretrain.common pretrain.commands cluster.workers",
     "cluster.pool": "pretrain.common cluster.workers",
     "cluster.trials": "pretrain.common cluster.workers",
     "pretrain.tracking": "pretrain.common pretrain.config",
-    "pretrain.corpus": "pretrain.common pretrain.config cluster.pool",
+    "pretrain.corpus": "pretrain.common pretrain.storage pretrain.config cluster.pool",
     "pretrain.batches": "pretrain.common pretrain.config pretrain.corpus",
     "pretrain.model": "pretrain.common pretrain.config",
     "pretrain.checkpoint": (
@@ -34,21 +34,24 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.work": "pretrain.config pretrain.model",
     "pretrain.roofline": "pretrain.config pretrain.model pretrain.work",
     "pretrain.estimate": (
-        "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.work "
-        "pretrain.roofline"
+        "pretrain.common pretrain.storage pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint "
+        "pretrain.work pretrain.roofline"
     ),
     "pretrain.pace": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.preflight pretrain.work pretrain.estimate"
     ),
     "pretrain.training": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint pretrain.preflight"
+        "pretrain.common pretrain.storage pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint "
+        "pretrain.preflight"
     ),
     "pretrain.continuation": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.checkpoint pretrain.training"
     ),
     "pretrain.objectives": "pretrain.config pretrain.batches pretrain.model pretrain.checkpoint pretrain.work",
     "finetune.datasets": "pretrain.common pretrain.config pretrain.corpus",
-    "pretrain.launch": "pretrain.common pretrain.config cluster.workers pretrain.tracking pretrain.preflight",
+    "pretrain.launch": (
+        "pretrain.common pretrain.storage pretrain.config cluster.workers pretrain.tracking pretrain.preflight"
+    ),
     "finetune.metrics": "finetune.datasets",
     "finetune.tasks": "pretrain.common finetune.datasets finetune.metrics",
     "finetune.config": "pretrain.common pretrain.config finetune.tasks",
@@ -78,7 +81,8 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.demo": "pretrain.common pretrain.commands pretrain.reporting",
     "pretrain.__main__": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.preflight "
-        "pretrain.estimate pretrain.pace pretrain.commands pretrain.launch pretrain.reporting pretrain.demo"
+        "pretrain.estimate pretrain.pace pretrain.commands pretrain.launch pretrain.reporting pretrain.demo "
+        "pretrain.storage"
     ),
     "cluster.__main__": "pretrain.common cluster.local pretrain.commands cluster.jobs cluster.manifests cluster.doctor",
     "finetune.model": (
@@ -86,16 +90,16 @@ MAY_IMPORT: dict[str, str] = {
         "finetune.tasks finetune.config"
     ),
     "finetune.artifacts": (
-        "pretrain.common pretrain.config pretrain.model pretrain.checkpoint finetune.datasets finetune.tasks "
-        "finetune.config finetune.model"
+        "pretrain.storage pretrain.common pretrain.config pretrain.model pretrain.checkpoint finetune.datasets "
+        "finetune.tasks finetune.config finetune.model"
     ),
     "finetune": "finetune.artifacts",
     "finetune.train": (
-        "pretrain.common pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint pretrain.training "
-        "finetune.datasets finetune.tasks finetune.config finetune.model finetune.artifacts"
+        "pretrain.storage pretrain.common pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint "
+        "pretrain.training finetune.datasets finetune.tasks finetune.config finetune.model finetune.artifacts"
     ),
     "finetune.runs": (
-        "pretrain.common pretrain.config pretrain.checkpoint pretrain.preflight pretrain.estimate "
+        "pretrain.storage pretrain.common pretrain.config pretrain.checkpoint pretrain.preflight pretrain.estimate "
         "pretrain.commands finetune.datasets pretrain.launch finetune.tasks finetune.config finetune.model "
         "finetune.artifacts"
     ),
@@ -110,7 +114,7 @@ MAY_IMPORT: dict[str, str] = {
     "finetune.bench": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
         "pretrain.checkpoint pretrain.preflight pretrain.work pretrain.commands pretrain.reporting pretrain.bench "
-        "finetune.datasets finetune.tasks finetune.config finetune.artifacts finetune.scores"
+        "pretrain.storage finetune.datasets finetune.tasks finetune.config finetune.artifacts finetune.scores"
     ),
     "finetune.adaptation": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.checkpoint pretrain.work pretrain.pace "

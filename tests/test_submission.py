@@ -411,7 +411,7 @@ def test_a_wrong_token(tmp_path: Path, config: Path, refusing: str) -> None:
             ["submit", "--workers", "1" * 5000, "--", "pretrain", "{config}"],
             "expected a number of at least 1, or a range",
         ),
-        (["submit", "--", "finetune", "{config}", "--from", "s3://b/m"], "is a remote address"),
+        (["submit", "--", "finetune", "{config}", "--from", "s3://b"], "is not an address of"),
         (["submit", "--dir", "s3://b/f", "--", "pretrain", "{config}"], "is a remote address"),
         (["submit", "--", "pretrain", "nowhere.yaml"], "nowhere.yaml"),
         (["submit", "--", "pretrain", "{config}", "--set", "phasess=1"], "did you mean phases"),

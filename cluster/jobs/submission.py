@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import re
 from collections.abc import Sequence
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster.jobs.client import KINDS, Job
-from pretrain.commands import local_path, run_path
+from pretrain.commands import local_path, model_argument
 from pretrain.common.errors import InputError
 
 if TYPE_CHECKING:
@@ -84,5 +85,5 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("config", type=local_path, metavar="CONFIG")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--from", dest="start_from", type=run_path, metavar="DIR")
+    parser.add_argument("--from", dest="start_from", type=functools.partial(model_argument, named=True), metavar="DIR")
     return parser

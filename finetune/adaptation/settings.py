@@ -91,7 +91,7 @@ def steps_of(config: PretrainConfig, arguments: argparse.Namespace) -> int:
         return arguments.steps
     if arguments.minutes:
         return pace.fit(config, arguments.minutes).total_steps
-    phase, shards = config.phases[0], read_manifest(Path(config.corpus.dir))["shards"]
+    phase, shards = config.phases[0], read_manifest(config.corpus.folder)["shards"]
     tokens = sum(shard["tokens"] for shard in shards if shard["split"] == "train")
     tokens = tokens / (1 - config.adaptation.replay_share)
     passes = next((passes for most, passes in _PASSES if tokens < most), 1)

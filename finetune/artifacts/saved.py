@@ -20,6 +20,7 @@ from finetune.tasks.base import Task
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
 from pretrain.common.wording import shown_scores
+from pretrain.storage.runs import fetched_model
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -137,7 +138,7 @@ def _write_model(
         head={name.removeprefix("head."): tensor for name, tensor in weights.items() if name.startswith("head.")},
         purpose=task.head,
         config={**_kept(released.config), **_labels(task)},
-        tokenizer=Path(config.start_from),
+        tokenizer=fetched_model(config.start_from),
         card=model_card(config, task, facts),
         extra={SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False)},
     )

@@ -73,6 +73,8 @@ def run_all(
         MachineError: Ray cannot start, or has too little capacity.
     """
     check_alone(config)
+    if config.address:
+        raise InputError(f"run_dir: {config.address}: several runs have to be in a local folder. Give a local run_dir.")
     with preflight.only_run(config.folder):
         begin()
         trials = _with_one_precision(config, trials)

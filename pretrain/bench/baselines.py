@@ -13,7 +13,6 @@ import multiprocessing
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -147,7 +146,7 @@ class _Worker:
             torch.set_num_threads(spec.threads)
         torch.manual_seed(0)
         self._spec, self._device = spec, torch.device(spec.device)
-        shards = open_shards(Path(spec.config.corpus.dir), "train")
+        shards = open_shards(spec.config.corpus.folder, "train")
         loader = Loader(shards, spec.config, 0, rank=0, world_size=1)
         self._steps: Iterator[StepBatch] = iter(loader)
         if spec.steps:
@@ -171,7 +170,7 @@ class _Worker:
         return StepReport(time.perf_counter() - started, step.tokens, loss)
 
     def held_out_loss(self) -> float:
-        held_out = open_shards(Path(self._spec.config.corpus.dir), "validation")
+        held_out = open_shards(self._spec.config.corpus.folder, "validation")
         steps = validation_batches(held_out, self._spec.config, 0, rank=0, world_size=1)
         return self._trainer.held_out_loss([step.to(self._device) for step in steps])
 

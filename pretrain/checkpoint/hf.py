@@ -28,6 +28,7 @@ from pretrain.common.errors import InputError
 from pretrain.common.files import verify_manifest, write_json
 from pretrain.common.settings import dump
 from pretrain.config import ModelConfig, PretrainConfig, load_config
+from pretrain.corpus.stored import fetch_without_tokens
 from pretrain.corpus.vocabulary import read_vocabulary
 from pretrain.tracking.records import read_records
 
@@ -113,6 +114,7 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, avera
     if not (run_dir / "config.yaml").is_file():
         raise InputError(f"{run_dir}: not a run folder (no config.yaml). Give one such as runs/bert-mini.")
     config = load_config(run_dir / "config.yaml")
+    fetch_without_tokens(config.corpus)
     path = _choose_checkpoint(run_dir / "checkpoints", checkpoint)
     state = store.read_weights(path, averaged=averaged)
     start, electra = _began_as(run_dir), config.electra.is_on
@@ -129,7 +131,7 @@ def export_run(run_dir: Path, out: Path, checkpoint: str | None = None, *, avera
     if electra:
         _export_electra(state, config, out, card)
     else:
-        corpus, classifier = Path(config.corpus.dir), config.pairs.has_classifier
+        corpus, classifier = config.corpus.folder, config.pairs.has_classifier
         export(state, config.model, corpus, out, next_sentence=classifier, card=card, **start)
     return own
 
@@ -161,7 +163,7 @@ def _export_electra(state: Mapping[str, Tensor], config: PretrainConfig, out: Pa
 
     Either is written in our own layout if ELECTRA's cannot hold it.
     """
-    corpus, beside = Path(config.corpus.dir), out.with_name(f"{out.name}{GENERATOR_SUFFIX}")
+    corpus, beside = config.corpus.folder, out.with_name(f"{out.name}{GENERATOR_SUFFIX}")
     for own, model, folder, head in (
         (generator_state(state), config.electra.generator(config.model), beside, ""),
         (discriminator_state(state), config.model, out, "ForPreTraining"),
@@ -215,7 +217,7 @@ def _model_card(
         undefined=jinja2.StrictUndefined,
         keep_trailing_newline=True,
     )
-    corpus_card = Path(config.corpus.dir) / "card.md"
+    corpus_card = config.corpus.folder / "card.md"
     return templates.get_template("model_card.md.j2").render(
         config=config,
         model=config.model,

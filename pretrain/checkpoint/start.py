@@ -23,6 +23,7 @@ from torch import Tensor
 from pretrain.checkpoint.mapping import LEFT_OUT, mapping_table
 from pretrain.checkpoint.released import Released, read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer
+from pretrain.common.addresses import local
 from pretrain.common.errors import InputError
 from pretrain.common.settings import given_values, load
 from pretrain.config import ModelConfig, PretrainConfig, began_from, run_folder
@@ -32,6 +33,7 @@ from pretrain.corpus.manifest import check_same_tokenizer
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.corpus.vocabulary import tokenizer_from_json, vocabulary_size
 from pretrain.model.heads import PretrainingModel
+from pretrain.storage.runs import fetched_model
 
 START_FILE = "start.json"  # in the run folder: what the run began with, and the release that it continues
 # Settings of the model that are no property of its weights.
@@ -67,8 +69,8 @@ def start_overrides(path: Path, overrides: Sequence[str], *, resume: bool = Fals
     folder = given.get("start_from")
     if not folder or not isinstance(folder, str):
         return []
-    released = read_released(Path(folder).expanduser())
-    tokenizer = start_tokenizer(Path(folder).expanduser(), released)
+    released = read_released(fetched_model(folder).expanduser())
+    tokenizer = start_tokenizer(fetched_model(folder).expanduser(), released)
     added = _section(_section(given, "corpus"), "vocabulary").get("added_words")
     model = _model(released, 0 if added else vocabulary_size(tokenizer))
     return [*_model_overrides(folder, model, given), *_vocabulary_overrides(folder, tokenizer, given)]
@@ -191,15 +193,15 @@ def check_start_corpus(config: PretrainConfig) -> None:
 
     Raises `InputError` if the corpus, or the general one, was prepared with another.
     """
-    tokenizer = start_tokenizer(Path(config.start_from))
+    tokenizer = start_tokenizer(fetched_model(config.start_from))
     for folder in filter(None, (config.corpus.dir, config.adaptation.general)):
-        open_shards(Path(folder), "train")
-        check_same_tokenizer(Path(folder), tokenizer, extended=folder == config.corpus.dir)
+        open_shards(local(folder), "train")
+        check_same_tokenizer(local(folder), tokenizer, extended=folder == config.corpus.dir)
 
 
 def start_table(config: PretrainConfig) -> str:
     """Where each tensor of the checkpoint goes, and how the rest is initialised, as lines. Raises as `read_start`."""
-    shards = open_shards(Path(config.corpus.dir), "train")
+    shards = open_shards(config.corpus.folder, "train")
     with torch.device("meta"):
         rows = config.model.rows(shards.vocabulary_size)
         model = PretrainingModel(config.model, rows, config.pairs.has_classifier)
@@ -221,7 +223,7 @@ def read_start(
     Raises:
         InputError: the checkpoint cannot be read, or is not the one that `config.model` was taken from.
     """
-    folder = Path(config.start_from)
+    folder = fetched_model(config.start_from)
     released = read_released(folder)
     tokenizer = start_tokenizer(folder, released)
     found = {**released.backbone, **released.pretraining}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from pretrain.corpus.shards import open_shards
 from pretrain.corpus.vocabulary import vocabulary_size
 from pretrain.model.distillation import evenly_spread
 from pretrain.model.heads import PretrainingModel
+from pretrain.storage.runs import fetched_model
 
 # Settings of the model that may differ between a student and the teacher whose layers it begins with.
 _FREE = (
@@ -80,9 +80,9 @@ def read_teacher(config: PretrainConfig) -> Teacher:
             another vocabulary than the corpus, or, if a loss compares hidden states, another width than the student.
     """
     folder, where = config.distillation.teacher, f"distillation.teacher: {config.distillation.teacher}"
-    released = read_released(Path(folder))
-    tokenizer = start_tokenizer(Path(folder), released)
-    shards = open_shards(Path(config.corpus.dir), "train")
+    released = read_released(fetched_model(folder))
+    tokenizer = start_tokenizer(fetched_model(folder), released)
+    shards = open_shards(config.corpus.folder, "train")
     check_same_tokenizer(shards.folder, tokenizer, of="distillation.teacher")
     model, entries = released.model, config.model.rows(vocabulary_size(tokenizer))
     if entries > released.vocabulary_size:

@@ -15,6 +15,7 @@ from pretrain.common import settings
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
 from pretrain.config import load_config
+from pretrain.corpus.stored import fetch_without_tokens
 from pretrain.corpus.vocabulary import bert_tokenizer, numbered, read_vocabulary
 
 # Besides tokenizer.json and tokenizer_config.json, which `copy_tokenizer` writes itself.
@@ -93,7 +94,7 @@ def is_run(folder: Path) -> bool:
 def tokenizer_folder(folder: Path) -> Path:
     """The folder of a model's tokenizer: the corpus for a run folder of ours, else that of the weights."""
     folder = released_folder(folder)
-    return Path(load_config(folder / "config.yaml").corpus.dir) if is_run(folder) else folder
+    return fetch_without_tokens(load_config(folder / "config.yaml").corpus) if is_run(folder) else folder
 
 
 def copy_tokenizer(

@@ -10,6 +10,7 @@ from typing import Annotated, Any, TypeGuard
 from pydantic import AfterValidator, BaseModel, ConfigDict, JsonValue
 from pydantic.fields import FieldInfo
 
+from pretrain.common.addresses import SCHEMES, check_address, is_remote
 from pretrain.common.files import check_local
 
 Keys = tuple[str | int, ...]
@@ -33,6 +34,24 @@ def _check_path(text: str) -> str:
 
 LocalPath = Annotated[str, AfterValidator(_check_path)]
 """A relative or absolute path on the machines that run; remote addresses are refused."""
+
+
+def _check_location(text: str, *, written: bool = False) -> str:
+    if is_remote(text):
+        check_address(text, written=written)
+        return text.rstrip("/")
+    scheme, separator, _ = text.partition("://")
+    if separator and scheme.isalnum():
+        known = ", ".join(f"{one}://" for one in SCHEMES)
+        raise ValueError(f"{text!r} is an address of an unknown kind. Give a local path, or one of {known}.")
+    return _check_path(text)
+
+
+Location = Annotated[str, AfterValidator(_check_location)]
+"""A path as `LocalPath`, or an address of an object store (`pretrain.common.addresses`)."""
+
+WritableLocation = Annotated[str, AfterValidator(lambda text: _check_location(text, written=True))]
+"""As `Location`, but only addresses that can be written to."""
 
 SEVERAL_LINES: dict[str, JsonValue] = {"several_lines": True}
 """`Field(json_schema_extra=SEVERAL_LINES)`: the text may contain tabs and line breaks; other text may not."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from pretrain.common.addresses import local
 from pretrain.common.kinds import check_kind
-from pretrain.common.settings import LocalPath, Section
+from pretrain.common.settings import LocalPath, Location, Section
 from pretrain.config.filters import FiltersConfig
 
 # Packages in which every module is one choice: of `SourceConfig.kind`, and of `MaskingConfig.scheme`.
@@ -22,9 +24,10 @@ class SourceConfig(Section):
         description="Text format: mediawiki, wikiextractor, books, jsonl, parquet, csv, huggingface or docstrings."
     )
     name: str = Field(default="", description="Name on the corpus card. Empty uses the kind and the file name.")
-    path: LocalPath = Field(
+    path: Location = Field(
         default="",
-        description="File, folder or glob, relative to the working directory. "
+        description="File, folder or glob, relative to the working directory, or an address such as "
+        "s3://bucket/wiki/*.jsonl.gz, whose files are fetched. "
         "Required for every kind but huggingface and docstrings.",
     )
     dataset: LocalPath = Field(
@@ -120,7 +123,10 @@ class VocabularyConfig(Section):
 class CorpusConfig(Section):
     """The text to prepare and the folder of the prepared corpus."""
 
-    dir: LocalPath = Field(description="Folder of the token shards, tokenizer, manifest and card.")
+    dir: Location = Field(
+        description="Folder of the token shards, tokenizer, manifest and card, or an address such as "
+        "s3://bucket/corpora/wiki: the corpus is then fetched to each machine that trains, and stored by `prepare`."
+    )
     sources: tuple[SourceConfig, ...] = Field(
         default=(), description="Text to prepare. May be empty if dir already holds a prepared corpus."
     )
@@ -144,6 +150,11 @@ class CorpusConfig(Section):
         description="Processes that prepare the corpus. 0 uses one per core of this machine, "
         "or of the cluster that scheduling.address names.",
     )
+
+    @property
+    def folder(self) -> Path:
+        """The corpus on this machine."""
+        return local(self.dir)
 
 
 class MaskingConfig(Section):

@@ -7,17 +7,17 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from pretrain.common.settings import LocalPath, Section
+from pretrain.common.settings import Location, Section
 from pretrain.config.model import ModelConfig
 
 
 class DistillationConfig(Section):
     """Knowledge distillation (Sanh et al. 2019, "DistilBERT", arXiv:1910.01108, section 2)."""
 
-    teacher: LocalPath = Field(
+    teacher: Location = Field(
         default="",
-        description="Folder of the teacher: a released model, an export or a run, with the corpus's vocabulary and a "
-        "head for masked language modelling. Empty trains without a teacher.",
+        description="Folder or address of the teacher: a released model, an export or a run, with the corpus's "
+        "vocabulary and a head for masked language modelling. Empty trains without a teacher.",
     )
     initialise: bool = Field(
         default=True,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.common import settings
+from pretrain.common.addresses import local_run
 from pretrain.common.files import checkpoint_names
 from pretrain.config.engine import Precision
 from pretrain.config.run import PretrainConfig, R, RunConfig
@@ -68,7 +69,7 @@ def with_precision(config: R, precision: Precision) -> R:
 
 def run_folder(given: Mapping[str, Any]) -> Path:
     """The run folder of a config's values, not validated; as `RunConfig.folder`."""
-    return Path(str(given.get("run_dir") or f"runs/{given.get('name')}")).expanduser()
+    return local_run(str(given.get("run_dir") or f"runs/{given.get('name')}")).expanduser()
 
 
 def began_from(folder: Path) -> bool:

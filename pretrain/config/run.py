@@ -10,7 +10,8 @@ from typing import Literal, TypeVar
 from pydantic import Field, field_validator, model_validator
 
 from pretrain.common import settings
-from pretrain.common.settings import LocalPath, Section
+from pretrain.common.addresses import is_remote, local_run
+from pretrain.common.settings import Location, Section, WritableLocation
 from pretrain.config.adaptation import AdaptationConfig
 from pretrain.config.data import CorpusConfig, MaskingConfig, PairsConfig
 from pretrain.config.engine import CheckpointConfig, EngineConfig, SpikeConfig
@@ -105,7 +106,11 @@ class RunConfig(Section):
     """Settings that every run has: pretraining and fine-tuning."""
 
     name: str = Field(description="Name of the run: 1 to 63 characters of a-z, 0-9 and '-', not starting with '-'.")
-    run_dir: LocalPath = Field(default="", description="Run folder. Empty means runs/<name>.")
+    run_dir: WritableLocation = Field(
+        default="",
+        description="Run folder, or an address such as s3://bucket/runs/mini: the run then trains in a local folder, "
+        "and every checkpoint is stored at the address. Empty means runs/<name>.",
+    )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of initialisation, sampling, masking and dropout.")
     optimizer: OptimizerConfig = Field(default=OptimizerConfig(), description="The optimizer.")
     engine: EngineConfig = Field(default=EngineConfig(), description="Precision, ZeRO and micro-batches.")
@@ -123,8 +128,13 @@ class RunConfig(Section):
 
     @property
     def folder(self) -> Path:
-        """The run folder."""
-        return Path(self.run_dir or f"runs/{self.name}")
+        """The run folder on this machine."""
+        return local_run(self.run_dir or f"runs/{self.name}")
+
+    @property
+    def address(self) -> str:
+        """Where the run is stored besides its folder; "" for a local run."""
+        return self.run_dir if is_remote(self.run_dir) else ""
 
 
 class PretrainConfig(RunConfig):
@@ -137,9 +147,9 @@ class PretrainConfig(RunConfig):
     phases: tuple[PhaseConfig, ...] = Field(min_length=1, description="Phases of training, in order; at least one.")
     averaging: AveragingConfig = Field(default=AveragingConfig(), description="Mean of the weights of the last steps.")
     evaluation: EvaluationConfig = Field(default=EvaluationConfig(), description="Evaluation on held-out sequences.")
-    start_from: LocalPath = Field(
+    start_from: Location = Field(
         default="",
-        description="Folder of a checkpoint to continue from: a released one, an export or a run. model and "
+        description="Folder or address of a checkpoint to continue from: a released one, an export or a run. model and "
         "corpus.vocabulary are then the checkpoint's. --from sets it, too. Empty starts from random weights.",
     )
     adaptation: AdaptationConfig = Field(

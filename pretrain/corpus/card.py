@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from pretrain.common.addresses import shown
 from pretrain.common.files import atomic_open, read_manifest, write_json
 from pretrain.common.wording import counted
 from pretrain.corpus.card_tables import evaluation_lines, filter_lines, table_row
@@ -71,7 +72,11 @@ def write_card(
     totals["unknown_rate"] = totals["unknown_tokens"] / max(totals["tokens"], 1)  # pyright: ignore[reportArgumentType]
     totals["shards"] = len(shards)
     listed = [
-        {**source, "files": len(files), "file_hashes": dict(list(files.items())[:_MAX_LISTED_FILES])}
+        {
+            **source,
+            "files": len(files),
+            "file_hashes": {shown(path): digest for path, digest in list(files.items())[:_MAX_LISTED_FILES]},
+        }
         for source, files in zip(sources, hashes, strict=True)
     ]
     card = {
@@ -79,7 +84,7 @@ def write_card(
         "language": language,
         "totals": totals,
         "sources": listed,
-        "problems": problems,
+        "problems": [{**problem, "path": shown(problem["path"])} for problem in problems],
     }
     if filtered:  # cards without filters stay as they were before there were any
         card["filters"] = filtered

@@ -18,8 +18,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, ClassVar, cast
 
+from pretrain.common.addresses import is_remote
 from pretrain.common.errors import InputError
 from pretrain.config import SourceConfig
+from pretrain.storage import folders
 
 PIECE_BYTES = 8 << 20  # least text per piece
 
@@ -120,9 +122,14 @@ class SourceReader:
         raise NotImplementedError
 
     def find_files(self, where: str) -> list[Path]:
-        """The files at the config's `path`, which is a file, a folder or a glob; `InputError` if there are none."""
+        """The files at the config's `path`: a file, a folder, a glob, or an address, from which they are fetched.
+
+        Raises `InputError` if there are none.
+        """
         path = Path(self.config.path).expanduser()
-        if path.is_dir():
+        if is_remote(self.config.path):
+            files = folders.fetch_files(self.config.path, self.suffixes)
+        elif path.is_dir():
             files = [file for file in path.rglob("*") if file.is_file() and not file.name.startswith(".")]
             if self.suffixes:
                 files = [file for file in files if plain_suffix(file) in self.suffixes]
@@ -132,8 +139,13 @@ class SourceReader:
             files = [Path(name) for name in glob.glob(str(path), recursive=True)]  # noqa: PTH207 (absolute patterns)
             files = [file for file in files if file.is_file()]
         if not files:
-            raise InputError(f"{where}.path: {self.config.path}: no {self.config.kind} file found. Check the path.")
+            raise nothing_found(self.config, where)
         return sorted(files)
+
+
+def nothing_found(config: SourceConfig, where: str) -> InputError:
+    """The error of a source without files; `where` is its place in the config."""
+    return InputError(f"{where}.path: {config.path}: no {config.kind} file found. Check the path.")
 
 
 def grouped(files: Iterable[Path], where: str) -> list[Input]:

@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Tokenizer
 
+from pretrain.common.addresses import is_remote
 from pretrain.common.errors import InputError, StoppedError
 from pretrain.common.files import MANIFEST, locked, put_manifest, read_manifest, write_json
 from pretrain.config import CorpusConfig, PretrainConfig, VocabularyConfig
@@ -57,6 +58,7 @@ from pretrain.corpus.parallel import Pool, result_of
 from pretrain.corpus.shards import token_dtype, verify_shards
 from pretrain.corpus.special_tokens import check_special_tokens, declared_settings, special_ids
 from pretrain.corpus.stage_bar import StageBar
+from pretrain.corpus.stored import kept_at_address, prepared_manifest
 from pretrain.corpus.vocabulary import (
     load_vocabulary,
     save_tokenizer,
@@ -93,11 +95,12 @@ def prepare(
         MachineError: disk full, a process killed.
         StoppedError: Ctrl-C or SIGTERM.
     """
-    folder = Path(config.corpus.dir)
-    if config.corpus.sources:
-        return _Preparation(config, bar or StageBar(quiet=quiet), tokenizer, declared or {}).run()
-    if (folder / MANIFEST).exists():
-        return card.summary_line(folder, "already prepared")
+    folder = config.corpus.folder
+    with kept_at_address(config.corpus):
+        if config.corpus.sources:
+            return _Preparation(config, bar or StageBar(quiet=quiet), tokenizer, declared or {}).run()
+        if (folder / MANIFEST).exists():
+            return card.summary_line(folder, "already prepared")
     raise InputError(f"corpus.sources: empty, and {folder} is not prepared. Give at least one source.")
 
 
@@ -108,12 +111,12 @@ def describe(config: PretrainConfig, tokenizer: Tokenizer | None = None) -> dict
 
     Raises `InputError` as `prepare` does, also if the corpus is finished and was prepared with other settings.
     """
-    corpus, folder = config.corpus, Path(config.corpus.dir)
-    state = "finished" if (folder / MANIFEST).exists() else "started" if (folder / WORK).exists() else "new"
-    found = _find_inputs(corpus)
+    corpus, folder = config.corpus, config.corpus.folder
+    state = "finished" if prepared_manifest(corpus) else "started" if (folder / WORK).exists() else "new"
+    found = [sources.list_inputs(source, f"corpus.sources.{n}") for n, source in enumerate(corpus.sources)]
     if state != "finished":
         check_filters(corpus.filters)
-    if state == "finished" and found:
+    if (folder / MANIFEST).exists() and found and not any(is_remote(source.path) for source in corpus.sources):
         settings = fingerprint_settings(corpus, found, tokenizer or _given_tokenizer(corpus))
         accepted_manifest(folder, found, settings, None if corpus.vocabulary.added_words else tokenizer)
     rows = [
@@ -167,7 +170,7 @@ class _Preparation:
         self._corpus = corpus = config.corpus
         self._address = config.scheduling.address
         self._processes = _processes(config)
-        self._folder = Path(corpus.dir)
+        self._folder = corpus.folder
         self._work = self._folder / WORK
         self._bar = bar
         self._problems = Problems()

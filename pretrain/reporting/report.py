@@ -51,7 +51,7 @@ def write_report(run_dir: Path, out: Path) -> Path:
         tiles=_tiles(run),
         worth=[worth, accuracy] if worth else [],
         charts=[chart for chart in ([loss] if worth else [loss, accuracy]) + others if chart],
-        attention=attention_section(run_dir, Path(run.config.corpus.dir)),
+        attention=attention_section(run_dir, run.config.corpus.folder),
         domains=gains(run_dir),
         fillings=_predictions(run),
         finetuned=[{**result, "missing": _missing(result)} for result in results],
@@ -149,7 +149,7 @@ class _ReportData:
             folder=folder,
             config=config,
             environment=_read_json(folder / "environment.json"),
-            card=_read_json(Path(config.corpus.dir) / "card.json"),
+            card=_read_json(config.corpus.folder / "card.json"),
             training=training,
             evaluations=[record for record in records if record.get("split") == "validation"],
         )
@@ -408,7 +408,7 @@ def _cell(key: str, value: Any) -> str:
 def _predictions(run: _ReportData) -> list[Filling]:
     """The predictions shown on the page; [] if the run has no export or its corpus is missing."""
     name = f"export{GENERATOR_SUFFIX}" if run.config.electra.is_on else "export"  # of the model that fills words in
-    export_dir, corpus = run.folder / name, Path(run.config.corpus.dir)
+    export_dir, corpus = run.folder / name, run.config.corpus.folder
     if not export_dir.is_dir() or not corpus.is_dir():
         return []
     from pretrain.corpus.shards import open_shards

@@ -24,7 +24,7 @@ from pretrain.common.wording import counted
 from pretrain.config import RunConfig
 from pretrain.training.engine import Engine, StepResult
 from pretrain.training.progress import AveragedWeights, Progress, Window, checkpoint_state, restore
-from pretrain.training.session import newest_checkpoint
+from pretrain.training.session import newest_checkpoint, stored_run
 from pretrain.training.spikes import REMEMBERED, is_spike
 from pretrain.training.stragglers import RankTimes
 from pretrain.training.task import Recorder, S, TrainingTask
@@ -176,6 +176,7 @@ class _Fit(Generic[S]):
             keep_last=saving.keep_last,
             background=saving.background,
             retry_seconds=saving.retry_seconds,
+            stored=stored_run(plan.config),
         )
         self.stopwatch = _Stopwatch()
         self.stragglers = RankTimes(engine, plan.config.tracking.straggler_factor)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import secrets
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -14,12 +15,14 @@ import torch.distributed as dist
 
 from pretrain import preflight
 from pretrain.checkpoint import store
-from pretrain.common.errors import MachineError
-from pretrain.common.files import allow_open_files
+from pretrain.common.addresses import RUNS_VARIABLE
+from pretrain.common.errors import InputError, MachineError
+from pretrain.common.files import allow_open_files, disk_errors
 from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.common.worker import Worker
 from pretrain.config import R, RunConfig, with_precision
 from pretrain.model import precision
+from pretrain.storage.runs import StoredRun
 from pretrain.tracking import starting
 from pretrain.tracking.logs import quiet_logging
 from pretrain.training.engine import Engine, end_process_group, gather_objects
@@ -42,6 +45,7 @@ def started(config: R, worker: Worker) -> Iterator[tuple[R, torch.device, Watchd
     if worker.rank == 0 and worker.world_size > 1:
         starting.write_phase(config.folder, starting.CONNECT)
     with process_group(worker), watched(config, worker) as watchdog:
+        _check_shared(config, worker)
         config, device = choose_device(config, worker)
         torch.manual_seed(config.seed)
         if worker.rank == 0:
@@ -147,6 +151,30 @@ def _resolve_precision(config: R, device: torch.device, worker: Worker) -> R:
         logger.info("engine.precision: %s; %s", choice.precision, choice.reason)
         preflight.record_config(config)
     return config
+
+
+def _check_shared(config: RunConfig, worker: Worker) -> None:
+    """A run at an address trains in a local folder, which all workers must see: stops, restarts and logs go by it."""
+    if not config.address or worker.world_size == 1:
+        return
+    mark = config.folder / f".seen-{secrets.token_hex(4)}"
+    with contextlib.ExitStack() as stack:
+        if worker.rank == 0:
+            stack.callback(mark.unlink, missing_ok=True)
+            with disk_errors(mark):
+                mark.touch()
+        first: Path = gather_objects(mark)[0]
+        blind = [rank for rank, sees in enumerate(gather_objects((config.folder / first.name).exists())) if not sees]
+    if blind:
+        raise InputError(
+            f"run_dir: {config.address}: worker {blind[0]} does not see {first.parent} of worker 0. Set "
+            f"{RUNS_VARIABLE} on all machines to one folder that they share, or run_dir to a path."
+        )
+
+
+def stored_run(config: RunConfig) -> StoredRun | None:
+    """The run at its address; None for a run that is kept in its folder only."""
+    return StoredRun(config.address, config.folder, config.checkpoint.retry_seconds) if config.address else None
 
 
 def newest_checkpoint(checkpoints: Path, engine: Engine) -> Path | None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from pretrain import work
 from pretrain.batches.loader import BatchMaker
@@ -74,7 +73,7 @@ class Plan:
 
 def measured_costs(config: PretrainConfig, teacher: ModelConfig | None) -> list[SequenceCost]:
     """What a sequence of each phase costs, from batches of the config's prepared corpus."""
-    shards = open_shards(Path(config.corpus.dir), "train")
+    shards = open_shards(config.corpus.folder, "train")
     rows = config.model.rows(shards.vocabulary_size)
     counted = work.Flops(config, rows, teacher)
     costs = []

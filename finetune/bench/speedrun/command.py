@@ -24,6 +24,7 @@ from pretrain.common.files import locked
 from pretrain.common.thread_waits import sleeping_when_crowded
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.preflight import ENVIRONMENT_FILE, with_resolved_precision
+from pretrain.storage.runs import fetched_model
 from pretrain.tracking.records import is_training, read_records
 
 PAGE = "speedrun.html"
@@ -226,7 +227,7 @@ def _teacher(config: PretrainConfig) -> ModelConfig | None:
         return None
     from pretrain.checkpoint.released import read_shape
 
-    return read_shape(Path(config.distillation.teacher))
+    return read_shape(fetched_model(config.distillation.teacher))
 
 
 def _curve(records: Sequence[dict[str, Any]], plan: Plan) -> tuple[tuple[float, float], ...]:

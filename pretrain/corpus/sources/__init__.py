@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from pretrain.common.addresses import is_remote
 from pretrain.common.kinds import load_kind
 from pretrain.config import SourceConfig
-from pretrain.corpus.inputs import Input, Piece, Problems, SourceReader, Span
+from pretrain.corpus.inputs import Input, Piece, Problems, SourceReader, Span, nothing_found
+from pretrain.storage import folders
 
 
 def reader(config: SourceConfig) -> SourceReader:
@@ -24,6 +26,16 @@ def find_inputs(config: SourceConfig, where: str) -> list[Input]:
         InputError: nothing is found, it cannot be read, or the text column does not exist.
     """
     return reader(config).find(where)
+
+
+def list_inputs(config: SourceConfig, where: str) -> list[Input]:
+    """As `find_inputs`, but files at an address are only listed: they are not fetched, and their columns not read."""
+    if not is_remote(config.path):
+        return find_inputs(config, where)
+    found = folders.find(config.path, reader(config).suffixes)
+    if not found:
+        raise nothing_found(config, where)
+    return [Input((address,), facts.bytes) for address, facts in found.items()]
 
 
 def cut(

@@ -1,0 +1,59 @@
+"""Corpora in object stores: fetched to the machine that reads them, stored by the one that prepared them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pretrain.common.addresses import check_address, is_remote, join
+from pretrain.common.errors import InputError
+from pretrain.common.files import MANIFEST, check_manifest, read_manifest
+from pretrain.config import CorpusConfig
+from pretrain.storage import folders
+from pretrain.storage.objects import ObjectStore
+
+
+def fetch_corpus(corpus: CorpusConfig) -> Path:
+    """Bring the prepared corpus to this machine if it is at an address; returns its folder.
+
+    Raises `InputError` and `MachineError` as `folders.fetch`.
+    """
+    if is_remote(corpus.dir):
+        folders.fetch(corpus.dir, advice="Run `prepare` with this config first.")
+    return corpus.folder
+
+
+def fetch_without_tokens(corpus: CorpusConfig) -> Path:
+    """As `fetch_corpus`, but of a corpus that is not here only the tokenizer and the card."""
+    if is_remote(corpus.dir) and not (corpus.folder / MANIFEST).is_file():
+        folders.fetch(corpus.dir, but="*.npy")
+    return corpus.folder
+
+
+def prepared_manifest(corpus: CorpusConfig) -> dict[str, Any] | None:
+    """The manifest of the prepared corpus, of which nothing else is read or fetched; None if it is not prepared."""
+    if is_remote(corpus.dir):
+        content = folders.read_stored_manifest(corpus.dir, ObjectStore())
+        return None if content is None else check_manifest(content, join(corpus.dir, MANIFEST))
+    return read_manifest(corpus.folder) if (corpus.folder / MANIFEST).exists() else None
+
+
+@contextlib.contextmanager
+def kept_at_address(corpus: CorpusConfig) -> Iterator[None]:
+    """Around a preparation: fetch the corpus before it, if it has an address and was prepared, and store it after.
+
+    Raises `InputError` if the address cannot be written to.
+    """
+    if not is_remote(corpus.dir):
+        yield
+        return
+    try:
+        check_address(corpus.dir, written=True)
+    except ValueError as error:
+        raise InputError(f"corpus.dir: {error}") from None
+    if folders.read_stored_manifest(corpus.dir, ObjectStore()) is not None:
+        folders.fetch(corpus.dir)
+    yield
+    folders.store(corpus.folder, corpus.dir)

@@ -1,0 +1,354 @@
+"""Runs and corpora in an object store: a real S3 server behind a proxy that fails."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch.distributed as dist
+import yaml
+from corpora import make_corpus
+from tiny_checkpoints import make_bert, write_reviews
+
+from pretrain.__main__ import main
+from pretrain.common.addresses import local
+from pretrain.common.errors import InputError
+from pretrain.common.files import read_manifest, verify_manifest
+from pretrain.common.worker import Worker
+from pretrain.config import PretrainConfig
+from pretrain.storage import folders
+from pretrain.storage.objects import ObjectStore
+from pretrain.storage.runs import fetched_model
+from pretrain.training.session import _check_shared
+from tests.distributed import run_workers
+from tests.object_store import BUCKET, Fault, FaultyProxy, point_to, s3_server
+from tests.starts import _StopsAt, pretraining, records
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[FaultyProxy]:
+    with s3_server() as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def proxy(server: FaultyProxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FaultyProxy:
+    point_to(server, tmp_path / "cache", monkeypatch)
+    server.reset()
+    return server
+
+
+@dataclass
+class Command:
+    """One command of pretrain in a worker process; `stop_at` is the step in which a stop is asked for."""
+
+    arguments: Sequence[str]
+    stop_at: int = 0
+    forget: str = ""  # a folder to delete first
+    package: str = "pretrain"
+
+
+def codes(commands: Sequence[Command]) -> list[int]:
+    """Exit codes of the commands, one after another in this process."""
+    import finetune.__main__ as finetune
+    import pretrain.__main__ as pretrain
+    from pretrain.common.worker import Worker
+
+    found = []
+    for command in commands:
+        if command.forget:  # as on a fresh machine
+            shutil.rmtree(command.forget, ignore_errors=True)
+            fetched_model.cache_clear()
+        Worker.from_environment = staticmethod(lambda step=command.stop_at: _StopsAt(0, 1, 0, 1, step=step))  # type: ignore[method-assign]
+        found.append((finetune if command.package == "finetune" else pretrain).main(list(command.arguments)))
+    return found
+
+
+def write_config(path: Path, corpus: Path | str, run_dir: Path | str) -> str:
+    values = pretraining(Path("corpus"), Path("run"), [(32, 8, STEPS)], checkpoint__every_steps=2)
+    values |= {"run_dir": str(run_dir), "corpus": {**values["corpus"], "dir": str(corpus)}}
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def losses(folder: Path) -> list[tuple[int, float]]:
+    return [(record["step"], record["loss"]) for record in records(folder)]
+
+
+def test_a_run_on_s3_with_20_faults_has_bitwise_the_losses_of_one_on_disk(proxy: FaultyProxy, tmp_path: Path) -> None:
+    corpus, address = make_corpus(tmp_path / "corpus", documents=60, vocabulary_size=300), f"s3://{BUCKET}/runs/mini"
+    folders.store(corpus, f"s3://{BUCKET}/corpora/one")
+    local_config = write_config(tmp_path / "local.yaml", corpus, tmp_path / "run")
+    config = write_config(tmp_path / "stored.yaml", f"s3://{BUCKET}/corpora/one", address)
+    cache = str(tmp_path / "cache")
+    proxy.hidden_listings = 1000  # no listing ever shows what the run writes
+    proxy.plan = [
+        Fault("503", "GET .*corpora/one/manifest"),
+        Fault("cut", r"GET .*tokens\.npy", 2),
+        Fault("drop", r"GET .*sentences\.npy"),
+        Fault("slow", r"GET .*documents\.npy"),
+        Fault("503", "GET .*list-type=2"),
+        Fault("503", "PUT .*config.yaml", 2),
+        Fault("lost", "PUT .*step-00000002/rank", 2),
+        Fault("drop", "HEAD .*step-00000002/rank"),
+        Fault("503", "PUT .*step-00000002/rank", 4),
+        Fault("lost", "PUT .*step-00000002/state.json"),
+        Fault("drop", "PUT .*step-0000000./manifest.json", 2),
+        Fault("slow", "PUT .*metrics.jsonl"),
+        Fault("cut", "GET .*step-00000003/rank", 3),
+        Fault("503", "GET .*metrics.jsonl"),
+        Fault("drop", "GET .*index.json", 2),
+    ]
+
+    def changed(name: str, *changes: str) -> list[str]:
+        settings = (f"run_dir={tmp_path / name}", "phases.0.steps=1", *changes)
+        return [part for setting in settings for part in ("--set", setting)]
+
+    commands = [
+        Command(["pretrain", local_config, "--no-ray"]),
+        Command(["pretrain", config, "--no-ray"], stop_at=3),
+        Command(["pretrain", config, "--no-ray", "--resume"], forget=cache),
+        Command(["export", address, f"s3://{BUCKET}/exports/mini"], forget=cache),
+        Command(["pretrain", local_config, "--no-ray", *changed("more"), "--from", f"s3://{BUCKET}/exports/mini"]),
+        Command(
+            ["pretrain", local_config, "--no-ray", *changed("student"), "--set", f"distillation.teacher={address}"]
+        ),
+    ]
+    assert run_workers(1, codes, commands) == [[0, 75, 0, 0, 0, 0]]
+    assert not proxy.plan
+    assert len(proxy.happened) >= 20
+    folder = local(address)
+    stored = ObjectStore().read(f"{address}/metrics.jsonl")
+    assert (folder / "metrics.jsonl").read_bytes() == stored
+    assert losses(folder) == losses(tmp_path / "run")
+    assert [step for step, _ in losses(folder)] == list(range(1, STEPS + 1))
+    assert _weights(folder, STEPS) == _weights(tmp_path / "run", STEPS)
+    proxy.hidden_listings = 0
+    names = json.loads(ObjectStore().read(f"{address}/checkpoints/index.json") or b"")
+    assert names == ["step-00000004", "step-00000006"]
+    for name in ("more", "student"):
+        assert len(losses(tmp_path / name)) == 1
+    verify_manifest(folders.fetch(f"s3://{BUCKET}/exports/mini"))
+
+
+def _weights(folder: Path, step: int) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in (folder / f"checkpoints/step-{step:08d}").glob("*.safetensors")}
+
+
+def test_a_fine_tuning_on_s3_starts_resumes_and_ends_there(proxy: FaultyProxy, tmp_path: Path) -> None:
+    released, address, exported = (f"s3://{BUCKET}/{name}" for name in ("models/bert", "runs/task", "exports/task"))
+    for file in make_bert(tmp_path / "bert").iterdir():
+        ObjectStore().upload(file, f"{released}/{file.name}")
+    write_reviews(tmp_path, train=32, dev=8)
+    config, cache = tmp_path / "task.yaml", str(tmp_path / "cache")
+    config.write_text(yaml.safe_dump(finetuning(tmp_path, start_from=released, run_dir=address)))
+    command = ["finetune", str(config), "--no-ray"]
+    proxy.plan = [Fault("503", "GET .*bert/model"), Fault("lost", "PUT .*model/model"), Fault("drop", "DELETE .*step-")]
+
+    def again(*arguments: str) -> Command:
+        return Command(arguments, forget=cache, package="finetune")
+
+    commands = [
+        Command(command, stop_at=2, package="finetune"),
+        again(*command),  # refused: there is a run
+        again(*command, "--resume"),
+        again("export", address, exported),
+        again(*command, "--resume"),  # finished
+        again(*command),  # refused: there is a model
+        again(*command, "--set", f"run_dir={tmp_path / 'run'}"),
+    ]
+    assert run_workers(1, codes, commands) == [[75, 2, 0, 0, 0, 2, 0]]
+    assert not proxy.plan
+    stored = ObjectStore().listing(address)
+    assert [name for name in stored if name.startswith("checkpoints")] == ["checkpoints/index.json"]
+    model = folders.fetch(f"{address}/model")
+    assert (model / "model.safetensors").read_bytes() == (tmp_path / "run/model/model.safetensors").read_bytes()
+    assert "model.safetensors" in ObjectStore().listing(exported)
+
+
+def finetuning(folder: Path, **changes: Any) -> dict[str, Any]:
+    values: dict[str, Any] = {
+        "name": "task",
+        "max_length": 32,
+        "classification": {"train": str(folder / "train.jsonl"), "dev": str(folder / "dev.jsonl")},
+        "training": {"examples_per_step": 16, "epochs": 2.0},
+        "engine": {"precision": "fp32", "compile": False, "micro_batch_tokens": 160},
+        "tracking": {"log_every_steps": 1, "wandb": "off"},
+    }
+    return values | changes
+
+
+def test_workers_that_do_not_share_the_run_folder_are_refused(proxy: FaultyProxy, tmp_path: Path) -> None:
+    assert run_workers(2, sharing, str(tmp_path), False) == ["", ""]
+    first, second = run_workers(2, sharing, str(tmp_path), True)
+    assert first == second
+    assert "s3://bucket/runs/a: worker 1 does not see" in first
+    assert "Set BERTRAIN_RUNS" in first
+    assert not list(tmp_path.rglob(".seen-*"))
+
+
+def sharing(folder: str, apart: bool) -> str:
+    """What `_check_shared` says where the workers' run folders are `apart`."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    os.environ["BERTRAIN_RUNS"] = f"{folder}/{rank if apart else 0}"
+    config = PretrainConfig.model_validate(
+        pretraining(Path("c"), Path("r"), [(32, 8, 2)]) | {"run_dir": f"s3://{BUCKET}/runs/a"}
+    )
+    config.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        _check_shared(config, Worker(rank, size, rank, size))
+    except InputError as error:
+        return str(error)
+    return ""
+
+
+# ---- corpora and sources
+
+
+def text_of(seed: int, documents: int = 30) -> list[str]:
+    random = np.random.default_rng(seed)
+    words = [f"{a}{b}{c}" for a in "bdfglmnprst" for b in "aeiou" for c in ("n", "st", "ll", "rk", "")]
+    return [" ".join(random.choice(words, 60)) + "." for _ in range(documents)]
+
+
+def write_sources(folder: Path) -> Path:
+    """A text file in a folder, compressed JSONL files and a Parquet file."""
+    (folder / "books" / "inner").mkdir(parents=True)
+    (folder / "books" / "inner" / "a.txt").write_text("\n\n".join(text_of(1)))
+    (folder / "books" / "b.txt").write_text("\n\n".join(text_of(2)))
+    for number in range(2):
+        with gzip.open(folder / f"lines-{number}.jsonl.gz", "wt", compresslevel=1) as file:
+            file.writelines(json.dumps({"text": text}) + "\n" for text in text_of(10 + number))
+    pq.write_table(pa.table({"text": text_of(20)}), folder / "rows.parquet")
+    return folder
+
+
+def preparation(path: Path, corpus: str, sources: str) -> str:
+    values = pretraining(Path("corpus"), Path("run"), [(32, 8, 2)])
+    values["corpus"] = {
+        "dir": corpus,
+        "vocabulary": {"size": 300},
+        "processes": 1,
+        "min_document_words": 5,
+        "validation_fraction": 0.1,
+        "sources": [
+            {"kind": "books", "path": f"{sources}/books"},
+            {"kind": "jsonl", "path": f"{sources}/lines-*.jsonl.gz"},
+            {"kind": "parquet", "path": f"{sources}/rows.parquet"},
+        ],
+    }
+    path.write_text(yaml.safe_dump(values))
+    return str(path)
+
+
+def test_a_corpus_on_s3_is_that_on_disk_and_a_cut_upload_goes_on(proxy: FaultyProxy, tmp_path: Path, capsys) -> None:
+    sources, address = write_sources(tmp_path / "texts"), f"s3://{BUCKET}/corpora/mine"
+    objects = ObjectStore()
+    for file in sorted(path for path in sources.rglob("*") if path.is_file()):
+        objects.upload(file, f"s3://{BUCKET}/texts/{file.relative_to(sources)}")
+    assert main(["prepare", preparation(tmp_path / "local.yaml", str(tmp_path / "corpus"), str(sources))]) == 0
+    stored = preparation(tmp_path / "stored.yaml", address, f"s3://{BUCKET}/texts")
+    assert main(["prepare", stored, "--dry-run"]) == 0
+    assert not local(f"s3://{BUCKET}/texts").exists()
+    proxy.plan = [
+        Fault("cut", r"GET .*texts/books/b\.txt"),
+        Fault("503", r"GET .*texts/rows", 2),
+        Fault("drop", "list-type=2"),
+        Fault("403", r"PUT .*corpora/mine/vocab\.txt"),
+    ]
+    assert main(["prepare", stored]) == 2  # the credentials are refused in the middle
+    assert "corpora/mine/vocab.txt: cannot be stored" in capsys.readouterr().err
+    assert objects.read(f"{address}/manifest.json") is None
+    proxy.requests.clear()
+    assert main(["prepare", stored]) == 0
+    assert not proxy.plan
+    tokens = [request for request in proxy.requests if "tokens.npy" in request]
+    assert not tokens, "files that were stored before are not stored again"
+    files = read_manifest(tmp_path / "corpus")["files"]
+    for name in files:
+        if name not in ("card.json", "card.md"):
+            assert objects.read(f"{address}/{name}") == (tmp_path / "corpus" / name).read_bytes(), name
+    card = json.loads(objects.read(f"{address}/card.json") or b"")
+    assert list(card["sources"][1]["file_hashes"]) == [f"s3://{BUCKET}/texts/lines-{n}.jsonl.gz" for n in (0, 1)]
+    shutil.rmtree(tmp_path / "cache")  # on another machine
+    capsys.readouterr()
+    assert main(["pretrain", stored, "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    assert main(["pretrain", str(tmp_path / "local.yaml"), "--dry-run"]) == 0
+    (counts,) = [line for line in capsys.readouterr().out.splitlines() if " documents, " in line and "train:" in line]
+    assert counts in said
+    assert not local(address).exists(), "a dry run fetches no tokens"
+    assert main(["prepare", stored]) == 0
+    assert "already prepared" in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_without_an_address_no_client_is_imported() -> None:
+    code = (
+        "import sys, pretrain.commands, pretrain.launch, pretrain.corpus.stored, pretrain.storage.runs as runs\n"
+        "runs.fetched_model('runs/mini')\n"
+        "print(sorted({'fsspec', 's3fs', 'botocore', 'aiohttp'} & set(sys.modules)))"
+    )
+    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert said.stdout.strip() == "[]"
+
+
+# ---- mistakes
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            ["corpus.dir=s3://bucket/nothing"],
+            r"s3://bucket/nothing/manifest\.json: not found.* Run `prepare`",
+        ),
+        (["corpus.dir=s3://nowhere/a"], r"s3://nowhere/a.*: .*bucket does not exist\. Create the bucket"),
+        (["run_dir=s3://nowhere/a"], r"s3://nowhere/a.*: .*bucket does not exist\. Create the bucket"),
+        (["run_dir=hf://me/run"], "run_dir: 'hf://me/run' can be read, but not written to. Give a local path"),
+        (
+            ["run_dir=s3://bucket"],
+            "run_dir: 's3://bucket' is not an address of something in a bucket. Give",
+        ),
+        (
+            ["run_dir=ftp://host/run"],
+            "run_dir: 'ftp://host/run' is an address of an unknown kind. Give",
+        ),
+        (["start_from=s3://bucket/nothing"], "s3://bucket/nothing: nothing is stored there. Check the address."),
+        (
+            ["corpus.vocabulary.path=s3://bucket/v.txt"],
+            "vocabulary.path: 's3://bucket/v.txt' is a remote",
+        ),
+    ],
+)
+def test_mistakes_are_reported_in_one_line(
+    proxy: FaultyProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: list[str], message: str
+) -> None:
+    corpus = make_corpus(tmp_path / "corpus", documents=60, vocabulary_size=300)
+    config = write_config(tmp_path / "run.yaml", corpus, tmp_path / "run")
+    assert main(["pretrain", config, "--no-ray", *(part for one in changes for part in ("--set", one))]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert re.search(message, line)
+
+
+def test_a_source_without_files_is_named(
+    proxy: FaultyProxy, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = preparation(tmp_path / "run.yaml", str(tmp_path / "corpus"), f"s3://{BUCKET}/texts")
+    for arguments in (["--dry-run"], []):
+        assert main(["prepare", config, *arguments]) == 2
+        assert "corpus.sources.0.path: s3://bucket/texts/books: no books file found" in capsys.readouterr().err
