@@ -16,6 +16,7 @@ NAVIGATION = {
     "Guides": [
         "guides/sources",
         "guides/filters",
+        "guides/storage",
         "guides/pretraining",
         "guides/tokenizers",
         "guides/adapt",
