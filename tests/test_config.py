@@ -122,7 +122,8 @@ def test_whole_numbers(write, written: str, read: int):
         ),
         (
             ("  dir: corpora/trial\n", ""),
-            "run.yaml:2: corpus.dir is missing. Folder of the token shards, tokenizer, manifest and card.",
+            "run.yaml:2: corpus.dir is missing. Folder of the token shards, tokenizer, manifest and card, or an "
+            "address such as s3://bucket/corpora/wiki.",
         ),
         (("      path: data/*.txt\n", ""), "run.yaml:5: corpus.sources.0: kind: books needs path"),
         (

@@ -223,7 +223,7 @@ class Container(MemoryFileSystem):
 
     @classmethod
     def _strip_protocol(cls, path: str) -> str:
-        bucket, _, rest = path.removeprefix("abfs://").partition("/")
+        bucket, _, rest = path.removeprefix("abfs:/").strip("/").partition("/")
         return f"/{bucket.split('@')[0]}/{rest}".rstrip("/")
 
 

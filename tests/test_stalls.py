@@ -71,7 +71,7 @@ def test_each_wait_for_data_or_storage_is_announced(tmp_path: Path) -> None:
     tracking = SimpleNamespace(log_every_steps=1, straggler_factor=1.5)
     saving = SimpleNamespace(keep_last=1, background=False, retry_seconds=0.0)
     plan = SimpleNamespace(
-        config=SimpleNamespace(seed=0, tracking=tracking, checkpoint=saving),
+        config=SimpleNamespace(seed=0, tracking=tracking, checkpoint=saving, address=""),
         total_steps=2,
         evaluate_every_steps=9,
         checkpoint_every_steps=9,

@@ -125,7 +125,7 @@ class CorpusConfig(Section):
 
     dir: Location = Field(
         description="Folder of the token shards, tokenizer, manifest and card, or an address such as "
-        "s3://bucket/corpora/wiki: the corpus is then fetched to each machine that trains, and stored by `prepare`."
+        "s3://bucket/corpora/wiki."
     )
     sources: tuple[SourceConfig, ...] = Field(
         default=(), description="Text to prepare. May be empty if dir already holds a prepared corpus."
