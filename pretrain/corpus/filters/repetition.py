@@ -66,18 +66,23 @@ def repeated_share(texts: TextColumns, n: int, threshold: float) -> np.ndarray:
 
 
 def _most_of_top(texts: TextColumns, n: int) -> np.ndarray:
-    """int64 [D]: an upper bound for the characters in the most frequent n-gram."""
-    grams, documents = _grams_by_document(texts, n)
-    counts = _counts_at_most(grams, documents)
-    counts[counts == 1] = 0
+    """int64 [D]: an upper bound for the characters in the most frequent n-gram, which begins with a pair of words."""
     most = np.zeros(len(texts.document_ends), np.int64)
     first, within = texts.gram_documents(n)
     filled = np.flatnonzero(within)
     if filled.size:
-        lengths = texts.term_ends[n - 1 :] - texts.term_starts[: len(grams)]
+        lengths = texts.term_ends[n - 1 :] - texts.term_starts[: len(texts.term_starts) - n + 1]
         # A gram across a document's end is no gram, but may only raise the bound.
-        most[filled] = np.maximum.reduceat(counts * lengths, first[filled])
+        most[filled] = np.maximum.reduceat(_pair_counts(texts)[: len(lengths)] * lengths, first[filled])
     return most
+
+
+@functools.lru_cache(maxsize=1)
+def _pair_counts(texts: TextColumns) -> np.ndarray:
+    """int64: for each pair of words at least as many as there are equal ones in its document, 0 for one."""
+    counts = _counts_at_most(*_grams_by_document(texts, 2))
+    counts[counts == 1] = 0
+    return counts
 
 
 @functools.lru_cache(maxsize=1)
