@@ -149,6 +149,17 @@ def test_the_bytes_do_not_depend_on_the_processes(vocabulary: str, sources: Path
     assert content(tmp_path / "one") == content(tmp_path / "two")
 
 
+def test_the_bytes_do_not_depend_on_how_many_are_compared_at_once(
+    sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepare(filtered(sources, tmp_path / "together", ON), quiet=True)
+    for name in ("filters.near_duplicates.MOST_DOCUMENTS", "near_search.MOST_DOCUMENTS", "documents._MOST_DOCUMENTS"):
+        monkeypatch.setattr(f"pretrain.corpus.{name}", 7)
+    prepare(filtered(sources, tmp_path / "apart", ON), quiet=True)
+    assert content(tmp_path / "together") == content(tmp_path / "apart")
+    assert card(tmp_path / "apart")["filters"][0]["by_source"] == [0, 10]
+
+
 def test_a_stopped_search_goes_on(sources: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from pretrain.corpus import stages
 

@@ -382,37 +382,88 @@ def test_a_proven_file_is_not_read_again(prepared: Path, monkeypatch: pytest.Mon
     verify_shards(prepared)
 
 
-def test_the_table_of_documents_uses_the_stated_memory(tmp_path: Path) -> None:
-    """The coordinating process's memory is a number of bytes for each document, whatever the documents hold."""
-    count, parts = 40_000, 8
-    generator = np.random.default_rng(0)
+def _documents(folder: Path, tables: list[tuple[int, np.ndarray]], fraction: float = 0.0) -> Documents:
+    """Parts of (source, DOCUMENT table) as documents."""
     summaries = []
-    for number in range(parts):
-        table = np.zeros(count // parts, DOCUMENT)
-        table["hash"] = generator.integers(0, 1 << 62, (count // parts, 2))
-        table["items"], table["sentences"], table["bytes"] = 20, 3, 80
-        np.save(tmp_path / f"{number}.npy", table)
-        summaries.append(PieceSummary(number % 2, len(table), [f"{number}.npy"]))
-    tracemalloc.start()
-    try:
-        documents = Documents.load(tmp_path, summaries, 0.005)
-        assert int(documents.sample(1 << 60).sum()) == int((documents.stays & ~documents.held_out).sum())
-        plan = documents.plan(100_000)
-        kept, peak = (traced / count for traced in tracemalloc.get_traced_memory())
-    finally:
-        tracemalloc.stop()
-    assert sum(len(shard.documents) for shard in plan) == count
-    assert kept < 43
-    assert peak < 70
+    for number, (source, table) in enumerate(tables):
+        np.save(folder / f"{number}.npy", table)
+        summaries.append(PieceSummary(source, len(table), [f"{number}.npy"]))
+    return Documents.load(folder, summaries, fraction)
 
 
-def test_repeated_documents_are_found_across_the_rows_compared_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pretrain.corpus.documents._ROWS", 3)
-    hashes = [(5, 1), (4, 1), (5, 1), (5, 2), (4, 1), (5, 1), (3, 1), (5, 2), (4, 2), (5, 1)]
+def _table(hashes: Any) -> np.ndarray:
     table = np.zeros(len(hashes), DOCUMENT)
-    table["hash"], table["items"] = hashes, 1
-    np.save(tmp_path / "part.npy", table)
-    documents = Documents.load(tmp_path, [PieceSummary(0, len(hashes), ["part.npy"])], 0.0)
-    assert documents.stays.tolist() == [True, True, False, True, False, False, True, False, True, False]
+    table["hash"] = hashes
+    table["items"], table["sentences"], table["bytes"] = 20, 3, 80
+    return table
+
+
+def _in_small_partitions(monkeypatch: pytest.MonkeyPatch, documents: int) -> None:
+    monkeypatch.setattr("pretrain.corpus.documents._MOST_DOCUMENTS", documents)
+    monkeypatch.setattr("pretrain.corpus.partitions._BUFFERED", documents)
+
+
+def test_memory_does_not_grow_with_the_documents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _in_small_partitions(monkeypatch, 4000)
+    generator = np.random.default_rng(0)
+
+    def peak(parts: int) -> int:
+        folder = tmp_path / str(parts)
+        folder.mkdir()
+        hashes = generator.integers(0, 1 << 62, (parts, 2000, 2))
+        tables = [(number // (parts // 2), _table(hashes[number])) for number in range(parts)]
+        tracemalloc.start()
+        try:
+            documents = _documents(folder, tables, 0.005)
+            assert sum(int(chosen.sum()) for _, chosen, _ in documents.sample(1 << 60)) > 1900 * parts
+            plan = documents.plan(100_000)
+            selected = sum(int(np.unpackbits(bits).sum()) for shard in plan for _, bits in documents.selections(shard))
+            assert selected == sum(figures["documents"] for figures in documents.figures(2)) == 2000 * parts
+            return tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+
+    assert peak(64) < 1.2 * peak(8)
+
+
+@pytest.mark.parametrize("at_once", [2, 3, 1000])
+def test_repeated_documents_are_found_across_partitions(
+    at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _in_small_partitions(monkeypatch, at_once)
+    high = 1 << 62
+    hashes = [(5, 1), (high, 1), (5, 1), (5, 2), (high, 1), (5, 1), (3, 1), (5, 2), (high, 2), (5, 1)]
+    documents = _documents(tmp_path, [(0, _table(hashes[:4])), (1, _table(hashes[4:]))])
+    chosen = np.concatenate([chosen for _, chosen, _ in documents.sample(1 << 60)])
+    assert chosen.tolist() == [True, True, False, True, False, False, True, False, True, False]
+
+
+def test_a_sample_is_the_documents_with_the_lowest_hashes(tmp_path: Path) -> None:
+    """A hash's first bits decide the bin, and those of one bin are compared exactly."""
+    high = 1 << 60
+    seconds = [high + 3, 7, high + 1, 5, 6, high + 2]
+    table = _table(list(enumerate(seconds)))
+    table["bytes"] = [10, 20, 30, 40, 50, 60]
+    documents = _documents(tmp_path, [(0, table[:3]), (0, table[3:])])
+    for most, expected in ((1, {5}), (109, {5, 6}), (110, {5, 6, 7}), (139, {5, 6, 7}), (140, {5, 6, 7, high + 1})):
+        parts = list(documents.sample(most))
+        chosen = np.concatenate([chosen for _, chosen, _ in parts])
+        assert {second for second, is_chosen in zip(seconds, chosen, strict=True) if is_chosen} == expected
+        assert sum(size for _, _, size in parts) == int(table["bytes"][chosen].sum())
+
+
+def test_a_shard_goes_on_in_the_next_part_but_not_in_the_next_source(tmp_path: Path) -> None:
+    tables = [(source, _table([(7 * number + n, n) for n in range(5)])) for number, source in enumerate((0, 0, 1))]
+    for _, table in tables:
+        table["items"] = 10
+    tables[1][1]["items"][0] = 90
+    documents = _documents(tmp_path, tables)
+    plan = documents.plan(70)
+    assert [(shard.source, shard.totals["documents"], shard.totals["tokens"]) for shard in plan] == [
+        (0, 5, 50),
+        (0, 1, 90),
+        (0, 4, 40),
+        (1, 5, 50),
+    ]
+    selected = [{part: np.unpackbits(bits)[:5].tolist() for part, bits in documents.selections(one)} for one in plan]
+    assert selected[1:3] == [{"1.npy": [1, 0, 0, 0, 0]}, {"1.npy": [0, 1, 1, 1, 1]}]

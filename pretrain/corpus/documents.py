@@ -1,9 +1,13 @@
-"""Which documents of a corpus are kept, which are held out, and which shard each belongs to."""
+"""Which documents of a corpus are kept, which are held out, and which shard each belongs to.
+
+Memory does not grow with the number of documents. Their tables stay in the part files and are read one part at a time;
+equal documents are found in partitions by hash; which documents are kept is a file with a byte for each.
+"""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,12 +15,19 @@ from typing import Any
 import numpy as np
 
 from pretrain.common.errors import InputError
+from pretrain.common.files import atomic_open
 from pretrain.corpus.filters.near_duplicates import NearDuplicates
-from pretrain.corpus.filters.report import Report
-from pretrain.corpus.parts import DOCUMENT, count_documents, load_documents
+from pretrain.corpus.filters.report import MOST_EXAMPLES, Report
+from pretrain.corpus.partitions import Partitions, partition_of
+from pretrain.corpus.parts import count_documents, load_documents
 
 _MIN_VALIDATION_DOCUMENTS = 2  # a random next sentence comes from another document
-_ROWS = 1 << 18  # compared at once
+_MOST_DOCUMENTS = 1 << 21  # compared at once: about 150 MB
+_KEPT = "kept"  # in the work folder: a byte for each document, in the order of the corpus
+_HASHED = np.dtype([("hash", "<u8", 2), ("document", "<u8")])
+_DROPPED = np.dtype([("document", "<u8"), ("near", "?")])
+_SAMPLE_BITS = 16  # of a hash: bins of the histogram that a sample is cut from
+SPLITS = ("train", "validation")
 
 
 @dataclass
@@ -38,29 +49,55 @@ class PieceSummary:
         """Documents that filters dropped."""
         return sum(entry["documents"] for entry in self.filtered if entry["dropped"])
 
+    def forget_surplus(self, examples: Counter[tuple[str, str]], seen: set[int]) -> None:
+        """Drop examples that the card does not show, and texts that were found before; both are kept count of here."""
+        for entry in self.filtered:
+            rule = entry["filter"], entry["rule"]
+            entry["examples"] = entry["examples"][: MOST_EXAMPLES - examples[rule]]
+            examples[rule] += len(entry["examples"])
+        self.seen = [number for number in self.seen if number not in seen]
+        seen.update(self.seen)
+
 
 @dataclass(frozen=True)
 class ShardPlan:
-    """The documents of one shard."""
+    """The documents of one shard: those of its split among the documents `begin` to before `end` of the corpus."""
 
     name: str
     split: str
     source: int
-    documents: np.ndarray  # their numbers in the corpus
+    begin: int
+    end: int
     totals: dict[str, int]  # documents, sentences, tokens
 
 
-class Documents:
-    """The table of all documents in the order of the corpus: 36 bytes each, and up to twice that while it is sorted."""
+@dataclass(frozen=True)
+class _DecidedPart:
+    """A part file: its source, number of its first document, table DOCUMENT [D], bool [D] kept and held out."""
 
-    def __init__(
-        self, table: np.ndarray, source: np.ndarray, parts: list[str], sizes: list[int], read: list[PieceSummary]
-    ):
-        self.table = table  # DOCUMENT [D]
-        self.parts = parts
-        self._source = source  # uint16 [D]
-        self._first = np.cumsum([0, *sizes])  # first document of each part
+    name: str
+    source: int
+    first: int
+    table: np.ndarray
+    kept: np.ndarray
+    held_out: np.ndarray
+
+    def of_split(self, split: str) -> np.ndarray:
+        """bool [D]: the documents of a split."""
+        return self.held_out if split == "validation" else self.kept & ~self.held_out
+
+
+class Documents:
+    """All documents in the order of the corpus."""
+
+    def __init__(self, work: Path, read: list[PieceSummary], held_out: Sequence[bool]) -> None:
+        self._work = work
         self._read = read
+        self._parts = [(part, summary.source) for summary in read for part in summary.parts]
+        self._first = np.cumsum([0, *(count_documents(work / part) for part, _ in self._parts)])
+        self._count = int(self._first[-1])
+        self._held_out_sources = {number for number, is_held_out in enumerate(held_out) if is_held_out}
+        self._last_held_out = -1  # the highest hash of those that are held out
         self._near: NearDuplicates | None = None
         self._near_counts = np.zeros(1 + max((one.source for one in read), default=-1), np.int64)
 
@@ -78,98 +115,139 @@ class Documents:
         `held_out` says of each source whether all of its documents are, besides `validation_fraction` of the others.
         `near_duplicates` are not kept.
         """
-        parts = [part for summary in summaries for part in summary.parts]
-        of_part = [summary.source for summary in summaries for _ in summary.parts]
-        sizes = [count_documents(work / part) for part in parts]
-        source = np.repeat(np.array(of_part, np.uint16), sizes)
-        table = np.empty(sum(sizes), DOCUMENT)
-        documents = cls(table, source, parts, sizes, summaries)
-        for part, rows in zip(parts, documents.by_part(table), strict=True):
-            rows[:] = load_documents(work / part)
-        documents._drop_copies()
-        if near_duplicates is not None:
-            documents._drop_near(near_duplicates)
-        documents._decide(validation_fraction, held_out)
+        documents = cls(work, summaries, held_out)
+        documents._drop(near_duplicates)
+        documents._hold_out(validation_fraction)
         return documents
 
-    def _drop_copies(self) -> None:
-        """Keep the first of every group of equal documents."""
-        first, second = self.table["hash"][:, 0], self.table["hash"][:, 1]
-        order = np.lexsort((second, first))  # stable: equal documents stay in the order of the corpus
-        self.stays = np.ones(len(order), bool)
-        for start in range(1, len(order), _ROWS):
-            these = order[start : start + _ROWS]
-            before = order[start - 1 :][: len(these)]
-            repeated = (first[these] == first[before]) & (second[these] == second[before])
-            self.stays[these[repeated]] = False
+    # ------------------------------------------------------------ decisions
 
-    def _drop_near(self, near_duplicates: NearDuplicates) -> None:
-        """Drop those of the documents that are nearly equal to an earlier one."""
+    def _drop(self, near_duplicates: NearDuplicates | None) -> None:
+        """Keep the first of every group of equal documents, unless it is nearly equal to an earlier one."""
         self._near = near_duplicates
-        for start in range(0, len(self.table), _ROWS):
-            these = slice(start, start + _ROWS)
-            near = near_duplicates.are(self.table["hash"][these]) & self.stays[these]
-            self.stays[these] &= ~near
-            self._near_counts += np.bincount(self._source[these][near], minlength=len(self._near_counts))
+        count = max(1, -(-self._count // _MOST_DOCUMENTS))
+        hashed = Partitions(self._work / "hashed", _HASHED, count)
+        for (part, _), first in zip(self._parts, self._first.tolist(), strict=False):
+            hashes = load_documents(self._work / part)["hash"]
+            records = np.zeros(len(hashes), _HASHED)
+            records["hash"], records["document"] = hashes, np.arange(first, first + len(hashes))
+            hashed.add(records, partition_of(hashes[:, 0], count))
+        dropped = Partitions(self._work / "dropped", _DROPPED, count)
+        for records in hashed.drain():
+            found = _dropped(records, near_duplicates)
+            dropped.add(found, found["document"] // np.uint64(_MOST_DOCUMENTS))
+        with atomic_open(self._work / _KEPT) as file:
+            for number, found in enumerate(dropped.drain()):
+                start = number * _MOST_DOCUMENTS
+                kept = np.ones(min(_MOST_DOCUMENTS, self._count - start), bool)
+                kept[found["document"] - np.uint64(start)] = False
+                kept.tofile(file)
+                self._count_near(found["document"][found["near"]])
 
-    def _decide(self, validation_fraction: float, of_source: Sequence[bool]) -> None:
-        """Hold out the documents whose hash is below the fraction."""
-        first = self.table["hash"][:, 0]
-        if not self.stays.any():
+    def _count_near(self, documents: np.ndarray) -> None:
+        parts = np.searchsorted(self._first, documents, "right") - 1
+        sources = np.array([source for _, source in self._parts], np.int64)
+        self._near_counts += np.bincount(sources[parts], minlength=len(self._near_counts))
+
+    def _hold_out(self, fraction: float) -> None:
+        """Hold out the documents whose hash is below the fraction, or those with the lowest ones."""
+        below = np.uint64(fraction * 2**64)
+        held_out, lowest = 0, np.zeros(0, np.uint64)
+        for part in self._decided():
+            first = part.table["hash"][part.kept, 0]
+            held_out += int((first < below).sum())
+            lowest = np.sort(np.append(lowest, first))[:_MIN_VALIDATION_DOCUMENTS]
+        if not len(lowest):
             read = sum(summary.documents for summary in self._read)
             raise InputError(
                 f"corpus.sources: none of {read} documents remains. "
                 f"Check that each kind matches its files, or {self._advice()}."
             )
-        held_out = first < np.uint64(validation_fraction * 2**64)
-        if validation_fraction > 0 and (held_out & self.stays).sum() < _MIN_VALIDATION_DOCUMENTS:
-            lowest = np.sort(first[self.stays])[:_MIN_VALIDATION_DOCUMENTS]
-            held_out = first <= lowest[-1]
-        if any(of_source):
-            held_out = held_out | np.asarray(of_source)[self._source]
-        self.held_out = held_out & self.stays
+        enough = fraction == 0 or held_out >= _MIN_VALIDATION_DOCUMENTS
+        self._last_held_out = int(below) - 1 if enough else int(lowest[-1])
 
     def _advice(self) -> str:
         dropped = sum(summary.dropped for summary in self._read)
         return f"relax corpus.filters, which drop {dropped}" if dropped else "lower corpus.min_document_words"
 
-    def by_part(self, values: np.ndarray) -> list[np.ndarray]:
-        """Values of all documents, cut into the parts of the corpus."""
-        return [values[a:b] for a, b in itertools.pairwise(self._first)]
+    def _decided(self, begin: int = 0, end: int | None = None) -> Iterator[_DecidedPart]:
+        """The parts that have documents from `begin` to before `end`."""
+        start = max(0, int(np.searchsorted(self._first, begin, "right")) - 1)
+        stop = int(np.searchsorted(self._first, self._count if end is None else end))
+        for (name, source), first in zip(self._parts[start:stop], self._first[start:stop].tolist(), strict=True):
+            table = load_documents(self._work / name)
+            kept = np.fromfile(self._work / _KEPT, bool, len(table), offset=first)
+            yield _DecidedPart(name, source, first, table, kept, kept & self._are_held_out(table, source))
 
-    def sample(self, most_bytes: int) -> np.ndarray:
-        """bool [D]: training documents with the lowest hashes, at most `most_bytes` of text, at least one."""
-        candidates = self._numbers(self.stays & ~self.held_out)
-        if not candidates.size:
-            candidates = self._numbers(self.stays)
-        ordered = candidates[np.argsort(self.table["hash"][candidates, 1], kind="stable")]
-        fits = np.cumsum(self.table["bytes"][ordered], dtype=np.int64) <= most_bytes
-        chosen = np.zeros(len(self.table), bool)
-        chosen[ordered[: max(1, int(fits.sum()))]] = True
-        return chosen
+    def _are_held_out(self, table: np.ndarray, source: int) -> np.ndarray:
+        if source in self._held_out_sources:
+            return np.ones(len(table), bool)
+        if self._last_held_out < 0:
+            return np.zeros(len(table), bool)
+        return table["hash"][:, 0] <= np.uint64(self._last_held_out)
+
+    # ------------------------------------------------------------ what they are used for
+
+    def sample(self, most_bytes: int) -> Iterator[tuple[str, np.ndarray, int]]:
+        """(part, bool [D] chosen, bytes of those) for each part.
+
+        Chosen are the training documents with the lowest hashes, at most `most_bytes` of text, at least one.
+        """
+        last = self._last_of_sample(most_bytes)
+        for part, candidates in self._candidates():
+            chosen = candidates & (part.table["hash"][:, 1] <= last)
+            yield part.name, chosen, int(part.table["bytes"][chosen].sum(dtype=np.int64))
+
+    def _candidates(self) -> Iterator[tuple[_DecidedPart, np.ndarray]]:
+        """Each part, and which of its documents are for training; those that are kept, if none in the corpus is."""
+        is_any = any(part.of_split("train").any() for part in self._decided())
+        for part in self._decided():
+            yield part, part.of_split("train") if is_any else part.kept
+
+    def _last_of_sample(self, most_bytes: int) -> np.uint64:
+        """The highest hash of a sample: a histogram gives its first bits, the documents of one bin the others."""
+        shift, bins = np.uint64(64 - _SAMPLE_BITS), 1 << _SAMPLE_BITS
+        numbers, sizes = np.zeros(bins, np.int64), np.zeros(bins, np.int64)
+        for part, candidates in self._candidates():
+            its_bins = (part.table["hash"][candidates, 1] >> shift).astype(np.int64)
+            numbers += np.bincount(its_bins, minlength=bins)
+            sizes += np.bincount(its_bins, part.table["bytes"][candidates], bins).astype(np.int64)
+        ends = np.cumsum(sizes)
+        place = int(np.searchsorted(ends, most_bytes, "right"))
+        if place == bins:
+            return np.uint64(2**64 - 1)
+        inside = [
+            part.table[candidates & (part.table["hash"][:, 1] >> shift == np.uint64(place))]
+            for part, candidates in self._candidates()
+        ]
+        ordered = np.concatenate(inside)
+        ordered = ordered[np.argsort(ordered["hash"][:, 1])]
+        reached = ends[place] - sizes[place] + np.cumsum(ordered["bytes"], dtype=np.int64)
+        fitting = int((reached <= most_bytes).sum())
+        if not fitting and numbers[:place].any():
+            return np.uint64((place << int(shift)) - 1)
+        return ordered["hash"][max(1, fitting) - 1, 1]
 
     def plan(self, shard_tokens: int) -> list[ShardPlan]:
         """Cut every source's documents of each split into shards of at most `shard_tokens` tokens, if they fit."""
-        plans = []
-        for split, mask in (("train", self.stays & ~self.held_out), ("validation", self.held_out)):
-            number = 0
-            for source in np.unique(self._source):
-                documents = self._numbers(mask & (self._source == source))
-                ends = np.cumsum(self.table["items"][documents], dtype=np.int64)
-                start = 0
-                while start < len(documents):
-                    before = ends[start - 1] if start else 0
-                    end = max(start + 1, int(np.searchsorted(ends, before + shard_tokens, "right")))
-                    chosen = documents[start:end]
-                    totals = {
-                        "documents": len(chosen),
-                        "sentences": int(self.table["sentences"][chosen].sum(dtype=np.int64)),
-                        "tokens": int(ends[end - 1] - before),
-                    }
-                    plans.append(ShardPlan(f"{split}-{number:05d}", split, int(source), chosen, totals))
-                    number += 1
-                    start = end
-        return plans
+        cuts = {split: _Cut(split, shard_tokens) for split in SPLITS}
+        for part in self._decided():
+            for split, cut in cuts.items():
+                cut.add(part, np.flatnonzero(part.of_split(split)))
+        return [plan for cut in cuts.values() for plan in cut.plans()]
+
+    def selections(self, plan: ShardPlan) -> list[tuple[str, np.ndarray]]:
+        """The documents of a shard as (part, a bit for each of its documents: `numpy.packbits`)."""
+        chosen = []
+        for part in self._decided(plan.begin, plan.end):
+            mask = part.of_split(plan.split)
+            mask[: max(0, plan.begin - part.first)] = False
+            mask[max(0, plan.end - part.first) :] = False
+            if mask.any():
+                chosen.append((part.name, np.packbits(mask)))
+        return chosen
+
+    # ------------------------------------------------------------ the card
 
     def filtered(self, source_count: int) -> list[dict[str, Any]]:
         """What filters did: entries of a `Report`, each with `by_source`, its documents of each source."""
@@ -211,36 +289,88 @@ class Documents:
         """Near-duplicates dropped from a source."""
         return int(self._near_counts[source]) if source < len(self._near_counts) else 0
 
-    def _numbers(self, chosen: np.ndarray) -> np.ndarray:
-        """Numbers of the documents for which bool `chosen` is set, in the narrowest type."""
-        return np.flatnonzero(chosen).astype(np.min_scalar_type(len(chosen)))
-
-    def selections(self, documents: np.ndarray) -> list[tuple[str, np.ndarray]]:
-        """Ascending document numbers as (part, numbers within it)."""
-        part = np.searchsorted(self._first, documents, "right") - 1
-        chosen = []
-        for number in np.unique(part):
-            chosen.append((self.parts[number], (documents[part == number] - self._first[number]).astype(np.uint32)))
-        return chosen
-
     def figures(self, source_count: int) -> list[dict[str, int]]:
         """Counts of each source for the card."""
-        result = []
+        unfiltered, result = [0] * source_count, []
         for number in range(source_count):
-            mine = self._source == number
-            stays, read = mine & self.stays, sum(s.documents for s in self._read if s.source == number)
-            unfiltered = read - sum(s.dropped for s in self._read if s.source == number)
-            result.append(
-                {
-                    "documents_read": read,
-                    "too_short": unfiltered - int(mine.sum()),
-                    "duplicates": int(mine.sum() - stays.sum()) - self._near_of(number),
-                    "documents": int(stays.sum()),
-                    "validation_documents": int((mine & self.held_out).sum()),
-                    "sentences": int(self.table["sentences"][stays].sum(dtype=np.int64)),
-                    "words": int(self.table["words"][stays].sum(dtype=np.int64)),
-                    "tokens": int(self.table["items"][stays].sum(dtype=np.int64)),
-                    "text_bytes": int(self.table["bytes"][stays].sum(dtype=np.int64)),
-                }
-            )
+            own = [summary for summary in self._read if summary.source == number]
+            read = sum(summary.documents for summary in own)
+            unfiltered[number] = read - sum(summary.dropped for summary in own)
+            names = ("too_short", "duplicates", "documents", "validation_documents")
+            result.append({"documents_read": read} | dict.fromkeys((*names, *_SUMS), 0))
+        for part in self._decided():
+            figures = result[part.source]
+            unfiltered[part.source] -= len(part.table)
+            figures["duplicates"] += int((~part.kept).sum())
+            figures["documents"] += int(part.kept.sum())
+            figures["validation_documents"] += int(part.held_out.sum())
+            for name, column in _SUMS.items():
+                figures[name] += int(part.table[column][part.kept].sum(dtype=np.int64))
+        for number, figures in enumerate(result):
+            figures["too_short"] = unfiltered[number]
+            figures["duplicates"] -= self._near_of(number)
         return result
+
+
+_SUMS = {"sentences": "sentences", "words": "words", "tokens": "items", "text_bytes": "bytes"}
+"""Figure of the card -> column of DOCUMENT."""
+
+
+def _dropped(records: np.ndarray, near_duplicates: NearDuplicates | None) -> np.ndarray:
+    """Those of the documents that are not kept, _DROPPED; all with an equal hash are among `records`."""
+    hashes = records["hash"]
+    records = records[np.lexsort((records["document"], hashes[:, 1], hashes[:, 0]))]
+    hashes = records["hash"]
+    copy = np.append(False, (hashes[1:] == hashes[:-1]).all(axis=1))[: len(records)]
+    near = near_duplicates.are(hashes) & ~copy if near_duplicates else np.zeros(len(records), bool)
+    found = np.zeros(int((copy | near).sum()), _DROPPED)
+    found["document"], found["near"] = records["document"][copy | near], near[copy | near]
+    return found
+
+
+class _Cut:
+    """The shards of a split, cut while the parts come in the order of the corpus."""
+
+    def __init__(self, split: str, shard_tokens: int) -> None:
+        self._split, self._most = split, shard_tokens
+        self._plans: list[ShardPlan] = []
+        self._source = self._begin = self._end = 0
+        self._totals = _no_totals()
+
+    def add(self, part: _DecidedPart, numbers: np.ndarray) -> None:
+        """Add the documents `numbers`, ascending, of a part."""
+        if part.source != self._source:
+            self._close()
+            self._source = part.source
+        tokens = np.append(0, np.cumsum(part.table["items"][numbers], dtype=np.int64))
+        sentences = np.append(0, np.cumsum(part.table["sentences"][numbers], dtype=np.int64))
+        start = 0
+        while start < len(numbers):
+            fitting = tokens[start] + self._most - self._totals["tokens"]
+            end = int(np.searchsorted(tokens[1:], fitting, "right"))
+            if not self._totals["documents"]:
+                end = max(start + 1, end)
+                self._begin = part.first + int(numbers[start])
+            if end > start:
+                self._end = part.first + int(numbers[end - 1]) + 1
+                self._totals["documents"] += end - start
+                self._totals["sentences"] += int(sentences[end] - sentences[start])
+                self._totals["tokens"] += int(tokens[end] - tokens[start])
+            if end < len(numbers):
+                self._close()
+            start = max(start, end)
+
+    def plans(self) -> list[ShardPlan]:
+        """All shards, when all documents were added."""
+        self._close()
+        return self._plans
+
+    def _close(self) -> None:
+        if self._totals["documents"]:
+            name = f"{self._split}-{len(self._plans):05d}"
+            self._plans.append(ShardPlan(name, self._split, self._source, self._begin, self._end, self._totals))
+        self._totals = _no_totals()
+
+
+def _no_totals() -> dict[str, int]:
+    return {"documents": 0, "sentences": 0, "tokens": 0}

@@ -10,7 +10,7 @@ from pretrain.corpus.filters.near_duplicates import MOST_DOCUMENTS, NearDuplicat
 from pretrain.corpus.parallel import Pool
 from pretrain.corpus.stage_bar import StageBar
 
-_RESULT = "near_duplicates.npy"
+_RESULT = "near_duplicates.hashes"
 _KEY_BYTES = 8
 
 

@@ -6,12 +6,11 @@
     shards      the documents that stay, in the order of the sources -> shard files
     card        figures; then the manifest, which makes the folder a corpus
 
-The state between runs is in `<dir>/.work`. Every file there is atomic and named after its content. The coordinating
-process hands out calls of `stages`, to processes of this machine or to tasks of a Ray cluster. Text and tokens stay in
-those processes, whose memory does not grow with the corpus. The memory of the coordinating process grows with the
-number of documents: it keeps 41 bytes for each, and needs 64 for each while it sorts them (on a cluster 4 more). The
-corpus is the same, byte by byte, for every number of processes, on one machine or a cluster, and after every
-interruption.
+The state between runs is in `<dir>/.work`. Every file there is atomic and named after its content; what `documents`
+writes to decide, every run writes anew. The coordinating process hands out calls of `stages`, to processes of this
+machine or to tasks of a Ray cluster. Text and tokens stay in those processes. No process's memory grows with the corpus,
+but for a bit for each document on a cluster, which takes all calls at once. The corpus is the same, byte by byte, for
+every number of processes, on one machine or a cluster, and after every interruption.
 """
 
 from __future__ import annotations
@@ -283,18 +282,24 @@ class _Preparation:
 
     def _read(self, pool: Pool) -> list[PieceSummary]:
         """Part files of all pieces; returns the pieces' summaries in the order of the corpus."""
-        summaries = []
-        total = sum(item.bytes for inputs in self._inputs for item in inputs)
+        summaries: list[PieceSummary] = []
+        examples: collections.Counter[tuple[str, str]] = collections.Counter()
+        seen: set[int] = set()
+        total = self._input_bytes()
         with self._bar.stage("reading", total) as advance:
             for (piece,), read in pool.run(stages.read, self._pieces(), self._known_summaries):
                 for summary in read:
                     self._problems.extend(summary.pop("problems"))
                     summaries.append(PieceSummary(**summary))
+                    summaries[-1].forget_surplus(examples, seen)
                 advance(piece.bytes)
         for number, source in enumerate(self._corpus.sources):
             if not any(summary.documents for summary in summaries if summary.source == number):
                 self._problems.add(source.path or source.dataset, f"no document in this source of kind {source.kind}")
         return summaries
+
+    def _input_bytes(self) -> int:
+        return sum(item.bytes for inputs in self._inputs for item in inputs)
 
     def _pieces(self) -> Iterator[tuple[Piece]]:
         for number, (source, inputs) in enumerate(zip(self._corpus.sources, self._inputs, strict=True)):
@@ -335,16 +340,20 @@ class _Preparation:
             return Tokenizer.from_file(str(path))
         documents = self._documents(summaries)
         settings = self._corpus.vocabulary
-        chosen = documents.sample(settings.training_bytes)
-        work = list(zip(documents.parts, documents.by_part(chosen), strict=True))
-        sizes = [int(part.sum()) for part in documents.by_part(documents.table["bytes"] * chosen.astype(np.int64))]
+        sizes: collections.deque[int] = collections.deque()
+
+        def sampled() -> Iterator[tuple[str, np.ndarray]]:
+            for part, chosen, size in documents.sample(settings.training_bytes):
+                sizes.append(size)
+                yield part, np.packbits(chosen)
+
         counts: collections.Counter[bytes] = collections.Counter()
-        with self._bar.stage("counting words", sum(sizes)) as advance:
-            for size, (_, (words, numbers)) in zip(sizes, pool.run(stages.count_words, work), strict=True):
+        with self._bar.stage("counting words", min(settings.training_bytes, self._input_bytes())) as advance:
+            for _, (words, numbers) in pool.run(stages.count_words, sampled()):
                 for word, number in zip(words, numbers.tolist(), strict=True):
                     counts[word] += number
                 _forget_rarest(counts)
-                advance(size)
+                advance(sizes.popleft())
         with self._bar.stage("training the vocabulary", 0):
             tokenizer = self._extended(counts) or _trained_vocabulary(counts, settings)
         save_tokenizer(self._work, tokenizer)
@@ -385,7 +394,7 @@ class _Preparation:
                 advance(amount)
 
     def _write_shards(self, pool: Pool, documents: Documents, plan: list[ShardPlan]) -> list[dict[str, Any]]:
-        work = ((p.name, documents.selections(p.documents), p.totals, str(self._folder)) for p in plan)
+        work = ((p.name, documents.selections(p), p.totals, str(self._folder)) for p in plan)
         results = []
         width = token_dtype(1 << 16).itemsize
         with self._bar.stage("writing shards", sum(p.totals["tokens"] * width for p in plan)) as advance:

@@ -239,8 +239,8 @@ def _read_piece(piece: Piece) -> dict[str, Any]:
 
 
 def count_words(part: str, keep: np.ndarray) -> tuple[list[bytes], np.ndarray]:
-    """The distinct words of the documents for which `keep` is set, and how often each occurs, int64."""
-    chosen = Part.load(_state().work / part).select(keep)
+    """The distinct words of the documents whose bit of packed `keep` is set, and how often each occurs, int64."""
+    chosen = _chosen(part, keep)
     counts = np.bincount(chosen.items, minlength=len(chosen.distinct))
     used = np.flatnonzero(counts)
     return [chosen.distinct[n] for n in used], counts[used]
@@ -260,7 +260,7 @@ def tokenize_part(part: str, words_part: str) -> None:
 def write_shard(
     name: str, selections: Sequence[tuple[str, np.ndarray]], totals: dict[str, int], folder: str
 ) -> dict[str, Any]:
-    """Write one shard from documents of part files: (part, numbers of the documents in it).
+    """Write one shard from documents of part files: (part, a bit for each of its documents, packed).
 
     Returns hashes, the count of [UNK] and histograms of tokens per document and per sentence, and keeps them in
     the work folder, where they mark the shard as done.
@@ -272,11 +272,8 @@ def write_shard(
         {"document": np.zeros(HISTOGRAM_BINS, int), "sentence": np.zeros(HISTOGRAM_BINS, int)},
     )
     with ShardWriter(Path(folder), name, dtype=state.dtype, **totals) as writer:
-        for part_name, numbers in selections:
-            part = Part.load(state.work / part_name)
-            keep = np.zeros(len(part.documents), bool)
-            keep[numbers] = True
-            part = part.select(keep)
+        for part_name, chosen in selections:
+            part = _chosen(part_name, chosen)
             writer.add(part.items, part.sentence_items, part.documents["sentences"])
             unknown += int(np.count_nonzero(part.items == state.unknown_id))
             lengths["document"] += _histogram(part.documents["items"])
@@ -288,6 +285,12 @@ def write_shard(
     }
     write_json(state.work / f"{name}.shard.json", result)
     return result
+
+
+def _chosen(name: str, bits: np.ndarray) -> Part:
+    """The documents of a part whose bit is set; `bits` are packed."""
+    part = Part.load(_state().work / name)
+    return part.select(np.unpackbits(bits, count=len(part.documents)).astype(bool))
 
 
 def find_pairs(name: str, band: int, share: int, shares: int) -> None:

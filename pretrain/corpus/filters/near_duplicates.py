@@ -10,6 +10,7 @@ compared with two of the documents that share a band with it: the first, and the
 
 from __future__ import annotations
 
+import bisect
 import json
 import os
 from collections.abc import Sequence
@@ -23,12 +24,15 @@ from pretrain.common.files import atomic_open, write_json
 from pretrain.config import NearDuplicatesConfig
 from pretrain.corpus.filters.report import MOST_EXAMPLES, excerpt
 from pretrain.corpus.filters.text_columns import TextColumns, mixed
+from pretrain.corpus.partitions import Partitions, partition_of
 
 SUFFIX = ".sketches"
 _SEED = 42
 MOST_DOCUMENTS = 1 << 23  # of a call of `find_pairs`: about 0.4 GB of memory
+_PAIRS_AT_ONCE = 4096  # compared, so that their minima fit the cache
 _EXCERPT_BYTES = 96
 _CHANCE = 1 / 256  # that the lowest 8 bits of different minima are equal
+_HASH = np.dtype([("first", "<u8"), ("second", "<u8")])
 PAIR = np.dtype([("document", "<u8"), ("earlier", "<u8"), ("equal", "<u4"), ("hash", "<u8", 2)])
 
 
@@ -133,15 +137,22 @@ def find_pairs(work: Path, out: Path, band: int, share: int, shares: int, thresh
     later, earlier = _candidates(files, *files.band(band, share, shares))
     involved, place = np.unique(np.concatenate([later, earlier]), return_inverse=True)
     minima = files.rows(2, involved)
-    equal = np.zeros(len(later), np.uint32)
-    for column in range(minima.shape[1]):
-        equal += minima[place[: len(later)], column] == minima[place[len(later) :], column]
+    equal = _equal_bits(minima, place[: len(later)], place[len(later) :])
     similar = _similarity(equal, minima.shape[1]) >= threshold
     pairs = np.zeros(int(similar.sum()), PAIR)
     pairs["document"], pairs["earlier"], pairs["equal"] = later[similar], earlier[similar], equal[similar]
     pairs["hash"] = files.rows(0, involved)[place[: len(later)][similar]]
     with atomic_open(out) as file:
         np.save(file, _earliest(pairs), allow_pickle=False)
+
+
+def _equal_bits(minima: np.ndarray, some: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """uint32 [N]: how many of the minima of documents `some[i]` and `others[i]` are equal."""
+    equal = np.zeros(len(some), np.uint32)
+    for start in range(0, len(some), _PAIRS_AT_ONCE):
+        these = slice(start, start + _PAIRS_AT_ONCE)
+        equal[these] = np.count_nonzero(minima[some[these]] == minima[others[these]], axis=1)
+    return equal
 
 
 def _earliest(pairs: np.ndarray) -> np.ndarray:
@@ -159,7 +170,7 @@ def _candidates(files: SketchFiles, keys: np.ndarray, documents: np.ndarray) -> 
     """(document, earlier one) for each document that is not the first with its key; copies do not count."""
     order = np.argsort(keys, kind="stable")  # documents ascend within a key
     keys, documents = keys[order], documents[order]
-    same = np.append(False, keys[1:] == keys[:-1])
+    same = np.append(False, keys[1:] == keys[:-1])[: len(keys)]
     shared = same | np.append(same[1:], False)
     keys, documents = keys[shared], documents[shared]
     kept = ~_copies(files, keys, documents)
@@ -188,15 +199,29 @@ def merge_pairs(found: Sequence[Path], work: Path, size: int, out: Path) -> None
 
     `out` has the hashes of the documents to drop, uint64 [N, 2], ascending; beside it is a report of them.
     """
-    pairs = np.zeros(0, PAIR)
-    for path in found:
-        pairs = _earliest(np.append(pairs, np.load(path, allow_pickle=False)))
     files = SketchFiles(work)
-    examples = [_example(files, pair, size) for pair in pairs[:MOST_EXAMPLES]]
+    every = [np.load(path, mmap_mode="r", allow_pickle=False) for path in found]
+    shares = max(1, -(-int(files.first[-1]) // MOST_DOCUMENTS))
+    by_hash = Partitions(out.with_suffix(".partitions"), _HASH, shares)
+    examples: list[dict[str, Any]] = []
+    for block in range(shares):
+        pairs = _earliest(np.concatenate([_of_block(pairs, block) for pairs in every]))
+        examples += [_example(files, pair, size) for pair in pairs[: MOST_EXAMPLES - len(examples)]]
+        hashes = np.ascontiguousarray(pairs["hash"]).view(_HASH).reshape(-1)
+        by_hash.add(hashes, partition_of(hashes["first"], shares))
     write_json(out.with_suffix(".json"), {"examples": examples})
-    hashes = pairs["hash"]
     with atomic_open(out) as file:
-        np.save(file, hashes[np.lexsort((hashes[:, 1], hashes[:, 0]))], allow_pickle=False)
+        for hashes in by_hash.drain():
+            np.sort(hashes, order=["first", "second"]).tofile(file)
+
+
+def _of_block(pairs: np.ndarray, block: int) -> np.ndarray:
+    """Those of ascending `pairs` whose document is one of `MOST_DOCUMENTS`; a search that reads few pages."""
+    begin, end = (
+        bisect.bisect_left(pairs, number * MOST_DOCUMENTS, key=lambda pair: int(pair["document"]))
+        for number in (block, block + 1)
+    )
+    return np.array(pairs[begin:end])
 
 
 def _example(files: SketchFiles, pair: np.void, size: int) -> dict[str, Any]:
@@ -217,11 +242,17 @@ class NearDuplicates:
     def load(cls, path: Path) -> NearDuplicates:
         """What `merge_pairs` wrote."""
         report = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-        return cls(np.load(path, allow_pickle=False), report["examples"])
+        hashes = np.memmap(path, np.uint64, "r") if path.stat().st_size else np.zeros(0, np.uint64)
+        return cls(hashes.reshape(-1, 2), report["examples"])
 
     def are(self, hashes: np.ndarray) -> np.ndarray:
-        """bool [D]: whether documents with `hashes`, uint64 [D, 2], are to be dropped."""
-        if not len(self.hashes):
+        """bool [D]: whether documents with `hashes`, uint64 [D, 2] with the first ascending, are to be dropped."""
+        if not len(hashes):
+            return np.zeros(0, bool)
+        begin = bisect.bisect_left(self.hashes, hashes[0, 0], key=lambda row: row[0])
+        end = bisect.bisect_right(self.hashes, hashes[-1, 0], lo=begin, key=lambda row: row[0])
+        known = np.array(self.hashes[begin:end])
+        if not len(known):
             return np.zeros(len(hashes), bool)
-        place = np.searchsorted(self.hashes[:, 0], hashes[:, 0]).clip(max=len(self.hashes) - 1)
-        return (self.hashes[place] == hashes).all(axis=1)
+        place = np.searchsorted(known[:, 0], hashes[:, 0]).clip(max=len(known) - 1)
+        return (known[place] == hashes).all(axis=1)

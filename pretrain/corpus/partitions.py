@@ -1,0 +1,60 @@
+"""Fixed-size records on disk by partition: what does not fit in memory is sorted one partition at a time."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from pretrain.common.files import disk_errors
+
+_BUFFERED = 1 << 18  # records written at once
+
+
+def partition_of(hashes: np.ndarray, count: int) -> np.ndarray:
+    """uint64 [N]: which of `count` partitions uint64 `hashes` belong to. Partitions ascend with the hashes."""
+    return (hashes >> np.uint64(32)) * np.uint64(count) >> np.uint64(32)
+
+
+class Partitions:
+    """A folder with a file of records for each partition. What an interrupted run left there is deleted."""
+
+    def __init__(self, folder: Path, dtype: np.dtype, count: int) -> None:
+        self._folder, self._dtype, self._count = folder, dtype, count
+        self._buffer: list[tuple[np.ndarray, np.ndarray]] = []
+        self._buffered = 0
+        shutil.rmtree(folder, ignore_errors=True)
+
+    def add(self, records: np.ndarray, partition: np.ndarray) -> None:
+        """Append each record to its partition, given as integers below the count."""
+        self._buffer.append((records, partition))
+        self._buffered += len(records)
+        if self._buffered >= _BUFFERED:
+            self._flush()
+
+    def drain(self) -> Iterator[np.ndarray]:
+        """The records of each partition, in the order in which they came; deletes them."""
+        self._flush()
+        for number in range(self._count):
+            path = self._path(number)
+            yield np.fromfile(path, self._dtype) if path.exists() else np.zeros(0, self._dtype)
+            path.unlink(missing_ok=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _flush(self) -> None:
+        if not self._buffer:
+            return
+        records, partition = (np.concatenate(column) for column in zip(*self._buffer, strict=True))
+        self._buffer, self._buffered = [], 0
+        order = np.argsort(partition, kind="stable")
+        bounds = np.searchsorted(partition[order], np.arange(self._count + 1))
+        with disk_errors(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            for number in np.flatnonzero(np.diff(bounds)).tolist():
+                with self._path(number).open("ab") as file:
+                    records[order[bounds[number] : bounds[number + 1]]].tofile(file)
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"{number}.records"
