@@ -39,8 +39,8 @@ _SERVE = (
 class Fault:
     """What happens to the next `times` requests whose "METHOD path" matches `where`.
 
-    kind: `503` or `403` is answered; `drop` closes before the request is passed on; `lost` passes it on and closes
-    without an answer; `cut` closes in the middle of the answer's body; `slow` answers after a moment.
+    kind: `503`, `500` or `403` is answered; `drop` closes before the request is passed on; `lost` passes it on and
+    closes without an answer; `cut` closes in the middle of the answer's body; `slow` answers after a moment.
     """
 
     kind: str
@@ -113,6 +113,9 @@ class FaultyProxy:
             return
         if kind == "503":
             outgoing.write(_error(method, 503, "SlowDown", "Please reduce your request rate."))
+            return
+        if kind == "500":  # s3fs does not try it again
+            outgoing.write(_error(method, 500, "InternalError", "We encountered an internal error."))
             return
         if kind == "slow":
             time.sleep(0.3)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import os
 import shutil
 import sys
 import threading
@@ -187,6 +188,33 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ObjectStore().read("abfs://container@account.dfs.core.windows.net/a")
 
 
+def test_what_the_client_does_not_try_again_is_tried_again_here(proxy: FaultyProxy, tmp_path: Path) -> None:
+    address = f"s3://{BUCKET}/folder/a"
+    proxy.plan = [Fault("500", method, 2) for method in ("PUT", "list-type=2", "HEAD", "GET .*folder/a", "DELETE")]
+    path = tmp_path / "a"
+    path.write_bytes(b"x")
+    objects = ObjectStore()
+    objects.upload(path, address)
+    assert list(objects.listing(f"s3://{BUCKET}/folder")) == ["a"]
+    assert objects.read(address) == b"x"
+    objects.delete(address)
+    assert objects.facts(address) is None
+    assert not proxy.plan
+
+
+def test_files_are_fetched_again_if_their_objects_changed(proxy: FaultyProxy) -> None:
+    address = f"s3://{BUCKET}/texts/a.txt"
+    ObjectStore().write(address, b"old")
+    folders.fetch_files(f"s3://{BUCKET}/texts")
+    proxy.requests.clear()
+    folders.fetch_files(f"s3://{BUCKET}/texts")
+    assert not [request for request in proxy.requests if request.startswith("GET") and "a.txt" in request]
+    ObjectStore().write(address, b"new")
+    os.utime(local(address), (1e9, 1e9))  # S3 tells whole seconds
+    (path,) = folders.fetch_files(f"s3://{BUCKET}/texts")
+    assert path.read_bytes() == b"new"
+
+
 def test_patterns_match_as_those_of_local_files(proxy: FaultyProxy) -> None:
     for name in ("a.txt", "b.jsonl", "inner/c.txt", "inner/deep/d.txt.gz", "inner/.hidden.txt"):
         ObjectStore().write(f"s3://{BUCKET}/texts/{name}", b"x")
@@ -216,6 +244,10 @@ class Container(MemoryFileSystem):
     def __init__(self, account_name: str = "", **options: Any) -> None:
         super().__init__(**options)
         self.accounts.add(account_name)
+
+    def put_file(self, lpath: str, rpath: str, **options: Any) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        assert not options
+        super().put_file(lpath, rpath)
 
     @staticmethod
     def _get_kwargs_from_urls(path: str) -> dict[str, str]:
@@ -250,7 +282,7 @@ WHEN = datetime.datetime(2026, 3, 1, tzinfo=datetime.timezone.utc)
         ({"size": 5, "ETag": '"a"', "LastModified": WHEN}, Listed(5, '"a"', WHEN.timestamp())),  # s3fs
         ({"size": 5, "etag": "a", "mtime": WHEN, "updated": "2026"}, Listed(5, "a", WHEN.timestamp())),  # gcsfs
         ({"size": 5, "etag": "a", "last_modified": WHEN}, Listed(5, "a", WHEN.timestamp())),  # adlfs
-        ({"size": 5, "blob_id": "a", "last_commit": None}, Listed(5, "a", 0.0)),  # huggingface_hub
+        ({"size": 5, "blob_id": "a", "last_commit": None}, Listed(5, "a", float(0xCA97811))),  # huggingface_hub
     ],
 )
 def test_facts_of_each_library_are_understood(facts: dict[str, Any], expected: Listed) -> None:
@@ -434,3 +466,5 @@ def test_checkpoints_are_found_by_the_index_or_by_the_listing(proxy: FaultyProxy
     proxy._hidden.clear()
     ObjectStore().write(f"{RUN}/checkpoints/index.json", b"damaged")
     assert StoredRun(RUN, local(RUN)).names() == ["step-00000001"], "the index says nothing"
+    ObjectStore().write(f"{RUN}/checkpoints/index.json", b'["step-00000001", "step-00000009"]')
+    assert StoredRun(RUN, local(RUN)).names() == ["step-00000001"], "the index says too much"

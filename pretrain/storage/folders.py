@@ -35,6 +35,7 @@ from pretrain.common.files import (
 from pretrain.storage.objects import Listed, ObjectStore
 
 _AT_ONCE = 4  # files on their way
+_SAME_TIME_SECONDS = 0.01  # what a file system may round
 _PATTERN = frozenset("*?[")
 
 logger = logging.getLogger(__name__)
@@ -195,7 +196,7 @@ def _is_current(path: Path, facts: Listed) -> bool:
     if not path.is_file():
         return False
     stat = path.stat()
-    return stat.st_size == facts.bytes and (not facts.modified or stat.st_mtime == facts.modified)
+    return stat.st_size == facts.bytes and abs(stat.st_mtime - facts.modified) < _SAME_TIME_SECONDS
 
 
 def _is_here(path: Path, entry: dict[str, Any], *, trusted: bool) -> bool:

@@ -72,7 +72,7 @@ class Listed:
 
     bytes: int
     tag: str
-    modified: float  # seconds since the epoch; 0 if unknown
+    modified: float  # seconds since the epoch; where the store tells none, a number that changes with the tag
 
 
 class ObjectStore:
@@ -268,12 +268,14 @@ def _name(address: str) -> str:
 
 
 def _listed(facts: dict[str, Any]) -> Listed:
+    """From the facts of s3fs, gcsfs, adlfs or huggingface_hub."""
     tag = next((str(facts[key]) for key in ("ETag", "etag", "md5Hash", "content_md5", "blob_id") if facts.get(key)), "")
-    modified: Any = next(
-        (facts[key] for key in ("LastModified", "last_modified", "mtime", "updated") if facts.get(key)), 0
-    )
-    seconds = modified.timestamp() if hasattr(modified, "timestamp") else 0.0
-    return Listed(int(facts["size"] or 0), tag or str(modified), seconds)
+    modified: Any = next((facts[key] for key in ("LastModified", "last_modified", "mtime") if facts.get(key)), None)
+    tag = tag or str(modified)
+    if hasattr(modified, "timestamp"):
+        return Listed(int(facts["size"] or 0), tag, modified.timestamp())
+    # The hub gives no times, and a file may change without changing its size.
+    return Listed(int(facts["size"] or 0), tag, float(int(hashlib.sha256(tag.encode()).hexdigest()[:7], 16)))
 
 
 def _refuse_missing_bucket(address: str, error: BaseException) -> None:
