@@ -424,6 +424,7 @@ def test_the_driver_loads_no_torch_before_workers_start(config_file: Path):
     "arguments",
     [
         ["report", "runs/a", "--out", "gs://bucket/page.html"],
+        ["dashboard", "s3://bucket/run"],
         ["dashboard", "runs/a", "--out", "s3://bucket/page.html"],
         ["prepare", "s3://bucket/run.yaml"],
         ["demo", "--run-dir", "s3://bucket/run"],

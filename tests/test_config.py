@@ -534,11 +534,24 @@ def test_a_character_that_json_writes_as_two_is_read_as_one(write):
     assert load_config(write(GOOD), [f"run_dir={json.dumps(folder)}"]).run_dir == folder
 
 
-@pytest.mark.parametrize("name", ["run_dir", "corpus.dir", "corpus.sources.0.path"])
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b/a/", "abfs://c@account.dfs.core.windows.net/a"])
+def test_addresses_of_object_stores_are_read(write, address: str):
+    names = ("run_dir", "corpus.dir", "corpus.sources.0.path")
+    config = load_config(write(GOOD), [f"{name}={address}" for name in (*names, "start_from")])
+    taught = load_config(write(GOOD), [f"distillation.teacher={address}"])
+    places = (config.run_dir, config.corpus.dir, config.corpus.sources[0].path, config.start_from)
+    assert {*places, taught.distillation.teacher} == {address.rstrip("/")}
+    assert config.address == address.rstrip("/")
+    assert config.folder.is_absolute()
+
+
+@pytest.mark.parametrize("name", ["run_dir", "corpus.dir", "corpus.sources.0.path", "start_from"])
 @pytest.mark.parametrize(
     ("address", "reason"),
     [
         ("gs://b", "is not an address of something in a bucket"),
+        ("s3://b/../a", "is not an address of something in a bucket"),
+        ("s3://key:secret@host/a", "is not an address of something in a bucket"),
         ("hdfs:///a", "is an address of an unknown kind"),
         ("file:///tmp/a", "is an address of an unknown kind"),
         ("s3:/bucket", "is a remote address"),
@@ -549,7 +562,7 @@ def test_addresses_that_name_nothing_are_refused(write, name: str, address: str,
     assert line.startswith(f"--set {name}={address}: {name}: {address!r} {reason}")
 
 
-@pytest.mark.parametrize("name", ["corpus.vocabulary.path"])
+@pytest.mark.parametrize("name", ["corpus.vocabulary.path", "adaptation.general"])
 @pytest.mark.parametrize("address", ["s3://bucket/run", "gs://b", "hdfs:///a", "file:///tmp/a", "s3:/bucket"])
 def test_remote_addresses_are_refused(write, name: str, address: str):
     assert problems(write(GOOD), f"{name}={address}") == [

@@ -137,6 +137,8 @@ OWNERS = {
     "ray": ("cluster/", "pretrain/corpus/"),
     "deepspeed": ("pretrain/training/engine/",),
     "wandb": ("pretrain/tracking/",),
+    "fsspec": ("pretrain/storage/",),
+    "s3fs": (),
     "wandb_workspaces": ("pretrain/reporting/dashboard/",),
 }
 
