@@ -119,7 +119,7 @@ def _stored(config: RunConfig, resume: bool) -> Iterator[None]:
             f"{config.address}: already holds {found}. Add --resume to continue that run, or choose another run_dir "
             "to start a new one."
         )
-    run.check_writable()
+    run.claim()
     try:
         yield
     except RunError as error:

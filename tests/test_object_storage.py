@@ -6,6 +6,7 @@ import datetime
 import hashlib
 import os
 import shutil
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -421,6 +422,38 @@ def test_what_interrupted_saves_left_is_deleted_with_the_next_checkpoint(proxy: 
     save(make_saver(StoredRun(RUN, local(RUN)), local(RUN)), 2)
     listed = {name.split("/")[0] for name in ObjectStore().listing(f"{RUN}/checkpoints")}
     assert listed == {"index.json", "other", "step-00000002", "step-00000009"}
+
+
+def test_the_last_start_of_a_run_is_the_one_that_stores(proxy: FaultyProxy, tmp_path: Path) -> None:
+    here, there = (StoredRun(RUN, tmp_path / name) for name in ("here", "there"))
+    here.claim()
+    saver = make_saver(here, tmp_path / "here")
+    save(saver, 1)
+    assert saver.trouble == ""
+    there.claim()
+    before = sorted(ObjectStore().listing(RUN))
+    save(saver, 2)
+    assert f"{RUN}: the run was started again on {socket.gethostname()} at 20" in saver.trouble
+    assert saver.trouble.endswith(f"this one keeps its checkpoints in {tmp_path / 'here'}.")
+    with pytest.raises(InputError, match="only the last start may write there"):
+        here.complete()
+    assert sorted(ObjectStore().listing(RUN)) == before
+    other = make_saver(there, tmp_path / "there")
+    save(other, 3)
+    assert other.trouble == ""
+    assert StoredRun(RUN, tmp_path / "fresh").names()[-1] == "step-00000003"
+
+
+def test_a_start_elsewhere_while_tensors_are_stored_is_noticed(proxy: FaultyProxy, tmp_path: Path) -> None:
+    here, there = (StoredRun(RUN, tmp_path / name) for name in ("here", "there"))
+    here.claim()
+    checkpoint = tmp_path / "here" / "checkpoints" / "step-00000001"
+    make_folder(checkpoint, **{"state.json": "{}"})
+    here.withdraw(checkpoint.name)
+    there.claim()
+    with pytest.raises(InputError, match="the run was started again"):
+        here.publish(checkpoint)
+    assert StoredRun(RUN, tmp_path / "fresh").names() == []
 
 
 def test_a_run_that_is_here_is_not_fetched_over(proxy: FaultyProxy) -> None:

@@ -8,9 +8,9 @@
 
 The state between runs is in `<dir>/.work`. Every file there is atomic and named after its content; what `documents`
 writes to decide, every run writes anew. The coordinating process hands out calls of `stages`, to processes of this
-machine or to tasks of a Ray cluster. Text and tokens stay in those processes. No process's memory grows with the corpus,
-but for a bit for each document on a cluster, which takes all calls at once. The corpus is the same, byte by byte, for
-every number of processes, on one machine or a cluster, and after every interruption.
+machine or to tasks of a Ray cluster. Text and tokens stay in those processes. No process's memory grows with the
+corpus, but for a bit for each document on a cluster, which takes all calls at once. The corpus is the same, byte by
+byte, for every number of processes, on one machine or a cluster, and after every interruption.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ The run trains in the local folder of its address (`addresses.local_run`). What 
     checkpoints/step-00001000/...     as on disk; deleting begins with the manifest
     checkpoints/index.json            names of the checkpoints, for stores whose listings lag
     config.yaml, metrics.jsonl, ...   as they were when the last checkpoint was stored, or when the run ended
+    writer.json                       which start of the run may write, and on which machine: the last one
 
 A checkpoint without a manifest does not exist; the index and the listing only say where to look for one.
 """
@@ -16,6 +17,9 @@ import functools
 import json
 import logging
 import re
+import socket
+import time
+import uuid
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -27,6 +31,7 @@ from pretrain.storage import folders
 from pretrain.storage.objects import RETRY_SECONDS, ObjectStore
 
 INDEX = "index.json"
+WRITER = "writer.json"
 RUN_FILES = (
     "config.yaml",
     "environment.json",
@@ -113,12 +118,25 @@ class StoredRun:
         for name in self.names():
             self._fetch(name)
 
-    def check_writable(self) -> None:
-        """Raise `InputError` if nothing may be written at the address, before hours of training."""
+    def claim(self) -> None:
+        """Become the only start of the run that may write at the address, for all processes that share the folder.
+
+        An earlier start that still runs elsewhere cannot store anything from now on. Raises `InputError` if nothing may
+        be written at the address, before hours of training.
+        """
+        since = time.strftime("%Y-%m-%d %H:%M:%S %Z")
+        writer = json.dumps({"id": uuid.uuid4().hex, "host": socket.gethostname(), "since": since}).encode()
+        self._objects.write(self._at(WRITER), writer)
+        with atomic_open(self._folder / WRITER) as file:
+            file.write(writer)
         self._write_index()
 
     def withdraw(self, name: str) -> None:
-        """Delete the manifest of a checkpoint that is written once more, before any of its files changes."""
+        """Before a checkpoint is stored: if it is written once more, delete its manifest.
+
+        Raises `InputError` if this start may not write any more.
+        """
+        self._check_claim()
         if name in self.names():
             self._objects.delete(self._at("checkpoints", name, MANIFEST))
             self._forget(name)
@@ -131,6 +149,7 @@ class StoredRun:
     def publish(self, checkpoint: Path) -> None:
         """Store the rest of a checkpoint whose tensors are stored: state, run files, then the manifest; the index."""
         self.put(checkpoint, [_STATE])
+        self._check_claim()  # storing the tensors took time
         self.put_files()
         self._objects.write(self._at("checkpoints", checkpoint.name, MANIFEST), (checkpoint / MANIFEST).read_bytes())
         self._names = {*self.names(), checkpoint.name}
@@ -172,6 +191,7 @@ class StoredRun:
 
         Once the model of a fine-tuning is stored, no checkpoint is, as in the folder.
         """
+        self._check_claim()
         newest, self._names = self._newest_intact(), None  # the workers have stored others
         if newest and newest not in self.names():
             checkpoint = self._folder / "checkpoints" / newest
@@ -183,6 +203,18 @@ class StoredRun:
                 folders.store(self._folder / result, self._at(result), self._objects)
         if (self._folder / _MODEL / MANIFEST).is_file() and not newest:
             self.keep(())
+
+    def _check_claim(self) -> None:
+        """Raise `InputError` if the run was started elsewhere since `claim`. Without a claim, nothing is checked."""
+        ours = self._folder / WRITER
+        stored = self._objects.read(self._at(WRITER)) if ours.is_file() else None
+        if stored is None or stored == ours.read_bytes():
+            return
+        other = json.loads(stored)
+        raise InputError(
+            f"{self.address}: the run was started again on {other['host']} at {other['since']}, and only the last "
+            f"start may write there. Stop one of the two; this one keeps its checkpoints in {self._folder}."
+        )
 
     def _at(self, *names: str) -> str:
         return join(self.address, *names)
