@@ -39,6 +39,8 @@ from pretrain.training.engine.state_layouts import (
 )
 from pretrain.training.optim import Muon, TensorwiseOptimizer, matrix_shapes, number_tensors
 
+_LEAST_DIVIDED = 1 << 14  # entries of a tensor; at resume in ZeRO-0, every rank reads smaller ones whole
+
 
 class StepResult(NamedTuple):
     """The outcome of one optimizer step."""
@@ -218,7 +220,7 @@ class Engine:
         with torch.no_grad():
             for fragment in (*self._layout.fragments(), *self._row_moments(everywhere=True)):
                 for kind, tensor in fragment.tensors.items():
-                    tensor.copy_(reader.read(kind, fragment.name, fragment.start, fragment.numel))
+                    tensor.copy_(self._read(reader, kind, fragment))
             self._layout.refresh(reader)
         for flat in self._layout.flats():
             self._optimizer.state[flat]["step"].fill_(float(steps_taken))
@@ -283,6 +285,20 @@ class Engine:
         """Release DeepSpeed's hooks and buffers."""
         self._deepspeed.destroy()
         gc.collect()
+
+    def _read(self, reader: FragmentReader, kind: str, fragment: Fragment) -> Tensor:
+        """fp32 [numel] of a fragment. Of what every rank holds, each reads a part and takes the others' from them."""
+        start, numel = fragment.start, fragment.numel
+        if not fragment.shared or self.world_size == 1 or numel < _LEAST_DIVIDED:
+            return reader.read(kind, fragment.name, start, numel)
+        share = -(-numel // self.world_size)
+        first = min(self.rank * share, numel)
+        count = min(share, numel - first)
+        part = torch.zeros(share, device=self.device)
+        part[:count] = reader.read(kind, fragment.name, start + first, count)
+        whole = part.new_empty(share * self.world_size)
+        dist.all_gather_into_tensor(whole, part)
+        return whole[:numel]
 
     def _show_shards(self) -> None:
         """Tell an optimizer whose step depends on whole tensors what ZeRO's flat tensors hold."""

@@ -118,10 +118,9 @@ class StateLayout(ABC):
             whole = {"weight": flat.detach(), **{kind: state[kind] for kind in (*MOMENTS, AVERAGE) if kind in state}}
             yield Fragment(name, start, {kind: x.view(-1)[held] for kind, x in whole.items()}, self.shared)
 
+    @abstractmethod
     def refresh(self, reader: FragmentReader) -> None:
-        """Bring the weights that the model computes with in line with the master weights."""
-        for name, parameter in self._parts.parameters.items():
-            parameter.data.copy_(reader.read("weight", name, 0, parameter.numel()).view(parameter.shape))
+        """Bring the weights that the model computes with in line with the master weights, which were read."""
 
     def whole(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
         """While the context lasts, `parameters` are whole on every rank. All ranks enter it together."""
@@ -193,6 +192,11 @@ class Stage0HalfLayout(_Stage0Layout):
 
     def flats(self) -> list[Tensor]:
         return deepspeed_patches.masters_of_stage_0(self._parts.wrapper)
+
+    def refresh(self, reader: FragmentReader) -> None:
+        for name, _, master, _ in self.pieces():
+            parameter = self._parts.parameters[name]
+            parameter.data.copy_(master.view(parameter.shape))
 
     def step(self, loss_scale: float) -> tuple[bool, float]:
         return self._deepspeed_step(loss_scale)  # only FP16_UnfusedOptimizer reports the norm of scaled gradients
