@@ -59,6 +59,23 @@ def test_a_foreign_quotation_does_not_decide() -> None:
     assert _kept([quoting, "\n".join([TEXTS["fr"]] * 4)], "en")[0] == [quoting]
 
 
+def test_plain_english_is_recognised_by_its_words_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    class Detector:
+        def detect_language_of(self, text: str) -> None:
+            asked.append(text)
+
+    monkeypatch.setattr("pretrain.corpus.filters.language._detectors", lambda keep: (Detector(), Detector()))
+    half = f"{TEXTS['de']} {TEXTS['fr']} {TEXTS['en']}"
+    kept, entries = _kept([TEXTS["en"], half, TEXTS["nl"]], "en", "de")
+    assert kept == [TEXTS["en"]]
+    assert [example["found"] for example in entries[0]["examples"]] == ["unknown"] * 2
+    assert not any(text in TEXTS["en"] for text in asked)
+    _kept([TEXTS["en"]], "de")
+    assert asked[-1] == TEXTS["en"], "English is not to be kept"
+
+
 def test_the_corpus_is_that_of_one_process(tmp_path: Path) -> None:
     pytest.importorskip("lingua", reason="needs the extra `language`")
     english = [f"{TEXTS['en']} Number {n} of the same kind." for n in range(30)]

@@ -51,23 +51,30 @@ class _Table:
         with np.load(path, allow_pickle=False) as arrays:
             self.hashes, self._texts = arrays["hashes"], arrays["texts"]
             self.lengths, self.first = arrays["lengths"].tolist(), arrays["first"]
-            beginnings, self._shortest = arrays["beginnings"], shortest
-        bits = min(_MOST_BITS, max(16, (_SLOTS_PER_GRAM * len(beginnings)).bit_length()))
+            self._beginnings, self._shortest = arrays["beginnings"], shortest
+        bits = min(_MOST_BITS, max(16, (_SLOTS_PER_GRAM * len(self._beginnings)).bit_length()))
         self._shift = np.uint64(64 - bits)
         self._may_be = np.zeros(1 << bits, bool)
-        self._may_be[(beginnings >> self._shift).astype(np.int64)] = True
+        self._may_be[(self._beginnings >> self._shift).astype(np.int64)] = True
 
     def find(self, columns: TextColumns) -> Iterator[tuple[int, np.ndarray, np.ndarray]]:
         """(n, first terms of the n-grams of documents that a set has, the texts that have them) for each length."""
         grams = columns.grams(self._shortest)
         may_begin = np.flatnonzero(self._may_be[(grams >> self._shift).astype(np.int64)])
+        may_begin = may_begin[_places(self._beginnings, grams[may_begin])[1]]
         ends = columns.terms[np.searchsorted(columns.terms, may_begin, "right")]
         for n in self.lengths:
             begins = may_begin[may_begin + n <= ends]
-            grams = columns.sequence_hashes(begins, begins + n)
-            place = np.searchsorted(self.hashes, grams).clip(max=max(0, len(self.hashes) - 1))
-            known = self.hashes[place] == grams if len(self.hashes) else np.zeros(len(grams), bool)
+            place, known = _places(self.hashes, columns.sequence_hashes(begins, begins + n))
             yield n, begins[known], self._texts[place[known]]
+
+
+def _places(ascending: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """int64 [N], bool [N]: the place of each of `values` among `ascending`, and whether it is there."""
+    if not len(ascending):
+        return np.zeros(len(values), np.int64), np.zeros(len(values), bool)
+    place = np.searchsorted(ascending, values).clip(max=len(ascending) - 1)
+    return place, ascending[place] == values
 
 
 def _words(columns: TextColumns, first: int, last: int) -> str:

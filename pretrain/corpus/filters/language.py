@@ -3,6 +3,7 @@
 A document is kept as soon as a first look at it finds a language to keep; only the others are looked at more closely.
 Latin and Esperanto count only where they are asked for: names and technical terms are taken for them. lingua's time
 grows with the number of languages, so the first look compares with few, unless near relatives are not among them.
+English is recognised by its most frequent words, which takes a tenth of the time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import numpy as np
 
 from pretrain.common.errors import InputError, MachineError
 from pretrain.config import LanguageConfig
-from pretrain.corpus.filters.text_columns import TextColumns
+from pretrain.corpus.filters.text_columns import TextColumns, term_hashes
 from pretrain.corpus.filters.verdicts import Verdicts
 
 _FEWEST_WORDS = 20  # of a document whose language can be told
@@ -24,6 +25,9 @@ _SLICES = 5  # of the sample: one quotation does not decide
 _FREQUENT = {"ar", "ca", "cs", "de", "en", "es", "fr", "id", "it", "ja", "nl", "pl", "pt", "ro", "ru", "sk", "sv", "tr"}
 _APART = {"de", "en", "fr", "it", "pl"}  # languages without a near relative outside of _FREQUENT
 _CERTAIN = 0.9  # distance of a first look's most probable language from the next
+# A fifth of the words of English text, at least 15 % in 98 % of Wikipedia's articles; of any other language hardly one.
+_ENGLISH_WORDS = ("the", "of", "and", "to", "that", "with", "from", "was", "were", "which", "his", "this", "by")
+_ENGLISH_SHARE = 0.12
 
 
 class Language:
@@ -38,8 +42,12 @@ class Language:
         """The verdicts; documents of fewer than 20 words stay. Of a table of numbers the language is unknown."""
         if self._closer is None:
             self._first, self._closer = _detectors(set(self._config.keep))
-        words = np.diff(columns.terms)
-        found = ["" if n < _FEWEST_WORDS else self._language(text) for n, text in zip(words, texts, strict=True)]
+        too_few = np.diff(columns.terms) < _FEWEST_WORDS
+        english = _are_english(columns) if "en" in self._config.keep else np.zeros(len(texts), bool)
+        found = [
+            "" if short else "en" if sure else self._language(text)
+            for text, short, sure in zip(texts, too_few, english, strict=True)
+        ]
         keep = {"", *self._config.keep}
         return Verdicts(("other_language",), np.array([-1 if code in keep else 0 for code in found]), found)
 
@@ -48,6 +56,16 @@ class Language:
         if first in self._config.keep:
             return first
         return _identified(self._closer, _slices(text, self._config.sample_characters, _SLICES))
+
+
+def _are_english(columns: TextColumns) -> np.ndarray:
+    """bool [D]: documents of which at least `_ENGLISH_SHARE` are frequent English words."""
+    terms = columns.grams(1)
+    frequent = np.zeros(len(terms), bool)
+    for word in _ENGLISH_WORDS:
+        frequent |= terms == term_hashes(word)[0]
+    found = np.diff(np.append(0, np.cumsum(frequent))[columns.terms])
+    return found >= _ENGLISH_SHARE * np.maximum(1, np.diff(columns.terms))
 
 
 def _identified(detector: Any, text: str) -> str:

@@ -100,8 +100,9 @@ def text_columns(texts: Sequence[str]) -> TextColumns:
     )
 
 
+@functools.lru_cache(maxsize=256)
 def term_hashes(text: str) -> np.ndarray:
-    """uint64 [T]: the hash of each term of `text` by itself, for comparison with `grams(1)`."""
+    """uint64 [T], not to be changed: the hash of each term of `text` by itself, for comparison with `grams(1)`."""
     return text_columns([text.replace("\0", "")]).grams(1)
 
 
