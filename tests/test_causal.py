@@ -127,7 +127,7 @@ def test_attention_is_causal_in_the_last_sequences(asked: tuple[int, ...] | None
     weight, bias = torch.randn(72, 24, requires_grad=True), torch.randn(72, requires_grad=True)
     rows = None if asked is None else torch.tensor(asked)
     begin = sum(lengths[: len(lengths) - causal])
-    layout = TokenLayout(batch.cu_seqlens, 25, rows, batch.token_keys, causal=causal, causal_begin=begin)
+    layout = TokenLayout(batch.cu_seqlens, lengths, rows, batch.token_keys, causal=causal, causal_begin=begin)
     layout = layout._replace(causal_rows=sum(row >= begin for row in asked or ()))
     ours = self_attention(hidden, ProjectionWeights((weight,), (bias,)), layout, AttentionOptions(3, window=window))
     theirs = reference(torch.nn.functional.linear(hidden, weight, bias), lengths, 3, causal, window)

@@ -1,20 +1,23 @@
 """The model's step on a GPU neither reads from the device nor has shapes that depend on data.
 
-On the meta device there are shapes but no data, so both fail there. Only the flash kernel has to be chosen for it.
+On the meta device there are shapes but no data, so both fail there. The flash kernel has to be chosen for it; without
+it (fp32, or a V100), the grouped attention has to be entered, of which torch would only ask the shapes.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from batches_by_hand import make_batch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from pretrain.batches.loader import MicroBatch
 from pretrain.config import ElectraConfig, ModelConfig
-from pretrain.model.attention import dispatch
+from pretrain.model.attention import dispatch, grouped_op
 from pretrain.model.electra import ElectraModel
 from pretrain.model.heads import PretrainingModel
 
@@ -29,9 +32,40 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _flash(monkeypatch: pytest.MonkeyPatch) -> None:
+SHAPES_WITHOUT_FLASH: dict[str, dict[str, Any]] = {
+    **SHAPES,
+    "local": {"family": "modernbert", "local_attention": 16, "global_every": 2},
+    "relative": {"positions": "relative", "relative_buckets": 8, "relative_max_distance": 32, "attention_dropout": 0.1},
+    "disentangled": {"family": "deberta"},
+}
+
+
+class Entered(TorchDispatchMode):
+    """Runs the body of the grouped attention, and counts how often it did."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.forward = self.backward = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.bertrain.grouped_attention.default:
+            self.forward += 1
+            return grouped_op._forward._init_fn(*args)
+        if func is torch.ops.bertrain.grouped_attention_backward.default:
+            self.backward += 1
+            return grouped_op._backward._init_fn(*args)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def flash(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "has_flash", lambda *_: True)
+
+
+@pytest.fixture
+def no_flash() -> Iterator[Entered]:
+    with Entered() as mode:
+        yield mode
 
 
 def make_shape(**options: Any) -> ModelConfig:
@@ -39,9 +73,9 @@ def make_shape(**options: Any) -> ModelConfig:
     return ModelConfig.model_validate({**size, **options})
 
 
-def train(model: torch.nn.Module, batch: MicroBatch) -> None:
-    """Forward and backward passes in bf16 on the meta device."""
-    model.to(device="meta", dtype=torch.bfloat16)
+def train(model: torch.nn.Module, batch: MicroBatch, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Forward and backward passes on the meta device."""
+    model.to(device="meta", dtype=dtype)
     losses = model(batch.to(torch.device("meta")))
     terms = [loss for loss in losses if loss is not None and loss.requires_grad]
     assert terms
@@ -49,16 +83,44 @@ def train(model: torch.nn.Module, batch: MicroBatch) -> None:
     assert model.get_parameter("embeddings.word").grad is not None
 
 
+def causal_batch(causal: int) -> MicroBatch:
+    batch = make_batch(LENGTHS, VOCABULARY)
+    if not causal:
+        return batch
+    targets = int((batch.masked_rows >= sum(LENGTHS[:-causal])).sum())
+    return dataclasses.replace(batch, causal=causal, causal_targets=targets)
+
+
+@pytest.mark.usefixtures("flash")
 @pytest.mark.parametrize("causal", [0, 1, len(LENGTHS)])
 @pytest.mark.parametrize("name", SHAPES)
 def test_a_micro_batch_reads_nothing_back(name: str, causal: int) -> None:
-    batch = make_batch(LENGTHS, VOCABULARY)
-    if causal:
-        targets = int((batch.masked_rows >= sum(LENGTHS[:-causal])).sum())
-        batch = dataclasses.replace(batch, causal=causal, causal_targets=targets)
-    train(PretrainingModel(make_shape(**SHAPES[name]), VOCABULARY), batch)
+    train(PretrainingModel(make_shape(**SHAPES[name]), VOCABULARY), causal_batch(causal))
 
 
+@pytest.mark.parametrize("causal", [0, 1, len(LENGTHS)])
+@pytest.mark.parametrize("name", SHAPES_WITHOUT_FLASH)
+def test_a_micro_batch_without_flash_reads_nothing_back(no_flash: Entered, name: str, causal: int) -> None:
+    model = PretrainingModel(make_shape(**SHAPES_WITHOUT_FLASH[name]), VOCABULARY)
+    train(model, causal_batch(causal), torch.float32)
+    assert no_flash.forward == no_flash.backward >= 4
+
+
+def test_groups_are_made_once_for_all_layers(no_flash: Entered) -> None:
+    group_sequences = grouped_op.group_sequences
+    group_sequences.cache_clear()
+    train(PretrainingModel(make_shape(), VOCABULARY), make_batch(LENGTHS, VOCABULARY), torch.float32)
+    assert no_flash.forward == no_flash.backward == 4
+    assert group_sequences.cache_info().misses == 1
+
+
+@pytest.mark.usefixtures("flash")
 def test_replaced_tokens_are_sampled_on_the_device() -> None:
     model = ElectraModel(make_shape(), VOCABULARY, settings=ElectraConfig(generator_width=0.5))
     train(model, make_batch(LENGTHS, VOCABULARY))
+
+
+def test_replaced_tokens_without_flash_are_sampled_on_the_device(no_flash: Entered) -> None:
+    model = ElectraModel(make_shape(), VOCABULARY, settings=ElectraConfig(generator_width=0.5))
+    train(model, make_batch(LENGTHS, VOCABULARY), torch.float32)
+    assert no_flash.forward == no_flash.backward == 8

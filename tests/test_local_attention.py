@@ -22,7 +22,7 @@ HEADS, WIDTH = 3, 8
 
 def layout_of(lengths: tuple[int, ...], rows: Tensor | None = None, bias: Tensor | None = None) -> TokenLayout:
     batch = make_batch(lengths)
-    return TokenLayout(batch.cu_seqlens, max(lengths), rows, batch.token_keys, None, bias)
+    return TokenLayout(batch.cu_seqlens, lengths, rows, batch.token_keys, None, bias)
 
 
 def dense(qkv: Tensor, lengths: tuple[int, ...], window: int, table_NM: Tensor | None) -> Tensor:
@@ -83,8 +83,7 @@ def test_windows_and_biases_equal_a_dense_mask(
 
 def scores(lengths: tuple[int, ...], window: int, rows: Tensor | None = None) -> int:
     """Scores that the grouped operator computes for a head."""
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    groups = _groups(cu_seqlens, rows, 1, window)
+    groups = _groups(lengths, rows, 1, window, torch.device("cpu"))
     return sum(g.queries.number_GL.shape[1] * g.keys.number_GL.numel() for g in groups)
 
 

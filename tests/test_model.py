@@ -125,7 +125,7 @@ def test_attention_equals_its_naive_twin(lengths: tuple[int, ...]) -> None:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     keys = torch.zeros(sum(lengths), dtype=torch.int32)
     probe = torch.randn(sum(lengths), 24)
-    ours, _ = grouped_attention(qkv, bias, TokenLayout(cu_seqlens, max(lengths), None, keys), AttentionOptions(3))
+    ours, _ = grouped_attention(qkv, bias, TokenLayout(cu_seqlens, lengths, None, keys), AttentionOptions(3))
     ours_gradients = torch.autograd.grad((ours * probe).sum(), (qkv, bias))
     theirs = naive_attention(qkv + bias, lengths, 3)
     their_gradients = torch.autograd.grad((theirs * probe).sum(), (qkv, bias))
@@ -144,7 +144,7 @@ def test_attention_for_some_queries_is_a_part_of_all(asked: tuple[int, ...], dro
     probe = torch.randn(len(rows), 24)
     results = []
     for queries in (None, rows):
-        layout = TokenLayout(batch.cu_seqlens, max(lengths), queries, batch.token_keys)
+        layout = TokenLayout(batch.cu_seqlens, lengths, queries, batch.token_keys)
         context, _ = grouped_attention(qkv, bias, layout, AttentionOptions(3, dropout))
         context = context if queries is not None else context[rows]
         results.append((context, *torch.autograd.grad((context * probe).sum(), (qkv, bias))))
@@ -164,7 +164,7 @@ def test_attention_dropout_has_the_right_rate_and_gradient() -> None:
     qkv = torch.randn(54, 3 * 8, dtype=torch.float64, requires_grad=True)
 
     def run(x: Tensor) -> Tensor:
-        layout = TokenLayout(cu_seqlens, max(lengths), None, keys)
+        layout = TokenLayout(cu_seqlens, lengths, None, keys)
         return grouped_attention(x, x.new_zeros(24), layout, AttentionOptions(heads, dropout))[0]
 
     # Values of 1: a row's context is then the sum of its weights, 1 in the mean.
@@ -349,7 +349,7 @@ def test_heads_that_begin_at_neighbours_look_there(size: Literal["mini", "base"]
                 assert there.median() > 0.15, (head, offset)
                 assert there.median() > 5 * mirrored.median(), (head, offset)
             assert number == 2 or statistics.median(firsts) > 0.2
-            hidden_TH = layer(hidden_TH, TokenLayout(batch.cu_seqlens, length, None, batch.token_keys))
+            hidden_TH = layer(hidden_TH, TokenLayout(batch.cu_seqlens, batch.lengths, None, batch.token_keys))
 
 
 def test_a_shape_that_cannot_begin_at_neighbours_is_refused() -> None:
@@ -443,7 +443,7 @@ def test_a_group_of_one_sequence_or_one_query_compiles_nothing_new() -> None:
         hidden = torch.randn(sum(lengths), 32, requires_grad=True)
         asking = None if rows is None else torch.tensor(rows)
         keys = torch.randint(1 << 20, (sum(lengths),), dtype=torch.int32)
-        layout = TokenLayout(cu_seqlens, max(lengths), asking, keys)
+        layout = TokenLayout(cu_seqlens, lengths, asking, keys)
         projection = ProjectionWeights((weight,), (bias,))
         out = [self_attention(hidden, projection, layout, AttentionOptions(4, 0.1, fused)) for fused in (False, True)]
         torch.testing.assert_close(out[1], out[0], rtol=1e-5, atol=1e-5)

@@ -106,7 +106,7 @@ class Encoder(nn.Module):
         """
         # Invariant 1: dropout depends on the sample and the place in the model, never on a generator's state.
         keys_T = batch.token_keys
-        layout = TokenLayout(batch.cu_seqlens, max(batch.lengths), None, keys_T)
+        layout = TokenLayout(batch.cu_seqlens, batch.lengths, None, keys_T)
         if causal:
             begin = sum(batch.lengths[:-causal])
             layout = layout._replace(causal=causal, causal_begin=begin, causal_rows=causal_rows)
@@ -220,8 +220,7 @@ class RelativeEmbeddings(nn.Module):
 
     def forward(self, max_seqlen: int) -> RelativeRows:
         """The rows of the distances between the tokens of the longest sequence."""
-        distances = torch.arange(1 - max_seqlen, max_seqlen, device=self.table.device)
-        row_of = distance_rows(distances, self.shape)
+        row_of = distance_rows(torch.arange(1 - max_seqlen, max_seqlen), self.shape)
         rows_PH = self.table[int(row_of[0]) : int(row_of[-1]) + 1]
         if self.shape.relative_norm:
             rows_PH = apply_norm(rows_PH, norm_weights(self, "norm", self.shape), self.functions)

@@ -80,12 +80,14 @@ def _both_ways(
     number = 0 if rows is None else len(rows) - layout.causal_rows
     first = layout._replace(
         cu_seqlens=layout.cu_seqlens[: -layout.causal],
+        lengths=layout.lengths[: -layout.causal],
         rows=None if rows is None else rows[:number],
         keys=keys[:token],
         rotation=_rotation_of(layout, slice(token)),
     )
     last = layout._replace(
         cu_seqlens=layout.cu_seqlens[-1 - layout.causal :] - token,
+        lengths=layout.lengths[-layout.causal :],
         rows=None if rows is None else rows[number:] - token,
         keys=keys[token:],
         rotation=_rotation_of(layout, slice(token, None)),

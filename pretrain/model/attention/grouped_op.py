@@ -6,7 +6,9 @@ units (sequences, or chunks of them) L tokens and Q queries each, B = G * N; M a
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,7 @@ from pretrain.model.hash_rng import HEADS, hash_bits
 
 # Scores of one batched matmul: 2^20 bf16 entries are 2 MiB, so that they stay in cache from one step to the next.
 SCORES_PER_PIECE = 1 << 20
-_TENSORS = 11  # the first inputs of the operator
+_TENSORS = 10  # the first inputs of the operator
 
 
 def grouped_attention(
@@ -43,17 +45,21 @@ def grouped_attention(
     Returns:
         ([R, H] context, fp32 [R, N] log-sum-exp of each row of scores); the first is differentiable, once.
     """
+    if layout.rows is not None and not layout.rows.is_cpu:
+        # How many queries a sequence has is known to the device only, and to read it would wait for all work queued
+        # there, in each pass. All tokens as queries cost more scores in the last layer, and nothing else.
+        context_TH, lse_TN = grouped_attention(qkv, bias, layout._replace(rows=None), options, tables)
+        return context_TH.index_select(0, layout.rows), lse_TN.index_select(0, layout.rows)
     # An operator takes only tensors and numbers.
     cos, sin, interleaved = layout.rotation or (None, None, False)
-    tensors = layout.cu_seqlens, layout.rows, layout.keys, layout.distance_bias, cos, sin
-    return _forward(qkv, bias, *tensors, *(tables or DistanceTables()), interleaved, *options)
+    tensors = layout.rows, layout.keys, layout.distance_bias, cos, sin
+    return _forward(qkv, bias, *tensors, *(tables or DistanceTables()), layout.lengths, interleaved, *options)
 
 
 @torch.library.custom_op("bertrain::grouped_attention", mutates_args=())
 def _forward(
     qkv: Tensor,
     bias: Tensor | None,
-    cu_seqlens: Tensor,
     rows: Tensor | None,
     keys: Tensor,
     distance_bias: Tensor | None,
@@ -62,6 +68,7 @@ def _forward(
     distance_keys: Tensor | None,
     distance_queries: Tensor | None,
     row_of: Tensor | None,
+    lengths: list[int],
     interleaved: bool,
     heads: int,
     dropout: float,
@@ -76,7 +83,7 @@ def _forward(
     context_RH = qkv.new_empty(queries, qkv.shape[1] // 3)
     lse_RN = qkv.new_empty(queries, heads, dtype=torch.float32)
     between, turn = kernels(fused), _Turn(cos, sin, interleaved)
-    for group in _groups(cu_seqlens, rows, heads, window):
+    for group in _groups(lengths, rows, heads, window, qkv.device):
         q_BQD, k_BLD, v_BLD = _project(between, qkv, bias, group, rows, heads, turn)
         token_GQ = _rows(group, rows)
         terms = GroupTerms(group, token_GQ, heads, window, causal, distance_bias)
@@ -99,7 +106,6 @@ def _backward(
     grad_context: Tensor,
     saved: list[Tensor],
     bias: Tensor | None,
-    cu_seqlens: Tensor,
     rows: Tensor | None,
     keys: Tensor,
     distance_bias: Tensor | None,
@@ -108,6 +114,7 @@ def _backward(
     distance_keys: Tensor | None,
     distance_queries: Tensor | None,
     row_of: Tensor | None,
+    lengths: list[int],
     interleaved: bool,
     heads: int,
     dropout: float,
@@ -128,7 +135,7 @@ def _backward(
     grad_qkv = torch.empty_like(qkv) if rows is None else torch.zeros_like(qkv)
     grad_table_NM = _empty_table(qkv, distance_bias).zero_()
     between, turn = kernels(fused), _Turn(cos, sin, interleaved)
-    for group in _groups(cu_seqlens, rows, heads, window):
+    for group in _groups(lengths, rows, heads, window, qkv.device):
         q_BQD, k_BLD, v_BLD = _project(between, qkv, bias, group, rows, heads, turn)
         numbers = group.queries
         do_BQD, delta_BQ = between.grad_to_heads(grad_context, context, numbers.number_GL, numbers.real_GL, heads)
@@ -159,7 +166,6 @@ def _backward(
 def _(
     qkv: Tensor,
     bias: Tensor | None,
-    cu_seqlens: Tensor,
     rows: Tensor | None,
     keys: Tensor,
     distance_bias: Tensor | None,
@@ -168,6 +174,7 @@ def _(
     distance_keys: Tensor | None,
     distance_queries: Tensor | None,
     row_of: Tensor | None,
+    lengths: list[int],
     interleaved: bool,
     heads: int,
     dropout: float,
@@ -184,7 +191,6 @@ def _(
     grad_context: Tensor,
     saved: list[Tensor],
     bias: Tensor | None,
-    cu_seqlens: Tensor,
     rows: Tensor | None,
     keys: Tensor,
     distance_bias: Tensor | None,
@@ -207,11 +213,11 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 def _gradients(ctx: Any, grad_context: Tensor, _grad_lse: Tensor) -> tuple[Tensor | None, ...]:
     qkv, context, lse, bias, *layout = ctx.saved_tensors
     grad_qkv, *of_tables = _backward(grad_context, [qkv, context, lse], bias, *layout, *ctx.options)
-    tables = layout[3], *layout[6:8]  # biases by distance, keys and queries of distances
+    tables = layout[2], *layout[5:7]  # biases by distance, keys and queries of distances
     grads = [None if x is None else grad.to(x.dtype) for x, grad in zip(tables, of_tables, strict=True)]
     grad_bias = None if bias is None else grad_qkv.sum(0)
-    before, after = (None, None, None), (None, *(None for _ in ctx.options))
-    return grad_qkv, grad_bias, *before, grads[0], None, None, *grads[1:], *after
+    after = (None, *(None for _ in ctx.options))
+    return grad_qkv, grad_bias, None, None, grads[0], None, None, *grads[1:], *after
 
 
 _forward.register_autograd(_gradients, setup_context=_save_for_backward)
@@ -226,13 +232,16 @@ def _empty_table(qkv: Tensor, distance_bias: Tensor | None) -> Tensor:
     return qkv.new_empty((0,) if distance_bias is None else distance_bias.shape, dtype=torch.float32)
 
 
-def _groups(cu_seqlens: Tensor, rows: Tensor | None, heads: int, window: int) -> tuple[SequenceGroup, ...]:
-    boundaries, queries = tuple(cu_seqlens.tolist()), None
+def _groups(
+    lengths: Sequence[int], rows: Tensor | None, heads: int, window: int, device: torch.device
+) -> tuple[SequenceGroup, ...]:
+    """The groups of a micro-batch, made at its first layer; `rows` are on the host."""
+    boundaries, queries = tuple(itertools.accumulate(lengths, initial=0)), None
     if rows is not None:
         begin = cut_into_units(boundaries, window)[0].begin if window else boundaries[:-1]
         starts = torch.tensor([*begin, boundaries[-1]], device=rows.device)
         queries = tuple(query_boundaries(rows, starts).tolist())
-    return group_sequences(boundaries, queries, heads, cu_seqlens.device, window)
+    return group_sequences(boundaries, queries, heads, device, window)
 
 
 def _rows(group: SequenceGroup, rows: Tensor | None) -> Tensor:

@@ -140,7 +140,7 @@ def _pad(begin: np.ndarray, end: np.ndarray, device: torch.device) -> Padded:
     last_G1 = (end_G1 - 1).clamp_min(int(begin[0]))
     number_GL = torch.minimum(begin_G1 + place_L, last_G1)
     place_T = torch.arange(real_GL.numel()).view_as(real_GL)[real_GL]
-    tensors = (x.to(device) for x in (number_GL, real_GL, place_T))
+    tensors = (copied(x, device) for x in (number_GL, real_GL, place_T))
     return Padded(slice(int(begin[0]), int(end[-1])), *tensors)
 
 
@@ -156,4 +156,12 @@ def _places_of_shared_keys(units: Units, length: int, device: torch.device) -> d
         return np.where(has_it, there * length + token_T - units.key_begin[there], -1)
 
     other_T = np.maximum(place(unit_T - 1), place(unit_T + 1))
-    return {"place_T": torch.from_numpy(place(unit_T)).to(device), "other_T": torch.from_numpy(other_T).to(device)}
+    return {
+        name: copied(torch.from_numpy(places), device)
+        for name, places in (("place_T", place(unit_T)), ("other_T", other_T))
+    }
+
+
+def copied(host: Tensor, device: torch.device) -> Tensor:
+    """A tensor of the host on `device`, copied without waiting for the work queued there."""
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)

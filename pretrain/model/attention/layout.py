@@ -15,14 +15,14 @@ class RelativeRows(NamedTuple):
     """The embeddings of distances that a micro-batch reads, for disentangled positions."""
 
     embeddings: Tensor  # [P, H], normalised if the model does that
-    row_of: Tensor  # int64 [2M - 1]: the row of the distances 1 - M to M - 1, query minus key; ascending
+    row_of: Tensor  # int64 [2M - 1] on the host: the row of the distances 1 - M to M - 1, query minus key; ascending
 
 
 class TokenLayout(NamedTuple):
     """The sequences of an unpadded micro-batch of T tokens, and its query positions."""
 
     cu_seqlens: Tensor  # int32 [S + 1], where the sequences begin on the token axis; the first is 0, the last T
-    max_seqlen: int  # length of the longest sequence
+    lengths: tuple[int, ...]  # tokens of each sequence, on the host: to read `cu_seqlens` would wait for a GPU
     rows: Tensor | None  # int64 [R], ascending: the query positions; None if every token is one
     keys: Tensor  # int32 [T], the dropout seed of each token as a query
     rotation: Rotation | None = None  # of queries and keys, [T, K]
@@ -31,6 +31,11 @@ class TokenLayout(NamedTuple):
     causal: int = 0  # sequences, the last ones, in which a query sees no key behind it
     causal_begin: int = 0  # where the first of them begins on the token axis
     causal_rows: int = 0  # how many of `rows` are theirs, the last ones
+
+    @property
+    def max_seqlen(self) -> int:
+        """Length of the longest sequence."""
+        return max(self.lengths)
 
 
 class AttentionOptions(NamedTuple):
