@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pretrain.config import ElectraConfig, ModelConfig
 from pretrain.model.block import BlockFunctions
 from pretrain.model.encoder import Embeddings, Encoder, look_up
-from pretrain.model.fused_cross_entropy import vocabulary_losses
+from pretrain.model.fused_cross_entropy import empty_scores, vocabulary_losses
 from pretrain.model.hash_rng import hash_bits
 from pretrain.model.heads import PretrainingBatch, PretrainingModel
 from pretrain.model.initialisation import create_parameters
@@ -172,7 +172,7 @@ def sample_tokens(
     rows = max(1, _SCORES_AT_ONCE // len(word_VE))
     samples = [keys_K.new_empty(0, dtype=torch.int64)]
     for hidden_CE, uniform_C in zip(hidden_KE.split(rows), uniform_K.split(rows), strict=True):
-        scores_CV = (hidden_CE @ word_VE.T).float()
+        scores_CV = torch.mm(hidden_CE, word_VE.T, out=empty_scores(len(hidden_CE), word_VE)).float()
         if bias_V is not None:
             scores_CV = scores_CV + bias_V.float()
         # The inverse of the distribution function, which needs one random number where Gumbel's noise needs V.

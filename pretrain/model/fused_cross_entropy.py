@@ -5,7 +5,7 @@ Shape letters: K masked tokens, C of them at a time, H hidden width, V vocabular
 The gradient needs the same logits as the loss, so the forward pass computes it from each piece of them at once. For the
 backward pass it keeps the gradients of its inputs ([K, H], [V, H] and [V]) instead of logits [K, V]. That takes three
 matmuls, none done twice, and memory for one piece (the idea of Liger Kernel's fused linear cross-entropy, Hsu et al.
-2024, arXiv:2410.10989, section 3.2).
+2024, arXiv:2410.10989, section 3.2). The gradient replaces the logits where they lie.
 """
 
 from __future__ import annotations
@@ -17,6 +17,22 @@ from torch import Tensor
 
 from pretrain.model.compile import program
 from pretrain.model.cost import LOGITS_PER_PIECE
+
+# Entries that the rows of scores on a GPU begin at multiples of. cuBLAS needs 16 bytes for its fastest kernels (NVIDIA,
+# Matrix Multiplication Background User's Guide, section 4.1), and writes whole cache lines at 128.
+_ROW_ENTRIES = 64
+
+
+def empty_scores(rows: int, word: Tensor) -> Tensor:
+    """[rows, V] for the product of so many hidden states and `word` [V, H], in its dtype and on its device.
+
+    On a GPU there is a gap after each row, if V is no multiple of 64: BERT's 30,522 bf16 columns take 61,044 bytes, no
+    multiple of 16. torch hands the distance of rows to cuBLAS as it is, of an output as of an operand, and copies
+    nothing (aten/src/ATen/native/cuda/cuBlasCommonArgs.h, prepare_matrix_for_cublas). CPUs need no gap.
+    """
+    columns = len(word)
+    gap = 0 if word.is_cpu else -columns % _ROW_ENTRIES
+    return word.new_empty(rows, columns + gap)[:, :columns]
 
 
 def vocabulary_losses(
@@ -95,25 +111,27 @@ class _VocabularyLosses(torch.autograd.Function):
         # Pieces of nearly equal length: a last one of a single row would be compiled for itself.
         pieces = max(1, -(-len(labels) * word.shape[0] // LOGITS_PER_PIECE))
         rows = max(1, -(-len(labels) // pieces))
+        scores = empty_scores(min(rows, len(labels)), word)
+        their_scores = None if soft is None else empty_scores(len(scores), soft.word)
         for first in range(0, max(1, len(labels)), rows):
             piece = slice(first, first + rows)
-            logits_CV, labels_C = hidden[piece] @ word.T, labels[piece]
+            labels_C = labels[piece]
+            logits_CV = torch.mm(hidden[piece], word.T, out=scores[: len(labels_C)])
             compute, more = _losses_and_gradient, (z_weight,) if z_weight else ()
-            if soft is not None:
+            if soft is not None and their_scores is not None:
                 compute = _soft_losses_and_gradient
-                more = soft.hidden[piece] @ soft.word.T, *soft[2:]
+                more = torch.mm(soft.hidden[piece], soft.word.T, out=their_scores[: len(labels_C)]), *soft[2:]
             elif not needs_gradient:
                 totals += program(_losses, fused)(logits_CV, bias, labels_C, *more)
                 continue
-            losses, grad_CV = program(compute, fused)(logits_CV, bias, labels_C, *more)
-            totals += losses
+            totals += program(compute, fused)(logits_CV, bias, labels_C, *more)
             if not needs_gradient:
                 continue
+            grad_CV = logits_CV
             torch.mm(grad_CV, word, out=grad_hidden[piece])
             grad_word = _add(grad_word, grad_CV.T @ hidden[piece])
             if bias is not None:
-                # A column sum as a product with ones: twice as fast on CPU.
-                grad_bias = _add(grad_bias, (grad_CV.new_ones(1, len(grad_CV)) @ grad_CV)[0])
+                grad_bias = _add(grad_bias, _column_sums(grad_CV))
         if grad_word is not None:
             of_bias = None if bias is None or grad_bias is None else grad_bias.to(bias.dtype)
             ctx.save_for_backward(grad_hidden, grad_word.to(word.dtype), of_bias)
@@ -132,16 +150,20 @@ def _add(total: Tensor | None, piece: Tensor) -> Tensor:
     return piece if total is None else total.float().add_(piece)
 
 
+def _column_sums(x_CV: Tensor) -> Tensor:
+    """[V], on a GPU in fp32."""
+    # A product with ones is twice as fast on CPU.
+    return (x_CV.new_ones(1, len(x_CV)) @ x_CV)[0] if x_CV.is_cpu else x_CV.sum(0, dtype=torch.float32)
+
+
 def _losses(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, z_weight: float = 0.0) -> Tensor:
     """fp32 [2] or [3] as `vocabulary_losses` returns; `logits_CV` come without their bias."""
     scores_CV, top_C, log_total_C = _normalise(logits_CV, bias_V)
     return _with_z_loss(_totals(labels_C, scores_CV, top_C, log_total_C), log_total_C, z_weight)
 
 
-def _losses_and_gradient(
-    logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, z_weight: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """(`_losses`, gradient of the first [C, V] in the dtype of the logits)."""
+def _losses_and_gradient(logits_CV: Tensor, bias_V: Tensor | None, labels_C: Tensor, z_weight: float = 0.0) -> Tensor:
+    """`_losses`; the logits become the gradient of the first."""
     scores_CV, top_C, log_total_C = _normalise(logits_CV, bias_V)
     column_V = torch.arange(scores_CV.shape[1], device=scores_CV.device)
     shares_CV = (scores_CV - log_total_C[:, None]).exp()
@@ -149,8 +171,9 @@ def _losses_and_gradient(
         # The logarithm of the denominator has the softmax as its gradient.
         shares_CV = shares_CV * (1 + 2 * z_weight * log_total_C)[:, None]
     grad_CV = shares_CV - (column_V == labels_C[:, None]).float()
-    totals = _totals(labels_C, scores_CV, top_C, log_total_C)
-    return _with_z_loss(totals, log_total_C, z_weight), grad_CV.to(logits_CV.dtype)
+    totals = _with_z_loss(_totals(labels_C, scores_CV, top_C, log_total_C), log_total_C, z_weight)
+    logits_CV.copy_(grad_CV)
+    return totals
 
 
 def _soft_losses_and_gradient(
@@ -162,8 +185,8 @@ def _soft_losses_and_gradient(
     temperature: float,
     soft_weight: float,
     hard_weight: float,
-) -> tuple[Tensor, Tensor]:
-    """(fp32 [4] as `soft_target_losses` returns, gradient of the first [C, V] in the dtype of the logits)."""
+) -> Tensor:
+    """fp32 [4] as `soft_target_losses` returns; the logits become the gradient of the first."""
     scores_CV, top_C, log_total_C = _normalise(logits_CV, bias_V)
     column_V = torch.arange(scores_CV.shape[1], device=scores_CV.device)
     hard_CV = (scores_CV - log_total_C[:, None]).exp() - (column_V == labels_C[:, None]).float()
@@ -175,7 +198,8 @@ def _soft_losses_and_gradient(
     cross_entropy, correct = _totals(labels_C, scores_CV, top_C, log_total_C).unbind()
     weighted = soft_weight * divergence + hard_weight * cross_entropy
     grad_CV = hard_weight * hard_CV + (soft_weight * temperature) * (own_CV.exp() - shares_CV)
-    return torch.stack([weighted, cross_entropy, divergence, correct]), grad_CV.to(logits_CV.dtype)
+    logits_CV.copy_(grad_CV)
+    return torch.stack([weighted, cross_entropy, divergence, correct])
 
 
 def _with_z_loss(totals: Tensor, log_total_C: Tensor, z_weight: float) -> Tensor:
