@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -241,6 +243,32 @@ def test_an_unsuitable_gpu_is_reported_in_one_line(
         return session._check_device(config, device)
     with pytest.raises(MachineError, match=message):
         session._check_device(config, device)
+
+
+@pytest.mark.parametrize("variable", ["", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_segments_of_device_memory_grow_unless_the_user_chose(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    FakeGpu(monkeypatch, (9, 0), [])
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    if variable:
+        monkeypatch.setenv(variable, "max_split_size_mb:64")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    order: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda _: order.append("device"))
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", order.append)
+    monkeypatch.setattr(session, "_resolve_precision", lambda config, *_: config)
+    session.choose_device(run_config(chosen="bf16"), Worker())
+    assert order == ["device"] if variable else ["expandable_segments:True", "device"]
+
+
+def test_torch_takes_the_allocators_settings_while_it_runs() -> None:
+    code = (
+        "import torch; from pretrain.training import session; session._let_segments_grow();"
+        "print(torch._C._accelerator_getAllocatorSettings())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "expandable_segments:True"
 
 
 def test_tf32_is_for_runs_in_fp32_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,8 @@ from pretrain.training.engine import Engine, end_process_group, gather_objects
 from pretrain.training.watchdog import Watchdog
 
 _OTHER_FILES = 256  # that a worker holds open: libraries, shards, logs, connections of collectives
+# With which a user sets up torch's allocator of device memory; it takes either.
+_ALLOCATOR_VARIABLES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 logger = logging.getLogger(__name__)
 
@@ -106,6 +108,7 @@ def choose_device(config: R, worker: Worker) -> tuple[R, torch.device]:
     """
     device = torch.device("cpu")
     if torch.cuda.is_available():
+        _let_segments_grow()
         # In a process that sees only its own GPU, that GPU has the number 0.
         device = torch.device("cuda", worker.local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)
@@ -114,6 +117,17 @@ def choose_device(config: R, worker: Worker) -> tuple[R, torch.device]:
     if precision.allow_tf32(config.engine.precision, device):
         logger.info("matrix products of fp32 use TF32 tensor cores")
     return config, device
+
+
+def _let_segments_grow() -> None:
+    """Let the segments of device memory grow, unless the user has set the allocator up.
+
+    Batches of changing shapes leave gaps in segments of fixed sizes, which count as used. This must come before the
+    first allocation. A variable in the environment would be too late: torch reads it while it is loaded
+    (c10/cuda/CUDACachingAllocator.cpp, BackendStaticInitializer).
+    """
+    if not any(os.environ.get(name) for name in _ALLOCATOR_VARIABLES):
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
 
 
 def _check_device(config: RunConfig, device: torch.device) -> None:
