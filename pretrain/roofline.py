@@ -69,7 +69,9 @@ _SUM_BYTES = 10  # a bf16 gradient that is added to an fp32 sum
 # layers; for each parameter, its gradient that is added to its sum.
 _LAUNCH_SECONDS = 6e-6
 _LAYER_KERNELS, _PLAIN_LAYER_KERNELS, _OTHER_KERNELS, _PARAMETER_KERNELS = 30, 75, 100, 3
-_MUON_KERNELS = 25  # for each matrix: five iterations of three products, and the momentum
+# For each round of matrices of one shape, of 2^24 entries on each worker: five iterations of three products, and copies
+# (tests/launches.py).
+_MUON_KERNELS, _MUON_ENTRIES = 28, 1 << 24
 # nccl-tests reach 0.8 of the links (stas00/ml-engineering, network). Seconds of a small collective, within one machine
 # and between machines: an assumption.
 _NETWORK_SHARE = 0.8
@@ -136,7 +138,7 @@ def step_times(
         products=more * batch.micro_batches * _product_seconds(config, flops.vocabulary, batch, gpu, itemsize) + muon,
         attention=more * batch.micro_batches * _attention_seconds(config, batch, gpu),
         memory=(more * between + updates) / (_MEMORY_SHARE * gpu.memory),
-        launches=_launches(config, batch.micro_batches) * _LAUNCH_SECONDS,
+        launches=_launches(config, batch.micro_batches, workers) * _LAUNCH_SECONDS,
         network=_network_seconds(config, parameters * itemsize, batch.micro_batches, gpu, workers),
         loader=_loader_seconds(batch, workers),
     )
@@ -223,13 +225,16 @@ def _memory_bytes(config: PretrainConfig, vocabulary: int, batch: _Batch, itemsi
     return _TRAFFIC * kept + _LOGITS_TRAFFIC * itemsize * batch.masked * vocabulary
 
 
-def _launches(config: PretrainConfig, micro_batches: int) -> float:
+def _launches(config: PretrainConfig, micro_batches: int, workers: int) -> float:
     """Kernels that the host starts in a step."""
     model = config.model
     layer = _LAYER_KERNELS if config.engine.compile else _PLAIN_LAYER_KERNELS
     parameters = sum(len(layer_parameters(model, number)) for number in range(model.layers))
     of_micro_batch = model.depth * layer + _PARAMETER_KERNELS * parameters + _OTHER_KERNELS
-    muon = _MUON_KERNELS * len(cost.hidden_matrices(model)) if config.optimizer.name == "muon" else 0
+    muon = 0
+    if config.optimizer.name == "muon":
+        entries = sum(math.prod(parameter.shape) for parameter in cost.hidden_matrices(model))
+        muon = _MUON_KERNELS * math.ceil(entries / (_MUON_ENTRIES * workers))
     return micro_batches * of_micro_batch + muon
 
 

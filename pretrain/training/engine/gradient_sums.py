@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pretrain.model.encoder import Embeddings
 from pretrain.training.engine import deepspeed_patches
-from pretrain.training.optim import square_sum
+from pretrain.training.optim import square_sums
 
 # Size of the gradient pieces sent between workers. Larger ones save no time and are copied three times in the process.
 BUCKET_ENTRIES = 10_000_000
@@ -149,7 +149,7 @@ def norm_over_workers(wrapper: Any, sum_over_workers: Callable[[Tensor], Tensor]
     """
 
     def norm() -> Tensor:
-        squares = torch.stack([square_sum(gradient) for gradient in deepspeed_patches.gradients_of_zero(wrapper)])
+        squares = square_sums(list(deepspeed_patches.gradients_of_zero(wrapper)))
         return sum_over_workers(squares.sum()).sqrt()
 
     return norm

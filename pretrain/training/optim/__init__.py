@@ -11,6 +11,7 @@ from pretrain.training.optim.tensorwise import (
     cut_segments,
     number_tensors,
     square_sum,
+    square_sums,
 )
 
 __all__ = [
@@ -26,4 +27,5 @@ __all__ = [
     "number_tensors",
     "parameter_groups",
     "square_sum",
+    "square_sums",
 ]

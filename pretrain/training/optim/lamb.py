@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from pretrain.training.optim.tensorwise import Segment, TensorwiseOptimizer, square_sum
+from pretrain.training.optim.tensorwise import (
+    Piece,
+    Segment,
+    TensorwiseOptimizer,
+    advance_moments,
+    divide_means,
+    lists,
+    square_sums,
+    together,
+)
 
 
 class Lamb(TensorwiseOptimizer):
@@ -46,59 +54,50 @@ class Lamb(TensorwiseOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        adapted: list[tuple[float, Tensor, Tensor, int]] = []  # rate, weights, update, tensor id
+        adapted: list[tuple[float, list[Piece]]] = []  # with their rates
         count = self._tensor_count
         for group in self.param_groups:
             if not group["layer_adaptation"]:
-                for parameter in group["params"]:
-                    if parameter.grad is not None:
-                        update = self._update(group, parameter, (Segment(0, parameter.numel(), -1),))
-                        parameter.view(-1).add_(update, alpha=-group["lr"])
+                whole = ((p, (Segment(0, p.numel(), -1),)) for p in group["params"])
+                pieces = self._begin(group, whole)
+                _update(group, pieces)
+                if pieces:
+                    weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
+                    lists._foreach_add_(weights, updates, alpha=-group["lr"])
                 continue
-            for parameter, pieces in self._pieces(group, count):
-                count = max([count, *(piece.tensor_id + 1 for piece in pieces)])
-                if parameter.grad is None:
-                    continue
-                weights, update = parameter.view(-1), self._update(group, parameter, pieces)
-                for start, stop, tensor_id, _ in pieces:
-                    adapted.append((group["lr"], weights[start:stop], update[start:stop], tensor_id))
+            parts = list(self._pieces(group, count))
+            count = max([count, *(segment.tensor_id + 1 for _, segments in parts for segment in segments)])
+            pieces = self._begin(group, parts)
+            _update(group, pieces)
+            if pieces:
+                adapted.append((group["lr"], pieces))
         if any(group["layer_adaptation"] for group in self.param_groups):
             self._apply_adapted(adapted, count)
         return loss
 
-    def _apply_adapted(self, adapted: list[tuple[float, Tensor, Tensor, int]], count: int) -> None:
+    def _apply_adapted(self, adapted: list[tuple[float, list[Piece]]], count: int) -> None:
         """Step each piece at its tensor's trust ratio; every worker calls this, even without a piece."""
         squares = self._zeros(count)
-        for _, weights, update, tensor_id in adapted:
-            squares[0, tensor_id] += square_sum(weights)
-            squares[1, tensor_id] += square_sum(update)
+        for _, pieces in adapted:
+            index, _ = self._ids_and_sizes(pieces)
+            squares[0].index_add_(0, index, square_sums([piece.weights for piece in pieces]))
+            squares[1].index_add_(0, index, square_sums([piece.gradient for piece in pieces]))
         self._reduce(squares.view(-1))
         weight_norms, update_norms = squares.sqrt()
         measurable = (weight_norms > 0) & (update_norms > 0)
         ratios = torch.where(measurable, weight_norms / update_norms, 1.0).to(torch.float32)
-        for rate, weights, update, tensor_id in adapted:
-            weights.addcmul_(update, ratios[tensor_id], value=-rate)
+        for rate, pieces in adapted:
+            # A kernel for each piece: a list of factors on the device has no faster one.
+            own = ratios[self._ids_and_sizes(pieces)[0]].unbind()
+            weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
+            lists._foreach_addcmul_(weights, updates, own, value=-rate)
 
-    def _update(self, group: dict[str, Any], parameter: Tensor, pieces: Sequence[Segment]) -> Tensor:
-        """Advance the moments of `parameter` and turn its gradient into the update, flat [numel]."""
-        state = self._moments(parameter)
-        # The count stays on its device: to read it would wait for all work queued there.
-        step, (beta1, beta2) = state["step"].double(), group["betas"]
-        correction1, correction2 = 1 - beta1**step, 1 - beta2**step
-        gradient = parameter.grad
-        assert gradient is not None
-        flat = (
-            gradient.view(-1),
-            parameter.view(-1),
-            state["exp_avg"].view(-1),
-            state["exp_avg_sq"].view(-1),
-        )
-        for start, stop, *_ in pieces:  # piece by piece: the temporaries stay small
-            grad, weights, mean, square = (whole[start:stop] for whole in flat)
-            mean.lerp_(grad, 1 - beta1)
-            square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            denominator = (square / correction2).sqrt_().add_(group["eps"])
-            torch.div(mean, denominator.mul_(correction1), out=grad)
-            if group["weight_decay"]:
-                grad.add_(weights, alpha=group["weight_decay"])
-        return flat[0]
+
+def _update(group: dict[str, Any], pieces: list[Piece]) -> None:
+    """Advance the moments of some pieces and turn their gradients into the update."""
+    for run in together([piece.weights for piece in pieces]):
+        some = pieces[run]
+        divide_means(group, some, advance_moments(group, some))
+        if group["weight_decay"]:
+            gradients, weights = [piece.gradient for piece in some], [piece.weights for piece in some]
+            lists._foreach_add_(gradients, weights, alpha=group["weight_decay"])

@@ -6,6 +6,7 @@ stacked projections together, and takes its momentum out of the optimizer's stat
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -16,14 +17,14 @@ from torch.optim.adamw import adamw
 
 from pretrain.model.parameters import is_hidden_matrix
 from pretrain.training.optim.matrix_rounds import Alone, MatrixPiece, Round, Shape, Workers, plan_rounds
-from pretrain.training.optim.tensorwise import Segment, cut_segments, number_tensors
+from pretrain.training.optim.tensorwise import Segment, cut_segments, in_lists, lists, number_tensors, together
 
 # Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/: the quintic with the steepest slope at zero.
 _QUINTIC, _STEPS = (3.4445, -4.7750, 2.0315), 5
 _RMS = 0.2  # of AdamW's updates, Liu et al. 2025 section 2.2
 # Li et al. 2025, NorMuon: decay rate of the rows' second moments, and what is added to their root.
 _ROW_DECAY, _ROW_EPSILON = 0.95, 1e-8
-_CHUNK = 1 << 22  # entries that cautious decay looks at together
+_CHUNK = 1 << 22  # entries of which cautious decay makes a temporary on a CPU
 
 
 def matrix_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[int, Shape]:
@@ -40,15 +41,18 @@ def matrix_shapes(shapes: Mapping[str, Sequence[int]]) -> dict[int, Shape]:
 def orthogonalise(update_RC: Tensor) -> Tensor:
     """The nearest orthogonal matrix, roughly: singular values become 0.7 to 1.2 (Newton-Schulz iteration).
 
-    Computed in the type of `update_RC`. The scale of the matrix does not matter; zeros stay zeros.
+    Computed in the type of `update_RC`, which is one matrix or several, [..., R, C]. The scale of a matrix does not
+    matter; zeros stay zeros.
     """
-    rows, columns = update_RC.shape
+    rows, columns = update_RC.shape[-2:]
     x = update_RC.mT if rows > columns else update_RC
-    x = x / torch.linalg.vector_norm(x, dtype=torch.float32).clamp(min=1e-30).to(x.dtype)
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    x = x / norm.clamp(min=1e-30).to(x.dtype)
     a, b, c = _QUINTIC
+    add_product = torch.addmm if x.dim() == 2 else torch.baddbmm
     for _ in range(_STEPS):
         gram = x @ x.mT
-        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+        x = add_product(x, add_product(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if rows > columns else x
 
 
@@ -59,14 +63,14 @@ def normalise_rows(update_RC: Tensor, moment_R: Tensor) -> Tensor:
     an orthogonal matrix, sqrt(min(R, C)).
 
     Args:
-        update_RC: an orthogonalised update, of any floating-point type.
-        moment_R: fp32, running mean of each row's mean square; advanced in place.
+        update_RC: an orthogonalised update, of any floating-point type; or several, [..., R, C].
+        moment_R: fp32, running mean of each row's mean square; advanced in place. [..., R] for several.
     """
     update = update_RC.float()
-    moment_R.lerp_(update.square().mean(1), 1 - _ROW_DECAY)
-    scaled = update / (moment_R.sqrt() + _ROW_EPSILON)[:, None]
-    norm = torch.linalg.vector_norm(scaled).clamp(min=1e-30)
-    return (scaled * (math.sqrt(min(update.shape)) / norm)).to(update_RC.dtype)
+    moment_R.lerp_(update.square().mean(-1), 1 - _ROW_DECAY)
+    scaled = update / (moment_R.sqrt() + _ROW_EPSILON)[..., None]
+    norm = torch.linalg.vector_norm(scaled, dim=(-2, -1), keepdim=True).clamp(min=1e-30)
+    return (scaled * (math.sqrt(min(update.shape[-2:])) / norm)).to(update_RC.dtype)
 
 
 class Muon(torch.optim.Optimizer):
@@ -166,9 +170,8 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             present = [parameter for parameter in group["params"] if parameter.grad is not None]
             if group["orthogonal"]:
-                for parameter in present:
-                    self._blend(group, parameter)
-                    rates[parameter] = _Rate(group["lr"], group["lr"] * group["weight_decay"])
+                self._blend(group, present)
+                rates |= dict.fromkeys(present, _Rate(group["lr"], group["lr"] * group["weight_decay"]))
             elif present:
                 self._adamw(group, present)
         if rates:
@@ -186,23 +189,26 @@ class Muon(torch.optim.Optimizer):
         segments = {p: cut_segments(ids[name], p.numel(), 0, p.numel(), 0) for name, p in named.items()}
         self.set_shards(segments, matrix_shapes({name: p.shape for name, p in named.items()}), Alone())
 
-    def _blend(self, group: dict[str, Any], parameter: Tensor) -> None:
-        """Advance the momentum and turn the gradient into Nesterov's; decay the weights, unless the update decides."""
-        state, gradient = self._state(parameter, "exp_avg"), parameter.grad
-        assert gradient is not None
-        state["step"] += 1
-        state["exp_avg"].lerp_(gradient, 1 - group["momentum"])
-        gradient.lerp_(state["exp_avg"], group["momentum"])
+    def _blend(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
+        """Advance momenta and turn gradients into Nesterov's; decay the weights, unless the update decides."""
+        if not parameters:
+            return
+        states = [self._state(parameter, "exp_avg") for parameter in parameters]
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        momenta = [state["exp_avg"] for state in states]
+        lists._foreach_add_([state["step"] for state in states], 1)
+        lists._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
+        lists._foreach_lerp_(gradients, momenta, group["momentum"])
         if not self._cautious:
-            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            lists._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
 
     def _adamw(self, group: dict[str, Any], parameters: list[Tensor]) -> None:
         """torch's fused AdamW, whose decay comes before the update, as the cautious one here."""
         states = [self._state(parameter, "exp_avg", "exp_avg_sq") for parameter in parameters]
         beta1, beta2 = group["betas"]
         if self._cautious:
-            for parameter, state in zip(parameters, states, strict=True):
-                _decay_by_momentum(parameter, state["exp_avg"], beta1, group["lr"] * group["weight_decay"])
+            momenta = [state["exp_avg"] for state in states]
+            _decay_by_momentum(parameters, momenta, beta1, group["lr"] * group["weight_decay"])
         adamw(
             parameters,
             [parameter.grad for parameter in parameters if parameter.grad is not None],
@@ -238,41 +244,75 @@ class Muon(torch.optim.Optimizer):
             self._planned |= {piece.tensor_id: False for of_rank in held for piece in of_rank}
             self._planned |= {tensor_id: True for part in self._rounds[key] for tensor_id in part.owned}
         for part in self._rounds[key]:
-            for piece, update in self._exchange(part, flats):
-                rows, columns = self._shapes[piece.tensor_id]
-                rate, decay = rates[flats[piece.flat]]
-                weights = flats[piece.flat].view(-1)[piece.start : piece.start + piece.numel]
-                if self._cautious:
-                    _decay_where_aligned(weights, update, decay)
-                weights.add_(update.to(weights), alpha=-rate * _RMS * math.sqrt(max(rows, columns)))
+            self._apply(_joined(part.taken), self._exchange(part, flats), flats, rates)
 
-    def _exchange(self, part: Round, flats: Mapping[int, Tensor]) -> list[tuple[MatrixPiece, Tensor]]:
-        """The orthogonalised updates of this worker's pieces, 1-D."""
-        sent = []
-        for piece in _joined(part.sent):
-            gradient = flats[piece.flat].grad
-            assert gradient is not None
-            sent.append(gradient.view(-1)[piece.start : piece.start + piece.numel])
-        gathered = self._send(sent, part.sent, part.gathered, next(iter(flats.values())))
-        whole = {i: gathered.new_empty(rows * columns) for i, (rows, columns) in part.owned.items()}
-        for piece, values in _cut(gathered, part.gathered):
-            whole[piece.tensor_id][piece.first : piece.first + piece.numel] = values
-        done = {i: self._update(i, whole[i].view(shape)).reshape(-1) for i, shape in part.owned.items()}
-        back = [done[piece.tensor_id][piece.first : piece.first + piece.numel] for piece in _joined(part.returned)]
-        return _cut(self._send(back, part.returned, part.taken, gathered), part.taken)
+    def _apply(
+        self, taken: list[MatrixPiece], updates: Tensor, flats: Mapping[int, Tensor], rates: Mapping[Tensor, _Rate]
+    ) -> None:
+        """Step the weights of these pieces, whose fp32 updates lie end to end."""
+        weights = _views(taken, flats)
+        by_size: dict[tuple[float, float], list[int]] = {}  # numbers of the pieces, by size of the update and decay
+        for number, piece in enumerate(taken):
+            rate, decay = rates[flats[piece.flat]]
+            size = rate * _RMS * math.sqrt(max(self._shapes[piece.tensor_id]))
+            by_size.setdefault((size, decay), []).append(number)
+        cut = updates.split([piece.numel for piece in taken])
+        for (size, decay), numbers in by_size.items():
+            their_weights, their_updates = ([values[number] for number in numbers] for values in (weights, cut))
+            if self._cautious:
+                _decay_where_aligned(their_weights, their_updates, decay)
+            lists._foreach_add_(their_weights, their_updates, alpha=-size)
 
-    def _update(self, tensor_id: int, momentum_RC: Tensor) -> Tensor:
-        """The update of one whole matrix, up to the rate: as large as an orthogonal one."""
-        update_RC = orthogonalise(momentum_RC)
-        return normalise_rows(update_RC, self._row_moments[tensor_id]) if self._normalised else update_RC
+    def _exchange(self, part: Round, flats: Mapping[int, Tensor]) -> Tensor:
+        """The orthogonalised updates of this worker's pieces, fp32, end to end."""
+        gradients = {number: flat.grad for number, flat in flats.items() if flat.grad is not None}
+        like = next(iter(flats.values()))
+        sent = _views(_joined(part.sent), gradients)
+        gathered = self._send(sent, part.sent, part.gathered, like)
+        pieces = _joined(part.gathered)
+        *starts, entries = itertools.accumulate(map(math.prod, part.owned.values()), initial=0)
+        starts = dict(zip(part.owned, starts, strict=True))
+        whole = gathered.new_empty(entries)
+        _copy(_within(whole, pieces, starts), gathered.split([piece.numel for piece in pieces]))
+        self._orthogonalise(part, whole)
+        returned = _within(whole, _joined(part.returned), starts)
+        return self._send(returned, part.returned, part.taken, like).float()
+
+    def _orthogonalise(self, part: Round, whole: Tensor) -> None:
+        """Replace the owned matrices, which lie end to end, by their updates up to the rate.
+
+        On a GPU those of one shape together, so that their number of kernels does not matter. Five temporaries take as
+        much memory as the matrices: 32 MB each in bf16 (`ROUND_ENTRIES`), or as one matrix takes if that is more.
+        """
+        begin, many = 0, in_lists(whole)
+        for shape, run in itertools.groupby(part.owned.items(), key=lambda owned: owned[1]):
+            ids = [tensor_id for tensor_id, _ in run]
+            for some in [ids] if many else [[i] for i in ids]:
+                end = begin + len(some) * math.prod(shape)
+                matrices = whole[begin:end].view((-1, *shape) if many else shape)
+                matrices.copy_(self._update(some, matrices))
+                begin = end
+
+    def _update(self, ids: list[int], momenta_RC: Tensor) -> Tensor:
+        """The updates of whole matrices [R, C] or [..., R, C], up to the rate: as large as orthogonal ones."""
+        updates_RC = orthogonalise(momenta_RC)
+        if not self._normalised:
+            return updates_RC
+        own = [self._row_moments[tensor_id] for tensor_id in ids]
+        if momenta_RC.dim() == 2:
+            return normalise_rows(updates_RC, own[0])
+        moments_NR = torch.stack(own)
+        updates_RC = normalise_rows(updates_RC, moments_NR)
+        lists._foreach_copy_(own, moments_NR.unbind())
+        return updates_RC
 
     def _send(
-        self, values: list[Tensor], sent: list[list[MatrixPiece]], received: list[list[MatrixPiece]], like: Tensor
+        self, values: Sequence[Tensor], sent: list[list[MatrixPiece]], received: list[list[MatrixPiece]], like: Tensor
     ) -> Tensor:
         """`values`, which are the pieces `sent`, sent; those received, 1-D, in the type of the computation."""
-        dtype = torch.bfloat16 if like.is_cuda else torch.float32
-        values = values or [like.new_empty(0)]
-        joined = torch.cat([value.to(dtype) for value in values])
+        dtype = torch.float32 if like.is_cpu else torch.bfloat16
+        joined = like.new_empty(sum(value.numel() for value in values), dtype=dtype)
+        _copy(joined.split([value.numel() for value in values]), values)
         return self._workers.all_to_all(joined, *([sum(p.numel for p in of) for of in by] for by in (sent, received)))
 
 
@@ -283,26 +323,46 @@ class _Rate(NamedTuple):
     decay: float  # share of the weights that decay takes
 
 
-def _decay_where_aligned(weights: Tensor, update: Tensor, share: float) -> None:
+def _decay_where_aligned(weights: Sequence[Tensor], updates: Sequence[Tensor], share: float) -> None:
     """Take `share` off the weights whose update, which is subtracted, makes them smaller (or does not change them)."""
-    weights.mul_(1 - share * (update.to(weights) * weights >= 0))
+    kept = lists._foreach_mul(updates, weights)
+    # 0 for a negative product, else 1: its sign plus 1, but at most 1.
+    lists._foreach_sign_(kept)
+    lists._foreach_add_(kept, 1)
+    lists._foreach_clamp_max_(kept, 1)
+    lists._foreach_mul_(kept, -share)
+    lists._foreach_add_(kept, 1)
+    lists._foreach_mul_(weights, kept)
 
 
-def _decay_by_momentum(parameter: Tensor, momentum: Tensor, beta1: float, share: float) -> None:
+def _decay_by_momentum(parameters: Sequence[Tensor], momenta: Sequence[Tensor], beta1: float, share: float) -> None:
     """`_decay_where_aligned` before AdamW's step: its update has the sign of the momentum that the step will have."""
-    gradient = parameter.grad
-    assert gradient is not None
-    if share:
-        parts = (x.view(-1).split(_CHUNK) for x in (parameter, momentum, gradient))
-        for weights, mean, grad in zip(*parts, strict=True):
-            _decay_where_aligned(weights, mean.lerp(grad, 1 - beta1), share)
+    if not share:
+        return
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    weights, means, new = (
+        [part for x in tensors for part in x.view(-1).split(_CHUNK)] for tensors in (parameters, momenta, gradients)
+    )
+    for run in together(weights):
+        _decay_where_aligned(weights[run], lists._foreach_lerp(means[run], new[run], 1 - beta1), share)
+
+
+def _views(pieces: Sequence[MatrixPiece], flats: Mapping[int, Tensor]) -> list[Tensor]:
+    """The entries of the pieces in flat tensors, by the numbers of those."""
+    flat = {number: x.view(-1) for number, x in flats.items()}
+    return [flat[piece.flat][piece.start : piece.start + piece.numel] for piece in pieces]
+
+
+def _within(whole: Tensor, pieces: Sequence[MatrixPiece], starts: Mapping[int, int]) -> list[Tensor]:
+    """The entries of the pieces in `whole`, where each matrix begins at its start."""
+    begins = [starts[piece.tensor_id] + piece.first for piece in pieces]
+    return [whole[begin : begin + piece.numel] for begin, piece in zip(begins, pieces, strict=True)]
+
+
+def _copy(destinations: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    if destinations:
+        lists._foreach_copy_(destinations, sources)
 
 
 def _joined(by_worker: list[list[MatrixPiece]]) -> list[MatrixPiece]:
     return [piece for pieces in by_worker for piece in pieces]
-
-
-def _cut(values: Tensor, by_worker: list[list[MatrixPiece]]) -> list[tuple[MatrixPiece, Tensor]]:
-    """The entries of each piece in 1-D `values`, where they lie end to end."""
-    pieces = _joined(by_worker)
-    return list(zip(pieces, values.split([piece.numel for piece in pieces]), strict=True))

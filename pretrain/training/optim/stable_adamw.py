@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from pretrain.training.optim.tensorwise import Segment, TensorwiseOptimizer
-
-
-class _Piece(NamedTuple):
-    """A piece of a tensor whose update is computed."""
-
-    group: dict[str, Any]
-    weights: Tensor
-    update: Tensor
-    tensor_id: int
+from pretrain.training.optim.tensorwise import (
+    Piece,
+    TensorwiseOptimizer,
+    advance_moments,
+    divide_means,
+    in_lists,
+    lists,
+    together,
+)
 
 
 class StableAdamW(TensorwiseOptimizer):
@@ -48,40 +47,43 @@ class StableAdamW(TensorwiseOptimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        found: list[tuple[_Piece, Tensor]] = []  # with the sum of the squared ratios
+        stepped: list[tuple[dict[str, Any], list[Piece], Tensor]] = []  # with the sums of the squared ratios
         count = self._tensor_count
         for group in self.param_groups:
-            for parameter, pieces in self._pieces(group, count):
-                count = max([count, *(piece.tensor_id + 1 for piece in pieces)])
-                if parameter.grad is not None:
-                    found += self._updates(group, parameter, list(pieces))
+            parts = list(self._pieces(group, count))
+            count = max([count, *(segment.tensor_id + 1 for _, segments in parts for segment in segments)])
+            pieces = self._begin(group, parts)
+            if pieces:
+                runs = together([piece.weights for piece in pieces])
+                ratios = [_update(group, pieces[run]) for run in runs]
+                stepped.append((group, pieces, torch.cat(ratios)))
         sums = self._zeros(count)
-        for piece, square_ratios in found:
-            sums[0, piece.tensor_id] += square_ratios
-            sums[1, piece.tensor_id] += piece.update.numel()
+        for _, pieces, square_ratios in stepped:
+            index, sizes = self._ids_and_sizes(pieces)
+            sums[0].index_add_(0, index, square_ratios)
+            sums[1].index_add_(0, index, sizes)
         self._reduce(sums.view(-1))
         shares = (sums[0] / sums[1].clamp(min=1)).sqrt().clamp(min=1).reciprocal()
-        for (group, weights, update, tensor_id), _ in found:
-            share = shares[tensor_id].to(torch.float32)
-            weights.mul_(1 - share * (group["lr"] * group["weight_decay"]))
-            weights.addcmul_(update, share, value=-group["lr"])
+        for group, pieces, _ in stepped:
+            own = shares[self._ids_and_sizes(pieces)[0]].to(torch.float32)
+            kept = 1 - own * (group["lr"] * group["weight_decay"])
+            weights, updates = [piece.weights for piece in pieces], [piece.gradient for piece in pieces]
+            # Two kernels for each piece: a list of factors on the device has no faster one.
+            lists._foreach_mul_(weights, kept.unbind())
+            lists._foreach_addcmul_(weights, updates, own.unbind(), value=-group["lr"])
         return loss
 
-    def _updates(self, group: dict[str, Any], parameter: Tensor, pieces: list[Segment]) -> list[tuple[_Piece, Tensor]]:
-        """Advance the moments and turn the gradient into Adam's update; the sum of the squared ratios of each piece."""
-        state = self._moments(parameter)
-        step, (beta1, beta2) = state["step"].double(), group["betas"]
-        correction1, correction2 = 1 - beta1**step, 1 - beta2**step
-        gradient = parameter.grad
-        assert gradient is not None
-        flat = (parameter.view(-1), gradient.view(-1), state["exp_avg"].view(-1), state["exp_avg_sq"].view(-1))
-        found = []
-        for start, stop, tensor_id, _ in pieces:
-            weights, grad, mean, square = (whole[start:stop] for whole in flat)
-            mean.lerp_(grad, 1 - beta1)
-            square.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
-            corrected = square / correction2
-            ratios = grad.square_().div_(corrected.clamp(min=group["eps"] ** 2)).sum(dtype=torch.float64)
-            torch.div(mean, corrected.sqrt_().add_(group["eps"]).mul_(correction1), out=grad)
-            found.append((_Piece(group, weights, grad, tensor_id), ratios))
-        return found
+
+def _update(group: dict[str, Any], run: list[Piece]) -> Tensor:
+    """Advance the moments and turn the gradients into Adam's updates; fp64, the sum of the squared ratios of each."""
+    corrected = advance_moments(group, run)
+    ratios = [piece.gradient for piece in run]
+    lists._foreach_mul_(ratios, ratios)
+    lists._foreach_div_(ratios, lists._foreach_clamp_min(corrected, group["eps"] ** 2))
+    if not in_lists(ratios[0]):
+        sums = [ratio.sum(dtype=torch.float64) for ratio in ratios]
+    else:  # ratios are not negative: their norm of order 1 is their sum
+        sums = lists._foreach_norm(ratios, 1, dtype=torch.float64)
+    found = torch.stack(list(sums))
+    divide_means(group, run, corrected)
+    return found

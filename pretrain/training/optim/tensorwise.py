@@ -2,6 +2,9 @@
 
 ZeRO hands an optimizer flat shards. So these optimizers take a table of which piece belongs to which tensor, add up
 their numbers by tensor, and sum them over the workers before they step.
+
+On a GPU an operation takes many pieces at a time (`torch._foreach_*`): BERT-Large has nearly 500 tensors, and to launch
+a dozen kernels for each takes longer than to run them.
 """
 
 from __future__ import annotations
@@ -14,9 +17,14 @@ from torch import Tensor
 
 from pretrain.model.parameters import stacked_parts
 
+lists: Any = torch  # for `torch._foreach_*`, which its type stubs do not export
+
 # torch sums a norm in fp32: over the 31 M entries of BERT-Large's word embeddings that is 1.1e-3 off
 # (measured, torch 2.13 CPU). Norms of rows this long are exact to 1e-7; their squares are added in fp64.
 _NORM_ROW = 1 << 16
+# Entries that one operation steps on a GPU: each temporary takes up to 128 MB. On a CPU, where nothing is launched, it
+# is one piece at a time: what is read again is still in the cache.
+_ENTRIES_AT_ONCE = 1 << 25
 
 
 class Segment(NamedTuple):
@@ -26,6 +34,18 @@ class Segment(NamedTuple):
     stop: int
     tensor_id: int
     first: int = 0
+
+
+class Piece(NamedTuple):
+    """Entries of a tensor as a step sees them: 1-D views, and the corrections of the bias of its moments."""
+
+    tensor_id: int
+    correction1: Tensor  # fp32 scalars; the pieces of a parameter share them
+    correction2: Tensor
+    weights: Tensor
+    gradient: Tensor
+    mean: Tensor
+    square: Tensor
 
 
 def number_tensors(names: Iterable[str]) -> dict[str, range]:
@@ -57,6 +77,41 @@ def cut_segments(ids: range, numel: int, first: int, last: int, at: int) -> list
     return segments
 
 
+def cut(flat: Tensor, segments: Sequence[Segment]) -> list[Tensor]:
+    """Views of the segments of a flat tensor, which are in ascending order."""
+    sizes, places, end = [], [], 0
+    for start, stop, *_ in segments:
+        if start > end:
+            sizes.append(start - end)
+        places.append(len(sizes))
+        sizes.append(stop - start)
+        end = stop
+    parts = flat.view(-1).split([*sizes, flat.numel() - end])
+    return [parts[place] for place in places]
+
+
+def in_lists(tensor: Tensor) -> bool:
+    """Whether an operation takes many tensors where this one is: on a GPU, where each kernel has to be launched."""
+    return not tensor.is_cpu
+
+
+def together(tensors: Sequence[Tensor]) -> Iterator[slice]:
+    """Slices of `tensors`: those that one operation takes, which makes temporaries of their size."""
+    begin, entries = 0, 0
+    for number, tensor in enumerate(tensors):
+        if number > begin and (not in_lists(tensor) or entries + tensor.numel() > _ENTRIES_AT_ONCE):
+            yield slice(begin, number)
+            begin, entries = number, 0
+        entries += tensor.numel()
+    if tensors:
+        yield slice(begin, len(tensors))
+
+
+def common(scalars: Sequence[Tensor]) -> Any:
+    """The one tensor that they all are, which operations on many pieces take fastest; else the list of them."""
+    return scalars[0] if all(scalar is scalars[0] for scalar in scalars) else list(scalars)
+
+
 class TensorwiseOptimizer(torch.optim.Optimizer):
     """An optimizer whose step depends on whole tensors.
 
@@ -68,6 +123,7 @@ class TensorwiseOptimizer(torch.optim.Optimizer):
         self._segments: dict[Tensor, Sequence[Segment]] | None = None
         self._tensor_count = 0
         self._reduce: Callable[[Tensor], Any] = lambda norms: None
+        self._numbers: dict[tuple[tuple[int, int], ...], tuple[Tensor, Tensor]] = {}  # what `_ids_and_sizes` returned
 
     def set_segments(
         self,
@@ -91,6 +147,7 @@ class TensorwiseOptimizer(torch.optim.Optimizer):
                     raise ValueError(f"{piece} does not fit: shard of {flat.numel()}, {tensor_count} tensors")
                 end = piece.stop
         self._segments, self._tensor_count, self._reduce = dict(segments), tensor_count, reduce
+        self._numbers.clear()
 
     def _pieces(self, group: dict[str, Any], count: int) -> Iterator[tuple[Tensor, Sequence[Segment]]]:
         """The group's parameters with their pieces; whole tensors are numbered from `count` on."""
@@ -108,20 +165,77 @@ class TensorwiseOptimizer(torch.optim.Optimizer):
             count = ids.stop
             yield parameter, cut_segments(ids, parameter.numel(), 0, parameter.numel(), 0)
 
+    def _begin(self, group: dict[str, Any], parts: Iterable[tuple[Tensor, Sequence[Segment]]]) -> list[Piece]:
+        """The pieces of those parameters that have a gradient; their counts of steps are increased."""
+        present = [(parameter, segments) for parameter, segments in parts if parameter.grad is not None]
+        if not present:
+            return []
+        states = [self._moments(parameter) for parameter, _ in present]
+        counts, (beta1, beta2) = [state["step"] for state in states], group["betas"]
+        lists._foreach_add_(counts, 1)
+        # The counts stay on their device: to read them would wait for all work queued there.
+        steps = torch.stack(counts).double()
+        corrections = zip((1 - beta1**steps).float().unbind(), (1 - beta2**steps).float().unbind(), strict=True)
+        pieces: list[Piece] = []
+        for (parameter, segments), state, both in zip(present, states, corrections, strict=True):
+            assert parameter.grad is not None
+            views = (cut(x, segments) for x in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]))
+            pieces += [
+                Piece(segment.tensor_id, *both, *of_segment)
+                for segment, *of_segment in zip(segments, *views, strict=True)
+            ]
+        return pieces
+
     def _moments(self, parameter: Tensor) -> dict[str, Any]:
-        """The moments of `parameter` and their count of steps, which is increased."""
+        """The moments of `parameter` and their count of steps."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32)  # on the CPU, as torch's AdamW keeps it
             state["exp_avg"] = torch.zeros_like(parameter)
             state["exp_avg_sq"] = torch.zeros_like(parameter)
-        state["step"] += 1
         return state
+
+    def _ids_and_sizes(self, pieces: Sequence[Piece]) -> tuple[Tensor, Tensor]:
+        """(int64 tensor ids, fp64 numbers of entries) of some pieces, on their device, where they are copied once."""
+        key = tuple((piece.tensor_id, piece.weights.numel()) for piece in pieces)
+        if key not in self._numbers:
+            ids, sizes = zip(*key, strict=True)
+            device = pieces[0].weights.device
+            self._numbers[key] = torch.tensor(ids).to(device), torch.tensor(sizes, dtype=torch.float64).to(device)
+        return self._numbers[key]
 
     def _zeros(self, count: int) -> Tensor:
         """fp64 [2, count] on the device of the parameters."""
         device = next(p.device for group in self.param_groups for p in group["params"])
         return torch.zeros(2, count, dtype=torch.float64, device=device)
+
+
+def advance_moments(group: dict[str, Any], run: Sequence[Piece]) -> list[Tensor]:
+    """Advance the moments of some pieces by their gradients; the second moments without their bias, new tensors."""
+    _, _, corrections, _, gradients, means, squares = zip(*run, strict=True)
+    beta1, beta2 = group["betas"]
+    lists._foreach_lerp_(means, gradients, 1 - beta1)
+    lists._foreach_mul_(squares, beta2)
+    lists._foreach_addcmul_(squares, gradients, gradients, value=1 - beta2)
+    return list(lists._foreach_div(squares, common(corrections)))
+
+
+def divide_means(group: dict[str, Any], run: Sequence[Piece], corrected: Sequence[Tensor]) -> None:
+    """Replace the gradients of some pieces by Adam's update; the second moments `corrected` are used up."""
+    lists._foreach_sqrt_(corrected)
+    lists._foreach_add_(corrected, group["eps"])
+    lists._foreach_mul_(corrected, common([piece.correction1 for piece in run]))
+    gradients = [piece.gradient for piece in run]
+    lists._foreach_copy_(gradients, [piece.mean for piece in run])
+    lists._foreach_div_(gradients, corrected)
+
+
+def square_sums(values: Sequence[Tensor]) -> Tensor:
+    """fp64 [len(values)], the sum of squares of each [n]."""
+    if not in_lists(values[0]):
+        return torch.stack([square_sum(x) for x in values])
+    # The CUDA kernel adds rows of 2^16 entries, and then the rows (aten ForeachReduceOp.cu).
+    return torch.stack(lists._foreach_norm(values, 2, dtype=torch.float32)).double().square()
 
 
 def square_sum(values: Tensor) -> Tensor:

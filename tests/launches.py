@@ -1,0 +1,137 @@
+"""Counts the kernels that a GPU would be given, on the meta device."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pretrain.config import ModelConfig, OptimizerConfig
+from pretrain.model.heads import PretrainingModel
+from pretrain.training.engine.gradient_sums import norm_over_workers
+from pretrain.training.optim import (
+    Muon,
+    TensorwiseOptimizer,
+    cut_segments,
+    make_optimizer,
+    matrix_shapes,
+    number_tensors,
+    parameter_groups,
+)
+from pretrain.training.optim.matrix_rounds import Alone
+
+VOCABULARY = 30_522
+# A kernel of several lists takes so many tensors, by the number of lists, and 320 chunks of 2^16 entries
+# (aten/src/ATen/native/cuda/MultiTensorApply.cuh).
+_TENSORS, _CHUNKS, _CHUNK = (110, 64, 48, 36, 30), 320, 1 << 16
+_NO_KERNEL = {"empty", "empty_like", "new_empty", "new_empty_strided", "detach", "_unsafe_view"}
+
+
+class Launches(TorchDispatchMode):
+    """Counts operations by name, views left out, and those on lists of tensors as often as they launch a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    @property
+    def total(self) -> int:
+        return sum(self.counts.values())
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        if name.startswith("_foreach_"):
+            new = [result] if isinstance(result, (list, tuple)) and name != "_foreach_norm" else []
+            self.counts[name] += _of_lists([x for x in (*args, *new) if isinstance(x, (list, tuple))])
+        elif not func.is_view and name not in _NO_KERNEL and not name.startswith("_record_function"):
+            self.counts[name] += 1
+        return result
+
+
+def _of_lists(lists: list[Any]) -> int:
+    """Kernels of an operation on these lists: one for each tensor if the tensors at one place differ in shape."""
+    first = lists[0]
+    if any(x.shape != y.shape for other in lists[1:] for x, y in zip(first, other, strict=True)):
+        return len(first)
+    chunks = sum(math.ceil(x.numel() / _CHUNK) for x in first)
+    return max(math.ceil(len(first) / _TENSORS[len(lists) - 1]), math.ceil(chunks / _CHUNKS))
+
+
+def of_step(settings: OptimizerConfig, *, flat: bool, size: str = "large") -> Launches:
+    """Of one optimizer step of BERT in `size` on one worker.
+
+    Args:
+        flat: weights lie in one tensor for each group, as in ZeRO 1; else each parameter by itself, as in stage 0.
+    """
+    named = _parameters(size)
+    optimizer = make_optimizer(settings, parameter_groups(named.items(), 0.01))
+    segments: dict[Tensor, list[Any]] = {}
+    ids = number_tensors(named)
+    for group in optimizer.param_groups:
+        if flat:
+            group["params"] = [_joined(group, named, ids, segments)]
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+            kinds = ("exp_avg",) if group.get("orthogonal") else ("exp_avg", "exp_avg_sq")
+            state = {kind: torch.empty_like(parameter) for kind in kinds}
+            optimizer.state[parameter] = {"step": torch.empty((), device="meta"), **state}
+    if flat and isinstance(optimizer, TensorwiseOptimizer):
+        optimizer.set_segments(segments, max(one.stop for one in ids.values()), lambda _: None)
+    elif flat and isinstance(optimizer, Muon):
+        optimizer.set_shards(segments, matrix_shapes({name: x.shape for name, x in named.items()}), Alone())
+    optimizer.step()  # what the first step keeps
+    with Launches() as launches:
+        optimizer.step()
+    return launches
+
+
+def of_norm(size: str = "large") -> Launches:
+    """Of the norm of the gradients, which are views of flat sums, one for each parameter."""
+    wrapper = SimpleNamespace(averaged_gradients={0: list(_parameters(size).values())})
+    norm: Callable[[], Tensor] = norm_over_workers(wrapper, lambda squares: squares)
+    with torch.no_grad(), Launches() as launches:
+        norm()
+    return launches
+
+
+def _parameters(size: str) -> dict[str, torch.nn.Parameter]:
+    with torch.device("meta"):
+        model = PretrainingModel(ModelConfig.model_validate({"size": size}), VOCABULARY)
+    return dict(model.named_parameters())
+
+
+def _joined(
+    group: dict[str, Any],
+    named: dict[str, torch.nn.Parameter],
+    ids: dict[str, range],
+    segments: dict[Tensor, list[Any]],
+) -> torch.nn.Parameter:
+    """The flat parameter of a group, whose segments are added."""
+    numels = {name: named[name].numel() for name in group["names"]}
+    flat = torch.nn.Parameter(torch.empty(sum(numels.values()), device="meta"))
+    segments[flat], at = [], 0
+    for name, numel in numels.items():
+        segments[flat] += cut_segments(ids[name], numel, 0, numel, at)
+        at += numel
+    return flat
+
+
+if __name__ == "__main__":
+    for values in (
+        {"name": "adamw"},
+        {"name": "lamb"},
+        {"name": "stable_adamw"},
+        {"name": "muon"},
+        {"name": "muon", "normalised": True, "cautious_weight_decay": True},
+    ):
+        for flat in (True, False):
+            found = of_step(OptimizerConfig.model_validate(values), flat=flat)
+            print(values, "flat" if flat else "by parameter", found.total, dict(found.counts.most_common(30)))
+    print("norm", of_norm().total, dict(of_norm().counts))
