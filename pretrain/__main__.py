@@ -43,6 +43,7 @@ BENCHMARKS = {
     "scale": "work of one rank for a step, by the number of ranks, simulated",
     "roofline": "published training speeds beside the limit that --dry-run --on computes for GPUs",
     "wire": "collectives of a step by ZeRO stage and number of ranks, simulated, beside ZeRO's arithmetic",
+    "gpu": "training steps on this machine's GPU beside that limit, and where the host waits for it",
     "workers": "cost of Ray, DeepSpeed, tracking and a second worker",
     "quality": "held-out loss after equal training time against transformers",
     "checkpoint": "training time lost to a synchronous and to a background checkpoint",

@@ -385,7 +385,7 @@ def test_unknown_benchmarks_are_refused(capsys):
     assert cli("bench", "speed") == 2
     assert error_of(capsys) == (
         "error: bench: 'speed' is not a benchmark; choose from step, prepare, loader, scale, roofline, wire, "
-        "workers, quality, checkpoint, all, compare."
+        "gpu, workers, quality, checkpoint, all, compare."
     )
 
 

@@ -72,7 +72,7 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.bench": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
         "pretrain.checkpoint pretrain.preflight pretrain.work pretrain.roofline pretrain.commands pretrain.training "
-        "pretrain.reporting"
+        "pretrain.reporting pretrain.objectives pretrain.train"
     ),
     "cluster.doctor": (
         "pretrain.common pretrain.config cluster.workers pretrain.model pretrain.work pretrain.commands "
