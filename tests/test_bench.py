@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
 import dataclasses
 import html
@@ -18,7 +19,7 @@ from html_page import Page
 
 from pretrain.__main__ import main
 from pretrain.bench import all as bench_all
-from pretrain.bench import compare, loader, page, results, workers
+from pretrain.bench import baselines, compare, loader, page, quality, results, workers
 from pretrain.bench.all import Measurement, collect
 from pretrain.bench.results import BenchResult, Comparison, FailedMeasurement, Figure, Limit, Machine, Results
 from pretrain.common.errors import InputError
@@ -632,3 +633,26 @@ def test_workers_are_compared_round_by_round() -> None:
 def test_workers_refuses_runs_too_short_to_measure() -> None:
     with pytest.raises(InputError, match="--steps is 19; give at least 20"):
         workers.main(["--corpus", "nowhere", "--steps", "19"])
+
+
+class TestQuality:
+    def options(self, **values: Any) -> argparse.Namespace:
+        given = {"corpus": "unused", "size": "mini", "length": 64, "sequences": 32, "rate": 1e-3, "recipe": None}
+        return argparse.Namespace(**{**given, "peer_family": "bert", **values})
+
+    def test_without_a_recipe_both_train_the_same(self) -> None:
+        ours, theirs = quality._configs(self.options())
+        assert ours is theirs
+        assert theirs.pairs.next_sentence
+        assert type(baselines._their_model(theirs, 100, "eager")).__name__ == "BertForPreTraining"
+
+    def test_a_recipe_trains_as_it_says_and_the_baseline_as_its_own_does(self) -> None:
+        recipe = Path(__file__).parents[1] / "configs/pretrain/mini.yaml"
+        ours, theirs = quality._configs(self.options(recipe=str(recipe)))
+        assert (ours.optimizer.name, ours.masking.probability, ours.model.family) == ("muon", 0.3, "modernbert")
+        assert (theirs.optimizer.name, theirs.masking.probability, theirs.model.family) == ("adamw", 0.15, "bert")
+        assert (ours.phases[0].global_sequences, theirs.phases[0].global_sequences) == (64, 32)
+        assert ours.phases[0].sequence_length == theirs.phases[0].sequence_length == 64
+        assert ours.pairs == theirs.pairs, "the same sequences"
+        assert ours.corpus == theirs.corpus
+        assert type(baselines._their_model(theirs, 100, "eager")).__name__ == "BertForMaskedLM"

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from pretrain.batches.loader import Loader, MicroBatch, StepBatch, validation_batches
 from pretrain.common.errors import InputError
 from pretrain.common.memory import hold_freed_memory
-from pretrain.config import ModelConfig, PretrainConfig
+from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import open_shards
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.precision import resolve_here, torch_dtype
@@ -43,6 +43,7 @@ class TrainerSpec:
     Attributes:
         kind: `OURS`, `BARE` or one of `BASELINES`.
         config: the run that it trains.
+        held_out: the run on whose held-out batches it is scored; None for its own.
         device: torch device type.
         threads: CPU threads; 0 keeps torch's default.
         steps: batches to make before training starts; 0 makes each batch when it is needed.
@@ -50,6 +51,7 @@ class TrainerSpec:
 
     kind: str
     config: PretrainConfig
+    held_out: PretrainConfig | None = None
     device: str = "cpu"
     threads: int = 0
     steps: int = 0
@@ -170,8 +172,9 @@ class _Worker:
         return StepReport(time.perf_counter() - started, step.tokens, loss)
 
     def held_out_loss(self) -> float:
-        held_out = open_shards(self._spec.config.corpus.folder, "validation")
-        steps = validation_batches(held_out, self._spec.config, 0, rank=0, world_size=1)
+        config = self._spec.held_out or self._spec.config
+        shards = open_shards(config.corpus.folder, "validation")
+        steps = validation_batches(shards, config, 0, rank=0, world_size=1)
         return self._trainer.held_out_loss([step.to(self._device) for step in steps])
 
     def _synchronise(self) -> None:
@@ -283,7 +286,7 @@ class TransformersTrainer:
         attention, _, compiled = kind.partition("-")
         self._device, dtype = device, torch_dtype(config.engine.precision)
         self._autocast = functools.partial(torch.autocast, device.type, dtype=dtype, enabled=dtype is not torch.float32)
-        self._model = _their_model(config.model, vocabulary_size, attention).to(device)
+        self._model = _their_model(config, vocabulary_size, attention).to(device)
         self._model.train()
         self._forward = torch.compile(self._model, dynamic=True) if compiled else self._model
         settings = config.optimizer
@@ -336,14 +339,15 @@ class TransformersTrainer:
         return {name: tensor for name, tensor in pad(batch).items() if name in taken}
 
 
-def _their_model(shape: ModelConfig, vocabulary_size: int, attention: str) -> Any:
-    """transformers' class of the family with our shape and random weights.
+def _their_model(config: PretrainConfig, vocabulary_size: int, attention: str) -> Any:
+    """transformers' class of the family with our shape and random weights, with NSP's head if it is trained.
 
     Raises:
         InputError: the family has no baseline.
     """
     import transformers
 
+    shape = config.model
     values: dict[str, Any] = {
         "vocab_size": vocabulary_size,
         "hidden_size": shape.hidden,
@@ -355,7 +359,8 @@ def _their_model(shape: ModelConfig, vocabulary_size: int, attention: str) -> An
     }
     if shape.family == "bert":
         values |= {"hidden_dropout_prob": shape.hidden_dropout, "attention_probs_dropout_prob": shape.attention_dropout}
-        return transformers.BertForPreTraining(transformers.BertConfig(**values))
+        kind = transformers.BertForPreTraining if config.pairs.has_classifier else transformers.BertForMaskedLM
+        return kind(transformers.BertConfig(**values))
     if shape.family != "modernbert":
         raise InputError(f"bench step: there is no baseline for the family {shape.family}. Use bert or modernbert.")
     own = {

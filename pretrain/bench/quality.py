@@ -3,6 +3,10 @@
 The two trainers alternate every few seconds, so that load on the machine affects both alike. Both read the samples of
 one epoch in the same order from the first one, so the faster trainer sees more samples. The learning rate depends on
 the share of the training time used: warm-up, then linear decay, the same for both.
+
+With --recipe, ours trains as a config says: its model, optimizer, masking, batch and peak rate. transformers trains
+BERT or ModernBERT with AdamW, --sequences and --rate, on the same kind of sequences, 15 % masked. Both are scored on
+the same held-out masks.
 """
 
 from __future__ import annotations
@@ -14,6 +18,8 @@ from typing import Any
 
 from pretrain.bench.baselines import BASELINES, OURS, TrainerProcess, TrainerSpec, bench_config
 from pretrain.commands import program
+from pretrain.config import PretrainConfig, load_config
+from pretrain.model.precision import resolve_here
 
 TURN_SECONDS = 10.0
 WARM_UP_SHARE = 0.1
@@ -34,6 +40,10 @@ def main(argv: list[str]) -> int:
         default="eager",
         help="baseline: a variant of transformers; `bench step` shows which is fastest",
     )
+    parser.add_argument("--recipe", metavar="CONFIG", help="ours: train as this YAML file of a pretraining says")
+    parser.add_argument(
+        "--peer-family", choices=("bert", "modernbert"), default="bert", help="architecture of transformers' model"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON at the end instead of progress lines")
     options = parser.parse_args(argv)
     result = compare(options)
@@ -44,10 +54,13 @@ def main(argv: list[str]) -> int:
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
     """Train both in alternation. Returns the held-out MLM loss of each after every tenth of the time."""
-    config = bench_config(options.corpus, options.size, options.length, options.sequences, rate=options.rate)
-    kinds = {OURS: OURS, "transformers": options.peer}
-    trainers = {name: TrainerProcess(TrainerSpec(kind, config)) for name, kind in kinds.items()}
-    runners = {name: _Runner(trainer, options) for name, trainer in trainers.items()}
+    ours, theirs = _configs(options)
+    specs = {"ours": TrainerSpec(OURS, ours, held_out=theirs), "transformers": TrainerSpec(options.peer, theirs)}
+    trainers = {name: TrainerProcess(spec) for name, spec in specs.items()}
+    runners = {
+        name: _Runner(trainer, options.minutes, specs[name].config.phases[0].peak_learning_rate)
+        for name, trainer in trainers.items()
+    }
     curve: list[dict[str, Any]] = []
     while not all(runner.done() for runner in runners.values()):
         for runner in runners.values():
@@ -59,23 +72,44 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
             if not options.json:
                 text = "   ".join(f"{name} {loss:.4f}" for name, loss in losses.items())
                 print(f"{share * options.minutes:6.1f} min each   held-out MLM loss   {text}", flush=True)
-    sequences = {name: runner.steps * options.sequences for name, runner in runners.items()}
+    sequences = {name: runner.steps * specs[name].config.phases[0].global_sequences for name, runner in runners.items()}
     if not options.json:
         print(f"sequences seen: {sequences}; difference {curve[-1]['transformers'] - curve[-1]['ours']:.4f} nats")
     return {"options": vars(options), "sequences": sequences, "curve": curve}
 
 
+def _configs(options: argparse.Namespace) -> tuple[PretrainConfig, PretrainConfig]:
+    """What ours and transformers train: one config, or that of --recipe and a baseline on the same sequences."""
+    theirs = bench_config(
+        options.corpus,
+        options.size,
+        options.length,
+        options.sequences,
+        rate=options.rate,
+        family=options.peer_family,
+        max_positions=max(512, options.length),
+    )
+    if not options.recipe:
+        return theirs, theirs
+    recipe = load_config(options.recipe)
+    phase = recipe.phases[0].model_copy(
+        update={"steps": theirs.phases[0].steps, "sequence_length": options.length, "ramp_from": 0, "ramp_steps": 0}
+    )
+    ours = recipe.model_copy(update={"corpus": theirs.corpus, "phases": (phase,), "evaluation": theirs.evaluation})
+    return resolve_here(ours)[0], theirs.model_copy(update={"pairs": recipe.pairs})
+
+
 class _Runner:
     """A trainer with its training time and its step count."""
 
-    def __init__(self, trainer: TrainerProcess, options: argparse.Namespace):
-        self._trainer, self._options = trainer, options
+    def __init__(self, trainer: TrainerProcess, minutes: float, rate: float) -> None:
+        self._trainer, self._minutes, self._peak = trainer, minutes, rate
         self._seconds, self.steps = 0.0, 0
         # Compiles the model. A learning rate of 0 leaves the weights unchanged, and the time is not counted.
         trainer.train(0.0)
 
     def share(self) -> float:
-        return self._seconds / (60 * self._options.minutes)
+        return self._seconds / (60 * self._minutes)
 
     def done(self) -> bool:
         return self.share() >= 1
@@ -88,4 +122,4 @@ class _Runner:
 
     def _rate(self) -> float:
         share = self.share()
-        return self._options.rate * min(share / WARM_UP_SHARE, (1 - share) / (1 - WARM_UP_SHARE))
+        return self._peak * min(share / WARM_UP_SHARE, (1 - share) / (1 - WARM_UP_SHARE))

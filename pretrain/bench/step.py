@@ -63,7 +63,9 @@ def compare(
     precision = config.engine.resolved_precision
     count = options.repeats + WARM_UP
     kinds = (OURS, *options.peers)
-    specs = {kind: TrainerSpec(kind, config, device.type, options.threads, count) for kind in kinds}
+    specs = {
+        kind: TrainerSpec(kind, config, device=device.type, threads=options.threads, steps=count) for kind in kinds
+    }
     timings = _measure(specs, count, precision)
     steps = _steps(shards, config, count)[WARM_UP:]
     tokens = sum(step.tokens for step in steps)
