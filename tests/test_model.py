@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -27,6 +27,7 @@ from pretrain.model.fused_cross_entropy import vocabulary_losses
 from pretrain.model.hash_rng import ALONG, BETWEEN, hash_dropout, keep_mask
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.initialisation import normal
+from pretrain.model.positions import rotate, rotations
 from tests.batches_by_hand import make_batch, take_sequence
 
 VOCABULARY = 101
@@ -352,7 +353,48 @@ def test_heads_that_begin_at_neighbours_look_there(size: Literal["mini", "base"]
             hidden_TH = layer(hidden_TH, TokenLayout(batch.cu_seqlens, batch.lengths, None, batch.token_keys))
 
 
+@pytest.mark.parametrize("positions", ["rotary", "rotary_interleaved"])
+def test_rotated_heads_that_begin_at_neighbours_look_there(positions: str) -> None:
+    torch.manual_seed(0)
+    values = {"family": "modernbert", "size": "mini", "positions": positions, "attention_bias": True}
+    shape = ModelConfig.model_validate({**values, "attention_init": "neighbours"})
+    encoder = Encoder(shape, VOCABULARY).eval()
+    batch = make_batch((128,))
+    with torch.no_grad():
+        hidden_TH = encoder.embeddings(batch.input_ids, batch.token_types, batch.positions, batch.token_keys)
+        for number, layer in enumerate(encoder.layers):
+            turn = rotations(shape, batch.positions)[shape.rotary_base_of(number)]
+            qkv = F.linear(hidden_TH, layer.get_parameter("qkv_weight"), layer.get_parameter("qkv_bias"))
+            query_TND, key_TND, _ = qkv.unflatten(-1, (3, shape.heads, -1)).unbind(1)
+            scores_NTT = torch.einsum("qnd,knd->nqk", rotate(query_TND, turn), rotate(key_TND, turn))
+            attention_NTT = (scores_NTT / math.sqrt(shape.head_width)).softmax(-1)
+            if number >= 2:
+                assert attention_NTT.max() < 0.1, "the upper half begins as it is"
+                continue
+            for attention_TT, offset in zip(attention_NTT, (-1, 1, -2, 2), strict=True):
+                around = {n: attention_TT.diagonal(n).median().item() for n in range(-8, 9)}
+                assert 0.4 < around[offset] < 0.6
+                assert sum(around[offset + n] for n in (-1, 0, 1)) > 0.65
+                assert all(share < 0.01 for n, share in around.items() if abs(n - offset) > 1)
+
+
+@pytest.mark.parametrize(
+    ("part", "reason"),
+    [
+        ({"attention_bias": False}, "needs attention_bias: true where positions are rotary"),
+        ({"qk_norm": True}, "needs qk_norm: false where positions are rotary"),
+        ({"kv_heads": 2}, "needs kv_heads: 0 where positions are rotary, not 2"),
+    ],
+)
+def test_rotary_parts_that_cannot_begin_at_neighbours_are_refused(part: dict[str, Any], reason: str) -> None:
+    values = {"family": "modernbert", "size": "mini", "attention_bias": True, "attention_init": "neighbours"}
+    with pytest.raises(ValueError, match=f"attention_init: neighbours {reason}"):
+        ModelConfig.model_validate({**values, **part})
+
+
 def test_a_shape_that_cannot_begin_at_neighbours_is_refused() -> None:
+    with pytest.raises(ValueError, match="neighbours needs learned or rotary positions, not sinusoidal"):
+        ModelConfig(size="mini", positions="sinusoidal", attention_init="neighbours")
     with pytest.raises(ValueError, match=r"needs embedding \(128\) to be 0 or hidden"):
         ModelConfig(size="mini", embedding=128, attention_init="neighbours")
     with pytest.raises(ValueError, match="an even head width, not 5"):

@@ -73,7 +73,8 @@ class ModelConfig(Section):
     attention_init: Literal["normal", "neighbours"] = Field(
         default="normal",
         description="Initialisation of attention. normal is BERT's. neighbours initialises the heads to attend to "
-        "adjacent tokens, which helps short runs; it needs an even head width.",
+        "adjacent tokens, which helps short runs; it needs an even head width, and with rotary positions "
+        "attention_bias: true.",
     )
     scaled_output_init: bool = Field(
         default=False,
@@ -244,8 +245,10 @@ class ModelConfig(Section):
     def _check_attention_init(self) -> ModelConfig:
         if self.attention_init != "neighbours":
             return self
-        if self.positions != "learned":
-            raise ValueError(f"attention_init: neighbours needs positions: learned, not {self.positions}")
+        if self.positions.startswith("rotary"):
+            self._check_rotary_neighbours()
+        elif self.positions != "learned":
+            raise ValueError(f"attention_init: neighbours needs learned or rotary positions, not {self.positions}")
         if self.embedding not in (0, self.hidden):
             raise ValueError(
                 f"attention_init: neighbours needs embedding ({self.embedding}) to be 0 or hidden ({self.hidden})"
@@ -259,6 +262,17 @@ class ModelConfig(Section):
                 f"attention_init: neighbours needs an even head width, not {self.hidden // self.heads} (hidden / heads)"
             )
         return self
+
+    def _check_rotary_neighbours(self) -> None:
+        """The heads begin with biases of queries and keys."""
+        if not self.attention_bias:
+            raise ValueError("attention_init: neighbours needs attention_bias: true where positions are rotary")
+        if self.qk_norm:
+            raise ValueError("attention_init: neighbours needs qk_norm: false where positions are rotary")
+        if self.kv_heads not in (0, self.heads):
+            raise ValueError(
+                f"attention_init: neighbours needs kv_heads: 0 where positions are rotary, not {self.kv_heads}"
+            )
 
     @model_validator(mode="after")
     def _check_positions(self) -> ModelConfig:

@@ -30,7 +30,11 @@ from pretrain.model.block import (
 )
 from pretrain.model.compile import program
 from pretrain.model.hash_rng import BETWEEN
-from pretrain.model.initialisation import attend_to_adjacent_tokens, create_parameters
+from pretrain.model.initialisation import (
+    attend_to_adjacent_tokens,
+    attend_to_adjacent_tokens_by_rotation,
+    create_parameters,
+)
 from pretrain.model.parameters import (
     embedding_parameters,
     final_parameters,
@@ -87,14 +91,23 @@ class Encoder(nn.Module):
         self.relative = None if relative is None else relative(shape)
         layers = [Layer(shape, number, compile) for number in range(shape.layers)]
         if shape.attention_init == "neighbours":
-            attend_to_adjacent_tokens(
-                self.embeddings.position,
-                [layer.qkv_weight for layer in layers[: (shape.layers + 1) // 2]],
-                shape.heads,
-                shape.init_std,
-            )
+            self._begin_at_neighbours(layers[: (shape.layers + 1) // 2])
         self.layers = nn.ModuleList(layers)
         self.final = FinalNorm(shape, compile) if shape.norm_placement == "pre" else None
+
+    def _begin_at_neighbours(self, layers: list[Layer]) -> None:
+        shape = self.shape
+        if shape.positions == "learned":
+            weights = [layer.qkv_weight for layer in layers]
+            attend_to_adjacent_tokens(self.embeddings.position, weights, shape.heads, shape.init_std)
+            return
+        for number, layer in enumerate(layers):
+            attend_to_adjacent_tokens_by_rotation(
+                layer.get_parameter("qkv_bias"),
+                shape.heads,
+                shape.rotary_base_of(number),
+                interleaved=shape.positions == "rotary_interleaved",
+            )
 
     def encode(
         self, batch: UnpaddedBatch, rows_R: Tensor | None = None, *, causal: int = 0, causal_rows: int = 0

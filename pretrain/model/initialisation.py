@@ -3,9 +3,9 @@
 With BERT's values every head attends to all tokens equally. A small run then stays on a long plateau, where it
 guesses a masked token only from word frequencies: first it must learn, position by position, where the adjacent tokens
 are. `attend_to_adjacent_tokens` gives each head one offset to attend to, as the heads of a trained BERT have (Clark et
-al. 2019, "What Does BERT Look At?", section 3.1). Only initial values differ; the architecture is BERT's, and all
-parameters are trained. Trockman & Kolter had the idea to start where trained attention ends (2023, "Mimetic
-Initialization of Self-Attention Layers").
+al. 2019, "What Does BERT Look At?", section 3.1), and `attend_to_adjacent_tokens_by_rotation` does where positions are
+rotations. Only initial values differ; the architecture stays, and all parameters are trained. Trockman & Kolter had the
+idea to start where trained attention ends (2023, "Mimetic Initialization of Self-Attention Layers").
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import torch
 from torch import Tensor, nn
 
 from pretrain.model.parameters import Parameter
+from pretrain.model.positions import join_pairs
 
 # Position embeddings start larger than words and token types, which are noise relative to them: they have two thirds of
 # an embedding's squared norm.
 POSITION_SCALE = 2.0
 # The score at a head's offset, above a mean of zero: about half of the attention among 128 tokens.
 PEAK = 5.0
+# With rotary positions: the same, above 0; and the slowest rotation that tells adjacent tokens apart, radians a token.
+ROTARY_PEAK, SLOWEST = 8.0, 0.2
 
 
 def create_parameters(module: nn.Module, parameters: Iterable[Parameter], std: float) -> None:
@@ -89,6 +92,32 @@ def attend_to_adjacent_tokens(position_PH: Tensor, qkv_weights: Iterable[Tensor]
         keys_HH[even_K, odd_K] += sine_K
         keys_HH[odd_K, even_K] -= sine_K
         keys_HH[odd_K, odd_K] += cosine_K
+
+
+@torch.no_grad()
+def attend_to_adjacent_tokens_by_rotation(qkv_bias: Tensor, heads: int, base: float, *, interleaved: bool) -> None:
+    """Fill the biases of a layer's queries and keys, in place; the heads' offsets are those of the other function.
+
+    A bias is the same for all tokens until it is rotated by their positions. Queries begin as a vector with the fast
+    frequencies alone, and keys as that vector turned back by the head's offset, so that both agree where a key is that
+    far from a query: the score is the mean of cos(f (distance - offset)) over the frequencies f, times `ROTARY_PEAK`.
+
+    Args:
+        qkv_bias: biases of queries, keys and values of all heads, stacked: fp32 [3H].
+        heads: attention heads.
+        base: of the layer's rotary frequencies.
+        interleaved: as in `positions.rotation`.
+    """
+    hidden = len(qkv_bias) // 3
+    width = hidden // heads
+    frequency_K = base ** -(torch.arange(0, width, 2) / width)
+    is_fast_K = frequency_K >= SLOWEST
+    gain_K = is_fast_K * math.sqrt(ROTARY_PEAK * math.sqrt(width) / int(is_fast_K.sum()))
+    angle_NK = -frequency_K * torch.tensor([_offset(head) for head in range(heads)])[:, None]
+    query_D = join_pairs(gain_K, torch.zeros_like(gain_K), interleaved=interleaved)
+    key_ND = join_pairs(gain_K * angle_NK.cos(), gain_K * angle_NK.sin(), interleaved=interleaved)
+    qkv_bias[:hidden] = query_D.repeat(heads)
+    qkv_bias[hidden : 2 * hidden] = key_ND.flatten()
 
 
 def _offset(head: int) -> int:
