@@ -143,6 +143,7 @@ def _parsers() -> Iterator[tuple[str, argparse.ArgumentParser]]:
         yield f"bench {name}", _parser_inside(importlib.import_module(f"pretrain.bench.{name}").main)
     yield "bench finetune", _parser_inside(importlib.import_module("finetune.bench.finetuning").main)
     yield "bench speedrun", importlib.import_module("finetune.bench.speedrun.options").make_parser()
+    yield "bench law", importlib.import_module("finetune.bench.law.options").make_parser()
 
 
 def _subcommands(package: str) -> dict[str, argparse.ArgumentParser]:

@@ -85,6 +85,10 @@ def _bench(argv: list[str]) -> int:
         from pretrain.__main__ import main as pretrain
 
         return command.main(argv[1:], pretrain)
+    if argv[:1] == ["law"]:
+        from finetune.bench.law import command as law
+
+        return law.main(argv[1:])
     from finetune.bench import finetuning as bench
 
     return bench.main(argv[argv[:1] == ["finetune"] :])

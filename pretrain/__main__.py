@@ -98,7 +98,13 @@ def _prepare(arguments: argparse.Namespace) -> None:
 
 
 def _pretrain(arguments: argparse.Namespace) -> None:
+    _check_budget(arguments)
     config = _config(arguments)
+    if arguments.budget is not None:
+        from pretrain.planning.recommend import recommendation
+
+        print(recommendation(config, arguments.budget, arguments.on, arguments.law))
+        return
     if arguments.minutes is not None:
         config = _fit(config, arguments)
     if arguments.dry_run:
@@ -146,6 +152,20 @@ def _pretrain(arguments: argparse.Namespace) -> None:
     if started is not None:
         place = config.address or config.folder
         print(f"{place}: finished.{next_step(f'export {place} DIR')}")
+
+
+def _check_budget(arguments: argparse.Namespace) -> None:
+    """Refuse options that do not go together."""
+    if arguments.budget is None:
+        if arguments.law is not None:
+            raise InputError("--law: has no effect without --budget.")
+        return
+    if not arguments.dry_run:
+        raise InputError("--budget: recommends a size, and trains nothing. Give --dry-run with it.")
+    for name in ("minutes", "mean_length"):
+        if getattr(arguments, name) is not None:
+            option = f"--{name.replace('_', '-')}"
+            raise InputError(f"{option}: has no effect with --budget. Leave one of them out.")
 
 
 def _fit(config: PretrainConfig, arguments: argparse.Namespace) -> PretrainConfig:
@@ -269,6 +289,7 @@ def _add_pretrain(commands: Any) -> None:
   ./launch.sh pretrain configs/pretrain/bert-mini.yaml --workers 2
   ./launch.sh pretrain configs/pretrain/bert-mini.yaml --resume
   ./launch.sh pretrain configs/pretrain/mini.yaml --minutes 60
+  ./launch.sh pretrain configs/pretrain/mini.yaml --dry-run --budget 2h --on here
   ./launch.sh pretrain configs/pretrain/adapt.yaml --from bert-base-uncased/
   ./launch.sh pretrain configs/pretrain/bert-large-phase1-phase2.yaml --dry-run --on 8xH100
   ./launch.sh pretrain my.yaml --set phases.0.steps=100 --set engine.zero_stage=2
@@ -290,6 +311,17 @@ def _add_pretrain(commands: Any) -> None:
         "--on",
         metavar="CLUSTER",
         help="with --dry-run: estimate the time on this cluster, such as 8xH100, or `here` to measure this machine",
+    )
+    parser.add_argument(
+        "--budget",
+        metavar="TIME|FLOP",
+        help="with --dry-run: recommend the size, batch, steps and rate for this budget, such as 2h, 30m or 0.5e15",
+    )
+    parser.add_argument(
+        "--law",
+        type=local_path,
+        metavar="FILE",
+        help="with --budget: scaling law that `bench law` fitted (default: the published one)",
     )
     parser.add_argument(
         "--mean-length",
@@ -413,7 +445,8 @@ def _add_bench(commands: Any) -> None:
 benchmarks:
 {names}
   finetune    fine-tuning against transformers (./launch.sh bench finetune --help)
-  speedrun    what a config learns per FLOP on a fixed text (./launch.sh bench speedrun --help)""",
+  speedrun    what a config learns per FLOP on a fixed text (./launch.sh bench speedrun --help)
+  law         the scaling law of speedrun's runs, for --dry-run --budget (./launch.sh bench law --help)""",
     )
     parser.add_argument("name", metavar="NAME", help="one of the benchmarks below; each takes --help")
 

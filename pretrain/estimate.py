@@ -247,6 +247,7 @@ class Cluster:
     device: Device
     peak_flops: float  # of all workers together, FLOP/s
     gpu: Gpu | None = None  # None for this machine
+    kind: str = ""  # name of the GPU in `roofline.GPUS`
 
 
 def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
@@ -262,7 +263,7 @@ def parse_cluster(text: str, config: PretrainConfig) -> Cluster:
     name, count = names[match[2].upper()], int(match[1] or 1)
     if config.engine.precision == "fp32":
         raise InputError(f"--on {text}: its figures are for bf16 and fp16; engine.precision is fp32.")
-    return Cluster(f"{count} x {name}", count, "cuda", count * GPUS[name].peak_flops, GPUS[name])
+    return Cluster(f"{count} x {name}", count, "cuda", count * GPUS[name].peak_flops, GPUS[name], name)
 
 
 def resolve_precision(config: R, on: str = "") -> tuple[R, str]:

@@ -20,7 +20,7 @@ from pretrain.preflight import CONFIG_FILE
 from pretrain.tracking.records import is_training, read_records
 from pretrain.work import phase_work
 
-_TRAINING_SHARE = 0.9  # of the time; evaluations and checkpoints take the rest
+TRAINING_SHARE = 0.9  # of the time; evaluations and checkpoints take the rest
 _TIMED_SECONDS = 15  # of training, about
 _TIMED_STEPS = (4, 40)  # fewest, most
 _UNTIMED_STEPS = 2  # the first, slower ones
@@ -52,7 +52,7 @@ def fit(config: PretrainConfig, minutes: float) -> PretrainConfig:
         raise InputError("--minutes: times steps on this machine alone; leave out --address and torchrun.")
     print(f"timing steps for --minutes {minutes:g} ...", flush=True)
     pace = measure(config)
-    fitted = scale(config, _TRAINING_SHARE * 60 * minutes / pace.total)
+    fitted = scale(config, TRAINING_SHARE * 60 * minutes / pace.total)
     chosen = f"{fitted.total_steps:,} steps take about {minutes:g} min ({config.total_steps:,} in the config)"
     print(f"{pace.timed} steps timed here, {pace.seconds:.3g} s each: {chosen}", flush=True)
     return fitted

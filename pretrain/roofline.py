@@ -125,23 +125,41 @@ def step_times(
         flops: counts the FLOPs of the run; a generator's or a teacher's are taken to run at the rate of the model's.
     """
     batch = _Batch.of(config, phase, work, workers)
-    parameters = cost.trained_parameters(config.model, config.electra, flops.vocabulary, config.pairs.has_classifier)
-    own = Flops(config.model_copy(update={"electra": type(config.electra)()}), flops.vocabulary)
-    lengths = [work.mean_length]
-    more = flops.executed(lengths, work.masked) / own.executed(lengths, work.masked)
+    more = _more_than_own(config, work, flops)
     itemsize = 4 if config.engine.precision == "fp32" else 2
-    states = workers if config.engine.zero_stage else 1
     muon = optimizer_flops(config) / workers / (gpu.product_share * gpu.peak_flops)
-    between = _memory_bytes(config, flops.vocabulary, batch, itemsize) * batch.micro_batches
-    updates = parameters * (_SUM_BYTES * batch.micro_batches + _OPTIMIZER_BYTES / states)
     return StepTimes(
         products=more * batch.micro_batches * _product_seconds(config, flops.vocabulary, batch, gpu, itemsize) + muon,
         attention=more * batch.micro_batches * _attention_seconds(config, batch, gpu),
-        memory=(more * between + updates) / (_MEMORY_SHARE * gpu.memory),
+        memory=step_bytes(config, phase, work, flops, workers) / (_MEMORY_SHARE * gpu.memory),
         launches=_launches(config, batch.micro_batches, workers) * _LAUNCH_SECONDS,
-        network=_network_seconds(config, parameters * itemsize, batch.micro_batches, gpu, workers),
+        network=_network_seconds(config, _parameters(config, flops) * itemsize, batch.micro_batches, gpu, workers),
         loader=_loader_seconds(batch, workers),
     )
+
+
+def step_bytes(config: PretrainConfig, phase: PhaseConfig, work: Work, flops: Flops, workers: int) -> float:
+    """What one of `workers` reads and writes in a mean step beside its products, in bytes; arguments as `step_times`.
+
+    The kernels between the products, sums of gradients, and the optimizer.
+    """
+    batch = _Batch.of(config, phase, work, workers)
+    itemsize = 4 if config.engine.precision == "fp32" else 2
+    states = workers if config.engine.zero_stage else 1
+    between = _memory_bytes(config, flops.vocabulary, batch, itemsize) * batch.micro_batches
+    updates = _parameters(config, flops) * (_SUM_BYTES * batch.micro_batches + _OPTIMIZER_BYTES / states)
+    return _more_than_own(config, work, flops) * between + updates
+
+
+def _parameters(config: PretrainConfig, flops: Flops) -> int:
+    return cost.trained_parameters(config.model, config.electra, flops.vocabulary, config.pairs.has_classifier)
+
+
+def _more_than_own(config: PretrainConfig, work: Work, flops: Flops) -> float:
+    """FLOPs of a sequence with a generator or a teacher, over those of the model alone."""
+    own = Flops(config.model_copy(update={"electra": type(config.electra)()}), flops.vocabulary)
+    lengths = [work.mean_length]
+    return flops.executed(lengths, work.masked) / own.executed(lengths, work.masked)
 
 
 @dataclass(frozen=True)

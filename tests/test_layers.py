@@ -40,6 +40,10 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.pace": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.preflight pretrain.work pretrain.estimate"
     ),
+    "pretrain.planning": (
+        "pretrain.common pretrain.config pretrain.corpus pretrain.batches pretrain.model pretrain.work "
+        "pretrain.roofline pretrain.estimate pretrain.pace"
+    ),
     "pretrain.training": (
         "pretrain.common pretrain.storage pretrain.config pretrain.tracking pretrain.model pretrain.checkpoint "
         "pretrain.preflight"
@@ -81,7 +85,8 @@ MAY_IMPORT: dict[str, str] = {
     "pretrain.demo": "pretrain.common pretrain.commands pretrain.reporting",
     "pretrain.__main__": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.model pretrain.checkpoint pretrain.preflight "
-        "pretrain.estimate pretrain.pace pretrain.commands pretrain.launch pretrain.reporting pretrain.demo "
+        "pretrain.estimate pretrain.pace pretrain.planning pretrain.commands pretrain.launch pretrain.reporting "
+        "pretrain.demo "
         "pretrain.storage"
     ),
     "cluster.__main__": "pretrain.common cluster.local pretrain.commands cluster.jobs cluster.manifests cluster.doctor",
@@ -113,8 +118,9 @@ MAY_IMPORT: dict[str, str] = {
     ),
     "finetune.bench": (
         "pretrain.common pretrain.config pretrain.tracking pretrain.corpus pretrain.batches pretrain.model "
-        "pretrain.checkpoint pretrain.preflight pretrain.work pretrain.commands pretrain.reporting pretrain.bench "
-        "pretrain.storage finetune.datasets finetune.tasks finetune.config finetune.artifacts finetune.scores"
+        "pretrain.checkpoint pretrain.preflight pretrain.work pretrain.planning pretrain.commands pretrain.reporting "
+        "pretrain.bench pretrain.storage finetune.datasets finetune.tasks finetune.config finetune.artifacts "
+        "finetune.scores"
     ),
     "finetune.adaptation": (
         "pretrain.common pretrain.config pretrain.corpus pretrain.checkpoint pretrain.work pretrain.pace "

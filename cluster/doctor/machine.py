@@ -8,7 +8,6 @@ import os
 import platform
 import shutil
 import subprocess
-import sys
 import sysconfig
 import tempfile
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from cluster.workers.outcomes import one_line
+from pretrain.common.memory import machine_memory
 
 NONE = "none"
 
@@ -87,7 +87,7 @@ def inspect(folder: Path, threads: int = 0, measure: bool = True) -> MachineFact
 
     from pretrain.bench import loader
 
-    busy, (memory, free) = psutil.cpu_percent(_BUSY_SECONDS) / 100, _memory()
+    busy, (memory, free) = psutil.cpu_percent(_BUSY_SECONDS) / 100, machine_memory()
     if threads:
         torch.set_num_threads(threads)
     compiler, headers, error = _compile()
@@ -158,28 +158,6 @@ def _own_version() -> str:
         for path in sorted((root / package).rglob("*.py")):
             digest.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
     return f"{digest.hexdigest()[:8]} (hash of the project's source files)"
-
-
-def _memory() -> tuple[int, int]:
-    """Total and free bytes of the machine, or of its container if that has less."""
-    machine = psutil.virtual_memory()
-    limit, used = _container_memory()
-    return min(machine.total, limit), min(machine.available, max(0, limit - used))
-
-
-def _container_memory() -> tuple[int, int]:
-    """Limit and use by the kernel's control groups, version 2 or 1; without the file cache, which can be reclaimed."""
-    for folder, limit, used, cache in (
-        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
-        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    ):
-        try:
-            words = (Path(folder) / "memory.stat").read_text().split()
-            cached = int(dict(zip(words[::2], words[1::2], strict=True))[cache])
-            return int((Path(folder) / limit).read_text()), int((Path(folder) / used).read_text()) - cached
-        except (OSError, ValueError, KeyError):  # no such version, or "max": no limit
-            continue
-    return sys.maxsize, 0
 
 
 def _disks(folder: Path) -> tuple[Disk, ...]:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 
 from pretrain.bench.baselines import bench_config
-from pretrain.bench.results import aligned
 from pretrain.checkpoint.saver import Saver
 from pretrain.commands import local_path, program
+from pretrain.common.wording import aligned
 from pretrain.common.worker import Worker
 from pretrain.config import PretrainConfig
 from pretrain.model.heads import PretrainingModel

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import argparse
 
-from pretrain.bench.results import Comparison, Figure, Results, aligned, number, read, short_commit, span
+from pretrain.bench.results import Comparison, Figure, Results, number, read, short_commit, span
 from pretrain.commands import local_path, program
 from pretrain.common.errors import InputError
+from pretrain.common.wording import aligned
 
 EXIT_SLOWER = 1
 _MACHINE = ("cpu", "cores", "threads", "gpus")

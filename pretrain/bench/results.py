@@ -8,7 +8,7 @@ JSON keys keep their original names: a row's `peer` and `peer_name` describe the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, ValidationErro
 
 from pretrain.common.errors import InputError
 from pretrain.common.files import write_json
+from pretrain.common.wording import aligned
 from pretrain.tracking.metrics import FORMER_NAMES
 
 FORMAT = 1
@@ -299,18 +300,6 @@ def limits(results: Results) -> list[tuple[str, str, str]]:
         if row.limit and kind not in kinds[row.limit.name]:
             kinds[row.limit.name].append(kind)
     return [(" and ".join(kinds[name]), name, meaning) for name, meaning in meanings.items()]
-
-
-def aligned(rows: Sequence[Sequence[str]], right_aligned: Iterable[int]) -> list[str]:
-    """Lines of padded columns; the columns numbered in `right_aligned` are aligned to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if number in right_aligned else cell.ljust(width)
-            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 def number(value: float) -> str:

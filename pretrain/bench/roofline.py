@@ -11,8 +11,8 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from pretrain.bench.results import aligned
 from pretrain.commands import program
+from pretrain.common.wording import aligned
 from pretrain.config import PretrainConfig
 from pretrain.roofline import GPUS, step_times
 from pretrain.work import Flops, phase_work

@@ -23,10 +23,10 @@ from torch import Tensor
 from pretrain.batches import dealing
 from pretrain.batches.loader import BatchMaker
 from pretrain.bench.loader import VOCABULARY_SIZE, synthetic_corpus
-from pretrain.bench.results import aligned
 from pretrain.checkpoint import store
 from pretrain.checkpoint.pieces import packed
 from pretrain.commands import program
+from pretrain.common.wording import aligned
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
 from pretrain.model import parameters

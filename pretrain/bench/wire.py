@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pretrain.batches.loader import MicroBatch
-from pretrain.bench.results import aligned
 from pretrain.commands import program
 from pretrain.common.errors import MachineError
+from pretrain.common.wording import aligned
 from pretrain.config import EngineConfig, ModelConfig, OptimizerConfig
 
 RANKS = (8, 64, 256, 1024)

@@ -1,8 +1,10 @@
-"""Controls what glibc does with freed memory. With other C libraries these functions do nothing."""
+"""What glibc does with freed memory (with other C libraries nothing changes), and how much this machine has."""
 
 from __future__ import annotations
 
 import ctypes
+import sys
+from pathlib import Path
 
 # malloc.h
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
@@ -33,6 +35,30 @@ def share_one_heap() -> None:
 def return_freed_memory() -> None:
     """Return freed memory to the system. glibc would keep it, but tensors of new sizes rarely fit into it."""
     _call("malloc_trim", 0)
+
+
+def machine_memory() -> tuple[int, int]:
+    """Total and free bytes of the machine, or of its container if that has less."""
+    import psutil
+
+    machine = psutil.virtual_memory()
+    limit, used = _container_memory()
+    return min(machine.total, limit), min(machine.available, max(0, limit - used))
+
+
+def _container_memory() -> tuple[int, int]:
+    """Limit and use by the kernel's control groups, version 2 or 1; without the file cache, which can be reclaimed."""
+    for folder, limit, used, cache in (
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            words = (Path(folder) / "memory.stat").read_text().split()
+            cached = int(dict(zip(words[::2], words[1::2], strict=True))[cache])
+            return int((Path(folder) / limit).read_text()), int((Path(folder) / used).read_text()) - cached
+        except (OSError, ValueError, KeyError):  # no such version, or "max": no limit
+            continue
+    return sys.maxsize, 0
 
 
 def _call(name: str, *arguments: int) -> None:

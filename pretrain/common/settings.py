@@ -99,13 +99,19 @@ def dump(settings: Section, exclude: set[str] | None = None) -> str:
 
 def differences(before: Section, after: Section, *, free: Sequence[str]) -> list[str]:
     """Dotted names, with both values, of the settings that differ and match no pattern of `free`."""
-    old, new = dict(_leaves(before.model_dump())), dict(_leaves(after.model_dump()))
     return [
-        f"{name} ({old.get(name)} -> {new.get(name)})"
-        for name in dict.fromkeys([*old, *new])
-        if old.get(name) != new.get(name)
-        and not any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in free)
+        f"{name} ({old} -> {new})"
+        for name, (old, new) in changes(before, after).items()
+        if not any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in free)
     ]
+
+
+def changes(before: Section, after: Section) -> dict[str, tuple[Any, Any]]:
+    """Dotted name -> (value before, value after) of the settings that differ."""
+    old, new = dict(_leaves(before.model_dump())), dict(_leaves(after.model_dump()))
+    return {
+        name: (old.get(name), new.get(name)) for name in dict.fromkeys([*old, *new]) if old.get(name) != new.get(name)
+    }
 
 
 def _leaves(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,14 +1,26 @@
-"""Counts and scores as people read them."""
+"""Counts, scores and tables as people read them."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def counted(number: int, noun: str, plural: str = "") -> str:
     """A number and its noun: "1 column", "2,000 columns". `plural` is for nouns that take more than an s."""
     return f"{number:,} {noun if number == 1 else plural or f'{noun}s'}"
+
+
+def aligned(rows: Sequence[Sequence[str]], right_aligned: Iterable[int]) -> list[str]:
+    """Lines of padded columns; the columns numbered in `right_aligned` are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if number in right_aligned else cell.ljust(width)
+            for number, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
 
 
 def shown_scores(scores: Mapping[str, float], metric: str = "accuracy") -> dict[str, float]:

@@ -14,6 +14,7 @@ from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import open_shards
+from pretrain.planning.text import sampled_steps
 
 MOST_EPOCHS = 10.0
 TOLERANCE = 0.01  # of a budget
@@ -80,14 +81,11 @@ def measured_costs(config: PretrainConfig, teacher: ModelConfig | None) -> list[
     for number, phase in enumerate(config.phases):
         maker = BatchMaker(shards, config, number, seed=config.seed, rank=0, world_size=1)
         maker.check_batch()
-        size = phase.global_sequences
-        parts = max(1, min(_MEASURED // size, phase.sequences // size))
-        flops, tokens = 0.0, 0
-        for part in range(parts):
-            step = maker.make((phase.sequences - size) * part // max(1, parts - 1), size)
-            tokens += step.tokens
+        flops, tokens, sequences = 0.0, 0, 0
+        for step in sampled_steps(maker, phase, phase.global_sequences, _MEASURED):
+            tokens, sequences = tokens + step.tokens, sequences + step.sequences
             flops += sum(counted.executed(batch.lengths, len(batch.masked_rows)) for batch in step.micro_batches)
-        costs.append(SequenceCost(flops / (parts * size), tokens / (parts * size), maker.samples_per_epoch))
+        costs.append(SequenceCost(flops / sequences, tokens / sequences, maker.samples_per_epoch))
     return costs
 
 

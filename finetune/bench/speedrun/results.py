@@ -10,9 +10,10 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from finetune.bench.speedrun.scores import Scores
 from finetune.bench.speedrun.trial import budget_text
-from pretrain.bench.results import aligned, short_commit
+from pretrain.bench.results import short_commit
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
+from pretrain.common.wording import aligned
 
 RESULTS = "speedrun.json"
 HEADINGS = (

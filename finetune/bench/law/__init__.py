@@ -1,0 +1,1 @@
+"""`bench law`: the scaling law of the runs of `bench speedrun`."""

@@ -1,0 +1,77 @@
+"""The command `bench law`: points, fit, table, page and file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from finetune.bench.law.options import make_parser
+from finetune.bench.law.page import write as write_page
+from finetune.bench.law.points import Choice, Run, read_runs
+from finetune.bench.law.table import HEADINGS, RIGHT_ALIGNED, cells, summary
+from pretrain.bench.results import short_commit
+from pretrain.common.errors import InputError
+from pretrain.common.wording import aligned, counted
+from pretrain.planning import published
+from pretrain.planning.fitting import FEWEST, fit
+from pretrain.planning.published import PublishedLaw, Recipe, as_points
+
+FILE, PAGE = "law.json", "law.html"
+_SIZES = 3  # sizes and budgets, below which a law says nothing
+
+
+def main(argv: Sequence[str]) -> int:
+    """Fit, print the table, write the file and the page.
+
+    Args:
+        argv: those of `options.make_parser`.
+
+    Raises:
+        InputError: a path or name is wrong, or there are too few runs.
+    """
+    arguments = make_parser().parse_args(argv)
+    below = float("inf") if arguments.below is None else arguments.below
+    runs, left_out = read_runs(arguments.runs, Choice(tuple(arguments.only or ()), tuple(arguments.holdout), below))
+    law = fit_runs(runs)
+    likely = law.likely()
+    rows = cells(law, likely)
+    print("\n".join([*aligned([HEADINGS, *rows], RIGHT_ALIGNED), *left_out, "", *summary(law, likely)]))
+    out: Path = arguments.out or arguments.runs[0]
+    out.mkdir(parents=True, exist_ok=True)
+    for path in (out / FILE, *([published.PUBLISHED] if arguments.write else [])):
+        published.write(law, path)
+        print(path)
+    print(write_page(law, rows, [*summary(law, likely), *left_out], out / PAGE).resolve().as_uri())
+    return 0
+
+
+def fit_runs(runs: Sequence[Run]) -> PublishedLaw:
+    """The law of the runs that are not held out. Raises `InputError` if they are too few or too much alike."""
+    fitted = [run for run in runs if not run.point.held_out]
+    sizes, amounts = ({round(value(run), -3) for run in fitted} for value in (_size, _tokens))
+    if len(fitted) < FEWEST or min(len(sizes), len(amounts)) < _SIZES:
+        raise InputError(
+            f"bench law: {counted(len(fitted), 'run')} of {counted(len(sizes), 'size')} to fit; expected at least "
+            f"{FEWEST} of {_SIZES} sizes and {_SIZES} numbers of tokens. Train more with `bench speedrun`."
+        )
+    newest = max(fitted, key=lambda run: run.trial.machine.get("started", ""))
+    machine = newest.trial.machine
+    gpus = ", ".join(filter(None, machine.get("gpus", [])))
+    return PublishedLaw(
+        coefficients=published.rounded(fit(as_points([run.point for run in fitted]), resamples=0).law),
+        points=tuple(run.point for run in runs),
+        recipe=Recipe.of(*(run.config for run in fitted)),
+        machine=gpus or f"{machine.get('cpu_cores')} cores of {machine.get('cpu')}",
+        commit=short_commit(machine.get("git_commit")),
+        date=newest.trial.date,
+        words=newest.trial.words,
+        ground=newest.trial.ground,
+    )
+
+
+def _size(run: Run) -> float:
+    return run.point.size
+
+
+def _tokens(run: Run) -> float:
+    return run.point.tokens

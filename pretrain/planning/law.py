@@ -1,0 +1,80 @@
+"""The scaling law: held-out loss as a function of model size and tokens. Pure functions, nothing is read.
+
+    L(N, D) = E + A / N^alpha + B / D'^beta        Hoffmann et al. 2022, "Chinchilla", equation 2
+    D' = U + U R* (1 - exp(-R / R*))               Muennighoff et al. 2023, equation 5
+
+L is in bits per character of held-out text. U are the tokens of one epoch, R = D / U - 1 the repetitions of it. N is
+the size in effective parameters: the FLOPs that training executes for one token, over 6, without the optimizer's. A
+parameter that every token uses counts once. So attention counts, a recursion counts as often as it is applied, the
+decoder by the share of tokens that are masked, and look-ups of embeddings not at all: one measure for every
+architecture. The FLOPs of a training are then 6 N D, and what the optimizer adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+import numpy as np
+
+Numbers = np.ndarray | float
+
+# Repetitions until further ones are worth little (Muennighoff et al. 2023, section 6: R*_D). Kept from the paper: 10
+# epochs of the yardstick are too few to fit it.
+REPETITIONS = 15.4
+FLOPS_PER_PARAMETER = 6  # of one token, forward and backward
+
+
+@dataclass(frozen=True)
+class Law:
+    """The five coefficients.
+
+    Attributes:
+        floor: E, bits per character of an unlimited model with unlimited text.
+        size_scale, size_exponent: A and alpha.
+        data_scale, data_exponent: B and beta.
+    """
+
+    floor: float
+    size_scale: float
+    size_exponent: float
+    data_scale: float
+    data_exponent: float
+
+    def loss(self, size: Numbers, tokens: Numbers, unique: Numbers = np.inf) -> Numbers:
+        """Bits per character of a model of `size` effective parameters after `tokens` tokens.
+
+        Args:
+            size, tokens: above 0; numbers, or arrays of one shape.
+            unique: tokens of one epoch.
+        """
+        of_size = self.size_scale * np.power(size, -self.size_exponent)
+        of_data = self.data_scale * np.power(effective_tokens(tokens, unique), -self.data_exponent)
+        return self.floor + of_size + of_data
+
+    def best_size(self, flops: float) -> float:
+        """The size with the lowest loss after `flops` FLOPs on text that does not repeat.
+
+        Hoffmann et al. 2022, equation 4. The optimizer's FLOPs are not counted.
+        """
+        alpha, beta = self.size_exponent, self.data_exponent
+        ratio = alpha * self.size_scale / (beta * self.data_scale)
+        return float((ratio * (flops / FLOPS_PER_PARAMETER) ** beta) ** (1 / (alpha + beta)))
+
+
+def effective_tokens(tokens: Numbers, unique: Numbers) -> Numbers:
+    """D': tokens of text that does not repeat which teach as much as `tokens` tokens in epochs of `unique` tokens."""
+    unique = np.minimum(unique, tokens)  # what is not read once does not repeat
+    repetitions = np.asarray(tokens) / unique - 1
+    return unique * (1 + REPETITIONS * -np.expm1(-repetitions / REPETITIONS))
+
+
+def interval(laws: Sequence[Law], size: float, tokens: float, unique: float = np.inf) -> tuple[float, float]:
+    """The range that holds the middle 90 % of the laws' predictions."""
+    low, high = np.percentile([float(one.loss(size, tokens, unique)) for one in laws], [5, 95])
+    return float(low), float(high)
+
+
+def coefficients(law: Law) -> tuple[float, ...]:
+    """The coefficients in the order of the class, for files."""
+    return astuple(law)

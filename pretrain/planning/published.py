@@ -1,0 +1,167 @@
+"""A fitted law as a file: its coefficients, its points, and where they come from. The package has one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from pretrain.common.errors import InputError
+from pretrain.common.files import write_json
+from pretrain.config import PretrainConfig
+from pretrain.planning.fitting import Points, fit
+from pretrain.planning.law import Law, coefficients, effective_tokens
+
+PUBLISHED = Path(__file__).parent / "law.json"
+_DIGITS = 6  # of a coefficient
+_COEFFICIENTS = 5
+_JOIN = ", "
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True)
+
+
+class Point(_Part):
+    """One measured run.
+
+    Attributes:
+        run: its name.
+        shape: LAYERSxHIDDEN.
+        size: effective parameters (`pretrain.planning.law`).
+        tokens: trained on.
+        unique: tokens of one epoch.
+        flops: executed, with the optimizer's.
+        loss: bits per character of the held-out text.
+        minutes: of training.
+        held_out: whether the law was not fitted to it.
+    """
+
+    run: str
+    shape: str
+    size: float = Field(gt=0)
+    tokens: float = Field(gt=0)
+    unique: float = Field(gt=0)
+    flops: float = Field(gt=0)
+    loss: float = Field(gt=0)
+    minutes: float = 0.0
+    held_out: bool = False
+
+
+class Recipe(_Part):
+    """What runs have in common, by name; values that differ among them are joined by commas."""
+
+    values: dict[str, str]
+
+    @classmethod
+    def of(cls, *configs: PretrainConfig) -> Recipe:
+        """The recipe of runs with these configs."""
+        named = [
+            {
+                "family": config.model.family,
+                "optimizer": config.optimizer.name,
+                "vocabulary": str(config.corpus.vocabulary.size),
+                "masking": " to ".join(f"{share:g}" for share in _masking(config)),
+                "sequence length": " and ".join(str(phase.sequence_length) for phase in config.phases),
+            }
+            for config in configs
+        ]
+        return cls(values={name: _JOIN.join(dict.fromkeys(one[name] for one in named)) for name in named[0]})
+
+    def differing(self, other: Recipe) -> list[str]:
+        """Names, with the other's values, in which another recipe has a value that this one has not."""
+        return [
+            f"{name} {value}"
+            for name, value in other.values.items()
+            if value not in self.values.get(name, "").split(_JOIN)
+        ]
+
+
+def _masking(config: PretrainConfig) -> list[float]:
+    masking = config.masking
+    return [share for share in (masking.probability, masking.final_probability) if share]
+
+
+class PublishedLaw(_Part):
+    """The law with its points.
+
+    Attributes:
+        coefficients: those of `law.Law`, in its order.
+        machine, commit, date: of the newest run.
+        words: of the text.
+        ground: SHA-256 of the text.
+    """
+
+    format: int = 1
+    coefficients: tuple[float, ...] = Field(min_length=_COEFFICIENTS, max_length=_COEFFICIENTS)
+    points: tuple[Point, ...]
+    recipe: Recipe
+    machine: str
+    commit: str
+    date: str
+    words: int
+    ground: str
+
+    @property
+    def law(self) -> Law:
+        return Law(*self.coefficients)
+
+    def likely(self) -> tuple[Law, ...]:
+        """The laws of the bootstrap, fitted again; a second of work."""
+        return fit(as_points(self.fitted)).resampled
+
+    @property
+    def fitted(self) -> list[Point]:
+        """The points that the law was fitted to."""
+        return [point for point in self.points if not point.held_out]
+
+    @property
+    def held_out(self) -> list[Point]:
+        """The points that it was not fitted to."""
+        return [point for point in self.points if point.held_out]
+
+    def predicted(self, point: Point) -> float:
+        """Bits per character of a run by the law."""
+        return float(self.law.loss(point.size, point.tokens, point.unique))
+
+    def error(self, points: Sequence[Point]) -> float:
+        """Largest difference between prediction and measurement, as a share of the measurement; 0 without points."""
+        return max((abs(self.predicted(point) / point.loss - 1) for point in points), default=0.0)
+
+
+def as_points(points: Sequence[Point]) -> Points:
+    """The runs as arrays for the fit."""
+    tokens = [effective_tokens(point.tokens, point.unique) for point in points]
+    return Points(
+        np.array([point.size for point in points]), np.array(tokens), np.array([point.loss for point in points])
+    )
+
+
+def rounded(law: Law) -> tuple[float, ...]:
+    """The coefficients with as many digits as the file keeps."""
+    return tuple(float(f"{value:.{_DIGITS}g}") for value in coefficients(law))
+
+
+def read(path: Path | None = None) -> PublishedLaw:
+    """The law in the file `path`, or that of the package.
+
+    Raises `InputError` if there is none, or the file is damaged.
+    """
+    path = path or PUBLISHED
+    try:
+        return PublishedLaw.model_validate_json(path.read_bytes())
+    except OSError as error:
+        raise InputError(
+            f"{path}: cannot be read ({error.strerror}). Fit a law with `bench law`, and give its file with --law."
+        ) from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(map(str, first["loc"]))
+        raise InputError(f"{path}: not a law of `bench law` ({field or 'content'}: {first['msg']}).") from None
+
+
+def write(law: PublishedLaw, path: Path) -> None:
+    """Write the law, atomically."""
+    write_json(path, law.model_dump(mode="json"))

@@ -1,0 +1,163 @@
+"""The recommendation of `pretrain --dry-run --budget`: which size, batch, steps and rate a budget is best spent on."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from pretrain import estimate, pace
+from pretrain.common.errors import InputError
+from pretrain.common.memory import machine_memory
+from pretrain.config import PretrainConfig
+from pretrain.estimate import Cluster
+from pretrain.planning import published
+from pretrain.planning.budget import Budget, parse_budget
+from pretrain.planning.candidates import SHAPES, Plan, plan, shape_name, with_shape, works
+from pretrain.planning.law import Law, interval
+from pretrain.planning.published import PublishedLaw
+from pretrain.planning.speed import Here, Roofline, Speed
+from pretrain.planning.table import Choice, Recommendation, report
+from pretrain.planning.text import Text, read_text
+
+_WITHIN = 0.9  # a plan is outside of the points only by more than this
+_TOO_FEW = 10  # steps below which a size is not recommended
+# GiB of a GPU, the smallest sold (data sheets).
+_GPU_GIB = {"V100": 16, "A100": 40, "L4": 24, "L40S": 48, "RTX4090": 24, "H100": 80, "H200": 141, "B200": 180}
+
+
+def recommendation(config: PretrainConfig, budget_text: str, on: str | None = None, law: Path | None = None) -> str:
+    """The table of candidates for the terminal, and the settings of the best.
+
+    Args:
+        budget_text: as `budget.parse_budget`.
+        on: cluster, as for `estimate.parse_cluster`; needed if the budget is a time.
+        law: file of a law; None takes that of the package.
+
+    Raises:
+        InputError: the budget, the cluster or the law is wrong, the law says nothing about such a config, or no size
+            fits.
+        MachineError: the timed run failed.
+    """
+    budget, on = parse_budget(budget_text), on or config.scheduling.cluster
+    found = published.read(law)
+    _check(config, budget, on)
+    config, _ = estimate.resolve_precision(config, on)
+    cluster = estimate.parse_cluster(on, config) if on else None
+    text = read_text(config)
+    shaped, left_out = _fitting([with_shape(config, *shape) for shape in _shapes(config)], cluster)
+    speed = _speed(config, cluster)
+    plans = [plan(one, budget, text, speed) for one in shaped]
+    if isinstance(speed, Here) and text.is_prepared and budget.seconds:
+        _calibrate(speed, choose(plans, found)[0].plan, text)
+        plans = [plan(one, budget, text, speed) for one in shaped]
+    return report(Recommendation(config, budget, found, text, speed, tuple(choose(plans, found)), tuple(left_out)))
+
+
+def choose(plans: Sequence[Plan], found: PublishedLaw) -> list[Choice]:
+    """The plans with their predictions, the best first."""
+    likely = found.likely()
+    losses = np.array([[_predicted(law, one) for one in plans] for law in likely])
+    wins = np.bincount(losses.argmin(axis=1), minlength=len(plans)) / len(likely)
+    choices = [
+        Choice(
+            one,
+            _predicted(found.law, one),
+            *interval(likely, one.size, one.tokens, one.unique),
+            float(share),
+            _beyond(one, found),
+        )
+        for one, share in zip(plans, wins, strict=True)
+    ]
+    return sorted(choices, key=lambda choice: (choice.plan.config.total_steps < _TOO_FEW, choice.loss))
+
+
+# ---- What is checked and measured
+
+
+def _check(config: PretrainConfig, budget: Budget, on: str) -> None:
+    for is_given, what in (
+        (config.start_from, "start_from: continues a checkpoint, whose size is given"),
+        (config.distillation.teacher, "distillation.teacher: learns from a teacher"),
+        (config.electra.is_on, "electra: learns from replaced tokens"),
+    ):
+        if is_given:
+            raise InputError(
+                f"--budget: {what}. The law is of masked language modelling from random weights; give --minutes "
+                "instead, which scales the steps of this config."
+            )
+    if budget.seconds and not on:
+        raise InputError(
+            f"--budget {budget.text}: a time needs the speed of a machine. Give --on here or --on 8xH100 with it, or a "
+            "budget in FLOPs such as 0.5e15."
+        )
+    if on == "here" and (config.scheduling.address or "RANK" in os.environ):
+        raise InputError("--on here: times this machine alone; leave out --address and torchrun.")
+
+
+def _shapes(config: PretrainConfig) -> list[tuple[int, int]]:
+    """The candidates, and the config's own shape."""
+    return sorted({*SHAPES, (config.model.layers, config.model.hidden)}, key=lambda shape: shape[0] * shape[1] ** 2)
+
+
+def _fitting(shaped: Sequence[PretrainConfig], cluster: Cluster | None) -> tuple[list[PretrainConfig], list[str]]:
+    """(the configs that fit into the memory of a worker, the shapes of the others with what they need)."""
+    if cluster is None:
+        return list(shaped), []
+    limit, fits, left_out = _memory(cluster), [], []
+    for config in shaped:
+        parts = estimate.memory_bytes(config, config.engine.zero_stage, cluster.workers, cluster.device)
+        if sum(parts.values()) <= limit:
+            fits.append(config)
+        else:
+            left_out.append(f"{shape_name(config.model)} ({sum(parts.values()) / 2**30:,.1f} GiB)")
+    if not fits:
+        raise InputError(
+            f"--on: no size fits into the {limit / 2**30:,.1f} GiB that a worker of {cluster.name} has: "
+            f"{', '.join(left_out)}. Lower engine.micro_batch_tokens."
+        )
+    return fits, left_out
+
+
+def _memory(cluster: Cluster) -> float:
+    """Bytes that a worker can have."""
+    if cluster.gpu is not None:
+        return _GPU_GIB[cluster.kind] * 2.0**30
+    if cluster.device == "cuda":
+        import torch
+
+        return float(torch.cuda.get_device_properties(0).total_memory)
+    return machine_memory()[1] / cluster.workers
+
+
+def _speed(config: PretrainConfig, cluster: Cluster | None) -> Speed | None:
+    if cluster is None:
+        return None
+    if cluster.gpu is not None:
+        return Roofline(cluster)
+    print("timing the matrix products of each size ...", flush=True)
+    return Here(cluster.device, config.engine.resolved_precision)
+
+
+def _calibrate(speed: Here, best: Plan, text: Text) -> None:
+    """Time steps of the plan that is the best as far as is known."""
+    print(f"timing steps of {best.shape} in a run, about a minute ...", flush=True)
+    work = works(best.config, text)
+    speed.calibrate(best.config, work[0], pace.measure(best.config).seconds)
+
+
+def _predicted(law: Law, one: Plan) -> float:
+    return float(law.loss(one.size, one.tokens, one.unique))
+
+
+def _beyond(one: Plan, found: PublishedLaw) -> str:
+    """In what a plan lies outside of the points that the law was fitted to."""
+    sizes, tokens = zip(*((point.size, point.tokens) for point in found.fitted), strict=True)
+    parts = []
+    for name, value, values in (("size", one.size, sizes), ("tokens", one.tokens, tokens)):
+        nearest = min(max(value, min(values)), max(values))
+        if not _WITHIN <= value / nearest <= 1 / _WITHIN:
+            parts.append(f"{name} {value / nearest:.2g}x")
+    return " and ".join(parts)

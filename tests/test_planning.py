@@ -1,0 +1,372 @@
+"""The scaling law and the recommendation: planted laws are found again, and what is recommended is the best of them."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from corpora import make_corpus
+from planned_laws import PLANTED, planted_law, planted_points
+from scipy.optimize import minimize
+
+from pretrain import pace, work
+from pretrain.__main__ import main
+from pretrain.common.errors import InputError
+from pretrain.config import PretrainConfig, load_config
+from pretrain.planning import published, recommend, speed, table
+from pretrain.planning.budget import Budget, parse_budget
+from pretrain.planning.candidates import effective_size, plan, with_batch, with_shape, works
+from pretrain.planning.fitting import FEWEST, Points, fit, objective
+from pretrain.planning.law import REPETITIONS, Law, effective_tokens, interval
+from pretrain.planning.published import Recipe, as_points
+from pretrain.planning.recommend import choose, recommendation
+from pretrain.planning.speed import Here
+from pretrain.planning.text import PhaseText, Text, read_text
+from pretrain.work import optimizer_flops
+
+CONFIGS = Path(__file__).parent.parent / "configs" / "pretrain"
+ENDLESS = Text((PhaseText(100.0, math.inf),), "a text that does not repeat", False)
+
+
+def mini(**values: Any) -> PretrainConfig:
+    config = load_config(CONFIGS / "mini.yaml")
+    return PretrainConfig.model_validate({**config.model_dump(), "corpus": {"dir": "nowhere"}, **values})
+
+
+# ---- the law
+
+
+def test_repeated_tokens_saturate() -> None:
+    assert effective_tokens(5e6, 10e6) == pytest.approx(5e6)  # not even read once
+    assert effective_tokens(10e6, 10e6) == pytest.approx(10e6)
+    ten = float(effective_tokens(100e6, 10e6))
+    assert ten == pytest.approx(10e6 * (1 + 15.4 * (1 - math.exp(-9 / 15.4))))
+    assert 20e6 < ten < 100e6
+    assert effective_tokens(1e12, 10e6) == pytest.approx(10e6 * (1 + REPETITIONS))
+    np.testing.assert_allclose(effective_tokens(np.array([1e6, 1e9]), np.inf), [1e6, 1e9])
+
+
+@pytest.mark.parametrize("flops", [1e13, 1e15, 1e18])
+def test_the_best_size_is_the_minimum(flops: float) -> None:
+    sizes = np.geomspace(1e4, 1e10, 20001)
+    losses = np.asarray(PLANTED.loss(sizes, flops / 6 / sizes))
+    assert PLANTED.best_size(flops) == pytest.approx(sizes[losses.argmin()], rel=2e-3)
+
+
+def test_a_planted_law_is_found_again() -> None:
+    """Without noise, the priors move the coefficients by little and the predictions by less."""
+    found = fit(as_points(planted_points()), resamples=0).law
+    assert found.floor == pytest.approx(PLANTED.floor, rel=0.03)
+    assert found.size_exponent == pytest.approx(PLANTED.size_exponent, rel=0.02)
+    assert found.data_exponent == pytest.approx(PLANTED.data_exponent, rel=0.02)
+    for size, tokens in ((1e6, 5e6), (5e6, 5e7), (1e7, 1e8)):
+        assert float(found.loss(size, tokens)) == pytest.approx(float(PLANTED.loss(size, tokens)), rel=2e-3)
+
+
+def test_a_noisy_law_predicts_and_says_how_well() -> None:
+    """1 % of noise: ten times the largest budget is predicted within 3 %, and the interval holds the truth."""
+    found = fit(as_points(planted_points(0.01)))
+    size = PLANTED.best_size(2e15)
+    truth = float(PLANTED.loss(size, 2e15 / 6 / size))
+    assert float(found.law.loss(size, 2e15 / 6 / size)) == pytest.approx(truth, rel=0.03)
+    low, high = interval(found.resampled, size, 2e15 / 6 / size)
+    assert low < truth < high
+    near, far = (np.subtract(*interval(found.resampled, size, tokens)[::-1]) for tokens in (1e7, 1e9))
+    assert far > 1.5 * near, "farther from the points, less is known"
+
+
+def test_one_outlier_moves_a_huber_fit_little() -> None:
+    points = as_points(planted_points(0.002))
+    loss = points.loss.copy()
+    loss[5] *= 1.2
+    found = fit(Points(points.size, points.tokens, loss), resamples=0).law
+    assert float(found.loss(3e6, 1e7)) == pytest.approx(float(PLANTED.loss(3e6, 1e7)), rel=0.01)
+
+
+def test_the_minimum_is_that_of_lbfgs() -> None:
+    points = as_points(planted_points(0.01))
+
+    def value(x: np.ndarray) -> float:
+        return 1e5 * objective(Law(np.exp(x[2]), np.exp(x[0]), x[3], np.exp(x[1]), x[4]), points)
+
+    starts = [(math.log(a), math.log(a), math.log(e), x, x) for a in (20, 80) for e in (0.2, 0.6) for x in (0.25, 0.4)]
+    lbfgs = min(float(minimize(value, start, method="L-BFGS-B").fun) for start in starts)
+    ours = 1e5 * objective(fit(points, resamples=0).law, points)
+    assert ours <= lbfgs * (1 + 1e-3)
+
+
+def test_too_few_points_are_refused() -> None:
+    points = as_points(planted_points()[: FEWEST - 1])
+    with pytest.raises(ValueError, match=f"5 points; expected at least {FEWEST}"):
+        fit(points)
+
+
+# ---- the file
+
+
+def test_a_law_is_written_and_read(tmp_path: Path) -> None:
+    law = planted_law(0.01)
+    published.write(law, tmp_path / "law.json")
+    assert published.read(tmp_path / "law.json") == law
+    assert law.error(law.fitted) < 0.04
+    (tmp_path / "law.json").write_text('{"format": 1}')
+    with pytest.raises(InputError, match=r"law.json: not a law of `bench law` \(coefficients: "):
+        published.read(tmp_path / "law.json")
+    with pytest.raises(InputError, match=r"cannot be read .*bench law"):
+        published.read(tmp_path / "none.json")
+
+
+def test_a_recipe_names_what_differs() -> None:
+    law = Recipe.of(mini(), mini(masking={"probability": 0.15}))
+    assert law.values["masking"] == "0.3 to 0.15, 0.15"
+    assert law.differing(Recipe.of(mini(masking={"probability": 0.15}))) == []
+    adam = mini(optimizer={"name": "adamw"})
+    assert law.differing(Recipe.of(adam)) == ["optimizer adamw"]
+
+
+# ---- budgets
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds", "flops"),
+    [("2h", 7200, 0), ("30m", 1800, 0), ("90s", 90, 0), ("1h30m", 5400, 0), ("1.5H", 5400, 0), ("0.5e15", 0, 5e14)],
+)
+def test_budgets(text: str, seconds: float, flops: float) -> None:
+    assert parse_budget(text) == Budget(text, seconds, flops)
+
+
+@pytest.mark.parametrize("text", ["", "0s", "120", "2 hours", "-1h", "nan", "inf", "1e40", "h", "30m2h", "9999d"])
+def test_budgets_that_say_nothing(text: str) -> None:
+    with pytest.raises(InputError, match=r"expected a time such as 2h, 30m"):
+        parse_budget(text)
+
+
+# ---- candidates
+
+
+def test_sizes_count_what_every_token_uses() -> None:
+    """The layers' matrices and attention count whole, the decoder by the share of masked tokens, Muon not at all."""
+    config = mini()
+    one = works(config, ENDLESS)
+    size = effective_size(config, one)
+    adam = mini(optimizer={"name": "adamw"})
+    assert effective_size(adam, works(adam, ENDLESS)) == pytest.approx(size)
+    larger = with_batch(config, 1e9)
+    assert effective_size(larger, works(larger, ENDLESS)) == pytest.approx(size), "a batch has no size"
+    model = config.model
+    matrices = model.layers * (4 * model.hidden**2 + 3 * model.hidden * model.intermediate)
+    decoder = 0.225 * model.hidden * config.corpus.vocabulary.size
+    assert 0.85 * (matrices + decoder) < size < 1.15 * (matrices + decoder)
+
+
+def test_shapes_keep_the_block() -> None:
+    config = mini()
+    other = with_shape(config, 6, 320)
+    assert (other.model.layers, other.model.heads, other.model.intermediate) == (6, 5, 480)
+    assert other.phases[0].peak_learning_rate == pytest.approx(config.phases[0].peak_learning_rate * 256 / 320)
+    same = {"size", "layers", "hidden", "heads", "intermediate"}
+    assert other.model.model_dump(exclude=same) == config.model.model_dump(exclude=same)
+    assert with_shape(config, 4, 256) == config
+
+
+def test_batches_grow_with_the_square_root_of_the_tokens() -> None:
+    sizes = [with_batch(mini(), tokens).phases[0].global_sequences for tokens in (1e3, 1.2e7, 4 * 1.2e7, 1e15)]
+    assert sizes == [16, 64, 128, 2048]
+    config = mini(optimizer={"name": "adamw"})
+    larger = with_batch(config, 16 * 1.2e7).phases[0]
+    assert larger.global_sequences == 256
+    assert larger.peak_learning_rate == pytest.approx(2 * config.phases[0].peak_learning_rate)
+    assert with_batch(mini(), 1e15).phases[0].peak_learning_rate == mini().phases[0].peak_learning_rate
+
+
+def test_phases_keep_their_proportions() -> None:
+    phase = mini().phases[0].model_dump()
+    long = {**phase, "sequence_length": 64, "global_sequences": 32, "ramp_from": 8, "ramp_steps": 40}
+    config = mini(phases=[phase, long])
+    text = Text((PhaseText(100.0, math.inf), PhaseText(50.0, math.inf)), "", False)
+    flat = mini(phases=[phase, {**long, "ramp_from": 0, "ramp_steps": 0}])
+    before = [one.tokens for one in works(flat, text)]
+    found = plan(config, Budget("", flops=3e14), text, None)
+    after = [one.tokens for one in works(found.config, text)]
+    assert after[1] / after[0] == pytest.approx(before[1] / before[0], rel=0.02)
+    assert found.flops == pytest.approx(3e14, rel=0.02)
+
+
+class Steady:
+    """A machine of 1 TFLOP/s."""
+
+    source = "a steady machine"
+
+    def seconds(self, config: PretrainConfig, work: Any) -> float:
+        return sum(one.executed for one in work) / 1e12
+
+
+def test_a_time_is_filled_and_a_text_read_ten_times_at_most() -> None:
+    found = plan(mini(), Budget("", seconds=3600), ENDLESS, Steady())
+    assert found.seconds == pytest.approx(3600, rel=0.01)
+    assert found.flops == pytest.approx(0.9 * 3600e12, rel=0.01)
+    assert not found.is_capped
+    short = Text((PhaseText(100.0, 1e4),), "", False)
+    capped = plan(mini(), Budget("", seconds=3600), short, Steady())
+    assert capped.is_capped
+    assert capped.epochs == pytest.approx(10, rel=0.01)
+    assert capped.unique == pytest.approx(1e6)
+    assert capped.seconds < 1800
+
+
+def test_this_machines_speed_is_calibrated_by_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The calibrated shape has the measured time, and what lies between products weighs more in narrow models."""
+    monkeypatch.setattr(speed, "product_times", lambda shapes, *_: [6 * a * b / 1e12 for a, b in shapes])
+    here, config = Here("cpu", "fp32"), mini()
+    one = works(config, ENDLESS)
+    assert here.seconds(config, one) == pytest.approx(one[0].executed / 1e12 / 0.5)
+    step = 3 * one[0].executed / one[0].steps / 1e12
+    here.calibrate(config, one[0], step)
+    assert here.seconds(config, one) == pytest.approx(step * one[0].steps)
+    narrow, wide = with_shape(config, 2, 128), with_shape(config, 12, 768)
+    ratios = [here.seconds(c, works(c, ENDLESS)) / (works(c, ENDLESS)[0].executed / 1e12) for c in (narrow, wide)]
+    assert ratios[0] > 3 > ratios[1] > 1
+    here.calibrate(config, one[0], step / 6)  # faster than the products alone
+    assert here.seconds(config, one) == pytest.approx(step / 6 * one[0].steps)
+
+
+def test_products_are_timed() -> None:
+    times = speed.product_times([(64, 64), (512, 512)], "cpu", "fp32")
+    assert len(times) == 2
+    assert 0 < times[0] < times[1]
+
+
+# ---- text
+
+
+def test_a_text_is_measured_estimated_or_unknown(tmp_path: Path) -> None:
+    config = mini(corpus={"dir": str(make_corpus(tmp_path / "corpus"))})
+    found = read_text(config)
+    assert found.is_prepared
+    assert 10 < found.phases[0].mean_length <= 128
+    assert found.phases[0].samples_per_epoch > 100
+    (tmp_path / "a.jsonl").write_text("x" * 22000)
+    source = {"kind": "jsonl", "name": "a", "path": str(tmp_path / "a.jsonl")}
+    guessed = read_text(mini(corpus={"dir": str(tmp_path / "new"), "sources": [source]}))
+    tokens = guessed.phases[0].samples_per_epoch * guessed.phases[0].mean_length
+    assert tokens == pytest.approx(5 * 4400 / 4.4)
+    assert "not prepared. Assumed: 0.005 million tokens" in guessed.source
+    source["path"] = str(tmp_path / "none.jsonl")
+    unknown = read_text(mini(corpus={"dir": str(tmp_path / "new"), "sources": [source]}))
+    assert unknown.phases[0].samples_per_epoch == math.inf
+    assert "none.jsonl" in unknown.source
+
+
+# ---- the recommendation
+
+
+def test_the_best_candidate_has_the_lowest_loss() -> None:
+    """Each candidate's loss is the law's, and the best is next to the best size of all."""
+    law = planted_law()
+    plans = [plan(with_shape(mini(), *shape), Budget("", flops=1e14), ENDLESS, None) for shape in recommend.SHAPES]
+    choices = choose(plans, law)
+    losses = [float(PLANTED.loss(one.size, one.tokens)) for one in plans]
+    assert choices[0].plan is plans[int(np.argmin(losses))]
+    assert [choice.loss for choice in choices] == sorted(choice.loss for choice in choices)
+    assert choices[0].loss == pytest.approx(min(losses), rel=5e-3)
+    assert sum(choice.wins for choice in choices) == pytest.approx(1)
+    assert choices[0].low < choices[0].loss < choices[0].high
+    assert not choices[0].beyond
+    beyond = {choice.plan.shape: choice.beyond for choice in choices}
+    assert beyond["24x1024"].startswith("size 2")
+    assert "tokens 0." in beyond["24x1024"]
+
+
+@pytest.fixture
+def law_file(tmp_path: Path) -> Path:
+    published.write(planted_law(0.005), tmp_path / "law.json")
+    return tmp_path / "law.json"
+
+
+def test_the_settings_are_those_of_a_run(law_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The line of settings, given to --dry-run, has the size, steps and FLOPs of the table."""
+    config = str(CONFIGS / "mini.yaml")
+    assert main(["pretrain", config, "--dry-run", "--budget", "0.5e15", "--law", str(law_file)]) == 0
+    printed = capsys.readouterr().out
+    best = next(line.split() for line in printed.splitlines() if line.startswith("  >"))
+    line = printed.splitlines()[-1].split()
+    assert line[::2] == ["--set"] * (len(line) // 2)
+    assert main(["pretrain", config, "--dry-run", *line, "--show-config"]) == 0
+    resolved = capsys.readouterr().out
+    layers, hidden = best[1].split("x")
+    for expected in (f"layers: {layers}", f"hidden: {hidden}", "warmup_steps: ", "peak_learning_rate: "):
+        assert expected in resolved
+    rows = [row.split() for row in resolved.splitlines() if row.startswith("  total ") and "e+" in row]
+    assert rows[0][1] in best
+    assert "5e+14" in resolved
+    assert "outside of the points" in printed
+    assert "fitted to 16 runs of 4e+12 to 2e+14 FLOP (modernbert, muon" in printed
+
+
+def test_other_settings_than_the_laws_are_named(law_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["pretrain", str(CONFIGS / "bert-mini.yaml"), "--dry-run", "--budget", "1e14", "--law", str(law_file)]
+    assert main(words) == 0
+    assert "this config has family bert, optimizer adamw" in capsys.readouterr().out
+
+
+def test_a_cluster_is_planned_by_arithmetic(law_file: Path) -> None:
+    one, eight = (recommendation(mini(), "1h", on, law_file) for on in ("L4", "8xH100"))
+    assert "1 x L4: by arithmetic" in one
+    assert "too large" not in eight
+    best = [next(line.split()[1] for line in text.splitlines() if line.startswith("  >")) for text in (one, eight)]
+    order = [f"{layers}x{hidden}" for layers, hidden in recommend.SHAPES]
+    assert order.index(best[0]) <= order.index(best[1])
+    assert "is an extrapolation" in eight
+
+
+def test_this_machine_times_the_best_candidate(
+    tmp_path: Path, law_file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    timed: list[PretrainConfig] = []
+    monkeypatch.setattr(speed, "product_times", lambda shapes, *_: [6 * a * b / 2e11 for a, b in shapes])
+    monkeypatch.setattr(recommend.estimate, "_measure_peak", lambda *_: ("cpu", 2e11))
+    monkeypatch.setattr(recommend, "machine_memory", lambda: (8 << 30, 3 << 30))
+    monkeypatch.setattr(pace, "measure", lambda config: timed.append(config) or pace.Pace(9, 0.5, 100.0))
+    config = mini(corpus={"dir": str(make_corpus(tmp_path / "corpus", documents=4000))}, engine={"precision": "fp32"})
+    text = recommendation(config, "10m", "here", law_file)
+    assert f"timing steps of {timed[0].model.layers}x{timed[0].model.hidden} in a run" in capsys.readouterr().out
+    assert f"steps of {timed[0].model.layers}x{timed[0].model.hidden} in a run" in text
+    assert "24x1024" in text.split("too large for the memory of a worker: ")[1]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--budget", "2h"], "--budget: recommends a size, and trains nothing. Give --dry-run"),
+        (["--dry-run", "--budget", "2h"], "--budget 2h: a time needs the speed of a machine"),
+        (["--dry-run", "--budget", "2 h"], "--budget 2 h: expected a time such as"),
+        (["--dry-run", "--budget", "1e15", "--minutes", "5"], "--minutes: has no effect with --budget"),
+        (["--dry-run", "--law", "x.json"], "--law: has no effect without --budget"),
+        (["--dry-run", "--budget", "1e15", "--law", "none.json"], "none.json: cannot be read"),
+        (["--dry-run", "--budget", "1e15", "--set", "electra.generator_width=0.25"], "learns from replaced tokens"),
+        (["--dry-run", "--budget", "1h", "--on", "8xZ80"], "--on 8xZ80: not a known cluster"),
+    ],
+)
+def test_what_says_nothing_is_refused(
+    words: list[str], message: str, law_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    law = [] if "--law" in words or "--budget" not in words else ["--law", str(law_file)]
+    assert main(["pretrain", str(CONFIGS / "mini.yaml"), *words, *law]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_no_exponent_is_written() -> None:
+    before, after = mini(), mini(phases=[{**mini().phases[0].model_dump(), "peak_learning_rate": 2e-5}])
+    assert table.settings_line(before, after) == "--set phases.0.peak_learning_rate=0.00002"
+
+
+def test_muon_is_paid_for() -> None:
+    """The FLOPs of a plan are those of `work`, with the optimizer's."""
+    found = plan(mini(), Budget("", flops=2e13), ENDLESS, None)
+    config = found.config
+    own = 6 * found.size * found.tokens + config.total_steps * optimizer_flops(config)
+    assert found.flops == pytest.approx(own)
+    assert work.optimizer_flops(config) > 0
