@@ -18,6 +18,7 @@ NAVIGATION = {
         "guides/filters",
         "guides/storage",
         "guides/pretraining",
+        "guides/budget",
         "guides/tokenizers",
         "guides/adapt",
         "guides/objectives",
@@ -57,6 +58,7 @@ NAVIGATION = {
     "Measurements": [
         "benchmarks/index",
         "benchmarks/speedrun",
+        "benchmarks/scaling-law",
         "benchmarks/parity",
         "benchmarks/lab-notes",
         "reliability",

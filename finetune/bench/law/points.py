@@ -62,13 +62,14 @@ def read_runs(folders: Sequence[Path], choice: Choice) -> tuple[list[Run], list[
                 names = ", ".join(sorted({one.trial for one in trials}))
                 raise InputError(f"{option} {pattern}: no run or trial has this name; there are {names}.")
     taken = [one for one in trials if not choice.only or _matches(one, choice.only)]
-    found, left_out = [], []
+    found: list[Run] = []
+    left_out: list[str] = []
     for one in taken:
-        why = _refusal(one, choice.below)
-        if why:
-            left_out.append(f"{one.run}: left out, {why}")
+        run = _run(one, choice)
+        if isinstance(run, Run):
+            found.append(run)
         else:
-            found.append(_run(one, held_out=_matches(one, choice.held_out)))
+            left_out.append(f"{one.run}: left out, {run}")
     best = _best(found)
     left_out += [
         f"{run.trial.run}: left out, {best[_key(run)].trial.run} is better" for run in found if run not in best.values()
@@ -104,11 +105,15 @@ def _refusal(one: Trial, below: float) -> str:
     return f"{loss:.3f} bits per character are not below {below:g}" if loss >= below else ""
 
 
-def _run(one: Trial, *, held_out: bool) -> Run:
+def _run(one: Trial, choice: Choice) -> Run | str:
+    """The trial as a point, or why it is none."""
+    why = _refusal(one, choice.below)
+    if why:
+        return why
     try:
         config = PretrainConfig.model_validate(one.config)
     except ValidationError as error:
-        raise InputError(f"{one.run}: its config is of another version ({error.errors()[0]['msg']}).") from None
+        return f"its config is of another version ({error.errors()[0]['msg']})"
     flops = one.flops - one.steps * optimizer_flops(config)
     loss = one.scores.bits_per_character
     assert loss is not None
@@ -121,7 +126,7 @@ def _run(one: Trial, *, held_out: bool) -> Run:
         flops=one.flops,
         loss=loss,
         minutes=one.minutes,
-        held_out=held_out,
+        held_out=_matches(one, choice.held_out),
     )
     return Run(point, one, config)
 
