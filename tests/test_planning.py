@@ -19,7 +19,7 @@ from pretrain.config import PretrainConfig, load_config
 from pretrain.planning import published, recommend, speed, table
 from pretrain.planning.budget import Budget, parse_budget
 from pretrain.planning.candidates import effective_size, plan, with_batch, with_shape, works
-from pretrain.planning.fitting import FEWEST, Points, fit, objective
+from pretrain.planning.fitting import EXPONENT, FEWEST, Points, fit, objective
 from pretrain.planning.law import REPETITIONS, Law, effective_tokens, interval
 from pretrain.planning.published import Recipe, as_points
 from pretrain.planning.recommend import choose, recommendation
@@ -76,6 +76,14 @@ def test_a_noisy_law_predicts_and_says_how_well() -> None:
     assert low < truth < high
     near, far = (high - low for low, high in (interval(found.resampled, size, tokens) for tokens in (1e7, 1e9)))
     assert far > 1.5 * near, "farther from the points, less is known"
+
+
+def test_what_the_points_do_not_determine_varies_as_its_prior() -> None:
+    """Runs of one size say nothing of alpha."""
+    points = as_points([point for point in planted_points(0.002) if point.shape == "4x256"] * 3)
+    exponents = [law.size_exponent for law in fit(points).resampled]
+    assert np.std(exponents) == pytest.approx(EXPONENT.deviation, rel=0.25)
+    assert np.mean(exponents) == pytest.approx(EXPONENT.mean, abs=0.05)
 
 
 def test_one_outlier_moves_a_huber_fit_little() -> None:
