@@ -37,7 +37,10 @@ def write(law: PublishedLaw, rows: Sequence[Sequence[str]], summary: Sequence[st
 
 
 def chart(law: PublishedLaw) -> str:
-    """Loss over FLOPs on a logarithmic axis: dots are runs, a line is what the law says of their size."""
+    """Loss over FLOPs on a logarithmic axis: dots are runs, a line is what the law says of their size.
+
+    FLOPs are those of the model, 6 N D. What Muon adds depends on the batch, so it would move dots off their lines.
+    """
     sizes: dict[str, list[Point]] = {}
     for point in sorted(law.points, key=lambda point: point.size):
         sizes.setdefault(point.shape, []).append(point)
@@ -47,7 +50,7 @@ def chart(law: PublishedLaw) -> str:
         series.append(Series(f"{shape}, measured", _dots(points), f"dots-{number % _COLOURS}"))
     series.append(Series("best size", _best(law), "best"))
     return line_chart(
-        "Held-out text, bits per character, after FLOPs of training",
+        "Held-out text, bits per character, after FLOPs of the model",
         series,
         form=lambda value: f"{value:.3f}",
         form_x=lambda value: f"{10**value:.2g}",
@@ -56,21 +59,25 @@ def chart(law: PublishedLaw) -> str:
 
 
 def _dots(points: Sequence[Point]) -> list[tuple[float, float]]:
-    return sorted((math.log10(point.flops), point.loss) for point in points)
+    return sorted((math.log10(_model_flops(point)), point.loss) for point in points)
+
+
+def _model_flops(point: Point) -> float:
+    return FLOPS_PER_PARAMETER * point.size * point.tokens
 
 
 def _range(law: PublishedLaw, least: float = 0.0) -> np.ndarray:
     """Logarithms of FLOPs, from the smallest budget to beyond the largest."""
-    flops = [point.flops for point in law.points]
+    flops = [_model_flops(point) for point in law.points]
     return np.linspace(math.log10(max(least, min(flops))), math.log10(_FURTHER * max(flops)), _CURVE)
 
 
 def _curve(law: PublishedLaw, points: Sequence[Point]) -> list[tuple[float, float]]:
-    first = min(points, key=lambda point: point.flops)
+    first = min(points, key=_model_flops)
     size, unique = first.size, first.unique
     return [
         (float(x), float(law.law.loss(size, 10**x / FLOPS_PER_PARAMETER / size, unique)))
-        for x in _range(law, first.flops)
+        for x in _range(law, _model_flops(first))
     ]
 
 
