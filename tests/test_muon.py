@@ -267,7 +267,11 @@ class Gloo:
 
 
 def train_sharded(
-    borders: Sequence[float], steps: int, entries: int, settings: OptimizerConfig = SETTINGS
+    borders: Sequence[float],
+    steps: int,
+    entries: int,
+    settings: OptimizerConfig = SETTINGS,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[list[torch.Tensor], int]:
     """Train this rank's part of every group, between two `borders` (shares of a group), one group at a time."""
     parameters = make_parameters()
@@ -284,7 +288,7 @@ def train_sharded(
             segments[flat] = segments_of(names, *bounds)
             flats.append((flat, names, bounds))
             group["params"] = [flat]
-        optimizer.set_shards(segments, matrix_shapes(SHAPES), workers)
+        optimizer.set_shards(segments, matrix_shapes(SHAPES), workers, dtype=dtype)
         for step in range(steps):
             gradients = make_gradients(step)
             for flat, names, bounds in flats:
@@ -319,6 +323,28 @@ def test_cut_over_workers_it_equals_whole(borders: Sequence[float], entries: int
         assert not joined[whole.numel() :].any(), "padding stays zero"
     matrices = sum(math.prod(SHAPES[name]) for name in MATRICES)
     assert sum(sent for _, sent in parts) == 3 * 2 * matrices, "each entry travels once in each direction"
+
+
+def test_low_precision_rounds_updates_and_no_more() -> None:
+    """In bf16, momenta and weights stay in fp32 and updates differ by rounding, the same over any workers."""
+    parameters = make_parameters()
+    optimizer = make_muon(parameters)
+    names_of = [list(group["names"]) for group in optimizer.param_groups]
+    train_whole(3, optimizer, parameters)
+    whole, cut = (
+        run_workers(2, train_sharded, border, 3, 1 << 24, SETTINGS, torch.bfloat16) for border in [(1,), (0.37,)]
+    )
+    for number, names in enumerate(names_of):
+        first, second = (torch.cat([shards[number] for shards, _ in parts]) for parts in (whole, cut))
+        start, exact = (
+            torch.cat([values[name].detach().reshape(-1) for name in names])
+            for values in (make_parameters(), parameters)
+        )
+        assert first.dtype == torch.float32
+        assert torch.equal(first[: exact.numel()], second[: exact.numel()])
+        off = (first[: exact.numel()] - exact).norm() / (exact - start).norm()
+        assert off < 0.02
+        assert (off > 1e-4) == any(name in MATRICES for name in names)
 
 
 @pytest.mark.parametrize("shared", [False, True])

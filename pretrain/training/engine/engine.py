@@ -307,7 +307,14 @@ class Engine:
             reduce = (lambda norms: None) if self._layout.shared else self.sum_over_workers
             self._optimizer.set_segments(segments, count, reduce)
         elif isinstance(self._optimizer, Muon):
-            self._optimizer.set_shards(segments, matrix_shapes(self.shapes), self, shared=self._layout.shared)
+            low = self.device.type == "cuda" or self.settings.resolved_precision == "bf16"
+            self._optimizer.set_shards(
+                segments,
+                matrix_shapes(self.shapes),
+                self,
+                shared=self._layout.shared,
+                dtype=torch.bfloat16 if low else torch.float32,
+            )
 
     def _row_moments(self, *, everywhere: bool = False) -> Iterator[Fragment]:
         """The second moments of rows that this rank saves, or those of all matrices."""

@@ -113,7 +113,7 @@ class Muon(torch.optim.Optimizer):
         self._held: list[list[MatrixPiece]] | None = None  # by rank
         self._numbers: dict[Tensor, int] = {}  # of the flat tensors
         self._shapes: dict[int, Shape] = {}
-        self._shared = False
+        self._shared, self._dtype = False, torch.float32
         self._workers: Workers = Alone()
         self._rounds: dict[tuple[int, ...], list[Round]] = {}  # by the flat tensors that step
 
@@ -124,6 +124,7 @@ class Muon(torch.optim.Optimizer):
         workers: Workers,
         *,
         shared: bool = False,
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         """Set what the flat parameters hold, once a wrapper has flattened and sharded them; all workers call this.
 
@@ -132,7 +133,9 @@ class Muon(torch.optim.Optimizer):
             shapes: as `matrix_shapes` gives them.
             workers: those that step together; `step` calls its collectives.
             shared: every worker holds all matrices.
+            dtype: in which momenta travel and are orthogonalised.
         """
+        self._dtype = dtype
         self._numbers = {flat: number for number, flat in enumerate(segments)}
         mine = [
             MatrixPiece(piece.tensor_id, piece.first, piece.stop - piece.start, self._numbers[flat], piece.start)
@@ -310,8 +313,7 @@ class Muon(torch.optim.Optimizer):
         self, values: Sequence[Tensor], sent: list[list[MatrixPiece]], received: list[list[MatrixPiece]], like: Tensor
     ) -> Tensor:
         """`values`, which are the pieces `sent`, sent; those received, 1-D, in the type of the computation."""
-        dtype = torch.float32 if like.is_cpu else torch.bfloat16
-        joined = like.new_empty(sum(value.numel() for value in values), dtype=dtype)
+        joined = like.new_empty(sum(value.numel() for value in values), dtype=self._dtype)
         _copy(joined.split([value.numel() for value in values]), values)
         return self._workers.all_to_all(joined, *([sum(p.numel for p in of) for of in by] for by in (sent, received)))
 
