@@ -63,6 +63,7 @@ PARTS: list[dict[str, Any]] = [
     {"qk_norm": True, "positions": "rotary", "rotary_base": 1e4, "kv_heads": 2, "attention_bias": False},
     {"embedding": 16},
     {"recursions": 2},
+    {"bigram_rows": 40, "embedding": 16},
     {
         "recursions": 3,
         "norm_placement": "pre",

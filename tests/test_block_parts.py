@@ -25,6 +25,7 @@ PARTS: list[dict[str, Any]] = [
     {"attention_gate": "head"},
     {"attention_gate": "value"},
     {"recursions": 3},
+    {"bigram_rows": 60},
 ]
 ALL = {"qk_norm": True, "norm_before_output": True, "attention_gate": "value", "gated": True}
 ROTARY = {"positions": "rotary", "rotary_base": 100.0}
@@ -65,6 +66,8 @@ class Reference:
         x = state["embeddings.word"][batch.input_ids[part]] + state["embeddings.token_type"][batch.token_types[part]]
         if shape.positions == "learned":
             x = x + state["embeddings.position"][batch.positions[part]]
+        if shape.bigram_rows:
+            x = x + self._bigrams(batch.input_ids[part].tolist())
         x = self._norm(x, "embeddings.norm")
         if shape.embedding:
             x = self._dense(x, "embeddings.project")
@@ -72,6 +75,15 @@ class Reference:
             for number in range(shape.layers):
                 x = self._layer(x, f"layers.{number}.")
         return self._norm(x, "final.norm") if shape.norm_placement == "pre" else x
+
+    def _bigrams(self, ids: list[int]) -> Tensor:
+        numbers = [0, *(token + 1 for token in ids), 0]
+        table, sums = self.state["embeddings.bigram"], []
+        for before, own, after in zip(numbers, numbers[1:], numbers[2:], strict=False):
+            pairs = ((before, own, 0x165667B1), (own, after, 0x3C6EF372), (before, after, 0x2545F491))
+            rows = [(x * 0x5BD1E995 + y * 0x27D4EB2F + c) % (2**31 - 1) % len(table) for x, y, c in pairs]
+            sums.append(0.2 * table[rows].sum(0))
+        return torch.stack(sums)
 
     def _layer(self, x: Tensor, at: str) -> Tensor:
         before = self.shape.norm_placement == "pre"
@@ -242,5 +254,5 @@ def test_released_layouts_refuse_them_by_name(family: str, entry: dict[str, Any]
     layout = LAYOUTS[family]
     shape = make_shape(family=layout.parts, **entry)
     ((name, value),) = entry.items()
-    with pytest.raises(InputError, match=f"model.{name} is {value}, and {family} supports only (False|none|1)"):
+    with pytest.raises(InputError, match=f"model.{name} is {value}, and {family} supports only (False|none|0|1)"):
         write_config({}, ReleasedFacts(layout, shape), "", VOCABULARY, 0)

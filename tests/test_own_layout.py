@@ -36,7 +36,14 @@ from tests.distributed import run_workers
 from tests.starts import Start, make_starts, pretraining, records
 
 SIZES = {"size": "custom", "layers": 2, "hidden": 32, "heads": 2, "intermediate": 48, "max_positions": 64}
-PARTS = {"qk_norm": True, "norm_before_output": True, "attention_gate": "value", "recursions": 2, "embedding": 16}
+PARTS = {
+    "qk_norm": True,
+    "norm_before_output": True,
+    "attention_gate": "value",
+    "recursions": 2,
+    "embedding": 16,
+    "bigram_rows": 40,
+}
 # Parts that are new, and mixtures of old ones.
 SHAPES: list[dict[str, Any]] = [
     PARTS,

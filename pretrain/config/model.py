@@ -92,6 +92,13 @@ class ModelConfig(Section):
         description="Initialise the output projections of attention and feed-forward network to 0, so that each layer "
         "begins as the identity (Zhang et al. 2019, Fixup). scaled_output_init then scales the MLM head alone.",
     )
+    bigram_rows: int = Field(
+        default=0,
+        ge=0,
+        description="Rows of a table of embeddings of adjacent tokens, such as 65536. A hash of each pair chooses its "
+        "row (modded-nanogpt 2026; Cheng et al. 2026, Engram). It costs memory and no FLOPs, and models with it are "
+        "exported in our own layout. 0 means no table.",
+    )
     recursions: int = Field(
         default=1,
         ge=1,

@@ -247,6 +247,11 @@ class PretrainConfig(RunConfig):
                     f"{self.pairs.chosen_objective}: with causal attention [CLS] sees nothing of a pair. Set "
                     "pairs.objective: none"
                 )
+            if phase.causal_share and self.model.bigram_rows:
+                raise ValueError(
+                    f"phases.{number}.causal_share ({phase.causal_share}) does not fit model.bigram_rows "
+                    f"({self.model.bigram_rows}), whose pairs contain the next token. Set one of them to 0"
+                )
         return self
 
     @model_validator(mode="after")

@@ -97,6 +97,7 @@ def norm_weights(module: Any, name: str, model: ModelConfig) -> tuple[Tensor, ..
 def embed(
     words_TE: Tensor,
     positions_TE: Tensor | None,
+    bigrams_TE: Tensor | None,
     token_types_T: Tensor | None,
     keys_T: Tensor | None,
     weights: EmbeddingWeights,
@@ -107,6 +108,8 @@ def embed(
     summed_TE = words_TE.float()
     if positions_TE is not None:
         summed_TE = summed_TE + positions_TE.float()
+    if bigrams_TE is not None:
+        summed_TE = summed_TE + bigrams_TE
     if weights.token_type is not None:
         # Before they are spread, so that their gradient is summed in fp32.
         first_E, second_E = weights.token_type.float()

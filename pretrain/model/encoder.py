@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pretrain.config import ModelConfig
 from pretrain.model.attention import AttentionOptions, ProjectionWeights, RelativeRows, TokenLayout, self_attention
+from pretrain.model.bigrams import PAIRS, sum_bigrams, unpadded_bigram_rows
 from pretrain.model.block import (
     BlockFunctions,
     EmbeddingWeights,
@@ -160,6 +161,7 @@ class Embeddings(nn.Module):
 
     word: nn.Parameter  # [V, E]
     position: nn.Parameter  # [P, E]
+    bigram: nn.Parameter  # [rows, E]
     project_weight: nn.Parameter  # [H, E]
     project_bias: nn.Parameter
 
@@ -168,7 +170,8 @@ class Embeddings(nn.Module):
         self.shape = shape
         self.fused = compile
         self.tied = True  # the words serve as a decoder, too
-        self.sparse_gradient = False  # of the words: torch.sparse_coo, for an engine that adds up rows
+        # Of words and of bigrams: give torch.sparse_coo, for an engine that adds up rows.
+        self.sparse_gradient = self.sparse_bigrams = False
         self.functions = BlockFunctions.of(shape)
         self.projected = shape.embedding not in (0, shape.hidden)
         create_parameters(self, embedding_parameters(shape, vocabulary_size), shape.init_std)
@@ -181,9 +184,11 @@ class Embeddings(nn.Module):
             positions_TE = self.position_rows(positions)
         elif self.shape.positions == "sinusoidal":
             positions_TE = sinusoids(positions, self.word.shape[1])
+        bigrams_TE = self.bigram_sums(input_ids, positions) if self.shape.bigram_rows else None
         embedded_TE = program(embed, self.fused)(
             self.word_rows(input_ids),
             positions_TE,
+            bigrams_TE,
             token_types if self.shape.token_types else None,
             keys,
             EmbeddingWeights.of(self, self.shape),
@@ -199,6 +204,12 @@ class Embeddings(nn.Module):
     def position_rows(self, positions: Tensor) -> Tensor:
         """int64 [T] -> [T, E]"""
         return look_up(self.position, positions)
+
+    def bigram_sums(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """int64 [T] twice -> fp32 [T, E]"""
+        rows_3T = unpadded_bigram_rows(input_ids, positions, self.shape.bigram_rows)
+        looked_up = look_up(self.bigram, rows_3T.view(-1), sparse=self.sparse_bigrams)
+        return sum_bigrams(looked_up.view(PAIRS, len(input_ids), -1))
 
 
 class RelativePositions(nn.Module):

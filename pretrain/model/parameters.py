@@ -51,6 +51,7 @@ def embedding_parameters(model: ModelConfig, vocabulary_size: int) -> tuple[Para
     }
     return (
         *(Parameter(name, (rows, width), "normal") for name, rows in tables.items() if rows or name == "word"),
+        *((Parameter("bigram", (model.bigram_rows, width), "zeros"),) if model.bigram_rows else ()),
         *(_norm("norm", width, model) if model.embedding_norm else ()),
         *(linear_parameters("project", model.hidden, width) if width != model.hidden else ()),
     )

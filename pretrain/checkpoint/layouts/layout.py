@@ -342,6 +342,7 @@ def _traits(model: ModelConfig) -> dict[str, Any]:
         "qk_norm",
         "norm_before_output",
         "attention_gate",
+        "bigram_rows",
         "recursions",
         "activation",
         "gated",
