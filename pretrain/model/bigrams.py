@@ -1,4 +1,4 @@
-"""Embeddings of pairs of adjacent tokens: hashes of the pairs choose rows of one table, which are looked up, not computed.
+"""Embeddings of adjacent tokens: hashes of pairs choose rows of one table, which are looked up, not computed.
 
 A token gets three: of (previous, own), (own, next) and (previous, next), the last of which tells what surrounds a mask.
 They give a small model memory for frequent phrases at no FLOPs (modded-nanogpt, bigram hash embedding, 2026; Cheng et
