@@ -100,6 +100,17 @@ def test_causal_sequences_beside_pairs_are_refused(tmp_path: Path) -> None:
     assert load_config(path, ["pairs.objective=none"]).has_causal
 
 
+def test_causal_sequences_beside_bigrams_are_refused(tmp_path: Path) -> None:
+    """A pair contains the next token, which they are to predict."""
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "name: x\ncorpus: {dir: c}\npairs: {objective: none}\nmodel: {size: mini, bigram_rows: 100}\n"
+        "phases: [{sequence_length: 64, global_sequences: 8, steps: 2, peak_learning_rate: 0.1, causal_share: 0.5}]\n"
+    )
+    with pytest.raises(InputError, match=r"causal_share \(0.5\) does not fit model.bigram_rows \(100\)"):
+        load_config(path)
+
+
 # ---- attention
 
 
