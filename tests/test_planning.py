@@ -191,7 +191,7 @@ def test_batches_grow_with_the_square_root_of_the_tokens() -> None:
 
 
 def test_phases_keep_their_proportions() -> None:
-    phase = mini().phases[0].model_dump()
+    phase = {**mini().phases[0].model_dump(), "ramp_from": 0, "ramp_steps": 0}
     long = {**phase, "sequence_length": 64, "global_sequences": 32, "ramp_from": 8, "ramp_steps": 40}
     config = mini(phases=[phase, long])
     text = Text((PhaseText(100.0, math.inf), PhaseText(50.0, math.inf)), "", False)
