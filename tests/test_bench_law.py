@@ -62,7 +62,7 @@ def write_trials(folder: Path, *more: Trial) -> Path:
 def test_points_are_the_runs_of_each_size(tmp_path: Path) -> None:
     """A worse run of one size and budget, one with no score and one with a teacher are none; sizes omit Muon."""
     config = load_config(CONFIG)
-    batch = config.phases[0].model_copy(update={"global_sequences": 16})
+    batch = config.phases[0].model_copy(update={"global_sequences": 16, "ramp_from": 0, "ramp_steps": 0})
     worse = make_trial(config.model_copy(update={"phases": (batch,)}), 2e13, worse=1.1, trial="b16")
     taught = make_trial(config, 3e13, trial="taught")
     taught = taught.model_copy(update={"config": {**taught.config, "distillation": {"teacher": "bert"}}})
