@@ -156,6 +156,7 @@ class TestPage:
     def test_fills_ten_sentences_with_five_words_each(self, run: Path, tmp_path: Path) -> None:
         html = report.write_report(run, tmp_path / "report.html").read_text()
         assert html.count('<p class="sentence">') == 10
+        assert re.search(r"is the first guess in \d+ and among the guesses in \d+ of 100 sentences like these", html)
         assert html.count('class="blank"') == 10
         truths = html.count('class="truth"') + html.count('class="truth elsewhere"')
         assert truths == 10

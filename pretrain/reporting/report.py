@@ -11,7 +11,7 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ from pretrain.reporting.pages import write_page
 from pretrain.tracking.live import clock
 from pretrain.tracking.records import is_training, read_records
 
-SENTENCES = 10
+SENTENCES, SHOWN = 100, 10  # that the model fills a word in, and those of them on the page
 FINETUNED = "finetuned.json"
 _LEAST_GAIN = 0.02  # of a score from pretrained weights, to be called a gain
 
@@ -41,6 +41,7 @@ def write_report(run_dir: Path, out: Path) -> Path:
     Raises `InputError` if the run has no config or no records.
     """
     run = _ReportData.read(run_dir)
+    filled = _predictions(run)
     results, (loss, accuracy, *others) = _read_finetuned(run), _charts(run)
     worth = _worth(results)
     return write_page(
@@ -53,7 +54,8 @@ def write_report(run_dir: Path, out: Path) -> Path:
         charts=[chart for chart in ([loss] if worth else [loss, accuracy]) + others if chart],
         attention=attention_section(run_dir, run.config.corpus.folder),
         domains=gains(run_dir),
-        fillings=_predictions(run),
+        fillings=filled[:: -(-len(filled) // SHOWN) or 1],
+        filled=_found(filled),
         finetuned=[{**result, "missing": _missing(result)} for result in results],
         gains=_gains(results),
         card=_card(run.card),
@@ -406,7 +408,7 @@ def _cell(key: str, value: Any) -> str:
 
 
 def _predictions(run: _ReportData) -> list[Filling]:
-    """The predictions shown on the page; [] if the run has no export or its corpus is missing."""
+    """The predictions for masked words; [] if the run has no export or its corpus is missing."""
     name = f"export{GENERATOR_SUFFIX}" if run.config.electra.is_on else "export"  # of the model that fills words in
     export_dir, corpus = run.folder / name, run.config.corpus.folder
     if not export_dir.is_dir() or not corpus.is_dir():
@@ -416,3 +418,10 @@ def _predictions(run: _ReportData) -> list[Filling]:
 
     sentences = held_out_sentences(open_shards(corpus, "validation"), read_vocabulary(corpus / "vocab.txt"), SENTENCES)
     return fill(export_dir, sentences, shifted=run.config.masking.shifted_targets)
+
+
+def _found(filled: Sequence[Filling]) -> str:
+    """Such as "the first guess in 21 and among the guesses in 44 of 100 sentences"."""
+    first = sum(filling.rank == 1 for filling in filled)
+    among = sum(filling.rank <= len(filling.guesses) for filling in filled)
+    return f"the first guess in {first} and among the guesses in {among} of {counted(len(filled), 'sentence')}"
