@@ -13,7 +13,7 @@ from finetune.bench.speedrun.trial import budget_text
 from pretrain.bench.results import short_commit
 from pretrain.common.errors import InputError
 from pretrain.common.files import atomic_open, write_json
-from pretrain.common.wording import aligned
+from pretrain.common.wording import aligned, counted
 
 RESULTS = "speedrun.json"
 HEADINGS = (
@@ -158,7 +158,7 @@ def _log_head() -> list[str]:
 
 
 def _log_row(trial: Trial) -> str:
-    machine = f"{trial.machine.get('cpu_cores')} cores of {trial.machine.get('cpu')}"
+    machine = f"{counted(trial.machine.get('cpu_cores', 0), 'core')} of {trial.machine.get('cpu')}"
     gpus = ", ".join(filter(None, trial.machine.get("gpus", [])))
     commit = short_commit(trial.machine.get("git_commit"))
     return _markdown((trial.date, *cells(trial), gpus or machine, commit, trial.remarks))
