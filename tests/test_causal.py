@@ -89,7 +89,8 @@ def test_a_causal_phase_has_no_masked_token_and_evaluations_no_causal_one(folder
     assert all(step.causal == 0 for step in with_causal)
 
 
-def test_causal_sequences_beside_pairs_are_refused(tmp_path: Path) -> None:
+def test_causal_sequences_are_refused_beside_what_they_do_not_fit(tmp_path: Path) -> None:
+    """[CLS] would see nothing of a pair of segments; a pair of tokens contains the one that is to be predicted."""
     path = tmp_path / "run.yaml"
     path.write_text(
         "name: x\ncorpus: {dir: c}\n"
@@ -98,17 +99,8 @@ def test_causal_sequences_beside_pairs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"phases.0.causal_share \(0.5\) does not fit the objective nsp"):
         load_config(path)
     assert load_config(path, ["pairs.objective=none"]).has_causal
-
-
-def test_causal_sequences_beside_bigrams_are_refused(tmp_path: Path) -> None:
-    """A pair contains the next token, which they are to predict."""
-    path = tmp_path / "run.yaml"
-    path.write_text(
-        "name: x\ncorpus: {dir: c}\npairs: {objective: none}\nmodel: {size: mini, bigram_rows: 100}\n"
-        "phases: [{sequence_length: 64, global_sequences: 8, steps: 2, peak_learning_rate: 0.1, causal_share: 0.5}]\n"
-    )
     with pytest.raises(InputError, match=r"causal_share \(0.5\) does not fit model.bigram_rows \(100\)"):
-        load_config(path)
+        load_config(path, ["pairs.objective=none", "model.bigram_rows=100"])
 
 
 # ---- attention

@@ -25,7 +25,7 @@ from pretrain.model.parameters import is_hidden_matrix
 from pretrain.training.engine import Engine, deepspeed_config, gradient_sums
 from pretrain.training.engine import engine as engine_module
 from pretrain.training.engine.gradient_sums import GradientSums
-from pretrain.training.optim import make_optimizer, parameter_groups
+from pretrain.training.optim import make_optimizer, muon, parameter_groups
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
 
@@ -454,3 +454,23 @@ def test_the_users_deepspeed_section_goes_over_ours() -> None:
     assert config["zero_optimization"]["reduce_bucket_size"] == 7
     assert config["zero_optimization"]["stage"] == 1
     assert config["wall_clock_breakdown"] is True
+
+
+def orthogonalised_types(precision: str) -> set[str]:
+    """What Muon orthogonalises in, in a step of an engine of this precision."""
+    seen: set[str] = set()
+    real = muon.orthogonalise
+
+    def watched(update: torch.Tensor) -> torch.Tensor:
+        seen.add(str(update.dtype))
+        return real(update)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(muon, "orthogonalise", watched)
+        take_steps(make_engine(1, precision, "muon"), range(1))
+    return seen
+
+
+@pytest.mark.parametrize(("precision", "expected"), [("fp32", "torch.float32"), ("bf16", "torch.bfloat16")])
+def test_muon_orthogonalises_in_the_precision_of_the_engine(precision: str, expected: str) -> None:
+    assert run_workers(1, orthogonalised_types, precision) == [{expected}]

@@ -2,7 +2,7 @@
 
 A token gets three: of (previous, own), (own, next) and (previous, next), the last of which tells what surrounds a mask.
 They give a small model memory for frequent phrases at no FLOPs (modded-nanogpt, bigram hash embedding, 2026; Cheng et
-al. 2026, Engram, arXiv:2601.07372, section 2, with longer n-grams before every layer).
+al. 2026, Engram, arXiv:2601.07372, with longer n-grams and inside of some layers).
 
 Shape letters: T tokens, B sequences padded to L tokens.
 """

@@ -153,7 +153,8 @@ class Encoder(nn.Module):
 
 
 class Embeddings(nn.Module):
-    """Sum of word, position and segment embeddings, normalised (Devlin et al., figure 2), of those that the config has.
+    """Sum of word, position and segment embeddings, normalised (Devlin et al., figure 2), of those that the config has,
+    and of bigrams (`bigrams.py`).
 
     A projection follows if they are narrower or wider than the layers (google-research/electra modeling.py,
     embeddings_project).
@@ -170,8 +171,8 @@ class Embeddings(nn.Module):
         self.shape = shape
         self.fused = compile
         self.tied = True  # the words serve as a decoder, too
-        # Of words and of bigrams: give torch.sparse_coo, for an engine that adds up rows.
-        self.sparse_gradient = self.sparse_bigrams = False
+        # Give the gradients of tables that nothing else uses as torch.sparse_coo, for an engine that adds up rows.
+        self.sparse_gradients = False
         self.functions = BlockFunctions.of(shape)
         self.projected = shape.embedding not in (0, shape.hidden)
         create_parameters(self, embedding_parameters(shape, vocabulary_size), shape.init_std)
@@ -199,7 +200,7 @@ class Embeddings(nn.Module):
 
     def word_rows(self, input_ids: Tensor) -> Tensor:
         """int64 [T] -> [T, E]"""
-        return look_up(self.word, input_ids, sparse=self.sparse_gradient)
+        return look_up(self.word, input_ids, sparse=self.sparse_gradients and not self.tied)
 
     def position_rows(self, positions: Tensor) -> Tensor:
         """int64 [T] -> [T, E]"""
@@ -208,7 +209,7 @@ class Embeddings(nn.Module):
     def bigram_sums(self, input_ids: Tensor, positions: Tensor) -> Tensor:
         """int64 [T] twice -> fp32 [T, E]"""
         rows_3T = unpadded_bigram_rows(input_ids, positions, self.shape.bigram_rows)
-        looked_up = look_up(self.bigram, rows_3T.view(-1), sparse=self.sparse_bigrams)
+        looked_up = look_up(self.bigram, rows_3T.view(-1), sparse=self.sparse_gradients)
         return sum_bigrams(looked_up.view(PAIRS, len(input_ids), -1))
 
 

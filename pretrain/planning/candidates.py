@@ -23,7 +23,7 @@ from pretrain.work import Work, optimizer_flops, phase_work
 # wide as deep.
 SHAPES = ((2, 128), (4, 192), (4, 256), (6, 320), (6, 384), (8, 512), (12, 768), (24, 1024))
 MOST_EPOCHS = 10.0  # the rule of BabyLM and of `bench speedrun`; the law has no points beyond
-# Tokens of a step: those of configs/pretrain/mini.yaml at the tokens that it trains on, growing with their square root.
+# Tokens of a step: those of a good run of 4 layers of 256 over 12 million tokens, growing with their square root.
 # The critical batch grows with the tokens, not with the size: by powers of 0.47 to 0.5 (Zhang et al. 2024,
 # arXiv:2410.21676; Bergsma et al. 2025, arXiv:2505.13738). A power of two of sequences of `_LENGTH` tokens.
 _BATCH_TOKENS, _AT_TOKENS, _LENGTH = 64 * 128, 12e6, 128

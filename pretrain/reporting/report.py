@@ -54,7 +54,7 @@ def write_report(run_dir: Path, out: Path) -> Path:
         charts=[chart for chart in ([loss] if worth else [loss, accuracy]) + others if chart],
         attention=attention_section(run_dir, run.config.corpus.folder),
         domains=gains(run_dir),
-        fillings=filled[:: -(-len(filled) // SHOWN) or 1],
+        fillings=filled[:: max(1, len(filled) // SHOWN)],
         filled=_found(filled),
         finetuned=[{**result, "missing": _missing(result)} for result in results],
         gains=_gains(results),

@@ -138,7 +138,7 @@ def use_sparse_embedding_gradients(model: nn.Module) -> None:
     """
     for part in model.modules():
         if isinstance(part, Embeddings):
-            part.sparse_gradient, part.sparse_bigrams = not part.tied, True
+            part.sparse_gradients = True
 
 
 def norm_over_workers(wrapper: Any, sum_over_workers: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
