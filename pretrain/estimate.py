@@ -93,9 +93,10 @@ def vocabulary_size(config: PretrainConfig) -> int:
 # ---- Memory
 
 # DeepSpeed 0.19.8 reduces ZeRO 0 gradients in flattened copies of at most this many entries
-# (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE) and those of ZeRO 1 to 3 in our engine.py's buckets.
+# (runtime/engine.py, MEMORY_OPT_ALLREDUCE_SIZE). Those of ZeRO 1 to 3 are in training/engine/buckets.py, and how many
+# are sent at the same time in gradient_sums.py.
 _WHOLE_BUCKET = 500_000_000
-_BUCKET = 10_000_000
+_BUCKET, _IN_FLIGHT = 10_000_000, 8
 # ZeRO 3 keeps gathered weights until this many are live (stage3_max_live_parameters, by default 1e9).
 _MAX_LIVE_PARAMETERS = 1_000_000_000
 # Resident set of a CPU worker without the model: Python, torch, DeepSpeed, Ray and their threads (measured).
@@ -165,7 +166,7 @@ def _more_than_adamw(config: PretrainConfig, p: int) -> int:
 
 
 def _zero_states(stage: int, half: bool, p: int, w: int) -> tuple[dict[str, int], int, int]:
-    """What DeepSpeed 0.19.8 keeps with the engine's settings, in bytes; then its largest temporary copies.
+    """What the engine keeps with DeepSpeed 0.19.8, in bytes; then the largest temporary copies.
 
     Args:
         stage: of ZeRO.
@@ -183,18 +184,15 @@ def _zero_states(stage: int, half: bool, p: int, w: int) -> tuple[dict[str, int]
         return states, 0, max(b * min(p, _WHOLE_BUCKET), 4 * p if half else 0)
     entries = min(p, _BUCKET)
     bucket = b * entries
-    if stage == 1 and half:
-        # Two buckets on their way, or one as it is sent and as it is received, in half precision.
+    if stage < 3:
+        # Pieces on their way, and this worker's part of each as it arrives.
+        sent = b * min(p, _IN_FLIGHT * _BUCKET)
+        on_their_way = sent + sent // w if w > 1 else 0
         states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}
-        return states, 0, 4 * entries if w > 1 else 0
-    if stage == 1:
-        # The whole fp32 gradients are still alive while this worker's share of their sums is assembled. Each has a copy
-        # in a bucket, and a flat one.
-        return {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p}, 0, 4 * p // w + 8 * entries
-    if stage == 2:
-        # A bucket and the copy that is sent; afterwards, the weights, gathered again.
-        states = {"weights": b * p, "optimizer": 12 * p // w, "gradients": 4 * p // w}
-        return states, 2 * bucket, b * p
+        if stage == 1 or w == 1:
+            return states, on_their_way, 0
+        # Whole gradients only of buckets that are not complete: some layer's, and that of all biases and norms.
+        return {**states, "gradients": 4 * p // w}, on_their_way + 2 * bucket, 0
     # The bucket stays; in the backward pass it is scattered from one copy to another. The step reads its gradients from
     # one flat copy.
     states = {

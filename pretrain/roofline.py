@@ -76,7 +76,7 @@ _MUON_KERNELS, _MUON_ENTRIES = 28, 1 << 24
 # and between machines: an assumption.
 _NETWORK_SHARE = 0.8
 _COLLECTIVE_SECONDS = (25e-6, 60e-6)
-_BUCKET = 10_000_000  # entries of a gradient bucket (engine/gradient_sums.py)
+_BUCKET = 10_000_000  # entries of a gradient bucket (engine/buckets.py)
 # One core of an EPYC (Zen 5), `bench scale`: planning a step on up to 8, 64 and more ranks; `bench loader`: a token.
 _PLANNING_SECONDS = ((8, 3e-3), (64, 10e-3), (math.inf, 15e-3))
 _TOKEN_SECONDS = 1e-7
@@ -268,9 +268,7 @@ def _network_seconds(config: PretrainConfig, size: float, micro_batches: int, gp
     units = {0: 2, 1: 2, 2: micro_batches + 1, 3: 2 * micro_batches}[stage]
     far = workers > GPUS_PER_MACHINE
     rate = min(gpu.link, GPUS_PER_MACHINE * gpu.network) if far else gpu.link
-    buckets = size / 2 / _BUCKET
-    # DeepSpeed's stage 2 sends each bucket to each of its owners.
-    count = units * buckets + (workers * micro_batches if stage == 2 else 0)
+    count = units * size / 2 / _BUCKET
     transfer = units * size * (workers - 1) / workers / (_NETWORK_SHARE * rate)
     return transfer + count * _COLLECTIVE_SECONDS[far]
 

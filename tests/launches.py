@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -94,8 +93,8 @@ def of_step(settings: OptimizerConfig, *, flat: bool, size: str = "large") -> La
 
 def of_norm(size: str = "large") -> Launches:
     """Of the norm of the gradients, which are views of flat sums, one for each parameter."""
-    wrapper = SimpleNamespace(averaged_gradients={0: list(_parameters(size).values())})
-    norm: Callable[[], Tensor] = norm_over_workers(wrapper, lambda squares: squares)
+    gradients = [parameter.view(-1) for parameter in _parameters(size).values()]
+    norm: Callable[[], Tensor] = norm_over_workers(lambda: gradients, lambda squares: squares)
     with torch.no_grad(), Launches() as launches:
         norm()
     return launches

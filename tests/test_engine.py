@@ -22,7 +22,7 @@ from pretrain.config import EngineConfig as EngineSettings
 from pretrain.config import ModelConfig, OptimizerConfig
 from pretrain.model.heads import PretrainingModel
 from pretrain.model.parameters import is_hidden_matrix
-from pretrain.training.engine import Engine, deepspeed_config, gradient_sums
+from pretrain.training.engine import Engine, buckets, deepspeed_config, gradient_sums
 from pretrain.training.engine import engine as engine_module
 from pretrain.training.engine.gradient_sums import GradientSums
 from pretrain.training.optim import make_optimizer, muon, parameter_groups
@@ -189,17 +189,17 @@ def poison_every_combination() -> dict[tuple[int, str], Any]:
     return found
 
 
-def run_with_a_head_at_rest(alone: bool, on_the_way: bool = False) -> dict[int, Any]:
+def run_with_a_head_at_rest(alone: bool, on_the_way: bool = False, clip: float = 1.0) -> dict[int, Any]:
     found = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradient_sums, "adds_on_the_way", lambda: on_the_way)
-        patch.setattr(gradient_sums, "BUCKET_ENTRIES", 5000)  # several pieces
+        patch.setattr(buckets, "ENTRIES", 9000)  # several buckets
+        patch.setattr(gradient_sums, "PIECE_ENTRIES", 5000)  # several pieces of some
         if not alone:
-            patch.setattr(GradientSums, "move_gradients", lambda _: None)
+            patch.setattr(GradientSums, "move_gradients", lambda *_, **__: None)
         for stage in (1, 2):
-            engine = make_engine(stage, "bf16")
-            ours = alone and (stage == 1 or dist.get_world_size() == 1)
-            assert (engine._sums is not None) == ours
+            engine = make_engine(stage, "bf16", clip=clip)
+            assert (engine._sums is not None) == alone
             results = take_steps(engine, range(2))
             losses = engine.forward(step_batches(2)[0])
             engine.backward(losses.mlm_loss / 10 / engine.world_size, last=True)  # NSP's own parameters get no gradient
@@ -213,11 +213,12 @@ def run_with_a_head_at_rest(alone: bool, on_the_way: bool = False) -> dict[int, 
 
 def test_a_single_worker_sums_gradients_as_deepspeeds_stage_2_does() -> None:
     """DeepSpeed's stage 1 rounds the sums to bf16, to send them to nobody: there ours must equal its stage 2."""
-    ours, deepspeeds = (run_workers(1, run_with_a_head_at_rest, alone)[0] for alone in (True, False))
+    # Without clipping: the norms of both add other rows, and their last digits differ.
+    ours, deepspeeds = (run_workers(1, run_with_a_head_at_rest, alone, False, 0.0)[0] for alone in (True, False))
     results, state = deepspeeds[2]
     for stage in (1, 2):
         for mine, its in zip(ours[stage][0], results, strict=True):
-            assert mine == pytest.approx(its, rel=1e-9, nan_ok=True)
+            assert mine == pytest.approx(its, rel=1e-6, nan_ok=True)
         for name, value in state.items():
             torch.testing.assert_close(ours[stage][1][name], value, rtol=1e-6, atol=1e-9)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pretrain.config import EngineConfig
-from pretrain.training.engine.gradient_sums import BUCKET_ENTRIES
+from pretrain.training.engine.buckets import ENTRIES
 from pretrain.training.engine.state_layouts import layout_class
 
 _STEPS_NEVER = 1 << 60
@@ -30,15 +30,15 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
         "zero_optimization": {
             "stage": settings.zero_stage,
             "contiguous_gradients": True,
-            # Stage 1 sums gradients itself, after the backward pass; this would wait for the device there.
-            "overlap_comm": torch.cuda.is_available() and settings.zero_stage != 1,
-            "reduce_bucket_size": BUCKET_ENTRIES,
-            "allgather_bucket_size": 5 * BUCKET_ENTRIES,
-            # Stages 1 and 2: a gradient is sent to its owner only, half the bytes of an all-reduce.
+            # Stages 1 and 2 sum gradients in our own buckets; this would wait for the device there.
+            "overlap_comm": torch.cuda.is_available() and not layout.in_buckets,
+            "reduce_bucket_size": ENTRIES,
+            # Where the user's section asks for DeepSpeed's own sums in stages 1 and 2, a gradient is sent to its owner
+            # only, half the bytes of an all-reduce.
             "use_multi_rank_bucket_allreduce": False,
             # Stage 3: small parameters are gathered together with the others, not one by one.
             "stage3_param_persistence_threshold": 0,
-            "stage3_prefetch_bucket_size": BUCKET_ENTRIES,
+            "stage3_prefetch_bucket_size": ENTRIES,
         },
         settings.precision if half else "fp16": {"enabled": half},
     }

@@ -21,7 +21,7 @@ _ENGINE = "deepspeed.runtime.engine"
 _STAGE_0 = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
 _STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-_BUFFERS = "deepspeed.runtime.zero.stage_1_and_2:GradPartitionBufferGroup"
+_HOOKS = "deepspeed.runtime.base_optimizer:ZeROOptimizer"
 _FRAGMENTS = "deepspeed.utils.tensor_fragment"
 _MAPPINGS = "deepspeed.utils.mixed_precision_linkage"
 _PARTITIONS = "deepspeed.runtime.zero.partition_parameters"
@@ -75,7 +75,6 @@ PRIVATE_NAMES = (
     PrivateName(_STAGE_1_AND_2, "averaged_gradients", "gradients that the norm is taken of"),
     PrivateName(_STAGE_1_AND_2, "scaled_global_norm", "replaced by our norm"),
     PrivateName(_STAGE_1_AND_2, "has_overflow", "replaced: our norm shows whether all gradients are finite"),
-    PrivateName(_STAGE_1_AND_2, "unscale_and_clip_grads", "replaced: the fused AdamW scales as it reads a gradient"),
     PrivateName(_STAGE_3, "averaged_gradients", "gradients that the norm is taken of"),
     PrivateName(_STAGE_3, "_get_norm_groups", "replaced by our norm"),
     PrivateName(_STAGE_3, "has_overflow", "replaced: our norm shows whether all gradients are finite"),
@@ -83,16 +82,15 @@ PRIVATE_NAMES = (
     PrivateName(_STAGE_1_AND_2, "bit16_groups_flat", "their weights, one tensor for each group"),
     PrivateName(_STAGE_1_AND_2, "dtype", "the type that gradients are sent in"),
     PrivateName(_STAGE_1_AND_2, "cpu_offload", "whether gradients go to the host, which our sums do not"),
-    PrivateName(
-        _STAGE_1_AND_2, "_use_compact_grad_partition_buffer", "whether fp32 sums are kept in addition to half weights"
-    ),
-    PrivateName(
-        _STAGE_1_AND_2, "_build_compact_grad_partition_buffer", "replaced: the buffers become views of our sums"
-    ),
-    PrivateName(_BUFFERS, "flat_partition", "such a buffer as one tensor"),
-    PrivateName(_BUFFERS, "move_flat_partition", "cuts the buffer into the views that DeepSpeed reads"),
+    PrivateName(_STAGE_1_AND_2, "gradient_accumulation_dtype", "the type of its sums, which ours replace in fp32 only"),
     PrivateName(_STAGE_1_AND_2, "process_gradients", "replaced: a gradient is added to our sums"),
-    PrivateName(_STAGE_1_AND_2, "reduce_ipg_grads", "replaced: our sums are exchanged once a step"),
+    PrivateName(
+        _STAGE_1_AND_2, "independent_gradient_partition_epilogue", "replaced: our sums are sent by the backward pass"
+    ),
+    PrivateName(_HOOKS, "_epilogue_ran_this_backward", "what that epilogue leaves behind"),
+    PrivateName(_STAGE_1_AND_2, "overflow", "whether a step was left out, which a step of ours tells DeepSpeed"),
+    PrivateName(_STAGE_1_AND_2, "_global_grad_norm", "the norm of the gradients, which a step of ours tells DeepSpeed"),
+    PrivateName(_STAGE_1_AND_2, "_update_scale", "advances the loss scaler"),
 )
 
 # Prefixes of modules in whose functions a rank waits for others. In ZeRO 3 only the innermost frame is in the second,
@@ -260,18 +258,12 @@ def replace_norm_of_stage_3(wrapper: Any, norm: Callable[[], Tensor]) -> None:
     _replace(wrapper, "has_overflow", lambda *_, **__: False)
 
 
-def replace_scaling_of_stages_1_and_2(wrapper: Any, scale: Callable[[Any, Tensor], None]) -> None:
-    """Make ZeRO call `scale(gradients, norm)` instead of dividing gradients by the loss scale and clipping them."""
-    _replace(wrapper, "unscale_and_clip_grads", scale)
-
-
-# ---- the sums of the gradients, stages 1 and 2
+# ---- the sums of the gradients and the step, stages 1 and 2
 
 
 def sums_in_fp32(wrapper: Any) -> bool:
-    """Whether ZeRO keeps fp32 sums of gradients in addition to half-precision weights, on the device."""
-    groups = range(len(wrapper.bit16_groups))
-    return not wrapper.cpu_offload and all(map(wrapper._use_compact_grad_partition_buffer, groups))
+    """Whether ZeRO sums gradients in fp32, on the device."""
+    return not wrapper.cpu_offload and wrapper.gradient_accumulation_dtype == torch.float32
 
 
 def sent_type(wrapper: Any) -> torch.dtype:
@@ -284,18 +276,24 @@ def weights_of_stages_1_and_2(wrapper: Any) -> Iterator[tuple[list[nn.Parameter]
     return zip(wrapper.bit16_groups, wrapper.bit16_groups_flat, strict=True)
 
 
-def replace_gradient_sums(wrapper: Any, own_G: list[Tensor], add: Callable[[nn.Parameter, int], None]) -> None:
-    """Make ZeRO hand each gradient to `add`, and find the sums that this rank steps with in `own_G`.
+def replace_gradient_sums(wrapper: Any, add: Callable[[nn.Parameter, int], None]) -> None:
+    """Make ZeRO hand each gradient to `add`, with its parameter and the number of its group, and do no more with it."""
 
-    Args:
-        wrapper: DeepSpeed's optimizer of stage 1 or 2.
-        own_G: fp32 [this rank's part], one for each optimizer group.
-        add: called with a parameter that has a gradient, and the number of its group.
-    """
-    buffers_G = [wrapper._build_compact_grad_partition_buffer(number) for number in range(len(own_G))]
-    for buffers, own in zip(buffers_G, own_G, strict=True):
-        buffers.flat_partition = own
-        buffers.move_flat_partition(own.device)
+    def end_backward() -> None:
+        wrapper._epilogue_ran_this_backward = True
+
     _replace(wrapper, "process_gradients", add)
-    _replace(wrapper, "reduce_ipg_grads", lambda *_, **__: None)
-    _replace(wrapper, "_build_compact_grad_partition_buffer", buffers_G.__getitem__)
+    _replace(wrapper, "independent_gradient_partition_epilogue", end_backward)
+
+
+def replace_step(wrapper: Any, step: Callable[[], tuple[bool, Tensor]]) -> None:
+    """Make ZeRO call `step`, which returns whether it stepped and the gradients' norm, with their loss scale."""
+
+    def take_step(*_: Any) -> None:
+        scale = wrapper.loss_scaler.cur_scale
+        applied, norm = step()
+        wrapper.overflow = not applied
+        wrapper._global_grad_norm = norm / scale if applied else torch.inf
+        wrapper._update_scale(not applied)
+
+    _replace(wrapper, "step", take_step)

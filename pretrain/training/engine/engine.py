@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from pretrain.common.memory import hold_freed_memory, return_freed_memory, share_one_heap
 from pretrain.config import EngineConfig
 from pretrain.model.parameters import is_hidden_matrix
+from pretrain.training.engine import buckets
 from pretrain.training.engine.deepspeed_config import deepspeed_config
 from pretrain.training.engine.deepspeed_patches import LossScaler, import_deepspeed
 from pretrain.training.engine.gradient_sums import use_sparse_embedding_gradients
@@ -115,6 +116,8 @@ class Engine:
         named = list(model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in named}
         self._optimizer = make_optimizer(named)
+        if layout_class(settings).in_buckets:
+            buckets.divide_groups(self._optimizer, buckets.ENTRIES)
         names = [list(group["names"]) for group in self._optimizer.param_groups]
         with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints what memory it sees
             self._deepspeed, *_ = deepspeed.initialize(
@@ -137,7 +140,7 @@ class Engine:
         )
         self._layout = layout_class(settings)(parts)
         self._sums = self._layout.sums
-        if self._sums is not None:
+        if self._sums is not None and self._sums.takes_rows:
             use_sparse_embedding_gradients(self.module)
         self.averaged = 0
         self._prepare_moments()
@@ -151,8 +154,12 @@ class Engine:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         """Add the gradients of `loss`, this rank's share of the global loss; `last` micro-batch of the step or not."""
         self._deepspeed.set_gradient_accumulation_boundary(last)
-        # DeepSpeed's own reduction divides by the number of workers.
-        self._deepspeed.backward(loss if self._sums else loss * self.world_size, scale_wrt_gas=False)
+        if self._sums is None:  # DeepSpeed's own reduction divides by the number of workers
+            self._deepspeed.backward(loss * self.world_size, scale_wrt_gas=False)
+            return
+        self._sums.begin_backward(last=last)
+        self._deepspeed.backward(loss, scale_wrt_gas=False)
+        self._sums.end_backward()
 
     def step(self, learning_rate: float) -> StepResult:
         """Clip, and step the optimizer unless a gradient is not finite; gradients are cleared either way."""
@@ -283,6 +290,7 @@ class Engine:
 
     def close(self) -> None:
         """Release DeepSpeed's hooks and buffers."""
+        self._layout.settle()
         self._deepspeed.destroy()
         gc.collect()
 

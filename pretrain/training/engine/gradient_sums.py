@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -12,12 +12,12 @@ from torch import Tensor, nn
 
 from pretrain.model.encoder import Embeddings
 from pretrain.training.engine import deepspeed_patches
+from pretrain.training.engine.buckets import ENTRIES
 from pretrain.training.optim import square_sums
 
-# Size of the gradient pieces sent between workers. Larger ones save no time and are copied three times in the process.
-BUCKET_ENTRIES = 10_000_000
+PIECE_ENTRIES = ENTRIES  # of what is sent at once; larger pieces save no time and are copied three times
 _SUM_ENTRIES = 1 << 20  # of gradients that are added at once
-_IN_FLIGHT = 2  # pieces that are sent at the same time: one is converted while another is on its way
+_IN_FLIGHT = 8  # pieces that are sent at the same time, 160 MB in half precision
 # torch 2.13 renamed reduce_scatter_tensor, and warns of the old name.
 _sum_and_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -28,90 +28,179 @@ def adds_on_the_way() -> bool:
 
 
 class GradientSums:
-    """The fp32 sums of gradients. Each gradient is added when it is computed; the step sends the sums to their owners.
+    """The fp32 sums of gradients of ZeRO 1 and 2.
+
+    Each gradient is added when it is computed. A bucket is sent to its owners as soon as it is complete, while the
+    backward pass goes on, in the last micro-batch of a step (stage 1) or in each (stage 2, which keeps no whole sums).
+    All ranks send the same buckets in the same order, whatever order their gradients come in.
 
     DeepSpeed copies every gradient to fp32 and to a bucket, divides it by the number of workers, flattens it, copies it
     back and adds it to zeros: some 50 bytes of memory traffic for each entry. Its stage 1 also rounds the sums to half
     precision in the process, and gloo rounds after adding each worker's part. Here, with gloo, each worker's part is
     rounded once, before it is sent, and the owner's part is not rounded. NCCL adds parts on their way around its ring,
-    and rounds each sum; that is one collective for a piece, however many workers there are. DeepSpeed's stage 1 needs
-    one for each piece and owner, and waits for the device before each (stage_1_and_2.py, allreduce_and_copy).
+    and rounds each sum; that is one collective for a piece, however many workers there are. DeepSpeed needs one for
+    each piece and owner, and waits for the device before each (stage_1_and_2.py, allreduce_and_copy).
 
-    For several workers these are whole sums, as DeepSpeed's stage 1 has them, cut into the owners' equal parts.
+    Attributes:
+        own_B: fp32 [owner's part], this rank's sums of each bucket, complete after `finish`.
     """
 
     @classmethod
-    def move_gradients(cls, wrapper: Any) -> GradientSums | None:
-        """Replace ZeRO's sums; None if the user's `deepspeed` section requests sums that are not fp32 on the device."""
-        return cls(wrapper) if deepspeed_patches.sums_in_fp32(wrapper) else None
+    def move_gradients(cls, wrapper: Any, *, whole: bool) -> GradientSums | None:
+        """Replace ZeRO's sums; None if the user's `deepspeed` section requests sums that are not fp32 on the device.
 
-    def __init__(self, wrapper: Any) -> None:
+        Args:
+            wrapper: DeepSpeed's optimizer of stage 1 or 2.
+            whole: each rank keeps the sums of all gradients, as stage 1 does, and sends them once a step.
+        """
+        return cls(wrapper, whole=whole) if deepspeed_patches.sums_in_fp32(wrapper) else None
+
+    def __init__(self, wrapper: Any, *, whole: bool) -> None:
         self._sent = deepspeed_patches.sent_type(wrapper)
-        # fp32 [workers, owner's part] of each group, laid out as its weights are.
-        self._sums_G: list[Tensor] = []
-        self._views: dict[int, Tensor] = {}  # by the id of a parameter, its part of the sums
-        for parameters, weights in deepspeed_patches.weights_of_stages_1_and_2(wrapper):
-            flat = torch.zeros(weights.numel(), device=weights.device)
-            self._sums_G.append(flat.view(dist.get_world_size(), -1))
-            for parameter in parameters:
-                offset = int(parameter.storage_offset() - weights.storage_offset())
-                self._views[id(parameter)] = flat.narrow(0, offset, parameter.numel())
-        self._filled: set[int] = set()  # ids of parameters with a gradient in this step
-        own_G = [sums[dist.get_rank()] for sums in self._sums_G]
-        deepspeed_patches.replace_gradient_sums(wrapper, own_G, self._add)
+        self._whole = whole or dist.get_world_size() == 1
+        self._buckets = [
+            _Bucket(parameters, weights, self._whole)
+            for parameters, weights in deepspeed_patches.weights_of_stages_1_and_2(wrapper)
+        ]
+        self._bucket_of = {key: bucket for bucket in self._buckets for key in bucket.places}
+        self.own_B = [bucket.own for bucket in self._buckets]
+        self._to_send: deque[_Bucket] = deque()  # of this backward pass, in order
+        self._pending: deque[_Sent] = deque()
+        deepspeed_patches.replace_gradient_sums(wrapper, self._add)
+
+    @property
+    def takes_rows(self) -> bool:
+        """Whether gradients of embeddings may come as rows: they are summed in fp32 here."""
+        return self._whole
+
+    def begin_backward(self, *, last: bool) -> None:
+        """Before the backward pass of a micro-batch; `last` one of the step or not."""
+        if dist.get_world_size() > 1 and (last or not self._whole):
+            self._to_send.extend(self._buckets)
+            for bucket in self._buckets:
+                bucket.missing = set(bucket.places)
+
+    def end_backward(self) -> None:
+        """After the backward pass: send the buckets that did not get all of their gradients."""
+        while self._to_send:
+            self._send(self._to_send.popleft())
 
     def finish(self) -> None:
-        """Finish the step's sums: missing gradients are zero, and every worker gets the sums of its part."""
-        for key, view in self._views.items():
-            if key not in self._filled:
-                view.zero_()
-        self._filled.clear()
-        if dist.get_world_size() > 1:
-            pieces = (x for sums in self._sums_G for x in sums.split(max(1, BUCKET_ENTRIES // len(sums)), dim=1))
-            if adds_on_the_way():
-                self._reduce_scatter(pieces)
-            else:
-                for piece in pieces:
-                    self._exchange(piece)
-
-    def _reduce_scatter(self, pieces: Iterable[Tensor]) -> None:
-        """Replace this worker's row of each fp32 [workers, entries] by the sum of all workers' rows of that number."""
-        rank, pending = dist.get_rank(), deque[tuple[Tensor, Tensor, Any]]()
-
-        def receive() -> None:
-            own, received, work = pending.popleft()
-            work.wait()
-            own.copy_(received)
-
-        for sums in pieces:
-            sent = sums.to(self._sent)
-            received = sent.new_empty(sent.shape[1])
-            pending.append((sums[rank], received, _sum_and_scatter(received, sent.view(-1), async_op=True)))
-            if len(pending) == _IN_FLIGHT:
-                receive()
-        while pending:
-            receive()
-
-    def _exchange(self, sums: Tensor) -> None:
-        """Add the other workers' fp32 [workers, entries] to this worker's row."""
-        rank, sent = dist.get_rank(), sums.to(self._sent)
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent)
-        for other, row in enumerate(received):
-            if other != rank:
-                _add_entries(sums[rank], row)
+        """Finish the step's sums: missing gradients are zero, and every rank has the sums of its part."""
+        while self._pending:
+            self._receive()
+        for bucket in self._buckets:
+            bucket.end_step()
 
     def _add(self, parameter: nn.Parameter, _: int) -> None:
-        view, first = self._views[id(parameter)], id(parameter) not in self._filled
-        self._filled.add(id(parameter))
+        bucket = self._bucket_of[id(parameter)]
         gradient, parameter.grad = parameter.grad, None
         assert gradient is not None
+        bucket.add(parameter, gradient)
+        while self._to_send and not self._to_send[0].missing:
+            self._send(self._to_send.popleft())
+
+    def _send(self, bucket: _Bucket) -> None:
+        """Send a bucket in pieces: to each owner its part."""
+        sums = bucket.take()
+        for start in range(0, sums.shape[1], width := max(1, PIECE_ENTRIES // len(sums))):
+            if len(self._pending) == _IN_FLIGHT:
+                self._receive()
+            own, sent = bucket.own[start : start + width], sums[:, start : start + width].to(self._sent).contiguous()
+            if adds_on_the_way():
+                received = sent.new_empty(sent.shape[1])
+                work = _sum_and_scatter(received, sent.view(-1), async_op=True)
+            else:
+                received = torch.empty_like(sent)
+                work = dist.all_to_all_single(received, sent, async_op=True)
+            self._pending.append(_Sent(own, received, work, replaces=self._whole and adds_on_the_way()))
+
+    def _receive(self) -> None:
+        """Add the other ranks' parts of the oldest piece to this rank's."""
+        own, received, work, replaces = self._pending.popleft()
+        work.wait()
+        if replaces:  # this rank's part is among them
+            own.copy_(received)
+        elif received.dim() == 1:
+            _add_entries(own, received)
+        else:
+            for other, row in enumerate(received):
+                if not self._whole or other != dist.get_rank():
+                    _add_entries(own, row)
+
+
+class _Sent(NamedTuple):
+    """A piece on its way."""
+
+    own: Tensor  # fp32 [entries], this rank's sums
+    received: Tensor  # [entries], the sum over ranks, or [workers, entries]
+    work: Any
+    replaces: bool  # `own`, instead of being added to it
+
+
+class _Bucket:
+    """The sums of one optimizer group.
+
+    Attributes:
+        own: fp32 [owner's part], this rank's sums over workers.
+        missing: ids of the parameters without a gradient in this micro-batch, if the bucket is to be sent in it.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], weights: Tensor, whole: bool) -> None:
+        """`whole` keeps the sums of a step in fp32 for all workers; `own` is a part of them."""
+        starts = {id(p): int(p.storage_offset() - weights.storage_offset()) for p in parameters}
+        self.places = {id(p): slice(starts[id(p)], starts[id(p)] + p.numel()) for p in parameters}
+        self.missing: set[int] = set()
+        self._filled: set[int] = set()  # ids of the parameters whose place has a gradient in it
+        self._weights, self._workers, self._kept = weights.detach(), dist.get_world_size(), whole
+        self._sums: Tensor | None = None  # [entries], of a step in fp32, or of a micro-batch in the type of the weights
+        self._used = False  # whether `own` holds the sums of an earlier step
+        if whole:
+            self._sums = torch.zeros_like(self._weights, dtype=torch.float32)
+            self.own = self._sums.view(self._workers, -1)[dist.get_rank()]
+        else:
+            self.own = self._weights.new_zeros(len(self._weights) // self._workers, dtype=torch.float32)
+
+    def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
+        """Add a gradient, dense or rows of one, to the whole sums."""
+        if self._sums is None:
+            self._sums = torch.zeros_like(self._weights)
+        key = id(parameter)
+        view, first = self._sums[self.places[key]], key not in self._filled
+        self._filled.add(key)
+        self.missing.discard(key)
         if gradient.is_sparse:
             add_rows(view.view(parameter.shape), gradient, first)
         elif first:
             view.copy_(gradient.reshape(-1))
         else:
             _add_entries(view, gradient.reshape(-1))
+
+    def take(self) -> Tensor:
+        """The whole sums [workers, owner's part], to be sent."""
+        if self._kept:
+            self._zero_unfilled()
+        elif self._used:
+            self.own.zero_()
+            self._used = False
+        sums = torch.zeros_like(self._weights) if self._sums is None else self._sums
+        if not self._kept:
+            self._sums = None
+            self._filled.clear()
+        return sums.view(self._workers, -1)
+
+    def end_step(self) -> None:
+        """The sums of a step are complete; the next gradients begin new ones."""
+        if self._kept:
+            self._zero_unfilled()
+        self._filled.clear()
+        self._used = True
+
+    def _zero_unfilled(self) -> None:
+        assert self._sums is not None
+        for key, place in self.places.items():
+            if key not in self._filled:
+                self._sums[place].zero_()
 
 
 def _add_entries(sums: Tensor, more: Tensor) -> None:
@@ -141,32 +230,16 @@ def use_sparse_embedding_gradients(model: nn.Module) -> None:
             part.sparse_gradients = True
 
 
-def norm_over_workers(wrapper: Any, sum_over_workers: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
-    """A function that returns the global norm of ZeRO's gradients, an fp64 scalar; not finite when one of them is not.
+def norm_over_workers(
+    gradients: Callable[[], Iterable[Tensor]], sum_over_workers: Callable[[Tensor], Tensor]
+) -> Callable[[], Tensor]:
+    """A function that returns the global norm of `gradients()`, an fp64 scalar; not finite when one of them is not.
 
-    ZeRO's own copies whole gradients to fp64 (twice their size) and needs a collective for each group. To check whether
-    all are finite it reads them again and needs another collective.
+    `gradients` gives those of this rank, 1-D each. ZeRO's own norm copies whole gradients to fp64 (twice their size)
+    and needs a collective for each group. To check whether all are finite it reads them again and needs another one.
     """
 
     def norm() -> Tensor:
-        squares = square_sums(list(deepspeed_patches.gradients_of_zero(wrapper)))
-        return sum_over_workers(squares.sum()).sqrt()
+        return sum_over_workers(square_sums(list(gradients())).sum()).sqrt()
 
     return norm
-
-
-class FusedScaling:
-    """Clips and removes the loss scale inside the fused AdamW, which divides by `grad_scale` as it reads a gradient.
-
-    Attributes:
-        loss_scale: of the gradients of this step. When ZeRO clips, its own is already that of the next step.
-    """
-
-    def __init__(self, optimizer: torch.optim.AdamW, clip_norm: float) -> None:
-        self._optimizer, self._clip_norm = optimizer, clip_norm
-        self.loss_scale = 1.0
-
-    def __call__(self, _: Any, norm: Tensor) -> None:
-        scale, clip = self.loss_scale, self._clip_norm
-        factor = (norm / scale + 1e-6) / clip if clip else torch.ones_like(norm)
-        self._optimizer.grad_scale = factor.clamp(min=1.0).float() * scale  # pyright: ignore[reportAttributeAccessIssue]

@@ -19,8 +19,10 @@ from torch import Tensor, nn
 
 from pretrain.config import EngineConfig
 from pretrain.training.engine import deepspeed_patches
-from pretrain.training.engine.gradient_sums import FusedScaling, GradientSums, norm_over_workers
+from pretrain.training.engine.buckets import WeightGather
+from pretrain.training.engine.gradient_sums import GradientSums, norm_over_workers
 from pretrain.training.optim import Segment, cut_segments, number_tensors
+from pretrain.training.optim.tensorwise import lists
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 AVERAGE = "average"  # the running mean of the weights
@@ -93,12 +95,15 @@ class StateLayout(ABC):
         sums_apart: DeepSpeed sums gradients in a separate buffer, whose type can be chosen.
         shared: every rank holds the whole state.
         sums: the sums of gradients that replace DeepSpeed's; None if its own are used.
+        in_buckets: optimizer groups are divided into buckets before DeepSpeed sees them.
     """
 
     deepspeed_clips = True
     sums_apart = True
     shared = False
+    in_buckets = False
     sums: GradientSums | None = None
+    _gather: WeightGather | None = None  # of the weights that every rank updates a part of
 
     def __init__(self, parts: Parts) -> None:
         self._parts = parts
@@ -122,8 +127,14 @@ class StateLayout(ABC):
     def refresh(self, reader: FragmentReader) -> None:
         """Bring the weights that the model computes with in line with the master weights, which were read."""
 
+    def settle(self) -> None:
+        """Wait until the weights that the model computes with are those of the last step, on every rank."""
+        if self._gather is not None:
+            self._gather.finish()
+
     def whole(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
         """While the context lasts, `parameters` are whole on every rank. All ranks enter it together."""
+        self.settle()
         return contextlib.nullcontext()
 
     def step(self, loss_scale: float) -> tuple[bool, float]:
@@ -205,16 +216,25 @@ class Stage0HalfLayout(_Stage0Layout):
 class Stage1Layout(StateLayout):
     """Each rank has a part of every optimizer group's master weights and moments."""
 
+    in_buckets = True
+    keeps_whole_sums = True  # each rank keeps the sums of all gradients, as DeepSpeed's stage 1 does too
+
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        wrapper, optimizer = parts.wrapper, parts.optimizer
-        deepspeed_patches.replace_norm_of_stages_1_and_2(wrapper, norm_over_workers(wrapper, parts.sum_over_workers))
-        self._scaling: FusedScaling | None = None
-        if isinstance(optimizer, torch.optim.AdamW):
-            self._scaling = FusedScaling(optimizer, parts.clip_norm)
-            deepspeed_patches.replace_scaling_of_stages_1_and_2(wrapper, self._scaling)
-        self.sums = GradientSums.move_gradients(wrapper) if self._whole_sums_fit() else None
+        wrapper = parts.wrapper
         self._group_of = {name: number for number, names in enumerate(parts.names) for name in names}
+        self.sums = GradientSums.move_gradients(wrapper, whole=self.keeps_whole_sums)
+        if self.sums is None:
+            norm = norm_over_workers(lambda: deepspeed_patches.gradients_of_zero(wrapper), parts.sum_over_workers)
+            deepspeed_patches.replace_norm_of_stages_1_and_2(wrapper, norm)
+            return
+        own_B = self.sums.own_B
+        self._norm = norm_over_workers(lambda: own_B, parts.sum_over_workers)
+        buckets = list(deepspeed_patches.weights_of_stages_1_and_2(wrapper))
+        self._flats = [flat for _, flat in buckets]
+        self._gather = WeightGather(parts.deepspeed.module, buckets)
+        self._loss_scale = 1.0
+        deepspeed_patches.replace_step(wrapper, self._take_step)
 
     def flats(self) -> list[Tensor]:
         return deepspeed_patches.masters_of_stages_1_and_2(self._parts.wrapper)
@@ -229,25 +249,57 @@ class Stage1Layout(StateLayout):
 
     def refresh(self, reader: FragmentReader) -> None:
         """Gather the weights from the ranks that hold them: no rank reads more than its part of a checkpoint."""
-        deepspeed_patches.gather_weights_of_stages_1_and_2(self._parts.wrapper)
+        if self._gather is None:
+            deepspeed_patches.gather_weights_of_stages_1_and_2(self._parts.wrapper)
+        else:
+            self._spread_weights(self._gather)
+            self._gather.finish()
 
     def step(self, loss_scale: float) -> tuple[bool, float]:
-        if self._scaling is not None:
-            self._scaling.loss_scale = loss_scale
         if self.sums is not None:
+            self._loss_scale = loss_scale
             self.sums.finish()
         return super().step(loss_scale)
 
-    def _whole_sums_fit(self) -> bool:
-        """Whether each rank may keep the sums of all gradients, as DeepSpeed's stage 1 does too."""
-        return True
+    def _take_step(self) -> tuple[bool, Tensor]:
+        """DeepSpeed's step with our sums: whether it stepped, and the norm of the gradients before scaling."""
+        assert self.sums is not None
+        assert self._gather is not None
+        optimizer, norm = self._parts.optimizer, self._norm()
+        if not norm.isfinite():
+            return False, norm
+        self._scale(self.sums.own_B, norm)
+        masters = self.flats()
+        for master, gradient in zip(masters, self.sums.own_B, strict=True):
+            master.grad = gradient
+        optimizer.step()
+        for master in masters:
+            master.grad = None
+        self._spread_weights(self._gather)
+        return True, norm
+
+    def _scale(self, gradients: list[Tensor], norm: Tensor) -> None:
+        """Clip and remove the loss scale. The fused AdamW does so itself, as it reads a gradient."""
+        scale, clip, optimizer = self._loss_scale, self._parts.clip_norm, self._parts.optimizer
+        divisor = ((norm / scale + 1e-6) / clip).clamp(min=1.0) * scale if clip else torch.full_like(norm, scale)
+        if isinstance(optimizer, torch.optim.AdamW):
+            optimizer.grad_scale = divisor.float()  # pyright: ignore[reportAttributeAccessIssue]
+        elif clip or scale != 1.0:
+            lists._foreach_mul_(gradients, divisor.reciprocal().float())
+
+    @torch.no_grad()
+    def _spread_weights(self, gather: WeightGather) -> None:
+        """Cast this rank's master weights to those that the model computes with, and begin to gather all of these."""
+        rank, world_size = self._parts.rank, self._parts.world_size
+        for flat, master in zip(self._flats, self.flats(), strict=True):
+            flat.view(world_size, -1)[rank].copy_(master)
+        gather.start()
 
 
 class Stage2Layout(Stage1Layout):
     """Each rank also has only a part of the gradients' sums."""
 
-    def _whole_sums_fit(self) -> bool:
-        return self._parts.world_size == 1
+    keeps_whole_sums = False
 
 
 class Stage3Layout(StateLayout):
@@ -255,8 +307,9 @@ class Stage3Layout(StateLayout):
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
-        norm = norm_over_workers(parts.wrapper, parts.sum_over_workers)
-        deepspeed_patches.replace_norm_of_stage_3(parts.wrapper, norm)
+        wrapper = parts.wrapper
+        norm = norm_over_workers(lambda: deepspeed_patches.gradients_of_zero(wrapper), parts.sum_over_workers)
+        deepspeed_patches.replace_norm_of_stage_3(wrapper, norm)
 
     def flats(self) -> list[Tensor]:
         return deepspeed_patches.masters_of_stage_3(self._parts.wrapper)
