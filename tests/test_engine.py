@@ -203,8 +203,8 @@ def run_with_a_head_at_rest(alone: bool, on_the_way: bool = False, clip: float =
             results = take_steps(engine, range(2))
             losses = engine.forward(step_batches(2)[0])
             engine.backward(losses.mlm_loss / 10 / engine.world_size, last=True)  # NSP's own parameters get no gradient
-            applied, norm = engine.step(RATE)
-            results.append((0.0, norm, applied))
+            result = engine.step(RATE)
+            results.append((0.0, result.gradient_norm, result.applied))
             results += take_steps(engine, range(3, 4), (3, 0, math.nan)) + take_steps(engine, range(4, 5))
             found[stage] = (results, whole_state(engine))
             engine.close()

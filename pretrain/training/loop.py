@@ -22,7 +22,7 @@ from pretrain.checkpoint.saver import Saver
 from pretrain.common.errors import DivergedError, StoppedError
 from pretrain.common.wording import counted
 from pretrain.config import RunConfig
-from pretrain.training.engine import Engine, StepResult
+from pretrain.training.engine import Engine
 from pretrain.training.progress import AveragedWeights, Progress, Window, checkpoint_state, restore
 from pretrain.training.session import newest_checkpoint, stored_run
 from pretrain.training.spikes import REMEMBERED, is_spike
@@ -255,8 +255,6 @@ class _Fit(Generic[S]):
         assert totals is not None
         self.rate, self.epoch = self.plan.learning_rate(progress.step), step.epoch
         result = engine.step(self.rate)
-        if result.applied and self.plan.average_from is not None and progress.step >= self.plan.average_from:
-            engine.average()
         stalled = task.stalled_seconds()
         mine = torch.tensor(
             [float(stop_here), float(self.saver.failed), flops, stalled - self.stalled_before],
@@ -264,27 +262,37 @@ class _Fit(Generic[S]):
         )
         self.stragglers.waited += stalled - self.stalled_before
         self.stalled_before = stalled
-        shared = engine.sum_over_workers(torch.cat([totals.double().cpu(), mine]))
-        *sums, stop, failed, all_flops, all_stalled = shared.tolist()
+        # The host waits for the device once in a step: here.
+        shared = engine.sum_over_workers(torch.cat([totals.double(), mine.to(totals.device, non_blocking=True)]))
+        *sums, stop, failed, all_flops, all_stalled, norm = torch.cat([shared, result.norm.to(shared).view(1)]).tolist()
         if failed:
             self.saver.wait()  # raises on every rank
-        failure = self._count(step, result, sums)
+        applied = math.isfinite(norm)
+        if applied and self.plan.average_from is not None and progress.step >= self.plan.average_from:
+            engine.average()
+        failure = self._count(step, norm if applied else math.inf, sums)
         progress.window.flops += all_flops
         progress.window.stalled += all_stalled / engine.world_size
         return StepOutcome(stop > 0, failure)
 
-    def _count(self, step: S, result: StepResult, sums: list[float]) -> TrainingFailure | None:
-        """Add a step to the progress; returns the failure that the step is or completes, if any."""
-        progress = self.progress
+    def _count(self, step: S, norm: float, sums: list[float]) -> TrainingFailure | None:
+        """Add a step to the progress; returns the failure that the step is or completes, if any.
+
+        Args:
+            step: the step.
+            norm: that of its gradients; inf if the optimizer left it out.
+            sums: the totals over micro-batches and workers.
+        """
+        progress, applied = self.progress, math.isfinite(norm)
         progress.samples += step.sequences
         progress.tokens += step.tokens
         progress.window.tokens += step.tokens
-        progress.skipped_steps += not result.applied
-        self.norm = result.gradient_norm
-        if not all(map(math.isfinite, sums)) or (not result.applied and self._scale_is_stuck()):
+        progress.skipped_steps += not applied
+        self.norm = norm
+        if not all(map(math.isfinite, sums)) or (not applied and self._scale_is_stuck()):
             return self._count_bad_step()
         progress.bad_in_a_row = 0
-        if result.applied:
+        if applied:
             self.scale_search.applied()
         self._enter_part()
         counts = self.task.counts(step).tolist()

@@ -287,7 +287,7 @@ def replace_gradient_sums(wrapper: Any, add: Callable[[nn.Parameter, int], None]
 
 
 def replace_step(wrapper: Any, step: Callable[[], tuple[bool, Tensor]]) -> None:
-    """Make ZeRO call `step`, which returns whether it stepped and the gradients' norm, with their loss scale."""
+    """Make ZeRO call `step`, which returns whether it may have stepped, and the norm of the scaled gradients."""
 
     def take_step(*_: Any) -> None:
         scale = wrapper.loss_scaler.cur_scale

@@ -14,7 +14,7 @@ import resource
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -43,11 +43,25 @@ from pretrain.training.optim import Muon, TensorwiseOptimizer, matrix_shapes, nu
 _LEAST_DIVIDED = 1 << 14  # entries of a tensor; at resume in ZeRO-0, every rank reads smaller ones whole
 
 
-class StepResult(NamedTuple):
-    """The outcome of one optimizer step."""
+@dataclass(frozen=True)
+class StepResult:
+    """The outcome of one optimizer step. It stays on the device until it is read, which waits for the device.
 
-    applied: bool  # false if the weights were not changed because of NaN or inf in the gradients
-    gradient_norm: float  # global, before clipping; inf when not applied
+    Attributes:
+        norm: fp64 scalar, the global norm of the gradients before clipping; not finite if the step was left out.
+    """
+
+    norm: Tensor
+
+    @property
+    def applied(self) -> bool:
+        """False if the weights were not changed because of NaN or inf in the gradients."""
+        return math.isfinite(self.norm)
+
+    @property
+    def gradient_norm(self) -> float:
+        """`norm`, inf when not applied."""
+        return float(self.norm) if self.applied else math.inf
 
 
 class ProgressWatch(Protocol):
@@ -136,6 +150,7 @@ class Engine:
             rank=self.rank,
             world_size=self.world_size,
             clip_norm=settings.gradient_clip_norm,
+            scales_loss=settings.precision == "fp16",
             sum_over_workers=self.sum_over_workers,
         )
         self._layout = layout_class(settings)(parts)
@@ -165,8 +180,7 @@ class Engine:
         """Clip, and step the optimizer unless a gradient is not finite; gradients are cleared either way."""
         for group in self._deepspeed.optimizer.param_groups:
             group["lr"] = learning_rate * group.get("rate_share", 1.0)
-        applied, norm = self._layout.step(self.scaler_state().get("cur_scale", 1.0))
-        return StepResult(applied, norm if applied else math.inf)
+        return StepResult(self._layout.step(self.scaler_state().get("cur_scale", 1.0)))
 
     def slow_entries(self, name: str, entries: int, share: float) -> None:
         """From now on apply only `share` of every update of a parameter's first `entries`; 0 keeps them bit for bit."""

@@ -79,6 +79,7 @@ class Parts:
     rank: int
     world_size: int
     clip_norm: float  # 0 does not clip
+    scales_loss: bool  # in fp16
     sum_over_workers: Callable[[Tensor], Tensor]
 
     @property
@@ -137,22 +138,22 @@ class StateLayout(ABC):
         self.settle()
         return contextlib.nullcontext()
 
-    def step(self, loss_scale: float) -> tuple[bool, float]:
+    def step(self, loss_scale: float) -> Tensor:
         """Clip, and step the optimizer unless a gradient is not finite.
 
         Args:
             loss_scale: that of the gradients.
 
         Returns:
-            (whether it stepped, the gradients' global norm before clipping).
+            fp64 scalar, the gradients' global norm before clipping; not finite if the optimizer did not step.
         """
         return self._deepspeed_step(1.0)
 
-    def _deepspeed_step(self, norm_scale: float) -> tuple[bool, float]:
+    def _deepspeed_step(self, norm_scale: float) -> Tensor:
         engine = self._parts.deepspeed
         engine.step()
-        norm = float(engine.get_global_grad_norm() or 0.0) / norm_scale
-        return bool(engine.was_step_applied()) and math.isfinite(norm), norm
+        norm = engine.get_global_grad_norm() if engine.was_step_applied() else math.inf
+        return torch.as_tensor(0.0 if norm is None else norm, dtype=torch.float64) / norm_scale
 
 
 def layout_class(settings: EngineConfig) -> type[StateLayout]:
@@ -189,13 +190,13 @@ class Stage0Fp32Layout(_Stage0Layout):
     def refresh(self, reader: FragmentReader) -> None:
         """Does nothing: the model computes with the master weights."""
 
-    def step(self, loss_scale: float) -> tuple[bool, float]:
-        norm = float(nn.utils.clip_grad_norm_(list(self._parts.parameters.values()), self._parts.clip_norm or math.inf))
-        if not math.isfinite(norm):
+    def step(self, loss_scale: float) -> Tensor:
+        norm = nn.utils.clip_grad_norm_(list(self._parts.parameters.values()), self._parts.clip_norm or math.inf)
+        if norm.isfinite():
+            self._parts.deepspeed.step()
+        else:
             self._parts.deepspeed.zero_grad()
-            return False, norm
-        self._parts.deepspeed.step()
-        return True, norm
+        return norm.double()
 
 
 class Stage0HalfLayout(_Stage0Layout):
@@ -209,7 +210,7 @@ class Stage0HalfLayout(_Stage0Layout):
             parameter = self._parts.parameters[name]
             parameter.data.copy_(master.view(parameter.shape))
 
-    def step(self, loss_scale: float) -> tuple[bool, float]:
+    def step(self, loss_scale: float) -> Tensor:
         return self._deepspeed_step(loss_scale)  # only FP16_UnfusedOptimizer reports the norm of scaled gradients
 
 
@@ -255,18 +256,22 @@ class Stage1Layout(StateLayout):
             self._spread_weights(self._gather)
             self._gather.finish()
 
-    def step(self, loss_scale: float) -> tuple[bool, float]:
+    def step(self, loss_scale: float) -> Tensor:
         if self.sums is not None:
             self._loss_scale = loss_scale
             self.sums.finish()
         return super().step(loss_scale)
 
     def _take_step(self) -> tuple[bool, Tensor]:
-        """DeepSpeed's step with our sums: whether it stepped, and the norm of the gradients before scaling."""
+        """DeepSpeed's step with our sums.
+
+        Returns:
+            (false if the step is known to be left out, the norm of the gradients with their loss scale).
+        """
         assert self.sums is not None
         assert self._gather is not None
         optimizer, norm = self._parts.optimizer, self._norm()
-        if not norm.isfinite():
+        if self._must_know() and not norm.isfinite():
             return False, norm
         self._scale(self.sums.own_B, norm)
         masters = self.flats()
@@ -278,12 +283,20 @@ class Stage1Layout(StateLayout):
         self._spread_weights(self._gather)
         return True, norm
 
+    def _must_know(self) -> bool:
+        """Whether the host must know if gradients are finite, for which it waits for the device.
+
+        The fused AdamW leaves the step out on the device. A loss scaler is on the host.
+        """
+        return self._parts.scales_loss or not isinstance(self._parts.optimizer, torch.optim.AdamW)
+
     def _scale(self, gradients: list[Tensor], norm: Tensor) -> None:
         """Clip and remove the loss scale. The fused AdamW does so itself, as it reads a gradient."""
         scale, clip, optimizer = self._loss_scale, self._parts.clip_norm, self._parts.optimizer
         divisor = ((norm / scale + 1e-6) / clip).clamp(min=1.0) * scale if clip else torch.full_like(norm, scale)
         if isinstance(optimizer, torch.optim.AdamW):
             optimizer.grad_scale = divisor.float()  # pyright: ignore[reportAttributeAccessIssue]
+            optimizer.found_inf = norm.isfinite().logical_not().float()  # pyright: ignore[reportAttributeAccessIssue]
         elif clip or scale != 1.0:
             lists._foreach_mul_(gradients, divisor.reciprocal().float())
 

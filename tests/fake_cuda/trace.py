@@ -1,0 +1,181 @@
+"""python -m tests.fake_cuda.trace CASE...: a step of each case on fake CUDA tensors, as a line of JSON each.
+
+A case is a dictionary as JSON: `model` and `optimizer` (sections of the config), `stage` and `precision`. A line has
+`host_reads`, the places where the host read a value of the device or copied from it, and `collectives` by name. Tensors
+on two devices, shapes that depend on values, and collectives of tensors that are not on the device are errors.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses import fake_impls
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+RANKS, VOCABULARY, LENGTHS, TYPES = 8, 1000, (40, 128, 9, 77), {"bf16": torch.bfloat16, "fp16": torch.float16}
+host_reads: list[str] = []
+collectives: Counter[str] = Counter()
+
+
+def main(cases: list[str]) -> None:
+    """Print what a step of each case does; torch has found the device of the library by now."""
+    pretend_to_have_a_gpu()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
+    for case in map(json.loads, cases):
+        take_a_step(case)
+        print(json.dumps({"host_reads": host_reads, "collectives": collectives}), flush=True)
+
+
+def take_a_step(case: dict[str, Any]) -> None:
+    """Two micro-batches and an optimizer step; only what happens in them is counted."""
+    from pretrain.config import EngineConfig, ModelConfig, OptimizerConfig
+    from pretrain.model.attention import dispatch
+    from pretrain.model.heads import PretrainingModel
+    from pretrain.training.engine import Engine
+    from pretrain.training.optim import make_optimizer, parameter_groups
+    from tests.batches_by_hand import make_batch
+
+    settings = EngineConfig.model_validate(
+        {"zero_stage": case["stage"], "precision": case["precision"], "compile": False}
+    )
+    optimizer = OptimizerConfig.model_validate(case["optimizer"])
+    dispatch.has_flash = lambda *_: case["precision"] != "fp32"  # type: ignore[assignment]
+    batch = make_batch(LENGTHS, VOCABULARY, seed=0)
+    with fake_mode() as mode:
+        with torch.device("meta"):
+            model = PretrainingModel(ModelConfig.model_validate(case["model"]), VOCABULARY)
+        put_on_the_device(model, TYPES.get(case["precision"], torch.float32))
+        engine = Engine(model, lambda named: make_optimizer(optimizer, parameter_groups(named, 0.01)), settings)
+        fakes = {name: mode.from_tensor(value) for name, value in vars(batch).items() if isinstance(value, Tensor)}
+        there = dataclasses.replace(batch, **fakes).to(engine.device)
+        for step in range(2):  # the first one keeps constants
+            if step:
+                host_reads.clear()
+                collectives.clear()
+            with Copies():
+                for number in range(2):
+                    losses = engine.forward(there)
+                    engine.backward(losses.mlm_loss / 100 + losses.nsp_loss / 10, last=number == 1)
+                engine.step(1e-3)
+
+
+class Copies(TorchDispatchMode):
+    """Notes every operation that reads the device and returns something in the host's memory."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        given, made = ([x for x in tree_leaves(part) if isinstance(x, Tensor)] for part in ((args, kwargs), result))
+        if any(x.is_cuda for x in given) and any(x.device.type == "cpu" for x in made):
+            note_a_read()
+        return result
+
+
+def note_a_read() -> None:
+    ours = [f for f in traceback.extract_stack() if "/pretrain/" in f.filename or "/deepspeed/" in f.filename]
+    host_reads.append(f"{Path(ours[-1].filename).name}:{ours[-1].lineno} {ours[-1].line}")
+
+
+@contextlib.contextmanager
+def fake_mode() -> Iterator[FakeTensorMode]:
+    """Fake tensors; a value that the host reads is noted, and is 1."""
+
+    def read(mode: Any, func: Any, value: Tensor) -> Any:
+        if value.is_cuda:
+            note_a_read()
+        return True if value.dtype == torch.bool else 1.0
+
+    def constant(values: Any, *, dtype: Any = None, device: Any = None) -> Tensor:
+        with unset_fake_temporarily():
+            real = make(values, dtype=dtype)
+        return mode.from_tensor(real).to(device or "cpu")  # torch keeps the values of its own, and moves them really
+
+    fake_impls.op_implementations_dict[torch.ops.aten._local_scalar_dense.default] = read
+    make = torch.tensor
+    with FakeTensorMode() as mode, torch.autograd.set_multithreading_enabled(False):
+        torch.tensor = constant  # type: ignore[assignment]
+        try:
+            yield mode
+        finally:
+            torch.tensor = make
+
+
+def put_on_the_device(model: nn.Module, dtype: torch.dtype) -> None:
+    """Replace parameters and buffers; `Module.to` cannot swap fake ones."""
+    for part in model.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                part._parameters[name] = nn.Parameter(torch.empty(parameter.shape, dtype=dtype, device="cuda"))
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device="cuda")
+    model.to = model.bfloat16 = model.half = model.float = lambda *_, **__: model  # type: ignore[assignment]
+
+
+def pretend_to_have_a_gpu() -> None:
+    """Make torch and DeepSpeed take the way of CUDA, and collectives return at once."""
+    torch.cuda.is_available = lambda: True
+    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    FakeTensor.data_ptr = lambda _: 0  # type: ignore[assignment]
+    for name in (
+        *("broadcast", "all_reduce", "reduce", "all_gather", "all_gather_into_tensor", "all_gather_single"),
+        *("reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_single", "all_to_all_single"),
+    ):
+        if hasattr(dist, name):
+            setattr(dist, name, collective(name))
+    dist.barrier = lambda *_, **__: None
+    dist.all_gather_object = lambda out, value, **_: out.__setitem__(slice(None), [value] * len(out))
+
+    from deepspeed.accelerator import set_accelerator
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    class FakeAccelerator(CPU_Accelerator):
+        def device_name(self, device_index: int | None = None) -> str:
+            return "cuda" if device_index is None else f"cuda:{device_index}"
+
+        def current_device_name(self) -> str:
+            return "cuda:0"
+
+        def current_device(self) -> int:
+            return 0
+
+        def on_accelerator(self, tensor: Tensor) -> bool:
+            return tensor.is_cuda
+
+    accelerator = FakeAccelerator()
+    accelerator._name = "cuda"
+    set_accelerator(accelerator)
+
+
+def collective(name: str) -> Any:
+    """A collective that checks the devices of its tensors, as NCCL does, and moves nothing."""
+
+    class Done:
+        def wait(self) -> bool:
+            return True
+
+    def call(*arguments: Any, async_op: bool = False, **options: Any) -> Any:
+        tensors = [x for x in tree_leaves((arguments, options)) if isinstance(x, Tensor)]
+        if not all(x.is_cuda for x in tensors):
+            raise RuntimeError(f"{name} of a tensor that is not on the device")
+        collectives[name] += 1
+        return Done() if async_op else None
+
+    return call
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

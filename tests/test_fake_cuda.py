@@ -1,0 +1,82 @@
+"""Whole steps on fake CUDA tensors: one device, no shape that depends on values, and the host reads nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif(torch.backends.cuda.is_built(), reason="torch has a CUDA device of its own")
+
+MODELS: dict[str, dict[str, Any]] = {
+    "bert-base": {"size": "base", "max_positions": 512},
+    "bert-large": {"size": "large", "max_positions": 512},
+    "modernbert-base": {"family": "modernbert", "size": "base"},
+}
+SMALL = {"size": "mini", "max_positions": 128}
+# Each is read once in a step, the norm: these optimizers cannot leave a step out on the device.
+READ_THE_NORM = ("muon", "lamb", "stable_adamw")
+
+
+def case(model: dict[str, Any], stage: int, optimizer: str = "adamw", precision: str = "bf16") -> dict[str, Any]:
+    return {"model": model, "stage": stage, "optimizer": {"name": optimizer}, "precision": precision}
+
+
+CASES = {
+    **{f"{name} {stage}": case(model, stage) for name, model in MODELS.items() for stage in (1, 2)},
+    **{f"fp32 {stage}": case(SMALL, stage, precision="fp32") for stage in (1, 2)},
+    **{f"{name} {stage}": case(SMALL, stage, name) for name in READ_THE_NORM for stage in (1, 2)},
+}
+
+
+@pytest.fixture(scope="module")
+def traced(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    library = tmp_path_factory.mktemp("fake-cuda") / "device.so"
+    torch_folder = Path(torch.__file__).parent
+    subprocess.run(
+        [
+            *("g++", "-O1", "-std=c++20", "-shared", "-fPIC", f"-I{torch_folder}/include", "-o", library),
+            *(ROOT / "tests/fake_cuda/device.cpp", f"-L{torch_folder}/lib", f"-Wl,-rpath,{torch_folder}/lib"),
+            *("-lc10", "-ltorch_cpu"),
+        ],
+        check=True,
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.fake_cuda.trace", *map(json.dumps, CASES.values())],
+        cwd=ROOT,
+        env={**os.environ, "LD_PRELOAD": str(library), "DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return dict(zip(CASES, map(json.loads, lines), strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_host_reads_nothing_in_a_step(traced: dict[str, dict[str, Any]], name: str) -> None:
+    reads = traced[name]["host_reads"]
+    if name.split()[0] in READ_THE_NORM:
+        assert len(reads) == 1
+        assert "norm.isfinite()" in reads[0]
+    else:
+        assert reads == []
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if name.split()[0] in MODELS])
+def test_buckets_are_summed_and_gathered(traced: dict[str, dict[str, Any]], name: str) -> None:
+    counted = traced[name]["collectives"]
+    (sums,) = (count for collective, count in counted.items() if "scatter" in collective)
+    (gathers,) = (count for collective, count in counted.items() if "gather" in collective)
+    assert counted["all_reduce"] == 1, "the norm"
+    assert counted.keys() <= {"all_reduce", *(n for n in counted if "scatter" in n or "gather" in n)}
+    micro_batches = 2 if name.endswith("2") else 1
+    assert gathers <= sums / micro_batches <= gathers + 4, "the embeddings are one bucket of several pieces"
