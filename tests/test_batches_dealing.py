@@ -289,6 +289,12 @@ def test_processes_add_up_exactly(tmp_path: Path) -> None:
     assert run_workers(2, exchange_on_this_rank) == [([2 * 10**15 + 1, 2], 5)] * 2
 
 
+@pytest.mark.parametrize("stage", [1, 3])
+def test_manifests_do_not_grow_with_the_ranks(stage: int) -> None:
+    few, many = (scale._manifest(ranks)[f"manifest_of_zero_{stage}_entries"] for ranks in (64, 4096))
+    assert few <= many < 2 * few
+
+
 def test_bench_scale_measures_every_number_of_ranks(capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--sequences", "4", "--length", "32", "--repeats", "1"]
     assert scale.main(["--ranks", "2", "4", *options, "--json"]) == 0

@@ -30,6 +30,8 @@ from pretrain.common.wording import aligned
 from pretrain.config import ModelConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
 from pretrain.model import parameters
+from pretrain.training.engine import buckets
+from pretrain.training.optim import parameter_groups
 
 RANKS = (8, 64, 256, 1024, 4096)
 
@@ -133,9 +135,13 @@ class _Whole:
 
 
 def _manifest(ranks: int) -> dict[str, int]:
-    """The list of pieces in a checkpoint of BERT-Base, with the state whole on every rank or cut as by ZeRO-3."""
+    """The list of pieces in a checkpoint of BERT-Base: whole on every rank, or cut as by ZeRO-1 and 2, or by ZeRO-3."""
     whole, cut = ([entry for rank in range(ranks) for entry in of(rank, ranks)] for of in (_whole_pieces, _cut_pieces))
-    lists = {"manifest": packed(whole), "manifest_of_zero_3": packed(cut)}
+    lists = {
+        "manifest": packed(whole),
+        "manifest_of_zero_1": packed(_bucket_pieces(ranks)),
+        "manifest_of_zero_3": packed(cut),
+    }
     entries = {f"{name}_entries": len(one) for name, one in lists.items()}
     return {**entries, **{f"{name}_bytes": len(json.dumps(one)) for name, one in lists.items()}}
 
@@ -159,6 +165,26 @@ def _cut_pieces(rank: int, ranks: int) -> list[dict[str, Any]]:
     return pieces
 
 
+def _bucket_pieces(ranks: int) -> list[dict[str, Any]]:
+    """ZeRO-1 and 2: every rank has an equal part of each bucket, so that parts do not end where parameters do."""
+    named = [(one.name, torch.empty(one.shape, device="meta")) for one in _parameters()]
+    optimizer = torch.optim.AdamW(parameter_groups(named, 0.01))
+    buckets.divide_groups(optimizer, buckets.ENTRIES)
+    pieces = []
+    for group in optimizer.param_groups:
+        part, begin = -(-sum(one.numel() for one in group["params"]) // ranks), 0
+        for name, parameter in zip(group["names"], group["params"], strict=True):
+            end = begin + parameter.numel()
+            for rank in range(begin // part, -(-end // part)):
+                start, stop = max(begin, rank * part), min(end, (rank + 1) * part)
+                kinds = ["weight", "exp_avg", "exp_avg_sq"]
+                pieces.append(
+                    {"name": name, "start": start - begin, "numel": stop - start, "kinds": kinds, "rank": rank}
+                )
+            begin = end
+    return pieces
+
+
 def _parameters() -> list[parameters.Parameter]:
     """Those of BERT-Base."""
     model = ModelConfig.model_validate({"size": "base"})
@@ -173,7 +199,8 @@ def _parameters() -> list[parameters.Parameter]:
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
-    head = ["ranks", "sequences", "a share", "whole words", "max/mean", "memory", "open", "manifest", "of ZeRO-3"]
+    head = ["ranks", "sequences", "a share", "whole words", "max/mean", "memory", "open"]
+    head += ["manifest of ZeRO-0", "of ZeRO-1 and 2", "of ZeRO-3"]
     lines = [head]
     for row in rows:
         times = (row[name] for name in ("share_seconds", "whole_word_seconds"))
@@ -187,7 +214,7 @@ def _table(rows: list[dict[str, Any]]) -> str:
                 f"{1000 * row['open_seconds']:.0f} ms",
                 *(
                     f"{row[name + '_entries']:,} entries, {row[name + '_bytes'] / 1e6:.2f} MB"
-                    for name in ("manifest", "manifest_of_zero_3")
+                    for name in ("manifest", "manifest_of_zero_1", "manifest_of_zero_3")
                 ),
             ]
         )
