@@ -22,6 +22,7 @@ from pretrain.batches.dealing import Dealt, balance
 from pretrain.batches.exchange import Exchange
 from pretrain.batches.loader import BatchMaker, Loader, StepBatch
 from pretrain.bench import scale
+from pretrain.checkpoint.pieces import packed
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards
 from pretrain.training.engine.engine import SideGroup
@@ -289,9 +290,8 @@ def test_processes_add_up_exactly(tmp_path: Path) -> None:
     assert run_workers(2, exchange_on_this_rank) == [([2 * 10**15 + 1, 2], 5)] * 2
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_manifests_do_not_grow_with_the_ranks(stage: int) -> None:
-    few, many = (scale._manifest(ranks)[f"manifest_of_zero_{stage}_entries"] for ranks in (64, 4096))
+def test_a_manifest_of_buckets_does_not_grow_with_the_ranks() -> None:
+    few, many = (len(packed(scale._bucket_pieces(ranks))) for ranks in (64, 4096))
     assert few <= many < 2 * few
 
 
