@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,11 +12,25 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pretrain.training.engine import Engine, buckets, gradient_sums
+from pretrain.config import EngineConfig, OptimizerConfig
+from pretrain.training import loop
+from pretrain.training.engine import Engine, StepResult, buckets, gradient_sums
 from pretrain.training.engine.gradient_sums import GradientSums
+from pretrain.training.optim import make_optimizer, parameter_groups
+from pretrain.training.progress import Progress
 from tests.batches_by_hand import make_batch
 from tests.distributed import run_workers
-from tests.test_engine import LENGTHS, MICRO_BATCHES, RATE, VOCABULARY, make_engine, take_steps, whole_state
+from tests.test_engine import (
+    LENGTHS,
+    MICRO_BATCHES,
+    RATE,
+    VOCABULARY,
+    make_engine,
+    make_model,
+    reference,
+    take_steps,
+    whole_state,
+)
 
 STAGES = (1, 2)
 
@@ -24,7 +40,7 @@ def test_buckets_hold_all_parameters_in_the_order_of_the_backward_pass(entries: 
     sizes = {"embeddings": 70, "a": 10, "b": 30, "c": 10, "head": 5}
     parameters = {name: nn.Parameter(torch.zeros(size)) for name, size in sizes.items()}
     optimizer = torch.optim.AdamW([{"params": list(parameters.values()), "names": list(sizes), "rate_share": 0.5}])
-    buckets.divide_groups(optimizer, entries)
+    buckets.divide_groups(optimizer, list(sizes), entries)
     groups = optimizer.param_groups
     assert [name for group in groups for name in group["names"]] == list(reversed(sizes))
     for group in groups:
@@ -34,6 +50,20 @@ def test_buckets_hold_all_parameters_in_the_order_of_the_backward_pass(entries: 
     for group, following in itertools.pairwise(groups):
         held = sum(sizes[name] for name in group["names"])
         assert held + sizes[following["names"][0]] > entries, "no bucket is smaller than it must be"
+
+
+def test_a_bucket_follows_those_that_are_complete_before_it() -> None:
+    """Groups by depth, as for layer-wise learning rates, and one that all depths are in."""
+    names = ["embeddings", "layer 0", "layer 1", "head"]
+    parameters = {name: nn.Parameter(torch.zeros(10)) for name in names} | {
+        f"{name} bias": nn.Parameter(torch.zeros(1)) for name in names
+    }
+    matrices = [{"params": [parameters[name]], "names": [name]} for name in names]
+    biases = {"params": [parameters[f"{name} bias"] for name in names], "names": [f"{name} bias" for name in names]}
+    optimizer = torch.optim.AdamW([*matrices, biases])
+    buckets.divide_groups(optimizer, [name for one in names for name in (one, f"{one} bias")], 100)
+    order = [group["names"][0] for group in optimizer.param_groups]
+    assert order == ["head", "layer 1", "layer 0", "head bias", "embeddings"]
 
 
 def take_one_step(engine: Engine, *, without_pairs: bool) -> None:
@@ -104,7 +134,7 @@ def train_with_late_gathers(stage: int, late: bool) -> Any:
         patch.setattr(buckets, "ENTRIES", 3000)
         if late:
             gather = lambda whole, own, async_op: waited.append(len(whole)) or _Later(whole, own)  # noqa: E731
-            patch.setattr(buckets.dist, "all_gather_into_tensor", gather)
+            patch.setattr(buckets, "all_gather", gather)
         engine = make_engine(stage, "bf16")
         results = take_steps(engine, range(3))
         with engine.whole_parameters() as parameters:
@@ -122,3 +152,106 @@ def test_no_layer_runs_before_its_weights_are_gathered(stage: int) -> None:
     assert results == expected
     assert all(torch.equal(lent[name], value) for name, value in expected_lent.items())
     assert all(torch.equal(state[name], value) for name, value in expected_state.items())
+
+
+def train_where_one_rank_lacks(rank: int) -> Any:
+    """Two steps in which `rank` never has the NSP loss; the gradients' norms, and the moments of NSP's weights."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buckets, "ENTRIES", 3000)
+        norms, moments = [], []
+        for stage in STAGES:
+            engine = make_engine(stage)
+            for step in range(2):
+                for number in range(2):
+                    losses = engine.forward(
+                        make_batch(LENGTHS, VOCABULARY, seed=100 * step + 10 * engine.rank + number)
+                    )
+                    pairs = losses.nsp_loss / 40 if engine.rank != rank else 0.0
+                    engine.backward(losses.mlm_loss / 30 + pairs, last=number == 1)
+                norms.append(engine.step(RATE).gradient_norm)
+            state = whole_state(engine)
+            moments.append({name: value for name, value in state.items() if "exp_avg|" in name})
+            engine.close()
+    return norms, moments
+
+
+def plain_norm(without: int) -> float:
+    """The norm of the first of those steps, in plain torch."""
+    model = make_model()
+    for rank in range(2):
+        for number in range(2):
+            losses = model(make_batch(LENGTHS, VOCABULARY, seed=10 * rank + number))
+            (losses.mlm_loss / 30 + (losses.nsp_loss / 40 if rank != without else 0.0)).backward()
+    return float(nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None]))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_a_gradient_takes_the_others(rank: int) -> None:
+    """Also where it owns the parameter."""
+    norms, (whole, parts) = run_workers(2, train_where_one_rank_lacks, rank)[0]
+    assert norms[0] == pytest.approx(plain_norm(rank), rel=1e-4)
+    assert norms[2:] == pytest.approx(norms[:2], rel=1e-4)
+    for name, value in whole.items():
+        assert value.abs().sum() > 0, name
+        torch.testing.assert_close(parts[name], value, rtol=1e-3, atol=1e-6)
+
+
+UNUSUAL: dict[str, dict[str, Any]] = {
+    "no contiguous gradients": {"zero_optimization": {"contiguous_gradients": False}},
+    "gradients sent in fp32": {"communication_data_type": "fp32"},
+    "sums in bf16": {"data_types": {"grad_accum_dtype": "bf16"}},
+}
+
+
+def train_with_unusual_settings() -> dict[str, list[float]]:
+    norms = {}
+    for name, section in UNUSUAL.items():
+        precision = "fp32" if "contiguous" in name else "bf16"
+        settings = EngineConfig.model_validate(
+            {"zero_stage": 1, "precision": precision, "compile": False, "deepspeed": section}
+        )
+        engine = Engine(
+            make_model(), lambda named: make_optimizer(OptimizerConfig(), parameter_groups(named, 0.01)), settings
+        )
+        norms[name] = [norm for _, norm, _ in take_steps(engine, range(2))]
+        if "sent in fp32" in name:
+            assert engine._sums is not None
+            assert engine._sums._sent == torch.float32
+        engine.close()
+    return norms
+
+
+def test_settings_of_deepspeed_that_our_sums_do_not_know() -> None:
+    expected = [norm for _, norm, _ in reference("adamw")[0][:2]]
+    for name, norms in run_workers(2, train_with_unusual_settings)[0].items():
+        assert norms == pytest.approx(expected, rel=5e-2), name
+
+
+def test_the_sums_of_a_step_do_not_wait_for_its_gathers() -> None:
+    """Collectives of one group follow one another."""
+    calls: list[str] = []
+
+    def noted(name: str, result: Any) -> Any:
+        return lambda *_, **__: calls.append(name) or result
+
+    one = torch.ones(1)
+    engine = SimpleNamespace(
+        forward=noted("forward", one),
+        backward=noted("backward", None),
+        step=noted("step", StepResult(torch.tensor(2.0, dtype=torch.float64))),
+        sum_over_workers=lambda values: calls.append("sum") or values,
+        world_size=1,
+    )
+    task = SimpleNamespace(loss=lambda *_: one, totals=lambda *_: one, flops=lambda _: 1.0, stalled_seconds=lambda: 0.0)
+    fit = SimpleNamespace(
+        engine=engine,
+        task=task,
+        progress=Progress(),
+        plan=SimpleNamespace(learning_rate=lambda _: 0.1, average_from=None),
+        stragglers=SimpleNamespace(forward=contextlib.nullcontext, waited=0.0),
+        saver=SimpleNamespace(failed=False),
+        stalled_before=0.0,
+        _count=lambda step, norm, sums: calls.append(f"norm {norm:g}, sums {sums}"),
+    )
+    loop._Fit.train_step(fit, SimpleNamespace(micro_batches=(1, 2), epoch=0), False)  # type: ignore[arg-type]
+    assert calls == ["forward", "backward"] * 2 + ["sum", "step", "norm 2, sums [2.0]"]

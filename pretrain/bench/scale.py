@@ -169,7 +169,7 @@ def _bucket_pieces(ranks: int) -> list[dict[str, Any]]:
     """ZeRO-1 and 2: every rank has an equal part of each bucket, so that parts do not end where parameters do."""
     named = [(one.name, torch.empty(one.shape, device="meta")) for one in _parameters()]
     optimizer = torch.optim.AdamW(parameter_groups(named, 0.01))
-    buckets.divide_groups(optimizer, buckets.ENTRIES)
+    buckets.divide_groups(optimizer, [name for name, _ in named], buckets.ENTRIES)
     pieces = []
     for group in optimizer.param_groups:
         part, begin = -(-sum(one.numel() for one in group["params"]) // ranks), 0

@@ -74,6 +74,8 @@ class ElectraModel(Encoder):
             compile=compile,
             activation_checkpointing=activation_checkpointing,
         )
+        # Parameters are named in the order of the forward pass, on which the engine's buckets rely.
+        self.layers = self._modules.pop("layers")
         self.heads = DiscriminatorHeads(shape)
         if settings.embeddings == "disentangled":
             self.embeddings = DisentangledEmbeddings(shape, vocabulary_size, compile, self.generator.embeddings)

@@ -254,7 +254,6 @@ class _Fit(Generic[S]):
             flops += task.flops(micro_batch)
         assert totals is not None
         self.rate, self.epoch = self.plan.learning_rate(progress.step), step.epoch
-        result = engine.step(self.rate)
         stalled = task.stalled_seconds()
         mine = torch.tensor(
             [float(stop_here), float(self.saver.failed), flops, stalled - self.stalled_before],
@@ -262,8 +261,10 @@ class _Fit(Generic[S]):
         )
         self.stragglers.waited += stalled - self.stalled_before
         self.stalled_before = stalled
-        # The host waits for the device once in a step: here.
+        # Before the step: behind its gathers, this sum would wait for all of them.
         shared = engine.sum_over_workers(torch.cat([totals.double(), mine.to(totals.device, non_blocking=True)]))
+        result = engine.step(self.rate)
+        # The host waits for the device once in a step: here.
         *sums, stop, failed, all_flops, all_stalled, norm = torch.cat([shared, result.norm.to(shared).view(1)]).tolist()
         if failed:
             self.saver.wait()  # raises on every rank

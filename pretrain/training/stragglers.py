@@ -1,7 +1,8 @@
 """How long each rank computes and waits for data: which rank slows down the others.
 
-A step takes all ranks equally long, since they wait for one another. A forward pass does not (except in ZeRO 3, which
-gathers weights in it). So the times of forward passes show which rank is slow.
+A step takes all ranks equally long, since they wait for one another. A forward pass does not, apart from waits for the
+weights of others. On CPUs these are left out; on GPUs, and in ZeRO 3, they are not, and can hide a slow rank. So the
+times of forward passes show which rank is slow.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class RankTimes:
             end.record()
             self._events.append((start, end))
             return
-        began = time.perf_counter()
+        began, waited = time.perf_counter(), self._engine.waited_for_weights()
         yield
-        self._seconds += time.perf_counter() - began
+        self._seconds += time.perf_counter() - began - (self._engine.waited_for_weights() - waited)
 
     def waited_once(self, seconds: float) -> None:
         """This rank has waited `seconds` for one batch."""

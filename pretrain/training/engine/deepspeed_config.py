@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from pretrain.config import EngineConfig
+from pretrain.training.engine import state_layouts
 from pretrain.training.engine.buckets import ENTRIES
-from pretrain.training.engine.state_layouts import layout_class
 
 _STEPS_NEVER = 1 << 60
 
 
 def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
     """DeepSpeed's JSON for `settings`; the user's `deepspeed:` section overrides it, key by key."""
-    half, layout = settings.precision != "fp32", layout_class(settings)
+    half, layout = settings.precision != "fp32", state_layouts.layout_class(settings)
     config: dict[str, Any] = {
         # Micro-batches have as many tokens as fit and steps as many micro-batches as they need: these three
         # only have to agree with one another.
@@ -30,8 +30,7 @@ def deepspeed_config(settings: EngineConfig, world_size: int) -> dict[str, Any]:
         "zero_optimization": {
             "stage": settings.zero_stage,
             "contiguous_gradients": True,
-            # Stages 1 and 2 sum gradients in our own buckets; this would wait for the device there.
-            "overlap_comm": torch.cuda.is_available() and not layout.in_buckets,
+            "overlap_comm": torch.cuda.is_available() and not state_layouts.has_own_sums(settings),
             "reduce_bucket_size": ENTRIES,
             # Where the user's section asks for DeepSpeed's own sums in stages 1 and 2, a gradient is sent to its owner
             # only, half the bytes of an all-reduce.

@@ -21,7 +21,6 @@ _ENGINE = "deepspeed.runtime.engine"
 _STAGE_0 = "deepspeed.runtime.fp16.unfused_optimizer:FP16_UnfusedOptimizer"
 _STAGE_1_AND_2 = "deepspeed.runtime.zero.stage_1_and_2:DeepSpeedZeroOptimizer"
 _STAGE_3 = "deepspeed.runtime.zero.stage3:DeepSpeedZeroOptimizer_Stage3"
-_HOOKS = "deepspeed.runtime.base_optimizer:ZeROOptimizer"
 _FRAGMENTS = "deepspeed.utils.tensor_fragment"
 _MAPPINGS = "deepspeed.utils.mixed_precision_linkage"
 _PARTITIONS = "deepspeed.runtime.zero.partition_parameters"
@@ -80,14 +79,11 @@ PRIVATE_NAMES = (
     PrivateName(_STAGE_3, "has_overflow", "replaced: our norm shows whether all gradients are finite"),
     PrivateName(_STAGE_1_AND_2, "bit16_groups", "parameters, by optimizer group"),
     PrivateName(_STAGE_1_AND_2, "bit16_groups_flat", "their weights, one tensor for each group"),
-    PrivateName(_STAGE_1_AND_2, "dtype", "the type that gradients are sent in"),
-    PrivateName(_STAGE_1_AND_2, "cpu_offload", "whether gradients go to the host, which our sums do not"),
-    PrivateName(_STAGE_1_AND_2, "gradient_accumulation_dtype", "the type of its sums, which ours replace in fp32 only"),
+    PrivateName(_STAGE_1_AND_2, "communication_data_type", "the type that gradients are sent in"),
     PrivateName(_STAGE_1_AND_2, "process_gradients", "replaced: a gradient is added to our sums"),
     PrivateName(
         _STAGE_1_AND_2, "independent_gradient_partition_epilogue", "replaced: our sums are sent by the backward pass"
     ),
-    PrivateName(_HOOKS, "_epilogue_ran_this_backward", "what that epilogue leaves behind"),
     PrivateName(_STAGE_1_AND_2, "overflow", "whether a step was left out, which a step of ours tells DeepSpeed"),
     PrivateName(_STAGE_1_AND_2, "_global_grad_norm", "the norm of the gradients, which a step of ours tells DeepSpeed"),
     PrivateName(_STAGE_1_AND_2, "_update_scale", "advances the loss scaler"),
@@ -261,14 +257,9 @@ def replace_norm_of_stage_3(wrapper: Any, norm: Callable[[], Tensor]) -> None:
 # ---- the sums of the gradients and the step, stages 1 and 2
 
 
-def sums_in_fp32(wrapper: Any) -> bool:
-    """Whether ZeRO sums gradients in fp32, on the device."""
-    return not wrapper.cpu_offload and wrapper.gradient_accumulation_dtype == torch.float32
-
-
 def sent_type(wrapper: Any) -> torch.dtype:
-    """The type of the model's weights, which gradients are sent in."""
-    return wrapper.dtype
+    """The type that gradients are sent in, by default that of the model's weights."""
+    return wrapper.communication_data_type
 
 
 def weights_of_stages_1_and_2(wrapper: Any) -> Iterator[tuple[list[nn.Parameter], Tensor]]:
@@ -278,16 +269,15 @@ def weights_of_stages_1_and_2(wrapper: Any) -> Iterator[tuple[list[nn.Parameter]
 
 def replace_gradient_sums(wrapper: Any, add: Callable[[nn.Parameter, int], None]) -> None:
     """Make ZeRO hand each gradient to `add`, with its parameter and the number of its group, and do no more with it."""
-
-    def end_backward() -> None:
-        wrapper._epilogue_ran_this_backward = True
-
     _replace(wrapper, "process_gradients", add)
-    _replace(wrapper, "independent_gradient_partition_epilogue", end_backward)
+    _replace(wrapper, "independent_gradient_partition_epilogue", lambda: None)
 
 
 def replace_step(wrapper: Any, step: Callable[[], tuple[bool, Tensor]]) -> None:
-    """Make ZeRO call `step`, which returns whether it may have stepped, and the norm of the scaled gradients."""
+    """Make ZeRO call `step`, which returns whether it stepped, and the norm of the gradients with their loss scale.
+
+    A step that is left out on the device counts as one: DeepSpeed's own count of skipped steps lacks it.
+    """
 
     def take_step(*_: Any) -> None:
         scale = wrapper.loss_scaler.cur_scale

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from pretrain.common.memory import hold_freed_memory, return_freed_memory, share_one_heap
 from pretrain.config import EngineConfig
 from pretrain.model.parameters import is_hidden_matrix
-from pretrain.training.engine import buckets
+from pretrain.training.engine import buckets, state_layouts
 from pretrain.training.engine.deepspeed_config import deepspeed_config
 from pretrain.training.engine.deepspeed_patches import LossScaler, import_deepspeed
 from pretrain.training.engine.gradient_sums import use_sparse_embedding_gradients
@@ -130,8 +130,9 @@ class Engine:
         named = list(model.named_parameters())
         self.shapes = {name: parameter.shape for name, parameter in named}
         self._optimizer = make_optimizer(named)
-        if layout_class(settings).in_buckets:
-            buckets.divide_groups(self._optimizer, buckets.ENTRIES)
+        own_sums = state_layouts.has_own_sums(settings)
+        if own_sums:
+            buckets.divide_groups(self._optimizer, list(self.shapes), buckets.ENTRIES)
         names = [list(group["names"]) for group in self._optimizer.param_groups]
         with contextlib.redirect_stdout(io.StringIO()):  # BF16_Optimizer prints what memory it sees
             self._deepspeed, *_ = deepspeed.initialize(
@@ -151,6 +152,7 @@ class Engine:
             world_size=self.world_size,
             clip_norm=settings.gradient_clip_norm,
             scales_loss=settings.precision == "fp16",
+            own_sums=own_sums,
             sum_over_workers=self.sum_over_workers,
         )
         self._layout = layout_class(settings)(parts)
@@ -296,6 +298,10 @@ class Engine:
             state = np.random.SeedSequence([seed, self.rank, start]).generate_state(1, np.uint64)
             torch.cuda.manual_seed(int(state[0]) >> 1)
 
+    def waited_for_weights(self) -> float:
+        """Seconds that this process has waited in forward passes for weights of other ranks (CPU, ZeRO 1 and 2)."""
+        return self._layout.waited()
+
     def peak_memory_bytes(self) -> int:
         """Peak memory of this worker: device memory on CUDA, resident set elsewhere."""
         if self.device.type == "cuda":
@@ -319,7 +325,7 @@ class Engine:
         part = torch.zeros(share, device=self.device)
         part[:count] = reader.read(kind, fragment.name, start + first, count)
         whole = part.new_empty(share * self.world_size)
-        dist.all_gather_into_tensor(whole, part)
+        buckets.all_gather(whole, part)
         return whole[:numel]
 
     def _show_shards(self) -> None:

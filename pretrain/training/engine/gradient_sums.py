@@ -45,17 +45,13 @@ class GradientSums:
         own_B: fp32 [owner's part], this rank's sums of each bucket, complete after `finish`.
     """
 
-    @classmethod
-    def move_gradients(cls, wrapper: Any, *, whole: bool) -> GradientSums | None:
-        """Replace ZeRO's sums; None if the user's `deepspeed` section requests sums that are not fp32 on the device.
+    def __init__(self, wrapper: Any, *, whole: bool) -> None:
+        """Replace ZeRO's sums.
 
         Args:
             wrapper: DeepSpeed's optimizer of stage 1 or 2.
             whole: each rank keeps the sums of all gradients, as stage 1 does, and sends them once a step.
         """
-        return cls(wrapper, whole=whole) if deepspeed_patches.sums_in_fp32(wrapper) else None
-
-    def __init__(self, wrapper: Any, *, whole: bool) -> None:
         self._sent = deepspeed_patches.sent_type(wrapper)
         self._whole = whole or dist.get_world_size() == 1
         self._buckets = [
@@ -76,9 +72,9 @@ class GradientSums:
     def begin_backward(self, *, last: bool) -> None:
         """Before the backward pass of a micro-batch; `last` one of the step or not."""
         if dist.get_world_size() > 1 and (last or not self._whole):
-            self._to_send.extend(self._buckets)
+            self._to_send = deque(self._buckets)
             for bucket in self._buckets:
-                bucket.missing = set(bucket.places)
+                bucket.missing, bucket.is_sent = set(bucket.places), False
 
     def end_backward(self) -> None:
         """After the backward pass: send the buckets that did not get all of their gradients."""
@@ -144,6 +140,7 @@ class _Bucket:
     Attributes:
         own: fp32 [owner's part], this rank's sums over workers.
         missing: ids of the parameters without a gradient in this micro-batch, if the bucket is to be sent in it.
+        is_sent: whether it has been sent in this micro-batch.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter], weights: Tensor, whole: bool) -> None:
@@ -151,6 +148,7 @@ class _Bucket:
         starts = {id(p): int(p.storage_offset() - weights.storage_offset()) for p in parameters}
         self.places = {id(p): slice(starts[id(p)], starts[id(p)] + p.numel()) for p in parameters}
         self.missing: set[int] = set()
+        self.is_sent = False
         self._filled: set[int] = set()  # ids of the parameters whose place has a gradient in it
         self._weights, self._workers, self._kept = weights.detach(), dist.get_world_size(), whole
         self._sums: Tensor | None = None  # [entries], of a step in fp32, or of a micro-batch in the type of the weights
@@ -163,6 +161,8 @@ class _Bucket:
 
     def add(self, parameter: nn.Parameter, gradient: Tensor) -> None:
         """Add a gradient, dense or rows of one, to the whole sums."""
+        if self.is_sent:
+            raise RuntimeError(f"a gradient of shape {tuple(parameter.shape)} came after its bucket was sent")
         if self._sums is None:
             self._sums = torch.zeros_like(self._weights)
         key = id(parameter)
@@ -178,6 +178,7 @@ class _Bucket:
 
     def take(self) -> Tensor:
         """The whole sums [workers, owner's part], to be sent."""
+        self.is_sent = True
         if self._kept:
             self._zero_unfilled()
         elif self._used:
@@ -194,13 +195,14 @@ class _Bucket:
         if self._kept:
             self._zero_unfilled()
         self._filled.clear()
-        self._used = True
+        self._used, self.is_sent = True, False
 
     def _zero_unfilled(self) -> None:
         assert self._sums is not None
         for key, place in self.places.items():
             if key not in self._filled:
                 self._sums[place].zero_()
+        self._filled.update(self.places)  # other ranks' sums may be added to these zeros
 
 
 def _add_entries(sums: Tensor, more: Tensor) -> None:

@@ -80,6 +80,7 @@ class Parts:
     world_size: int
     clip_norm: float  # 0 does not clip
     scales_loss: bool  # in fp16
+    own_sums: bool  # `has_own_sums`
     sum_over_workers: Callable[[Tensor], Tensor]
 
     @property
@@ -92,17 +93,15 @@ class StateLayout(ABC):
     """The storage of master weights and moments in one ZeRO stage, and its optimizer step.
 
     Attributes:
-        deepspeed_clips: DeepSpeed clips gradients; else `step` does.
+        deepspeed_clips: DeepSpeed clips gradients, unless its sums are replaced; else `step` does.
         sums_apart: DeepSpeed sums gradients in a separate buffer, whose type can be chosen.
         shared: every rank holds the whole state.
         sums: the sums of gradients that replace DeepSpeed's; None if its own are used.
-        in_buckets: optimizer groups are divided into buckets before DeepSpeed sees them.
     """
 
     deepspeed_clips = True
     sums_apart = True
     shared = False
-    in_buckets = False
     sums: GradientSums | None = None
     _gather: WeightGather | None = None  # of the weights that every rank updates a part of
 
@@ -133,6 +132,10 @@ class StateLayout(ABC):
         if self._gather is not None:
             self._gather.finish()
 
+    def waited(self) -> float:
+        """Seconds that this process has waited in forward passes for weights of other ranks."""
+        return self._gather.waited if self._gather is not None else 0.0
+
     def whole(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
         """While the context lasts, `parameters` are whole on every rank. All ranks enter it together."""
         self.settle()
@@ -154,6 +157,20 @@ class StateLayout(ABC):
         engine.step()
         norm = engine.get_global_grad_norm() if engine.was_step_applied() else math.inf
         return torch.as_tensor(0.0 if norm is None else norm, dtype=torch.float64) / norm_scale
+
+
+def has_own_sums(settings: EngineConfig) -> bool:
+    """Whether gradients are summed and sent by `GradientSums`, in fp32 on the device, and not by DeepSpeed."""
+    own = settings.deepspeed
+    zero, sums, autocast = (own.get(key) or {} for key in ("zero_optimization", "data_types", "torch_autocast"))
+    return (
+        settings.zero_stage in (1, 2)
+        and not zero.get("offload_optimizer")
+        and not zero.get("zenflow")
+        and zero.get("contiguous_gradients", True)  # without it, DeepSpeed hands out no gradients
+        and sums.get("grad_accum_dtype") in (None, "fp32")
+        and not autocast.get("enabled")
+    )
 
 
 def layout_class(settings: EngineConfig) -> type[StateLayout]:
@@ -217,22 +234,21 @@ class Stage0HalfLayout(_Stage0Layout):
 class Stage1Layout(StateLayout):
     """Each rank has a part of every optimizer group's master weights and moments."""
 
-    in_buckets = True
     keeps_whole_sums = True  # each rank keeps the sums of all gradients, as DeepSpeed's stage 1 does too
 
     def __init__(self, parts: Parts) -> None:
         super().__init__(parts)
         wrapper = parts.wrapper
         self._group_of = {name: number for number, names in enumerate(parts.names) for name in names}
-        self.sums = GradientSums.move_gradients(wrapper, whole=self.keeps_whole_sums)
-        if self.sums is None:
+        if not parts.own_sums:
             norm = norm_over_workers(lambda: deepspeed_patches.gradients_of_zero(wrapper), parts.sum_over_workers)
             deepspeed_patches.replace_norm_of_stages_1_and_2(wrapper, norm)
             return
+        self.sums = GradientSums(wrapper, whole=self.keeps_whole_sums)
         own_B = self.sums.own_B
         self._norm = norm_over_workers(lambda: own_B, parts.sum_over_workers)
         buckets = list(deepspeed_patches.weights_of_stages_1_and_2(wrapper))
-        self._flats = [flat for _, flat in buckets]
+        self._weights = [flat for _, flat in buckets]  # those that the model computes with
         self._gather = WeightGather(parts.deepspeed.module, buckets)
         self._loss_scale = 1.0
         deepspeed_patches.replace_step(wrapper, self._take_step)
@@ -304,7 +320,8 @@ class Stage1Layout(StateLayout):
     def _spread_weights(self, gather: WeightGather) -> None:
         """Cast this rank's master weights to those that the model computes with, and begin to gather all of these."""
         rank, world_size = self._parts.rank, self._parts.world_size
-        for flat, master in zip(self._flats, self.flats(), strict=True):
+        gather.finish()
+        for flat, master in zip(self._weights, self.flats(), strict=True):
             flat.view(world_size, -1)[rank].copy_(master)
         gather.start()
 
@@ -334,6 +351,10 @@ class Stage3Layout(StateLayout):
             if located is not None:
                 flat, piece = located
                 yield Piece(name, piece.start, flat, slice(piece.offset, piece.offset + piece.numel))
+
+    def waited(self) -> float:
+        """Seconds that this process has waited in forward passes for weights of other ranks."""
+        return self._gather.waited if self._gather is not None else 0.0
 
     def whole(self, parameters: list[nn.Parameter]) -> contextlib.AbstractContextManager[Any]:
         return deepspeed_patches.import_deepspeed().zero.GatheredParameters(parameters)
