@@ -57,7 +57,9 @@ class EngineConfig(Section):
         "checkpoint.",
     )
     deepspeed: dict[str, Any] = Field(
-        default_factory=dict, description="Further DeepSpeed settings, passed through unchanged."
+        default_factory=dict,
+        description="Further DeepSpeed settings, passed through unchanged. In ZeRO stages 1 and 2 gradients are summed "
+        "in our own buckets, so DeepSpeed's bucket sizes and overlap_comm have no effect there.",
     )
 
     @property
