@@ -132,7 +132,8 @@ with_progress() { # TEXT COMMAND...
 # Makes .venv unless it is there, and installs PACKAGE.
 install() { # PYTHON PACKAGE
     [[ -z $1 ]] || "$1" -m venv "$venv" || return
-    "$venv/bin/python" -m pip install --disable-pip-version-check --editable "$2" --constraint "$lock"
+    # --use-pep517: before 23.1, as in Debian 12, pip builds sdists with whatever their setup.py downloads.
+    "$venv/bin/python" -m pip install --disable-pip-version-check --use-pep517 --editable "$2" --constraint "$lock"
 }
 
 # Makes .venv, or adds to it, so that EXTRA's packages are there. Two at once: the second waits for the first.

@@ -44,7 +44,7 @@ def test_buckets_hold_all_parameters_in_the_order_of_the_backward_pass(entries: 
     groups = optimizer.param_groups
     assert [name for group in groups for name in group["names"]] == list(reversed(sizes))
     for group in groups:
-        assert [parameters[name] is one for name, one in zip(group["names"], group["params"], strict=True)]
+        assert all(parameters[name] is one for name, one in zip(group["names"], group["params"], strict=True))
         assert group["rate_share"] == 0.5
         assert len(group["names"]) == 1 or sum(sizes[name] for name in group["names"]) <= entries
     for group, following in itertools.pairwise(groups):

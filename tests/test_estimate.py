@@ -13,7 +13,7 @@ from corpora import make_corpus
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForMaskedLM, BertForPreTraining
 
-from pretrain import estimate, work
+from pretrain import estimate, roofline, work
 from pretrain.common.errors import InputError
 from pretrain.config import (
     AveragingConfig,
@@ -33,6 +33,7 @@ from pretrain.config import (
 from pretrain.model import cost
 from pretrain.model.cost import parameter_count
 from pretrain.model.heads import PretrainingModel
+from pretrain.training.engine import buckets, gradient_sums
 
 CONFIGS = Path(__file__).parent.parent / "configs" / "pretrain"
 
@@ -164,6 +165,12 @@ def test_the_mean_length_is_bounded_by_the_phase():
 def states(stage: int, workers: int, **engine: Any) -> dict[str, int]:
     config = make_config(model=ModelConfig(size="large"), engine=EngineConfig(**engine))
     return estimate.memory_bytes(config, stage, workers, "cuda")
+
+
+def test_buckets_are_those_of_the_engine():
+    """Estimates are made without torch, so they repeat these numbers."""
+    assert estimate._BUCKET == roofline._BUCKET == buckets.ENTRIES
+    assert estimate._IN_FLIGHT == gradient_sums._IN_FLIGHT
 
 
 def test_states_follow_rajbhandari():
