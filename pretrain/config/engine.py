@@ -16,7 +16,7 @@ _DETERMINED_BY = {
     "bf16.enabled": "engine.precision",
     "fp16.enabled": "engine.precision",
     "gradient_clipping": "engine.gradient_clip_norm",
-    "zero_optimization.round_robin_gradients": "the place of each parameter in checkpoints",
+    "zero_optimization.round_robin_gradients": "the layout of checkpoints",
     "train_batch_size": "phases and engine.micro_batch_tokens",
     "train_micro_batch_size_per_gpu": "phases and engine.micro_batch_tokens",
     "gradient_accumulation_steps": "phases and engine.micro_batch_tokens",
