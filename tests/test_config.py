@@ -383,7 +383,7 @@ def test_a_phase_more_or_less_is_a_change(write):
         ("optimizer.muon_rate=2", "muon_rate has no effect with name: adamw. Remove it, or set name: muon"),
         (
             "model={size: mini, attention_init: neighbours, recursions: 2}",
-            "attention_init: neighbours needs recursions: 1, not 2",
+            "attention_init: neighbours needs recursions: 1 where positions are learned, not 2",
         ),
         ("model={size: mini, embedding: 64, mlm_transform: false}", r"embedding \(64\) needs mlm_transform: true"),
         ("optimizer.normalised=true", "normalised has no effect with name: adamw. Remove it, or set name: muon"),

@@ -353,11 +353,13 @@ def test_heads_that_begin_at_neighbours_look_there(size: Literal["mini", "base"]
             hidden_TH = layer(hidden_TH, TokenLayout(batch.cu_seqlens, batch.lengths, None, batch.token_keys))
 
 
-@pytest.mark.parametrize("positions", ["rotary", "rotary_interleaved"])
-def test_rotated_heads_that_begin_at_neighbours_look_there(positions: str) -> None:
+@pytest.mark.parametrize(
+    "part", [{"positions": "rotary"}, {"positions": "rotary_interleaved"}, {"embedding": 64, "recursions": 2}]
+)
+def test_rotated_heads_that_begin_at_neighbours_look_there(part: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    values = {"family": "modernbert", "size": "mini", "positions": positions, "attention_bias": True}
-    shape = ModelConfig.model_validate({**values, "attention_init": "neighbours"})
+    values = {"family": "modernbert", "size": "mini", "attention_bias": True, "attention_init": "neighbours"}
+    shape = ModelConfig.model_validate({**values, **part})
     encoder = Encoder(shape, VOCABULARY).eval()
     batch = make_batch((128,))
     with torch.no_grad():

@@ -254,21 +254,27 @@ class ModelConfig(Section):
             return self
         if self.positions.startswith("rotary"):
             self._check_rotary_neighbours()
-        elif self.positions != "learned":
+        elif self.positions == "learned":
+            self._check_learned_neighbours()
+        else:
             raise ValueError(f"attention_init: neighbours needs learned or rotary positions, not {self.positions}")
-        if self.embedding not in (0, self.hidden):
-            raise ValueError(
-                f"attention_init: neighbours needs embedding ({self.embedding}) to be 0 or hidden ({self.hidden})"
-            )
-        if self.recursions > 1:
-            raise ValueError(
-                f"attention_init: neighbours needs recursions: 1, not {self.recursions}: it is for lower layers"
-            )
         if self.hidden // self.heads % 2:
             raise ValueError(
                 f"attention_init: neighbours needs an even head width, not {self.hidden // self.heads} (hidden / heads)"
             )
         return self
+
+    def _check_learned_neighbours(self) -> None:
+        """The heads begin with rows of the position embeddings."""
+        if self.embedding not in (0, self.hidden):
+            raise ValueError(
+                f"attention_init: neighbours needs embedding ({self.embedding}) to be 0 or hidden ({self.hidden}) "
+                "where positions are learned"
+            )
+        if self.recursions > 1:
+            raise ValueError(
+                f"attention_init: neighbours needs recursions: 1 where positions are learned, not {self.recursions}"
+            )
 
     def _check_rotary_neighbours(self) -> None:
         """The heads begin with biases of queries and keys."""
