@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,17 @@ def test_steps_are_timed_in_a_run_that_leaves_nothing(tmp_path: Path) -> None:
     config = make_config(tmp_path, corpus={"dir": str(make_corpus(tmp_path / "corpus"))})
     assert pace._time_steps(config, 3) > 0
     assert not config.folder.exists()
+
+
+def test_a_step_takes_the_median_of_the_records_without_the_first_steps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """7.5 s a step until step 4, with what the first steps compile; then 0.4, and 0.6 in a shorter last record."""
+    ends = {4: 30.0, 8: 31.6, 10: 32.8}
+    records = [{"step": step, "seconds": seconds, "tokens_per_second": 1.0} for step, seconds in ends.items()]
+    monkeypatch.setattr(pace.subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, 0))
+    monkeypatch.setattr(pace, "read_records", lambda run: records)
+    assert pace._time_steps(make_config(tmp_path), 6) == pytest.approx(0.5)
 
 
 def test_every_worker_of_the_timed_run_has_a_sequence_to_evaluate(tmp_path: Path) -> None:
