@@ -20,11 +20,10 @@ from pretrain.preflight import CONFIG_FILE
 from pretrain.tracking.records import is_training, read_records
 from pretrain.work import phase_work
 
-TRAINING_SHARE = 0.95  # of the time; evaluations and checkpoints take the rest, measured about 3 %
+TRAINING_SHARE = 0.95  # of the time; evaluations and checkpoints take the rest, 2 to 3 % in the demo
 _TIMED_SECONDS = 15  # of training, about
 _TIMED_STEPS = (4, 60)  # fewest, most
-_STEPS_PER_RECORD = 4  # a record after every step would slow short steps down
-_UNTIMED_STEPS = _STEPS_PER_RECORD  # the first, slower ones
+_UNTIMED_STEPS = 2  # the first, slower ones
 _SCHEDULE = ("steps", "warmup_steps", "decay_steps", "ramp_steps")  # of a phase, in steps
 _REGULAR = ("checkpoint", "evaluation")  # sections with every_steps
 
@@ -109,7 +108,7 @@ def _with_schedule(config: PretrainConfig, phases: list[dict[str, int]], every_s
 
 
 def _time_steps(config: PretrainConfig, steps: int) -> float:
-    """Seconds per step, the median over the records of `steps` steps."""
+    """Seconds per step, the median of `steps` steps."""
     with tempfile.TemporaryDirectory(prefix="bertrain-pace-") as folder:
         run, path = Path(folder) / "run", Path(folder) / CONFIG_FILE
         path.write_text(dump(_timed_run(config, run, _UNTIMED_STEPS + steps)), encoding="utf-8")
@@ -119,11 +118,9 @@ def _time_steps(config: PretrainConfig, steps: int) -> float:
         if done.returncode:
             said = (done.stderr or done.stdout).strip().splitlines() or [f"exit code {done.returncode}"]
             raise MachineError(f"--minutes: the run that times steps failed: {said[-1]}")
-        ends = [(record["step"], record["seconds"]) for record in read_records(run) if is_training(record)]
-    return statistics.median(
-        (seconds - seconds_before) / (step - step_before)
-        for (step_before, seconds_before), (step, seconds) in itertools.pairwise(ends)
-    )
+        ends = [record["seconds"] for record in read_records(run) if is_training(record)]
+    timed = ends[_UNTIMED_STEPS - 1 :]
+    return statistics.median(after - before for before, after in itertools.pairwise(timed))
 
 
 def _timed_run(config: PretrainConfig, run: Path, steps: int) -> PretrainConfig:
@@ -133,5 +130,5 @@ def _timed_run(config: PretrainConfig, run: Path, steps: int) -> PretrainConfig:
     values.update(run_dir=str(run), phases=[phase], averaging={})
     values["evaluation"].update(every_steps=steps, sequences=config.scheduling.workers, attention=False)
     values["checkpoint"]["every_steps"] = steps
-    values["tracking"].update(wandb="off", log_every_steps=_STEPS_PER_RECORD)
+    values["tracking"].update(wandb="off", log_every_steps=1)
     return PretrainConfig.model_validate(values)

@@ -105,15 +105,12 @@ def test_steps_are_timed_in_a_run_that_leaves_nothing(tmp_path: Path) -> None:
     assert not config.folder.exists()
 
 
-def test_a_step_takes_the_median_of_the_records_without_the_first_steps(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """7.5 s a step until step 4, with what the first steps compile; then 0.4, and 0.6 in a shorter last record."""
-    ends = {4: 30.0, 8: 31.6, 10: 32.8}
-    records = [{"step": step, "seconds": seconds, "tokens_per_second": 1.0} for step, seconds in ends.items()]
+def test_a_step_takes_the_median_without_the_first_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two slow steps, then one of 0.4 s and one of 0.6 s."""
+    records = [{"step": step, "seconds": seconds} for step, seconds in enumerate((30.0, 31.0, 31.4, 32.0), 1)]
     monkeypatch.setattr(pace.subprocess, "run", lambda command, **options: subprocess.CompletedProcess(command, 0))
     monkeypatch.setattr(pace, "read_records", lambda run: records)
-    assert pace._time_steps(make_config(tmp_path), 6) == pytest.approx(0.5)
+    assert pace._time_steps(make_config(tmp_path), 2) == pytest.approx(0.5)
 
 
 def test_every_worker_of_the_timed_run_has_a_sequence_to_evaluate(tmp_path: Path) -> None:
