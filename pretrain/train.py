@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.batches.exchange import Exchange
-from pretrain.batches.loader import BatchMaker, Loader, MicroBatch, StepBatch, validation_batches
+from pretrain.batches.loader import BatchMaker, Loader, validation_batches
 from pretrain.checkpoint import hf
 from pretrain.common.addresses import is_remote
 from pretrain.common.errors import InputError

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pretrain.batches.loader import MicroBatch
+from pretrain.batches.batch import MicroBatch
 
 
 def make_batch(

@@ -22,7 +22,7 @@ from finetune.artifacts.padded import PaddedModel
 from finetune.model.batches import LabelledBatch
 from finetune.model.task_model import TaskModel, head_parameters
 from finetune.tasks.base import Head, Objective
-from pretrain.batches.loader import MicroBatch
+from pretrain.batches.batch import MicroBatch
 from pretrain.bench.baselines import pad
 from pretrain.checkpoint.layouts import read_config
 from pretrain.checkpoint.released import Released, read_released

@@ -18,9 +18,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pretrain.batches import dealing
+from pretrain.batches.batch import StepBatch
 from pretrain.batches.dealing import Dealt, balance
 from pretrain.batches.exchange import Exchange
-from pretrain.batches.loader import BatchMaker, Loader, StepBatch
+from pretrain.batches.loader import BatchMaker, Loader
 from pretrain.bench import scale
 from pretrain.checkpoint.pieces import packed
 from pretrain.config import PretrainConfig

@@ -11,7 +11,8 @@ import pytest
 import torch
 from corpora import make_corpus
 
-from pretrain.batches.loader import BatchMaker, Loader, MicroBatch, StepBatch, validation_batches
+from pretrain.batches.batch import MicroBatch, StepBatch
+from pretrain.batches.loader import BatchMaker, Loader, validation_batches
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig
 from pretrain.corpus.shards import TokenShards, open_shards

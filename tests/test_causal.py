@@ -15,7 +15,8 @@ from corpora import make_corpus
 from test_batches_objectives import maker, run_config
 from torch import Tensor
 
-from pretrain.batches.loader import MicroBatch, validation_batches
+from pretrain.batches.batch import MicroBatch
+from pretrain.batches.loader import validation_batches
 from pretrain.common.errors import InputError
 from pretrain.config import ModelConfig, load_config
 from pretrain.corpus.shards import TokenShards, open_shards

@@ -12,7 +12,7 @@ import yaml
 from corpora import make_corpus
 from torch import Tensor
 
-from pretrain.batches.loader import MicroBatch
+from pretrain.batches.batch import MicroBatch
 from pretrain.checkpoint import hf, store
 from pretrain.checkpoint.electra import discriminator_state, generator_state
 from pretrain.checkpoint.released import read_released

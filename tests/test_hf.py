@@ -14,7 +14,7 @@ from corpora import SPECIALS, write_tokenizer
 from safetensors.torch import load_file
 from torch import Tensor
 
-from pretrain.batches.loader import MicroBatch
+from pretrain.batches.batch import MicroBatch
 from pretrain.checkpoint import hf, store, weight_files
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.tokenizer import read_tokenizer

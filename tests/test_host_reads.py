@@ -15,7 +15,7 @@ import torch
 from batches_by_hand import make_batch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pretrain.batches.loader import MicroBatch
+from pretrain.batches.batch import MicroBatch
 from pretrain.config import ElectraConfig, ModelConfig
 from pretrain.model.attention import dispatch, grouped_op
 from pretrain.model.electra import ElectraModel

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from corpora import make_corpus
 
-from pretrain.batches.loader import BatchMaker, StepBatch, validation_batches
+from pretrain.batches.batch import StepBatch
+from pretrain.batches.loader import BatchMaker, validation_batches
 from pretrain.common.errors import InputError
 from pretrain.config import PretrainConfig, load_config
 from pretrain.corpus.shards import open_shards

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pretrain.batches.loader import MicroBatch
+from pretrain.batches.batch import MicroBatch
 from pretrain.bench.baselines import pad
 from pretrain.checkpoint.hf import to_hf
 from pretrain.config import MAX_WIDTH, ModelConfig

@@ -17,7 +17,7 @@ from corpora import SPECIALS, write_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from pretrain.batches.loader import MicroBatch
+from pretrain.batches.batch import MicroBatch
 from pretrain.bench.baselines import pad
 from pretrain.checkpoint.assembly import Released, assemble
 from pretrain.checkpoint.layouts import BERT, read_config

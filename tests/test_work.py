@@ -12,7 +12,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from pretrain import estimate, work
-from pretrain.batches.loader import MicroBatch
+from pretrain.batches.batch import MicroBatch
 from pretrain.config import CorpusConfig, ModelConfig, PhaseConfig, PretrainConfig
 from pretrain.model import cost
 from pretrain.model.attention import grouped_op

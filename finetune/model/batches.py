@@ -12,8 +12,8 @@ from torch import Tensor
 
 from finetune.datasets.arrays import ragged
 from finetune.tasks.base import Windows
+from pretrain.batches.batch import moved
 from pretrain.batches.dealing import balance
-from pretrain.batches.loader import moved
 from pretrain.batches.order import draw, permute, root_key
 from pretrain.common.errors import InputError
 

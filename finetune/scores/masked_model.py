@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from tokenizers import Tokenizer
 
-from pretrain.batches.loader import MicroBatch
+from pretrain.batches.batch import MicroBatch
 from pretrain.checkpoint.released import read_released
 from pretrain.checkpoint.released_writer import released_ids
 from pretrain.checkpoint.start import digest

@@ -17,13 +17,13 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from pretrain.batches import dealing
+from pretrain.batches.batch import MicroBatch, StepBatch, pinned
 from pretrain.batches.causal import is_causal, with_causal_targets
 from pretrain.batches.exchange import Counts, Exchange
 from pretrain.batches.masking import Masker
@@ -32,79 +32,12 @@ from pretrain.common.errors import InputError
 from pretrain.config import PhaseConfig, PretrainConfig
 from pretrain.corpus.shards import TokenShards
 
-if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
-
 _PREFETCH_TOKENS = 1 << 22  # of one rank; a token is 28 bytes here, so this is 120 MB
 _BLOCK_TOKENS = 1 << 16  # gathered at a time when masked tokens are counted from the text
 _EVALUATION_SEQUENCES = 1024  # per StepBatch of an evaluation
 
 
-@dataclass(frozen=True)
-class MicroBatch:
-    """The input of one forward pass of one rank: S sequences end to end in T tokens, K of them to predict.
-
-    Sequences lie in ascending length order, without padding (invariant 2). Causal ones follow the others.
-    """
-
-    input_ids: Tensor  # int64 [T], after masking
-    token_types: Tensor  # int64 [T], 0 for the first segment, 1 for the second
-    positions: Tensor  # int64 [T], 0 .. length-1 within each sequence
-    cu_seqlens: Tensor  # int32 [S+1], where each sequence begins; the last value is T
-    masked_rows: Tensor  # int64 [K], ascending rows of the token axis at which tokens are predicted
-    masked_labels: Tensor  # int64 [K], the tokens before masking
-    nsp_labels: Tensor  # int64 [S], 0 next / 1 random, or 0 in order / 1 swapped; [0] without pairs
-    token_keys: Tensor  # int32 [T], 32 pseudo-random bits of (sample, position): the seed of dropout
-    lengths: tuple[int, ...]  # tokens of each sequence, ascending among masked and among causal ones
-    causal: int = 0  # sequences with causal attention, the last ones
-    causal_targets: int = 0  # how many of the masked rows are theirs, the last ones
-
-    def to(self, device: torch.device) -> MicroBatch:
-        """The same batch on `device`, copied without waiting if the memory is pinned."""
-        return moved(self, device)
-
-
-B = TypeVar("B", bound="DataclassInstance")
 M = TypeVar("M", "StepBatch", "Share")
-
-
-def moved(batch: B, device: torch.device) -> B:
-    """A dataclass with its tensors on `device`, copied without waiting if the memory is pinned."""
-    there = {
-        name: value.to(device, non_blocking=True) for name, value in _tensors(batch).items() if value.device != device
-    }
-    return dataclasses.replace(batch, **there) if there else batch
-
-
-def pinned(batch: B) -> B:
-    """A dataclass with its tensors in page-locked memory, which a GPU copies asynchronously."""
-    return dataclasses.replace(batch, **{name: value.pin_memory() for name, value in _tensors(batch).items()})
-
-
-def _tensors(batch: DataclassInstance) -> dict[str, Tensor]:
-    return {name: value for name, value in vars(batch).items() if isinstance(value, Tensor)}
-
-
-@dataclass(frozen=True)
-class StepBatch:
-    """One rank's share of one optimizer step, with the global counts that normalise the losses (invariant 3)."""
-
-    micro_batches: tuple[MicroBatch, ...]  # the same number on every rank
-    sequences: int  # over all ranks
-    tokens: int  # over all ranks
-    masked: int  # over all ranks
-    epoch: int  # of the first sample
-    first_sample: int  # its number in the phase, counted across epochs
-    causal: int = 0  # sequences over all ranks
-    causal_targets: int = 0  # over all ranks
-
-    def to(self, device: torch.device) -> StepBatch:
-        """The same batch with its micro-batches on `device`."""
-        return dataclasses.replace(self, micro_batches=tuple(batch.to(device) for batch in self.micro_batches))
-
-    def pinned(self) -> StepBatch:
-        """The same batch with its micro-batches in page-locked memory."""
-        return dataclasses.replace(self, micro_batches=tuple(map(pinned, self.micro_batches)))
 
 
 @dataclass(frozen=True)

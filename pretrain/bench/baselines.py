@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pretrain.batches.loader import Loader, MicroBatch, StepBatch, validation_batches
+from pretrain.batches.batch import MicroBatch, StepBatch
+from pretrain.batches.loader import Loader, validation_batches
 from pretrain.common.errors import InputError
 from pretrain.common.memory import hold_freed_memory
 from pretrain.config import PretrainConfig

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from pretrain.batches.loader import StepBatch
+from pretrain.batches.batch import StepBatch
 from pretrain.bench.baselines import bench_config
 from pretrain.bench.results import aligned
 from pretrain.commands import program

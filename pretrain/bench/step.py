@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 
-from pretrain.batches.loader import Loader, MicroBatch, StepBatch
+from pretrain.batches.batch import MicroBatch, StepBatch
+from pretrain.batches.loader import Loader
 from pretrain.bench.baselines import BARE, BASELINES, OURS, TrainerProcess, TrainerSpec, bench_config
 from pretrain.commands import program
 from pretrain.config import Precision, PretrainConfig

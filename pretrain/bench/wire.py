@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pretrain.batches.loader import MicroBatch
+from pretrain.batches.batch import MicroBatch
 from pretrain.commands import program
 from pretrain.common.errors import MachineError
 from pretrain.common.wording import aligned

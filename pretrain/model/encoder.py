@@ -46,7 +46,7 @@ from pretrain.model.positions import distance_rows, relative_buckets, rotations,
 
 
 class UnpaddedBatch(Protocol):
-    """The fields of a batch that the encoder reads; `pretrain.batches.loader.MicroBatch` is one."""
+    """The fields of a batch that the encoder reads; `pretrain.batches.batch.MicroBatch` is one."""
 
     @property
     def input_ids(self) -> Tensor: ...  # int64 [T]

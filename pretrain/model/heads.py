@@ -21,7 +21,7 @@ from pretrain.model.parameters import head_parameters
 
 
 class PretrainingBatch(UnpaddedBatch, Protocol):
-    """The further fields of a batch that pretraining reads; `pretrain.batches.loader.MicroBatch` is one."""
+    """The further fields of a batch that pretraining reads; `pretrain.batches.batch.MicroBatch` is one."""
 
     @property
     def masked_rows(self) -> Tensor: ...  # int64 [K]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.batches.loader import MicroBatch, StepBatch
+from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.checkpoint.teacher import read_teacher, student_weights
 from pretrain.config import PretrainConfig
 from pretrain.model.distillation import DistillationLosses, DistillingModel

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from pretrain.batches.loader import MicroBatch, StepBatch
+from pretrain.batches.batch import MicroBatch, StepBatch
 
 
 class Objective(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pretrain.batches.loader import MicroBatch, StepBatch
+from pretrain.batches.batch import MicroBatch, StepBatch
 from pretrain.config import PretrainConfig
 from pretrain.model.electra import ElectraLosses, ElectraModel
 from pretrain.work import Flops

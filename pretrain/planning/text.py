@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from pretrain.batches.loader import BatchMaker, StepBatch
+from pretrain.batches.batch import StepBatch
+from pretrain.batches.loader import BatchMaker
 from pretrain.common.errors import InputError
 from pretrain.common.files import MANIFEST
 from pretrain.config import PhaseConfig, PretrainConfig

@@ -13,7 +13,7 @@ from pretrain.corpus.byte_words import is_byte_vocabulary, spelt
 from pretrain.corpus.vocabulary import read_vocabulary
 
 if TYPE_CHECKING:
-    from pretrain.batches.loader import MicroBatch
+    from pretrain.batches.batch import MicroBatch
     from pretrain.corpus.shards import TokenShards
 
 GUESSES = 5
@@ -160,7 +160,7 @@ def _as_batch(sentences: Sequence[MaskedSentence], special: Mapping[str, int]) -
     """The sentences, in ascending order of length, as one unpadded micro-batch; `special` has ids by role."""
     import torch
 
-    from pretrain.batches.loader import MicroBatch
+    from pretrain.batches.batch import MicroBatch
 
     first, last, mask = (special[role] for role in ("cls", "sep", "mask"))
     ids: list[int] = []

@@ -11,7 +11,7 @@ from pretrain.training.engine import Engine
 
 
 class Step(Protocol):
-    """One rank's share of one optimizer step; `pretrain.batches.loader.StepBatch` is one."""
+    """One rank's share of one optimizer step; `pretrain.batches.batch.StepBatch` is one."""
 
     @property
     def micro_batches(self) -> tuple[Any, ...]: ...
